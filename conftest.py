@@ -1,6 +1,8 @@
-"""Fixtures for tests of several packages: emulators of the clouds, which start with their first use, stores, and encoded chunks.
+"""Fixtures for tests of several packages: emulators of the clouds, which start with their first
+use, stores, and encoded chunks.
 
-`pythonpath` in pyproject.toml says where the tests' helpers are found; the programs that tests start find them by `PYTHONPATH`.
+`pythonpath` in pyproject.toml says where the tests' helpers are found; the programs that tests
+start find them by `PYTHONPATH`.
 """
 
 from __future__ import annotations
@@ -29,13 +31,18 @@ settings.load_profile("shardckpt")
 
 def pytest_configure(config):
     """Let programs that tests start be interrupted, and import what tests do."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as under nohup: programs that tests interrupt would inherit that
+    if (
+        signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    ):  # as under nohup: programs that tests interrupt would inherit that
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ["PYTHONPATH"] = os.pathsep.join(str(config.rootpath / folder) for folder in config.getini("pythonpath"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        str(config.rootpath / folder) for folder in config.getini("pythonpath")
+    )
 
 
 def pytest_runtest_setup():
-    """Keep JAX's import from deciding for programs that tests start: where it finds no TPU, Lightning's look for one then fails."""
+    """Keep JAX's import from deciding for programs that tests start: where it finds no TPU,
+    Lightning's look for one then fails."""
     os.environ.pop("TPU_SKIP_MDS_QUERY", None)
 
 
@@ -84,7 +91,8 @@ def cloud(request):
 
 @pytest.fixture(scope="session")
 def strict_gcs(gcs_server):
-    """A url prefix on a Cloud Storage that enforces preconditions, and the environment that leads there."""
+    """A url prefix on a Cloud Storage that enforces preconditions, and the environment that leads
+    there."""
     with FaultProxy(gcs_server.endpoint) as proxy:
         # TensorStore keeps a bucket's endpoint: this one is known by the proxy's alone.
         yield f"gs://{gcs_server.new_bucket('strict')}", gcs_server.env(proxy.url)
@@ -92,15 +100,16 @@ def strict_gcs(gcs_server):
 
 @pytest.fixture
 def latent(monkeypatch):
-    """The url of a place where nothing is yet, of a kind of storage that is not ours (`latent_store`)."""
+    """The url of a place where nothing is yet, of a kind of storage that is not ours
+    (`latent_store`)."""
     monkeypatch.setitem(SCHEMES, "latent", ("latent_store", "LatentStore"))
     return f"latent://{uuid.uuid4().hex}"
 
 
 @pytest.fixture(params=["file", "memory", "gs", "s3"])
 def store(request, tmp_path):
-    """A store of each kind, at a place that does not exist yet; and of the kinds `az`, `fsspec` and `latent` where a test names
-    them."""
+    """A store of each kind, at a place that does not exist yet; and of the kinds `az`, `fsspec` and
+    `latent` where a test names them."""
     name = f"{uuid.uuid4().hex}/a b"
     if request.param == "file":
         yield Store.open(tmp_path / "a b")
@@ -126,13 +135,16 @@ def cloud_store(cloud):
 
 @pytest.fixture
 def encoded_chunks():
-    """Yields (index, stored bytes) of an array's chunks: little-endian, padded with zeros, crc32c at the end."""
+    """Yields (index, stored bytes) of an array's chunks: little-endian, padded with zeros, crc32c
+    at the end."""
 
     def chunks(array, chunk_shape):
         array = np.asarray(array)
         grid = [range(-(-n // c)) for n, c in zip(array.shape, chunk_shape, strict=True)]
         for index in itertools.product(*grid):
-            part = array[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, chunk_shape, strict=True))]
+            part = array[
+                tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, chunk_shape, strict=True))
+            ]
             whole = np.zeros(chunk_shape, array.dtype)
             whole[tuple(slice(n) for n in part.shape)] = part
             raw = whole.tobytes()

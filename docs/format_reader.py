@@ -1,6 +1,7 @@
 """A complete reader of checkpoints, as docs/format.md describes them: `python docs/format_reader.py CHECKPOINT TENSOR`.
 
-It needs numpy, ml_dtypes, crc32c and, for compressed checkpoints and differences, numcodecs. It does not need shardckpt.
+It needs numpy, ml_dtypes, crc32c and, for compressed checkpoints and differences, numcodecs. It
+does not need shardckpt.
 """
 
 import hashlib
@@ -21,7 +22,9 @@ import numpy as np
 def record(data):
     """The record in a file, after its digest was compared."""
     head, body = re.fullmatch(
-        rb'(\{"format":"shardckpt","version":\[[1-6],\d+\],"sha256":"[0-9a-f]{64}","record":)(.*)\}\n?', data, re.DOTALL
+        rb'(\{"format":"shardckpt","version":\[[1-6],\d+\],"sha256":"[0-9a-f]{64}","record":)(.*)\}\n?',
+        data,
+        re.DOTALL,
     ).groups()
     assert hashlib.sha256(body).hexdigest() == json.loads(head + b"0}")["sha256"], "damaged record"
     return json.loads(body)
@@ -66,7 +69,11 @@ def places(table):
     found, rows = {}, struct.iter_unpack("<QIQII", table[begin:])
     for path, count in header["arrays"]:
         for chunk, file, *rest in itertools.islice(rows, count):
-            found[*name_of(path), chunk] = (None if file == 0xFFFFFFFF else header["files"][file], path, *rest)
+            found[*name_of(path), chunk] = (
+                None if file == 0xFFFFFFFF else header["files"][file],
+                path,
+                *rest,
+            )
     return found
 
 
@@ -90,7 +97,9 @@ def changed(stored, base, itemsize):
 
 def read_base(checkpoint, base, name):
     """A tensor of a base, after its identity was compared."""
-    place = Path(checkpoint).parent / unquote(base["url"].removeprefix("file://").removeprefix("../"))
+    place = Path(checkpoint).parent / unquote(
+        base["url"].removeprefix("file://").removeprefix("../")
+    )
     commit = record((place / "checkpoint.json").read_bytes())
     said = commit["fingerprint"]["sha256"] if "contents" in base else commit["attempt"]
     assert said == base.get("contents", base.get("attempt")), "another checkpoint is there"
@@ -111,27 +120,40 @@ def read(checkpoint, name):
     whole = {"start": [0] * len(shape), "shape": shape, "chunks": tensor.get("chunks")}
     result = np.empty(shape, dtype)
     for piece in tensor.get("pieces", [whole]):
-        first_element = None if piece is whole else sum(i * math.prod(shape[d + 1 :]) for d, i in enumerate(piece["start"]))
+        first_element = (
+            None
+            if piece is whole
+            else sum(i * math.prod(shape[d + 1 :]) for d, i in enumerate(piece["start"]))
+        )
         chunks = piece["chunks"]
-        for position, index in enumerate(np.ndindex(*(-(-n // c) for n, c in zip(piece["shape"], chunks, strict=True)))):
+        for position, index in enumerate(
+            np.ndindex(*(-(-n // c) for n, c in zip(piece["shape"], chunks, strict=True)))
+        ):
             file, path, offset, length, crc = place[name, first_element, position]
             file = file or "/".join(["zarr", path, "c", *map(str, index)])
             stored = (attempt / file).read_bytes()[offset : offset + length]
             elements = stored[:-4]
-            assert crc32c.crc32c(elements) == crc == int.from_bytes(stored[-4:], "little"), f"damaged chunk in {file}"
+            assert crc32c.crc32c(elements) == crc == int.from_bytes(stored[-4:], "little"), (
+                f"damaged chunk in {file}"
+            )
             if commit["compression"] == "zstd":
                 from numcodecs.zstd import Zstd
 
                 elements = Zstd().decode(elements)
             first = [i * c for i, c in zip(index, chunks, strict=True)]
             inside = [min(c, n - a) for a, c, n in zip(first, chunks, piece["shape"], strict=True)]
-            target = tuple(slice(s + a, s + a + n) for s, a, n in zip(piece["start"], first, inside, strict=True))
+            target = tuple(
+                slice(s + a, s + a + n)
+                for s, a, n in zip(piece["start"], first, inside, strict=True)
+            )
             if commit["compression"] == "difference":
                 base = np.zeros(chunks, dtype)
                 if before is not None:
                     base[tuple(map(slice, inside))] = before[target]
                 elements = changed(elements, base.tobytes(), dtype.itemsize)
-            result[target] = np.frombuffer(elements, dtype).reshape(chunks)[tuple(map(slice, inside))]
+            result[target] = np.frombuffer(elements, dtype).reshape(chunks)[
+                tuple(map(slice, inside))
+            ]
     return result
 
 

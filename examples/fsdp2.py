@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 
 import shardckpt
 
-RUN = "runs/fsdp2"  # all processes need the same place: a shared file system, gs://bucket/run or s3://bucket/run
+# All processes need the same place: a shared file system, gs://bucket/run or s3://bucket/run.
+RUN = "runs/fsdp2"
 STEPS, BATCH = 100, 64
 
 dist.init_process_group("gloo")
@@ -26,7 +27,9 @@ rank, processes = dist.get_rank(), dist.get_world_size()
 mesh = init_device_mesh("cpu", (processes,), mesh_dim_names=("data",))
 
 torch.manual_seed(0)  # all processes begin with the same weights
-model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 250), nn.ReLU(), nn.Linear(250, 64)) for _ in range(3)))
+model = nn.Sequential(
+    *(nn.Sequential(nn.Linear(64, 250), nn.ReLU(), nn.Linear(250, 64)) for _ in range(3))
+)
 for block in model:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
@@ -49,12 +52,16 @@ def train_step(step: int) -> torch.Tensor:
 state = shardckpt.train_state(model=model, optimizer=optimizer, step=0, rng=False)
 
 with shardckpt.CheckpointManager(RUN, every=10, keep=2) as manager:
-    if manager.restore(state) and rank == 0:  # each process reads the parts that its own shards need
+    if (
+        manager.restore(state) and rank == 0
+    ):  # each process reads the parts that its own shards need
         print(f"resumed from step {state.step} on {processes} processes", flush=True)
     for step in range(state.step + 1, STEPS + 1):
         loss = train_step(step)
         if rank == 0:
             print(f"step {step} loss {loss:.6f}", flush=True)
         state.step = step
-        manager.save(step, state)  # each process saves the parts that it holds; no collective, no barrier
+        manager.save(
+            step, state
+        )  # each process saves the parts that it holds; no collective, no barrier
 dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """JAX and optax: saved on one mesh, resumed on another; 8 virtual devices stand for 8 accelerators.
 
-Interrupt the first command with Ctrl-C, or kill it. The second one goes on from the latest saved step, on another mesh:
+Interrupt the first command with Ctrl-C, or kill it. The second one goes on from the latest saved
+step, on another mesh:
 
     python examples/jax_optax.py 4x2
     python examples/jax_optax.py 2x4
@@ -35,7 +36,10 @@ def init(key: jax.Array) -> dict:
     """The state of a new run: parameters, state of the optimizer, and the key of the random numbers."""
     keys = dict(zip(SHAPES, jax.random.split(key, len(SHAPES)), strict=True))
     params = {
-        name: jax.device_put(0.05 * jax.random.normal(keys[name], size), NamedSharding(mesh, SPECS[name])) for name, size in SHAPES.items()
+        name: jax.device_put(
+            0.05 * jax.random.normal(keys[name], size), NamedSharding(mesh, SPECS[name])
+        )
+        for name, size in SHAPES.items()
     }
     return {"params": params, "opt_state": optimizer.init(params), "key": key}
 
@@ -50,16 +54,24 @@ def loss_of(params: dict, x: jax.Array) -> jax.Array:
 def train_step(state: dict) -> tuple[dict, jax.Array]:
     """The next state, and the loss."""
     key, drawn = jax.random.split(state["key"])
-    x = jax.lax.with_sharding_constraint(jax.random.normal(drawn, (1024, 64)), NamedSharding(mesh, P("data")))
+    x = jax.lax.with_sharding_constraint(
+        jax.random.normal(drawn, (1024, 64)), NamedSharding(mesh, P("data"))
+    )
     loss, gradients = jax.value_and_grad(loss_of)(state["params"], x)
     updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
-    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state, "key": key}, loss
+    return {
+        "params": optax.apply_updates(state["params"], updates),
+        "opt_state": opt_state,
+        "key": key,
+    }, loss
 
 
 state, first = init(jax.random.key(0)), 1
 
 with shardckpt.CheckpointManager(RUN, every=10, keep=2) as manager:
-    restored = manager.restore(like=state)  # with the shardings that `state` has, so on this mesh; None: nothing was saved yet
+    restored = manager.restore(
+        like=state
+    )  # with the shardings that `state` has, so on this mesh; None: nothing was saved yet
     if restored:
         state, first = restored.state, restored.step + 1
         print(f"resumed from step {restored.step} on a mesh of {dict(mesh.shape)}")

@@ -1,6 +1,7 @@
 """Lightning: its Trainer saves and loads checkpoints through shardckpt.
 
-Interrupt the first command with Ctrl-C, or kill it. The second one goes on after the latest saved epoch:
+Interrupt the first command with Ctrl-C, or kill it. The second one goes on after the latest saved
+epoch:
 
     python examples/lightning_loop.py
     python examples/lightning_loop.py
@@ -54,7 +55,9 @@ trainer = lightning.Trainer(
     accelerator="cpu",
     max_epochs=40,
     plugins=[ShardckptIO()],  # saves in the background; a checkpoint is a directory
-    callbacks=[ModelCheckpoint(RUN, filename="last", enable_version_counter=False)],  # each epoch's replaces the one before
+    callbacks=[
+        ModelCheckpoint(RUN, filename="last", enable_version_counter=False)
+    ],  # each epoch's replaces the one before
     logger=False,
     enable_progress_bar=False,
     enable_model_summary=False,

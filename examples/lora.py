@@ -1,6 +1,7 @@
 """LoRA: each checkpoint stores the adapters alone, and refers to one stored base for the frozen weights.
 
-Interrupt the first command with Ctrl-C, or kill it. The second one goes on from the latest saved step:
+Interrupt the first command with Ctrl-C, or kill it. The second one goes on from the latest saved
+step:
 
     python examples/lora.py
     python examples/lora.py
@@ -14,7 +15,10 @@ from torch import nn
 
 import shardckpt
 
-RUN, BASE = "runs/lora", "runs/lora/base"  # checkpoints beside their base can be moved together with it
+RUN, BASE = (
+    "runs/lora",
+    "runs/lora/base",
+)  # checkpoints beside their base can be moved together with it
 STEPS = 100
 
 
@@ -33,7 +37,9 @@ class LoraLinear(nn.Linear):
 
 
 torch.manual_seed(0)
-model = nn.Sequential(LoraLinear(64, 1024), nn.ReLU(), LoraLinear(1024, 1024), nn.ReLU(), LoraLinear(1024, 64))
+model = nn.Sequential(
+    LoraLinear(64, 1024), nn.ReLU(), LoraLinear(1024, 1024), nn.ReLU(), LoraLinear(1024, 64)
+)
 frozen = {name: tensor for name, tensor in model.named_parameters() if not tensor.requires_grad}
 optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
 
@@ -48,7 +54,8 @@ def train_step() -> float:
     return loss.item()
 
 
-# The base: here random weights, saved once; in your training the pretrained model, as `shardckpt import` writes it.
+# The base: here random weights, saved once; in your training the pretrained model, as `shardckpt
+# import` writes it.
 try:
     shardckpt.open(BASE)
 except FileNotFoundError:
@@ -59,7 +66,9 @@ state = shardckpt.train_state(model=model, optimizer=optimizer, step=0)
 options = shardckpt.SaveOptions(base=BASE, skip=[f"model/{name}" for name in frozen])
 
 with shardckpt.CheckpointManager(RUN, every=10, keep=2, options=options) as manager:
-    if manager.restore(state):  # reads the adapters from the step, and the frozen weights from the base
+    if manager.restore(
+        state
+    ):  # reads the adapters from the step, and the frozen weights from the base
         print(f"resumed from step {state.step}")
     for step in range(state.step + 1, STEPS + 1):
         loss = train_step()
@@ -69,4 +78,7 @@ with shardckpt.CheckpointManager(RUN, every=10, keep=2, options=options) as mana
     manager.wait()
     if report := manager.last_report:
         model_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
-        print(f"a step stores {report.nbytes:,} bytes of adapters and their optimizer; the model has {model_bytes:,} bytes")
+        print(
+            f"a step stores {report.nbytes:,} bytes of adapters and their optimizer; the model "
+            f"has {model_bytes:,} bytes"
+        )

@@ -2,10 +2,12 @@
 
     python examples/rl_publish_follow.py
 
-Kill it (`pkill -9 -f examples/rl_publish_follow.py` in another terminal) and run it again: the trainer resumes from its checkpoint.
+Kill it (`pkill -9 -f examples/rl_publish_follow.py` in another terminal) and run it again: the
+trainer resumes from its checkpoint.
 
-Needs `pip install 'shardckpt[torch] @ git+https://github.com/shardckpt/shardckpt'`. To begin anew, remove runs/rl. The agent wins by moving
-to the place that a hidden table names. On a cluster, the processes are jobs of their own, with gs://bucket/run in place of runs/rl.
+Needs `pip install 'shardckpt[torch] @ git+https://github.com/shardckpt/shardckpt'`. To begin anew,
+remove runs/rl. The agent wins by moving to the place that a hidden table names. On a cluster, the
+processes are jobs of their own, with gs://bucket/run in place of runs/rl.
 """
 
 import multiprocessing
@@ -24,10 +26,14 @@ GOAL = torch.randperm(PLACES, generator=torch.Generator().manual_seed(7))
 def new_policy() -> nn.Module:
     """A policy in float32; versions are published in bfloat16."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(PLACES, 128), nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, PLACES))
+    return nn.Sequential(
+        nn.Embedding(PLACES, 128), nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, PLACES)
+    )
 
 
-def play(policy: nn.Module, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def play(
+    policy: nn.Module, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Places, moves drawn from the policy, and rewards."""
     places = torch.randint(PLACES, (BATCH,), generator=generator)
     with torch.no_grad():
@@ -53,7 +59,9 @@ def train() -> None:
             optimizer.step()
             state.step = step
             manager.save(step, state)
-            publisher.publish(step, {"policy": policy.state_dict()})  # returns after the copies; a slow storage skips versions
+            publisher.publish(
+                step, {"policy": policy.state_dict()}
+            )  # returns after the copies; a slow storage skips versions
             if step % 20 == 0:
                 print(f"trainer: step {step} wins {rewards.mean():.2f}", flush=True)
 
@@ -66,8 +74,15 @@ def sample() -> None:
         version.apply()  # ... and pauses for this copy
         version.prove()
         _, _, rewards = play(policy, torch.Generator().manual_seed(version.step))
-        stored = version.checkpoint.record.totals["stored_bytes"] / version.checkpoint.record.totals["bytes"]
-        print(f"sampler: version {version.step} wins {rewards.mean():.2f}, {stored:.0%} of the weights were stored", flush=True)
+        stored = (
+            version.checkpoint.record.totals["stored_bytes"]
+            / version.checkpoint.record.totals["bytes"]
+        )
+        print(
+            f"sampler: version {version.step} wins {rewards.mean():.2f}, {stored:.0%} of the "
+            "weights were stored",
+            flush=True,
+        )
         if version.step == STEPS:
             break
 

@@ -1,6 +1,7 @@
 """PyTorch/XLA SPMD: saved on one mesh, resumed on another; 8 virtual devices stand for 8 TPU chips.
 
-Interrupt the first command with Ctrl-C, or kill it. The second one goes on from the latest saved step, on another mesh:
+Interrupt the first command with Ctrl-C, or kill it. The second one goes on from the latest saved
+step, on another mesh:
 
     python examples/torch_xla_spmd.py 4x2
     python examples/torch_xla_spmd.py 2x4
@@ -52,7 +53,9 @@ def train_step(step: int) -> float:
 state = shardckpt.train_state(model=model, optimizer=optimizer, step=0)
 
 with shardckpt.CheckpointManager(RUN, every=10, keep=2) as manager:
-    if manager.restore(state):  # builds each tensor from the shards that this mesh needs; compiles nothing
+    if manager.restore(
+        state
+    ):  # builds each tensor from the shards that this mesh needs; compiles nothing
         print(f"resumed from step {state.step} on a mesh of {mesh.shape()}")
     for step in range(state.step + 1, STEPS + 1):
         loss = train_step(step)

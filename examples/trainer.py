@@ -1,6 +1,7 @@
 """Hugging Face's Trainer: its save points save through shardckpt, and it resumes from the latest step.
 
-Interrupt the first command with Ctrl-C, or kill it. The second one goes on from the latest saved step:
+Interrupt the first command with Ctrl-C, or kill it. The second one goes on from the latest saved
+step:
 
     python examples/trainer.py
     python examples/trainer.py
@@ -21,7 +22,9 @@ from shardckpt.training.integrations.hf_trainer import ShardckptCallback
 RUN = "runs/trainer"  # or gs://bucket/run, s3://bucket/run
 
 torch.manual_seed(0)
-config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+config = LlamaConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+)
 rows = [(torch.arange(16) * step + start) % 64 for step in range(1, 9) for start in range(64)]
 data = [{"input_ids": row, "labels": row} for row in rows]
 
@@ -37,7 +40,9 @@ arguments = TrainingArguments(
     report_to="none",
     disable_tqdm=True,
 )
-callback = ShardckptCallback(RUN)  # saves when the Trainer would, in the background, and instead of the Trainer
+callback = ShardckptCallback(
+    RUN
+)  # saves when the Trainer would, in the background, and instead of the Trainer
 trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=data, callbacks=[callback])
 
 # None: nothing was saved yet, so that training starts from the beginning.
@@ -45,4 +50,7 @@ checkpoint = callback.resume(trainer)
 if checkpoint:
     print("resuming from the latest saved step")
 trainer.train(resume_from_checkpoint=checkpoint)
-print(f"trained {trainer.state.global_step} steps; the log has {len(trainer.state.log_history)} entries")
+print(
+    f"trained {trainer.state.global_step} steps; the log has {len(trainer.state.log_history)} "
+    "entries"
+)

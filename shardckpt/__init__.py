@@ -5,13 +5,15 @@
     shardckpt.save("run/100", state)                     # any mesh, any partition spec
     state = shardckpt.restore("run/100", like=state)     # any other
 
-This is the public interface in full. Names are loaded when they are first used, so that importing the package costs
-nothing: not even numpy is imported.
+This is the public interface in full. Names are loaded when they are first used, so that importing
+the package costs nothing: not even numpy is imported.
 """
 
 from __future__ import annotations
 
-from importlib import import_module  # here: it breaks for good where one thread imports it, and another `importlib.util` (CPython)
+from importlib import (
+    import_module,
+)  # here: it breaks for good where one thread imports it, and another `importlib.util` (CPython)
 from os import register_at_fork
 from threading import RLock
 from typing import TYPE_CHECKING
@@ -149,7 +151,8 @@ _HOME = {
 
 
 _importing = RLock()
-"""Held during an import: of two threads that import a package and a module of it, one could get an incomplete module."""
+"""Held during an import: of two threads that import a package and a module of it, one could get an
+incomplete module."""
 
 
 def _after_fork() -> None:
@@ -174,10 +177,13 @@ def __getattr__(name: str) -> object:
         from shardckpt.errors import CommitError, StorageError
 
         raise (CommitError if name.startswith("save") else StorageError)(
-            f"shardckpt.{name} cannot be used: Python is shutting down and starts no threads any more ({e}). "
-            f"Save and read before the program ends, not in a function that `atexit` calls."
+            f"shardckpt.{name} cannot be used: Python is shutting down and starts no threads any "
+            f"more ({e}). Save and read before the program ends, not in a function that `atexit` "
+            "calls."
         ) from e
-    value = globals()[name] = home if _HOME[name] == name else getattr(home, name)  # a callable package is the object itself
+    value = globals()[name] = (
+        home if _HOME[name] == name else getattr(home, name)
+    )  # a callable package is the object itself
     return value
 
 

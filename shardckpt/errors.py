@@ -2,34 +2,35 @@
 
 ```
 ShardckptError
-├── UrlError                 (ValueError)          "url"               not a place to store to
-├── NotFoundError            (FileNotFoundError)   "not-found"         no committed checkpoint there
-│   ├── UncommittedError                           "uncommitted"       an attempt that was never committed
-│   └── ReplacedError                              "replaced"          replaced or deleted while it was read
-├── AlreadyExistsError       (FileExistsError)     "exists"            a committed checkpoint is there already
-├── FormatError              (ValueError)          "format"            a record that this reader does not understand
-│   └── VersionError                               "version"           written by a newer major version
-├── CorruptionError          (ValueError)          "corrupt"           stored bytes are not what was written
-│   └── MissingDataError                           "missing-data"      stored bytes are gone
-├── MismatchError            (ValueError)          "mismatch"          the checkpoint is not what the caller asked for
-│   ├── NamesMismatchError                         "names"             missing or unexpected names
-│   ├── StructureMismatchError                     "structure"         same names, other containers or leaf kinds
-│   ├── ShapeMismatchError                         "shape"
-│   └── DtypeMismatchError                         "dtype"
-├── ShardingError            (ValueError)          "sharding"          an invalid mesh, spec or OpSharding
-├── LeafError                (TypeError)           "leaf"              a leaf that cannot be stored
-│   └── DtypeError                                 "unsupported-dtype" a dtype that cannot be stored
-├── OptionError              (ValueError)          "option"            an option with an invalid value
-├── BudgetError              (ValueError)          "memory"            the memory limit is too small, or no memory is left
-├── CommitError              (RuntimeError)        "commit"            the attempt is incomplete: nothing published
-├── OtherJobError            (RuntimeError)        "other-job"         another live job saves to the same root
-├── CoordinationError        (TimeoutError)        "coordination"      processes of the job do not answer
-├── StorageError             (OSError)             "storage"           the storage refused or failed
-└── MissingExtraError        (ImportError)         "extra"             an optional dependency is not installed
+├── UrlError             (ValueError)        "url"               not a place to store to
+├── NotFoundError        (FileNotFoundError) "not-found"         no committed checkpoint there
+│   ├── UncommittedError                     "uncommitted"       an attempt that was never committed
+│   └── ReplacedError                        "replaced"          replaced or deleted while read
+├── AlreadyExistsError   (FileExistsError)   "exists"            a committed checkpoint is there
+├── FormatError          (ValueError)        "format"            a record that is not understood
+│   └── VersionError                         "version"           written by a newer major version
+├── CorruptionError      (ValueError)        "corrupt"           stored bytes were not written so
+│   └── MissingDataError                     "missing-data"      stored bytes are gone
+├── MismatchError        (ValueError)        "mismatch"          not what the caller asked for
+│   ├── NamesMismatchError                   "names"             missing or unexpected names
+│   ├── StructureMismatchError               "structure"         other containers or leaf kinds
+│   ├── ShapeMismatchError                   "shape"
+│   └── DtypeMismatchError                   "dtype"
+├── ShardingError        (ValueError)        "sharding"          an invalid mesh, spec or OpSharding
+├── LeafError            (TypeError)         "leaf"              a leaf that cannot be stored
+│   └── DtypeError                           "unsupported-dtype" a dtype that cannot be stored
+├── OptionError          (ValueError)        "option"            an option with an invalid value
+├── BudgetError          (ValueError)        "memory"            limit too small, or no memory left
+├── CommitError          (RuntimeError)      "commit"            incomplete: nothing is published
+├── OtherJobError        (RuntimeError)      "other-job"         another job saves to the root
+├── CoordinationError    (TimeoutError)      "coordination"      processes of the job do not answer
+├── StorageError         (OSError)           "storage"           the storage refused or failed
+└── MissingExtraError    (ImportError)       "extra"             a dependency is not installed
 ```
 
-Every message names the tensor and the file or url, and says what was expected, what was found, and what to do next. `code`
-is stable: the command line maps it to `--json` output and to an exit status.
+Every message names the tensor and the file or url, and says what was expected, what was found, and
+what to do next. `code` is stable: the command line maps it to `--json` output and to an exit
+status.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class ShardckptError(Exception):
     """Whether the operation would succeed without one tensor, which the message names."""
 
     def __str__(self) -> str:
-        # OSError and its subclasses format two arguments as "[Errno …]"; our errors always have one sentence.
+        # OSError and its subclasses format two arguments as "[Errno …]"; our errors always have one
+        # sentence.
         return str(self.message)
 
     @property
@@ -113,7 +115,7 @@ class UncommittedError(NotFoundError):
 
 
 class ReplacedError(NotFoundError):
-    """The open checkpoint was replaced or deleted while it was read."""
+    """The open checkpoint was replaced or deleted while read."""
 
     code = "replaced"
 
@@ -239,7 +241,10 @@ class MissingExtraError(ShardckptError, ImportError):
 
 
 def of_one_tensor(error: E) -> E:
-    """Mark an error: without this tensor the operation would succeed. Its message ends with other advice, and a full stop."""
+    """Mark an error: without this tensor the operation would succeed.
+
+    Its message ends with other advice, and a full stop.
+    """
     error.of_one_tensor = True
     return error
 
@@ -259,7 +264,14 @@ def out_of_memory_is_typed(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         except MemoryError as e:
             given = [*args, *kwargs.values()]
-            first = next((value for value in given if hasattr(value, "location") or isinstance(value, str | PathLike)), "")
+            first = next(
+                (
+                    value
+                    for value in given
+                    if hasattr(value, "location") or isinstance(value, str | PathLike)
+                ),
+                "",
+            )
             place = str(getattr(first, "location", first))
             raise out_of_memory(place, e) from e
 
@@ -269,6 +281,7 @@ def out_of_memory_is_typed(function: Callable[P, T]) -> Callable[P, T]:
 def out_of_memory(place: str, error: MemoryError) -> BudgetError:
     """The error that names the checkpoint for which the system gave no memory."""
     return BudgetError(
-        f"{place}: the system gave this process no more memory ({error or 'MemoryError'}); lower memory_limit, end other programs, "
-        f"or raise the limit that the process runs under (ulimit -v, its container's)."
+        f"{place}: the system gave this process no more memory ({error or 'MemoryError'}); lower "
+        "memory_limit, end other programs, or raise the limit that the process runs under "
+        "(ulimit -v, its container's)."
     )

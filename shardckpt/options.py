@@ -1,7 +1,10 @@
-"""Declarations of options, and the options of a save. Fast to import, because the command line makes its flags of declarations.
+"""Declarations of options, and the options of a save.
 
-An operation has one subclass of `Options`, whose fields are made by `option`. The flags of the command line, the parameters of the
-service and the documentation of the public function are made of them.
+Fast to import, because the command line makes its flags of declarations.
+
+An operation has one subclass of `Options`, whose fields are made by `option`. The flags of the
+command line, the parameters of the service and the documentation of the public function are made of
+them.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ __all__ = [
 ]
 
 DEFAULT_MEMORY_LIMIT = 1 << 30
-"""Default limit, in bytes, of the host memory that a save or restore uses beyond the state itself."""
+"""Default limit, in bytes, of the host memory that a save or restore uses beyond the state
+itself."""
 LEAST_MEMORY_LIMIT = 16 << 20
 _CHOICES = {
     "layout": ("packed", "zarr"),
@@ -103,19 +107,30 @@ class Option:
             return parse_bytes(value, name)
         elif self.choices and value != self.default and value not in self.choices:
             words = ", ".join(f'"{choice}"' for choice in self.choices)
-            raise OptionError(Message(named(name, value), f": use {' or '.join(words.rsplit(', ', 1))}."))
+            raise OptionError(
+                Message(named(name, value), f": use {' or '.join(words.rsplit(', ', 1))}.")
+            )
         return value
 
 
 def option(about: str, default: Any = None, *, kind: Kind = "text", **more: Any) -> Any:
-    """A field of `Options`; `more` are further members of its `Option`. A default of True or False makes a flag."""
+    """A field of `Options`; `more` are further members of its `Option`.
+
+    A default of True or False makes a flag.
+    """
     kind = "boolean" if isinstance(default, bool) else kind
-    return field(default=default, metadata={Option: Option(about=about, default=default, kind=kind, **more)})
+    return field(
+        default=default, metadata={Option: Option(about=about, default=default, kind=kind, **more)}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of an operation. A subclass declares each once; public signatures repeat name, type and default, which a test compares."""
+    """Options of an operation.
+
+    A subclass declares each once; public signatures repeat name, type and default, which a test
+    compares.
+    """
 
     def __post_init__(self) -> None:
         """Check each option alone."""
@@ -132,7 +147,13 @@ class Options:
         """Name → declaration of the options that front ends read."""
         options: dict[str, Option] = {}
         for name, one in cls.declared().items():
-            options |= one.parts.declared() if one.parts is not None else {name: one} if one.kind != "python" else {}
+            options |= (
+                one.parts.declared()
+                if one.parts is not None
+                else {name: one}
+                if one.kind != "python"
+                else {}
+            )
         return options
 
     @classmethod
@@ -151,7 +172,9 @@ class Options:
         for name, one in cls.declared().items():
             value = given.get(name)
             if one.parts is not None:
-                value = one.parts(**{part: given.get(part) for part in one.parts.declared()}).whole()
+                value = one.parts(
+                    **{part: given.get(part) for part in one.parts.declared()}
+                ).whole()
             elif value in (None, [], one.default):
                 continue
             elif one.parse is not None:
@@ -200,56 +223,74 @@ class SaveOptions:
     """Options of `shardckpt.save`."""
 
     layout: Literal["packed", "zarr"] = "packed"
-    """Layout of the storage. "packed": chunks in a few large data files (OCDBT). "zarr": every chunk is an object in a zarr group."""
+    """Layout of the storage. "packed": chunks in a few large data files (OCDBT). "zarr": every
+    chunk is an object in a zarr group."""
     compression: Literal["zstd"] | None = None
     """Compression of chunks. The default is None, because trained weights hardly compress."""
     shardings: Mapping[str, Layout] = field(default_factory=dict)
-    """Layouts by name pattern. Plain tensors with matching names are chunked and recorded as if they had this layout."""
+    """Layouts by name pattern. Plain tensors with matching names are chunked and recorded as if
+    they had this layout."""
     host_tensors: Literal["replicated", "local"] = "replicated"
-    """Owners of plain tensors (CPU `torch.Tensor`, ndarray) of 64 KiB or more, in a job of several processes. "replicated": all
-    processes have equal tensors, and write a part each. "local": one process has the tensor, and writes it.
-    Smaller tensors may be on any processes; if several have one, their values are compared."""
+    """Owners of plain tensors (CPU `torch.Tensor`, ndarray) of 64 KiB or more, in a job of several
+    processes. "replicated": all processes have equal tensors, and write a part each. "local": one
+    process has the tensor, and writes it. Smaller tensors may be on any processes; if several have
+    one, their values are compared."""
     reduce_partial: bool = False
-    """Whether to save the reduced value of DTensors with a `Partial` placement. This runs a collective on all processes of their mesh.
-    Without it such a tensor is a LeafError."""
+    """Whether to save the reduced value of DTensors with a `Partial` placement. This runs a
+    collective on all processes of their mesh. Without it such a tensor is a LeafError."""
     commit_timeout: float = 600.0
-    """Seconds that the committing process waits for the other processes. These wait for the commit, a minute longer. In the first call of
-    a job, also the seconds that each process waits for the others to join."""
+    """Seconds that the committing process waits for the other processes. These wait for the commit,
+    a minute longer. In the first call of a job, also the seconds that each process waits for the
+    others to join."""
     overwrite: bool = False
-    """Whether to replace an existing checkpoint, atomically. Without it an existing one is an AlreadyExistsError. A checkpoint that is
-    pinned, tagged, or the base of checkpoints beside it is not replaced: an OptionError."""
+    """Whether to replace an existing checkpoint, atomically. Without it an existing one is an
+    AlreadyExistsError. A checkpoint that is pinned, tagged, or the base of checkpoints beside it is
+    not replaced: an OptionError."""
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT
     """Limit of host memory for staging buffers and chunks: bytes, or a string such as "512MiB"."""
     device_copy: Literal["wait", "overlap"] = "wait"
-    """Order of later device work while a background save copies CUDA tensors. "wait": work on the current stream starts on the device
-    after the copies; the host does not wait. "overlap": work runs during the copies, and only the update of an `Optimizer.step` waits.
-    If a version counter shows another change of a saved tensor, the save fails with a CommitError. docs/cuda.md lists the changes that
-    version counters do not show."""
+    """Order of later device work while a background save copies CUDA tensors. "wait": work on the
+    current stream starts on the device after the copies; the host does not wait. "overlap": work
+    runs during the copies, and only the update of an `Optimizer.step` waits. If a version counter
+    shows another change of a saved tensor, the save fails with a CommitError. docs/cuda.md lists
+    the changes that version counters do not show."""
     background_threads: int | None = None
-    """Most threads of this process that write at a time in a background save to a local disk. By default half of its cores, so that
-    training keeps the others. docs/performance.md says how cores are counted."""
+    """Most threads of this process that write at a time in a background save to a local disk. By
+    default half of its cores, so that training keeps the others. docs/performance.md says how cores
+    are counted."""
     fingerprint: bool = False
-    """Whether to record the fingerprint of the tensors (`Checkpoint.fingerprint`). It takes 0.1 seconds per GB and thread."""
+    """Whether to record the fingerprint of the tensors (`Checkpoint.fingerprint`). It takes 0.1
+    seconds per GB and thread."""
     check_replicas: Literal["sample"] | bool = "sample"
-    """Comparison of what several processes hold and write together: replicated DTensors and JAX arrays, and large plain tensors. A
-    difference is a CommitError. "sample": up to 256 elements of each shard, evenly distributed, except on devices other than CUDA's.
-    True: all elements, which every process reads before the call returns; `fingerprint=True` compares all, too. False: none, and the
-    process of the lowest number writes its copy as a whole."""
+    """Comparison of what several processes hold and write together: replicated DTensors and JAX
+    arrays, and large plain tensors. A difference is a CommitError. "sample": up to 256 elements of
+    each shard, evenly distributed, except on devices other than CUDA's. True: all elements, which
+    every process reads before the call returns; `fingerprint=True` compares all, too. False: none,
+    and the process of the lowest number writes its copy as a whole."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """JSON object to store with the checkpoint; `shardckpt.open(url).metadata` returns it."""
     base: str | os.PathLike[str] | None = None
-    """Path or url of the checkpoint that holds the skipped tensors, in the same kind of storage. It must stay there."""
+    """Path or url of the checkpoint that holds the skipped tensors, in the same kind of storage. It
+    must stay there."""
     skip: str | Sequence[str] = ()
-    """Name patterns of tensors to leave in the base: they are neither copied nor written. The base must have tensors of the same names,
-    shapes and dtypes. Their elements are not compared: skip only frozen tensors."""
+    """Name patterns of tensors to leave in the base: they are neither copied nor written. The base
+    must have tensors of the same names, shapes and dtypes. Their elements are not compared: skip
+    only frozen tensors."""
 
     def __post_init__(self) -> None:
         """Check every option."""
         for option, choices in _CHOICES.items():
             value = getattr(self, option)
-            if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
-                words = " or ".join(f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in choices)
-                raise OptionError(f"SaveOptions({option}={shorten(getattr(self, option))}): use {words}.")
+            if not any(
+                value is choice or (isinstance(choice, str) and value == choice)
+                for choice in choices
+            ):
+                words = " or ".join(
+                    f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in choices
+                )
+                raise OptionError(
+                    f"SaveOptions({option}={shorten(getattr(self, option))}): use {words}."
+                )
         object.__setattr__(self, "memory_limit", parse_bytes(self.memory_limit, "memory_limit"))
         check_flag(self.overwrite, "overwrite")
         check_flag(self.reduce_partial, "reduce_partial")
@@ -260,17 +301,32 @@ class SaveOptions:
         _check_shardings(self.shardings)
         object.__setattr__(self, "skip", _patterns(self.skip, self.base))
         if self.budget < LEAST_MEMORY_LIMIT:
-            raise OptionError(f"SaveOptions(memory_limit={file_size(self.budget)}): at least {file_size(LEAST_MEMORY_LIMIT)} are needed.")
+            raise OptionError(
+                f"SaveOptions(memory_limit={file_size(self.budget)}): at least "
+                f"{file_size(LEAST_MEMORY_LIMIT)} are needed."
+            )
         if is_deeper(self.metadata, DEEPEST_METADATA):
-            raise OptionError(f"SaveOptions(metadata=…): dicts and lists are nested more than {DEEPEST_METADATA} deep; flatten it.")
+            raise OptionError(
+                "SaveOptions(metadata=…): dicts and lists are nested more than "
+                f"{DEEPEST_METADATA} deep; flatten it."
+            )
         try:
             same = json.loads(json.dumps(self.metadata, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as e:
-            raise OptionError(f"SaveOptions(metadata=…): not a JSON object ({e}); use strings, finite numbers, lists and dicts.") from e
+            raise OptionError(
+                f"SaveOptions(metadata=…): not a JSON object ({e}); use strings, finite numbers, "
+                "lists and dicts."
+            ) from e
         if not isinstance(same, dict):
-            raise OptionError(f"SaveOptions(metadata=…): a {type(self.metadata).__name__} is not a JSON object; give a dict.")
+            raise OptionError(
+                f"SaveOptions(metadata=…): a {type(self.metadata).__name__} is not a JSON object; "
+                "give a dict."
+            )
         if same != self.metadata:
-            raise OptionError("SaveOptions(metadata=…): it would change when stored as JSON; use string keys, and lists instead of tuples.")
+            raise OptionError(
+                "SaveOptions(metadata=…): it would change when stored as JSON; use string keys, "
+                "and lists instead of tuples."
+            )
 
     @property
     def budget(self) -> int:
@@ -279,7 +335,9 @@ class SaveOptions:
         return self.memory_limit
 
 
-def checked_options(options: SaveOptions | None, skip: str | Sequence[str] | None = None) -> SaveOptions:
+def checked_options(
+    options: SaveOptions | None, skip: str | Sequence[str] | None = None
+) -> SaveOptions:
     """A caller's `options`, or the defaults; with `skip` replaced if it is given.
 
     Raises:
@@ -287,7 +345,10 @@ def checked_options(options: SaveOptions | None, skip: str | Sequence[str] | Non
     """
     options = SaveOptions() if options is None else options
     if not isinstance(options, SaveOptions):
-        raise OptionError(f"save(options=…): a {type(options).__name__} is not a SaveOptions; give shardckpt.SaveOptions(…).")
+        raise OptionError(
+            f"save(options=…): a {type(options).__name__} is not a SaveOptions; give "
+            "shardckpt.SaveOptions(…)."
+        )
     return options if skip is None else replace(options, skip=skip)
 
 
@@ -302,7 +363,14 @@ def leaves_out_with(option: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             except ShardckptError as e:
                 if e.of_one_tensor:
                     e.of_one_tensor = False  # a function that calls this one has nothing to add
-                    e.args = (Message(e.message.without_stop(), ", or leave the tensor out with ", named(option), "."),)
+                    e.args = (
+                        Message(
+                            e.message.without_stop(),
+                            ", or leave the tensor out with ",
+                            named(option),
+                            ".",
+                        ),
+                    )
                 raise
 
         return advised
@@ -325,9 +393,15 @@ def parse_bytes(value: int | str, what: str) -> int:
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     size = math.inf
     if match is not None:
-        size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
+        size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(
+            match[2].upper() or " "
+        )
     if math.isinf(size):  # a float of too many digits is infinite
-        raise OptionError(Message(named(what, value), ': give bytes as a whole number, or as text such as "512MiB".'))
+        raise OptionError(
+            Message(
+                named(what, value), ': give bytes as a whole number, or as text such as "512MiB".'
+            )
+        )
     return int(size)
 
 
@@ -343,7 +417,9 @@ def parse_duration(text: str, what: str) -> float:
     """
     match = _DURATION.fullmatch(text)
     if match is None or (match[2] is None and float(match[1])):
-        raise OptionError(f'{what} {text!r}: give a number and a unit (s, min, h, d), such as "24h".')
+        raise OptionError(
+            f'{what} {text!r}: give a number and a unit (s, min, h, d), such as "24h".'
+        )
     return float(match[1]) * _SECONDS[match[2] or "s"]
 
 
@@ -380,24 +456,37 @@ def check_seconds(value: object, what: str) -> None:
 def _patterns(skip: object, base: object) -> tuple[str, ...]:
     """The patterns of `skip`, checked."""
     if base is not None and not isinstance(base, str) and not hasattr(base, "__fspath__"):
-        raise OptionError(f"SaveOptions(base={shorten(base)}): give the path or url of a checkpoint.")
+        raise OptionError(
+            f"SaveOptions(base={shorten(base)}): give the path or url of a checkpoint."
+        )
     patterns = (skip,) if isinstance(skip, str) else skip
-    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+    if not isinstance(patterns, Sequence) or not all(
+        isinstance(pattern, str) for pattern in patterns
+    ):
         raise OptionError(f"skip={shorten(skip)}: give patterns of tensor names, as text.")
     if patterns and base is None:
-        raise OptionError(f"skip={shorten(skip)} needs a base that has those tensors; add SaveOptions(base=url).")
+        raise OptionError(
+            f"skip={shorten(skip)} needs a base that has those tensors; add SaveOptions(base=url)."
+        )
     return tuple(patterns)
 
 
 def _check_shardings(shardings: object) -> None:
     """Refuse anything but a mapping of patterns to layouts."""
     if not isinstance(shardings, Mapping):
-        raise OptionError(f"SaveOptions(shardings=…): a {type(shardings).__name__} is not a mapping; give a dict of pattern → layout.")
+        raise OptionError(
+            f"SaveOptions(shardings=…): a {type(shardings).__name__} is not a mapping; give a "
+            "dict of pattern → layout."
+        )
     for pattern, layout in shardings.items():
         if not isinstance(pattern, str):
-            raise OptionError(f"SaveOptions(shardings=…): the key {shorten(pattern)} is not a pattern; give a pattern of names, as text.")
+            raise OptionError(
+                f"SaveOptions(shardings=…): the key {shorten(pattern)} is not a pattern; give a "
+                "pattern of names, as text."
+            )
         # Checked by an attribute of both kinds: importing them here would import numpy.
         if not hasattr(layout, "device_boxes"):
             raise OptionError(
-                f"SaveOptions(shardings=…): {pattern!r} has a {type(layout).__name__}; give a shardckpt Sharding or OpSharding."
+                f"SaveOptions(shardings=…): {pattern!r} has a {type(layout).__name__}; give a "
+                "shardckpt Sharding or OpSharding."
             )

@@ -1,8 +1,11 @@
-"""Short texts of values, names and numbers for people, safe for any value. Pure, and fast to import.
+"""Short texts of values, names and numbers for people, safe for any value.
 
-A value from a checkpoint or a caller may be long, deep or a number of a million digits. The message that refuses it must still be
-short, and the code that makes it must not raise. Names, metadata and messages may come from another person's checkpoint. `visible`
-makes them safe for a terminal: its result cannot move the cursor, change a colour or reverse the direction of writing.
+Pure, and fast to import.
+
+A value from a checkpoint or a caller may be long, deep or a number of a million digits. The message
+that refuses it must still be short, and the code that makes it must not raise. Names, metadata and
+messages may come from another person's checkpoint. `visible` makes them safe for a terminal: its
+result cannot move the cursor, change a colour or reverse the direction of writing.
 """
 
 from __future__ import annotations
@@ -84,8 +87,10 @@ class NamedOption(NamedTuple):
 def named(field: str, *value: object) -> NamedOption:
     """An option for a message, with its value if there is one; `...` is a value that is not shown.
 
-    >>> str(named("only", ["a", "b"])), named("only", ["a", "b"]).typed, str(named("dtype", ...)), str(named("exclude"))
-    ("only=['a', 'b']", ('a', 'b'), 'dtype=…', 'exclude=')
+    >>> str(named("only", ["a", "b"])), named("only", ["a", "b"]).typed
+    ("only=['a', 'b']", ('a', 'b'))
+    >>> str(named("dtype", ...)), str(named("exclude"))
+    ('dtype=…', 'exclude=')
     """
     if not value:
         return NamedOption(field)
@@ -93,7 +98,13 @@ def named(field: str, *value: object) -> NamedOption:
     if one is ...:
         return NamedOption(field, "…")
     several = isinstance(one, list | tuple) and all(isinstance(text, str) for text in one)
-    texts = [one] if isinstance(one, str) else list(one) if several and isinstance(one, Sequence) else [shorten(one)]
+    texts = (
+        [one]
+        if isinstance(one, str)
+        else list(one)
+        if several and isinstance(one, Sequence)
+        else [shorten(one)]
+    )
     if one is True:
         texts = []
     elif isinstance(one, Mapping):
@@ -101,7 +112,9 @@ def named(field: str, *value: object) -> NamedOption:
     elif isinstance(one, tuple) and not several:  # worker 0 of 8
         texts = ["/".join(map(str, one))]
     most = _SHORT.maxlist
-    return NamedOption(field, shorten(one), (*map(clip, texts[:most]), *["…"] * (len(texts) > most)))
+    return NamedOption(
+        field, shorten(one), (*map(clip, texts[:most]), *["…"] * (len(texts) > most))
+    )
 
 
 def named_size(field: str, nbytes: int) -> NamedOption:
@@ -121,7 +134,9 @@ class Message(str):
 
     def __new__(cls, *parts: str | NamedOption) -> Self:
         """Join texts, options and other messages."""
-        flat = [one for part in parts for one in (part.parts if isinstance(part, Message) else (part,))]
+        flat = [
+            one for part in parts for one in (part.parts if isinstance(part, Message) else (part,))
+        ]
         made = super().__new__(cls, "".join(map(str, flat)))
         made.parts = tuple(flat)
         return made
@@ -151,7 +166,8 @@ def given(**arguments: object) -> Message:
 
 
 REPOSITORY = "git+https://github.com/shardckpt/shardckpt"
-"""Address from which pip installs shardckpt until it is on an index: `Source` in `[project.urls]` of pyproject.toml."""
+"""Address from which pip installs shardckpt until it is on an index: `Source` in `[project.urls]`
+of pyproject.toml."""
 
 
 def install_command(*extras: str) -> str:

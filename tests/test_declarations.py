@@ -1,4 +1,5 @@
-"""Options are declared once: public signatures, flags and parameters of the service agree with the declarations."""
+"""Options are declared once: public signatures, flags and parameters of the service agree with the
+declarations."""
 
 from dataclasses import fields
 from inspect import Parameter, signature
@@ -6,7 +7,13 @@ from inspect import Parameter, signature
 import pytest
 
 import shardckpt
-from shardckpt.convert.options import AnyExportOptions, ImportOptions, SafetensorsOptions, StateOptions, ToOptions
+from shardckpt.convert.options import (
+    AnyExportOptions,
+    ImportOptions,
+    SafetensorsOptions,
+    StateOptions,
+    ToOptions,
+)
 from shardckpt.options import Options
 from shardckpt.reshard.execute import reshard
 from shardckpt.reshard.options import ReshardOptions
@@ -23,7 +30,9 @@ PUBLIC = [
 @pytest.mark.parametrize(("function", "declared"), PUBLIC)
 def test_a_public_signature_has_the_names_types_and_defaults_of_the_declaration(function, declared):
     """Editors and type checkers read the signature."""
-    given = [one for one in signature(function).parameters.values() if one.kind is Parameter.KEYWORD_ONLY]
+    given = [
+        one for one in signature(function).parameters.values() if one.kind is Parameter.KEYWORD_ONLY
+    ]
     expected = {one.name: (one.type, one.default) for kind in declared for one in fields(kind)}
     assert {one.name: (one.annotation, one.default) for one in given} == expected
 
@@ -47,12 +56,23 @@ def test_a_job_has_the_parameters_of_its_operation():
     for operation in OPERATIONS.values():
         names = [one.name for one in operation.parameters]
         assert len(names) == len(set(names))
-        served = [name for name, one in operation.options.typed().items() if one.served and name not in operation.without]
+        served = [
+            name
+            for name, one in operation.options.typed().items()
+            if one.served and name not in operation.without
+        ]
         assert (operation.options is Options) == (served == [])
         assert names == [*(one.name for one in operation.own), *served]
 
 
 def test_options_of_a_base_class_are_taken_without_the_others():
-    options = ImportOptions(into="model", only="a", dtype="bfloat16", rename="s/a/b/", engine="ray://h:1", progress=print)
+    options = ImportOptions(
+        into="model",
+        only="a",
+        dtype="bfloat16",
+        rename="s/a/b/",
+        engine="ray://h:1",
+        progress=print,
+    )
     assert options.of_job() == ReshardOptions(only="a", dtype="bfloat16")
     assert (options.names().rename, options.names().dtype) == (("s/a/b/",), None)

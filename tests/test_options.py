@@ -56,11 +56,33 @@ def test_an_option_that_cannot_be_is_refused_with_what_to_give(options, message)
 
 
 def test_sizes_are_numbers_or_text():
-    assert [parse_bytes(size, "limit") for size in (5, "5", "5B", "1.5 kB", "2KiB", "1TiB")] == [5, 5, 5, 1500, 2048, 1 << 40]
+    assert [parse_bytes(size, "limit") for size in (5, "5", "5B", "1.5 kB", "2KiB", "1TiB")] == [
+        5,
+        5,
+        5,
+        1500,
+        2048,
+        1 << 40,
+    ]
 
 
 @pytest.mark.parametrize(
-    "size", ["", "much", "-1", "1e9", "nan", "1 PB", True, 1.5, None, b"1", "9" * 400, "9" * 400 + "T", "9" * 300 + "TiB" * 9]
+    "size",
+    [
+        "",
+        "much",
+        "-1",
+        "1e9",
+        "nan",
+        "1 PB",
+        True,
+        1.5,
+        None,
+        b"1",
+        "9" * 400,
+        "9" * 400 + "T",
+        "9" * 300 + "TiB" * 9,
+    ],
 )
 def test_a_size_that_is_none_is_refused_in_a_short_message(size):
     with pytest.raises(OptionError, match=r"limit=.*: give bytes as a whole number") as raised:

@@ -1,20 +1,22 @@
 """Measure read amplification: what a host reads of a checkpoint, per byte that its devices need.
 
-    python tools/amplification.py --pairs 200 --seed 0             layers of Llama 8B, all sizes divided by 4
-    python tools/amplification.py --scale 1 --read 0               real sizes, counted by the planner alone
-    python tools/amplification.py --json
+    python tools/amplification.py --pairs 200 --seed 0             layers of Llama 8B, all sizes
+    divided by 4 python tools/amplification.py --scale 1 --read 0               real sizes, counted
+    by the planner alone python tools/amplification.py --json
 
-1. A state of Llama-like layers, in float32 and bfloat16 and with vocabularies of uneven size too, gets a random source
-   layout: a mesh of 8 to 64 devices, and per tensor a random spec (several axes in one dimension, partial replication,
-   permuted device ids). It is saved.
-2. For each of five random target layouts, unknown when it was saved, simulated hosts of 1, 2, 4 and 8 devices each need
-   the distinct boxes of their devices. The planner says which chunks those are and how many bytes they take.
-3. Some hosts of one pair in ten then really read their boxes, and what comes through `os.preadv` must be the planner's
-   count to the byte, and the elements those that were saved.
+1. A state of Llama-like layers, in float32 and bfloat16 and with vocabularies of uneven size too,
+   gets a random source layout: a mesh of 8 to 64 devices, and per tensor a random spec (several
+   axes in one dimension, partial replication, permuted device ids). It is saved.
+2. For each of five random target layouts, unknown when it was saved, simulated hosts of 1, 2, 4 and
+   8 devices each need the distinct boxes of their devices. The planner says which chunks those are
+   and how many bytes they take.
+3. Some hosts of one pair in ten then really read their boxes, and what comes through `os.preadv`
+   must be the planner's count to the byte, and the elements those that were saved.
 
-Counted are tensors of at least 1 MiB; records and chunk tables are reported apart. Layout changes are grouped, tensor by
-tensor: (a) source and target split every dimension at most 8 ways; (b) the number of parts of every dimension changes by
-a factor of at most 8, which includes (a); and the rest. Half of the meshes have powers of two as sizes, half any sizes.
+Counted are tensors of at least 1 MiB; records and chunk tables are reported apart. Layout changes
+are grouped, tensor by tensor: (a) source and target split every dimension at most 8 ways; (b) the
+number of parts of every dimension changes by a factor of at most 8, which includes (a); and the
+rest. Half of the meshes have powers of two as sizes, half any sizes.
 """
 
 from __future__ import annotations
@@ -84,7 +86,11 @@ def llama_shapes(scale: int, vocabularies: Sequence[int] = (128256, 50257, 32003
 def new_state(shapes: Shapes) -> dict[str, Array]:
     """Every shape in float32 and in bfloat16; takes no memory until it is filled."""
     dtypes = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
-    return {f"{dtype.name}.{name}": np.empty(shape, dtype) for dtype in dtypes for name, shape in shapes.items()}
+    return {
+        f"{dtype.name}.{name}": np.empty(shape, dtype)
+        for dtype in dtypes
+        for name, shape in shapes.items()
+    }
 
 
 def fill(state: Mapping[str, Array], rng: np.random.Generator) -> None:
@@ -120,7 +126,11 @@ def change(source: tuple[int, ...], target: tuple[int, ...]) -> str:
     """The group of a layout change, "a", "b" or "rest", by the numbers of parts; see above."""
     if max(*source, *target) <= 8:
         return "a"
-    return "b" if all(p <= 8 * q and q <= 8 * p for p, q in zip(source, target, strict=True)) else "rest"
+    return (
+        "b"
+        if all(p <= 8 * q and q <= 8 * p for p, q in zip(source, target, strict=True))
+        else "rest"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +166,13 @@ def plan(tensor: TensorRecord, target: Sharding, devices: int) -> list[HostPlan]
         mine = np.unique(of_device[first : first + devices])
         mine = mine[mine >= 0]
         if len(mine):
-            touched = np.unique(np.concatenate([chunk_of_pair[begin[b] : begin[b + 1]] for b in mine.tolist()]))
+            touched = np.unique(
+                np.concatenate([chunk_of_pair[begin[b] : begin[b + 1]] for b in mine.tolist()])
+            )
             own = type(boxes)(boxes.start[mine], boxes.stop[mine])
-            plans.append(HostPlan(own, int(lengths[touched].sum()), int(own.sizes().sum()) * itemsize))
+            plans.append(
+                HostPlan(own, int(lengths[touched].sum()), int(own.sizes().sum()) * itemsize)
+            )
         else:
             plans.append(HostPlan(type(boxes)(boxes.start[:0], boxes.stop[:0]), 0, 0))
     return plans
@@ -179,10 +193,18 @@ def storage_meter() -> Iterator[list[int]]:
         yield seen
 
 
-def read(checkpoint: shardckpt.Checkpoint, tensors: Sequence[TensorRecord], plans: Sequence[HostPlan]) -> tuple[int, list[list[Array]]]:
+def read(
+    checkpoint: shardckpt.Checkpoint, tensors: Sequence[TensorRecord], plans: Sequence[HostPlan]
+) -> tuple[int, list[list[Array]]]:
     """Really read one host's boxes of some tensors: the bytes that storage gave, and per tensor and box the elements."""
-    arrays = [[np.empty(p.boxes[i].shape, t.dtype.storage) for i in range(len(p.boxes))] for t, p in zip(tensors, plans, strict=True)]
-    requests = [Request(t.name, t.dtype.storage, t.pieces, p.boxes, a) for t, p, a in zip(tensors, plans, arrays, strict=True)]
+    arrays = [
+        [np.empty(p.boxes[i].shape, t.dtype.storage) for i in range(len(p.boxes))]
+        for t, p in zip(tensors, plans, strict=True)
+    ]
+    requests = [
+        Request(t.name, t.dtype.storage, t.pieces, p.boxes, a)
+        for t, p, a in zip(tensors, plans, arrays, strict=True)
+    ]
     reader = checkpoint.reader
     before = reader.stats.bytes_read
     with storage_meter() as seen:
@@ -212,7 +234,13 @@ class Measured:
     metadata: list[int] = field(default_factory=list)
     """Bytes of commit record, host record and table of every source that was saved."""
 
-    def add(self, kind: str, changes: Mapping[str, str], plans: Mapping[str, Sequence[HostPlan]], sources: Mapping[str, Any]) -> None:
+    def add(
+        self,
+        kind: str,
+        changes: Mapping[str, str],
+        plans: Mapping[str, Sequence[HostPlan]],
+        sources: Mapping[str, Any],
+    ) -> None:
         """One pair, for one number of devices per host."""
         totals: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
         for name, of_hosts in plans.items():
@@ -229,7 +257,9 @@ class Measured:
             self.hosts[kind, group].append(got / needed)
 
 
-def measure(shapes: Shapes, *, pairs: int, seed: int, read_one_in: int, directory: Path) -> Measured:
+def measure(
+    shapes: Shapes, *, pairs: int, seed: int, read_one_in: int, directory: Path
+) -> Measured:
     """Everything; see above."""
     rng = np.random.default_rng(seed)
     measured = Measured()
@@ -240,13 +270,22 @@ def measure(shapes: Shapes, *, pairs: int, seed: int, read_one_in: int, director
         powers = begin // PAIRS_PER_SOURCE % 2 == 0
         mesh = random_mesh(rng, powers_of_two=powers)
         shardings = {name: random_sharding(rng, mesh, array.ndim) for name, array in state.items()}
-        tensors, checkpoint = _save(state, shardings, directory / "checkpoint" if read_one_in else None, measured)
+        tensors, checkpoint = _save(
+            state, shardings, directory / "checkpoint" if read_one_in else None, measured
+        )
         for pair in range(begin, min(begin + PAIRS_PER_SOURCE, pairs)):
             target_mesh = random_mesh(rng, powers_of_two=powers)
             targets = {t.name: random_sharding(rng, target_mesh, len(t.shape)) for t in tensors}
-            parts = {t.name: (shardings[t.name].parts(len(t.shape)), targets[t.name].parts(len(t.shape))) for t in tensors}
+            parts = {
+                t.name: (shardings[t.name].parts(len(t.shape)), targets[t.name].parts(len(t.shape)))
+                for t in tensors
+            }
             changes = {name: change(*p) for name, p in parts.items()}
-            described = {t.name: f"{'×'.join(map(str, t.shape))} {p[0]} → {p[1]}" for t in tensors for p in [parts[t.name]]}
+            described = {
+                t.name: f"{'×'.join(map(str, t.shape))} {p[0]} → {p[1]}"
+                for t in tensors
+                for p in [parts[t.name]]
+            }
             for devices in HOSTS:
                 plans = {t.name: plan(t, targets[t.name], devices) for t in tensors}
                 measured.add("powers of two" if powers else "any", changes, plans, described)
@@ -258,7 +297,10 @@ def measure(shapes: Shapes, *, pairs: int, seed: int, read_one_in: int, director
 
 
 def _save(
-    state: dict[str, Array], shardings: dict[str, Sharding], directory: Path | None, measured: Measured
+    state: dict[str, Array],
+    shardings: dict[str, Sharding],
+    directory: Path | None,
+    measured: Measured,
 ) -> tuple[list[TensorRecord], shardckpt.Checkpoint | None]:
     """Save as if it were laid out so, or only plan it; the records of tensors that are counted."""
     options = SaveOptions(shardings=shardings)
@@ -269,7 +311,11 @@ def _save(
         shardckpt.save(directory, state, options=options)
         checkpoint = shardckpt.open(directory)
         records = checkpoint.record.structure.tensors
-        files = [directory / "checkpoint.json", *directory.glob("*/records/*"), *directory.glob("*/hosts/*/table")]
+        files = [
+            directory / "checkpoint.json",
+            *directory.glob("*/records/*"),
+            *directory.glob("*/hosts/*/table"),
+        ]
         measured.metadata.append(sum(f.stat().st_size for f in files))
     counted = [t for t in records.values() if t.nbytes >= COUNTED_BYTES]
     measured.chunk_bytes.append(sum(t.nbytes for t in counted) / sum(t.num_chunks for t in counted))
@@ -293,14 +339,16 @@ def _compare(
         mine = [p[host] for p in plans]
         got, arrays = read(checkpoint, tensors, mine)
         same = all(
-            array.tobytes() == state[t.name][p.boxes[i].slices].tobytes()  # bits: NaNs are not equal to themselves
+            array.tobytes()
+            == state[t.name][p.boxes[i].slices].tobytes()  # bits: NaNs are not equal to themselves
             for t, p, boxes in zip(tensors, mine, arrays, strict=True)
             for i, array in enumerate(boxes)
         )
         planned = sum(p.read for p in mine)
         if got != planned or not same:
             measured.mismatches.append(
-                f"host {host} of {devices} devices: read {got}, planned {planned}, elements {'' if same else 'not '}equal"
+                f"host {host} of {devices} devices: read {got}, planned {planned}, elements "
+                f"{'' if same else 'not '}equal"
             )
         measured.hosts_read += 1
         measured.bytes_read += got
@@ -324,9 +372,15 @@ def to_json(measured: Measured) -> dict[str, Any]:
     groups = sorted(measured.hosts, reverse=True)
     return {
         "pairs": measured.pairs,
-        "per host": {f"{kind}, {group}": summary(measured.hosts[kind, group]) for kind, group in groups},
-        "per host and tensor": {f"{kind}, {group}": summary(measured.tensors[kind, group]) for kind, group in groups},
-        "worst tensors": {f"{kind}, {group}": measured.worst[kind, group] for kind, group in groups},
+        "per host": {
+            f"{kind}, {group}": summary(measured.hosts[kind, group]) for kind, group in groups
+        },
+        "per host and tensor": {
+            f"{kind}, {group}": summary(measured.tensors[kind, group]) for kind, group in groups
+        },
+        "worst tensors": {
+            f"{kind}, {group}": measured.worst[kind, group] for kind, group in groups
+        },
         "hosts that really read": measured.hosts_read,
         "bytes really read": measured.bytes_read,
         "mismatches": measured.mismatches,
@@ -346,32 +400,62 @@ def show(results: dict[str, Any]) -> None:
     print("\nworst tensor of each group")
     for group, (ratio, where) in results["worst tensors"].items():
         print(f"  meshes of {group:20}{ratio:8.3f}  {where}")
-    print(f"\nmean chunk {results['mean chunk KiB']:.0f} KiB (median of the sources); arrays per tensor: {results['arrays per tensor']}")
+    print(
+        "\n"
+        f"mean chunk {results['mean chunk KiB']:.0f} KiB (median of the sources); arrays per "
+        f"tensor: {results['arrays per tensor']}"
+    )
     if results["hosts that really read"]:
         print(
-            f"{results['hosts that really read']} hosts really read {results['bytes really read'] / 1e9:.2f} GB: "
-            f"{len(results['mismatches'])} differ from the plan or from what was saved"
+            f"{results['hosts that really read']} hosts really read "
+            f"{results['bytes really read'] / 1e9:.2f} GB: {len(results['mismatches'])} differ "
+            "from the plan or from what was saved"
         )
-        print(f"records and chunk tables: {max(results['record and table bytes'])} bytes at most, not counted above")
+        print(
+            f"records and chunk tables: {max(results['record and table bytes'])} bytes at most, "
+            "not counted above"
+        )
     for line in results["mismatches"]:
         print(f"  {line}")
 
 
 def main() -> int:
     """Measure and print; 1 where a host did not read what was planned."""
-    parser = argparse.ArgumentParser(description="Measure read amplification over random layout changes.")
+    parser = argparse.ArgumentParser(
+        description="Measure read amplification over random layout changes."
+    )
     parser.add_argument("--pairs", type=int, default=200, help="layout changes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scale", type=int, default=4, help="what the sizes of Llama 8B are divided by")
-    parser.add_argument("--read", type=int, default=10, metavar="N", help="really read in one of N pairs; 0: save nothing, only plan")
-    parser.add_argument("--directory", type=Path, help="where to save; by default in memory, /dev/shm")
+    parser.add_argument(
+        "--scale", type=int, default=4, help="what the sizes of Llama 8B are divided by"
+    )
+    parser.add_argument(
+        "--read",
+        type=int,
+        default=10,
+        metavar="N",
+        help="really read in one of N pairs; 0: save nothing, only plan",
+    )
+    parser.add_argument(
+        "--directory", type=Path, help="where to save; by default in memory, /dev/shm"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     memory = Path("/dev/shm")
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="amplification-", dir=args.directory or (memory if memory.is_dir() else None)) as directory:
+    with tempfile.TemporaryDirectory(
+        prefix="amplification-", dir=args.directory or (memory if memory.is_dir() else None)
+    ) as directory:
         shapes = llama_shapes(args.scale)
-        results = to_json(measure(shapes, pairs=args.pairs, seed=args.seed, read_one_in=args.read, directory=Path(directory)))
+        results = to_json(
+            measure(
+                shapes,
+                pairs=args.pairs,
+                seed=args.seed,
+                read_one_in=args.read,
+                directory=Path(directory),
+            )
+        )
     if args.json:
         print(json.dumps(results, indent=2))
     else:

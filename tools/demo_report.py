@@ -45,7 +45,11 @@ class Report:
     def __init__(self) -> None:
         """Begin, with the time running."""
         console = Console(highlight=False, emoji=False)
-        self.console = Console(highlight=False, emoji=False, width=min(console.width, WIDTH) if console.is_terminal else WIDTH)
+        self.console = Console(
+            highlight=False,
+            emoji=False,
+            width=min(console.width, WIDTH) if console.is_terminal else WIDTH,
+        )
         self.began = time.monotonic()
         self.proofs: list[bool] = []
 
@@ -58,7 +62,9 @@ class Report:
 
     def say(self, text: str, style: str = "") -> None:
         """A line with the time."""
-        self.console.print(Text(f"{time.monotonic() - self.began:6.1f} s  ", "dim") + Text(text, style))
+        self.console.print(
+            Text(f"{time.monotonic() - self.began:6.1f} s  ", "dim") + Text(text, style)
+        )
 
     def loss(self, step: int, loss: float) -> None:
         """A step's loss, with a bar."""
@@ -68,24 +74,41 @@ class Report:
         """A checkpoint is committed."""
         tensors = checkpoint.record.structure.tensors.values()
         megabytes = sum(t.nbytes for t in tensors) / 1e6
-        self.say(f"step {step} is committed: {len(tensors)} tensors, {megabytes:.1f} MB, in {seconds:.2f} s", style="bold green")
+        self.say(
+            f"step {step} is committed: {len(tensors)} tensors, {megabytes:.1f} MB, in "
+            f"{seconds:.2f} s",
+            style="bold green",
+        )
 
     def proof(self, claim: str, holds: bool, exceptions: Sequence[str] = ()) -> None:
         """A claim, and whether it holds."""
         self.proofs.append(holds)
-        self.say(f"✓ {claim}" if holds else f"✗ NOT: {claim}", style="green" if holds else "bold red")
+        self.say(
+            f"✓ {claim}" if holds else f"✗ NOT: {claim}", style="green" if holds else "bold red"
+        )
         for name in exceptions[:10]:
             self.say(f"    {name}", style="red")
 
     def layouts(self, checkpoint: Checkpoint, after: Layout) -> None:
         """Some tensors before and after, and from which devices' shards each shard of one of them is made."""
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), header_style="bold", caption=LEGEND, caption_justify="left")
+        table = Table(
+            box=box.SIMPLE_HEAD,
+            padding=(0, 2, 0, 0),
+            header_style="bold",
+            caption=LEGEND,
+            caption_justify="left",
+        )
         for heading in ("weight of", "shape", "was saved as", "shard", "is restored as", "shard"):
             table.add_column(heading, no_wrap=True)
         for module in SHOWN:
             shape, old, new = weight(checkpoint, module, after)
             table.add_row(
-                module.removeprefix("model."), by(shape), spec_text(old), shard_text(old, shape), spec_text(new), shard_text(new, shape)
+                module.removeprefix("model."),
+                by(shape),
+                spec_text(old),
+                shard_text(old, shape),
+                spec_text(new),
+                shard_text(new, shape),
             )
         shape, old, new = weight(checkpoint, DRAWN, after)
         pictures = Table.grid(padding=(0, 4, 0, 0))
@@ -96,14 +119,25 @@ class Report:
         pictures.add_row(picture(old, shape), picture(new, shape, old))
         self.console.print(table, Padding(pictures, (1, 0, 1, 1)))
 
-    def losses(self, before: Mapping[int, float], after: Mapping[int, float], off: Mapping[int, float]) -> None:
+    def losses(
+        self, before: Mapping[int, float], after: Mapping[int, float], off: Mapping[int, float]
+    ) -> None:
         """Losses of both processes for the same steps, and what only one has."""
         table = Table(box=box.SIMPLE_HEAD, header_style="bold")
-        for heading in ("step", "before the kill, (4, 2)", "after the restore, (2, 4)", "relative difference"):
+        for heading in (
+            "step",
+            "before the kill, (4, 2)",
+            "after the restore, (2, 4)",
+            "relative difference",
+        ):
             table.add_column(heading, justify="right")
         for step in sorted(after):
-            computed = f"{before[step]:.7f}" if step in before else "killed" if step - 1 in before else ""
-            table.add_row(str(step), computed, f"{after[step]:.7f}", f"{off[step]:.1e}" if step in off else "")
+            computed = (
+                f"{before[step]:.7f}" if step in before else "killed" if step - 1 in before else ""
+            )
+            table.add_row(
+                str(step), computed, f"{after[step]:.7f}", f"{off[step]:.1e}" if step in off else ""
+            )
         self.console.print(table)
 
     def failed(self, reason: str) -> None:
@@ -116,11 +150,16 @@ class Report:
         if all(self.proofs):
             self.say(f"All {len(self.proofs)} proofs hold.", style="bold green")
             return 0
-        self.say(f"{self.proofs.count(False)} of {len(self.proofs)} proofs do not hold.", style="bold red")
+        self.say(
+            f"{self.proofs.count(False)} of {len(self.proofs)} proofs do not hold.",
+            style="bold red",
+        )
         return 1
 
 
-def weight(checkpoint: Checkpoint, module: str, after: Layout) -> tuple[tuple[int, ...], Sharding, Sharding]:
+def weight(
+    checkpoint: Checkpoint, module: str, after: Layout
+) -> tuple[tuple[int, ...], Sharding, Sharding]:
     """Of a module's weight: the shape, the sharding it was saved with, and the one it gets."""
     info = checkpoint.info(f"model/{module}.weight")
     assert isinstance(info.layout, Sharding)
@@ -129,7 +168,11 @@ def weight(checkpoint: Checkpoint, module: str, after: Layout) -> tuple[tuple[in
 
 def spec_text(sharding: Sharding) -> str:
     """A partition spec, short."""
-    return ", ".join("·".join(map(str, axes)) or "–" for axes in sharding.spec.axes) if any(sharding.spec.axes) else "replicated"
+    return (
+        ", ".join("·".join(map(str, axes)) or "–" for axes in sharding.spec.axes)
+        if any(sharding.spec.axes)
+        else "replicated"
+    )
 
 
 def shard_text(sharding: Sharding, shape: tuple[int, ...]) -> str:
@@ -158,7 +201,9 @@ def picture(layout: Sharding, shape: tuple[int, ...], old: Sharding | None = Non
         for column, column_stop in zip(starts[1], stops[1], strict=True):
             low, high = np.array([row, column]), np.array([row_stop, column_stop])
             holders = here.device_ids[(here.boxes.start == low).all(1)]
-            sources = there.device_ids[(np.maximum(there.boxes.start, low) < np.minimum(there.boxes.stop, high)).all(1)]
+            sources = there.device_ids[
+                (np.maximum(there.boxes.start, low) < np.minimum(there.boxes.stop, high)).all(1)
+            ]
             cell = " ".join(map(str, holders))
             cells.append(cell if old is None else f"{cell} ← {' '.join(map(str, sources))}")
         table.add_row(Text(f"{row}–{row_stop}", "dim"), *cells)

@@ -1,8 +1,9 @@
 """One training process of the demo: a Llama under torch_xla SPMD on 8 virtual devices.
 
-It trains from scratch on one layout, saves once, and goes on until it is killed; or (`--resume`) it restores the
-checkpoint onto another layout and goes on from there. What it does it tells its parent on standard output, one JSON
-object per line; everything else that libraries print goes to standard error.
+It trains from scratch on one layout, saves once, and goes on until it is killed; or (`--resume`) it
+restores the checkpoint onto another layout and goes on from there. What it does it tells its parent
+on standard output, one JSON object per line; everything else that libraries print goes to standard
+error.
 """
 
 from __future__ import annotations
@@ -10,7 +11,12 @@ from __future__ import annotations
 import os
 
 # Read once, when torch_xla is imported.
-os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+os.environ |= {
+    "PJRT_DEVICE": "CPU",
+    "CPU_NUM_DEVICES": "8",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
 
 import argparse
 import hashlib
@@ -79,7 +85,9 @@ SMALL = Size(hidden=512, mlp=1376, layers=1, batch=8, tokens=16)
 @cache
 def text() -> torch.Tensor:
     """The text to learn, as tokens: the Python language reference."""
-    return torch.tensor([token for key in sorted(topics) for token in (*topics[key].encode(), SEPARATOR)])
+    return torch.tensor(
+        [token for key in sorted(topics) for token in (*topics[key].encode(), SEPARATOR)]
+    )
 
 
 class Training:
@@ -114,7 +122,11 @@ class Training:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "step": self.step,
-            "rng": {"torch": torch.get_rng_state(), "xla": xm.get_rng_state(), "python": random.getstate()},
+            "rng": {
+                "torch": torch.get_rng_state(),
+                "xla": xm.get_rng_state(),
+                "python": random.getstate(),
+            },
         }
 
     def load(self, state: State) -> None:
@@ -140,8 +152,9 @@ def start(layout: Layout, size: Size) -> Training:
 def resume(layout: Layout, size: Size, checkpoint: shardckpt.Checkpoint) -> Training:
     """A run that goes on from a checkpoint.
 
-    Nothing is allocated on the devices before the restore, and nothing twice: the model is built on the meta device,
-    `like` has nothing but shardings for it, and the optimizer gets its state without a step that would make one first.
+    Nothing is allocated on the devices before the restore, and nothing twice: the model is built on
+    the meta device, `like` has nothing but shardings for it, and the optimizer gets its state
+    without a step that would make one first.
     """
     config = size.config()
     with torch.device("meta"):
@@ -157,9 +170,15 @@ def resume(layout: Layout, size: Size, checkpoint: shardckpt.Checkpoint) -> Trai
 
 def where_things_go(training: Training) -> State:
     """The state of a run whose model is on the meta device, with a Target for every tensor on the devices."""
-    targets = {name: shardckpt.Target(training.layout.sharding(name)) for name, _ in training.model.named_parameters()}
+    targets = {
+        name: shardckpt.Target(training.layout.sharding(name))
+        for name, _ in training.model.named_parameters()
+    }
     # AdamW counts its steps on the host.
-    moments = {i: {"step": torch.empty(()), "exp_avg": target, "exp_avg_sq": target} for i, target in enumerate(targets.values())}
+    moments = {
+        i: {"step": torch.empty(()), "exp_avg": target, "exp_avg_sq": target}
+        for i, target in enumerate(targets.values())
+    }
     state = training.state()
     return {**state, "model": targets, "optimizer": {**state["optimizer"], "state": moments}}
 
@@ -169,7 +188,7 @@ def xla_mesh(layout: Layout) -> xs.Mesh:
     return xs.Mesh(layout.mesh.device_ids, layout.mesh.shape, layout.mesh.axis_names)
 
 
-# --- what the proofs need -------------------------------------------------------------------------------------------
+# --- what the proofs need -------------------------------------------------------------------------
 
 
 def leaves(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -183,7 +202,10 @@ def leaves(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def digest(leaf: Any) -> str:
-    """SHA-256 over type, shape and every bit of a leaf; a tensor is brought to the host whole, by torch_xla alone."""
+    """SHA-256 over type, shape and every bit of a leaf.
+
+    A tensor is brought to the host whole, by torch_xla alone.
+    """
     if isinstance(leaf, torch.Tensor):
         array = leaf.detach().cpu().numpy()
         return hashlib.sha256(f"{array.dtype}{array.shape}".encode() + array.tobytes()).hexdigest()
@@ -212,12 +234,14 @@ def lie_as_asked(training: Training) -> tuple[int, list[str]]:
     wrong = []
     for name, tensor in tensors:
         in_xla = shardckpt.OpSharding.parse(torch_xla._XLAC._get_xla_sharding_spec(tensor))
-        if shardckpt.Sharding.infer(training.layout.mesh, in_xla, tensor.ndim) != training.layout.sharding(name):
+        if shardckpt.Sharding.infer(
+            training.layout.mesh, in_xla, tensor.ndim
+        ) != training.layout.sharding(name):
             wrong.append(name)
     return len(tensors), wrong
 
 
-# --- the process ----------------------------------------------------------------------------------------------------
+# --- the process ----------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -225,7 +249,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layout", choices=LAYOUTS, required=True)
     parser.add_argument("--checkpoint", required=True, help="where to save, or what to resume from")
-    parser.add_argument("--digests", type=Path, required=True, help="side file with the digest of every leaf saved")
+    parser.add_argument(
+        "--digests", type=Path, required=True, help="side file with the digest of every leaf saved"
+    )
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--save-at", type=int, default=0, help="step after which to save")
     parser.add_argument("--steps", type=int, required=True, help="step after which to end")
@@ -243,16 +269,27 @@ def main() -> None:
         xm.wait_device_ops()
         seconds, compiled = time.perf_counter() - began, compiles() - compiled
         stats = checkpoint.stats
-        tell("restored", step=training.step, seconds=seconds, compiles=compiled, read=stats.bytes_read, needed=stats.bytes_needed)
+        tell(
+            "restored",
+            step=training.step,
+            seconds=seconds,
+            compiles=compiled,
+            read=stats.bytes_read,
+            needed=stats.bytes_needed,
+        )
         looked, wrong = lie_as_asked(training)
         tell("layouts", tensors=looked, wrong=wrong)
         saved, restored = json.loads(args.digests.read_text()), digests(training.state())
-        different = sorted(name for name in saved.keys() | restored.keys() if saved.get(name) != restored.get(name))
+        different = sorted(
+            name for name in saved.keys() | restored.keys() if saved.get(name) != restored.get(name)
+        )
         tensors = sum(isinstance(leaf, torch.Tensor) for _, leaf in leaves(training.state()))
         tell("digests", tensors=tensors, values=len(saved) - tensors, different=different)
     else:
         training = start(layout, size)
-    tell("ready", parameters=sum(p.numel() for p in training.model.parameters()), layers=size.layers)
+    tell(
+        "ready", parameters=sum(p.numel() for p in training.model.parameters()), layers=size.layers
+    )
 
     while training.step < args.steps:
         loss = training.train_step()
@@ -266,7 +303,10 @@ def main() -> None:
 
 
 def events() -> Callable[..., None]:
-    """A function that tells the parent of an event; standard output belongs to it alone from now on."""
+    """A function that tells the parent of an event.
+
+    Standard output belongs to it alone from now on.
+    """
     stream = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

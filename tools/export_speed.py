@@ -4,11 +4,13 @@
     python tools/export_speed.py --gib 16 --dtype bfloat16 --json
 
 1. A checkpoint of float32 matrices is saved, laid out over 2 x 4 devices by rows and columns.
-2. In each round: as many bytes as the export writes go to a fresh file by write(2), 4 MiB at a time, from memory that is there already,
-   and are made durable; the checkpoint is exported without reading back, and once more with it. Every other round goes through
-   these backwards. Before each, what the last one wrote is removed, and the disk is idle; the source lies in the page cache. A
+2. In each round: as many bytes as the export writes go to a fresh file by write(2), 4 MiB at a
+   time, from memory that is there already, and are made durable; the checkpoint is exported without
+   reading back, and once more with it. Every other round goes through these backwards. Before each,
+   what the last one wrote is removed, and the disk is idle; the source lies in the page cache. A
    first round, which finds cold caches, does not count.
-3. Told are medians: GB/s of elements, the ratio to plain writing, and the seconds of processor time (user and system) that a GB takes.
+3. Told are medians: GB/s of elements, the ratio to plain writing, and the seconds of processor time
+   (user and system) that a GB takes.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def write(target: Path, nbytes: int, buffer: memoryview) -> None:
         os.fsync(file.fileno())
 
 
-def measure(directory: Path, gib: float, rounds: int, dtype: str | None, limit: str) -> dict[str, object]:
+def measure(
+    directory: Path, gib: float, rounds: int, dtype: str | None, limit: str
+) -> dict[str, object]:
     """Medians in GB/s, ratios to plain writing, and seconds of processor time per GB."""
     source, target = directory / "source", directory / "target.safetensors"
     count = max(1, round(gib * 4))
@@ -62,13 +66,20 @@ def measure(directory: Path, gib: float, rounds: int, dtype: str | None, limit: 
         "export, not read back": lambda: export(verify=False),
         "export": lambda: export(verify=True),
     }
-    return in_turn(ways, rounds, nbytes, beside="write(2)", before=lambda: target.unlink(missing_ok=True))
+    return in_turn(
+        ways, rounds, nbytes, beside="write(2)", before=lambda: target.unlink(missing_ok=True)
+    )
 
 
 def main() -> int:
     """Measure and tell."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; by default the temporary directory")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=None,
+        help="on the disk to measure; by default the temporary directory",
+    )
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default=None)

@@ -1,28 +1,34 @@
-"""Stand before an object store's emulator; enforce Cloud Storage's preconditions, count requests, and break some.
+"""Stand before an object store's emulator.
 
-    python tools/fault_proxy.py --backend http://127.0.0.1:4443 [--port 0] [--rule '{"fault": "status", …}']
+Enforce Cloud Storage's preconditions, count requests, and break some.
 
-prints its own address and serves until it is interrupted. Clients are led to it instead of the emulator: with
-`TENSORSTORE_GCS_HTTP_URL` or `STORAGE_EMULATOR_HOST` before fake-gcs-server, `AWS_ENDPOINT_URL` before moto.
+    python tools/fault_proxy.py --backend http://127.0.0.1:4443 [--port 0] [--rule '{"fault":
+    "status", …}']
+
+prints its own address and serves until it is interrupted. Clients are led to it instead of the
+emulator: with `TENSORSTORE_GCS_HTTP_URL` or `STORAGE_EMULATOR_HOST` before fake-gcs-server,
+`AWS_ENDPOINT_URL` before moto.
 
 For each request it
 
 1. asks the rules (`fault_rules.py`) what becomes of it;
 2. takes in the whole body, because an emulator may lock all objects while it reads one;
-3. with a request that changes an object, or has preconditions, waits until it is the only one of that object; looks up
-   the object's generation, and refuses what must not go ahead (`gcs_preconditions.py`): fake-gcs-server would not;
-   answers what is asked of a resumable upload, and passes on what is new to it (`gcs_resumable.py`): it would not either;
+3. with a request that changes an object, or has preconditions, waits until it is the only one of
+   that object; looks up the object's generation, and refuses what must not go ahead
+   (`gcs_preconditions.py`): fake-gcs-server would not; answers what is asked of a resumable upload,
+   and passes on what is new to it (`gcs_resumable.py`): it would not either;
 4. passes it on, and the answer back; and notes what came of it (`fault_requests.py`).
 
 Under its own paths it is told what to do, in JSON:
 
-    GET    /__proxy__/stats[?prefix=bucket/run]   counts; DELETE starts from zero
-    GET    /__proxy__/rules                       the rules in force, and how often each has fired
-    POST   /__proxy__/rules                       add one, or a list; DELETE removes all
-    POST   /__proxy__/late                        pass on what the fault `late` has held back; the codes of the answers
+    GET    /__proxy__/stats[?prefix=bucket/run]   counts; DELETE starts from zero GET
+    /__proxy__/rules                       the rules in force, and how often each has fired POST
+    /__proxy__/rules                       add one, or a list; DELETE removes all POST
+    /__proxy__/late                        pass on what the fault `late` has held back; the codes of
+    the answers
 
-In a test, `with FaultProxy(backend) as proxy` runs one on a thread: `proxy.url`, `proxy.rules`, `proxy.traffic`,
-`proxy.land()`.
+In a test, `with FaultProxy(backend) as proxy` runs one on a thread: `proxy.url`, `proxy.rules`,
+`proxy.traffic`, `proxy.land()`.
 """
 
 from __future__ import annotations
@@ -70,7 +76,15 @@ class _Refused(Exception):  # noqa: N818  (as above)
 class _Proxy:
     """Handles requests, within one event loop."""
 
-    def __init__(self, backend: str, rules: RuleBook, traffic: Traffic, session: aiohttp.ClientSession, *, enforces: bool) -> None:
+    def __init__(
+        self,
+        backend: str,
+        rules: RuleBook,
+        traffic: Traffic,
+        session: aiohttp.ClientSession,
+        *,
+        enforces: bool,
+    ) -> None:
         self._backend = backend.rstrip("/")
         self._rules = rules
         self._traffic = traffic
@@ -104,7 +118,10 @@ class _Proxy:
             return web.Response()
 
     async def land(self) -> list[int]:
-        """Pass on what was held back, in the order in which it came; the codes of the answers, which nobody gets."""
+        """Pass on what was held back, in the order in which it came.
+
+        The codes of the answers, which nobody gets.
+        """
         held, self._held = self._held, []
         codes = []
         for transfer in held:
@@ -121,7 +138,9 @@ class _Proxy:
         fate = self._rules.decide(transfer.exchange.operation)
         rule, transfer.links = fate.rule, fate.links
         fault = "" if rule is None else rule.fault
-        transfer.exchange.fault = fault if rule is None or fault != "status" else f"status {rule.status}"
+        transfer.exchange.fault = (
+            fault if rule is None or fault != "status" else f"status {rule.status}"
+        )
         if fate.delay:
             await asyncio.sleep(fate.delay)
         if fate.requests:
@@ -143,7 +162,9 @@ class _Proxy:
             if fault == "lost-answer":
                 await answer.read()
                 raise _Reset
-            return await (transfer.send(answer) if rule is None else transfer.send_part(answer, rule))
+            return await (
+                transfer.send(answer) if rule is None else transfer.send_part(answer, rule)
+            )
 
     async def _gather(self, name: str, requests: int) -> None:
         """Wait until so many requests of an object have come."""
@@ -168,7 +189,9 @@ class _Proxy:
                     raise _Refused(refusal, "a precondition does not hold")
             return await self._forward(transfer)
 
-    async def _go_on(self, transfer: Transfer, resumable: Resumable, preconditions: Preconditions | None) -> aiohttp.ClientResponse:
+    async def _go_on(
+        self, transfer: Transfer, resumable: Resumable, preconditions: Preconditions | None
+    ) -> aiohttp.ClientResponse:
         """The answer to a request about a resumable upload."""
         if transfer.request.method == "DELETE":
             resumable.deleted = True
@@ -180,7 +203,10 @@ class _Proxy:
         part = Part.of(transfer.request.headers.get("Content-Range", ""))
         new = None if part is None else resumable.new(part, transfer.body)
         if part is None or new is None:
-            raise _Refused(400, f"the upload has {resumable.persisted} bytes, and what comes are not the next ones")
+            raise _Refused(
+                400,
+                f"the upload has {resumable.persisted} bytes, and what comes are not the next ones",
+            )
         ends = resumable.ends(part, new)
         if not new and not ends:
             raise _Refused(308, "", resumable.range)
@@ -191,7 +217,9 @@ class _Proxy:
             if refusal is not None:
                 raise _Refused(refusal, "a precondition does not hold")
         transfer.body = new
-        answer = await self._forward(transfer, {"Content-Range": resumable.content_range(part, new)})
+        answer = await self._forward(
+            transfer, {"Content-Range": resumable.content_range(part, new)}
+        )
         if answer.status in {200, 308}:
             resumable.add(new)
             resumable.published = answer.status == 200
@@ -206,11 +234,15 @@ class _Proxy:
         new = resumable.new(part, transfer.body) or bytearray()
         transfer.body = new[: len(new) // QUANTUM * QUANTUM]
         if transfer.body:
-            async with await self._forward(transfer, {"Content-Range": resumable.content_range(Part(0, None), transfer.body)}) as answer:
+            async with await self._forward(
+                transfer, {"Content-Range": resumable.content_range(Part(0, None), transfer.body)}
+            ) as answer:
                 if answer.status == 308:
                     resumable.add(transfer.body)
 
-    async def _forward(self, transfer: Transfer, instead: dict[str, str] | None = None) -> aiohttp.ClientResponse:
+    async def _forward(
+        self, transfer: Transfer, instead: dict[str, str] | None = None
+    ) -> aiohttp.ClientResponse:
         """Pass a request on, with some headers instead of its own."""
         request = transfer.request
         given = {**request.headers, **(instead or {})} if instead else request.headers
@@ -218,15 +250,26 @@ class _Proxy:
         if request.body_exists:
             headers.append(("Content-Length", str(len(transfer.body))))
         transfer.exchange.forwarded = True
-        answer = await self._asked(request.method, request.raw_path, headers, _pieces(transfer.body) if request.body_exists else None)
+        answer = await self._asked(
+            request.method,
+            request.raw_path,
+            headers,
+            _pieces(transfer.body) if request.body_exists else None,
+        )
         if transfer.exchange.operation.query.get("uploadType") == "resumable":
             place = URL(answer.headers.get("Location", ""), encoded=True).raw_query_string
-            self._resumable |= {upload: Resumable(transfer.exchange.operation) for upload in parse_qs(place).get("upload_id", [])}
+            self._resumable |= {
+                upload: Resumable(transfer.exchange.operation)
+                for upload in parse_qs(place).get("upload_id", [])
+            }
         return answer
 
     async def _stat(self, operation: Operation) -> aiohttp.ClientResponse:
         """The storage's answer about an object."""
-        return await self._asked("GET", f"/storage/v1/b/{quote(operation.bucket, safe='')}/o/{quote(operation.name, safe='')}")
+        return await self._asked(
+            "GET",
+            f"/storage/v1/b/{quote(operation.bucket, safe='')}/o/{quote(operation.name, safe='')}",
+        )
 
     async def _generation(self, operation: Operation) -> int:
         """The present generation of an object, 0 if there is none."""
@@ -234,21 +277,32 @@ class _Proxy:
             if answer.status == 404:
                 return 0
             if answer.status != 200:
-                raise _Refused(502, f"the emulator answers {answer.status} when it is asked for the generation")
+                raise _Refused(
+                    502, f"the emulator answers {answer.status} when it is asked for the generation"
+                )
             return int((await answer.json())["generation"])
 
     async def _asked(
-        self, method: str, target: str, headers: list[tuple[str, str]] | None = None, body: AsyncIterator[memoryview] | None = None
+        self,
+        method: str,
+        target: str,
+        headers: list[tuple[str, str]] | None = None,
+        body: AsyncIterator[memoryview] | None = None,
     ) -> aiohttp.ClientResponse:
         """The emulator's answer, when it begins."""
         try:
             url = URL(self._backend + target, encoded=True)
-            return await self._session.request(method, url, headers=headers, data=body, allow_redirects=False)
+            return await self._session.request(
+                method, url, headers=headers, data=body, allow_redirects=False
+            )
         except aiohttp.ClientError as e:
             raise _Refused(502, f"the emulator cannot be asked: {e!r}") from e
 
     def _operation(self, request: web.BaseRequest) -> Operation:
-        """The operation of a request; a part of a resumable upload has the operation that the upload was begun with."""
+        """The operation of a request.
+
+        A part of a resumable upload has the operation that the upload was begun with.
+        """
         operation = classify(request.method, request.raw_path)
         begun = self._resumable.get(operation.query.get("upload_id", ""))
         return operation if begun is None else replace(begun.begun, method=request.method)
@@ -269,16 +323,22 @@ class _Proxy:
                     self._rules.add(*map(Rule.from_json, doc if isinstance(doc, list) else [doc]))
                 except ValueError as e:
                     return web.json_response({"error": str(e)}, status=400)
-            return web.json_response([{"rule": asdict(rule), "fired": fired} for rule, fired in self._rules.fired()])
+            return web.json_response(
+                [{"rule": asdict(rule), "fired": fired} for rule, fired in self._rules.fired()]
+            )
         if what == "late" and method == "POST":
             return web.json_response(await self.land())
-        return web.json_response({"error": f"{method} {request.path}: see the docstring of fault_proxy.py"}, status=404)
+        return web.json_response(
+            {"error": f"{method} {request.path}: see the docstring of fault_proxy.py"}, status=404
+        )
 
 
 def _preconditions(transfer: Transfer) -> Preconditions | None:
     """Preconditions that the proxy enforces for a request; for a resumable upload, only with the last part of it."""
     request = transfer.request
-    if transfer.exchange.operation.service != "gcs" or (request.method == "POST" and request.query.get("uploadType") == "resumable"):
+    if transfer.exchange.operation.service != "gcs" or (
+        request.method == "POST" and request.query.get("uploadType") == "resumable"
+    ):
         return None
     if request.headers.get("Content-Range", "").endswith("/*"):
         return None
@@ -301,7 +361,8 @@ async def _serving(
     backend: str, port: int, rules: RuleBook, traffic: Traffic, *, enforces: bool = True
 ) -> AsyncIterator[tuple[_Proxy, int]]:
     """A running proxy; yields it and its port."""
-    # A fresh connection for every request: one that the backend is about to close would be a fault that nobody asked for.
+    # A fresh connection for every request: one that the backend is about to close would be a fault
+    # that nobody asked for.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     skipped = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
     async with aiohttp.ClientSession(
@@ -319,7 +380,8 @@ async def _serving(
                 await web.SockSite(runner, listening).start()
                 yield proxy, int(listening.getsockname()[1])
             finally:
-                # Python 3.11's asyncio loses connections that it accepts while it closes the server: first none is accepted any more.
+                # Python 3.11's asyncio loses connections that it accepts while it closes the
+                # server: first none is accepted any more.
                 asyncio.get_running_loop().remove_reader(listening)
                 await asyncio.sleep(_SETTLING)
                 await runner.cleanup()
@@ -334,7 +396,8 @@ class FaultProxy:
         Args:
             backend: the emulator's address, `http://host:port`.
             port: where to listen on the loopback interface; 0 is any free one.
-            enforces: whether it refuses what must not go ahead. Without that a test of races shows that it tests something.
+            enforces: whether it refuses what must not go ahead. Without that a test of races shows
+                that it tests something.
         """
         self.rules = RuleBook()
         """Rules for faults; they may be changed at any time."""
@@ -366,7 +429,10 @@ class FaultProxy:
         self._thread.join()
 
     def land(self) -> list[int]:
-        """Pass on what the fault `late` has held back, oldest first; the codes of the storage's answers."""
+        """Pass on what the fault `late` has held back, oldest first.
+
+        The codes of the storage's answers.
+        """
         assert self._proxy is not None
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(self._proxy.land(), self._loop).result()
@@ -381,7 +447,9 @@ class FaultProxy:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        serving = _serving(self._backend, self._port, self.rules, self.traffic, enforces=self._enforces)
+        serving = _serving(
+            self._backend, self._port, self.rules, self.traffic, enforces=self._enforces
+        )
         async with serving as (self._proxy, port):
             self.url = f"http://127.0.0.1:{port}"
             self._started.set()
@@ -400,8 +468,16 @@ def main() -> None:
     """Serve until interrupted."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--backend", required=True, help="the emulator's address, http://host:port")
-    parser.add_argument("--port", type=int, default=0, help="where to listen on 127.0.0.1; 0 is any free port")
-    parser.add_argument("--rule", type=lambda text: Rule.from_json(json.loads(text)), action="append", default=[], help="JSON of a rule")
+    parser.add_argument(
+        "--port", type=int, default=0, help="where to listen on 127.0.0.1; 0 is any free port"
+    )
+    parser.add_argument(
+        "--rule",
+        type=lambda text: Rule.from_json(json.loads(text)),
+        action="append",
+        default=[],
+        help="JSON of a rule",
+    )
     asked = parser.parse_args()
     with suppress(KeyboardInterrupt):
         asyncio.run(_main(asked.backend, asked.port, asked.rule))

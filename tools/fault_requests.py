@@ -1,8 +1,9 @@
 """Requests to an object store: the operation that each asks for, and the outcomes of all of them.
 
-`classify` reads a request's first line: the JSON API of Google Cloud Storage has its own paths (`/storage/v1/b/…`,
-`/upload/storage/v1/b/…`, `/download/storage/v1/b/…`), everything else is S3 with the bucket in the path. An
-`Exchange` is a request and what came of it; `Traffic` collects and counts them.
+`classify` reads a request's first line: the JSON API of Google Cloud Storage has its own paths
+(`/storage/v1/b/…`, `/upload/storage/v1/b/…`, `/download/storage/v1/b/…`), everything else is S3
+with the bucket in the path. An `Exchange` is a request and what came of it; `Traffic` collects and
+counts them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Operation:
     kind: Kind
     bucket: str = ""
     name: str = ""
-    """The object that is read or changed; of a listing its prefix (or where it starts); "" if only the body tells."""
+    """The object that is read or changed; of a listing its prefix (or where it starts); "" if only
+    the body tells."""
     query: Mapping[str, str] = field(default_factory=dict)
     """The parameters after the question mark."""
 
@@ -46,7 +48,9 @@ class Operation:
     @property
     def mutates(self) -> bool:
         """Whether it changes the object."""
-        return self.kind in _MUTATING or (self.kind == "other" and bool(self.name) and self.method not in {"GET", "HEAD"})
+        return self.kind in _MUTATING or (
+            self.kind == "other" and bool(self.name) and self.method not in {"GET", "HEAD"}
+        )
 
 
 def classify(method: str, target: str) -> Operation:
@@ -64,10 +68,14 @@ def classify(method: str, target: str) -> Operation:
     if path.startswith(("/storage/", "/upload/", "/download/", "/batch/storage/")):
         return Operation("gcs", method, "other", query=query)
     bucket, _, key = unquote(path).removeprefix("/").partition("/")
-    return Operation("s3", method, _s3_kind(method, key, query), bucket, key or query.get("prefix", ""), query)
+    return Operation(
+        "s3", method, _s3_kind(method, key, query), bucket, key or query.get("prefix", ""), query
+    )
 
 
-def _gcs(method: str, service: str | None, bucket: str, encoded: str | None, query: dict[str, str]) -> Operation:
+def _gcs(
+    method: str, service: str | None, bucket: str, encoded: str | None, query: dict[str, str]
+) -> Operation:
     """An operation of the JSON API on objects of a bucket."""
     kind: Kind = "other"
     name = unquote(encoded or "")
@@ -78,9 +86,16 @@ def _gcs(method: str, service: str | None, bucket: str, encoded: str | None, que
         kind = "compose" if to_object[2] == "compose" else "copy"
         bucket, name = unquote(to_object[3] or bucket), unquote(to_object[4] or to_object[1])
     elif not encoded:
-        kind, name = ("list" if method == "GET" else "other"), query.get("prefix", query.get("startOffset", ""))
+        kind, name = (
+            ("list" if method == "GET" else "other"),
+            query.get("prefix", query.get("startOffset", "")),
+        )
     elif method in {"GET", "HEAD"}:
-        kind = "read" if method == "GET" and (query.get("alt") == "media" or service == "download") else "stat"
+        kind = (
+            "read"
+            if method == "GET" and (query.get("alt") == "media" or service == "download")
+            else "stat"
+        )
     elif method == "DELETE":
         kind = "delete"
     return Operation("gcs", method, kind, bucket, name, query)
@@ -89,8 +104,20 @@ def _gcs(method: str, service: str | None, bucket: str, encoded: str | None, que
 def _s3_kind(method: str, key: str, query: dict[str, str]) -> Kind:
     """Kind of an S3 request."""
     if not key:
-        return "delete" if method == "POST" and "delete" in query else "list" if method == "GET" and "list-type" in query else "other"
-    kinds: dict[str, Kind] = {"PUT": "upload", "POST": "upload", "GET": "read", "HEAD": "stat", "DELETE": "delete"}
+        return (
+            "delete"
+            if method == "POST" and "delete" in query
+            else "list"
+            if method == "GET" and "list-type" in query
+            else "other"
+        )
+    kinds: dict[str, Kind] = {
+        "PUT": "upload",
+        "POST": "upload",
+        "GET": "read",
+        "HEAD": "stat",
+        "DELETE": "delete",
+    }
     return kinds.get(method, "other")
 
 
@@ -103,7 +130,9 @@ def with_name_from_body(operation: Operation, body: bytes | bytearray) -> Operat
     start = body.find(b"{", 0, 4096)
     if start >= 0:
         try:
-            doc, _ = json.JSONDecoder().raw_decode(body[start : start + (1 << 16)].decode(errors="replace"))
+            doc, _ = json.JSONDecoder().raw_decode(
+                body[start : start + (1 << 16)].decode(errors="replace")
+            )
         except ValueError:
             return operation
         return replace(operation, name=str(doc.get("name", "")))
@@ -128,7 +157,10 @@ class Exchange:
 
 
 class Traffic:
-    """All exchanges, in the order in which they began. A client that has its answer finds it counted."""
+    """All exchanges, in the order in which they began.
+
+    A client that has its answer finds it counted.
+    """
 
     def __init__(self) -> None:
         self._exchanges: list[Exchange] = []
@@ -146,7 +178,10 @@ class Traffic:
         return [replace(e) for e in list(self._exchanges) if e.operation.object.startswith(prefix)]
 
     def uploaded(self, prefix: str = "") -> Counter[str]:
-        """`bucket/object` → bytes sent to store it, in all tries together. Beyond the object's size they were resent."""
+        """`bucket/object` → bytes sent to store it, in all tries together.
+
+        Beyond the object's size they were resent.
+        """
         counts: Counter[str] = Counter()
         for exchange in self.exchanges(prefix):
             if exchange.operation.kind == "upload":

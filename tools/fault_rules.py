@@ -1,9 +1,9 @@
 """Rules for the faults that requests meet.
 
-1. A `Rule` says what goes wrong (`fault`), with which requests (`kinds`, `objects`), and when: after the first `skip`
-   of them, `times` times, each with `probability`.
-2. A `RuleBook` asks its rules in order, once for each request. The first that fires and breaks something decides what
-   becomes of the request; delays and bandwidth limits add to that.
+1. A `Rule` says what goes wrong (`fault`), with which requests (`kinds`, `objects`), and when:
+   after the first `skip` of them, `times` times, each with `probability`.
+2. A `RuleBook` asks its rules in order, once for each request. The first that fires and breaks
+   something decides what becomes of the request; delays and bandwidth limits add to that.
 
 A rule without `times` holds until it is removed: that is an outage.
 """
@@ -30,15 +30,29 @@ __all__ = ["FAULTS", "Fate", "Link", "Rule", "RuleBook"]
 
 FAULTS = {
     "status": "answer with the code `status`; the storage is not asked",
-    "reset": "reset the connection after `after_bytes` of the request's body (None: all of it); the storage is not asked",
-    "lost-answer": "the storage does what it was asked to; then the connection is reset instead of the answer",
-    "late": "reset the connection after the request; the storage gets it when the proxy is told to let it land",
-    "rate": "answer 429 to what would change an object within `seconds` of its last change, as Cloud Storage does within one",
+    "reset": (
+        "reset the connection after `after_bytes` of the request's body (None: all of it); the "
+        "storage is not asked"
+    ),
+    "lost-answer": (
+        "the storage does what it was asked to; then the connection is reset instead of the answer"
+    ),
+    "late": "reset the connection after the request; the storage gets it when the proxy is told to "
+    "let it land",
+    "rate": (
+        "answer 429 to what would change an object within `seconds` of its last change, as Cloud "
+        "Storage does within one"
+    ),
     "truncate": "close the connection after `after_bytes` of the answer's body (None: half of it)",
     "shorten": "send `after_bytes` of the answer's body (None: half of it) as if that were all",
     "latency": "wait `seconds` before anything is done",
-    "together": "wait until `requests` of one object have come, before anything is done with the first of them",
-    "bandwidth": "let bodies through, up and down and of all requests together, at `bytes_per_second`",
+    "together": (
+        "wait until `requests` of one object have come, before anything is done with the first "
+        "of them"
+    ),
+    "bandwidth": (
+        "let bodies through, up and down and of all requests together, at `bytes_per_second`"
+    ),
 }
 """Fault → its effect, in words."""
 _BREAKING = FAULTS.keys() - {"latency", "together", "bandwidth"}
@@ -58,7 +72,8 @@ class Rule:
     kinds: tuple[Kind, ...] = ()
     """Kinds of requests that it is about; () is all."""
     objects: str = "*"
-    """Shell pattern of `bucket/object` (of a listing, `bucket/prefix`); `*` matches slashes, too."""
+    """Shell pattern of `bucket/object` (of a listing, `bucket/prefix`); `*` matches slashes,
+    too."""
     skip: int = 0
     """Matching requests that it lets pass first: k - 1 for the k-th."""
     times: int | None = 1
@@ -73,7 +88,10 @@ class Rule:
         object.__setattr__(self, "kinds", tuple(self.kinds))  # JSON has lists
         strange = [kind for kind in self.kinds if kind not in get_args(Kind)]
         if self.fault not in FAULTS or strange:
-            raise ValueError(f"{strange or self.fault!r}: kinds are {', '.join(get_args(Kind))}; faults are {', '.join(FAULTS)}.")
+            raise ValueError(
+                f"{strange or self.fault!r}: kinds are {', '.join(get_args(Kind))}; faults are "
+                f"{', '.join(FAULTS)}."
+            )
         if self.fault == "status" and not 400 <= self.status <= 599:
             raise ValueError(f"status {self.status} is no failure; give 400 to 599.")
         if self.fault == "bandwidth" and self.bytes_per_second <= 0:
@@ -88,7 +106,9 @@ class Rule:
         """
         known = {f.name for f in fields(cls)}
         if not isinstance(doc, dict) or not doc.keys() <= known or "fault" not in doc:
-            raise ValueError(f"{doc!r}: a rule is an object with `fault` and some of {', '.join(sorted(known))}.")
+            raise ValueError(
+                f"{doc!r}: a rule is an object with `fault` and some of {', '.join(sorted(known))}."
+            )
         try:
             return cls(**doc)
         except TypeError as e:
@@ -96,7 +116,9 @@ class Rule:
 
     def matches(self, operation: Operation) -> bool:
         """Whether it is about such requests."""
-        return (not self.kinds or operation.kind in self.kinds) and fnmatchcase(operation.object, self.objects)
+        return (not self.kinds or operation.kind in self.kinds) and fnmatchcase(
+            operation.object, self.objects
+        )
 
 
 class Link:
@@ -143,7 +165,9 @@ class _Entry:
         if not rule.matches(operation) or (rule.times is not None and self.fired >= rule.times):
             return False
         self.matched += 1
-        if self.matched <= rule.skip or (rule.probability < 1 and self._coin.random() >= rule.probability):
+        if self.matched <= rule.skip or (
+            rule.probability < 1 and self._coin.random() >= rule.probability
+        ):
             return False
         if rule.fault == "rate" and not self._too_soon(operation):
             return False
@@ -202,7 +226,9 @@ class RuleBook:
         links: list[Link] = []
         with self._lock:
             for entry in self._entries:
-                if (entry.rule.fault in _BREAKING and broken_by is not None) or not entry.fires(operation):
+                if (entry.rule.fault in _BREAKING and broken_by is not None) or not entry.fires(
+                    operation
+                ):
                     continue
                 if entry.link is not None:
                     links.append(entry.link)

@@ -22,8 +22,18 @@ __all__ = ["HOP_BY_HOP", "PIECE", "Transfer"]
 
 PIECE = 1 << 18
 """Bytes of a body that are handled at a time."""
-HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "expect", "content-length"}
-"""Headers that are about one connection (RFC 9110, 7.6.1), and the length, which the one who sends a body knows."""
+HOP_BY_HOP = {
+    "connection",
+    "keep-alive",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "expect",
+    "content-length",
+}
+"""Headers that are about one connection (RFC 9110, 7.6.1), and the length, which the one who sends
+a body knows."""
 _S3_CODES = {
     400: "RequestTimeout",
     403: "AccessDenied",
@@ -54,26 +64,38 @@ class Transfer:
         if self._received:
             return
         self._received = True
-        if self.request.headers.get("Expect", "").lower() == "100-continue" and self.request.transport is not None:
+        if (
+            self.request.headers.get("Expect", "").lower() == "100-continue"
+            and self.request.transport is not None
+        ):
             self.request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         while limit is None or len(self.body) < limit:
-            piece = await self.request.content.read(PIECE if limit is None else min(PIECE, limit - len(self.body)))
+            piece = await self.request.content.read(
+                PIECE if limit is None else min(PIECE, limit - len(self.body))
+            )
             if not piece:
                 break
             self.body += piece
             self.exchange.bytes_up += len(piece)
             await self._pass(len(piece))
 
-    async def refuse(self, status: int, why: str, headers: Mapping[str, str] | None = None) -> web.StreamResponse:
+    async def refuse(
+        self, status: int, why: str, headers: Mapping[str, str] | None = None
+    ) -> web.StreamResponse:
         """Answer with an error, as the service would put it."""
         body = b""
         if self.request.method != "HEAD" and status not in {304, 308}:
             if self.exchange.operation.service == "gcs":
                 body = json.dumps({"error": {"code": status, "message": why}}).encode()
             else:
-                body = f"<Error><Code>{_S3_CODES.get(status, 'Unknown')}</Code><Message>{why}</Message></Error>".encode()
+                body = (
+                    f"<Error><Code>{_S3_CODES.get(status, 'Unknown')}</Code>"
+                    f"<Message>{why}</Message></Error>"
+                ).encode()
         response = web.StreamResponse(status=status)
-        response.content_type = "application/json" if self.exchange.operation.service == "gcs" else "application/xml"
+        response.content_type = (
+            "application/json" if self.exchange.operation.service == "gcs" else "application/xml"
+        )
         response.content_length = len(body)
         response.headers.extend(headers or {})
         await self._begin(response)
@@ -127,5 +149,7 @@ class Transfer:
 def _like(answer: ClientResponse) -> web.StreamResponse:
     """A response with an answer's status and headers, its length excepted."""
     response = web.StreamResponse(status=answer.status, reason=answer.reason)
-    response.headers.extend((name, value) for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP)
+    response.headers.extend(
+        (name, value) for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP
+    )
     return response

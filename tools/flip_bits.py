@@ -1,16 +1,20 @@
 """Flip bits of a checkpoint, one at a time, and see whether anybody notices.
 
-    python tools/flip_bits.py --flips 1000 --seed 0 [--hosts 3] [--layout packed|zarr] [--compression zstd] [--json]
+    python tools/flip_bits.py --flips 1000 --seed 0 [--hosts 3] [--layout packed|zarr]
+    [--compression zstd] [--json]
 
-1. Save a state with every dtype, sharded, uneven, tied and empty tensors, small leaves and values of each process's own,
-   over several data files; with one host, or with three in processes of their own.
-2. For each flip choose a kind of file (all kinds equally often), a file of that kind and a bit of it; flip it in place.
+1. Save a state with every dtype, sharded, uneven, tied and empty tensors, small leaves and values
+   of each process's own, over several data files; with one host, or with three in processes of
+   their own.
+2. For each flip choose a kind of file (all kinds equally often), a file of that kind and a bit of
+   it; flip it in place.
 3. Restore everything and compare it with the truth, bit by bit; then `verify`.
 4. Where a chunk is damaged, restore the other tensors with `only=` and compare those.
 5. Put the bit back.
 
-The exit status is 1 if anything wrong was returned without an error, if an error was not a ShardckptError, if `verify`
-did not report what `restore` refused, or if an undamaged tensor could not be restored.
+The exit status is 1 if anything wrong was returned without an error, if an error was not a
+ShardckptError, if `verify` did not report what `restore` refused, or if an undamaged tensor could
+not be restored.
 """
 
 from __future__ import annotations
@@ -46,7 +50,18 @@ if TYPE_CHECKING:
 
 from processes import Processes
 
-__all__ = ["KINDS", "Outcome", "Tally", "file_kinds", "flip", "make_state", "options", "same", "save", "save_in_small_files"]
+__all__ = [
+    "KINDS",
+    "Outcome",
+    "Tally",
+    "file_kinds",
+    "flip",
+    "make_state",
+    "options",
+    "same",
+    "save",
+    "save_in_small_files",
+]
 
 DATA_FILE_BYTES = 20_000
 LANE_KEYS = 25
@@ -77,9 +92,16 @@ KINDS = {
         "zarr.json": r"zarr/(.+/)?zarr\.json",
     },
 }
-"""Layout → kind of file → its path, relative to the attempt (or, of the commit record, to the checkpoint)."""
-SEVERAL_HOSTS = {"small tensors", "checksums of replicas", "small tensors' table", "merged index: nodes"}
-"""Kinds of files that a checkpoint of one host does not have: it has all nodes in the file of its lane's."""
+"""Layout → kind of file → its path, relative to the attempt (or, of the commit record, to the
+checkpoint)."""
+SEVERAL_HOSTS = {
+    "small tensors",
+    "checksums of replicas",
+    "small tensors' table",
+    "merged index: nodes",
+}
+"""Kinds of files that a checkpoint of one host does not have: it has all nodes in the file of its
+lane's."""
 
 
 @dataclass
@@ -92,10 +114,11 @@ class Outcome:
     """Whether `verify` says that something is not as it was written."""
     error: str = ""
     damaged: list[str] = field(default_factory=list)
-    """Tensors that `verify` says have lost something to this file; without a table all are lost, and none is named here."""
+    """Tensors that `verify` says have lost something to this file; without a table all are lost,
+    and none is named here."""
     located: bool = True
-    """Whether the report names this file (of an index's node, the index) and no other, and every damaged chunk's tensor and
-    index range; the error says the same."""
+    """Whether the report names this file (of an index's node, the index) and no other, and every
+    damaged chunk's tensor and index range; the error says the same."""
     undamaged: int = 0
     """Tensors that were restored with `only=`, all but the damaged ones."""
     undamaged_right: bool = True
@@ -117,14 +140,19 @@ class Outcome:
     def failed(self) -> bool:
         """Whether a promise was broken."""
         missed = self.restored == "refused" and not self.reported
-        return self.restored in ("wrong", "untyped") or missed or not self.located or not self.undamaged_right
+        return (
+            self.restored in ("wrong", "untyped")
+            or missed
+            or not self.located
+            or not self.undamaged_right
+        )
 
 
 VERDICTS = ("refused", "reported", "unreported", "WRONG", "UNTYPED")
 COLUMNS = (*VERDICTS, "detected", "located")
 
 
-# --- the state ------------------------------------------------------------------------------------------------------
+# --- the state ------------------------------------------------------------------------------------
 
 
 def make_state(seed: int, hosts: int = 1) -> dict[str, Any]:
@@ -134,9 +162,14 @@ def make_state(seed: int, hosts: int = 1) -> dict[str, Any]:
     def array(name: str, *shape: int) -> np.ndarray[Any, Any]:
         dtype = DTYPES[name].numpy
         raw = rng.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
-        # Types that do not fill their byte, and bools, have values up to 1 or 3 that all of them know.
+        # Types that do not fill their byte, and bools, have values up to 1 or 3 that all of them
+        # know.
         return (
-            (raw & 1 if "4" in name[-5:] or name == "bool" or name.startswith(("int", "uint", "float6")) else raw)
+            (
+                raw & 1
+                if "4" in name[-5:] or name == "bool" or name.startswith(("int", "uint", "float6"))
+                else raw
+            )
             .view(dtype)
             .reshape(shape)
         )
@@ -152,8 +185,23 @@ def make_state(seed: int, hosts: int = 1) -> dict[str, Any]:
         "scalar": array("float64"),
         "empty": array("float32", 0, 3),
         "tied": {"first": shared, "second": shared},
-        "leaves": [None, True, 2**70, -0.0, float("nan"), 1j, "é", b"\0", np.float32(0.1), {1: "one", "1": ("one",)}],
-        "ranks": {"strided": array("int32", 24, 30), "replicated": array("float32", 60, 30), "own rows": array("uint8", 30, 50)},
+        "leaves": [
+            None,
+            True,
+            2**70,
+            -0.0,
+            float("nan"),
+            1j,
+            "é",
+            b"\0",
+            np.float32(0.1),
+            {1: "one", "1": ("one",)},
+        ],
+        "ranks": {
+            "strided": array("int32", 24, 30),
+            "replicated": array("float32", 60, 30),
+            "own rows": array("uint8", 30, 50),
+        },
         "own": [{"words": array("uint32", 9), "host": host} for host in range(hosts)],
     }
 
@@ -168,7 +216,9 @@ def state_of_host(seed: int, host: int, hosts: int) -> dict[str, Any]:
         ranks = state["ranks"]
         ranks["strided"] = held.over((hosts,), ["_S(0,2)"], ranks["strided"], host)
         ranks["replicated"] = held.over((hosts,), ["R"], ranks["replicated"], host)
-        ranks["own rows"] = held.own_rows(ranks["own rows"], [(5 * host, 5 * host + 5), (15 + 5 * host, 20 + 5 * host)], host)
+        ranks["own rows"] = held.own_rows(
+            ranks["own rows"], [(5 * host, 5 * host + 5), (15 + 5 * host, 20 + 5 * host)], host
+        )
     return state
 
 
@@ -191,17 +241,29 @@ class _SmallFiles(PackedWriter):
         super().__init__(*args, data_file_bytes=DATA_FILE_BYTES, lane_keys=LANE_KEYS, **kwargs)
 
 
-def save_in_small_files(path: Path, state: Any, save_options: SaveOptions, coordinator: Coordinator | None = None) -> None:
+def save_in_small_files(
+    path: Path, state: Any, save_options: SaveOptions, coordinator: Coordinator | None = None
+) -> None:
     """Save with limits so low that the state has several data files and lanes, tensors in pieces, and plain ones of either kind."""
     before = host_writer.PackedWriter, chunks.LARGEST_COMMON_CHUNK, save_plan.SMALL_BYTES  # type: ignore[attr-defined]
-    host_writer.PackedWriter, chunks.LARGEST_COMMON_CHUNK, save_plan.SMALL_BYTES = _SmallFiles, 2500, SMALL_BYTES  # type: ignore[attr-defined]
+    host_writer.PackedWriter, chunks.LARGEST_COMMON_CHUNK, save_plan.SMALL_BYTES = (
+        _SmallFiles,
+        2500,
+        SMALL_BYTES,
+    )  # type: ignore[attr-defined]
     try:
         shardckpt.save(path, state, options=save_options, coordinator=coordinator)
     finally:
         host_writer.PackedWriter, chunks.LARGEST_COMMON_CHUNK, save_plan.SMALL_BYTES = before  # type: ignore[attr-defined]
 
 
-def save(path: Path, seed: int, layout: str, compression: str | None = None, processes: Processes | None = None) -> dict[str, Any]:
+def save(
+    path: Path,
+    seed: int,
+    layout: str,
+    compression: str | None = None,
+    processes: Processes | None = None,
+) -> dict[str, Any]:
     """Save the state of that seed, with one host or with three; returns it.
 
     Args:
@@ -222,11 +284,17 @@ def save(path: Path, seed: int, layout: str, compression: str | None = None, pro
 def same(a: Any, b: Any) -> bool:
     """Equal to the last bit, types, keys and their order included."""
     if isinstance(a, np.ndarray):
-        return type(b) is np.ndarray and (a.dtype, a.shape) == (b.dtype, b.shape) and a.tobytes() == b.tobytes()
+        return (
+            type(b) is np.ndarray
+            and (a.dtype, a.shape) == (b.dtype, b.shape)
+            and a.tobytes() == b.tobytes()
+        )
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return [(type(k), k) for k in a] == [(type(k), k) for k in b] and all(same(a[k], b[k]) for k in a)
+        return [(type(k), k) for k in a] == [(type(k), k) for k in b] and all(
+            same(a[k], b[k]) for k in a
+        )
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, float | np.generic):
@@ -234,7 +302,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-# --- one flip -------------------------------------------------------------------------------------------------------
+# --- one flip -------------------------------------------------------------------------------------
 
 
 def file_kinds(checkpoint: Path, layout: str) -> dict[str, list[Path]]:
@@ -243,14 +311,19 @@ def file_kinds(checkpoint: Path, layout: str) -> dict[str, list[Path]]:
     for path in sorted(p for p in checkpoint.rglob("*") if p.is_file()):
         relative = path.relative_to(checkpoint)
         name = str(relative if len(relative.parts) == 1 else Path(*relative.parts[1:]))
-        kind = next((k for k, pattern in KINDS[layout].items() if re.fullmatch(pattern, name)), None)
+        kind = next(
+            (k for k, pattern in KINDS[layout].items() if re.fullmatch(pattern, name)), None
+        )
         assert kind is not None, f"{name} is of no known kind"
         by_kind[kind].append(path)
     return {kind: paths for kind, paths in by_kind.items() if paths}
 
 
 def indexes_of(file: str) -> set[str]:
-    """Names that verify may give a file: for nodes it names the index; a lone host has the merged index's nodes in its own file."""
+    """Names that verify may give a file: for nodes it names the index.
+
+    A lone host has the merged index's nodes in its own file.
+    """
     of_all = {f"{Path(file).parts[0]}/manifest.ocdbt"} if file.endswith("/d/tree") else set()
     return {file, re.sub(r"d/\w+$", "manifest.ocdbt", file)} | of_all
 
@@ -289,7 +362,9 @@ def observe(checkpoint: Path, truth: dict[str, Any], path: Path) -> Outcome:
         return Outcome("untyped", reported=False, error=repr(e))
     outcome.reported = not report.ok
     chunks = [d for d in report.damage if d.tensor is not None and d.box is not None]
-    outcome.located = all(d.file in named for d in report.damage) and (outcome.restored == "right" or here in outcome.error)
+    outcome.located = all(d.file in named for d in report.damage) and (
+        outcome.restored == "right" or here in outcome.error
+    )
     if any(d.file == here for d in chunks):
         outcome.damaged = sorted({d.tensor for d in chunks if d.tensor is not None})
         outcome.located &= any(f"{d.tensor}{d.box}" in outcome.error for d in chunks)
@@ -298,7 +373,9 @@ def observe(checkpoint: Path, truth: dict[str, Any], path: Path) -> Outcome:
     return outcome
 
 
-def _restore_the_others(opened: shardckpt.Checkpoint, truth: dict[str, Any], outcome: Outcome) -> None:
+def _restore_the_others(
+    opened: shardckpt.Checkpoint, truth: dict[str, Any], outcome: Outcome
+) -> None:
     """Restore all tensors that are not damaged."""
     lost = {alias for name in outcome.damaged for alias in (name, *opened.info(name).tied_names)}
     fine = [name for name in opened.names() if name not in lost]
@@ -309,7 +386,9 @@ def _restore_the_others(opened: shardckpt.Checkpoint, truth: dict[str, Any], out
         return
     expected = {name: array for name, array in _arrays(truth) if name not in lost}
     outcome.undamaged = len(fine)
-    outcome.undamaged_right = part.keys() == expected.keys() and all(same(expected[name], part[name]) for name in expected)
+    outcome.undamaged_right = part.keys() == expected.keys() and all(
+        same(expected[name], part[name]) for name in expected
+    )
 
 
 def _arrays(state: Any, name: str = "") -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
@@ -320,7 +399,7 @@ def _arrays(state: Any, name: str = "") -> Iterator[tuple[str, np.ndarray[Any, A
         yield name, state
 
 
-# --- many flips -----------------------------------------------------------------------------------------------------
+# --- many flips -----------------------------------------------------------------------------------
 
 
 class Tally:
@@ -337,7 +416,11 @@ class Tally:
     def add(self, kind: str, file: str, bit: int, outcome: Outcome) -> None:
         """Count one."""
         self.verdicts[kind].update(
-            [outcome.verdict, *["detected"] * outcome.detected, *["located"] * (outcome.detected and outcome.located)]
+            [
+                outcome.verdict,
+                *["detected"] * outcome.detected,
+                *["located"] * (outcome.detected and outcome.located),
+            ]
         )
         self.chunk_damage += bool(outcome.damaged)
         self.undamaged += outcome.undamaged
@@ -352,26 +435,48 @@ class Tally:
         yield f"{'':24}{'flips':>8}" + "".join(f"{column:>12}" for column in COLUMNS)
         total: Counter[str] = Counter()
         for kind, counts in [*self.verdicts.items(), ("all", total)]:
-            yield f"{kind:24}{sum(counts[verdict] for verdict in VERDICTS):>8}" + "".join(f"{counts[column]:>12}" for column in COLUMNS)
+            yield f"{kind:24}{sum(counts[verdict] for verdict in VERDICTS):>8}" + "".join(
+                f"{counts[column]:>12}" for column in COLUMNS
+            )
             total.update(counts)
         yield ""
-        yield "refused: restore raised a ShardckptError; reported, unreported: restored to the last bit, and verify saw it or not;"
-        yield "WRONG: restored something else without an error; UNTYPED: another error than ours; located: the error and verify name"
+        yield (
+            "refused: restore raised a ShardckptError; reported, unreported: restored to the "
+            "last bit, and verify saw it or not;"
+        )
+        yield (
+            "WRONG: restored something else without an error; UNTYPED: another error than ours; "
+            "located: the error and verify name"
+        )
         yield "this file and no other, and of a chunk the tensor and the index range"
-        yield f"{self.chunk_damage} flips damaged a chunk; the {self.undamaged} other tensors were then restored with only=."
+        yield (
+            f"{self.chunk_damage} flips damaged a chunk; the {self.undamaged} other tensors were "
+            "then restored with only=."
+        )
         for entry in self.unreported[:20]:
             yield f"not reported: {entry['kind']}, bit {entry['bit']} of {entry['file']}"
         for entry in self.failures[:20]:
             yield f"FAILED: {entry!s:.1000}"
 
 
-def run(layout: str, compression: str | None, flips: int, seed: int, directory: Path, processes: Processes | None = None) -> Tally:
+def run(
+    layout: str,
+    compression: str | None,
+    flips: int,
+    seed: int,
+    directory: Path,
+    processes: Processes | None = None,
+) -> Tally:
     """Save, flip and count."""
     checkpoint = directory / f"{layout}-{compression}"
     truth = save(checkpoint, seed, layout, compression, processes)
-    assert shardckpt.open(checkpoint).verify().ok, "the checkpoint was damaged before anybody damaged it"
+    assert shardckpt.open(checkpoint).verify().ok, (
+        "the checkpoint was damaged before anybody damaged it"
+    )
     kinds = file_kinds(checkpoint, layout)
-    assert set(kinds) == KINDS[layout].keys() - (set() if processes else SEVERAL_HOSTS), "the state has no file of some kind"
+    assert set(kinds) == KINDS[layout].keys() - (set() if processes else SEVERAL_HOSTS), (
+        "the state has no file of some kind"
+    )
     rng = np.random.default_rng(seed)
     tally = Tally(kinds)
     for _ in range(flips):
@@ -393,8 +498,13 @@ def main() -> None:
     parser.add_argument("--compression", choices=["zstd"])
     parser.add_argument("--json", action="store_true", help="one JSON document")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory, Processes("damage_hosts") if asked.hosts > 1 else nullcontext() as processes:
-        tally = run(asked.layout, asked.compression, asked.flips, asked.seed, Path(directory), processes)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Processes("damage_hosts") if asked.hosts > 1 else nullcontext() as processes,
+    ):
+        tally = run(
+            asked.layout, asked.compression, asked.flips, asked.seed, Path(directory), processes
+        )
     if asked.json:
         print(json.dumps(vars(tally)))
     else:

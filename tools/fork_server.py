@@ -2,10 +2,11 @@
 
     python fork_server.py <module file> …
 
-Everything is imported first and nothing used, so that forks are clean. Each line on stdin asks for one run, as JSON:
-{"function": "module:name", "processes": n, "arguments": […], "timeout": seconds}. Each of n forks calls
-function(coordinator, *arguments), with a coordinator over a directory. The answer is one line: per process what it
-returned, or the error that it raised as {"error": type, "message": …}, or {"signal": n} of what ended it.
+Everything is imported first and nothing used, so that forks are clean. Each line on stdin asks for
+one run, as JSON: {"function": "module:name", "processes": n, "arguments": […], "timeout": seconds}.
+Each of n forks calls function(coordinator, *arguments), with a coordinator over a directory. The
+answer is one line: per process what it returned, or the error that it raised as {"error": type,
+"message": …}, or {"signal": n} of what ended it.
 """
 
 import importlib.util
@@ -55,10 +56,16 @@ def load(file):
 def act(function, directory, process, request, answer):
     """In a fork: do it, and write the answer."""
     try:
-        coordinator = DirectoryCoordinator(directory, process, request["processes"], timeout=request["timeout"])
+        coordinator = DirectoryCoordinator(
+            directory, process, request["processes"], timeout=request["timeout"]
+        )
         result = function(coordinator, *request["arguments"])
     except BaseException as error:
-        result = {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
+        result = {
+            "error": type(error).__name__,
+            "message": str(error),
+            "trace": traceback.format_exc(),
+        }
     os.write(answer, json.dumps(result).encode())
     os._exit(0)
 
@@ -80,7 +87,11 @@ def run(function, request):
                 if time.monotonic() > deadline:
                     os.kill(pid, signal.SIGKILL)
                 time.sleep(0.002)
-            answers.append({"signal": os.WTERMSIG(status[1])} if os.WIFSIGNALED(status[1]) else json.loads(os.pread(file, 1 << 24, 0)))
+            answers.append(
+                {"signal": os.WTERMSIG(status[1])}
+                if os.WIFSIGNALED(status[1])
+                else json.loads(os.pread(file, 1 << 24, 0))
+            )
             os.close(file)
         return answers
 

@@ -1,8 +1,9 @@
 """Start Python programs as forks of a process that has imported torch, in milliseconds instead of seconds.
 
-`Forked` is a `subprocess.Popen`: the program is a child of this process, with a pid, signals and an exit status of its own. It is for
-programs whose subject is not the start of Python, an import, or how much memory a process has. What a fork cannot do as a new
-interpreter does starts one: another interpreter or option, or another value of a variable that is read as libraries are loaded.
+`Forked` is a `subprocess.Popen`: the program is a child of this process, with a pid, signals and an
+exit status of its own. It is for programs whose subject is not the start of Python, an import, or
+how much memory a process has. What a fork cannot do as a new interpreter does starts one: another
+interpreter or option, or another value of a variable that is read as libraries are loaded.
 """
 
 from __future__ import annotations
@@ -41,11 +42,26 @@ PRELOADED = (
     "torch.distributed.tensor",
     "torch.distributed.tensor.parallel",
 )
-"""Modules that take most of the time to import torch and torch_xla; not jax and torch_xla, by which shardckpt decides."""
+"""Modules that take most of the time to import torch and torch_xla; not jax and torch_xla, by which
+shardckpt decides."""
 
-_AT_LOADING = ("CUDA", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH")
+_AT_LOADING = (
+    "CUDA",
+    "GLIBC_",
+    "GOMP_",
+    "KMP_",
+    "LD_",
+    "MALLOC_",
+    "MKL_",
+    "OMP_",
+    "OPENBLAS_",
+    "PYTHON",
+    "PYTORCH_",
+    "TORCH",
+)
 _IN_TIME = ("PYTHONWARNINGS", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR")
-"""Of these, what takes effect later. Libraries set the last two in the process that imports or uses them."""
+"""Of these, what takes effect later. Libraries set the last two in the process that imports or uses
+them."""
 
 _TORCH = re.compile(r"^\s*(import|from) (torch|torch_xla|transformers)\b", re.MULTILINE)
 _SET_CHILD_SUBREAPER = 36
@@ -53,7 +69,11 @@ _LONGEST = 1 << 22
 
 
 def _at_loading(environment: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_AT_LOADING) and name not in _IN_TIME}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_AT_LOADING) and name not in _IN_TIME
+    }
 
 
 class ForkServer:
@@ -63,7 +83,9 @@ class ForkServer:
         self.environment, self._lock, self._owner = dict(os.environ), threading.Lock(), os.getpid()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+            )
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -88,7 +110,9 @@ class ForkServer:
             finally:
                 ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         if not answer:
-            raise RuntimeError("the fork server started no program; what it wrote to stderr says why")
+            raise RuntimeError(
+                "the fork server started no program; what it wrote to stderr says why"
+            )
         return int(answer)
 
 
@@ -102,18 +126,36 @@ class Forked(subprocess.Popen[Any]):
     """A Python program, as `subprocess.Popen` starts it: `[sys.executable, "-W", …, script, argument, …]`."""
 
     def _execute_child(
-        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *others: Any
+        self,
+        args: Any,
+        executable: Any,
+        preexec_fn: Any,
+        close_fds: Any,
+        pass_fds: Any,
+        cwd: Any,
+        env: Any,
+        *others: Any,
     ) -> None:
-        _startup, _creation, shell, *streams, _restore, gid, gids, uid, umask, session, group = others
-        own = executable is None and preexec_fn is None and not (pass_fds or shell or isinstance(args, (str, bytes)))
+        _startup, _creation, shell, *streams, _restore, gid, gids, uid, umask, session, group = (
+            others
+        )
+        own = (
+            executable is None
+            and preexec_fn is None
+            and not (pass_fds or shell or isinstance(args, (str, bytes)))
+        )
         own = own and (gid, gids, uid, umask, group) == (None, None, None, -1, -1)
         environment = dict(os.environ if env is None else env)
         request = _request([os.fspath(one) for one in args], cwd, environment) if own else None
         if request is None or _at_loading(environment) != _at_loading(server().environment):
-            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)  # type: ignore[misc]
+            super()._execute_child(
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others
+            )  # type: ignore[misc]
             return
         ends = enumerate((streams[0], streams[3], streams[5]))
-        self.pid = server().start(request | {"session": session}, [number if end == -1 else end for number, end in ends])
+        self.pid = server().start(
+            request | {"session": session}, [number if end == -1 else end for number, end in ends]
+        )
         self._child_created = True
         self._close_pipe_fds(*streams)  # type: ignore[attr-defined]
 
@@ -151,10 +193,20 @@ def _request(args: list[str], cwd: Any, environment: dict[str, str]) -> dict[str
     while len(rest) > 1 and rest[0] == "-W":
         options.append(rest[1])
         del rest[:2]
-    if python != sys.executable or not rest or not rest[0].endswith(".py") or not any(map(_imports_torch, rest)):
+    if (
+        python != sys.executable
+        or not rest
+        or not rest[0].endswith(".py")
+        or not any(map(_imports_torch, rest))
+    ):
         return None
     directory = Path(os.curdir if cwd is None else cwd).absolute()
-    return {"argv": rest, "warnings": options, "directory": str(directory), "environment": environment}
+    return {
+        "argv": rest,
+        "warnings": options,
+        "directory": str(directory),
+        "environment": environment,
+    }
 
 
 @cache
@@ -206,7 +258,10 @@ def _become(own: socket.socket, streams: list[int]) -> None:
     sys.argv[:] = request["argv"]
     sys.orig_argv[:] = [sys.executable, *request["argv"]]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    sys.warnoptions[:] = [*filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")), *request["warnings"]]
+    sys.warnoptions[:] = [
+        *filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")),
+        *request["warnings"],
+    ]
     warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]
 
 
@@ -219,7 +274,9 @@ def _run() -> None:
 
 
 if __name__ == "__main__":
-    interrupts = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that has started this one ends it
+    interrupts = signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the process that has started this one ends it
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()

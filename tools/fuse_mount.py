@@ -1,13 +1,18 @@
-"""A directory shown through FUSE with the habits of network file systems; `make fuse` runs tests on it.
+"""A directory shown through FUSE with the habits of network file systems.
 
-`python tools/fuse_mount.py COMMAND…` runs a command in whose words `{mount}` is the directory. `mounted` is for tests.
+`make fuse` runs tests on it.
 
-An open file that is deleted keeps a hidden name in its directory until it is closed (libfuse does that, as NFS does). Each look
-at a file that is not open gives it another inode number. There are no hard links, modes cannot be changed, times have whole
-seconds, and the flags of a rename are ignored. More habits:
+`python tools/fuse_mount.py COMMAND…` runs a command in whose words `{mount}` is the directory.
+`mounted` is for tests.
+
+An open file that is deleted keeps a hidden name in its directory until it is closed (libfuse does
+that, as NFS does). Each look at a file that is not open gives it another inode number. There are no
+hard links, modes cannot be changed, times have whole seconds, and the flags of a rename are
+ignored. More habits:
 
 - `renumbered`: each look gives an open file another inode number, too;
-- `unkept`: an open file that is deleted or replaced keeps no name, so that asking for its status fails;
+- `unkept`: an open file that is deleted or replaced keeps no name, so that asking for its status
+  fails;
 - `unsynced`: a directory cannot be synced (EINVAL);
 - `unrenamed`: nothing can be renamed, as in a bucket that is mounted.
 """
@@ -41,7 +46,8 @@ _START_SECONDS = 30.0
 def mounted(directory: Path, *habits: str) -> Iterator[Path]:
     """Show an empty directory through FUSE at another one, both of them made below `directory`.
 
-    The process of the mount ends when its standard input does: with this process, however that ends.
+    The process of the mount ends when its standard input does: with this process, however that
+    ends.
     """
     source, mount = directory / "source", directory / "mount"
     source.mkdir()
@@ -79,7 +85,10 @@ class Passthrough:
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, int]:
         status = os.lstat(self._real(path)) if fh is None else os.fstat(fh)
-        attributes = {name: getattr(status, name) for name in ("st_mode", "st_nlink", "st_size", "st_blocks", "st_uid", "st_gid")}
+        attributes = {
+            name: getattr(status, name)
+            for name in ("st_mode", "st_nlink", "st_size", "st_blocks", "st_uid", "st_gid")
+        }
         for name in ("st_atime", "st_mtime", "st_ctime"):
             attributes[name] = getattr(status, f"{name}_ns") // _TICK * _TICK
         attributes["st_ino"] = self._number(status)
@@ -90,7 +99,11 @@ class Passthrough:
             return status.st_ino
         with self._lock:
             number = next(self._numbers)
-            return number if "renumbered" in self._habits else self._open.get((status.st_dev, status.st_ino), (0, number))[1]
+            return (
+                number
+                if "renumbered" in self._habits
+                else self._open.get((status.st_dev, status.st_ino), (0, number))[1]
+            )
 
     def _opened(self, fd: int) -> int:
         status = os.fstat(fd)
@@ -103,7 +116,10 @@ class Passthrough:
         with os.scandir(self._real(path)) as entries:
             statuses = [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries]
         dots = [(name, {"st_mode": stat.S_IFDIR, "st_ino": 1}, 0) for name in (".", "..")]
-        return dots + [(name, {"st_mode": status.st_mode, "st_ino": self._number(status)}, 0) for name, status in statuses]
+        return dots + [
+            (name, {"st_mode": status.st_mode, "st_ino": self._number(status)}, 0)
+            for name, status in statuses
+        ]
 
     def readlink(self, path: str) -> str:
         return os.readlink(self._real(path))
@@ -141,7 +157,13 @@ class Passthrough:
         return 0
 
     def create(self, path: str, mode: int, fi: int | None = None) -> int:
-        return self._opened(os.open(self._real(path), os.O_RDWR | os.O_CREAT | ((fi or 0) & (os.O_EXCL | os.O_TRUNC)), 0o666))
+        return self._opened(
+            os.open(
+                self._real(path),
+                os.O_RDWR | os.O_CREAT | ((fi or 0) & (os.O_EXCL | os.O_TRUNC)),
+                0o666,
+            )
+        )
 
     def open(self, path: str, flags: int) -> int:
         return self._opened(os.open(self._real(path), flags & ~(os.O_APPEND | os.O_NOFOLLOW)))
@@ -179,7 +201,11 @@ class Passthrough:
 
     def statfs(self, path: str) -> dict[str, int]:
         status = os.statvfs(self._source)
-        return {name: getattr(status, name) for name in dir(status) if name.startswith("f_") and name != "f_fsid"}
+        return {
+            name: getattr(status, name)
+            for name in dir(status)
+            if name.startswith("f_") and name != "f_fsid"
+        }
 
 
 def _end_with_the_input(mount: str) -> None:
@@ -191,7 +217,9 @@ def _end_with_the_input(mount: str) -> None:
 
 def serve(source: str, mount: str, *habits: str) -> None:
     """Serve a mount until the standard input ends."""
-    os.environ.setdefault("FUSE_LIBRARY_PATH", find_library("fuse3") or "libfuse3.so.3")  # libfuse 2 has other options
+    os.environ.setdefault(
+        "FUSE_LIBRARY_PATH", find_library("fuse3") or "libfuse3.so.3"
+    )  # libfuse 2 has other options
     from mfusepy import FUSE, Operations
 
     class Mount(Passthrough, Operations):  # type: ignore[misc]
@@ -199,7 +227,15 @@ def serve(source: str, mount: str, *habits: str) -> None:
 
     threading.Thread(target=_end_with_the_input, args=(mount,), daemon=True).start()
     options = {"hard_remove": True} if "unkept" in habits else {}
-    FUSE(Mount(source, frozenset(habits)), mount, foreground=True, use_ino=True, attr_timeout=0, entry_timeout=0, **options)
+    FUSE(
+        Mount(source, frozenset(habits)),
+        mount,
+        foreground=True,
+        use_ino=True,
+        attr_timeout=0,
+        entry_timeout=0,
+        **options,
+    )
 
 
 def main(words: list[str]) -> int:

@@ -1,12 +1,14 @@
 """May a request to Google Cloud Storage's JSON API go ahead, given the present generation of its object?
 
-The rules are those of the API's documentation ("Request preconditions") and of Google's own test bench:
+The rules are those of the API's documentation ("Request preconditions") and of Google's own test
+bench:
 
 - The target of a read, stat or delete must exist, or the answer is 404, whatever the preconditions.
 - `ifGenerationMatch=G`: the object has generation G; 0: there is no such object. Otherwise 412.
-- `ifGenerationNotMatch=G`: the object has not generation G; 0: there is such an object. Otherwise 304.
-- The preconditions of a resumable upload are given when it begins and hold when it ends; of a copy or a composition
-  they are about the destination.
+- `ifGenerationNotMatch=G`: the object has not generation G; 0: there is such an object. Otherwise
+  304.
+- The preconditions of a resumable upload are given when it begins and hold when it ends; of a copy
+  or a composition they are about the destination.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ class Preconditions:
             raise NotImplementedError(f"this proxy does not enforce {', '.join(sorted(unknown))}")
         if not given or operation.kind == "list":
             return None
-        match, not_match = (int(given[key]) if key in given else None for key in ("ifGenerationMatch", "ifGenerationNotMatch"))
+        match, not_match = (
+            int(given[key]) if key in given else None
+            for key in ("ifGenerationMatch", "ifGenerationNotMatch")
+        )
         return cls(match, not_match, operation.kind in _NEEDS_OBJECT)
 
     def refusal(self, generation: int) -> int | None:

@@ -1,12 +1,16 @@
 """Sessions of resumable uploads to Cloud Storage: the bytes that each has, and the rules for its next request.
 
-fake-gcs-server takes a query (`Content-Range: bytes */*`) for the end of the upload and publishes what is there, and stores
-bytes twice that are sent twice. The rules here are those of the API's documentation ("Resumable uploads") and of Google's own test bench:
+fake-gcs-server takes a query (`Content-Range: bytes */*`) for the end of the upload and publishes
+what is there, and stores bytes twice that are sent twice. The rules here are those of the API's
+documentation ("Resumable uploads") and of Google's own test bench:
 
-- A query is answered with 308, and in `Range` with how far the session is; without one if it has nothing.
-- Bytes that a session has are ignored when they are sent again. Bytes beyond the next one are refused.
+- A query is answered with 308, and in `Range` with how far the session is; without one if it has
+  nothing.
+- Bytes that a session has are ignored when they are sent again. Bytes beyond the next one are
+  refused.
 - What arrives of a part whose connection breaks stays, in multiples of 256 KiB.
-- `bytes */N` ends an upload that has N bytes; the part that ends one may have its checksum in `x-goog-hash`, and is refused otherwise.
+- `bytes */N` ends an upload that has N bytes; the part that ends one may have its checksum in
+  `x-goog-hash`, and is refused otherwise.
 - A session that has ended by becoming an object answers with the object; one that was deleted, 404.
 """
 
@@ -43,7 +47,9 @@ class Part:
         match = _CONTENT_RANGE.fullmatch(content_range)
         if match is None:
             return None
-        return cls(None if match[1] is None else int(match[1]), None if match[3] == "*" else int(match[3]))
+        return cls(
+            None if match[1] is None else int(match[1]), None if match[3] == "*" else int(match[3])
+        )
 
 
 @dataclass(slots=True)
@@ -65,7 +71,10 @@ class Resumable:
         return {"Range": f"bytes=0-{self.persisted - 1}"} if self.persisted else {}
 
     def new(self, part: Part, body: bytearray) -> bytearray | None:
-        """The bytes of a part that the session does not have; None: the part begins beyond the next byte."""
+        """The bytes of a part that the session does not have.
+
+        None: the part begins beyond the next byte.
+        """
         if part.start is None:
             return bytearray()
         return None if part.start > self.persisted else body[self.persisted - part.start :]
@@ -82,7 +91,10 @@ class Resumable:
     def agrees(self, hashes: str, new: bytearray) -> bool:
         """Whether the object would have the checksum that `x-goog-hash` names, if it names one."""
         expected = dict(one.split("=", 1) for one in hashes.split(",") if "=" in one).get("crc32c")
-        return expected in (None, base64.b64encode(crc32c(bytes(new), self.checksum).to_bytes(4)).decode())
+        return expected in (
+            None,
+            base64.b64encode(crc32c(bytes(new), self.checksum).to_bytes(4)).decode(),
+        )
 
     def add(self, new: bytearray) -> None:
         """Note what was stored."""

@@ -1,7 +1,7 @@
 """Facts about a state, as JSON that can be compared: types, keys, order, every bit, which tensors are the same.
 
-`tools/make_golden.py` wrote these facts of the states that it saved; `tests/golden/test_golden.py` compares them with those of
-the states that are restored. Nothing of shardckpt is imported here.
+`tools/make_golden.py` wrote these facts of the states that it saved; `tests/golden/test_golden.py`
+compares them with those of the states that are restored. Nothing of shardckpt is imported here.
 """
 
 import hashlib
@@ -32,7 +32,10 @@ def layout_facts(layout, shape):
     """
     if hasattr(layout, "placements"):
         devices, boxes = layout.boxes(shape)
-        return {"placements": [str(p) for p in layout.placements], "boxes": [devices.tolist(), boxes.start.tolist(), boxes.stop.tolist()]}
+        return {
+            "placements": [str(p) for p in layout.placements],
+            "boxes": [devices.tolist(), boxes.start.tolist(), boxes.stop.tolist()],
+        }
     op_sharding = layout.op_sharding(len(shape)) if hasattr(layout, "op_sharding") else layout
     if str(op_sharding) == "{replicated}":
         return {"op_sharding": "{replicated}"}
@@ -44,15 +47,30 @@ def layout_facts(layout, shape):
 def _facts(value, path, tensors):
     """All about what is at `path`; `tensors` are those that came before."""
     if isinstance(value, dict):
-        return {"dict": [[_leaf(key), _facts(child, f"{path}/{i}", tensors)] for i, (key, child) in enumerate(value.items())]}
+        return {
+            "dict": [
+                [_leaf(key), _facts(child, f"{path}/{i}", tensors)]
+                for i, (key, child) in enumerate(value.items())
+            ]
+        }
     if type(value) in (list, tuple):
-        return {type(value).__name__: [_facts(child, f"{path}/{i}", tensors) for i, child in enumerate(value)]}
+        return {
+            type(value).__name__: [
+                _facts(child, f"{path}/{i}", tensors) for i, child in enumerate(value)
+            ]
+        }
     if isinstance(value, np.ndarray):
         if id(value) in tensors:
             return {"the same tensor as": tensors[id(value)][0]}
         # The value is kept with its path, so that its id stays its own.
         tensors[id(value)] = path, value
-        return {"tensor": [value.dtype.name, list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]}
+        return {
+            "tensor": [
+                value.dtype.name,
+                list(value.shape),
+                hashlib.sha256(value.tobytes()).hexdigest(),
+            ]
+        }
     if type(value).__qualname__ == "Tensor":
         return {"torch": _facts(value.numpy(), path, tensors)}
     return _leaf(value)

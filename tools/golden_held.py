@@ -1,7 +1,7 @@
 """Arrays of which processes hold parts, as a framework would have them, without one: every process has the whole array.
 
-Importing this makes `Held` a tensor leaf. What a save makes of it is what it makes of a DTensor (`over`), or of a
-tensor that speaks the protocol of torch.distributed.checkpoint (`own_rows`).
+Importing this makes `Held` a tensor leaf. What a save makes of it is what it makes of a DTensor
+(`over`), or of a tensor that speaks the protocol of torch.distributed.checkpoint (`own_rows`).
 """
 
 import sys
@@ -32,9 +32,17 @@ class Held:
 
 def over(mesh, texts, array, rank):
     """An array laid out by DTensor's placements over a mesh of ranks."""
-    placements = Placements.of(mesh if isinstance(mesh, Mesh) else Mesh(mesh, tuple(f"dim{d}" for d in range(len(mesh)))), texts)
+    placements = Placements.of(
+        mesh if isinstance(mesh, Mesh) else Mesh(mesh, tuple(f"dim{d}" for d in range(len(mesh)))),
+        texts,
+    )
     boxes = placements.rank_boxes(array.shape, rank)
-    return Held(array, boxes, [placements.holders(rank)] * len(boxes), placements.as_sharding(array.shape) or placements)
+    return Held(
+        array,
+        boxes,
+        [placements.holders(rank)] * len(boxes),
+        placements.as_sharding(array.shape) or placements,
+    )
 
 
 def own_rows(array, spans, process):
@@ -64,10 +72,13 @@ class HeldSource(HostSource):
 
     @classmethod
     def fetch(cls, sources, positions):
-        return [[source.held.array[source.held.boxes[i].slices] for i in boxes] for source, boxes in zip(sources, positions, strict=True)]
+        return [
+            [source.held.array[source.held.boxes[i].slices] for i in boxes]
+            for source, boxes in zip(sources, positions, strict=True)
+        ]
 
 
-# --- the adapter ----------------------------------------------------------------------------------------------------
+# --- the adapter ----------------------------------------------------------------------------------
 
 
 def matches(leaf):

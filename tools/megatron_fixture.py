@@ -1,8 +1,9 @@
 """Writes the checkpoint of Megatron-Core that the tests read: `python tools/megatron_fixture.py DIRECTORY`.
 
-It needs `megatron-core` (Apache-2.0; 0.16.1 made what is in tests/golden/megatron), which nothing else here does. Four gloo processes
-save what Megatron's training saves, in small: sharded tensors, tensors with prepended layers, objects of each process, and common state.
-Its writer asks for a GPU even where there is none: two functions of torch.cuda are answered here.
+It needs `megatron-core` (Apache-2.0; 0.16.1 made what is in tests/golden/megatron), which nothing
+else here does. Four gloo processes save what Megatron's training saves, in small: sharded tensors,
+tensors with prepended layers, objects of each process, and common state. Its writer asks for a GPU
+even where there is none: two functions of torch.cuda are answered here.
 """
 
 import argparse
@@ -44,15 +45,34 @@ def sharded_state(rank: int) -> dict[str, Any]:
     return {
         "model": {
             **layers,
-            "embedding": part("embedding.word_embeddings.weight", torch.arange(40.0).reshape(8, 5).bfloat16(), 0),
-            "output": part("output_layer.weight", torch.arange(12, dtype=torch.float16).reshape(2, 6), 1),
-            "norm": ShardedTensor.from_rank_offsets("decoder.final_layernorm.weight", torch.arange(5.0), replica_id=rank),
+            "embedding": part(
+                "embedding.word_embeddings.weight", torch.arange(40.0).reshape(8, 5).bfloat16(), 0
+            ),
+            "output": part(
+                "output_layer.weight", torch.arange(12, dtype=torch.float16).reshape(2, 6), 1
+            ),
+            "norm": ShardedTensor.from_rank_offsets(
+                "decoder.final_layernorm.weight", torch.arange(5.0), replica_id=rank
+            ),
         },
-        "optimizer": {"exp_avg": part("optimizer.state.exp_avg.output_layer.weight", torch.arange(12.0).reshape(2, 6) / 8, 1)},
-        "rng_state": ShardedObject("rng_state", [{"random": (3, (1, 2)), "torch": torch.arange(4) + rank}], (2, 2), (data, tensor)),
+        "optimizer": {
+            "exp_avg": part(
+                "optimizer.state.exp_avg.output_layer.weight",
+                torch.arange(12.0).reshape(2, 6) / 8,
+                1,
+            )
+        },
+        "rng_state": ShardedObject(
+            "rng_state",
+            [{"random": (3, (1, 2)), "torch": torch.arange(4) + rank}],
+            (2, 2),
+            (data, tensor),
+        ),
         "iteration": 10,
         "checkpoint_version": 3.0,
-        "args": argparse.Namespace(hidden_size=6, lr=0.25, params_dtype=torch.bfloat16, data_path=None),
+        "args": argparse.Namespace(
+            hidden_size=6, lr=0.25, params_dtype=torch.bfloat16, data_path=None
+        ),
         "opt_param_scheduler": {"max_lr": 0.5, "num_steps": 40},
     }
 
@@ -71,7 +91,9 @@ def join(rank: int, ranks: int, port: int) -> None:
     warnings.simplefilter("ignore")
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: "cpu"
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
+    )
 
 
 def leave() -> None:

@@ -1,8 +1,10 @@
 """Writes a training of Megatron-Core that the tests resume: `python tools/megatron_training.py DIRECTORY`.
 
-It needs `megatron-core` (Apache-2.0; 0.16.1 with torch 2.13 made what is in tests/golden/megatron_training). Two gloo processes, tensor
-parallel, train a small GPTModel for five steps, and save as Megatron's training script does. A new training loads that checkpoint and
-goes on for ten steps; losses.json has the losses of both. The library wants a GPU: its tensors are on the CPU here.
+It needs `megatron-core` (Apache-2.0; 0.16.1 with torch 2.13 made what is in
+tests/golden/megatron_training). Two gloo processes, tensor parallel, train a small GPTModel for
+five steps, and save as Megatron's training script does. A new training loads that checkpoint and
+goes on for ten steps; losses.json has the losses of both. The library wants a GPU: its tensors are
+on the CPU here.
 """
 
 import argparse
@@ -30,7 +32,11 @@ class OnCpu(TorchFunctionMode):
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = "cpu"
         made = func(*args, **kwargs)
-        return made.replace("torch.", "torch.cuda.", 1) if func is torch.Tensor.type and isinstance(made, str) else made
+        return (
+            made.replace("torch.", "torch.cuda.", 1)
+            if func is torch.Tensor.type and isinstance(made, str)
+            else made
+        )
 
 
 class Training:
@@ -45,7 +51,9 @@ class Training:
         from megatron.core.transformer import TransformerConfig
 
         torch.manual_seed(seed)
-        unfused = dict.fromkeys(("masked_softmax_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"), False)
+        unfused = dict.fromkeys(
+            ("masked_softmax_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"), False
+        )
         config = TransformerConfig(
             num_layers=LAYERS,
             hidden_size=HIDDEN,
@@ -59,10 +67,16 @@ class Training:
             add_bias_linear=False,
             **unfused,
         )
-        model = GPTModel(config, get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=VOCABULARY, max_sequence_length=LENGTH)
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(normalization="RMSNorm"),
+            vocab_size=VOCABULARY,
+            max_sequence_length=LENGTH,
+        )
         self.model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
         self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(optimizer="adam", lr=LR, min_lr=0.0, weight_decay=0.1, clip_grad=1.0), [self.model]
+            OptimizerConfig(optimizer="adam", lr=LR, min_lr=0.0, weight_decay=0.1, clip_grad=1.0),
+            [self.model],
         )
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
@@ -81,9 +95,14 @@ class Training:
     def losses(self, first: int, steps: int) -> list[float]:
         """The losses of some steps."""
         losses = []
-        positions, mask = torch.arange(LENGTH).expand(4, LENGTH), torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        positions, mask = (
+            torch.arange(LENGTH).expand(4, LENGTH),
+            torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1),
+        )
         for step in range(first, first + steps):
-            tokens = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(step % 2))
+            tokens = torch.randint(
+                VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(step % 2)
+            )
             self.optimizer.zero_grad()
             self.model.zero_grad_buffer()
             loss = self.model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).mean()
@@ -103,7 +122,9 @@ class Training:
             "opt_param_scheduler": self.scheduler.state_dict(),
             "iteration": BEFORE,
             "checkpoint_version": 3.0,
-            "args": argparse.Namespace(hidden_size=HIDDEN, num_layers=LAYERS, lr=LR, params_dtype=torch.float32),
+            "args": argparse.Namespace(
+                hidden_size=HIDDEN, num_layers=LAYERS, lr=LR, params_dtype=torch.float32
+            ),
         }
 
 
@@ -134,7 +155,9 @@ def train(rank: int, directory: Path, port: int) -> None:
             raise SystemExit("the resumed training is another one")
     if rank == 0:
         (directory / "latest_checkpointed_iteration.txt").write_text(str(BEFORE))
-        (directory / "losses.json").write_text(json.dumps({"before": before, "after": losses}, indent=1) + "\n")
+        (directory / "losses.json").write_text(
+            json.dumps({"before": before, "after": losses}, indent=1) + "\n"
+        )
     leave()
 
 

@@ -18,12 +18,23 @@ class Processes:
         files = [spec.origin for spec in map(find_spec, modules) if spec and spec.origin]
         command = [sys.executable, Path(__file__).with_name("fork_server.py"), *files]
         self.module = modules[0]
-        self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
+        self.server = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
 
     def run(self, function: str, processes: int, *arguments: object, timeout: float = 150) -> list:
         """Results of so many processes: the value that each returned, or a dict with `error` or `signal` if it did not return."""
         name = function if ":" in function else f"{self.module}:{function}"
-        request = {"function": name, "processes": processes, "arguments": arguments, "timeout": timeout}
+        request = {
+            "function": name,
+            "processes": processes,
+            "arguments": arguments,
+            "timeout": timeout,
+        }
         assert self.server.stdin is not None
         assert self.server.stdout is not None
         try:
@@ -31,7 +42,8 @@ class Processes:
             self.server.stdin.flush()
             answer = self.server.stdout.readline()
         except BaseException:
-            self.server.kill()  # what it answers now would be taken for the answer to the next request
+            # What it answers now would be taken for the answer to the next request.
+            self.server.kill()
             raise
         assert answer, "the fork server ended"
         return json.loads(answer)

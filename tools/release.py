@@ -1,9 +1,11 @@
 """The release, tried as users get it: `make release`.
 
-1. A wheel and an sdist are built into dist/, and a wheel from the sdist: both wheels hold the same files, the C extension of this
-   platform too. Without the extension a wheel for every platform is built.
-2. The wheel is installed into an empty environment with the core dependencies alone: `import shardckpt` takes at most 0.1 s,
-   `shardckpt --help` at most 0.4 s (the quickest of nine runs), and `python -m shardckpt` and shell completion work.
+1. A wheel and an sdist are built into dist/, and a wheel from the sdist: both wheels hold the same
+   files, the C extension of this platform too. Without the extension a wheel for every platform is
+   built.
+2. The wheel is installed into an empty environment with the core dependencies alone: `import
+   shardckpt` takes at most 0.1 s, `shardckpt --help` at most 0.4 s (the quickest of nine runs), and
+   `python -m shardckpt` and shell completion work.
 3. For each extra an environment with that extra alone: its feature is used (`FEATURES`).
 
     python tools/release.py                  everything
@@ -34,7 +36,10 @@ ROOT = Path(__file__).parents[1]
 UV = Path(sys.executable).with_name("uv")
 IMPORT_S, HELP_S = 0.1, 0.4
 
-SAVE = "import numpy as np, shardckpt; shardckpt.save({url}, {{'w': np.arange(8.0)}}); assert shardckpt.restore({url})['w'][7] == 7"
+SAVE = (
+    "import numpy as np, shardckpt; shardckpt.save({url}, {{'w': np.arange(8.0)}}); assert "
+    "shardckpt.restore({url})['w'][7] == 7"
+)
 """A round trip with the core alone; `{url}` is a Python expression."""
 HERE = "'checkpoint'"
 BUCKET = "__import__('os').environ['PLACE']"
@@ -94,7 +99,9 @@ assert b"shardckpt" in generate_latest(registry)
     "hf": """
 import shardckpt, transformers
 from shardckpt.training.integrations.hf_trainer import ShardckptCallback
-config = transformers.LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+config = transformers.LlamaConfig(
+    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+)
 model = transformers.LlamaForCausalLM(config)
 model.save_pretrained("model")
 shardckpt.import_checkpoint("model", "checkpoint")
@@ -112,7 +119,12 @@ lightning.Trainer(plugins=[ShardckptIO()], logger=False, accelerator="cpu")
 {SAVE.format(url=HERE)}
 import os, ray
 ray.init(address="local", num_cpus=2, include_dashboard=False)
-shardckpt.reshard(os.path.abspath("checkpoint"), os.path.abspath("other"), mesh=shardckpt.Mesh((2,), ("model",)), engine="ray://auto")
+shardckpt.reshard(
+    os.path.abspath("checkpoint"),
+    os.path.abspath("other"),
+    mesh=shardckpt.Mesh((2,), ("model",)),
+    engine="ray://auto",
+)
 assert shardckpt.restore("other")["w"][7] == 7
 """,
     "dask": f"""
@@ -122,14 +134,21 @@ if __name__ == "__main__":  # workers import this file
     from distributed import LocalCluster
     with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as cluster:
         engine = cluster.scheduler_address.replace("tcp", "dask")
-        shardckpt.reshard(os.path.abspath("checkpoint"), os.path.abspath("other"), mesh=shardckpt.Mesh((2,), ("model",)), engine=engine)
+        shardckpt.reshard(
+            os.path.abspath("checkpoint"),
+            os.path.abspath("other"),
+            mesh=shardckpt.Mesh((2,), ("model",)),
+            engine=engine,
+        )
     assert shardckpt.restore("other")["w"][7] == 7
 """,
     "serve": f"""
 {SAVE.format(url="'runs/run/1'")}
 import subprocess, sys, time
 command = [sys.executable, "-u", "-m", "shardckpt", "serve", "lab=runs", "--port", "0"]
-with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as service:
+with subprocess.Popen(
+    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+) as service:
     url = next(word for line in service.stdout for word in line.split() if word.startswith("http://"))
     deadline = time.monotonic() + 30
     while not (found := list(shardckpt.Client(url).checkpoints())) and time.monotonic() < deadline:
@@ -144,10 +163,16 @@ assert found, "the service lists no checkpoint"
 def main() -> int:
     """Build, install and use; 1 if anything failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--extra", action="append", choices=sorted(FEATURES), help="only these; may be repeated")
+    parser.add_argument(
+        "--extra", action="append", choices=sorted(FEATURES), help="only these; may be repeated"
+    )
     chosen = parser.parse_args().extra or list(FEATURES)
-    declared = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]) - {"all"}
-    assert declared == set(FEATURES), f"extras without a feature here, or the reverse: {declared ^ set(FEATURES)}"
+    declared = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    ) - {"all"}
+    assert declared == set(FEATURES), (
+        f"extras without a feature here, or the reverse: {declared ^ set(FEATURES)}"
+    )
     wheel = built()
     failed = []
     with tempfile.TemporaryDirectory(prefix="release-") as scratch, ExitStack() as servers:
@@ -157,8 +182,16 @@ def main() -> int:
         for extra in chosen:
             began = time.monotonic()
             python = environment(folder / extra, f"{wheel}[{extra}]")
-            done = run([python, program(folder / extra, FEATURES[extra])], folder / extra, variables(extra, servers, folder))
-            print(f"{extra:10} {'ok' if done.returncode == 0 else 'FAILED'}, {time.monotonic() - began:.0f} s", flush=True)
+            done = run(
+                [python, program(folder / extra, FEATURES[extra])],
+                folder / extra,
+                variables(extra, servers, folder),
+            )
+            print(
+                f"{extra:10} {'ok' if done.returncode == 0 else 'FAILED'}, "
+                f"{time.monotonic() - began:.0f} s",
+                flush=True,
+            )
             if done.returncode:
                 failed.append(extra)
                 print(done.stderr[-3000:])
@@ -170,7 +203,9 @@ def built() -> Path:
     """The wheel in dist/, after the sdist's own wheel was compared with it."""
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
-    subprocess.run([UV, "build", "--quiet", "--out-dir", dist, ROOT], check=True)  # the sdist, and the wheel from it
+    subprocess.run(
+        [UV, "build", "--quiet", "--out-dir", dist, ROOT], check=True
+    )  # the sdist, and the wheel from it
     (sdist,), (wheel,) = dist.glob("*.tar.gz"), dist.glob("*.whl")
     with tempfile.TemporaryDirectory() as scratch:
         subprocess.run([UV, "build", "--quiet", "--wheel", "--out-dir", scratch, ROOT], check=True)
@@ -180,8 +215,13 @@ def built() -> Path:
         without = Path(scratch) / "without"
         command = [UV, "build", "--quiet", "--wheel", "--out-dir", without, ROOT]
         subprocess.run(command, check=True, env=os.environ | {"SHARDCKPT_NO_EXTENSION": "1"})
-        assert [path.name.partition("-")[2].partition("-")[2] for path in without.glob("*.whl")] == ["py3-none-any.whl"]
-    print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.2f} MB, {sdist.name}: {sdist.stat().st_size / 1e6:.2f} MB")
+        assert [
+            path.name.partition("-")[2].partition("-")[2] for path in without.glob("*.whl")
+        ] == ["py3-none-any.whl"]
+    print(
+        f"{wheel.name}: {wheel.stat().st_size / 1e6:.2f} MB, {sdist.name}: "
+        f"{sdist.stat().st_size / 1e6:.2f} MB"
+    )
     return wheel
 
 
@@ -190,7 +230,20 @@ def environment(place: Path, requirement: str) -> Path:
     subprocess.run([UV, "venv", "--quiet", "--python", sys.executable, place], check=True)
     python = place / "bin" / "python"
     constraints = ["--constraint", str(ROOT / "constraints.txt")]
-    subprocess.run([UV, "pip", "install", "--quiet", "--compile-bytecode", "--python", python, *constraints, requirement], check=True)
+    subprocess.run(
+        [
+            UV,
+            "pip",
+            "install",
+            "--quiet",
+            "--compile-bytecode",
+            "--python",
+            python,
+            *constraints,
+            requirement,
+        ],
+        check=True,
+    )
     return python
 
 
@@ -199,7 +252,10 @@ def core(python: Path, folder: Path) -> None:
     shardckpt = python.with_name("shardckpt")
     imports = quickest_s([python, "-c", "import shardckpt"]) - quickest_s([python, "-c", "pass"])
     helps = quickest_s([shardckpt, "--help"])
-    print(f"core: import {imports:.3f} s (at most {IMPORT_S}), --help {helps:.3f} s (at most {HELP_S})")
+    print(
+        f"core: import {imports:.3f} s (at most {IMPORT_S}), --help {helps:.3f} s (at most "
+        f"{HELP_S})"
+    )
     assert imports <= IMPORT_S
     assert helps <= HELP_S
     assert "with its C extension" in run([shardckpt, "--version"], folder, {}).stdout
@@ -210,7 +266,11 @@ def core(python: Path, folder: Path) -> None:
         [shardckpt, "diff", "checkpoint", "other"],
     ):
         run(command, folder, {}).check_returncode()
-    completed = run([shardckpt], folder, {"_SHARDCKPT_COMPLETE": "complete_bash", "COMP_WORDS": "shardckpt ver", "COMP_CWORD": "1"})
+    completed = run(
+        [shardckpt],
+        folder,
+        {"_SHARDCKPT_COMPLETE": "complete_bash", "COMP_WORDS": "shardckpt ver", "COMP_CWORD": "1"},
+    )
     assert "verify" in completed.stdout, completed
 
 
@@ -232,21 +292,36 @@ def program(place: Path, text: str) -> Path:
 
 
 def variables(extra: str, servers: ExitStack, folder: Path) -> Mapping[str, str]:
-    """The environment variables that an extra's program needs; starts the server that it talks to."""
+    """The environment variables that an extra's program needs.
+
+    Starts the server that it talks to.
+    """
     emulators = {"gcs": gcs_emulator, "s3": s3_emulator, "azure": azure_emulator}
     if extra in emulators:
         emulator = servers.enter_context(emulators[extra]())
         return emulator.env() | {"PLACE": emulator.url("checkpoint")}
-    if extra == "http":  # the service of the environment that runs this, over the checkpoint of `core`
+    if (
+        extra == "http"
+    ):  # the service of the environment that runs this, over the checkpoint of `core`
         command = [sys.executable, "-m", "shardckpt", "serve", f"lab={folder}", "--port"]
         port = servers.enter_context(child_server(lambda port: [*command, str(port)]))
         return {"PLACE": f"http://127.0.0.1:{port}/raw/lab/checkpoint"}
     return {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"} if extra == "xla" else {}
 
 
-def run(command: list[str | Path], folder: Path, more: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str | Path], folder: Path, more: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
     """A command in a directory, with these variables."""
-    return subprocess.run(command, cwd=folder, env=os.environ | more, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | more,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """Measure the memory of resharding a checkpoint that is larger than memory, with a tensor larger than the limit.
 
-    python tools/reshard_memory.py --directory /disk/there                     16 GiB, the largest tensor 4 GiB, 512 MiB allowed
-    python tools/reshard_memory.py --gib 4 --largest 1 --workers 2
+    python tools/reshard_memory.py --directory /disk/there                     16 GiB, the largest
+    tensor 4 GiB, 512 MiB allowed python tools/reshard_memory.py --gib 4 --largest 1 --workers 2
 
-1. A checkpoint is saved, cut by rows over 12 devices, so that hardly a chunk border is one of the target's; of memory that is used
-   again and again. Disk for twice its size is needed.
-2. `shardckpt reshard` lays it out for 2 x 4 devices, in a process of its own that starts the workers.
-3. All the while the high-water marks of its resident memory and of its workers' are read. Their sum must stay within the limit and
-   what is stated for each process besides (`PROCESS_BYTES`).
+1. A checkpoint is saved, cut by rows over 12 devices, so that hardly a chunk border is one of the
+   target's; of memory that is used again and again. Disk for twice its size is needed.
+2. `shardckpt reshard` lays it out for 2 x 4 devices, in a process of its own that starts the
+   workers.
+3. All the while the high-water marks of its resident memory and of its workers' are read. Their sum
+   must stay within the limit and what is stated for each process besides (`PROCESS_BYTES`).
 """
 
 from __future__ import annotations
@@ -49,7 +50,14 @@ def save(place: Path, gib: float, largest: float) -> None:
 def processes(root: int) -> list[int]:
     """A process and its children."""
     try:
-        return [root, *(int(pid) for task in Path(f"/proc/{root}/task").iterdir() for pid in (task / "children").read_text().split())]
+        return [
+            root,
+            *(
+                int(pid)
+                for task in Path(f"/proc/{root}/task").iterdir()
+                for pid in (task / "children").read_text().split()
+            ),
+        ]
     except (FileNotFoundError, ProcessLookupError):
         return []
 
@@ -63,11 +71,24 @@ def high_water(pid: int) -> int:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), 0)
 
 
-def measure(directory: Path, gib: float, largest: float, limit: str, workers: int | None) -> dict[str, Any]:
+def measure(
+    directory: Path, gib: float, largest: float, limit: str, workers: int | None
+) -> dict[str, Any]:
     """The report of a reshard, the peaks of its processes' resident memory, and whether they kept to what is allowed."""
     save(directory / "source", gib, largest)
-    command = [shutil.which("shardckpt", path=str(Path(sys.executable).parent)) or "shardckpt", "reshard"]
-    command += [str(directory / "source"), str(directory / "target"), "--mesh", "a=2,b=4", "--rule", "*=(None,b,a)", "--json"]
+    command = [
+        shutil.which("shardckpt", path=str(Path(sys.executable).parent)) or "shardckpt",
+        "reshard",
+    ]
+    command += [
+        str(directory / "source"),
+        str(directory / "target"),
+        "--mesh",
+        "a=2,b=4",
+        "--rule",
+        "*=(None,b,a)",
+        "--json",
+    ]
     command += ["--memory-limit", limit, *(["--workers", str(workers)] if workers else [])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
         peaks: dict[int, int] = {}
@@ -79,7 +100,12 @@ def measure(directory: Path, gib: float, largest: float, limit: str, workers: in
         report = json.loads(job.stdout.read())
     assert job.returncode == 0, report
     allowed = parse_bytes(limit, "limit") + len(peaks) * PROCESS_BYTES
-    took = {"processes": len(peaks), "peaks": sorted(peaks.values()), "sum": sum(peaks.values()), "allowed": allowed}
+    took = {
+        "processes": len(peaks),
+        "peaks": sorted(peaks.values()),
+        "sum": sum(peaks.values()),
+        "allowed": allowed,
+    }
     return {"report": report, **took, "kept": sum(peaks.values()) <= allowed}
 
 
@@ -93,7 +119,13 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=None)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        figures = measure(Path(directory), arguments.gib, arguments.largest, arguments.memory_limit, arguments.workers)
+        figures = measure(
+            Path(directory),
+            arguments.gib,
+            arguments.largest,
+            arguments.memory_limit,
+            arguments.workers,
+        )
     print(json.dumps(figures, indent=2))
     return 0 if figures["kept"] else 1
 

@@ -4,14 +4,16 @@
     python tools/reshard_speed.py --gib 16 --json
 
 1. A checkpoint of float32 matrices is saved, laid out over 8 devices by rows.
-2. In each round: every file of it is copied and made durable, by one thread and by two, which read and write as
-   `cp --reflink=never` does; it is resharded to 2 x 4 devices by rows and columns, and once more with the layout that it has. Every
-   other round goes through these backwards. Before each, what the last one wrote is removed, and the disk is idle: all write the
-   same number of bytes to fresh files, from a source that lies in the page cache, and end when their bytes are durable. A first
-   round, which finds cold caches, does not count.
-3. Told are medians: GB/s of elements, the ratio to the copy by one thread, and the seconds of processor time (user and system, of
-   all processes) that a GB takes, which bear company on the machine better.
-   Where Python may not keep bytecode (PYTHONDONTWRITEBYTECODE) workers start slowly.
+2. In each round: every file of it is copied and made durable, by one thread and by two, which read
+   and write as `cp --reflink=never` does; it is resharded to 2 x 4 devices by rows and columns, and
+   once more with the layout that it has. Every other round goes through these backwards. Before
+   each, what the last one wrote is removed, and the disk is idle: all write the same number of
+   bytes to fresh files, from a source that lies in the page cache, and end when their bytes are
+   durable. A first round, which finds cold caches, does not count.
+3. Told are medians: GB/s of elements, the ratio to the copy by one thread, and the seconds of
+   processor time (user and system, of all processes) that a GB takes, which bear company on the
+   machine better. Where Python may not keep bytecode (PYTHONDONTWRITEBYTECODE) workers start
+   slowly.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def copy_all(source: Path, target: Path, at_once: int) -> None:
         list(pool.map(copy, files, [target / path.relative_to(source) for path in files]))
 
 
-def measure(directory: Path, gib: float, rounds: int, workers: int | None, verify: bool) -> dict[str, object]:
+def measure(
+    directory: Path, gib: float, rounds: int, workers: int | None, verify: bool
+) -> dict[str, object]:
     """Medians in GB/s, ratios to the copy, and seconds of processor time per GB."""
     source, target = directory / "source", directory / "target"
     count = max(1, round(gib * 4))
@@ -69,16 +73,29 @@ def measure(directory: Path, gib: float, rounds: int, workers: int | None, verif
     ways: dict[str, Callable[[], object]] = {
         "copy": lambda: copy_all(source, target, 1),
         "copy by two": lambda: copy_all(source, target, 2),
-        "reshard": lambda: shardckpt.reshard(source, target, mesh=mesh, rules=rules, workers=workers, verify=verify),
+        "reshard": lambda: shardckpt.reshard(
+            source, target, mesh=mesh, rules=rules, workers=workers, verify=verify
+        ),
         "same layout": lambda: shardckpt.reshard(source, target, workers=workers, verify=verify),
     }
-    return in_turn(ways, rounds, nbytes, beside="copy", before=lambda: shutil.rmtree(target, ignore_errors=True))
+    return in_turn(
+        ways,
+        rounds,
+        nbytes,
+        beside="copy",
+        before=lambda: shutil.rmtree(target, ignore_errors=True),
+    )
 
 
 def main() -> int:
     """Measure and tell."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; by default the temporary directory")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=None,
+        help="on the disk to measure; by default the temporary directory",
+    )
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=None)
@@ -86,7 +103,13 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        figures = measure(Path(directory), arguments.gib, arguments.rounds, arguments.workers, not arguments.no_verify)
+        figures = measure(
+            Path(directory),
+            arguments.gib,
+            arguments.rounds,
+            arguments.workers,
+            not arguments.no_verify,
+        )
     tell(figures, "the copy", as_json=arguments.json)
     return 0
 

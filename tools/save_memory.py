@@ -1,13 +1,15 @@
 """Measure what host memory a save takes beside the state itself.
 
-    python tools/save_memory.py --gibibytes 4 --memory-limit 512MiB --to /dev/shm/measured
-    python tools/save_memory.py --gibibytes 1 --to gs               Cloud Storage's emulator, started for this
-    python tools/save_memory.py --gibibytes 1 --to s3 --layout zarr
+    python tools/save_memory.py --gibibytes 4 --memory-limit 512MiB --to /dev/shm/measured python
+    tools/save_memory.py --gibibytes 1 --to gs               Cloud Storage's emulator, started for
+    this python tools/save_memory.py --gibibytes 1 --to s3 --layout zarr
 
 1. The state is made of numpy arrays, all of it resident before anything is measured.
-2. A tiny save to the same place comes first: libraries are then loaded, and connections and threads there.
-3. The kernel forgets the process's peak (`/proc/self/clear_refs`), the state is saved, and the new peak of resident
-   memory minus what was resident before is what the save took. A page cache is not counted, it is nobody's.
+2. A tiny save to the same place comes first: libraries are then loaded, and connections and threads
+   there.
+3. The kernel forgets the process's peak (`/proc/self/clear_refs`), the state is saved, and the new
+   peak of resident memory minus what was resident before is what the save took. A page cache is not
+   counted, it is nobody's.
 4. The checkpoint is verified, unless `--no-verify`, and removed.
 """
 
@@ -49,11 +51,20 @@ class Measured:
     seconds: float
 
 
-def measure(place: str, *, state_bytes: int, memory_limit: int | str, layout: str = "packed", verify: bool = True) -> Measured:
+def measure(
+    place: str,
+    *,
+    state_bytes: int,
+    memory_limit: int | str,
+    layout: str = "packed",
+    verify: bool = True,
+) -> Measured:
     """Save a state of that size to `place`, where nothing may be yet and nothing stays."""
     options = SaveOptions(layout=layout, memory_limit=memory_limit)
     rows = np.arange(TENSOR_BYTES // 4, dtype=np.uint32).reshape(-1, 4096)
-    state = {f"block{i}": {"w": rows + np.uint32(i)} for i in range(max(1, state_bytes // TENSOR_BYTES))}
+    state = {
+        f"block{i}": {"w": rows + np.uint32(i)} for i in range(max(1, state_bytes // TENSOR_BYTES))
+    }
     shardckpt.save(f"{place}/first", {"w": rows[:1]}, options=options)
     before, began = _restarted_peak(), time.monotonic()
     shardckpt.save(f"{place}/measured", state, options=options)
@@ -61,7 +72,12 @@ def measure(place: str, *, state_bytes: int, memory_limit: int | str, layout: st
     if verify and not shardckpt.open(f"{place}/measured").verify().ok:
         raise RuntimeError(f"{place}: what was saved is damaged")
     Store.open(place).delete_prefix()
-    return Measured(sum(block["w"].nbytes for block in state.values()), options.budget, growth, round(seconds, 2))
+    return Measured(
+        sum(block["w"].nbytes for block in state.values()),
+        options.budget,
+        growth,
+        round(seconds, 2),
+    )
 
 
 @contextmanager
@@ -93,7 +109,9 @@ def main() -> None:
     parser.add_argument("--memory-limit", default="512MiB")
     parser.add_argument("--layout", choices=["packed", "zarr"], default="packed")
     parser.add_argument(
-        "--to", default="checkpoint-of-save-memory", help="a path or url where nothing is yet, or `gs` or `s3`: an emulator"
+        "--to",
+        default="checkpoint-of-save-memory",
+        help="a path or url where nothing is yet, or `gs` or `s3`: an emulator",
     )
     parser.add_argument("--no-verify", action="store_true")
     asked = parser.parse_args()

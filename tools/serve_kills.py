@@ -2,9 +2,10 @@
 
     python tools/serve_kills.py --kills 200
 
-Each round starts some jobs, waits a moment, kills the service (sometimes also the process of a job) with SIGKILL, and starts it again.
-Requests are sent again with their idempotency keys. At the end every job must be done, what it wrote must have the right elements, every
-checkpoint must be intact, and nothing else may be there.
+Each round starts some jobs, waits a moment, kills the service (sometimes also the process of a job)
+with SIGKILL, and starts it again. Requests are sent again with their idempotency keys. At the end
+every job must be done, what it wrote must have the right elements, every checkpoint must be intact,
+and nothing else may be there.
 """
 
 from __future__ import annotations
@@ -43,7 +44,14 @@ class ServiceProcess:
         """Prepare to serve; state and tokens are kept in the directory."""
         self._token = add_token(directory / "tokens", f"admin-{os.getpid()}", "admin")
         named = [f"{name}={place}" for name, place in roots.items()]
-        state = ["--state", str(directory / "state"), "--token-file", str(directory / "tokens"), "--port", "0"]
+        state = [
+            "--state",
+            str(directory / "state"),
+            "--token-file",
+            str(directory / "tokens"),
+            "--port",
+            "0",
+        ]
         self._command = [sys.executable, "-m", "shardckpt", "serve", *named, *state, *options]
         self._log = directory / "log"
 
@@ -65,7 +73,11 @@ class ServiceProcess:
         line = self.process.stdout.readline().decode()
         if not line.startswith("serving at "):
             raise RuntimeError(f"the service did not start; {self._log} says why")
-        self.http = httpx.Client(base_url=line.split()[-1], headers={"Authorization": f"Bearer {self._token}"}, timeout=_WAIT)
+        self.http = httpx.Client(
+            base_url=line.split()[-1],
+            headers={"Authorization": f"Bearer {self._token}"},
+            timeout=_WAIT,
+        )
 
     def kill(self) -> None:
         """Kill the process."""
@@ -91,7 +103,9 @@ class ServiceProcess:
         job: dict[str, Any] = self.http.get(f"/v1/jobs/{number}").json()
         return job
 
-    def wait_until(self, number: int, holds: Callable[[dict[str, Any]], object], seconds: float = _WAIT) -> dict[str, Any]:
+    def wait_until(
+        self, number: int, holds: Callable[[dict[str, Any]], object], seconds: float = _WAIT
+    ) -> dict[str, Any]:
         """A job once something holds of it."""
         end = time.monotonic() + seconds
         while not holds(job := self.job(number)):
@@ -104,7 +118,13 @@ class ServiceProcess:
 def state_of(step: int) -> dict[str, Any]:
     """A state that differs for each step."""
     rng = np.random.default_rng(step)
-    return {"model": {"w": rng.normal(size=(512, 1024)).astype(np.float32), "b": rng.integers(0, 9, 300)}, "step": step}
+    return {
+        "model": {
+            "w": rng.normal(size=(512, 1024)).astype(np.float32),
+            "b": rng.integers(0, 9, 300),
+        },
+        "step": step,
+    }
 
 
 def requests_of_round(number: int, rng: random.Random) -> list[tuple[str, dict[str, Any]]]:
@@ -113,7 +133,10 @@ def requests_of_round(number: int, rng: random.Random) -> list[tuple[str, dict[s
     first = f"lab/out/{number}"
     made: list[tuple[str, dict[str, Any]]] = [
         ("copy", {"checkpoint": source, "to": f"{first}-copy"}),
-        ("reshard", {"checkpoint": source, "to": f"{first}-reshard", "mesh": "x=4", "rule": ["**/w=(x,)"]}),
+        (
+            "reshard",
+            {"checkpoint": source, "to": f"{first}-reshard", "mesh": "x=4", "rule": ["**/w=(x,)"]},
+        ),
         ("export", {"checkpoint": source, "to": f"{first}-export", "include": ["model/**"]}),
         ("import", {"from": "lab/files", "to": f"{first}-import"}),
         ("verify", {"checkpoint": source}),
@@ -123,12 +146,18 @@ def requests_of_round(number: int, rng: random.Random) -> list[tuple[str, dict[s
     return rng.sample(made, 3)
 
 
-def check(top: Path, operation: str, arguments: Mapping[str, Any], job: Mapping[str, Any]) -> str | None:
+def check(
+    top: Path, operation: str, arguments: Mapping[str, Any], job: Mapping[str, Any]
+) -> str | None:
     """Error in the outcome of a job; None if there is none."""
     if job["state"] != "done":
         return f"it is {job['state']}: {job['error']}"
     place = top / str(arguments.get("to", arguments.get("checkpoint"))).removeprefix("lab/")
-    expected = state_of(int(arguments["checkpoint"].rpartition("/")[2]) if "base" in arguments.get("checkpoint", "") else 0)["model"]
+    expected = state_of(
+        int(arguments["checkpoint"].rpartition("/")[2])
+        if "base" in arguments.get("checkpoint", "")
+        else 0
+    )["model"]
     if operation == "delete":
         return f"{place} is still there" if place.exists() else None
     if operation == "verify":
@@ -136,14 +165,19 @@ def check(top: Path, operation: str, arguments: Mapping[str, Any], job: Mapping[
     if operation == "tag":
         return None
     if operation == "export":
-        tensors = {name.removeprefix("model."): value for name, value in load_file(place / "model.safetensors").items()}
+        tensors = {
+            name.removeprefix("model."): value
+            for name, value in load_file(place / "model.safetensors").items()
+        }
     else:
         restored = shardckpt.restore(place)
         tensors = restored.get("model", restored)
         if not shardckpt.open(place).verify().ok:
             return f"{place} is damaged"
     tensors = {name.removeprefix("model."): value for name, value in tensors.items()}
-    wrong = [name for name, value in expected.items() if not np.array_equal(tensors.get(name), value)]
+    wrong = [
+        name for name, value in expected.items() if not np.array_equal(tensors.get(name), value)
+    ]
     return f"{place}: {wrong} differ" if wrong else None
 
 
@@ -158,12 +192,16 @@ def main() -> None:
         top = Path(directory) / "runs"
         for step in range(4):
             shardckpt.save(top / "base" / str(step), state_of(step))
-        shardckpt.export_safetensors(top / "base" / "0", top / "files", include=["model/**"], strip_prefix="model.")
+        shardckpt.export_safetensors(
+            top / "base" / "0", top / "files", include=["model/**"], strip_prefix="model."
+        )
         for number in range(chosen.kills):
             shardckpt.save(top / "old" / str(number), {"w": np.ones(9)})
         asked: dict[str, tuple[str, dict[str, Any]]] = {}
         jobs: dict[str, int] = {}
-        with ServiceProcess(Path(directory), {"lab": top}, "--jobs", "2", "--scrub", "1min", "--scrub-rate", "16MiB") as service:
+        with ServiceProcess(
+            Path(directory), {"lab": top}, "--jobs", "2", "--scrub", "1min", "--scrub-rate", "16MiB"
+        ) as service:
             killed: Counter[str] = Counter()
             for number in range(chosen.kills):
                 for operation, arguments in requests_of_round(number, rng):
@@ -184,12 +222,31 @@ def main() -> None:
                     if service.start(operation, key, **arguments) != jobs[key]:
                         raise RuntimeError(f"{key} was started twice")
             ends = {
-                key: service.wait_until(job, lambda one: one["state"] in ("done", "failed", "cancelled"), 1800) for key, job in jobs.items()
+                key: service.wait_until(
+                    job, lambda one: one["state"] in ("done", "failed", "cancelled"), 1800
+                )
+                for key, job in jobs.items()
             }
-            damaged = [one for one in service.http.get("/v1/verifications?limit=1000").json()["verifications"] if one["damaged"]]
-        wrong = {key: error for key, job in ends.items() if (error := check(top, *asked[key], job)) is not None}
-        unsound = [str(place) for place in sorted((top / "base").iterdir()) if not shardckpt.open(place).verify().ok]
-        expected = {str(arguments["to"]).rpartition("/")[2] for _, arguments in asked.values() if "to" in arguments}
+            damaged = [
+                one
+                for one in service.http.get("/v1/verifications?limit=1000").json()["verifications"]
+                if one["damaged"]
+            ]
+        wrong = {
+            key: error
+            for key, job in ends.items()
+            if (error := check(top, *asked[key], job)) is not None
+        }
+        unsound = [
+            str(place)
+            for place in sorted((top / "base").iterdir())
+            if not shardckpt.open(place).verify().ok
+        ]
+        expected = {
+            str(arguments["to"]).rpartition("/")[2]
+            for _, arguments in asked.values()
+            if "to" in arguments
+        }
         strangers = sorted({one.name for one in (top / "out").iterdir()} - expected)
         report = {
             "killed": dict(killed),

@@ -2,7 +2,8 @@
 
     python tools/serve_speed.py [--checkpoints 10000] [--mebibytes 1024] [--folder /dev/shm]
 
-Prints a table of figures and targets. All checkpoints are made in a folder that is removed at the end; use a tmpfs.
+Prints a table of figures and targets. All checkpoints are made in a folder that is removed at the
+end; use a tmpfs.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Service:
 
     def __init__(self, root: Path) -> None:
         command = [sys.executable, "-m", "shardckpt", "serve", f"bench={root}", "--port", "0"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
         self.url = self.process.stdout.readline().split()[-1]
         self.address = urlsplit(self.url).hostname, urlsplit(self.url).port
 
@@ -66,7 +69,9 @@ class Service:
     def peak(self) -> int:
         """Most resident memory so far, in bytes."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+        return 1024 * int(
+            next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]
+        )
 
     def close(self) -> None:
         """End it."""
@@ -76,7 +81,11 @@ class Service:
 
 def many_checkpoints(top: Path, number: int) -> None:
     """Copies of one small checkpoint, in 200 runs."""
-    shardckpt.save(top / "first", {"w": np.ones(16)}, options=shardckpt.SaveOptions(metadata={"metrics": {"loss": 1.0}}))
+    shardckpt.save(
+        top / "first",
+        {"w": np.ones(16)},
+        options=shardckpt.SaveOptions(metadata={"metrics": {"loss": 1.0}}),
+    )
     files = [path for path in (top / "first").rglob("*") if path.is_file()]
     for i in range(number):
         place = top / f"run-{i % 200:03}" / str(i)
@@ -148,7 +157,9 @@ def download(address: tuple[str, int], path: str) -> tuple[float, int]:
         return got / (time.perf_counter() - begun), digest
 
 
-async def slices(address: tuple[str, int], ask: Callable[[random.Random], str], name: str) -> dict[str, float]:
+async def slices(
+    address: tuple[str, int], ask: Callable[[random.Random], str], name: str
+) -> dict[str, float]:
     """Requests per second of 64 clients, each asking for 64 KiB at random places, and the 99th percentile of one."""
     took: list[float] = []
     end = time.perf_counter() + SECONDS
@@ -167,7 +178,10 @@ async def slices(address: tuple[str, int], ask: Callable[[random.Random], str], 
 
     begun = time.perf_counter()
     await asyncio.gather(*(client(seed) for seed in range(CLIENTS)))
-    rate, p99 = len(took) / (time.perf_counter() - begun), 1000 * sorted(took)[int(0.99 * len(took))]
+    rate, p99 = (
+        len(took) / (time.perf_counter() - begun),
+        1000 * sorted(took)[int(0.99 * len(took))],
+    )
     return {f"{name}_per_s": rate, f"{name}_p99_ms": p99}
 
 
@@ -187,7 +201,10 @@ def a_box(layers: int) -> Callable[[random.Random], str]:
     def ask(rng: random.Random) -> str:
         i, row, column = rng.randrange(layers), rng.randrange(4096 - 128), rng.randrange(4096 - 128)
         box = f"{row}:{row + 128},{column}:{column + 128}"
-        return f"/v1/checkpoints/bench/1/tensors/layers.{i}.w?format=raw&box={box} HTTP/1.1\r\nHost: localhost"
+        return (
+            f"/v1/checkpoints/bench/1/tensors/layers.{i}.w?format=raw&box={box} HTTP/1.1\r\n"
+            "Host: localhost"
+        )
 
     return ask
 
@@ -214,10 +231,17 @@ def files(folder: Path, mebibytes: int) -> dict[str, float]:
     """Downloads, slices and memory, of one checkpoint."""
     rng = np.random.default_rng(0)
     layers = max(1, mebibytes // 64)
-    state = {f"layers.{i}.w": rng.integers(0, 255, (4096, 4096), np.uint32).view(np.float32) for i in range(layers)}
+    state = {
+        f"layers.{i}.w": rng.integers(0, 255, (4096, 4096), np.uint32).view(np.float32)
+        for i in range(layers)
+    }
     shardckpt.save(folder / "one" / "1", state)
     shardckpt.export_safetensors(folder / "one" / "1", folder / "exported.safetensors")
-    raw = subprocess.Popen([sys.executable, "-c", SENDFILE, folder / "exported.safetensors"], stdout=subprocess.PIPE, text=True)
+    raw = subprocess.Popen(
+        [sys.executable, "-c", SENDFILE, folder / "exported.safetensors"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     service = Service(folder / "one")
     path = "/files/bench/1/model.safetensors"
     try:
@@ -229,7 +253,9 @@ def files(folder: Path, mebibytes: int) -> dict[str, float]:
                 rate, digest = download(at, path)
                 rates[name].append(rate)
                 assert digest == download.__dict__.setdefault("digest", digest), "other bytes"
-        figures = {f"{name}_gb_s": statistics.median(values) / 1e9 for name, values in rates.items()}
+        figures = {
+            f"{name}_gb_s": statistics.median(values) / 1e9 for name, values in rates.items()
+        }
         figures["share"] = figures["service_gb_s"] / figures["sendfile_gb_s"]
         figures["peak_mib_one_client"] = service.peak / 2**20
         size = (folder / "exported.safetensors").stat().st_size
@@ -247,7 +273,9 @@ def files(folder: Path, mebibytes: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--checkpoints", type=int, default=10_000)
     parser.add_argument("--mebibytes", type=int, default=1024)
     parser.add_argument("--folder", default="/dev/shm")

@@ -2,14 +2,17 @@
 
     python tools/soak.py --saves 300 [--seed 0] [--root DIR] [--json]
 
-1. A job of 1 to 4 processes, forked from this one, trains with a `CheckpointManager`: each step it makes a state that
-   follows from the run's number, the step and the run's size alone, writes the digests of all parts of it into a log,
-   saves it, and overwrites its tensors as soon as `save` has returned.
-2. At a random moment the job is killed (SIGKILL: all of it, or one process, of which the others learn), or told to stop (SIGTERM).
-3. The next job has another number of processes and a state of another size. It restores the latest step, without a
-   `like` or into tensors of its own by turns, and every process compares each part with the log, bit by bit.
-4. That goes on until enough steps were committed. At last every step that is left is verified and compared, orphaned
-   attempts are collected, and nothing else may be there.
+1. A job of 1 to 4 processes, forked from this one, trains with a `CheckpointManager`: each step it
+   makes a state that follows from the run's number, the step and the run's size alone, writes the
+   digests of all parts of it into a log, saves it, and overwrites its tensors as soon as `save` has
+   returned.
+2. At a random moment the job is killed (SIGKILL: all of it, or one process, of which the others
+   learn), or told to stop (SIGTERM).
+3. The next job has another number of processes and a state of another size. It restores the latest
+   step, without a `like` or into tensors of its own by turns, and every process compares each part
+   with the log, bit by bit.
+4. That goes on until enough steps were committed. At last every step that is left is verified and
+   compared, orphaned attempts are collected, and nothing else may be there.
 
 Exits with 1 if anything differs.
 """
@@ -67,13 +70,18 @@ def made(run: int, step: int, elements: int) -> dict[str, Any]:
 
 def own(run: int, step: int, process: int) -> dict[str, Any]:
     """The part that a process has for itself."""
-    return {"process": process, "draw": np.random.default_rng((run, step, process)).integers(0, 1 << 62, 5)}
+    return {
+        "process": process,
+        "draw": np.random.default_rng((run, step, process)).integers(0, 1 << 62, 5),
+    }
 
 
 def digest(part: Any) -> str:
     """Of a nest of arrays and numbers: bytes, dtypes, shapes and keys."""
     if isinstance(part, dict):
-        return sha256(json.dumps([[key, digest(part[key])] for key in sorted(part)]).encode()).hexdigest()
+        return sha256(
+            json.dumps([[key, digest(part[key])] for key in sorted(part)]).encode()
+        ).hexdigest()
     if isinstance(part, list | tuple):
         return sha256(json.dumps([digest(one) for one in part]).encode()).hexdigest()
     array = np.asarray(part)
@@ -93,7 +101,11 @@ class Log:
 
     def lines(self) -> list[dict[str, Any]]:
         """All of them."""
-        return [json.loads(line) for line in self._path.read_bytes().splitlines()] if self._path.exists() else []
+        return (
+            [json.loads(line) for line in self._path.read_bytes().splitlines()]
+            if self._path.exists()
+            else []
+        )
 
 
 def expected(log: Log, run: int, step: int) -> dict[str, Any]:
@@ -105,7 +117,10 @@ def compare(log: Log, restored: shardckpt.Restored, process: int) -> None:
     """Compare a restored state with the log; AssertionError."""
     run, state = restored.metadata["run"], restored.state
     logged = expected(log, run, restored.step)
-    assert digest({key: state[key] for key in ("large", "pair", "step")}) == logged["shared"], (run, restored.step)
+    assert digest({key: state[key] for key in ("large", "pair", "step")}) == logged["shared"], (
+        run,
+        restored.step,
+    )
     mine = state["own"]
     owned = mine if isinstance(mine, list) else [mine.value]
     assert {digest(one) for one in owned} <= set(logged["own"]), (run, restored.step)
@@ -113,7 +128,9 @@ def compare(log: Log, restored: shardckpt.Restored, process: int) -> None:
     log.add(compared=[run, restored.step], process=process)
 
 
-def train(coordinator: Any, root: Path, log: Log, run: int, elements: int, *, in_place: bool) -> None:
+def train(
+    coordinator: Any, root: Path, log: Log, run: int, elements: int, *, in_place: bool
+) -> None:
     """Restore, train and save as one process of a job, until it is killed or told to stop."""
     process = coordinator.world.process
     processes = range(coordinator.world.processes)
@@ -127,7 +144,9 @@ def train(coordinator: Any, root: Path, log: Log, run: int, elements: int, *, in
         every=1,
         keep=retention.any_of(retention.Latest(2), retention.EveryKth(25)),
         preemption=policies.OnPreemption(),
-        options=shardckpt.SaveOptions(metadata={"run": run}, memory_limit="64MiB", commit_timeout=COMING),
+        options=shardckpt.SaveOptions(
+            metadata={"run": run}, memory_limit="64MiB", commit_timeout=COMING
+        ),
         coordinator=coordinator,
         on_event=note,
         lead_time=0.02,
@@ -140,7 +159,11 @@ def train(coordinator: Any, root: Path, log: Log, run: int, elements: int, *, in
         while not mgr.reached_preemption:
             state = made(run, step, elements)
             if process == 0:
-                log.add(made=[run, step], shared=digest(state), own=[digest(own(run, step, p)) for p in processes])
+                log.add(
+                    made=[run, step],
+                    shared=digest(state),
+                    own=[digest(own(run, step, p)) for p in processes],
+                )
             tensors = [state["large"], state["pair"][0]]
             mine = own(run, step, process)
             mgr.save(step, {**state, "own": shardckpt.PerProcess(mine)})
@@ -155,9 +178,17 @@ def like_of(mgr: shardckpt.CheckpointManager) -> Any:
     if latest is None:
         return None
     checkpoint = shardckpt.open(mgr.url(latest))
-    arrays = {name: np.empty(checkpoint.info(name).shape, checkpoint.info(name).dtype.numpy) for name in ("large", "pair/0")}
+    arrays = {
+        name: np.empty(checkpoint.info(name).shape, checkpoint.info(name).dtype.numpy)
+        for name in ("large", "pair/0")
+    }
     choose = shardckpt.PerProcess(None, choose=lambda values: values[0])
-    return {"large": arrays["large"], "pair": [arrays["pair/0"], np.float64(0)], "step": 0, "own": choose}
+    return {
+        "large": arrays["large"],
+        "pair": [arrays["pair/0"], np.float64(0)],
+        "step": 0,
+        "own": choose,
+    }
 
 
 def job(root: Path, log: Log, run: int, rng: random.Random) -> Counter[str]:
@@ -172,7 +203,9 @@ def job(root: Path, log: Log, run: int, rng: random.Random) -> Counter[str]:
             if pid == 0:
                 code = 1
                 try:
-                    coordinator = DirectoryCoordinator(f"{directory}/keys", process, processes, timeout=COMING)
+                    coordinator = DirectoryCoordinator(
+                        f"{directory}/keys", process, processes, timeout=COMING
+                    )
                     train(coordinator, root, log, run, elements, in_place=in_place)
                     code = 0
                 except shardckpt.ShardckptError as e:  # of one whose fellow was killed
@@ -193,11 +226,18 @@ def job(root: Path, log: Log, run: int, rng: random.Random) -> Counter[str]:
         for pid in pids:
             while (status := os.waitpid(pid, os.WNOHANG))[0] == 0:
                 if time.monotonic() > deadline:
-                    log.add(wrong=run, error=f"a process of {processes} goes on {PATIENCE:g} s after {how}")
+                    log.add(
+                        wrong=run,
+                        error=f"a process of {processes} goes on {PATIENCE:g} s after {how}",
+                    )
                     os.kill(pid, signal.SIGKILL)
                 time.sleep(0.005)
             code = os.waitstatus_to_exitcode(status[1])
-            if how == "one told to stop" and code not in (0, 2) and {"handles": run, "pid": pid} in log.lines():
+            if (
+                how == "one told to stop"
+                and code not in (0, 2)
+                and {"handles": run, "pid": pid} in log.lines()
+            ):
                 log.add(wrong=run, error=f"a process that was told to stop ended with {code}")
         return ended
 
@@ -210,11 +250,15 @@ def look_at_what_is_left(root: Path, log: Log) -> int:
     for step in steps:
         checkpoint = shardckpt.open(root / str(step))
         assert checkpoint.verify().ok, step
-        compare(log, shardckpt.Restored(shardckpt.restore(checkpoint), step, checkpoint.metadata), 0)
+        compare(
+            log, shardckpt.Restored(shardckpt.restore(checkpoint), step, checkpoint.metadata), 0
+        )
     assert all(one.outcome == "removed" for one in collecting.collect(root, grace=0))
     for step in steps:
         named = shardckpt.open(root / str(step)).record.attempt
-        assert [path.name for path in (root / str(step)).iterdir() if path.is_dir()] == [named], step
+        assert [path.name for path in (root / str(step)).iterdir() if path.is_dir()] == [named], (
+            step
+        )
     return len(steps)
 
 
@@ -244,9 +288,13 @@ def soak(root: Path, saves: int, seed: int) -> dict[str, Any]:
 def main() -> None:
     """Run, and tell."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--saves", type=int, default=300, help="steps to be committed before it ends")
+    parser.add_argument(
+        "--saves", type=int, default=300, help="steps to be committed before it ends"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--root", type=Path, help="an empty directory to work in; by default a temporary one")
+    parser.add_argument(
+        "--root", type=Path, help="an empty directory to work in; by default a temporary one"
+    )
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

@@ -3,14 +3,16 @@
     python tools/stall.py
     python tools/stall.py --framework torch --framework JAX --width 2048 --layers 4 --saves 7
 
-For each framework, in processes of their own: a perceptron and its Adam state, sharded over 8 devices (JAX, torch_xla) or
-2 processes (DTensor), is trained and saved in turn. Medians, after the first save, which pays for fresh memory:
+For each framework, in processes of their own: a perceptron and its Adam state, sharded over 8
+devices (JAX, torch_xla) or 2 processes (DTensor), is trained and saved in turn. Medians, after the
+first save, which pays for fresh memory:
 
-- memcpy: what this process saves, copied shard by shard into arrays that have been written to before: from the tensors' own
-  memory where that is the host's, else from copies;
-- handing: what the framework itself takes until it has handed out all of that, in batches that are dropped at once, and how often
-  memcpy that is: no save is quicker. Views cost next to nothing;
-- stall: what `save_async` takes until it returns, and how often memcpy that is; planning is its first part;
+- memcpy: what this process saves, copied shard by shard into arrays that have been written to
+  before: from the tensors' own memory where that is the host's, else from copies;
+- handing: what the framework itself takes until it has handed out all of that, in batches that are
+  dropped at once, and how often memcpy that is: no save is quicker. Views cost next to nothing;
+- stall: what `save_async` takes until it returns, and how often memcpy that is; planning is its
+  first part;
 - step: a training step, and the stall as a share of it, were every step saved;
 - background: from there until the checkpoint is committed.
 
@@ -55,7 +57,13 @@ def copy_all(sources: list[np.ndarray], targets: list[np.ndarray]) -> None:
         np.copyto(target, source)
 
 
-def measure(place: str, state: Callable[[], Any], step: Callable[[], Any], saves: int, meet: Callable[[], Any] = lambda: None) -> dict:
+def measure(
+    place: str,
+    state: Callable[[], Any],
+    step: Callable[[], Any],
+    saves: int,
+    meet: Callable[[], Any] = lambda: None,
+) -> dict:
     """Measurements of this process: medians in seconds, their ratios, and the size of the state.
 
     Args:
@@ -78,7 +86,9 @@ def measure(place: str, state: Callable[[], Any], step: Callable[[], Any], saves
 
     def batches(room: int) -> Iterator[Iterator[BlockElements]]:
         """Batches of elements to be saved: the tensors' own memory, if that is the host's."""
-        leaves = flatten(state(), frameworks.is_tensor, frameworks.identity, frameworks.meaning).tensors
+        leaves = flatten(
+            state(), frameworks.is_tensor, frameworks.identity, frameworks.meaning
+        ).tensors
         sources = frameworks.sources(leaves, world)
         return read(plan_save(sources, SaveOptions(), world), sources, room)
 
@@ -103,10 +113,14 @@ def measure(place: str, state: Callable[[], Any], step: Callable[[], Any], saves
         stall, handle = timed(partial(saver.begin, f"{place}/{number}", saved, SaveOptions()))
         report = handle.wait()
         assert not report.streamed
-        rows.append((copying, handing, stall, report.planning_s, stepping, report.total_s - report.stall_s))
+        rows.append(
+            (copying, handing, stall, report.planning_s, stepping, report.total_s - report.stall_s)
+        )
         meet()
         shutil.rmtree(f"{place}/{number}", ignore_errors=True)
-    copying, handing, stall, planning, stepping, background = map(statistics.median, zip(*rows[1:], strict=True))
+    copying, handing, stall, planning, stepping, background = map(
+        statistics.median, zip(*rows[1:], strict=True)
+    )
     return {
         "bytes": report.nbytes,
         "tensors": report.tensors,
@@ -135,10 +149,18 @@ def of_torch(place: str, width: int, layers: int, saves: int) -> dict:
     import torch
 
     model = perceptron(width, layers)
-    return measure(place, *torch_training(model, torch.rand(BATCH, width), torch.optim.Adam(model.parameters(), _RATE)), saves)
+    return measure(
+        place,
+        *torch_training(
+            model, torch.rand(BATCH, width), torch.optim.Adam(model.parameters(), _RATE)
+        ),
+        saves,
+    )
 
 
-def torch_training(model: Any, batch: Any, optimizer: Any, after: Callable[[], Any] = lambda: None) -> tuple[Callable, Callable]:
+def torch_training(
+    model: Any, batch: Any, optimizer: Any, after: Callable[[], Any] = lambda: None
+) -> tuple[Callable, Callable]:
     """A state, and a step."""
 
     def step() -> None:
@@ -164,7 +186,9 @@ def of_dtensor(place: str, width: int, layers: int, saves: int) -> dict:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    state, step = torch_training(model, torch.rand(BATCH, width), torch.optim.Adam(model.parameters(), _RATE))
+    state, step = torch_training(
+        model, torch.rand(BATCH, width), torch.optim.Adam(model.parameters(), _RATE)
+    )
     figures = measure(f"{place}/saves", state, step, saves, dist.barrier)
     of_all: list[Any] = [None, None]
     dist.all_gather_object(of_all, figures)
@@ -184,7 +208,9 @@ def of_jax(place: str, width: int, layers: int, saves: int) -> dict:
     rows = NamedSharding(Mesh(np.array(jax.devices()), ("dp",)), PartitionSpec("dp"))
     random = np.random.default_rng(0)
     zeros = np.zeros((width, width), np.float32)
-    weights = [(random.random((width, width), np.float32) - 0.5) / width**0.5 for _ in range(layers)]
+    weights = [
+        (random.random((width, width), np.float32) - 0.5) / width**0.5 for _ in range(layers)
+    ]
     state = jax.device_put({"w": weights, "m": [zeros] * layers, "v": [zeros] * layers}, rows)
     batch = jax.device_put(random.random((BATCH, width), np.float32), rows)
 
@@ -198,7 +224,13 @@ def of_jax(place: str, width: int, layers: int, saves: int) -> dict:
         gradient = jax.grad(loss)(state["w"])
         m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["m"], gradient)
         v = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, state["v"], gradient)
-        return {"w": jax.tree.map(lambda w, m, v: w - _RATE * m / (jnp.sqrt(v) + 1e-8), state["w"], m, v), "m": m, "v": v}
+        return {
+            "w": jax.tree.map(
+                lambda w, m, v: w - _RATE * m / (jnp.sqrt(v) + 1e-8), state["w"], m, v
+            ),
+            "m": m,
+            "v": v,
+        }
 
     compiled = jax.jit(trained, donate_argnums=0)
 
@@ -224,7 +256,9 @@ def of_torch_xla(place: str, width: int, layers: int, saves: int) -> dict:
     batch = torch.rand(BATCH, width).to("xla")
     xs.mark_sharding(batch, mesh, ("dp", None))
     optimizer = torch.optim.Adam(model.parameters(), _RATE)
-    return measure(place, *torch_training(model, batch, optimizer, lambda: torch_xla.sync(wait=True)), saves)
+    return measure(
+        place, *torch_training(model, batch, optimizer, lambda: torch_xla.sync(wait=True)), saves
+    )
 
 
 FRAMEWORKS = {"torch": of_torch, "DTensor": of_dtensor, "JAX": of_jax, "torch_xla": of_torch_xla}
@@ -242,8 +276,10 @@ def table(figures: dict[str, dict]) -> str:
     for name, row in figures.items():
         lines.append(
             f"{name:10}{row['bytes'] / 2**20:7.0f}{1e3 * row['memcpy_s']:7.1f} ms"
-            f"{1e3 * row['handing_s']:8.1f} ms{row['handing_ratio']:7.2f}{1e3 * row['stall_s']:7.1f} ms{row['ratio']:7.2f}"
-            f"{1e3 * row['planning_s']:8.2f} ms{1e3 * row['first_stall_s']:6.0f} ms{1e3 * row['step_s']:7.0f} ms"
+            f"{1e3 * row['handing_s']:8.1f} "
+            f"ms{row['handing_ratio']:7.2f}{1e3 * row['stall_s']:7.1f} ms{row['ratio']:7.2f}"
+            f"{1e3 * row['planning_s']:8.2f} ms{1e3 * row['first_stall_s']:6.0f} "
+            f"ms{1e3 * row['step_s']:7.0f} ms"
             f"{100 * row['share_of_step']:7.1f}%{1e3 * row['background_s']:9.0f} ms"
         )
     return "\n".join(lines)
@@ -251,8 +287,12 @@ def table(figures: dict[str, dict]) -> str:
 
 def main() -> None:
     """Measure each framework in a process of its own."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--framework", action="append", choices=FRAMEWORKS, help="may be repeated; default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--framework", action="append", choices=FRAMEWORKS, help="may be repeated; default: all"
+    )
     parser.add_argument("--to", default="/dev/shm", help="where to save")
     parser.add_argument("--width", type=int, default=2048, help="of a layer, a multiple of 8")
     parser.add_argument("--layers", type=int, default=5)
@@ -271,7 +311,9 @@ def main() -> None:
         command = [sys.executable, __file__, "--here", "--framework", name, "--to", options.to]
         command += [f"--{key}={getattr(options, key)}" for key in ("width", "layers", "saves")]
         environment = {**os.environ, **ENVIRONMENT.get(name, {})}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
         answers[name] = json.loads(done.stdout.splitlines()[-1])
     sys.stdout.write((json.dumps(answers) if options.json else table(answers)) + "\n")
 

@@ -17,13 +17,23 @@ __all__ = ["in_turn", "tell"]
 
 def processor_seconds() -> float:
     """User and system time of this process, and of the children that it has waited for."""
-    return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+    return sum(
+        used.ru_utime + used.ru_stime
+        for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
 
 
 def in_turn(
-    ways: Mapping[str, Callable[[], object]], rounds: int, nbytes: int, *, beside: str, before: Callable[[], object]
+    ways: Mapping[str, Callable[[], object]],
+    rounds: int,
+    nbytes: int,
+    *,
+    beside: str,
+    before: Callable[[], object],
 ) -> dict[str, object]:
-    """Medians in GB/s, ratios, and seconds of processor time per GB; every other round goes backwards, and a first one does not count.
+    """Medians in GB/s, ratios, and seconds of processor time per GB.
+
+    Every other round goes backwards, and a first one does not count.
 
     Args:
         ways: what is measured, by name.
@@ -55,10 +65,16 @@ def in_turn(
 
 
 def tell(figures: Mapping[str, object], beside: str, *, as_json: bool) -> None:
-    """Print what `in_turn` has found: a line per way, or JSON; `beside`: what the ratios are to, in words."""
+    """Print what `in_turn` has found: a line per way, or JSON.
+
+    `beside`: what the ratios are to, in words.
+    """
     if as_json:
         print(json.dumps(figures))
         return
     for way, rate in figures["GB/s"].items():  # type: ignore[attr-defined]
         ratio, cost, each = (figures[key][way] for key in ("ratio", "processor s/GB", "rounds"))  # type: ignore[index]
-        print(f"{way:22} {rate:6.2f} GB/s  {ratio:5.2f} of {beside}  {cost:5.2f} processor s/GB   {[round(r, 2) for r in each]}")
+        print(
+            f"{way:22} {rate:6.2f} GB/s  {ratio:5.2f} of {beside}  {cost:5.2f} processor s/GB   "
+            f"{[round(r, 2) for r in each]}"
+        )

@@ -1,9 +1,11 @@
 """The command line: typer commands that call the library and print the results.
 
-No logic lives here. A command parses its arguments, calls the library, and turns the result into text for people (`screen`,
-`text`, `picture`) or into one JSON document for programs. No other package may import this one.
+No logic lives here. A command parses its arguments, calls the library, and turns the result into
+text for people (`screen`, `text`, `picture`) or into one JSON document for programs. No other
+package may import this one.
 
-Modules that a command needs are imported when it runs, so that `--help` and shell completion are fast.
+Modules that a command needs are imported when it runs, so that `--help` and shell completion are
+fast.
 """
 
 from __future__ import annotations

@@ -8,7 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from shardckpt.cli import commit, diff, doctor, exits, export, fingerprint, fold, gc, import_, jobs, ls, pin, reshard, serve, stats, verify
+from shardckpt.cli import (
+    commit,
+    diff,
+    doctor,
+    exits,
+    export,
+    fingerprint,
+    fold,
+    gc,
+    import_,
+    jobs,
+    ls,
+    pin,
+    reshard,
+    serve,
+    stats,
+    verify,
+)
 from shardckpt.cli.help import EXAMPLES, HINTS, server_first
 from shardckpt.cli.info import command as info
 from shardckpt.cli.plan import command as plan
@@ -26,7 +43,10 @@ class _Documented:
     name: str | None
 
     def get_help_option(self, ctx: Any) -> Any:
-        """The option `--help`; an output that cannot be written is an error as with all commands."""
+        """The option `--help`.
+
+        An output that cannot be written is an error as with all commands.
+        """
         option = super().get_help_option(ctx)  # type: ignore[misc]
         if option is not None:
             option.callback = _show_help
@@ -57,14 +77,23 @@ class _Command(_Documented, TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The pieces of the line of usage, without braces around arguments."""
-        return [piece.removeprefix("{").removesuffix("...").removesuffix("}") for piece in super().collect_usage_pieces(ctx)]
+        return [
+            piece.removeprefix("{").removesuffix("...").removesuffix("}")
+            for piece in super().collect_usage_pieces(ctx)
+        ]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options; an argument has no type beside its name."""
         arguments = [param for param in self.get_params(ctx) if param.param_type_name == "argument"]
-        records = [(param.metavar or param.name, record[1]) for param in arguments if (record := param.get_help_record(ctx)) is not None]
+        records = [
+            (param.metavar or param.name, record[1])
+            for param in arguments
+            if (record := param.get_help_record(ctx)) is not None
+        ]
         options = [
-            record for param in self.get_params(ctx) if param not in arguments and (record := param.get_help_record(ctx)) is not None
+            record
+            for param in self.get_params(ctx)
+            if param not in arguments and (record := param.get_help_record(ctx)) is not None
         ]
         for title, rows in (("Arguments", records), ("Options", options)):
             if rows:
@@ -87,9 +116,15 @@ class _Group(_Documented, TyperGroup):
         given = server_first(sys.argv[1:] if args is None else list(args))
 
         def action() -> int | None:
-            # With standalone_mode=False errors are raised here, and `typer.Exit` becomes the status.
+            # With standalone_mode=False errors are raised here, and `typer.Exit` becomes the
+            # status.
             status: int | None = super(_Group, self).main(
-                given, prog_name or "shardckpt", complete_var, standalone_mode=False, windows_expand_args=windows_expand_args, **extra
+                given,
+                prog_name or "shardckpt",
+                complete_var,
+                standalone_mode=False,
+                windows_expand_args=windows_expand_args,
+                **extra,
             )
             return status
 
@@ -119,7 +154,9 @@ def _version(requested: bool) -> None:
         from shardckpt._version import __version__
         from shardckpt.io.extension import ENGINE
 
-        write_text(f"shardckpt {__version__} ({'with' if ENGINE == 'C' else 'without'} its C extension)\n")
+        write_text(
+            f"shardckpt {__version__} ({'with' if ENGINE == 'C' else 'without'} its C extension)\n"
+        )
         raise typer.Exit
 
 
@@ -131,11 +168,14 @@ def root(
         typer.Option(
             "--server",
             metavar="URL",
-            help="Url of a service that answers ls, info, verify, diff, fingerprint and plan, and runs jobs. Give ids of its checkpoints "
-            "instead of urls. May also come after the command.",
+            help="Url of a service that answers ls, info, verify, diff, fingerprint and plan, and "
+            "runs jobs. Give ids of its checkpoints instead of urls. May also come after the "
+            "command.",
         ),
     ] = None,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Inspect, verify, compare, reshard, export, import, serve and remove sharded checkpoints."""
     del version
@@ -168,7 +208,12 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "token": serve.token,
     "jobs": jobs.jobs,
 }
-_JOB_COMMANDS: dict[str, Callable[..., None]] = {"start": jobs.start, "show": jobs.show, "wait": jobs.wait, "cancel": jobs.cancel}
+_JOB_COMMANDS: dict[str, Callable[..., None]] = {
+    "start": jobs.start,
+    "show": jobs.show,
+    "wait": jobs.wait,
+    "cancel": jobs.cancel,
+}
 for _name, _function in _COMMANDS.items():
     app.command(_name, cls=_Command)(_function)
 _job = typer.Typer(cls=_Group, rich_markup_mode=None, no_args_is_help=True)

@@ -18,14 +18,17 @@ _STYLES = {"committed": "green", "incomplete": "yellow", "overtaken": "yellow", 
 
 
 def commit(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="A checkpoint, or a directory of them: a path or url.")],
+    root: Annotated[
+        str,
+        typer.Argument(metavar="ROOT", help="A checkpoint, or a directory of them: a path or url."),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Commit saves whose data is complete.
 
-    A save is a checkpoint only after its commit. If the process that commits dies before that, but all hosts have written their data, this
-    command commits. At each place it commits the newest complete save. The exit status is 1 if it found uncommitted saves and could
-    commit none.
+    A save is a checkpoint only after its commit. If the process that commits dies before that, but
+    all hosts have written their data, this command commits. At each place it commits the newest
+    complete save. The exit status is 1 if it found uncommitted saves and could commit none.
     """
     from shardckpt.runs.committing import commit as commit_all
 
@@ -42,7 +45,13 @@ def commit(
 
 
 def _document(one: Outcome) -> dict[str, str | None]:
-    return {"name": one.name, "url": str(one.location), "attempt": one.attempt, "state": one.state, "reason": one.reason or None}
+    return {
+        "name": one.name,
+        "url": str(one.location),
+        "attempt": one.attempt,
+        "state": one.state,
+        "reason": one.reason or None,
+    }
 
 
 def _lines(screen: Screen, outcomes: Sequence[Outcome]) -> Iterator[str]:

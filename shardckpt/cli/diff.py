@@ -17,20 +17,35 @@ MOST_LINES = 50
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format: a path or url.")],
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="A checkpoint of any format: a path or url.")
+    ],
     b: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare with A.")],
     *,
-    structure: Annotated[bool, typer.Option("--structure", help="Compare all but the elements of tensors; read no tensor.")] = False,
-    layout: Annotated[bool, typer.Option("--layout", help="Count tensors with another sharding as different.")] = False,
+    structure: Annotated[
+        bool,
+        typer.Option(
+            "--structure", help="Compare all but the elements of tensors; read no tensor."
+        ),
+    ] = False,
+    layout: Annotated[
+        bool, typer.Option("--layout", help="Count tensors with another sharding as different.")
+    ] = False,
     memory_limit: Annotated[
-        str, typer.Option("--memory-limit", "--memory", metavar="BYTES", help="Limit of memory for the elements of both checkpoints.")
+        str,
+        typer.Option(
+            "--memory-limit",
+            "--memory",
+            metavar="BYTES",
+            help="Limit of memory for the elements of both checkpoints.",
+        ),
     ] = "256MiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Compare two checkpoints bit by bit.
 
-    0.0 and -0.0 differ; a NaN equals a NaN with the same bits. Chunks and compression are not compared. The exit status is 1 if the
-    checkpoints differ.
+    0.0 and -0.0 differ; a NaN equals a NaN with the same bits. Chunks and compression are not
+    compared. The exit status is 1 if the checkpoints differ.
     """
     from shardckpt.cli.opening import open_checkpoint
     from shardckpt.cli.server import server
@@ -44,10 +59,14 @@ def diff(
     else:
         first, second = open_checkpoint(a), open_checkpoint(b)
         with progress_bar("comparing") as progress:
-            comparison = compare(first, second, values=not structure, memory_limit=memory_limit, progress=progress)
+            comparison = compare(
+                first, second, values=not structure, memory_limit=memory_limit, progress=progress
+            )
         differences = comparison_json(comparison, structure=structure, layout=layout)
         doc = {"a": str(first.location), "b": str(second.location), **differences}
-        notes = [f"{side}: {note}" for side, one in (("A", first), ("B", second)) for note in one.notes]
+        notes = [
+            f"{side}: {note}" for side, one in (("A", first), ("B", second)) for note in one.notes
+        ]
     if as_json:
         write_json(doc)
     else:
@@ -60,23 +79,50 @@ def diff(
 
 def _lines(screen: Screen, doc: dict[str, Any], *, structure: bool, layout: bool) -> Iterator[str]:
     """A comparison's document as text."""
-    yield from _section(screen, "only in A", "red", [[Cell(visible(name))] for name in doc["only_a"]])
-    yield from _section(screen, "only in B", "green", [[Cell(visible(name))] for name in doc["only_b"]])
-    yield from _section(screen, "changed", "yellow", [_change_row(change) for change in doc["changes"]])
-    yield from _section(screen, "values differ", "yellow", [_value_row(value) for value in doc["values"] or ()])
+    yield from _section(
+        screen, "only in A", "red", [[Cell(visible(name))] for name in doc["only_a"]]
+    )
+    yield from _section(
+        screen, "only in B", "green", [[Cell(visible(name))] for name in doc["only_b"]]
+    )
+    yield from _section(
+        screen, "changed", "yellow", [_change_row(change) for change in doc["changes"]]
+    )
+    yield from _section(
+        screen, "values differ", "yellow", [_value_row(value) for value in doc["values"] or ()]
+    )
     if layout:
-        yield from _section(screen, "laid out otherwise", "yellow", [_change_row(change) for change in doc["layouts"]])
+        yield from _section(
+            screen,
+            "laid out otherwise",
+            "yellow",
+            [_change_row(change) for change in doc["layouts"]],
+        )
     elif doc["layouts"]:
         yield screen.paint(
-            f"another layout in {count(len(doc['layouts']), 'tensor')}, which counts as no difference; --layout lists them", "dim"
+            f"another layout in {count(len(doc['layouts']), 'tensor')}, which counts as no "
+            "difference; --layout lists them",
+            "dim",
         )
-    compared = f"{count(doc['tensors_compared'], 'tensor')}, {file_size(doc['bytes_compared'])}, compared bit by bit"
+    compared = (
+        f"{count(doc['tensors_compared'], 'tensor')}, {file_size(doc['bytes_compared'])}, "
+        "compared bit by bit"
+    )
     if structure:
         compared = "values were not compared"
-    yield f"{screen.paint('equal', 'bold green') if doc['equal'] else screen.paint('different', 'bold red')}  {compared}"
+    yield (
+        (
+            screen.paint("equal", "bold green")
+            if doc["equal"]
+            else screen.paint("different", "bold red")
+        )
+        + f"  {compared}"
+    )
 
 
-def _section(screen: Screen, title: str, style: str, rows: Sequence[Sequence[Cell]]) -> Iterator[str]:
+def _section(
+    screen: Screen, title: str, style: str, rows: Sequence[Sequence[Cell]]
+) -> Iterator[str]:
     """A heading and its rows, or nothing if there are no rows."""
     if not rows:
         return
@@ -90,7 +136,11 @@ def _section(screen: Screen, title: str, style: str, rows: Sequence[Sequence[Cel
 def _change_row(change: dict[str, Any]) -> list[Cell]:
     aspect = change["aspect"]
     sides = " → ".join(_side_text(change[side], aspect) for side in ("a", "b"))
-    return [Cell(visible(change["name"])), Cell("" if aspect == "layout" else aspect, "dim"), Cell(visible(sides))]
+    return [
+        Cell(visible(change["name"])),
+        Cell("" if aspect == "layout" else aspect, "dim"),
+        Cell(visible(sides)),
+    ]
 
 
 def _side_text(side: str | list[int] | None, aspect: str) -> str:

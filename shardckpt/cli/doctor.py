@@ -18,14 +18,19 @@ _STYLES = {"works": "green", "lacks": "yellow", "fails": "bold red", "skipped": 
 
 
 def doctor(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A directory for checkpoints: a path or url. It need not exist.")],
+    url: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL", help="A directory for checkpoints: a path or url. It need not exist."
+        ),
+    ],
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Try whether a place can hold checkpoints.
 
-    Small objects are written below it, by two processes, and removed again. The exit status is 1 if a promise does not hold that
-    checkpoints cannot do without.
+    Small objects are written below it, by two processes, and removed again. The exit status is 1 if
+    a promise does not hold that checkpoints cannot do without.
     """
     from shardckpt.io.doctor import PROMISES, examine
 
@@ -35,9 +40,18 @@ def doctor(
             {
                 "url": str(diagnosis.location),
                 "ok": diagnosis.ok,
-                "trials": [{"name": one.name, "outcome": one.outcome, "detail": one.detail} for one in diagnosis.trials],
+                "trials": [
+                    {"name": one.name, "outcome": one.outcome, "detail": one.detail}
+                    for one in diagnosis.trials
+                ],
                 "promises": [
-                    {"name": one.name, "holds": diagnosis.holds(one), "needed": one.needed, "text": one.text, "trials": list(one.needs)}
+                    {
+                        "name": one.name,
+                        "holds": diagnosis.holds(one),
+                        "needed": one.needed,
+                        "text": one.text,
+                        "trials": list(one.needs),
+                    }
                     for one in PROMISES
                 ],
                 "left": diagnosis.left,
@@ -54,7 +68,10 @@ def _lines(screen: Screen, diagnosis: Diagnosis) -> Iterator[str]:
     from shardckpt.io.doctor import PROMISES
 
     for trial in diagnosis.trials:
-        yield f"{screen.paint(f'{trial.outcome:7}', _STYLES[trial.outcome])}  {trial.name:9}  {visible(trial.detail)}"
+        yield (
+            f"{screen.paint(f'{trial.outcome:7}', _STYLES[trial.outcome])}  {trial.name:9}  "
+            f"{visible(trial.detail)}"
+        )
     yield ""
     for promise in PROMISES:
         outcome = "works" if diagnosis.holds(promise) else "fails" if promise.needed else "lacks"
@@ -62,6 +79,11 @@ def _lines(screen: Screen, diagnosis: Diagnosis) -> Iterator[str]:
         yield f"{screen.paint(f'{answer:13}', _STYLES[outcome])}  {promise.name:8}  {promise.text}"
     yield ""
     if diagnosis.left is not None:
-        yield f"{screen.paint('left', 'bold red')}  {visible(diagnosis.left)}: the objects of the trials could not be deleted; delete them."
-    verdict = screen.paint("ok", "bold green") if diagnosis.ok else screen.paint("not ok", "bold red")
+        yield (
+            f"{screen.paint('left', 'bold red')}  {visible(diagnosis.left)}: the objects of the "
+            "trials could not be deleted; delete them."
+        )
+    verdict = (
+        screen.paint("ok", "bold green") if diagnosis.ok else screen.paint("not ok", "bold red")
+    )
     yield f"{verdict}  {visible(str(diagnosis.location))}"

@@ -1,7 +1,7 @@
 """Error reports (one line for people or one JSON document) and exit statuses.
 
-Statuses are part of the interface (docs/cli.md): 0 and 1 are answers (all is well; checkpoints differ or are damaged); from 2 on
-there is no answer.
+Statuses are part of the interface (docs/cli.md): 0 and 1 are answers (all is well; checkpoints
+differ or are damaged); from 2 on there is no answer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ STATUS = {
     "error": 70,
     "internal": 70,
 }
-"""Exit status of each error code: the codes of `shardckpt.errors`, and two codes of the command line (usage, internal)."""
+"""Exit status of each error code: the codes of `shardckpt.errors`, and two codes of the command
+line (usage, internal)."""
 
 INTERRUPTED = 130
 READER_GONE = 141
@@ -82,7 +83,11 @@ def run(action: Callable[[], int | None], *, as_json: bool) -> int:
         return INTERRUPTED
     except (OutputError, OSError) as e:
         _forget_stdout()
-        return _report("storage", f"cannot write to standard output: {getattr(e, 'strerror', None) or e}", as_json=False)
+        return _report(
+            "storage",
+            f"cannot write to standard output: {getattr(e, 'strerror', None) or e}",
+            as_json=False,
+        )
     return status
 
 
@@ -100,7 +105,11 @@ def _answer(action: Callable[[], int | None], *, as_json: bool) -> int:
             print(visible(line), file=sys.stderr)
         what = f"{type(e).__name__}: {e}" if str(e) else type(e).__name__
         where = f" at {issues}" if (issues := project_url("Issues")) else ""
-        return _report("internal", f"{what}. This is a bug in shardckpt; please report it{where}, with the lines above.", as_json=as_json)
+        return _report(
+            "internal",
+            f"{what}. This is a bug in shardckpt; please report it{where}, with the lines above.",
+            as_json=as_json,
+        )
 
 
 @contextlib.contextmanager

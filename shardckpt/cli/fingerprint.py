@@ -13,14 +13,20 @@ from shardckpt.text import count, visible
 def fingerprint(
     url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint: a path or url.")],
     *,
-    tensors: Annotated[bool, typer.Option("--tensors", help="Also print the hash of each tensor.")] = False,
-    read: Annotated[bool, typer.Option("--read", help="Read all elements, even if the save has recorded the hash.")] = False,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="Also print the hash of each tensor.")
+    ] = False,
+    read: Annotated[
+        bool,
+        typer.Option("--read", help="Read all elements, even if the save has recorded the hash."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Print a hash of all tensors of a checkpoint.
 
-    Equal names, dtypes, shapes and elements have the same hash of 32 digits; mesh, chunks and compression do not matter. If the save has
-    recorded the hash (SaveOptions(fingerprint=True)), no tensor is read.
+    Equal names, dtypes, shapes and elements have the same hash of 32 digits; mesh, chunks and
+    compression do not matter. If the save has recorded the hash (SaveOptions(fingerprint=True)), no
+    tensor is read.
     """
     from shardckpt.cli.opening import open_checkpoint
 
@@ -28,8 +34,24 @@ def fingerprint(
     with progress_bar("reading") as progress:
         digests = checkpoint.fingerprint(recorded=not read, progress=progress)
     if as_json:
-        write_json({"url": str(checkpoint.location), "fingerprint": digests.total, "tensors": dict(digests.tensors)})
+        write_json(
+            {
+                "url": str(checkpoint.location),
+                "fingerprint": digests.total,
+                "tensors": dict(digests.tensors),
+            }
+        )
         return
     screen = Screen()
-    lines = [f"{screen.paint(digests.total, 'bold')}  {visible(str(checkpoint.location))}: {count(len(digests.tensors), 'tensor')}"]
-    screen.show([*lines, *(f"{digest}  {visible(name)}" for name, digest in digests.tensors.items() if tensors)])
+    lines = [
+        (
+            f"{screen.paint(digests.total, 'bold')}  {visible(str(checkpoint.location))}: "
+            f"{count(len(digests.tensors), 'tensor')}"
+        )
+    ]
+    screen.show(
+        [
+            *lines,
+            *(f"{digest}  {visible(name)}" for name, digest in digests.tensors.items() if tensors),
+        ]
+    )

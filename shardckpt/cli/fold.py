@@ -17,14 +17,27 @@ if TYPE_CHECKING:
 
 
 def fold(
-    url: Annotated[str, typer.Argument(metavar="URL", help="The place of all versions of a Publisher: a path or url.")],
-    most: Annotated[int, typer.Option("--most", metavar="COUNT", help="Differences that a reader of any version applies at most.")] = 8,
+    url: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL", help="The place of all versions of a Publisher: a path or url."
+        ),
+    ],
+    most: Annotated[
+        int,
+        typer.Option(
+            "--most",
+            metavar="COUNT",
+            help="Differences that a reader of any version applies at most.",
+        ),
+    ] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Fold the newest versions of a publisher.
 
-    A version that differs from the one before gets an earlier base, and keeps its contents, pins and tags. So a late follower reads an
-    anchor and at most --most differences. A publisher does this by itself, unless it was given catch_up=None.
+    A version that differs from the one before gets an earlier base, and keeps its contents, pins
+    and tags. So a late follower reads an anchor and at most --most differences. A publisher does
+    this by itself, unless it was given catch_up=None.
     """
     from shardckpt.io.url import parse
     from shardckpt.versions.folding import fold
@@ -48,4 +61,7 @@ def _lines(screen: Screen, done: Sequence[Folded], most: int) -> Iterator[str]:
     if done:
         yield from screen.table(rows)
         yield ""
-    yield f"{count(len(done), 'version')} folded; any is at most {count(most, 'difference')} from its anchor"
+    yield (
+        f"{count(len(done), 'version')} folded; any is at most {count(most, 'difference')} from "
+        "its anchor"
+    )

@@ -20,22 +20,35 @@ if TYPE_CHECKING:
 _FAILED = 6
 """Exit status if the storage refused a deletion."""
 Grace = Annotated[
-    str, typer.Option("--grace", metavar="TIME", help="Keep unfinished saves with a write within this time, as in 90min, 24h or 7d.")
+    str,
+    typer.Option(
+        "--grace",
+        metavar="TIME",
+        help="Keep unfinished saves with a write within this time, as in 90min, 24h or 7d.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def gc(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="A directory of checkpoints, or one checkpoint: a path or url.")],
+    root: Annotated[
+        str,
+        typer.Argument(
+            metavar="ROOT", help="A directory of checkpoints, or one checkpoint: a path or url."
+        ),
+    ],
     grace: Grace = "24h",
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what would be removed.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "-n", help="Only show what would be removed.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Publish complete saves; remove unfinished ones.
 
-    Checkpoints stay. A complete save that was never published becomes the checkpoint, as with `shardckpt commit`. If several saves to one
-    directory are unfinished and one of them has written within --grace, all of them stay. A removed save can never be committed. With
-    --grace 0 saves in progress are removed too. The exit status is 6 if the storage has refused a deletion.
+    Checkpoints stay. A complete save that was never published becomes the checkpoint, as with
+    `shardckpt commit`. If several saves to one directory are unfinished and one of them has written
+    within --grace, all of them stay. A removed save can never be committed. With --grace 0 saves in
+    progress are removed too. The exit status is 6 if the storage has refused a deletion.
     """
     from shardckpt.options import parse_duration
     from shardckpt.runs.collecting import collect
@@ -43,7 +56,9 @@ def gc(
     seconds = parse_duration(grace, "--grace")
     collected = collect(root, grace=seconds, dry_run=dry_run)
     if as_json:
-        write_json({"dry_run": dry_run, **_document(collected, "removed", "published", "kept", "failed")})
+        write_json(
+            {"dry_run": dry_run, **_document(collected, "removed", "published", "kept", "failed")}
+        )
     elif collected:
         screen = Screen()
         screen.show(_lines(screen, collected, "would go" if dry_run else "removed"))
@@ -60,8 +75,9 @@ def rm(
 ) -> None:
     """Delete a checkpoint permanently.
 
-    Unfinished saves at the same place are removed as by gc. The data of a damaged checkpoint stays until it is older than --grace. The exit
-    status is 2 for a checkpoint that is pinned, tagged, or needed by a checkpoint beside it, and 1 if you do not confirm.
+    Unfinished saves at the same place are removed as by gc. The data of a damaged checkpoint stays
+    until it is older than --grace. The exit status is 2 for a checkpoint that is pinned, tagged, or
+    needed by a checkpoint beside it, and 1 if you do not confirm.
     """
     from shardckpt.errors import OptionError
     from shardckpt.io.url import parse
@@ -72,7 +88,9 @@ def rm(
     if not yes:
         check_exists(url)
         if not is_terminal(sys.stdin):
-            raise OptionError("rm asks before it deletes, and standard input is not a terminal; give --yes.")
+            raise OptionError(
+                "rm asks before it deletes, and standard input is not a terminal; give --yes."
+            )
         if not typer.confirm(f"Delete {visible(url)}?", err=True):
             raise typer.Exit(1)
     collected = delete(url, grace=seconds)
@@ -95,7 +113,12 @@ def _end(collected: Sequence[Collected]) -> None:
 def _document(collected: Sequence[Collected], *outcomes: str) -> dict[str, Any]:
     return {
         outcome: [
-            {"url": str(one.location), "attempt": one.attempt, "idle": one.idle, "reason": one.reason}
+            {
+                "url": str(one.location),
+                "attempt": one.attempt,
+                "idle": one.idle,
+                "reason": one.reason,
+            }
             for one in collected
             if one.outcome == outcome
         ]
@@ -107,7 +130,10 @@ def _lines(screen: Screen, collected: Sequence[Collected], removed: str) -> Iter
     from shardckpt.commit.remove import UNDER_WAY
 
     styles = {"removed": "green", "published": "green", "kept": "yellow", "failed": "red"}
-    words = {"removed": removed, "published": "would be published" if removed == "would go" else "published"}
+    words = {
+        "removed": removed,
+        "published": "would be published" if removed == "would go" else "published",
+    }
     rows = [
         [
             Cell(visible(_place(one)), "bold" if one.outcome == "removed" else ""),
@@ -118,7 +144,9 @@ def _lines(screen: Screen, collected: Sequence[Collected], removed: str) -> Iter
         for one in collected
     ]
     yield from screen.table(rows)
-    going, new = (sum(one.outcome == outcome for one in collected) for outcome in ("removed", "published"))
+    going, new = (
+        sum(one.outcome == outcome for one in collected) for outcome in ("removed", "published")
+    )
     yield ""
     also = f", {new:,} {words['published']}" if new else ""
     yield f"{count(going, 'attempt')} {removed}, {len(collected) - going - new:,} kept{also}"

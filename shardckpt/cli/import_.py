@@ -17,20 +17,26 @@ from shardckpt.text import visible
 
 @takes(ImportOptions)
 def import_(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="The source: a file or directory, or its url.")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="Where the new checkpoint goes: a path or url.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="The source: a file or directory, or its url.")
+    ],
+    destination: Annotated[
+        str, typer.Argument(metavar="DST", help="Where the new checkpoint goes: a path or url.")
+    ],
     *,
     given: dict[str, Any],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Convert another format to a checkpoint.
 
-    Elements stay the same, unless --dtype converts them. SRC does not change. After an interruption, the same command continues.
-    --include and --exclude match names in SRC; rules, --only and --dtype match the new names.
+    Elements stay the same, unless --dtype converts them. SRC does not change. After an
+    interruption, the same command continues. --include and --exclude match names in SRC; rules,
+    --only and --dtype match the new names.
     """
     if given["trust_pickle"]:
         print(
-            "warning: --trust-pickle: metadata in pickles of SRC is believed. Nothing in them is called; import only a SRC that you trust.",
+            "warning: --trust-pickle: metadata in pickles of SRC is believed. Nothing in them is "
+            "called; import only a SRC that you trust.",
             file=sys.stderr,
         )
     screen = Screen()
@@ -39,11 +45,16 @@ def import_(
         screen.show([visible(note)])
 
     # The imports take long enough to be interrupted.
-    with going_on_later("run the same command again to continue"), transfer_bar("importing") as progress:
+    with (
+        going_on_later("run the same command again to continue"),
+        transfer_bar("importing") as progress,
+    ):
         from shardckpt.convert.importing import import_checkpoint
 
         arguments = ImportOptions.arguments(given)
-        report = import_checkpoint(source, destination, **arguments, progress=progress, on_note=None if as_json else show)
+        report = import_checkpoint(
+            source, destination, **arguments, progress=progress, on_note=None if as_json else show
+        )
     if as_json:
         write_json(report.to_json())
     else:

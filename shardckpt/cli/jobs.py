@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
     from shardckpt.serve.client import Client, JobEntry
 
-_STYLES = {"done": "green", "failed": "red", "running": "cyan", "queued": "yellow", "cancelled": "yellow"}
+_STYLES = {
+    "done": "green",
+    "failed": "red",
+    "running": "cyan",
+    "queued": "yellow",
+    "cancelled": "yellow",
+}
 _IN_BYTES = ("reshard", "copy", "export", "import")
 """Operations with progress in bytes."""
 
@@ -28,7 +34,12 @@ Number = Annotated[int, typer.Argument(metavar="NUMBER", min=1, help="The number
 
 def jobs(
     state: Annotated[
-        str | None, typer.Option("--state", metavar="STATE", help="List only jobs that are queued, running, done, failed or cancelled.")
+        str | None,
+        typer.Option(
+            "--state",
+            metavar="STATE",
+            help="List only jobs that are queued, running, done, failed or cancelled.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -52,20 +63,28 @@ def start(
         str,
         typer.Argument(
             metavar="OPERATION",
-            help="verify, pin, unpin, tag, untag, copy, reshard, export, import or delete; for a run: end (mark it as ended), reopen "
-            "(remove the mark), retain (list or delete steps by retention rules), fold (the versions of a publisher).",
+            help="verify, pin, unpin, tag, untag, copy, reshard, export, import or delete; for a "
+            "run: end (mark it as ended), reopen (remove the mark), retain (list or delete "
+            "steps by retention rules), fold (the versions of a publisher).",
         ),
     ],
     values: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME=VALUE…", help="Arguments of the operation, as in checkpoint=lab/run-7/100; repeat NAME= for a list."),
+        typer.Argument(
+            metavar="NAME=VALUE…",
+            help="Arguments of the operation, as in checkpoint=lab/run-7/100; repeat NAME= for a "
+            "list.",
+        ),
     ] = None,
-    follow: Annotated[bool, typer.Option("--wait", help="Wait until the job ends, as `job wait` does.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--wait", help="Wait until the job ends, as `job wait` does.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Start a job on the service of --server.
 
-    The arguments of each operation: https://HOST:8470/v1/openapi.json, or the documentation of the service.
+    The arguments of each operation: https://HOST:8470/v1/openapi.json, or the documentation of the
+    service.
     """
     with required_server() as client:
         schema = client.operations().get(operation, {})
@@ -85,14 +104,19 @@ def show(number: Number, as_json: Json = False) -> None:
 def wait(
     number: Number,
     timeout: Annotated[
-        str | None, typer.Option("--timeout", metavar="TIME", help="Stop waiting after this time, as in 30min; the job continues.")
+        str | None,
+        typer.Option(
+            "--timeout",
+            metavar="TIME",
+            help="Stop waiting after this time, as in 30min; the job continues.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Wait until a job of a service ends.
 
-    The exit status is 0 if the job is done, 1 if a verification has found damage, 7 if the job was cancelled or the time is over, else
-    the status of the job's error. Ctrl-C does not end the job.
+    The exit status is 0 if the job is done, 1 if a verification has found damage, 7 if the job was
+    cancelled or the time is over, else the status of the job's error. Ctrl-C does not end the job.
     """
     from shardckpt.options import parse_duration
 
@@ -114,7 +138,10 @@ def _wait(client: Client, number: int, timeout: float | None = None, *, as_json:
     """Follow a job with a progress bar, and show it."""
     job = client.job(number)
     bar = transfer_bar if job["operation"] in _IN_BYTES else progress_bar
-    later = f"job {number} goes on; `shardckpt --server {client.url} job wait {number}` follows it, and `job cancel {number}` ends it"
+    later = (
+        f"job {number} goes on; `shardckpt --server {client.url} job wait {number}` follows it, "
+        f"and `job cancel {number}` ends it"
+    )
     with going_on_later(later), bar(job["operation"]) as progress:
         job = client.wait(number, timeout, progress)
     _show(job, as_json=as_json)
@@ -131,7 +158,9 @@ def _show(job: JobEntry, *, as_json: bool) -> None:
 
 
 def _arguments(values: Sequence[str], properties: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an operation, each as its JSON schema says; one without a schema is sent as text.
+    """The arguments of an operation, each as its JSON schema says.
+
+    One without a schema is sent as text.
 
     Raises:
         OptionError: a text is not a NAME=VALUE, or is of another type than the schema says.
@@ -151,7 +180,9 @@ def _arguments(values: Sequence[str], properties: Mapping[str, Any]) -> dict[str
         elif kind == "integer" and not (value.isascii() and value.isdecimal() and len(value) <= 18):
             raise OptionError(f"{name}={shorten(value)}: give an integer.")
         else:
-            arguments[name] = value == "true" if kind == "boolean" else int(value) if kind == "integer" else value
+            arguments[name] = (
+                value == "true" if kind == "boolean" else int(value) if kind == "integer" else value
+            )
     return arguments
 
 
@@ -159,7 +190,9 @@ def _rows(listing: Sequence[JobEntry]) -> list[list[Cell]]:
     headings = ("job", "operation", "subject", "to", "state", "progress", "started by", "created")
     rows = [[Cell(heading, "dim", right=heading in ("job", "progress")) for heading in headings]]
     for one in listing:
-        share = f"{one['done'] / one['total']:.0%}" if one["done"] is not None and one["total"] else ""
+        share = (
+            f"{one['done'] / one['total']:.0%}" if one["done"] is not None and one["total"] else ""
+        )
         rows.append(
             [
                 Cell(str(one["number"]), "bold", right=True),
@@ -178,7 +211,9 @@ def _rows(listing: Sequence[JobEntry]) -> list[list[Cell]]:
 def _lines(screen: Screen, job: JobEntry) -> Iterator[str]:
     state = screen.paint(visible(_state(job)), _STYLES.get(job["state"], ""))
     to = "" if job["destination"] is None else f" to {job['destination']}"
-    yield f"job {job['number']}  {visible(job['operation'])} {visible(job['subject'] + to)}: {state}"
+    yield (
+        f"job {job['number']}  {visible(job['operation'])} {visible(job['subject'] + to)}: {state}"
+    )
     for name in ("created", "started", "ended"):
         time: str | None = job[name]
         if time is not None:
@@ -195,7 +230,11 @@ def _lines(screen: Screen, job: JobEntry) -> Iterator[str]:
 
 
 def _state(job: JobEntry) -> str:
-    return "cancelling" if job["cancelling"] and job["state"] in ("queued", "running") else job["state"]
+    return (
+        "cancelling"
+        if job["cancelling"] and job["state"] in ("queued", "running")
+        else job["state"]
+    )
 
 
 def _time(text: str) -> str:

@@ -25,14 +25,22 @@ _LEAST_ROOM = _LONGEST_METRICS = 40
 
 
 def ls(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="A directory of checkpoints, or a checkpoint: a path or url.")] = ".",
-    everything: Annotated[bool, typer.Option("--all", "-a", help="Also list unfinished saves and deleted checkpoints.")] = False,
+    root: Annotated[
+        str,
+        typer.Argument(
+            metavar="ROOT", help="A directory of checkpoints, or a checkpoint: a path or url."
+        ),
+    ] = ".",
+    everything: Annotated[
+        bool,
+        typer.Option("--all", "-a", help="Also list unfinished saves and deleted checkpoints."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """List the checkpoints in a directory.
 
-    The runs in it are listed too, each with its newest step, and checkpoints of other formats; in a bucket only if there are no
-    checkpoints.
+    The runs in it are listed too, each with its newest step, and checkpoints of other formats; in a
+    bucket only if there are no checkpoints.
     """
     from shardckpt.cli.server import server
     from shardckpt.runs.catalog import CatalogEntry
@@ -45,10 +53,19 @@ def ls(
                 return
             checkpoints = list(client.checkpoints(root.strip("/")))
             if not checkpoints:
-                raise NotFoundError(f"{client.url}: there is no run {shorten(root)}; `shardckpt --server {client.url} ls` lists the runs.")
-        entries = [CatalogEntry.from_json(one) for one in checkpoints if everything or one["state"] in ("committed", "unreadable")]
+                raise NotFoundError(
+                    f"{client.url}: there is no run {shorten(root)}; `shardckpt --server "
+                    f"{client.url} ls` lists the runs."
+                )
+        entries = [
+            CatalogEntry.from_json(one)
+            for one in checkpoints
+            if everything or one["state"] in ("committed", "unreadable")
+        ]
         if as_json:
-            write_json({"checkpoints": [entry.to_json() for entry in entries], "runs": [], "foreign": []})
+            write_json(
+                {"checkpoints": [entry.to_json() for entry in entries], "runs": [], "foreign": []}
+            )
         else:
             screen = Screen()
             screen.show(_lines(screen, entries, root))
@@ -80,12 +97,21 @@ def _list_directory(root: str, *, everything: bool, as_json: bool) -> None:
         known |= {one.run for one in runs}
         others = detect_below(location, known) if near or not known else {}
     if as_json:
-        foreign = [{"name": name, "format": detected.format, "seen": detected.seen} for name, detected in others.items()]
+        foreign = [
+            {"name": name, "format": detected.format, "seen": detected.seen}
+            for name, detected in others.items()
+        ]
         documents = [entry.to_json() for entry in entries]
-        write_json({"checkpoints": documents, "runs": [one.to_json() for one in runs], "foreign": foreign})
+        write_json(
+            {"checkpoints": documents, "runs": [one.to_json() for one in runs], "foreign": foreign}
+        )
         return
     if not (entries or runs or others):
-        typer.echo(f"no checkpoints directly below {root!r}" + ("" if everything else "; --all shows unfinished saves"), err=True)
+        typer.echo(
+            f"no checkpoints directly below {root!r}"
+            + ("" if everything else "; --all shows unfinished saves"),
+            err=True,
+        )
         return
     screen = Screen()
     tables = [
@@ -109,7 +135,12 @@ def _list_runs(runs: list[RunEntry], *, as_json: bool) -> None:
 def _run_lines(screen: Screen, runs: Sequence[RunEntry]) -> Iterator[str]:
     """A table of runs."""
     rows = [
-        [Cell(heading, "dim", right=0 < i < 4) for i, heading in enumerate(("run", "checkpoints", "last step", "stored", "last commit"))]
+        [
+            Cell(heading, "dim", right=0 < i < 4)
+            for i, heading in enumerate(
+                ("run", "checkpoints", "last step", "stored", "last commit")
+            )
+        ]
     ]
     for one in runs:
         step = "" if one["last_step"] is None else f"{one['last_step']:,}"
@@ -124,7 +155,11 @@ def _other_lines(screen: Screen, others: dict[str, Detected]) -> Iterator[str]:
     """A table of checkpoints of other formats."""
     rows = [[Cell(heading, "dim") for heading in ("name", "format", "seen")]]
     rows += [
-        [Cell(visible(name), "bold"), Cell(detected.format, "green"), Cell(visible(detected.seen), "dim")]
+        [
+            Cell(visible(name), "bold"),
+            Cell(detected.format, "green"),
+            Cell(visible(detected.seen), "dim"),
+        ]
         for name, detected in others.items()
     ]
     yield from screen.table(rows, gap=_GAP)
@@ -135,7 +170,10 @@ def _lines(screen: Screen, entries: list[CatalogEntry], root: str) -> Iterator[s
     last = [heading for heading, there in (("metrics", metrics), ("state", states)) if there]
     headings = ("name", "created", "tensors", "size", "layout", *last)
     rows = [[Cell(heading, "dim", right=heading in {"tensors", "size"}) for heading in headings]]
-    room = max(_LEAST_ROOM, screen.width - max(len("name"), *(len(visible(entry.name)) for entry in entries)) - _GAP)
+    room = max(
+        _LEAST_ROOM,
+        screen.width - max(len("name"), *(len(visible(entry.name)) for entry in entries)) - _GAP,
+    )
     for entry in entries:
         if entry.state == "committed":
             rows.append(_row(entry, metrics=metrics, states=states))
@@ -146,12 +184,17 @@ def _lines(screen: Screen, entries: list[CatalogEntry], root: str) -> Iterator[s
         yield ""
         if any(entry.committable for entry in entries):
             yield f"shardckpt commit {visible(quote(root))} commits complete saves"
-        yield f"shardckpt gc {visible(quote(root))} removes abandoned saves, a day after their last write"
+        yield (
+            f"shardckpt gc {visible(quote(root))} removes abandoned saves, a day after their last "
+            "write"
+        )
 
 
 def _row(entry: CatalogEntry, *, metrics: bool, states: bool) -> list[Cell]:
     """The table row of a checkpoint."""
-    created = "" if entry.created is None else entry.created.replace("T", " ").removesuffix("+00:00")
+    created = (
+        "" if entry.created is None else entry.created.replace("T", " ").removesuffix("+00:00")
+    )
     cells = [
         Cell(visible(entry.name), "bold"),
         Cell(visible(created)),
@@ -170,12 +213,19 @@ def _rows_of_none(entry: CatalogEntry, columns: int, room: int) -> Iterator[list
     why = _progress(entry) if entry.state == "uncommitted" else visible(entry.reason or "")
     for i, line in enumerate(wrap(f"{entry.state}: {why}", room, break_on_hyphens=False)):
         style = "red" if entry.state == "unreadable" else "yellow"
-        yield [Cell("" if i else visible(entry.name)), Cell(line, style), *[Cell("")] * (columns - 2)]
+        yield [
+            Cell("" if i else visible(entry.name)),
+            Cell(line, style),
+            *[Cell("")] * (columns - 2),
+        ]
 
 
 def _metrics(entry: CatalogEntry) -> str:
     """The metrics of a step, truncated to a readable length."""
-    shown = [f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in entry.metrics.items()]
+    shown = [
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in entry.metrics.items()
+    ]
     return visible(clip(" ".join(shown), _LONGEST_METRICS))
 
 
@@ -197,7 +247,11 @@ def _state(entry: CatalogEntry) -> str:
     from shardckpt.format.bases import BESIDE
     from shardckpt.text import few
 
-    remarks = (entry.superseded and "superseded", entry.pinned and "pinned", entry.tags and visible(f"tagged {' '.join(entry.tags)}"))
+    remarks = (
+        entry.superseded and "superseded",
+        entry.pinned and "pinned",
+        entry.tags and visible(f"tagged {' '.join(entry.tags)}"),
+    )
     names = [visible(url.removeprefix(BESIDE)) for url in entry.bases]
     needed = [f"needs {few(names, 3)}"] if names else []
     return ", ".join([*(word for word in remarks if word), *needed])

@@ -27,7 +27,9 @@ def open_checkpoint(url: str) -> Checkpoint:
         return opened(place)
     except NotFoundError as e:
         if place != url:
-            raise NotFoundError(f"{url}: the service has no such checkpoint, or your token may not read its root.") from e
+            raise NotFoundError(
+                f"{url}: the service has no such checkpoint, or your token may not read its root."
+            ) from e
         raise
 
 
@@ -52,5 +54,6 @@ def suggesting_import(url: str) -> Iterator[None]:
             raise e from None
         command = f"shardckpt import {quote(url)} DST"
         raise NotFoundError(
-            f"{location}: not a shardckpt checkpoint, but {detected.format} ({detected.seen}); convert it with `{command}`."
+            f"{location}: not a shardckpt checkpoint, but {detected.format} ({detected.seen}); "
+            f"convert it with `{command}`."
         ) from e

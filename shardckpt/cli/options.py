@@ -16,13 +16,19 @@ if TYPE_CHECKING:
 
 _TYPES: dict[str, Any] = {"boolean": bool, "integer": int | None, "texts": list[str] | None}
 _flags: dict[str, str] = {}
-"""Flag of each declared option, for messages. `takes` fills it when the modules of the commands are imported; no two declarations of a
-name have different flags."""
+"""Flag of each declared option, for messages. `takes` fills it when the modules of the commands are
+imported; no two declarations of a name have different flags."""
 
 
-def takes(declared: type[Options], *, without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(
+    declared: type[Options], *, without: Collection[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command: replace its parameter `given`, a dict that `Options.arguments` reads, by one flag per declared option."""
-    known = {name: one for name, one in declared.typed().items() if one.metavar is not None or one.kind == "boolean"}
+    known = {
+        name: one
+        for name, one in declared.typed().items()
+        if one.metavar is not None or one.kind == "boolean"
+    }
     shown = {name: one for name, one in known.items() if name not in without}
     _flags.update({name: one.flags_of(name)[0] for name, one in declared.typed().items()})
     for name, one in declared.declared().items():
@@ -33,7 +39,11 @@ def takes(declared: type[Options], *, without: Collection[str] = ()) -> Callable
         signature = inspect.signature(command, eval_str=True)
         parameters: list[inspect.Parameter] = []
         for parameter in signature.parameters.values():
-            parameters += [_flag(name, one) for name, one in shown.items()] if parameter.name == "given" else [parameter]
+            parameters += (
+                [_flag(name, one) for name, one in shown.items()]
+                if parameter.name == "given"
+                else [parameter]
+            )
 
         def run(**values: Any) -> None:
             command(given={name: values.pop(name) for name in shown}, **values)
@@ -49,7 +59,9 @@ def takes(declared: type[Options], *, without: Collection[str] = ()) -> Callable
 
 def _flag(name: str, one: Option) -> inspect.Parameter:
     flags = one.flags_of(name)
-    default: Any = one.default if one.default != "" and isinstance(one.default, bool | int | str) else None
+    default: Any = (
+        one.default if one.default != "" and isinstance(one.default, bool | int | str) else None
+    )
     if one.default is True:
         flags = (f"{flags[0]}/--no-{flags[0].removeprefix('--')}",)
     elif one.kind == "size" and one.default is not None:
@@ -58,10 +70,15 @@ def _flag(name: str, one: Option) -> inspect.Parameter:
     made = typer.Option(*flags, metavar=one.metavar, help=text, min=one.least, max=one.most)
     annotated: Any = Annotated
     annotation = annotated[_TYPES.get(one.kind, str | None), made]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 def as_flag(option: NamedOption) -> str:
     """An option of a message as it is typed: `--only a --only b`."""
-    flag = _flags.get(option.field, option.field if option.field.startswith("-") else f"--{option.field.replace('_', '-')}")
+    flag = _flags.get(
+        option.field,
+        option.field if option.field.startswith("-") else f"--{option.field.replace('_', '-')}",
+    )
     return " ".join(f"{flag} {quote(text)}" for text in option.typed) or flag

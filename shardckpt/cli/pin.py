@@ -13,15 +13,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Urls = Annotated[list[str], typer.Argument(metavar="URL…", help="Checkpoints: paths or urls.")]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The tag: 1 to 64 letters, digits, dots, dashes and underscores.")]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME", help="The tag: 1 to 64 letters, digits, dots, dashes and underscores."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def pin(urls: Urls, as_json: Json = False) -> None:
     """Protect checkpoints from deletion.
 
-    Neither a CheckpointManager nor `shardckpt rm` deletes a pinned checkpoint, until `shardckpt unpin` removes the pin. A checkpoint
-    that replaces it is not pinned.
+    Neither a CheckpointManager nor `shardckpt rm` deletes a pinned checkpoint, until `shardckpt
+    unpin` removes the pin. A checkpoint that replaces it is not pinned.
     """
     from shardckpt.runs import pinning
 
@@ -41,8 +46,9 @@ def unpin(urls: Urls, as_json: Json = False) -> None:
 def tag(name: Name, urls: Urls, as_json: Json = False) -> None:
     """Give checkpoints a tag, such as best.
 
-    A tag protects a checkpoint from deletion, as a pin does. A checkpoint has at most 32 tags. Names with another meaning are refused:
-    main, pinned, superseded, steps (100, step-100), and 40 hex digits (the hash of a commit in Git).
+    A tag protects a checkpoint from deletion, as a pin does. A checkpoint has at most 32 tags.
+    Names with another meaning are refused: main, pinned, superseded, steps (100, step-100), and 40
+    hex digits (the hash of a commit in Git).
     """
     from shardckpt.runs import pinning
 
@@ -55,7 +61,9 @@ def untag(name: Name, urls: Urls, as_json: Json = False) -> None:
     """Remove a tag from checkpoints; pins stay."""
     from shardckpt.runs import pinning
 
-    outcomes = [f"untagged {name}" if pinning.untag(url, name) else f"was not tagged {name}" for url in urls]
+    outcomes = [
+        f"untagged {name}" if pinning.untag(url, name) else f"was not tagged {name}" for url in urls
+    ]
     _report(urls, "untagged", outcomes, as_json=as_json)
 
 
@@ -67,4 +75,6 @@ def _report(urls: Sequence[str], key: str, outcomes: Sequence[str], *, as_json: 
     if as_json:
         write_json({key: places})
     else:
-        Screen().show([f"{word}  {visible(place)}" for word, place in zip(outcomes, places, strict=True)])
+        Screen().show(
+            [f"{word}  {visible(place)}" for word, place in zip(outcomes, places, strict=True)]
+        )

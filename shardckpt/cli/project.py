@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 def project_url(label: str) -> str | None:
-    """The address with a label, such as "Documentation"; None if the package is not installed or has no such address."""
+    """The address with a label, such as "Documentation".
+
+    None if the package is not installed or has no such address.
+    """
     from importlib.metadata import PackageNotFoundError, metadata
 
     try:

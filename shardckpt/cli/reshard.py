@@ -33,24 +33,32 @@ def reshard(
         str,
         typer.Argument(
             metavar="SRC",
-            help="The checkpoint to read: a path or url. After --worker, `reshard commit DST` does the same as `commit DST`.",
+            help="The checkpoint to read: a path or url. After --worker, `reshard commit DST` "
+            "does the same as `commit DST`.",
         ),
     ],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="Where the new checkpoint goes: a path or url.")],
+    destination: Annotated[
+        str, typer.Argument(metavar="DST", help="Where the new checkpoint goes: a path or url.")
+    ],
     *,
     given: dict[str, Any],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Rewrite a checkpoint for another mesh.
 
-    Elements stay the same, unless --dtype converts them. SRC does not change. After an interruption, the same command continues.
-    The first rule that matches a tensor decides: first those of --rule, then --rules, --preset and --like.
+    Elements stay the same, unless --dtype converts them. SRC does not change. After an
+    interruption, the same command continues. The first rule that matches a tensor decides: first
+    those of --rule, then --rules, --preset and --like.
     """
     if source == COMMIT:
         commit(destination, as_json=as_json)
         return
     # The imports take long enough to be interrupted.
-    with going_on_later("run the same command again to continue"), suggesting_import(source), transfer_bar("resharding") as progress:
+    with (
+        going_on_later("run the same command again to continue"),
+        suggesting_import(source),
+        transfer_bar("resharding") as progress,
+    ):
         from shardckpt.reshard.execute import reshard as run
 
         report = run(source, destination, **ReshardOptions.arguments(given), progress=progress)
@@ -63,10 +71,17 @@ def reshard(
 
 def lines(screen: Screen, report: ReshardReport, done: str) -> Iterator[str]:
     """A report as text; `done` is the verb of its first line."""
-    rate = f", {file_size(round(report.nbytes / report.seconds))}/s" if report.committed and not report.done_before else ""
+    rate = (
+        f", {file_size(round(report.nbytes / report.seconds))}/s"
+        if report.committed and not report.done_before
+        else ""
+    )
     before = f", {report.done_before:,} done before" if report.done_before else ""
     share = "" if report.committed else "a worker's share of "
-    what = f"{share}{file_size(report.nbytes)} in {count(report.tasks, 'task')}{before}, {report.seconds:.1f} s{rate}"
+    what = (
+        f"{share}{file_size(report.nbytes)} in {count(report.tasks, 'task')}{before}, "
+        f"{report.seconds:.1f} s{rate}"
+    )
     word = screen.paint(done, "bold green") if report.committed else screen.paint("written", "bold")
     yield f"{word}  {visible(report.url)}: {what}"
     yield from conversion_lines(report.conversions)

@@ -1,8 +1,9 @@
 """The output of commands: text on a terminal, or JSON for programs.
 
-rich detects the terminal: its width, its colours, NO_COLOR and FORCE_COLOR. Lines are not written with rich's own printing, which
-would lay out and wrap each of them again and take minutes for a checkpoint of 100,000 tensors. rich is imported when
-text is shown: help, completion and JSON do not need it.
+rich detects the terminal: its width, its colours, NO_COLOR and FORCE_COLOR. Lines are not written
+with rich's own printing, which would lay out and wrap each of them again and take minutes for a
+checkpoint of 100,000 tensors. rich is imported when text is shown: help, completion and JSON do not
+need it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _ASCII = str.maketrans(
         **dict.fromkeys("▋▊▉", "#"),
     }
 )
-"""ASCII replacements of our own signs, for terminals without Unicode; all other characters are escaped there."""
+"""ASCII replacements of our own signs, for terminals without Unicode; all other characters are
+escaped there."""
 
 _COLORS = {"standard": "STANDARD", "256": "EIGHT_BIT", "truecolor": "TRUECOLOR"}
 """The name of rich's ColorSystem for each colour system of a Console."""
@@ -75,22 +77,42 @@ class Screen:
         console = Console()
         self.width = console.width
         """Width in columns; 80 if unknown."""
-        colors = _COLORS.get(console.color_system or "") if console.is_terminal and not console.no_color else None
+        colors = (
+            _COLORS.get(console.color_system or "")
+            if console.is_terminal and not console.no_color
+            else None
+        )
         self._colors = None if colors is None else ColorSystem[colors]
         self._ascii = not console.encoding.lower().startswith("utf")
 
     def paint(self, text: str, style: str) -> str:
         """The text in a style, if there are colours."""
-        return _style(style).render(text, color_system=self._colors) if style and self._colors is not None else text
+        return (
+            _style(style).render(text, color_system=self._colors)
+            if style and self._colors is not None
+            else text
+        )
 
     def show(self, lines: Iterable[str]) -> None:
         """Write painted lines, and flush."""
         for line in lines:
-            write_text((line.translate(_ASCII).encode("ascii", "backslashreplace").decode() if self._ascii else line) + "\n")
+            write_text(
+                (
+                    line.translate(_ASCII).encode("ascii", "backslashreplace").decode()
+                    if self._ascii
+                    else line
+                )
+                + "\n"
+            )
         write_text("", flush=True)
 
-    def rows(self, rows: Iterable[Sequence[Cell]], widths: Sequence[int], gap: int = 2) -> Iterator[str]:
-        """Rows of cells in columns of these widths; the cells after a too long one start on a new line."""
+    def rows(
+        self, rows: Iterable[Sequence[Cell]], widths: Sequence[int], gap: int = 2
+    ) -> Iterator[str]:
+        """Rows of cells in columns of these widths.
+
+        The cells after a too long one start on a new line.
+        """
         from rich.cells import cell_len
 
         for row in rows:
@@ -109,7 +131,10 @@ class Screen:
             yield "".join(line)
 
     def table(self, rows: Sequence[Sequence[Cell]], gap: int = 2, margin: int = 0) -> Iterator[str]:
-        """Rows of cells in columns as wide as their widest cell, after a margin; only the first column may be narrower."""
+        """Rows of cells in columns as wide as their widest cell, after a margin.
+
+        Only the first column may be narrower.
+        """
         widths = column_widths(rows)
         others = margin + sum(widths[1:]) + gap * len(widths[1:])
         widths[0] = min(widths[0], max(self.width - others, self.width // 3))
@@ -139,12 +164,16 @@ def pad(text: str, width: int) -> str:
 
 def write_json(document: dict[str, Any]) -> None:
     """Write the JSON document of a command, in ASCII: on one line for a program, indented on a terminal."""
-    write_text(json.dumps(document, indent=2 if is_terminal(sys.stdout) else None, allow_nan=False) + "\n")
+    write_text(
+        json.dumps(document, indent=2 if is_terminal(sys.stdout) else None, allow_nan=False) + "\n"
+    )
 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar on standard error during the block; None if standard error is not a terminal.
+    """Show a progress bar on standard error during the block.
+
+    None if standard error is not a terminal.
 
     Yields:
         A function to call with the amount done and the total amount.
@@ -179,8 +208,11 @@ def _bar(
     task = progress.add_task(what, total=None)
 
     def show(done: int, total: int) -> None:
-        progress.start()  # not earlier: while the bar is shown, rich captures text written to standard output
-        progress.update(task, **({"completed": done, "total": total} if state is None else state(done, total)))
+        # Not earlier: while the bar is shown, rich captures text written to standard output.
+        progress.start()
+        progress.update(
+            task, **({"completed": done, "total": total} if state is None else state(done, total))
+        )
 
     try:
         yield show
@@ -207,7 +239,8 @@ def write_text(text: str, *, flush: bool = False) -> None:
         if flush:
             sys.stdout.flush()
     except BrokenPipeError as e:
-        # Not an OSError: typer would handle it and end with status 1, which has another meaning here.
+        # Not an OSError: typer would handle it and end with status 1, which has another meaning
+        # here.
         raise ReaderGoneError from e
     except OSError as e:
         raise OutputError(str(e.strerror or e)) from e

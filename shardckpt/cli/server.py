@@ -22,7 +22,10 @@ def choose_server(url: str | None, command: str | None) -> None:
     """
     _chosen[:] = [] if url is None else [url]
     if url is not None and command not in COMMANDS:
-        raise OptionError(f"--server is for {', '.join(COMMANDS)}; for other commands give https://HOST/raw/ID as the source.")
+        raise OptionError(
+            f"--server is for {', '.join(COMMANDS)}; for other commands give https://HOST/raw/ID "
+            "as the source."
+        )
 
 
 def server() -> Client | None:
@@ -40,7 +43,9 @@ def required_server() -> Client:
     """
     client = server()
     if client is None:
-        raise OptionError("jobs are those of a service; name it: shardckpt jobs --server https://HOST:8470.")
+        raise OptionError(
+            "jobs are those of a service; name it: shardckpt jobs --server https://HOST:8470."
+        )
     return client
 
 

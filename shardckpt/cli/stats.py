@@ -25,23 +25,38 @@ _ROWS = 20
 
 
 def stats(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint of any format: a path or url.")],
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="A checkpoint of any format: a path or url.")
+    ],
     other: Annotated[
-        str | None, typer.Argument(metavar="OTHER", help="Another checkpoint, to be set beside it with the largest changes.")
+        str | None,
+        typer.Argument(
+            metavar="OTHER",
+            help="Another checkpoint, to be set beside it with the largest changes.",
+        ),
     ] = None,
     *,
     only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="PATTERN", help="Only tensors that match, as in model/**/bias; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--only",
+            metavar="PATTERN",
+            help="Only tensors that match, as in model/**/bias; may be repeated.",
+        ),
     ] = None,
     memory_limit: Annotated[
-        str, typer.Option("--memory-limit", "--memory", metavar="BYTES", help="Limit of memory for elements.")
+        str,
+        typer.Option(
+            "--memory-limit", "--memory", metavar="BYTES", help="Limit of memory for elements."
+        ),
     ] = "256MiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Show extremes, norms and histograms of elements.
 
-    All elements are read; NaN and infinite elements are counted. The bars are a histogram between minimum and maximum, of each tensor
-    and of all together. With OTHER, tensors are listed by the norm of their change, relative to the norm in URL.
+    All elements are read; NaN and infinite elements are counted. The bars are a histogram between
+    minimum and maximum, of each tensor and of all together. With OTHER, tensors are listed by the
+    norm of their change, relative to the norm in URL.
     """
     from shardckpt.cli.opening import open_checkpoint
     from shardckpt.reading.inspection.statistics import state_statistics
@@ -49,13 +64,24 @@ def stats(
     first = open_checkpoint(url)
     second = None if other is None else open_checkpoint(other)
     with progress_bar("reading") as progress:
-        statistics = state_statistics(first, second, only=only, memory_limit=memory_limit, progress=progress)
+        statistics = state_statistics(
+            first, second, only=only, memory_limit=memory_limit, progress=progress
+        )
     left_out = [{"name": name, "reason": reason} for name, reason in statistics.left_out.items()]
-    doc: dict[str, Any] = {"url": str(first.location), **statistics.to_json(), "left_out": left_out, "other": None}
+    doc: dict[str, Any] = {
+        "url": str(first.location),
+        **statistics.to_json(),
+        "left_out": left_out,
+        "other": None,
+    }
     if second is not None:
         changes = [asdict(change) for change in statistics.changes]
         for change in changes:  # JSON has no infinity
-            change |= {key: _json_number(value) for key, value in change.items() if isinstance(value, float)}
+            change |= {
+                key: _json_number(value)
+                for key, value in change.items()
+                if isinstance(value, float)
+            }
         doc["other"] = {"url": str(second.location), **statistics.to_json(1), "changes": changes}
     if as_json:
         write_json(doc)
@@ -81,9 +107,14 @@ def _all(screen: Screen, doc: dict[str, Any]) -> Iterator[str]:
     total = doc["all"]
     facts = [f"{name} {_number(total[name])}" for name in ("min", "max", "mean", "std", "norm")]
     counted = f"{count(total['read'], 'element')} of {count(len(doc['tensors']), 'tensor')}"
-    yield f"{screen.paint('all', 'bold')}  {counted}: {', '.join(facts)}, {_share(total['zeros'], total['read'])} zeros"
+    yield (
+        f"{screen.paint('all', 'bold')}  {counted}: {', '.join(facts)}, "
+        f"{_share(total['zeros'], total['read'])} zeros"
+    )
     if total["nans"] or total["infinities"]:
-        yield screen.paint(f"{total['nans']:,} NaN and {total['infinities']:,} infinite", "bold red")
+        yield screen.paint(
+            f"{total['nans']:,} NaN and {total['infinities']:,} infinite", "bold red"
+        )
     yield from _histogram(screen, total)
 
 
@@ -98,15 +129,24 @@ def _histogram(screen: Screen, one: dict[str, Any]) -> Iterator[str]:
     for name, n in zip(names, counts, strict=True):
         eighths = round(n / most * _WIDTH * 8)
         bar = "█" * (eighths // 8) + ("" if eighths % 8 == 0 else "▏▎▍▌▋▊▉"[eighths % 8 - 1])
-        yield f"  {name:>{margin}} {screen.paint(bar or ('▏' if n else ''), 'cyan')} {screen.paint(f'{n:,}', 'dim')}"
+        yield (
+            f"  {name:>{margin}} {screen.paint(bar or ('▏' if n else ''), 'cyan')} "
+            f"{screen.paint(f'{n:,}', 'dim')}"
+        )
 
 
 def _row(one: dict[str, Any]) -> list[Cell]:
     cells = [Cell(visible(one["name"]), "bold")]
-    cells += [Cell(_number(one[name]), right=True) for name in ("min", "max", "mean", "std", "norm")]
+    cells += [
+        Cell(_number(one[name]), right=True) for name in ("min", "max", "mean", "std", "norm")
+    ]
     cells.append(Cell(_share(one["zeros"], one["read"]), right=True))
     if one["nans"] or one["infinities"]:
-        wrong = [f"{one[name]:,} {word}" for name, word in (("nans", "NaN"), ("infinities", "infinite")) if one[name]]
+        wrong = [
+            f"{one[name]:,} {word}"
+            for name, word in (("nans", "NaN"), ("infinities", "infinite"))
+            if one[name]
+        ]
         return [*cells, Cell(", ".join(wrong), "bold red")]
     return [*cells, Cell(_profile(one), "cyan")]
 
@@ -120,7 +160,9 @@ def _profile(one: dict[str, Any]) -> str:
     return "".join(BARS[0 if not n else max(1, round(n / most * (len(BARS) - 1)))] for n in counts)
 
 
-def _join_bins(counts: Sequence[int], edges: Sequence[float], most: int) -> tuple[list[int], list[float]]:
+def _join_bins(
+    counts: Sequence[int], edges: Sequence[float], most: int
+) -> tuple[list[int], list[float]]:
     """A histogram with at most so many bins: neighbours are joined."""
     group = max(1, -(-len(counts) // most))
     joined = [sum(counts[i : i + group]) for i in range(0, len(counts), group)]
@@ -137,16 +179,26 @@ def _beside(screen: Screen, doc: dict[str, Any]) -> Iterator[str]:
     changed = [change for change in other["changes"] if change["norm"]]
     for change in changed[:MOST_CHANGES]:
         name = change["name"]
-        cells = [Cell(visible(name), "bold"), Cell(_percent(change["relative"]), "yellow", right=True)]
+        cells = [
+            Cell(visible(name), "bold"),
+            Cell(_percent(change["relative"]), "yellow", right=True),
+        ]
         cells.append(Cell(_number(change["largest"]), right=True))
-        cells += [Cell(_both(tensors[name][key], theirs[name][key]), right=True) for key in ("norm", "mean", "std")]
+        cells += [
+            Cell(_both(tensors[name][key], theirs[name][key]), right=True)
+            for key in ("norm", "mean", "std")
+        ]
         rows.append(cells)
     if changed:
         yield from screen.table(rows)
     if len(changed) > MOST_CHANGES:
         yield f"… and {len(changed) - MOST_CHANGES:,} more, with smaller changes; --json lists all"
     unchanged = len(other["changes"]) - len(changed)
-    yield f"{count(len(changed), 'tensor')} changed, {unchanged:,} unchanged" if changed else f"{count(unchanged, 'tensor')} unchanged"
+    yield (
+        f"{count(len(changed), 'tensor')} changed, {unchanged:,} unchanged"
+        if changed
+        else f"{count(unchanged, 'tensor')} unchanged"
+    )
     yield from _left_out(doc)
 
 

@@ -19,13 +19,15 @@ MOST_LINES = 100
 
 
 def verify(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint of any format: a path or url.")],
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="A checkpoint of any format: a path or url.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Compare every chunk with its checksum.
 
-    A checkpoint of another format is read completely: most formats have no checksums, so it is never "ok", only complete and readable.
-    The exit status is 1 if anything is damaged or missing.
+    A checkpoint of another format is read completely: most formats have no checksums, so it is
+    never "ok", only complete and readable. The exit status is 1 if anything is damaged or missing.
     """
     from shardckpt.cli.opening import open_checkpoint
 
@@ -69,11 +71,16 @@ def _lines(screen: Screen, url: str, report: VerifyReport) -> Iterator[str]:
         yield f"{screen.paint('ok', 'bold green')}  {visible(url)}: {read}, all as written"
         return
     if report.complete:
-        compared = f"the CRC-32 of {count(report.compared, 'tensor')} fits, other parts have no checksums"
+        compared = (
+            f"the CRC-32 of {count(report.compared, 'tensor')} fits, other parts have no checksums"
+        )
         known = compared if report.compared else "no checksums"
         yield f"{screen.paint('complete and readable', 'bold')}; {known}  {visible(url)}: {read}"
         return
-    yield f"{screen.paint('damaged', 'bold red')}  {visible(url)}: {count(len(report.damage), 'damaged part')}; {read} read"
+    yield (
+        f"{screen.paint('damaged', 'bold red')}  {visible(url)}: "
+        f"{count(len(report.damage), 'damaged part')}; {read} read"
+    )
     by_file: dict[str, list[Damage]] = {}
     for damage in report.damage[:MOST_LINES]:
         by_file.setdefault(damage.file, []).append(damage)
@@ -83,7 +90,9 @@ def _lines(screen: Screen, url: str, report: VerifyReport) -> Iterator[str]:
         yield f"  {screen.paint(visible(several[0].reason), 'dim')}"
         for damage in several:
             if damage.tensor is not None:
-                yield f"    {visible(damage.tensor)}{'' if damage.box is None else f' {damage.box}'}"
+                yield (
+                    f"    {visible(damage.tensor)}{'' if damage.box is None else f' {damage.box}'}"
+                )
     if len(report.damage) > MOST_LINES:
         yield ""
         yield f"… and {len(report.damage) - MOST_LINES:,} more; --json lists all"

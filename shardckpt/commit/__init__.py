@@ -1,9 +1,13 @@
-"""Committing: an attempt becomes the checkpoint, or is removed. `shardckpt.commit(root)` is this package.
+"""Committing: an attempt becomes the checkpoint, or is removed.
 
-`assemble` makes the commit record from the hosts' records, `publish` writes it conditionally, `remove` removes attempts that no
-record names, and `index` writes the metadata for other zarr readers. `markers`, `dependants` and `base_places` tell who relies on a
-checkpoint. `reading` and the packages above it may import this package; it imports `io`, `frameworks` and the packages below. Begin
-with `publish`. `committing` and `collecting` are paths of functions for users; `shardckpt.runs`, which knows what a run is, has these.
+`shardckpt.commit(root)` is this package.
+
+`assemble` makes the commit record from the hosts' records, `publish` writes it conditionally,
+`remove` removes attempts that no record names, and `index` writes the metadata for other zarr
+readers. `markers`, `dependants` and `base_places` tell who relies on a checkpoint. `reading` and
+the packages above it may import this package; it imports `io`, `frameworks` and the packages below.
+Begin with `publish`. `committing` and `collecting` are paths of functions for users;
+`shardckpt.runs`, which knows what a run is, has these.
 
 The package can be called, like `shardckpt.reshard`, and for the same reason.
 """

@@ -1,19 +1,21 @@
 """Assembly of the commit record from the records of all hosts: a committer's work before it publishes.
 
-The hosts of an attempt have each left a record, and the committer needs nothing else from them. So any process can do this at
-any time.
+The hosts of an attempt have each left a record, and the committer needs nothing else from them. So
+any process can do this at any time.
 
-1. Read the host records and each host's chunk table, and check their digests. Take the union of the contents that
-   they describe.
+1. Read the host records and each host's chunk table, and check their digests. Take the union of the
+   contents that they describe.
 2. Check that together they hold every chunk exactly once.
-3. Write the chunks of small plain tensors. Hosts put those elements into their contents instead of data files.
+3. Write the chunks of small plain tensors. Hosts put those elements into their contents instead of
+   data files.
 4. Build the metadata for stock zarr readers: the merged OCDBT index, or the `zarr.json` documents.
 5. Write all chunk tables as one, so that a reader needs only one.
 
-The only host of an attempt has written the merged index and the table of all itself, before its record (layout "packed").
+The only host of an attempt has written the merged index and the table of all itself, before its
+record (layout "packed").
 
-All files have the same names and the same bytes whichever process writes them. So two committers that work at the same time, or
-one after the other's death, do not disturb each other.
+All files have the same names and the same bytes whichever process writes them. So two committers
+that work at the same time, or one after the other's death, do not disturb each other.
 """
 
 from __future__ import annotations
@@ -31,10 +33,29 @@ from shardckpt.commit import index
 from shardckpt.commit.fingerprints import write_fingerprint
 from shardckpt.commit.replicas import check_replicas
 from shardckpt.errors import CommitError, FormatError
-from shardckpt.format.documents import FileReference, TableReference, format_version, open_envelope, utc_now
-from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, HostRecord, host_record_key
+from shardckpt.format.documents import (
+    FileReference,
+    TableReference,
+    format_version,
+    open_envelope,
+    utc_now,
+)
+from shardckpt.format.record import (
+    CheckpointRecord,
+    Contents,
+    HostFiles,
+    HostRecord,
+    host_record_key,
+)
 from shardckpt.format.table import OWN_OBJECT, ROW, ArrayChunks, Table, TableHeader, check_sizes
-from shardckpt.format.zarr_arrays import chunk_object_key, chunk_object_keys, encode, encoded_documents, plain_key, zarr_documents
+from shardckpt.format.zarr_arrays import (
+    chunk_object_key,
+    chunk_object_keys,
+    encode,
+    encoded_documents,
+    plain_key,
+    zarr_documents,
+)
 from shardckpt.frameworks.coordination import ALL_MUST_CALL, WaitNotice
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import LARGEST_WHOLE, sync_directory
@@ -56,27 +77,37 @@ if TYPE_CHECKING:
 TABLE = "table"
 """All hosts' chunk tables as one, relative to the attempt."""
 SMALL_TABLE = "hosts/small/table"
-"""The chunk table of the small plain tensors, for readers that cannot read the table of all hosts."""
+"""The chunk table of the small plain tensors, for readers that cannot read the table of all
+hosts."""
 SMALL = "small"
 """Data file of the small plain tensors' chunks (packed layout), relative to the attempt."""
 _NAMED_HOSTS = 1000
 """Most missing hosts that a message names."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.02, 2.0
-"""Seconds between two checks for the hosts' records: least and most. Between these limits an eighth of the time waited so far."""
+"""Seconds between two checks for the hosts' records: least and most. Between these limits an eighth
+of the time waited so far."""
 
 
 def finished_hosts(place: Store) -> list[int]:
-    """The hosts that have written their record into an attempt; takes one listing of few small objects."""
+    """The hosts that have written their record into an attempt.
+
+    Takes one listing of few small objects.
+    """
     names = (key.removeprefix("records/").removesuffix(".json") for key in place.list("records/"))
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def pause(waited: float, least: float = _LEAST_PAUSE, most: float = _MOST_PAUSE) -> float:
-    """Seconds until the next check for other processes' progress, after `waited` seconds; the defaults are for host records."""
+    """Seconds until the next check for other processes' progress, after `waited` seconds.
+
+    The defaults are for host records.
+    """
     return min(max(least, waited / 8), most)
 
 
-def wait_for_hosts(place: Store, hosts: int, timeout: float, failed: Callable[[], str | None] = lambda: None) -> None:
+def wait_for_hosts(
+    place: Store, hosts: int, timeout: float, failed: Callable[[], str | None] = lambda: None
+) -> None:
     """Wait until all hosts have written their record.
 
     Args:
@@ -100,9 +131,10 @@ def wait_for_hosts(place: Store, hosts: int, timeout: float, failed: Callable[[]
         waited = time.monotonic() - began
         if waited >= timeout:
             raise CommitError(
-                f"{place}: {numbered('host', missing)} (of {hosts}) did not finish within {timeout:g} s; nothing was published. "
-                f"{ALL_MUST_CALL} If the missing ones finish later, `shardckpt commit` publishes the "
-                f"save; otherwise `shardckpt gc` removes it."
+                f"{place}: {numbered('host', missing)} (of {hosts}) did not finish within "
+                f"{timeout:g} s; nothing was published. {ALL_MUST_CALL} If the missing ones "
+                "finish later, `shardckpt commit` publishes the save; otherwise `shardckpt gc` "
+                "removes it."
             )
         time.sleep(min(pause(waited), timeout - waited))
 
@@ -113,22 +145,29 @@ def read_host_record(place: Store, host: int) -> tuple[HostRecord, FileReference
     data, where = place.read(key), f"{place}/{key}"
     record = HostRecord.from_json(open_envelope(data, where), where)
     if format_version(data, where) != record.version:
-        raise CommitError(f"{where} has another format version than this process writes; run the same version of shardckpt on all hosts.")
+        raise CommitError(
+            f"{where} has another format version than this process writes; run the same version "
+            "of shardckpt on all hosts."
+        )
     if record.host != host or record.attempt != place.location.name:
         raise CommitError(
-            f"{where} is the record of host {record.host} of attempt {record.attempt}: a wrong file; nothing was published. Save again."
+            f"{where} is the record of host {record.host} of attempt {record.attempt}: a wrong "
+            "file; nothing was published. Save again."
         )
     return record, FileReference.of(key, data)
 
 
 def assemble(
-    place: Store, known: Mapping[FileReference, Contents] | None = None, written: Mapping[TableReference, Table] | None = None
+    place: Store,
+    known: Mapping[FileReference, Contents] | None = None,
+    written: Mapping[TableReference, Table] | None = None,
 ) -> CheckpointRecord:
     """Build the commit record of an attempt whose host records are all there, and write everything that it refers to.
 
     Args:
         place: the attempt.
-        known: contents that the caller already has, by their file: the file's digest is checked, and it is not parsed.
+        known: contents that the caller already has, by their file: the file's digest is checked,
+            and it is not parsed.
         written: chunk tables that the caller has written, in the same way.
 
     Raises:
@@ -141,11 +180,19 @@ def assemble(
     return record
 
 
-def _assemble(place: Store, known: Mapping[FileReference, Contents], written: Mapping[TableReference, Table]) -> CheckpointRecord:
+def _assemble(
+    place: Store, known: Mapping[FileReference, Contents], written: Mapping[TableReference, Table]
+) -> CheckpointRecord:
     hosts, references = _host_records(place)
-    if (records := place.local_path("records")) is not None and not (written and len(hosts) == 1):  # the only host is the caller itself
+    if (records := place.local_path("records")) is not None and not (
+        written and len(hosts) == 1
+    ):  # the only host is the caller itself
         with storage_errors("write", records):
-            sync_directory(records)  # a host may have been killed, or be at work, between naming its record and making the name durable
+            sync_directory(
+                records
+                # A host may have been killed, or be at work, between naming its record and making
+                # the name durable.
+            )
     first = hosts[0]
     parts = _contents(place, hosts, known)
     contents = Contents.union(parts)
@@ -163,12 +210,23 @@ def _assemble(place: Store, known: Mapping[FileReference, Contents], written: Ma
     if first.layout == "packed" and small:
         place.write(SMALL, data)
     if first.compression == "difference":
-        pass  # zarr has no codec for these, so there is no index: its readers fail, and do not take differences for elements
+        # Zarr has no codec for these, so there is no index: its readers fail, and do not take
+        # differences for elements.
+        pass
     elif first.layout == "packed":
-        # Chunks that hosts wrote are there by reference; those of small tensors are values in the index itself.
-        values = {chunk_object_key(piece, position): stored.tobytes() for piece, position, stored, _ in small}
+        # Chunks that hosts wrote are there by reference; those of small tensors are values in the
+        # index itself.
+        values = {
+            chunk_object_key(piece, position): stored.tobytes()
+            for piece, position, stored, _ in small
+        }
         if not by_host:
-            index.write_index(place, _places(table, structure), [*encoded_documents(structure, first.compression)], values)
+            index.write_index(
+                place,
+                _places(table, structure),
+                [*encoded_documents(structure, first.compression)],
+                values,
+            )
     else:
         for piece, position, stored, _ in small:
             place.write(plain_key(chunk_object_key(piece, position)), stored)
@@ -187,10 +245,16 @@ def _assemble(place: Store, known: Mapping[FileReference, Contents], written: Ma
             "bytes": sum(t.nbytes for t in structure.tensors.values()),
             "stored_bytes": sum(host.stored_bytes for host in hosts) + len(data),
             "chunks": len(table.rows),
-            **({"changed_bytes": sum(host.changed_bytes or 0 for host in hosts)} if first.compression == "difference" else {}),
+            **(
+                {"changed_bytes": sum(host.changed_bytes or 0 for host in hosts)}
+                if first.compression == "difference"
+                else {}
+            ),
         },
         fingerprint=write_fingerprint(place, hosts, contents) if first.fingerprint else None,
-        table=replace(first.files.table, key=TABLE) if by_host else write_table(place, TABLE, table),
+        table=replace(first.files.table, key=TABLE)
+        if by_host
+        else write_table(place, TABLE, table),
         small_table=write_table(place, SMALL_TABLE, small_table) if small else None,
         saved_by=contents.processes,
     )
@@ -200,7 +264,10 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
     """All host records of an attempt, in order of host, and the references that commit to their digests."""
     present = finished_hosts(place)
     if not present:
-        raise CommitError(f"{place}: no host has finished this save, or `shardckpt gc` has removed it; save again.")
+        raise CommitError(
+            f"{place}: no host has finished this save, or `shardckpt gc` has removed it; save "
+            "again."
+        )
     read = map_on_threads(lambda host: read_host_record(place, host), present)
     hosts = [record for record, _ in read]
     first = hosts[0]
@@ -208,7 +275,8 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
         # A record may claim any number of hosts, so only the first missing ones are named.
         missing = sorted(set(range(min(first.hosts, len(present) + _NAMED_HOSTS))) - set(present))
         raise CommitError(
-            f"{place}: the save has {first.hosts} hosts, and there are records of {numbered('host', present)}"
+            f"{place}: the save has {first.hosts} hosts, and there are records of "
+            f"{numbered('host', present)}"
             + (f"; {numbered('host', missing)} did not finish." if missing else ".")
             + " Nothing was published."
         )
@@ -217,19 +285,25 @@ def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
             expected, value = getattr(first, what), getattr(host, what)
             if expected != value and what == "prior":
                 raise CommitError(
-                    f"{place}: while hosts 0 and {host.host} began to save, another checkpoint was committed, or deleted, at this place; "
-                    f"let one job at a time save there, and save again. Nothing was published."
+                    f"{place}: while hosts 0 and {host.host} began to save, another checkpoint "
+                    "was committed, or deleted, at this place; let one job at a time save there, "
+                    "and save again. Nothing was published."
                 )
             if expected != value:
                 raise CommitError(
-                    f"{place}: hosts 0 and {host.host} disagree on {what}: {expected!r} and {value!r}; save with the same options on all. "
-                    f"Nothing was published."
+                    f"{place}: hosts 0 and {host.host} disagree on {what}: {expected!r} and "
+                    f"{value!r}; save with the same options on all. Nothing was published."
                 )
     return hosts, [reference for _, reference in read]
 
 
-def _contents(place: Store, hosts: Sequence[HostRecord], known: Mapping[FileReference, Contents]) -> list[tuple[list[int], Contents]]:
-    """Different versions of the hosts' contents, each with the hosts that have it; sorted by lowest host."""
+def _contents(
+    place: Store, hosts: Sequence[HostRecord], known: Mapping[FileReference, Contents]
+) -> list[tuple[list[int], Contents]]:
+    """Different versions of the hosts' contents, each with the hosts that have it.
+
+    Sorted by lowest host.
+    """
     holders: dict[FileReference, list[int]] = {}
     for host in hosts:
         holders.setdefault(host.files.contents, []).append(host.host)
@@ -244,12 +318,18 @@ def _contents(place: Store, hosts: Sequence[HostRecord], known: Mapping[FileRefe
     return list(zip(holders.values(), map_on_threads(read, holders), strict=True))
 
 
-def _tables(place: Store, hosts: Sequence[HostRecord], written: Mapping[TableReference, Table]) -> list[Table]:
+def _tables(
+    place: Store, hosts: Sequence[HostRecord], written: Mapping[TableReference, Table]
+) -> list[Table]:
     """Each host's chunk table."""
 
     def read(reference: TableReference) -> Table:
         known = written.get(reference)
-        if known is not None and reference.size <= LARGEST_WHOLE and known.is_stored_as(place.read(reference.key), reference):
+        if (
+            known is not None
+            and reference.size <= LARGEST_WHOLE
+            and known.is_stored_as(place.read(reference.key), reference)
+        ):
             return known
         return read_table(place, reference)
 
@@ -261,22 +341,40 @@ def _check_counts(place: Store, hosts: Sequence[HostRecord], tables: Sequence[Ta
     for host, table in zip(hosts, tables, strict=True):
         what = f"{place}: the chunk table of host {host.host} has"
         if len(table.rows) != host.chunks:
-            raise CommitError(f"{what} {len(table.rows)} chunks, but its record says {host.chunks}; nothing was published.")
+            raise CommitError(
+                f"{what} {len(table.rows)} chunks, but its record says {host.chunks}; nothing was "
+                "published."
+            )
         nbytes = int(table.rows.length.sum())
         if nbytes != host.stored_bytes:
-            raise CommitError(f"{what} chunks of {nbytes} bytes, but its record says {host.stored_bytes}; nothing was published.")
+            raise CommitError(
+                f"{what} chunks of {nbytes} bytes, but its record says {host.stored_bytes}; "
+                "nothing was published."
+            )
         lanes = {file.rpartition("/d/")[0] for file in table.files}
         if lanes != set(host.files.lanes):
             named = few(sorted(host.files.lanes)) if host.files.lanes else "no index"
-            raise CommitError(f"{what} chunks in {few(sorted(lanes))}, but its record names {named}; nothing was published.")
+            raise CommitError(
+                f"{what} chunks in {few(sorted(lanes))}, but its record names {named}; nothing "
+                "was published."
+            )
 
 
-def _merge_tables(place: Store, tables: Sequence[Table], parts: _Parts, tensors: Iterable[TensorRecord]) -> Table:
+def _merge_tables(
+    place: Store, tables: Sequence[Table], parts: _Parts, tensors: Iterable[TensorRecord]
+) -> Table:
     """Merge all tables; CommitError names the tensor if two hosts wrote the same chunk."""
     merged = Table.merge(tables)
     doubled = merged.doubled()
     if doubled is not None:
-        name = next((shown(tensor.name) for tensor in tensors if any(piece.path == doubled for piece in tensor.pieces)), doubled)
+        name = next(
+            (
+                shown(tensor.name)
+                for tensor in tensors
+                if any(piece.path == doubled for piece in tensor.pieces)
+            ),
+            doubled,
+        )
         describing = [
             p
             for processes, part in parts
@@ -288,19 +386,22 @@ def _merge_tables(place: Store, tables: Sequence[Table], parts: _Parts, tensors:
         ]
         if describing:
             raise CommitError(
-                f"{place}: {name} describes its own shards, and {numbered('process', sorted(describing))} describe the same one; "
-                f"nothing was published. Let one process alone describe each shard, or pass a DTensor that is replicated on its mesh."
+                f"{place}: {name} describes its own shards, and "
+                f"{numbered('process', sorted(describing))} describe the same one; nothing was "
+                "published. Let one process alone describe each shard, or pass a DTensor that is "
+                "replicated on its mesh."
             )
         raise CommitError(
             f"{place}: more than one host wrote the same chunks of {name}; nothing was published. "
-            f"If processes hold different tensors under one name, rename them; give all processes the same host_tensors= "
-            f"and check_replicas=."
-            f"{_lacking(parts)}"
+            "If processes hold different tensors under one name, rename them; give all processes "
+            f"the same host_tensors= and check_replicas=.{_lacking(parts)}"
         )
     return merged
 
 
-def _check_coverage(place: Store, parts: _Parts, tensors: Iterable[TensorRecord], table: Table) -> None:
+def _check_coverage(
+    place: Store, parts: _Parts, tensors: Iterable[TensorRecord], table: Table
+) -> None:
     """Check that the table has every chunk of every tensor (`_merge_tables` has refused duplicates), and no others."""
     known, counts, last = set(), table.counts, table.last_chunks()
     for tensor in tensors:
@@ -308,7 +409,8 @@ def _check_coverage(place: Store, parts: _Parts, tensors: Iterable[TensorRecord]
             continue  # `skipping` has found all of its chunks in the base
         for piece in tensor.pieces:
             known.add(piece.path)
-            # A table's chunks are ascending and distinct: if the count is right and the last chunk is in the grid, none is missing.
+            # A table's chunks are ascending and distinct: if the count is right and the last chunk
+            # is in the grid, none is missing.
             expected, written = piece.num_chunks, counts.get(piece.path, 0)
             outside = written > 0 and last[piece.path] >= expected
             if written == expected and not outside:
@@ -316,47 +418,79 @@ def _check_coverage(place: Store, parts: _Parts, tensors: Iterable[TensorRecord]
             what = f"of {expected} chunks of {shown(tensor.name)}"
             if outside:
                 raise CommitError(
-                    f"{place}: chunk {last[piece.path]} of {shown(tensor.name)} was written, but it has only the chunks 0 to "
-                    f"{expected - 1}; nothing was published."
+                    f"{place}: chunk {last[piece.path]} of {shown(tensor.name)} was written, but "
+                    f"it has only the chunks 0 to {expected - 1}; nothing was published."
                 )
-            raise CommitError(f"{place}: {expected - written} {what} were not written; nothing was published.{_lacking(parts, tensor)}")
+            raise CommitError(
+                f"{place}: {expected - written} {what} were not written; nothing was "
+                f"published.{_lacking(parts, tensor)}"
+            )
     for path in counts.keys() - known:
-        raise CommitError(f"{place}: chunks were written for {path}, which is not a tensor of this checkpoint; nothing was published.")
+        raise CommitError(
+            f"{place}: chunks were written for {path}, which is not a tensor of this checkpoint; "
+            "nothing was published."
+        )
 
 
 def _lacking(parts: _Parts, *suspects: TensorRecord) -> str:
     """A sentence on a tensor that some processes lack, among the suspects or the large plain tensors; "" if there is none.
 
-    All processes together deal out all plain tensors, so a tensor that one process lacks may leave gaps in any other tensor.
+    All processes together deal out all plain tensors, so a tensor that one process lacks may leave
+    gaps in any other tensor.
     """
     plain = (
-        t for _, part in parts for t in part.structure.tensors.values() if t.layout is None and t.base is None and t.name not in part.small
+        t
+        for _, part in parts
+        for t in part.structure.tensors.values()
+        if t.layout is None and t.base is None and t.name not in part.small
     )
     for tensor in chain(suspects, plain):
-        without = sorted(p for processes, part in parts if tensor.name not in part.structure.tensors for p in processes)
+        without = sorted(
+            p
+            for processes, part in parts
+            if tensor.name not in part.structure.tensors
+            for p in processes
+        )
         if without:
             return (
-                f" All processes share the writing of plain tensors, and {shown(tensor.name)} is missing from "
-                f"{numbered('process', without)}: give it to all, or, if one process alone has it, save with host_tensors='local'."
+                f" All processes share the writing of plain tensors, and {shown(tensor.name)} is "
+                f"missing from {numbered('process', without)}: give it to all, or, if one process "
+                "alone has it, save with host_tensors='local'."
             )
     return ""
 
 
-def write_merged(place: Store, table: Table, structure: Structure, compression: str | None, nodes: str, leaf: bytes) -> None:
+def write_merged(
+    place: Store,
+    table: Table,
+    structure: Structure,
+    compression: str | None,
+    nodes: str,
+    leaf: bytes,
+) -> None:
     """Write the merged index and the table of all (layout "packed"), for the only host of an attempt, before its record.
 
-    If that fails, the host's data is complete all the same: `leaf` is written alone, and the committer writes the index and the table.
+    If that fails, the host's data is complete all the same: `leaf` is written alone, and the
+    committer writes the index and the table.
 
     Args:
         place: the attempt.
         table: the host's chunk table.
         structure: the structure; all of its chunks are in the table.
         compression: of the chunks.
-        nodes: the file with the leaf of the host's own index; the nodes of the merged one follow in it.
+        nodes: the file with the leaf of the host's own index; the nodes of the merged one follow in
+            it.
         leaf: this leaf.
     """
     try:
-        index.write_index(place, _places(table, structure), [*encoded_documents(structure, compression)], {}, nodes, leaf)
+        index.write_index(
+            place,
+            _places(table, structure),
+            [*encoded_documents(structure, compression)],
+            {},
+            nodes,
+            leaf,
+        )
         write_table(place, TABLE, table)
     except Exception:  # noqa: BLE001  (whatever it is: after the host's record, the committer does this again, and raises it)
         place.delete(index.MANIFEST)
@@ -375,7 +509,9 @@ def _places(table: Table, structure: Structure) -> index.Chunks:
     return index.Chunks([key.encode() for key in compress(keys, own)], table.files, rows)
 
 
-def _small_chunks(contents: Contents, compression: str | None) -> tuple[list[tuple[Piece, int, Any, int]], bytes]:
+def _small_chunks(
+    contents: Contents, compression: str | None
+) -> tuple[list[tuple[Piece, int, Any, int]], bytes]:
     """The chunks of the small tensors (piece, position, stored bytes and crc32c), and all their bytes concatenated."""
     chunks = []
     for name, elements in sorted(contents.small.items()):
@@ -398,7 +534,10 @@ def _small_table(chunks: Sequence[tuple[Piece, int, Any, int]], *, packed: bool)
         file, start = (0, offset) if packed else (OWN_OBJECT, 0)
         rows.setdefault(piece.path, []).append((position, file, start, len(stored), crc))
         offset += len(stored)
-    return Table.of([SMALL] if packed and chunks else [], {path: ArrayChunks.of_rows(of_array) for path, of_array in rows.items()})
+    return Table.of(
+        [SMALL] if packed and chunks else [],
+        {path: ArrayChunks.of_rows(of_array) for path, of_array in rows.items()},
+    )
 
 
 PART_BLOCKS = 1 << 13
@@ -411,7 +550,9 @@ def read_host_files(place: Store, reference: FileReference) -> HostFiles:
     return HostFiles.from_json(document.doc, document.where)
 
 
-def read_table(place: Store, reference: TableReference, count: Callable[[int], object] | None = None) -> Table:
+def read_table(
+    place: Store, reference: TableReference, count: Callable[[int], object] | None = None
+) -> Table:
     """Read a complete chunk table, and check it against its reference."""
     where = f"{place}/{reference.key}"
     if reference.size > LARGEST_WHOLE:
@@ -422,8 +563,13 @@ def read_table(place: Store, reference: TableReference, count: Callable[[int], o
     return Table.of_body(TableHeader.vouched(data, reference, where), data, where)
 
 
-def _read_in_parts(place: Store, reference: TableReference, where: str, count: Callable[[int], object] | None) -> Table:
-    """Read a table that is too large for one read; a table that only claims its size is refused at the first missing block."""
+def _read_in_parts(
+    place: Store, reference: TableReference, where: str, count: Callable[[int], object] | None
+) -> Table:
+    """Read a table that is too large for one read.
+
+    A table that only claims its size is refused at the first missing block.
+    """
     check_sizes(reference, where)
 
     def read(start: int, stop: int) -> bytes:
@@ -435,11 +581,14 @@ def _read_in_parts(place: Store, reference: TableReference, where: str, count: C
     header = TableHeader.vouched(read(0, reference.header), reference, where)
     if place.is_longer(reference.key, reference.size):
         raise FormatError(
-            f"{where}: the chunk table has more than the {reference.size} bytes that the record says; it is damaged or was replaced."
+            f"{where}: the chunk table has more than the {reference.size} bytes that the record "
+            "says; it is damaged or was replaced."
         )
     step = PART_BLOCKS * header.block * ROW.itemsize
     parts = [
-        ArrayChunks.of_records(header.read_rows(read(start, min(start + step, reference.size)), i * PART_BLOCKS, where))
+        ArrayChunks.of_records(
+            header.read_rows(read(start, min(start + step, reference.size)), i * PART_BLOCKS, where)
+        )
         for i, start in enumerate(range(header.nbytes, reference.size, step))
     ]
     return Table.of_rows(header, ArrayChunks.concatenate(parts), where)
@@ -461,5 +610,8 @@ def merge_tables(tables: Sequence[Table]) -> Table:
     merged = Table.merge(tables)
     doubled = merged.doubled()
     if doubled is not None:
-        raise FormatError(f"{doubled}: two hosts wrote the same chunk; the checkpoint's records contradict each other.")
+        raise FormatError(
+            f"{doubled}: two hosts wrote the same chunk; the checkpoint's records contradict each "
+            "other."
+        )
     return merged

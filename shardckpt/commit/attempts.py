@@ -1,10 +1,12 @@
 """Detection of the directories of save attempts among everything else in a checkpoint's directory.
 
-A directory that counts as an attempt may be deleted some day, so both its name and its contents must match.
+A directory that counts as an attempt may be deleted some day, so both its name and its contents
+must match.
 
-1. An attempt's name is the time at which its run or save began, four random bytes, and a suffix from the run.
-2. At its top there are only names that saves write there. A directory that is a checkpoint by itself (it has a
-   `checkpoint.json`), or that has other files in it, is not an attempt.
+1. An attempt's name is the time at which its run or save began, four random bytes, and a suffix
+   from the run.
+2. At its top there are only names that saves write there. A directory that is a checkpoint by
+   itself (it has a `checkpoint.json`), or that has other files in it, is not an attempt.
 
 The remains of an interrupted deletion, even an empty directory, still count as an attempt.
 """
@@ -24,15 +26,29 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
 
 RESHARD = "-reshard-"
-"""Part of the name of a reshard's attempt, which lays out an earlier save anew; no save's attempt has it."""
+"""Part of the name of a reshard's attempt, which lays out an earlier save anew; no save's attempt
+has it."""
 
 _FOLDED = "-folded-"
-"""Part of the name of an attempt that holds the elements of an earlier one anew, after that one's name."""
+"""Part of the name of an attempt that holds the elements of an earlier one anew, after that one's
+name."""
 _NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}(?:[._-][0-9A-Za-z._-]*)?", re.ASCII)
 _STEP = re.compile(r"0|[1-9]\d{0,18}", re.ASCII)
 LARGEST_STEP = (1 << 63) - 1
 """The largest step number that a run can have: a signed 64-bit integer."""
-_PARTS = frozenset({"contents/", "d/", "hosts/", "manifest.ocdbt", "records/", "small", "table", "zarr/", FINGERPRINT})
+_PARTS = frozenset(
+    {
+        "contents/",
+        "d/",
+        "hosts/",
+        "manifest.ocdbt",
+        "records/",
+        "small",
+        "table",
+        "zarr/",
+        FINGERPRINT,
+    }
+)
 """All names at the top of an attempt (docs/format.md)."""
 
 
@@ -52,7 +68,10 @@ def is_attempt_name(name: str) -> bool:
 
 
 def is_reshard(name: str) -> bool:
-    """Whether an attempt of that name is a reshard's. Its metadata describes the run of the source, not its own."""
+    """Whether an attempt of that name is a reshard's.
+
+    Its metadata describes the run of the source, not its own.
+    """
     return RESHARD in name
 
 
@@ -68,11 +87,16 @@ def unfolded(attempt: str) -> str:
 
 def attempts(store: Store, children: Sequence[str]) -> list[str]:
     """The attempts among the names directly below a checkpoint (`Store.list_children`), in the same order."""
-    return [child[:-1] for child in children if child.endswith("/") and is_attempt(store, child[:-1])]
+    return [
+        child[:-1] for child in children if child.endswith("/") and is_attempt(store, child[:-1])
+    ]
 
 
 def step_of(name: str) -> int | None:
-    """The step number of a checkpoint directory's name, in plain decimal; None: the name is not a step's."""
+    """The step number of a checkpoint directory's name, in plain decimal.
+
+    None: the name is not a step's.
+    """
     step = int(name) if _STEP.fullmatch(name) else None
     return step if step is not None and step <= LARGEST_STEP else None
 

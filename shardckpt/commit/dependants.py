@@ -1,8 +1,9 @@
 """Refusal to delete or to replace a checkpoint that somebody relies on: it is pinned or tagged, or is the base of others beside it.
 
-A replacement is checked twice: before the first byte of the new checkpoint is written, and just before its record replaces the
-old one. In between a save may take minutes. The second check lists the neighbours again, but reads only the records that are new or
-have changed. Bases elsewhere are not found. A neighbour that is superseded (`markers`) does not prevent a replacement.
+A replacement is checked twice: before the first byte of the new checkpoint is written, and just
+before its record replaces the old one. In between a save may take minutes. The second check lists
+the neighbours again, but reads only the records that are new or have changed. Bases elsewhere are
+not found. A neighbour that is superseded (`markers`) does not prevent a replacement.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def check_unprotected(store: Store, attempt: str | None, verb: Verb) -> None:
 
     Args:
         store: the checkpoint's place.
-        attempt: the attempt that is the checkpoint; None: it is not known, because the commit record is unreadable.
+        attempt: the attempt that is the checkpoint; None: it is not known, because the commit
+            record is unreadable.
         verb: what is about to happen to it.
 
     Raises:
@@ -47,7 +49,9 @@ def check_unprotected(store: Store, attempt: str | None, verb: Verb) -> None:
     """
     protected = protection(store, attempt)
     if protected:
-        raise OptionError(f"{store} is {protected}, so it is not {verb}; {protected.undo} it first.")
+        raise OptionError(
+            f"{store} is {protected}, so it is not {verb}; {protected.undo} it first."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +62,30 @@ class _Neighbour:
     """Token of its commit record (`Store.change_token`)."""
     attempt: str = ""
     bases: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Names of its bases in the same directory → the attempts there; "": any attempt with the same contents."""
+    """Names of its bases in the same directory → the attempts there; "": any attempt with the same
+    contents."""
     unread: bytes = b""
-    """Its record, if a newer version has written it: a record contains the names of the attempts of its bases."""
+    """Its record, if a newer version has written it: a record contains the names of the attempts of
+    its bases."""
     closed: bool = False
     """Whether this user may not enter it, so that nothing is known of it."""
 
 
 class Dependants:
-    """The checkpoints beside one that store tensors in it. Each look reads only what has changed since the last look."""
+    """The checkpoints beside one that store tensors in it.
 
-    def __init__(self, store: Store, superseded: Mapping[str, str | None] = MappingProxyType({})) -> None:
+    Each look reads only what has changed since the last look.
+    """
+
+    def __init__(
+        self, store: Store, superseded: Mapping[str, str | None] = MappingProxyType({})
+    ) -> None:
         """Look beside a place; nothing is read yet.
 
         Args:
             store: the checkpoint's place.
-            superseded: neighbours that a rollback supersedes, perhaps without a marker yet: name → attempt.
+            superseded: neighbours that a rollback supersedes, perhaps without a marker yet: name →
+                attempt.
         """
         self._store = store
         self._location = store.location.resolved
@@ -84,27 +96,32 @@ class Dependants:
         """Refuse a checkpoint that is a base of others beside it.
 
         Args:
-            attempt: the attempt that is the checkpoint; None: it is not known, so any attempt counts.
+            attempt: the attempt that is the checkpoint; None: it is not known, so any attempt
+                counts.
             verb: what is about to happen to it.
 
         Raises:
             OptionError: checkpoints beside it have left tensors in it; the message names them.
-            StorageError: the storage failed, or this user may not enter a directory beside it, which may be such a checkpoint.
+            StorageError: the storage failed, or this user may not enter a directory beside it,
+                which may be such a checkpoint.
         """
         naming = self._naming(attempt)
         closed = [name for name, neighbour in self._known.items() if neighbour.closed]
         if closed:
             raise StorageError(
-                f"{self._location} may be the base of {', '.join(closed[:_NAMED])}{', …' if len(closed) > _NAMED else ''} beside it, which "
-                f"this user may not enter; so it is not {verb}. Allow this user to enter that directory (chmod +x), or move it elsewhere."
+                f"{self._location} may be the base of "
+                f"{', '.join(closed[:_NAMED])}{', …' if len(closed) > _NAMED else ''} beside it, "
+                f"which this user may not enter; so it is not {verb}. Allow this user to enter "
+                "that directory (chmod +x), or move it elsewhere."
             )
         if verb == "replaced":
             naming = [name for name in naming if not self._is_superseded(name)]
         if naming:
             raise OptionError(
-                f"{self._location} is the base of checkpoints beside it, which read tensors from it: {', '.join(naming[:_NAMED])}"
-                f"{', …' if len(naming) > _NAMED else ''}; so it is not {verb}. Delete those first; `shardckpt reshard` makes copies "
-                "that do not need it."
+                f"{self._location} is the base of checkpoints beside it, which read tensors from "
+                f"it: {', '.join(naming[:_NAMED])}{', …' if len(naming) > _NAMED else ''}; so it "
+                f"is not {verb}. Delete those first; `shardckpt reshard` makes copies that do not "
+                "need it."
             )
 
     def check_replaceable(self, attempt: str | None) -> None:
@@ -135,7 +152,10 @@ class Dependants:
 
 
 def _stores_in(neighbour: _Neighbour, name: str, attempt: str | None) -> bool:
-    """Whether a neighbour stores tensors in the checkpoint of this name and attempt; None: in any attempt there."""
+    """Whether a neighbour stores tensors in the checkpoint of this name and attempt.
+
+    None: in any attempt there.
+    """
     if neighbour.unread:
         return (attempt or f"../{name}").encode() in neighbour.unread
     return any(attempt is None or base in ("", attempt) for base in neighbour.bases.get(name, ()))
@@ -149,8 +169,17 @@ def used_beside(root: Store, names: Iterable[str]) -> set[tuple[str, str]]:
     listed = [*names]
     with reading_takes_threads(root):
         uses = map_on_threads(lambda name: _look(root.sub(name), None), listed)
-    using = [one for name, one in zip(listed, uses, strict=True) if one.bases and not is_superseded(root.sub(name), one.attempt)]
-    return {(name, attempt) for one in using for name, attempts in one.bases.items() for attempt in attempts}
+    using = [
+        one
+        for name, one in zip(listed, uses, strict=True)
+        if one.bases and not is_superseded(root.sub(name), one.attempt)
+    ]
+    return {
+        (name, attempt)
+        for one in using
+        for name, attempts in one.bases.items()
+        for attempt in attempts
+    }
 
 
 def _look(place: Store, known: _Neighbour | None) -> _Neighbour:

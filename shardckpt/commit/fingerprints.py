@@ -18,7 +18,9 @@ FINGERPRINT = "fingerprint.json"
 """The file, relative to the attempt."""
 
 
-def write_fingerprint(place: Store, hosts: Sequence[HostRecord], contents: Contents) -> FileReference:
+def write_fingerprint(
+    place: Store, hosts: Sequence[HostRecord], contents: Contents
+) -> FileReference:
     """Write the fingerprint of the tensors that are not in a base.
 
     Args:
@@ -42,14 +44,20 @@ def write_fingerprint(place: Store, hosts: Sequence[HostRecord], contents: Conte
         sums.merge(part)
     for name, elements in contents.small.items():  # no host wrote chunks of these
         sums.add_stored(name, elements)
-    own = {name: digest for name, digest in sums.fingerprint().tensors.items() if tensors[name].base is None}
+    own = {
+        name: digest
+        for name, digest in sums.fingerprint().tensors.items()
+        if tensors[name].base is None
+    }
     data = seal({"tensors": own})
     place.write(FINGERPRINT, data)
     return FileReference.of(FINGERPRINT, data)
 
 
 def recorded_fingerprint(place: Store, record: CheckpointRecord) -> dict[str, str]:
-    """Name → digest, of the tensors whose fingerprint a checkpoint has recorded; empty if it has none.
+    """Name → digest, of the tensors whose fingerprint a checkpoint has recorded.
+
+    Empty if it has none.
 
     Args:
         place: the attempt.

@@ -1,13 +1,13 @@
 """Metadata for all other zarr readers, built after all hosts have written.
 
-Packed layout: one OCDBT database over the complete attempt (`write_index`), which refers to the hosts' data files. It is written without
-TensorStore, whose conditional writes of a file go by its inode number, and never end where that changes with each look (as on some
-mounts of buckets).
+Packed layout: one OCDBT database over the complete attempt (`write_index`), which refers to the
+hosts' data files. It is written without TensorStore, whose conditional writes of a file go by its
+inode number, and never end where that changes with each look (as on some mounts of buckets).
 
 Plain layout: the `zarr.json` files of arrays and groups, the root with consolidated metadata.
 
-`stock_spec` and `stock_url` say how stock TensorStore opens an array of either layout. Our own readers use the chunk tables
-and none of this.
+`stock_spec` and `stock_url` say how stock TensorStore opens an array of either layout. Our own
+readers use the chunk tables and none of this.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ import numpy as np
 import tensorstore as ts
 
 from shardckpt.errors import CommitError, FormatError, StorageError
-from shardckpt.format.zarr_arrays import PLAIN_ROOT, encode_document, group_json, parent_groups, plain_key
+from shardckpt.format.zarr_arrays import (
+    PLAIN_ROOT,
+    encode_document,
+    group_json,
+    parent_groups,
+    plain_key,
+)
 from shardckpt.io import ocdbt
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import LARGEST_WHOLE
@@ -36,7 +42,8 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
 
 _MOST_INSIDE = 1 << 20
-"""Most bytes of a value inside a node, the format's limit. A document inside is covered by the node's checksum; one outside is not."""
+"""Most bytes of a value inside a node, the format's limit. A document inside is covered by the
+node's checksum; one outside is not."""
 MANIFEST = "manifest.ocdbt"
 _NODES = "d/leaf"
 """The leaf of a small index, all nodes of a large one."""
@@ -70,38 +77,56 @@ def write_index(
     Args:
         attempt: the attempt's place.
         chunks: the chunks in data files.
-        documents: array path and encoded `zarr.json` of each array; the groups' documents are made here.
+        documents: array path and encoded `zarr.json` of each array; the groups' documents are made
+            here.
         values: key → chunk, for chunks that are in no data file.
         name: the file of the nodes, relative to the attempt.
         before: bytes that come before them in that file.
 
     Raises:
-        CommitError: an array's path is another's chunk; or the index that is read back has other keys.
+        CommitError: an array's path is another's chunk; or the index that is read back has other
+            keys.
         StorageError: the storage failed.
     """
-    inside = {key.encode(): data for key, data in chain(packed_documents(documents), values.items())}
+    inside = {
+        key.encode(): data for key, data in chain(packed_documents(documents), values.items())
+    }
     large = {key: data for key, data in inside.items() if len(data) > _MOST_INSIDE}
     keys, files, rows = [*chunks.keys], [*chunks.files], chunks.rows
     if large:
         ends = np.cumsum([*map(len, large.values())])
-        places = [(len(files), end - len(data), len(data)) for end, data in zip(ends.tolist(), large.values(), strict=True)]
-        keys, files, rows = [*keys, *large], [*files, _LARGE], np.concatenate([rows, np.array(places, np.int64)])
+        places = [
+            (len(files), end - len(data), len(data))
+            for end, data in zip(ends.tolist(), large.values(), strict=True)
+        ]
+        keys, files, rows = (
+            [*keys, *large],
+            [*files, _LARGE],
+            np.concatenate([rows, np.array(places, np.int64)]),
+        )
         attempt.write(_LARGE, b"".join(large.values()))
     small = [key for key in inside if key not in large]
     keys += small
     order = np.array(sorted(range(len(keys)), key=keys.__getitem__))
     keys = [keys[i] for i in order.tolist()]
     if (twice := next((key for key, after in pairwise(keys) if key == after), None)) is not None:
-        raise CommitError(f"{attempt}: {twice.decode()} is a chunk or document of two arrays; nothing was published.")
+        raise CommitError(
+            f"{attempt}: {twice.decode()} is a chunk or document of two arrays; nothing was "
+            "published."
+        )
     rows = np.concatenate([rows, np.zeros((len(small), 3), np.int64)])[order]
     held = [*repeat(None, len(keys) - len(small)), *(inside[key] for key in small)]
-    nodes, manifest = ocdbt.tree(name, keys, files, rows, [held[i] for i in order.tolist()], len(before))
+    nodes, manifest = ocdbt.tree(
+        name, keys, files, rows, [held[i] for i in order.tolist()], len(before)
+    )
     attempt.write(name, before + nodes)
     attempt.write(MANIFEST, manifest)
     listed = sorted(attempt.with_new_keys(partial(_list_keys, attempt)))
     if listed != keys:
         reader = "TensorStore finds" if attempt.has_driver else "reading it back finds"
-        raise CommitError(f"{attempt}: {reader} {len(listed)} keys in the index where {len(keys)} were written.")
+        raise CommitError(
+            f"{attempt}: {reader} {len(listed)} keys in the index where {len(keys)} were written."
+        )
 
 
 def is_by_host(attempt: Store) -> bool:
@@ -118,7 +143,11 @@ def is_by_host(attempt: Store) -> bool:
 def _list_keys(attempt: Store) -> list[bytes]:
     """The keys of an index as TensorStore lists them, or our own reader where TensorStore has no driver."""
     with storage_errors("read back the index of", attempt):
-        return _database(attempt).list().result() if attempt.has_driver else [key.encode() for key, _ in index_values(attempt)]
+        return (
+            _database(attempt).list().result()
+            if attempt.has_driver
+            else [key.encode() for key, _ in index_values(attempt)]
+        )
 
 
 def write_plain_documents(attempt: Store, documents: Mapping[str, Mapping[str, Any]]) -> None:
@@ -143,16 +172,28 @@ def packed_documents(documents: Iterable[tuple[str, bytes]]) -> Iterator[tuple[s
 
 
 def plain_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
-    """The documents as objects of the attempt; the root has consolidated metadata and comes last: a reader that sees it sees all."""
-    arrays = {plain_key(path).removeprefix(f"{PLAIN_ROOT}/"): document for path, document in documents.items()}
+    """The documents as objects of the attempt.
+
+    The root has consolidated metadata and comes last: a reader that sees it sees all.
+    """
+    arrays = {
+        plain_key(path).removeprefix(f"{PLAIN_ROOT}/"): document
+        for path, document in documents.items()
+    }
     groups = {path: group_json() for path in parent_groups(arrays) if path}
     members: dict[str, Any] = {**groups, **arrays}
     everything = [*members.items(), ("", group_json(members=members))]
-    return {f"{PLAIN_ROOT}/{document_key(path)}": encode_document(document) for path, document in everything}
+    return {
+        f"{PLAIN_ROOT}/{document_key(path)}": encode_document(document)
+        for path, document in everything
+    }
 
 
 def dump_index(attempt: Store) -> dict[str, Place]:
-    """Every chunk of the merged index: key → place. Some 400 bytes of memory per chunk; see `index_entries`."""
+    """Every chunk of the merged index: key → place.
+
+    Some 400 bytes of memory per chunk; see `index_entries`.
+    """
     return dict(index_entries(attempt))
 
 
@@ -165,9 +206,12 @@ def index_entries(attempt: Store) -> Iterator[tuple[str, Place]]:
 
 
 def index_values(attempt: Store) -> Iterator[tuple[str, Place | bytes]]:
-    """The values of an index (merged or a host's own), or their places in files; node after node in order of their keys.
+    """The values of an index (merged or a host's own), or their places in files.
 
-    The intermediate versions that TensorStore made, which no reader uses, are walked last, so that damage to their nodes is found too.
+    Node after node in order of their keys.
+
+    The intermediate versions that TensorStore made, which no reader uses, are walked last, so that
+    damage to their nodes is found too.
 
     Raises:
         MissingDataError: there is no index, or a part of it is gone.
@@ -182,7 +226,9 @@ def index_values(attempt: Store) -> Iterator[tuple[str, Place | bytes]]:
             pass
 
 
-def stock_spec(location: Location, attempt: str, array_path: str, layout: str = "packed") -> dict[str, Any]:
+def stock_spec(
+    location: Location, attempt: str, array_path: str, layout: str = "packed"
+) -> dict[str, Any]:
     """The spec with which stock TensorStore opens an array; a missing chunk is an error.
 
     Raises:
@@ -191,7 +237,11 @@ def stock_spec(location: Location, attempt: str, array_path: str, layout: str = 
     place = location.join(attempt)
     strict = {"fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
     if layout == "packed":
-        return {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": place.kvstore(), "path": f"{array_path}/"}, **strict}
+        return {
+            "driver": "zarr3",
+            "kvstore": {"driver": "ocdbt", "base": place.kvstore(), "path": f"{array_path}/"},
+            **strict,
+        }
     return {"driver": "zarr3", "kvstore": place.join(plain_key(array_path)).kvstore(), **strict}
 
 
@@ -215,17 +265,25 @@ def _versions(place: Store) -> list[Version]:
         return ocdbt.read_manifest(place.read(MANIFEST))
 
 
-def _entries(place: Store, node: Place | None, prefix: bytes, seen: set[Place], depth: int) -> Iterator[tuple[str, Place | bytes]]:
-    """The values at and below one node, whose keys all start with `prefix`; nodes in `seen` are skipped."""
+def _entries(
+    place: Store, node: Place | None, prefix: bytes, seen: set[Place], depth: int
+) -> Iterator[tuple[str, Place | bytes]]:
+    """The values at and below one node, whose keys all start with `prefix`.
+
+    Nodes in `seen` are skipped.
+    """
     if node is None or node in seen:
         return
     seen.add(node)
     if depth > _MOST_HEIGHT:
-        raise FormatError(f"{place}: the index is more than {_MOST_HEIGHT} nodes high; it is damaged.")
+        raise FormatError(
+            f"{place}: the index is more than {_MOST_HEIGHT} nodes high; it is damaged."
+        )
     file, offset, length = node
     if length > LARGEST_WHOLE:
         raise FormatError(
-            f"{place}: the index has a node of {length} bytes, at most {LARGEST_WHOLE} are expected; it was not written by shardckpt."
+            f"{place}: the index has a node of {length} bytes, at most {LARGEST_WHOLE} are "
+            "expected; it was not written by shardckpt."
         )
     with storage_errors("read the index of", place):
         content = ocdbt.read_node(place.read(file, offset, offset + length))

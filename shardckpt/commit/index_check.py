@@ -1,6 +1,7 @@
 """Check that the index for other zarr readers agrees with the record and the chunk tables.
 
-Our own readers do not use the index, so a wrong one cannot mislead them; but `verify` also covers stock readers.
+Our own readers do not use the index, so a wrong one cannot mislead them; but `verify` also covers
+stock readers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from shardckpt.commit import index
 from shardckpt.commit.assemble import SMALL
 from shardckpt.errors import ShardckptError
 from shardckpt.format.table import OWN_OBJECT
-from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, encode_document, group_json, parent_groups, split_chunk_key
+from shardckpt.format.zarr_arrays import (
+    CHECKSUM_BYTES,
+    chunk_object_key,
+    encode_document,
+    group_json,
+    parent_groups,
+    split_chunk_key,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -35,7 +43,13 @@ _AT_ONCE = 1 << 12
 class IndexCheck:
     """Compares the indexes of an attempt with its chunk tables."""
 
-    def __init__(self, attempt: Store, document: Callable[[str], bytes], pieces: dict[str, Piece], table: Table) -> None:
+    def __init__(
+        self,
+        attempt: Store,
+        document: Callable[[str], bytes],
+        pieces: dict[str, Piece],
+        table: Table,
+    ) -> None:
         """Set the expected contents of the indexes.
 
         Args:
@@ -63,7 +77,10 @@ class IndexCheck:
             in_lane = yield from self._database(lane, {})
             in_lanes = None if in_lanes is None or in_lane is None else in_lanes + in_lane
         if in_lanes not in (None, chunks):
-            yield "hosts", f"the lanes' indexes have {in_lanes} chunks, the chunk tables have {chunks}"
+            yield (
+                "hosts",
+                f"the lanes' indexes have {in_lanes} chunks, the chunk tables have {chunks}",
+            )
 
     def _inline_keys(self) -> dict[str, tuple[int, int]]:
         """The chunks of small tensors, which are values in the index itself: key → bytes and crc32c from the chunk table."""
@@ -73,26 +90,38 @@ class IndexCheck:
             for path, rows in self._table.arrays().items():
                 piece = self._pieces.get(path)
                 if piece is not None:  # the table is untrusted
-                    for row in np.flatnonzero((rows.file == small) & (rows.chunk < piece.num_chunks)).tolist():
-                        chunks[chunk_object_key(piece, int(rows.chunk[row]))] = int(rows.length[row]), int(rows.crc[row])
+                    for row in np.flatnonzero(
+                        (rows.file == small) & (rows.chunk < piece.num_chunks)
+                    ).tolist():
+                        chunks[chunk_object_key(piece, int(rows.chunk[row]))] = (
+                            int(rows.length[row]),
+                            int(rows.crc[row]),
+                        )
         return chunks
 
     def plain(self) -> Iterator[Fault]:
         """Faults of the zarr.json documents of the plain layout."""
-        for key, document in index.plain_documents({path: json.loads(self._document(path)) for path in self._pieces}).items():
+        for key, document in index.plain_documents(
+            {path: json.loads(self._document(path)) for path in self._pieces}
+        ).items():
             try:
                 if not _same_json(self._attempt.read(key), document):
                     yield key, "the zarr document differs from the saved one"
             except ShardckptError as e:
                 yield key, str(e)
 
-    def _database(self, lane: str, others: dict[str, str | tuple[int, int]]) -> Generator[Fault, None, int | None]:
-        """Faults of the entries of a lane ("": the merged index); returns its number of chunks in files, or None if it cannot be read.
+    def _database(
+        self, lane: str, others: dict[str, str | tuple[int, int]]
+    ) -> Generator[Fault, None, int | None]:
+        """Faults of the entries of a lane ("": the merged index).
+
+        Returns its number of chunks in files, or None if it cannot be read.
 
         Args:
             lane: relative to the attempt.
-            others: keys of all other values: documents with the paths of their arrays or groups, and small chunks with their bytes and
-                crc32c. Those that the database has are removed.
+            others: keys of all other values: documents with the paths of their arrays or groups,
+                and small chunks with their bytes and crc32c. Those that the database has are
+                removed.
         """
         prefix = f"{lane}/" if lane else ""
         count = 0
@@ -103,7 +132,11 @@ class IndexCheck:
                 chunks: list[tuple[str, Place]] = []
                 for key, value in batch:
                     if key in others:  # a document that is too large for a node is in a file
-                        data = value if isinstance(value, bytes) else place.read(value[0], value[1], value[1] + value[2])
+                        data = (
+                            value
+                            if isinstance(value, bytes)
+                            else place.read(value[0], value[1], value[1] + value[2])
+                        )
                         if self._is(others[key], data):
                             del others[key]
                     elif not isinstance(value, bytes):
@@ -122,7 +155,10 @@ class IndexCheck:
         """Whether a value is the document of a path, or a chunk of those bytes and crc32c."""
         if not isinstance(expected, str):
             return _same_chunk(value, expected)
-        return _same_json(value, self._document(expected) if expected in self._pieces else encode_document(group_json()))
+        return _same_json(
+            value,
+            self._document(expected) if expected in self._pieces else encode_document(group_json()),
+        )
 
     def _find_misplaced(self, entries: Sequence[tuple[str, Place]]) -> Iterator[str]:
         """The faults of entries of chunks."""
@@ -131,14 +167,19 @@ class IndexCheck:
         positions = np.array([-1 if chunk is None else chunk[1] for chunk in chunks], np.int64)
         rows = self._table.find(paths, np.arange(len(paths)), positions)
         of_table = self._table.rows.take(rows[rows >= 0])
-        places = zip(of_table.file.tolist(), of_table.offset.tolist(), of_table.length.tolist(), strict=True)
+        places = zip(
+            of_table.file.tolist(), of_table.offset.tolist(), of_table.length.tolist(), strict=True
+        )
         for (key, place), row in zip(entries, rows.tolist(), strict=True):
             if row < 0:
                 yield f"the index has {key}, which is not a chunk of this checkpoint"
                 continue
             file, *extent = next(places)
             if file == OWN_OBJECT:
-                yield f"the chunk table has {key} as an object of its own, which it is not in the packed layout"
+                yield (
+                    f"the chunk table has {key} as an object of its own, which it is not in the "
+                    "packed layout"
+                )
             elif place != (expected := (self._table.files[file], *extent)):
                 yield f"the index has {key} at {place}, the chunk table at {expected}"
 
@@ -155,4 +196,8 @@ def _same_chunk(value: bytes, expected: tuple[int, int]) -> bool:
     """Whether a small tensor's chunk has the length and the checksum of the chunk table."""
     length, crc = expected
     checksum = crc.to_bytes(CHECKSUM_BYTES, "little")
-    return len(value) == length and value[-CHECKSUM_BYTES:] == checksum and crc32c.crc32c(value[:-CHECKSUM_BYTES]) == crc
+    return (
+        len(value) == length
+        and value[-CHECKSUM_BYTES:] == checksum
+        and crc32c.crc32c(value[:-CHECKSUM_BYTES]) == crc
+    )

@@ -1,14 +1,17 @@
 """Markers on a committed checkpoint: pinned or tagged, or superseded.
 
-A marker is a small object beside the commit record, and names the attempt that it applies to. So it does not apply to a
-later checkpoint at the same place, even if it was not removed. It applies to an attempt that holds the same elements anew (`unfolded`).
+A marker is a small object beside the commit record, and names the attempt that it applies to. So it
+does not apply to a later checkpoint at the same place, even if it was not removed. It applies to an
+attempt that holds the same elements anew (`unfolded`).
 
-A tag is a name on a checkpoint, and protects it as a pin does. Both are in one marker, which earlier versions of shardckpt
-take for a pin. Every change of it is conditional (`runs.pinning`), so changes at the same time do not undo each other.
+A tag is a name on a checkpoint, and protects it as a pin does. Both are in one marker, which
+earlier versions of shardckpt take for a pin. Every change of it is conditional (`runs.pinning`), so
+changes at the same time do not undo each other.
 
-A pin and a deletion may run at the same time. The deletion reads the commit record, then looks for the pin, then replaces the
-record on condition that it still has that version. Pinning writes the pin, then makes a new version of the record. One of
-them loses the race and notices. So a pin that was set successfully always protects.
+A pin and a deletion may run at the same time. The deletion reads the commit record, then looks for
+the pin, then replaces the record on condition that it still has that version. Pinning writes the
+pin, then makes a new version of the record. One of them loses the race and notices. So a pin that
+was set successfully always protects.
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
 
 PINNED = "pinned.json"
-"""Marker that protects the checkpoint against deletion, with its tags; key relative to the checkpoint."""
+"""Marker that protects the checkpoint against deletion, with its tags; key relative to the
+checkpoint."""
 SUPERSEDED = "superseded.json"
-"""Marker after training went back to an earlier step and no longer includes this one; key relative to the checkpoint."""
+"""Marker after training went back to an earlier step and no longer includes this one; key relative
+to the checkpoint."""
 
 
 def mark(store: Store, marker: str, attempt: str) -> None:
@@ -42,10 +47,15 @@ def mark(store: Store, marker: str, attempt: str) -> None:
 
 
 def is_superseded(store: Store, attempt: str | None) -> bool:
-    """Whether an attempt is marked as superseded; None: the attempt is not known (the commit record is unreadable), and any counts."""
+    """Whether an attempt is marked as superseded.
+
+    None: the attempt is not known (the commit record is unreadable), and any counts.
+    """
     try:
         marker = read_sealed(store, SUPERSEDED)
-        return marker is not None and (attempt is None or unfolded(attempt) == unfolded(marker.string("attempt")))
+        return marker is not None and (
+            attempt is None or unfolded(attempt) == unfolded(marker.string("attempt"))
+        )
     except FormatError:
         return False
 
@@ -69,12 +79,20 @@ class Protection:
 
     def __str__(self) -> str:
         """A description such as "pinned and tagged best", for messages."""
-        return " and ".join([*(["pinned"] if self.pinned else []), *(["tagged " + ", ".join(self.tags)] if self.tags else [])])
+        return " and ".join(
+            [
+                *(["pinned"] if self.pinned else []),
+                *(["tagged " + ", ".join(self.tags)] if self.tags else []),
+            ]
+        )
 
     @property
     def undo(self) -> str:
         """The commands that end it, for messages."""
-        commands = [*(["`shardckpt unpin`"] if self.pinned else []), *(f"`shardckpt untag {tag}`" for tag in self.tags)]
+        commands = [
+            *(["`shardckpt unpin`"] if self.pinned else []),
+            *(f"`shardckpt untag {tag}`" for tag in self.tags),
+        ]
         return " and ".join(commands)
 
     def sealed(self, attempt: str) -> bytes:
@@ -83,7 +101,9 @@ class Protection:
 
 
 def protection(store: Store, attempt: str | None) -> Protection:
-    """The protection of an attempt from deletion. None: the attempt is not known (the commit record is unreadable), and any marker counts.
+    """The protection of an attempt from deletion.
+
+    None: the attempt is not known (the commit record is unreadable), and any marker counts.
 
     A damaged marker counts as a pin: it still protects.
     """
@@ -94,7 +114,10 @@ def protection(store: Store, attempt: str | None) -> Protection:
 
 
 def protection_of(store: Store, data: bytes | None, attempt: str | None) -> Protection:
-    """The protection that a marker's bytes (None: there is no marker) give to an attempt; arguments otherwise as for `protection`."""
+    """The protection that a marker's bytes (None: there is no marker) give to an attempt.
+
+    Arguments otherwise as for `protection`.
+    """
     if data is None:
         return Protection()
     where = store.path_of(PINNED)
@@ -102,8 +125,15 @@ def protection_of(store: Store, data: bytes | None, attempt: str | None) -> Prot
         marker = Fields(open_envelope(data, where), where)
         if attempt is not None and unfolded(attempt) != unfolded(marker.string("attempt")):
             return Protection()
-        pinned, tags = marker.doc.get("pinned", True), marker.doc.get("tags", [])  # earlier versions wrote neither
-        known = isinstance(tags, list) and len(tags) <= MOST_TAGS and all(isinstance(tag, str) and TAG.fullmatch(tag) for tag in tags)
+        pinned, tags = (
+            marker.doc.get("pinned", True),
+            marker.doc.get("tags", []),
+        )  # earlier versions wrote neither
+        known = (
+            isinstance(tags, list)
+            and len(tags) <= MOST_TAGS
+            and all(isinstance(tag, str) and TAG.fullmatch(tag) for tag in tags)
+        )
         if not isinstance(pinned, bool) or not known:
             marker.fail("it is not a marker of a pin and of tags")
         return Protection(pinned, tuple(sorted(set(tags))))

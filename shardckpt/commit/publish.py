@@ -1,21 +1,24 @@
 """Publishing an attempt: everything or nothing, by one conditional write of one small object.
 
-An attempt is a directory whose name is never reused. Data, then the hosts' records, are written there. As long as
-`checkpoint.json` does not name the attempt, it is not a checkpoint. The committing process
+An attempt is a directory whose name is never reused. Data, then the hosts' records, are written
+there. As long as `checkpoint.json` does not name the attempt, it is not a checkpoint. The
+committing process
 
 1. makes the commit record from the hosts' records (`assemble`);
-2. replaces exactly the version of `checkpoint.json` that was there before any host wrote (`replace`, a
-   compare-and-swap). Losing that race publishes nothing. If there is no checkpoint, that version is a placeholder,
-   which the save writes first (`hold_place`). Publishing never creates the file. So a committer that
-   was asleep publishes nothing after `checkpoint.json` was removed.
+2. replaces exactly the version of `checkpoint.json` that was there before any host wrote
+   (`replace`, a compare-and-swap). Losing that race publishes nothing. If there is no checkpoint,
+   that version is a placeholder, which the save writes first (`hold_place`). Publishing never
+   creates the file. So a committer that was asleep publishes nothing after `checkpoint.json` was
+   removed.
 
-Several processes may commit one attempt: the process that saved, and others that found it complete. One of them wins; the
-others find their own attempt published, which is a success too.
+Several processes may commit one attempt: the process that saved, and others that found it complete.
+One of them wins; the others find their own attempt published, which is a success too.
 
-A complete attempt whose publication failed stays: any process may publish it later. It is removed only when no process can publish
-it any more, because the record is neither the prior one nor its own (`publish`, `discard_unfit`), or by a collection
-(`collect`), which tries to publish it first. On a local disk, publishers hold a shared lock on its directory, and the process that
-removes it an exclusive one.
+A complete attempt whose publication failed stays: any process may publish it later. It is removed
+only when no process can publish it any more, because the record is neither the prior one nor its
+own (`publish`, `discard_unfit`), or by a collection (`collect`), which tries to publish it first.
+On a local disk, publishers hold a shared lock on its directory, and the process that removes it an
+exclusive one.
 """
 
 from __future__ import annotations
@@ -32,7 +35,14 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit.attempts import attempts, is_attempt
 from shardckpt.commit.markers import PINNED, SUPERSEDED, unmark
-from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, ShardckptError, StorageError, VersionError
+from shardckpt.errors import (
+    AlreadyExistsError,
+    CommitError,
+    FormatError,
+    ShardckptError,
+    StorageError,
+    VersionError,
+)
 from shardckpt.format.documents import seal
 from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
 from shardckpt.format.table import check_sizes
@@ -49,8 +59,8 @@ RECORD = "checkpoint.json"
 """The commit record, relative to the checkpoint."""
 _UNREADABLE = Tombstone("unreadable")
 _ROUNDS, _DISK_ROUNDS = 10, 200
-"""Number of retries because another process has changed the record. On a disk, where a retry takes a tenth of a millisecond,
-deletions may also remove the empty directory each time."""
+"""Number of retries because another process has changed the record. On a disk, where a retry takes
+a tenth of a millisecond, deletions may also remove the empty directory each time."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.1, 1.0
 """Least and most seconds between two checks for another process's placeholder."""
 
@@ -106,33 +116,42 @@ def read_prior(store: Store, *, overwrite: bool) -> Prior:
         if not overwrite:
             advice = " Save elsewhere, or replace it with the option "
             raise FormatError(Message(e.message, advice, named("overwrite", True), ".")) from e
-        # The damaged record is of no use to readers. It is not known which attempt it named, so that attempt stays as garbage.
+        # The damaged record is of no use to readers. It is not known which attempt it named, so
+        # that attempt stays as garbage.
         record = _UNREADABLE
     if isinstance(record, CheckpointRecord) and not overwrite:
-        raise AlreadyExistsError(f"{store}: a checkpoint is committed there already; save elsewhere, or with SaveOptions(overwrite=True).")
+        raise AlreadyExistsError(
+            f"{store}: a checkpoint is committed there already; save elsewhere, or with "
+            "SaveOptions(overwrite=True)."
+        )
     return Prior(record, generation, digest)
 
 
 def hold_place(store: Store, prior: Prior, *, overwrite: bool, wait_seconds: float = 0.0) -> Prior:
     """Write a placeholder if there is no checkpoint, before the first byte is written there.
 
-    A process that removes data replaces the commit record first. Publishing replaces exactly the version that the save found here,
-    and no version occurs twice. So a late save publishes nothing if any of its data was removed.
+    A process that removes data replaces the commit record first. Publishing replaces exactly the
+    version that the save found here, and no version occurs twice. So a late save publishes nothing
+    if any of its data was removed.
 
     Args:
         store: the checkpoint's place.
         prior: the result of a `read_prior` just now.
         overwrite: as for `read_prior`.
-        wait_seconds: time to wait for another process of the same save to do it, because one object allows few writes per second.
+        wait_seconds: time to wait for another process of the same save to do it, because one object
+            allows few writes per second.
 
     Returns:
-        The version to replace: `prior` if it is a checkpoint, otherwise a placeholder; where nothing can be replaced, a missing record.
+        The version to replace: `prior` if it is a checkpoint, otherwise a placeholder; where
+        nothing can be replaced, a missing record.
 
     Raises:
         AlreadyExistsError, VersionError, FormatError: as for `read_prior`.
         StorageError: the storage failed.
     """
-    if not store.replaces:  # nothing is ever removed there, so the record is created, and no placeholder is needed
+    if (
+        not store.replaces
+    ):  # nothing is ever removed there, so the record is created, and no placeholder is needed
         if prior.record is not None:
             store.check_replaces("save over what is at")
         if not store.writable:
@@ -140,12 +159,16 @@ def hold_place(store: Store, prior: Prior, *, overwrite: bool, wait_seconds: flo
         return prior
     began, looks = time.monotonic(), 0
     most = _DISK_ROUNDS if store.near else _ROUNDS
-    while not (prior.holds or isinstance(prior.record, CheckpointRecord) or prior.record is _UNREADABLE):
+    while not (
+        prior.holds or isinstance(prior.record, CheckpointRecord) or prior.record is _UNREADABLE
+    ):
         waited = time.monotonic() - began
         if waited < wait_seconds:
             time.sleep(min(max(_LEAST_PAUSE, waited), _MOST_PAUSE))
         elif looks == most:
-            why = "the storage refused the write, and nothing is there; check that the bucket exists."
+            why = (
+                "the storage refused the write, and nothing is there; check that the bucket exists."
+            )
             why = why if prior.record is None else "other processes keep changing it; try again."
             raise StorageError(f"cannot create {store.path_of(RECORD)}: {why}")
         else:
@@ -159,7 +182,11 @@ def _put_placeholder(store: Store, prior: Prior, *, last: bool) -> None:
     """Write a placeholder in place of a tombstone or a missing record, unless another process is first."""
 
     def make() -> bytes:
-        return seal(Tombstone("a save was begun here and is not committed", secrets.token_hex(8), begun=True).to_json())
+        return seal(
+            Tombstone(
+                "a save was begun here and is not committed", secrets.token_hex(8), begun=True
+            ).to_json()
+        )
 
     try:
         put_tombstone(store, make, prior.generation, absent=prior.record is None)
@@ -169,11 +196,15 @@ def _put_placeholder(store: Store, prior: Prior, *, last: bool) -> None:
             raise
 
 
-def put_tombstone(store: Store, make: Callable[[], bytes], generation: bytes, *, absent: bool) -> bool:
-    """Write a tombstone in place of a version of the commit record, or of a missing one; the tombstone's version never occurs again.
+def put_tombstone(
+    store: Store, make: Callable[[], bytes], generation: bytes, *, absent: bool
+) -> bool:
+    """Write a tombstone in place of a version of the commit record, or of a missing one.
 
-    A request whose response was lost is made again. So creating an object may succeed twice, if it is removed in between; the two
-    objects have different versions even then (`Store.create_anew`).
+    The tombstone's version never occurs again.
+
+    A request whose response was lost is made again. So creating an object may succeed twice, if it
+    is removed in between; the two objects have different versions even then (`Store.create_anew`).
 
     Args:
         store: the checkpoint's place.
@@ -182,12 +213,17 @@ def put_tombstone(store: Store, make: Callable[[], bytes], generation: bytes, *,
         absent: whether the record is missing.
 
     Returns:
-        Whether the tombstone was written. False if another object is there, maybe from an earlier try.
+        Whether the tombstone was written. False if another object is there, maybe from an earlier
+        try.
 
     Raises:
         StorageError: the storage failed.
     """
-    return store.create_anew(RECORD, make, generation) if absent else store.replace(RECORD, make(), generation)
+    return (
+        store.create_anew(RECORD, make, generation)
+        if absent
+        else store.replace(RECORD, make(), generation)
+    )
 
 
 def clear_place(store: Store, generation: bytes) -> None:
@@ -214,10 +250,11 @@ def clear_place(store: Store, generation: bytes) -> None:
 def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
     """Make an assembled attempt the checkpoint, or remove it if no process can ever publish it.
 
-    A removed attempt must never be published afterwards. So it is removed only after the storage has responded, and has
-    then shown a record that is neither ours nor the prior one. It may be ours if the storage loses its own response, retries, and
-    reports that "another" writer was first. While the prior record is there, a try whose response was lost may still succeed, and
-    so may a later try. So after any failure the attempt stays.
+    A removed attempt must never be published afterwards. So it is removed only after the storage
+    has responded, and has then shown a record that is neither ours nor the prior one. It may be
+    ours if the storage loses its own response, retries, and reports that "another" writer was
+    first. While the prior record is there, a try whose response was lost may still succeed, and so
+    may a later try. So after any failure the attempt stays.
 
     Args:
         store: the checkpoint's place.
@@ -225,11 +262,13 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
         prior: the version of the commit record that `hold_place` returned when the save began.
 
     Returns:
-        Whether this call published it; False: another committer has published this same attempt. Only the committer that published it
-        knows that its record is durable, so only that one may remove the replaced attempt.
+        Whether this call published it; False: another committer has published this same attempt.
+        Only the committer that published it knows that its record is durable, so only that one may
+        remove the replaced attempt.
 
     Raises:
-        AlreadyExistsError: another attempt was published first, or the place was deleted or collected meanwhile.
+        AlreadyExistsError: another attempt was published first, or the place was deleted or
+            collected meanwhile.
         CommitError: readers would refuse the record; or another process has removed the attempt.
         StorageError: the storage failed, or contradicts itself.
     """
@@ -243,7 +282,10 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
             published = not gone and store.replace(RECORD, data, prior.generation)
     except StorageError as e:
         if is_published(store, record.attempt):
-            raise StorageError(f"{store}: the checkpoint is committed, but a crash of the machine now might undo that ({e})") from e
+            raise StorageError(
+                f"{store}: the checkpoint is committed, but a crash of the machine now might undo "
+                f"that ({e})"
+            ) from e
         raise _publication_error(store, e) from e
     if published:
         _last_published[0] = record_digest(data), record
@@ -257,17 +299,21 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
             raise CommitError(f"{place}: another process has removed this save; save again.")
         raise _publication_error(
             store,
-            f"cannot write {store.path_of(RECORD)}: the storage refused the write as if another save had come first, but shows none; "
-            f"check that the bucket exists.",
+            f"cannot write {store.path_of(RECORD)}: the storage refused the write as if another "
+            "save had come first, but shows none; check that the bucket exists.",
         )
     discard(place)
     raise AlreadyExistsError(
-        f"{store}: another save committed there, or the place was deleted, while this one was running; nothing of it was kept."
+        f"{store}: another save committed there, or the place was deleted, while this one was "
+        "running; nothing of it was kept."
     )
 
 
 def _publication_error(store: Store, why: object) -> StorageError:
-    return StorageError(f"{why} The data of the save is complete and stays there: `shardckpt commit {store}` publishes it.")
+    return StorageError(
+        f"{why} The data of the save is complete and stays there: `shardckpt commit {store}` "
+        "publishes it."
+    )
 
 
 @contextlib.contextmanager
@@ -292,17 +338,27 @@ def is_published(store: Store, attempt: str) -> bool:
 
 
 def _check_readable(store: Store, record: CheckpointRecord, data: bytes) -> None:
-    """Parse a commit record as every reader will, before it replaces a readable one; its tensors once for all saves of the same ones."""
+    """Parse a commit record as every reader will, before it replaces a readable one.
+
+    Its tensors once for all saves of the same ones.
+    """
     why = f"{store}: nothing was published, because it could not be read again"
     if len(data) > LARGEST_WHOLE:
-        raise CommitError(f"{why}: its record would have {len(data)} bytes, and readers take at most {LARGEST_WHOLE}.")
+        raise CommitError(
+            f"{why}: its record would have {len(data)} bytes, and readers take at most "
+            f"{LARGEST_WHOLE}."
+        )
     try:
         known = record.structure.known_to_be_readable and not record.structure.chain
         if known and record.structure.tree_is_known_to_be_readable:
             parse_checkpoint(record.seal_without_tensors(tree=False), store.path_of(RECORD), {})
         else:
             if known:
-                parse_checkpoint(record.seal_without_tensors(tree=True), store.path_of(RECORD), record.structure.tensors)
+                parse_checkpoint(
+                    record.seal_without_tensors(tree=True),
+                    store.path_of(RECORD),
+                    record.structure.tensors,
+                )
             else:
                 parse_checkpoint(data, store.path_of(RECORD))
             record.structure.note_readable()
@@ -314,7 +370,8 @@ def _check_readable(store: Store, record: CheckpointRecord, data: bytes) -> None
 
 
 _last_published: list[tuple[str | None, CheckpointRecord | None]] = [(None, None)]
-"""The digest of the last record that this process has published, and the record: the next save to the place need not parse it."""
+"""The digest of the last record that this process has published, and the record: the next save to
+the place need not parse it."""
 
 
 def _parse(store: Store, data: bytes | None) -> CheckpointRecord | Tombstone | None:
@@ -335,18 +392,29 @@ def _attempt(store: Store, data: bytes | None) -> str | None:
 
 
 def record_digest(data: bytes | None) -> str | None:
-    """The digest of a commit record as it is stored, for one that cannot be read, too; None: there is none."""
+    """The digest of a commit record as it is stored, for one that cannot be read, too.
+
+    None: there is none.
+    """
     return None if data is None else hashlib.sha256(data).hexdigest()
 
 
 def discard(place: Store) -> None:
-    """Remove an attempt that this process does not publish; files that cannot be removed stay as garbage.
+    """Remove an attempt that this process does not publish.
 
-    On a local disk, an attempt that another process is publishing stays. On an object store that cannot be seen: the caller must know.
+    Files that cannot be removed stay as garbage.
+
+    On a local disk, an attempt that another process is publishing stays. On an object store that
+    cannot be seen: the caller must know.
     """
-    with contextlib.suppress(StorageError, OSError), _lock(place, fcntl.LOCK_EX | fcntl.LOCK_NB) as locked:
+    with (
+        contextlib.suppress(StorageError, OSError),
+        _lock(place, fcntl.LOCK_EX | fcntl.LOCK_NB) as locked,
+    ):
         if locked or not place.list_children("records/"):
-            place.delete_prefix("records/")  # first: a restarted reshard trusts a record that its data is there
+            place.delete_prefix(
+                "records/"
+            )  # first: a restarted reshard trusts a record that its data is there
             place.delete_prefix("")
 
 
@@ -357,7 +425,8 @@ def discard_unfit(store: Store, attempt: str, prior: Prior, *, complete: bool) -
         store: the checkpoint's place.
         attempt: the attempt.
         prior: the version of the commit record that it may replace.
-        complete: whether its data may be complete and durable, so that another process may publish it.
+        complete: whether its data may be complete and durable, so that another process may publish
+            it.
     """
     with contextlib.suppress(ShardckptError):  # an unreadable record may name this attempt
         data, _ = store.read_versioned(RECORD)
@@ -370,7 +439,9 @@ def discard_unfit(store: Store, attempt: str, prior: Prior, *, complete: bool) -
 
 @contextlib.contextmanager
 def _lock(place: Store, how: int) -> Iterator[bool]:
-    """Hold a lock on an attempt's directory on a local disk; yield whether it was acquired, and always True on an object store.
+    """Hold a lock on an attempt's directory on a local disk.
+
+    Yield whether it was acquired, and always True on an object store.
 
     Raises:
         BlockingIOError: another process holds it, and `how` says not to wait.
@@ -403,7 +474,12 @@ def remove_replaced(store: Store, attempt: str) -> None:
     """
     replaced = store.sub(attempt)
     try:
-        if is_attempt(store, attempt):  # otherwise a foreign program wrote the record and the directory
+        if is_attempt(
+            store, attempt
+        ):  # otherwise a foreign program wrote the record and the directory
             replaced.delete_prefix("")
     except StorageError as e:
-        raise StorageError(f"{store}: the new checkpoint is committed; the one that it replaces cannot be removed ({e})") from e
+        raise StorageError(
+            f"{store}: the new checkpoint is committed; the one that it replaces cannot be "
+            f"removed ({e})"
+        ) from e

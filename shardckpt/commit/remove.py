@@ -1,15 +1,17 @@
 """Removal of checkpoints and of attempts that no commit record names, such that none can be published afterwards.
 
-A committer may sleep for any time just before the conditional write that would make its attempt the checkpoint. No other
-process can see that. The conditional write replaces the version of `checkpoint.json` that was there before any data of the
-attempt: a checkpoint or a placeholder (`publish.hold_place`). It never creates the file. So *before* data is removed,
-`checkpoint.json` is replaced by a new version (the *fence*). From then on the sleeping committer can publish nothing, even
-after the file is deleted.
+A committer may sleep for any time just before the conditional write that would make its attempt the
+checkpoint. No other process can see that. The conditional write replaces the version of
+`checkpoint.json` that was there before any data of the attempt: a checkpoint or a placeholder
+(`publish.hold_place`). It never creates the file. So *before* data is removed, `checkpoint.json` is
+replaced by a new version (the *fence*). From then on the sleeping committer can publish nothing,
+even after the file is deleted.
 
-To delete a checkpoint, a tombstone replaces its record under the same condition (`bury`), unless it is pinned or tagged
-(`commit.markers`). Then its attempt is removed, then the tombstone. If the process stops in between, the checkpoint is either intact or
-gone, and the next collection removes the remaining attempts and the tombstone. `runs.collecting` says in which order a collection
-calls these functions, and publishes what is complete.
+To delete a checkpoint, a tombstone replaces its record under the same condition (`bury`), unless it
+is pinned or tagged (`commit.markers`). Then its attempt is removed, then the tombstone. If the
+process stops in between, the checkpoint is either intact or gone, and the next collection removes
+the remaining attempts and the tombstone. `runs.collecting` says in which order a collection calls
+these functions, and publishes what is complete.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
 
 ROUNDS = 10
-"""Number of new starts because the record has changed; each change means that another process made progress."""
+"""Number of new starts because the record has changed; each change means that another process made
+progress."""
 UNDER_WAY = "it may be a save under way"
 _NEIGHBOUR = "another save to this place may be under way, and would fail if this were removed"
 _COLLECTED = "no save here was finished, and what was left of them was removed"
@@ -54,8 +57,8 @@ class Collected:
     attempt: str | None
     """Name of the attempt; None: the outcome is about no particular attempt."""
     outcome: Literal["removed", "published", "kept", "failed"]
-    """`removed`: it was removed; `published`: it was complete, and is the checkpoint now; in a dry run: it would be. `failed`: the storage
-    refused, and a part of it may be gone."""
+    """`removed`: it was removed; `published`: it was complete, and is the checkpoint now; in a dry
+    run: it would be. `failed`: the storage refused, and a part of it may be gone."""
     idle: float | None = None
     """Seconds since the last write into it; None: not known."""
     reason: str | None = None
@@ -74,11 +77,17 @@ class StoredRecord:
     @classmethod
     def of(cls, store: Store, data: bytes | None, generation: bytes) -> StoredRecord:
         """Parse the result of `store.read_versioned`. Raises FormatError if it is not a record."""
-        return cls(data, generation, None if data is None else open_envelope(data, store.path_of(RECORD)))
+        return cls(
+            data, generation, None if data is None else open_envelope(data, store.path_of(RECORD))
+        )
 
     def attempt(self, store: Store) -> str | None:
         """The attempt that the record names; None for a tombstone. Raises FormatError."""
-        return None if self.doc is None or "tombstone" in self.doc else Fields(self.doc, store.path_of(RECORD)).string("attempt")
+        return (
+            None
+            if self.doc is None or "tombstone" in self.doc
+            else Fields(self.doc, store.path_of(RECORD)).string("attempt")
+        )
 
     @property
     def is_tombstone(self) -> bool:
@@ -93,9 +102,12 @@ class StoredRecord:
     def fence(self, store: Store) -> bool:
         """Replace the record by a new version (a placeholder becomes a tombstone) unless it has changed; return whether that succeeded."""
         if self.data is None or self.doc is None or self.is_placeholder:
-            return put_tombstone(store, partial(_tombstone, _COLLECTED), self.generation, absent=self.data is None)
+            return put_tombstone(
+                store, partial(_tombstone, _COLLECTED), self.generation, absent=self.data is None
+            )
         sealed = seal({**self.doc, "nonce" if self.is_tombstone else "fence": secrets.token_hex(8)})
-        # All fields stay, even unknown ones of newer versions. The format version stays too, because the host records have it.
+        # All fields stay, even unknown ones of newer versions. The format version stays too,
+        # because the host records have it.
         head = self.data[: self.data.index(b'"sha256"')]
         return store.replace(RECORD, head + sealed[sealed.index(b'"sha256"') :], self.generation)
 
@@ -120,7 +132,9 @@ def renew(store: Store, attempt: str) -> bool:
 
 
 def bury(store: Store, reason: str, first: str | None) -> str | None:
-    """Put a tombstone in place of the record; return the attempt that the record named, None if that is not known.
+    """Put a tombstone in place of the record.
+
+    Return the attempt that the record named, None if that is not known.
 
     If `first` is an attempt, a record that names another one stays.
     """
@@ -140,7 +154,9 @@ def bury(store: Store, reason: str, first: str | None) -> str | None:
         if record.is_tombstone:
             return first
         if first not in (None, named):
-            raise ReplacedError(f"{store}: another checkpoint has taken its place; nothing was deleted.")
+            raise ReplacedError(
+                f"{store}: another checkpoint has taken its place; nothing was deleted."
+            )
         check_unprotected(store, named, "deleted")
         first = named
         if store.replace(RECORD, _tombstone(reason), generation):
@@ -162,19 +178,36 @@ def list_orphans(store: Store, grace: float) -> tuple[list[Collected], StoredRec
     if not orphans:
         return [], record if record.is_tombstone else None
     listing = []
-    times = idle_seconds(store, [*(f"{name}/" for name in orphans), *([RECORD] if record.is_placeholder else [])])
+    times = idle_seconds(
+        store, [*(f"{name}/" for name in orphans), *([RECORD] if record.is_placeholder else [])]
+    )
     begun = times.pop(RECORD, None)
     for prefix, idle in times.items():
         young = None if is_idle(idle, grace) else _AGELESS if idle is None else UNDER_WAY
-        listing.append(Collected(store.location, prefix.removesuffix("/"), "removed" if young is None else "kept", idle, young))
-    if any(one.outcome == "kept" for one in listing) or (record.is_placeholder and not is_idle(begun, grace)):
+        listing.append(
+            Collected(
+                store.location,
+                prefix.removesuffix("/"),
+                "removed" if young is None else "kept",
+                idle,
+                young,
+            )
+        )
+    if any(one.outcome == "kept" for one in listing) or (
+        record.is_placeholder and not is_idle(begun, grace)
+    ):
         listing = [replace(one, outcome="kept", reason=one.reason or _NEIGHBOUR) for one in listing]
     return listing, record
 
 
 def clear_tombstone(store: Store, record: StoredRecord, grace: float) -> None:
-    """Delete a tombstone, or a placeholder older than `grace`, that has no attempts beside it; on a storage error it stays for later."""
-    old = record.is_tombstone and (not record.is_placeholder or is_idle(idle_seconds(store, [RECORD])[RECORD], grace))
+    """Delete a tombstone, or a placeholder older than `grace`, that has no attempts beside it.
+
+    On a storage error it stays for later.
+    """
+    old = record.is_tombstone and (
+        not record.is_placeholder or is_idle(idle_seconds(store, [RECORD])[RECORD], grace)
+    )
     if old:
         with suppress(StorageError):
             clear_place(store, record.generation)
@@ -188,7 +221,9 @@ def is_idle(idle: float | None, grace: float) -> bool:
 def remove_attempt(store: Store, orphan: Collected) -> Collected:
     """Remove a fenced attempt."""
     try:
-        if not is_link(store.local_path(f"{orphan.attempt}/")):  # never delete in the target of a link
+        if not is_link(
+            store.local_path(f"{orphan.attempt}/")
+        ):  # never delete in the target of a link
             store.delete_prefix(f"{orphan.attempt}/records/")
         store.delete_prefix(f"{orphan.attempt}/")
     except StorageError as e:
@@ -205,13 +240,15 @@ def _tombstone(reason: str) -> bytes:
 def remove_strays(place: Store) -> None:
     """Remove the folders of a complete attempt that no host's record names.
 
-    Several writers may have worked as one host, each in a folder of its own below `hosts/`. One of them wrote the host's record.
-    Another may have been killed, and its folder is left.
+    Several writers may have worked as one host, each in a folder of its own below `hosts/`. One of
+    them wrote the host's record. Another may have been killed, and its folder is left.
 
     Raises:
         StorageError: the storage failed.
     """
-    folders = {name for name in place.list_children("hosts/") if name.endswith("/")} - {_folder(SMALL_TABLE)}
+    folders = {name for name in place.list_children("hosts/") if name.endswith("/")} - {
+        _folder(SMALL_TABLE)
+    }
     hosts = finished_hosts(place)
     if len(folders) <= len(hosts):  # every host has a folder
         return

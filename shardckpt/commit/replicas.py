@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Store
 
 
-def check_replicas(place: Store, hosts: Sequence[HostRecord], tensors: Mapping[str, TensorRecord]) -> None:
+def check_replicas(
+    place: Store, hosts: Sequence[HostRecord], tensors: Mapping[str, TensorRecord]
+) -> None:
     """Check that all holders of a box have the same elements, as far as they have compared them.
 
     Files are read only where hosts have different digests.
@@ -27,7 +29,8 @@ def check_replicas(place: Store, hosts: Sequence[HostRecord], tensors: Mapping[s
         tensors: the tensors by name.
 
     Raises:
-        CommitError: hosts have different elements; the message names the tensor, and hosts on both sides.
+        CommitError: hosts have different elements; the message names the tensor, and hosts on both
+            sides.
     """
     by_group: dict[str, dict[str, list[HostRecord]]] = {}
     for host in hosts:
@@ -36,15 +39,21 @@ def check_replicas(place: Store, hosts: Sequence[HostRecord], tensors: Mapping[s
     for group, by_digest in by_group.items():
         if len(by_digest) < 2:
             continue
-        versions = [([host.host for host in holders], _checksums(place, holders[0], group)) for holders in by_digest.values()]
+        versions = [
+            ([host.host for host in holders], _checksums(place, holders[0], group))
+            for holders in by_digest.values()
+        ]
         differs = difference(versions)
         if differs is not None:
             plain = tensors[differs[0]].layout is None
-            local = ', or give each its own name and SaveOptions(host_tensors="local")' if plain else ""
+            local = (
+                ', or give each its own name and SaveOptions(host_tensors="local")' if plain else ""
+            )
             raise CommitError(
-                f"{place}: {shown(differs[0])}: this {'plain' if plain else 'replicated'} tensor {differs[1]}, and all write a part of "
-                f"it; make them equal, and check_replicas= the same on all processes{local}. SaveOptions(check_replicas=False) "
-                f"stores the lowest process's copy. Nothing was published."
+                f"{place}: {shown(differs[0])}: this {'plain' if plain else 'replicated'} tensor "
+                f"{differs[1]}, and all write a part of it; make them equal, and check_replicas= "
+                f"the same on all processes{local}. SaveOptions(check_replicas=False) stores the "
+                "lowest process's copy. Nothing was published."
             )
 
 

@@ -1,7 +1,7 @@
 """The place in the new checkpoint of each tensor of a foreign one.
 
-An `Arrangement` is the structure that is resharded, with the views of foreign tensors from which each of its tensors is made. The
-reshard decides how tensors are laid out over devices and stored.
+An `Arrangement` is the structure that is resharded, with the views of foreign tensors from which
+each of its tensors is made. The reshard decides how tensors are laid out over devices and stored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Arrangement:
     """The structure of the new checkpoint, and the foreign elements from which it is made."""
 
     structure: Structure
-    """Structure of the new checkpoint; pieces and chunks of tensors are as they lie in the foreign checkpoint."""
+    """Structure of the new checkpoint; pieces and chunks of tensors are as they lie in the foreign
+    checkpoint."""
     views: Mapping[str, tuple[View, ...]]
     """New tensor name → the views of foreign tensors from which the tensor is made."""
     notes: tuple[str, ...] = ()
@@ -42,11 +43,15 @@ class Arrangement:
     @classmethod
     def of(cls, structure: Structure) -> Arrangement:
         """The arrangement that keeps every tensor under its name."""
-        views = {name: (View.whole(name, tensor.shape),) for name, tensor in structure.tensors.items()}
+        views = {
+            name: (View.whole(name, tensor.shape),) for name, tensor in structure.tensors.items()
+        }
         return cls(structure, views, is_unchanged=True)
 
     @classmethod
-    def named(cls, structure: Structure, options: NameOptions, where: str, config: object = None) -> Arrangement:
+    def named(
+        cls, structure: Structure, options: NameOptions, where: str, config: object = None
+    ) -> Arrangement:
         """The arrangement in which options choose, name and make the tensors, and choose and name the other leaves.
 
         Args:
@@ -56,21 +61,31 @@ class Arrangement:
             config: the model's configuration, if it has one.
 
         Raises:
-            OptionError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError: as in `outputs_of`; or a tensor would have the
-                place of another leaf.
+            OptionError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError: as in
+                `outputs_of`; or a tensor would have the place of another leaf.
         """
         if options == NameOptions():
             return cls.of(structure)
         outputs = outputs_of(structure, options, where, importing=True, config=config)
         made = {output.name: output for output in outputs.tensors}
         made |= {name: made[first] for name, first in outputs.tied.items()}
-        leaves = {name: outputs.renamed[name] for name in end_names(structure.tree) if name in outputs.renamed}
+        leaves = {
+            name: outputs.renamed[name]
+            for name in end_names(structure.tree)
+            if name in outputs.renamed
+        }
         origins = {new: old for old, new in outputs.renamed.items() if old not in leaves}
         state = renamed_state(structure.tree, made, leaves, origins)
         known = meanings(structure.tree)
-        meaning = {id(output): _meaning(output, structure.tensors, known) for output in outputs.tensors}
-        flat = flatten(state, lambda value: id(value) in meaning, id, lambda value: meaning[id(value)])
-        tensors = {name: _record(name, output, structure.tensors) for name, output in flat.tensors.items()}
+        meaning = {
+            id(output): _meaning(output, structure.tensors, known) for output in outputs.tensors
+        }
+        flat = flatten(
+            state, lambda value: id(value) in meaning, id, lambda value: meaning[id(value)]
+        )
+        tensors = {
+            name: _record(name, output, structure.tensors) for name, output in flat.tensors.items()
+        }
         views = {name: output.sources for name, output in flat.tensors.items()}
         return cls(Structure(flat.tree, tensors), views, outputs.notes)
 
@@ -89,10 +104,19 @@ class Arrangement:
         meaning = {id(tensor): known.get(name) for name, tensor in self.structure.tensors.items()}
         for key in reversed(into.split("/")):
             state = {key: state}
-        flat = flatten(state, lambda value: isinstance(value, TensorRecord), id, lambda tensor: meaning[id(tensor)])
-        tensors = {name: renamed(tensor, name, tensor.dtype) for name, tensor in flat.tensors.items()}
+        flat = flatten(
+            state,
+            lambda value: isinstance(value, TensorRecord),
+            id,
+            lambda tensor: meaning[id(tensor)],
+        )
+        tensors = {
+            name: renamed(tensor, name, tensor.dtype) for name, tensor in flat.tensors.items()
+        }
         views = {name: self.views[tensor.name] for name, tensor in flat.tensors.items()}
-        return replace(self, structure=Structure(flat.tree, tensors), views=views, is_unchanged=False)
+        return replace(
+            self, structure=Structure(flat.tree, tensors), views=views, is_unchanged=False
+        )
 
 
 def is_whole(views: tuple[View, ...], tensors: Mapping[str, TensorRecord]) -> bool:
@@ -100,22 +124,38 @@ def is_whole(views: tuple[View, ...], tensors: Mapping[str, TensorRecord]) -> bo
     if len(views) != 1:
         return False
     (view,), shape = views, tensors[views[0].tensor].shape
-    return view.box.stop == shape and not any((*view.box.start, *view.start)) and view.permutation == tuple(range(len(shape)))
+    return (
+        view.box.stop == shape
+        and not any((*view.box.start, *view.start))
+        and view.permutation == tuple(range(len(shape)))
+    )
 
 
 def _record(name: str, output: OutputTensor, tensors: Mapping[str, TensorRecord]) -> TensorRecord:
     """The record of a new tensor; it keeps the layout only of a complete foreign tensor."""
     if is_whole(output.sources, tensors):
         return renamed(tensors[output.sources[0].tensor], name, output.dtype)
-    pieces = [piece for view in output.sources for piece in view.pieces(tensors[view.tensor].pieces)]
+    pieces = [
+        piece for view in output.sources for piece in view.pieces(tensors[view.tensor].pieces)
+    ]
     whole = len(pieces) == 1 and pieces[0].shape == output.shape
-    paths = [array_path(name)] if whole else [piece_path(name, output.shape, piece.start) for piece in pieces]
+    paths = (
+        [array_path(name)]
+        if whole
+        else [piece_path(name, output.shape, piece.start) for piece in pieces]
+    )
     return TensorRecord(
-        name, output.shape, output.dtype, None, tuple(replace(piece, path=path) for piece, path in zip(pieces, paths, strict=True))
+        name,
+        output.shape,
+        output.dtype,
+        None,
+        tuple(replace(piece, path=path) for piece, path in zip(pieces, paths, strict=True)),
     )
 
 
-def _meaning(output: OutputTensor, tensors: Mapping[str, TensorRecord], known: Mapping[str, str]) -> str | None:
+def _meaning(
+    output: OutputTensor, tensors: Mapping[str, TensorRecord], known: Mapping[str, str]
+) -> str | None:
     """The meaning of an output's elements to a framework; None: plain numbers.
 
     Raises:
@@ -125,12 +165,14 @@ def _meaning(output: OutputTensor, tensors: Mapping[str, TensorRecord], known: M
     if meant is None or is_whole(output.sources, tensors):
         return None if meant is None else known[meant]
     raise OptionError(
-        f"{shown(output.name)}: the mapping cuts or joins {shown(meant)}, which holds {known[meant]}, not plain numbers; "
-        f"leave it out of the rule."
+        f"{shown(output.name)}: the mapping cuts or joins {shown(meant)}, which holds "
+        f"{known[meant]}, not plain numbers; leave it out of the rule."
     )
 
 
 def check_into(into: object) -> None:
     """Raise OptionError unless `into` is a place in a state."""
     if not isinstance(into, str) or not all(into.split("/")):
-        raise OptionError(Message(named("into", into), ': give keys joined by slashes, as in "model".'))
+        raise OptionError(
+            Message(named("into", into), ': give keys joined by slashes, as in "model".')
+        )

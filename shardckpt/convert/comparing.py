@@ -29,12 +29,14 @@ def diff(
     Args:
         a: a path or url, or an open checkpoint.
         b: the other one.
-        values: also compare the elements of tensors: NaNs with the same bits are equal, 0.0 and -0.0 are not.
+        values: also compare the elements of tensors: NaNs with the same bits are equal, 0.0 and
+            -0.0 are not.
         memory_limit: bytes (or text such as "512MiB") for elements of both, at least 1 MiB.
         progress: called with bytes compared so far and in all.
 
     Returns:
-        The differences; `equal()` says whether there are none. Layouts are compared too, and are not a difference by themselves.
+        The differences; `equal()` says whether there are none. Layouts are compared too, and are
+        not a difference by themselves.
 
     Raises:
         NotFoundError, UncommittedError, FormatError, VersionError: as for `open`.

@@ -1,9 +1,10 @@
 """Detecting the format of a file or directory.
 
 1. Every format's `looks_like` reports the signs of the format that it sees, or None.
-2. If several formats report signs, `_BEFORE` decides: one format may contain the other, or be the one that readers prefer where both
-   lie side by side.
-3. No format, or two without an order between them, is an error; it lists the known formats and the names that are there.
+2. If several formats report signs, `_BEFORE` decides: one format may contain the other, or be the
+   one that readers prefer where both lie side by side.
+3. No format, or two without an order between them, is an error; it lists the known formats and the
+   names that are there.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ FORMATS = {
     "torch": "a file of torch.save or xm.save",
     "zarr": "a group of zarr arrays",
 }
-"""Format name, as `--from` expects it → its description. The module `formats/<name>/source.py` reads it."""
+"""Format name, as `--from` expects it → its description. The module `formats/<name>/source.py`
+reads it."""
 _BEFORE = {
     "safetensors": ("torch",),
     "orbax": ("dcp", "zarr"),
@@ -92,7 +94,11 @@ def module_of(name: str) -> FormatModule:
         OptionError: there is no such format.
     """
     if name not in FORMATS:
-        raise OptionError(Message(named("from_", name), f": use {', '.join(repr(one) for one in (AUTO, *FORMATS))}."))
+        raise OptionError(
+            Message(
+                named("from_", name), f": use {', '.join(repr(one) for one in (AUTO, *FORMATS))}."
+            )
+        )
     module: FormatModule = import_module(f"shardckpt.convert.formats.{name}.source")
     return module
 
@@ -102,8 +108,8 @@ def detect(location: Location) -> Detected:
 
     Raises:
         NotFoundError: there is nothing at the location.
-        FormatError: no known format; the message lists the known formats and the names that are there. Or it is a checkpoint of
-            DeepSpeed; the message says how to convert it.
+        FormatError: no known format; the message lists the known formats and the names that are
+            there. Or it is a checkpoint of DeepSpeed; the message says how to convert it.
         OptionError: the location is a checkpoint of shardckpt, or could be of two formats.
         StorageError: the storage failed or refused.
     """
@@ -112,21 +118,44 @@ def detect(location: Location) -> Detected:
         return _detected_unlisted(location)
     names = [] if file is not None else Store.open(location).list_children()
     if file is None and not names:
-        raise NotFoundError(f"{location}: there is no such file, and no directory of that name with files in it; check the path.")
+        raise NotFoundError(
+            f"{location}: there is no such file, and no directory of that name with files in it; "
+            "check the path."
+        )
     if RECORD in names:
-        raise OptionError(f"{location} is a shardckpt checkpoint already; open it directly, or change its layout with reshard.")
-    seen = {name: what for name in FORMATS if (what := module_of(name).looks_like(location)) is not None}
-    first = [name for name in seen if all(other in (name, *_BEFORE.get(name, ())) for other in seen)]
+        raise OptionError(
+            f"{location} is a shardckpt checkpoint already; open it directly, or change its "
+            "layout with reshard."
+        )
+    seen = {
+        name: what for name in FORMATS if (what := module_of(name).looks_like(location)) is not None
+    }
+    first = [
+        name for name in seen if all(other in (name, *_BEFORE.get(name, ())) for other in seen)
+    ]
     if len(first) == 1:
-        return Detected(first[0], seen[first[0]], tuple(f"{name}: {what}" for name, what in seen.items() if name != first[0]))
+        return Detected(
+            first[0],
+            seen[first[0]],
+            tuple(f"{name}: {what}" for name, what in seen.items() if name != first[0]),
+        )
     if seen:
         readings = "; ".join(f"{name}: {what}" for name, what in seen.items())
-        raise OptionError(Message(f"{location} could have several formats ({readings}); choose one with ", named("from_"), "."))
+        raise OptionError(
+            Message(
+                f"{location} could have several formats ({readings}); choose one with ",
+                named("from_"),
+                ".",
+            )
+        )
     if file is None:
         refuse_directory(Store.open(location), names)
     there = "a file that begins like none of these" if file is not None else few(names, _NAMED)
     looked_for = "; ".join(FORMATS.values())
-    raise FormatError(f"{location} holds no checkpoint of a known format. Looked for: {looked_for}. Found: {there}.")
+    raise FormatError(
+        f"{location} holds no checkpoint of a known format. Looked for: {looked_for}. Found: "
+        f"{there}."
+    )
 
 
 def _detected_unlisted(location: Location) -> Detected:
@@ -138,7 +167,8 @@ def _detected_unlisted(location: Location) -> Detected:
     signs = module_of("zarr").looks_like(location)
     if signs is None:
         raise NotFoundError(
-            f"{location}: no checkpoint there; a web server lists no directory: give the url of a file, as model.safetensors."
+            f"{location}: no checkpoint there; a web server lists no directory: give the url of a "
+            "file, as model.safetensors."
         )
     return Detected("zarr", signs)
 
@@ -146,31 +176,50 @@ def _detected_unlisted(location: Location) -> Detected:
 def detect_below(location: Location, known: Collection[str] = ()) -> dict[str, Detected]:
     """The checkpoints of other formats in a directory: of the directory itself ("."), and directly below it.
 
-    Names below a checkpoint are parts of it, unless it consists of loose files, as safetensors and torch's; then those of its own format
-    are. Below a directory of steps are its steps.
+    Names below a checkpoint are parts of it, unless it consists of loose files, as safetensors and
+    torch's; then those of its own format are. Below a directory of steps are its steps.
 
     Args:
         location: a directory, or a file.
         known: names below it that are something else.
 
     Returns:
-        Name → its format, in natural order; of the first files and directories only, if there are very many.
+        Name → its format, in natural order; of the first files and directories only, if there are
+        very many.
 
     Raises:
         StorageError: the storage failed or refused.
     """
     itself = _try_detect(location)
     here = {} if itself is None else {".": itself}
-    if file_at(location) is not None or not (itself is None or itself.format in _LOOSE or itself.seen.startswith(_STEPS)):
+    if file_at(location) is not None or not (
+        itself is None or itself.format in _LOOSE or itself.seen.startswith(_STEPS)
+    ):
         return here
     store = Store.open(location)
-    names = [name for name in store.list_children() if name.endswith(("/", *_FILES)) and not name.startswith(".")]
-    names = sorted((name for name in names if name.removesuffix("/") not in known), key=natural_key)[:_MOST_BELOW]
+    names = [
+        name
+        for name in store.list_children()
+        if name.endswith(("/", *_FILES)) and not name.startswith(".")
+    ]
+    names = sorted(
+        (name for name in names if name.removesuffix("/") not in known), key=natural_key
+    )[:_MOST_BELOW]
     with reading_takes_threads(store):
-        below = map_on_threads(lambda name: _try_detect(location.join(name.removesuffix("/"))), names)
-    seen = {name: detected for name, detected in zip(names, below, strict=True) if detected is not None}
-    parts = {name for name, detected in seen.items() if itself is not None and detected.format == itself.format and not name.endswith("/")}
-    return here | {name.removesuffix("/"): detected for name, detected in seen.items() if name not in parts}
+        below = map_on_threads(
+            lambda name: _try_detect(location.join(name.removesuffix("/"))), names
+        )
+    seen = {
+        name: detected for name, detected in zip(names, below, strict=True) if detected is not None
+    }
+    parts = {
+        name
+        for name, detected in seen.items()
+        if itself is not None and detected.format == itself.format and not name.endswith("/")
+    }
+    return here | {
+        name.removesuffix("/"): detected for name, detected in seen.items() if name not in parts
+    }
 
 
 def _try_detect(location: Location) -> Detected | None:

@@ -69,7 +69,8 @@ class ExportReport:
     seconds: float
     """Wall-clock seconds."""
     conversions: tuple[ConvertedSubtree, ...] = ()
-    """For each subtree, how many tensors `dtype` converted and how many it left; empty without `dtype`."""
+    """For each subtree, how many tensors `dtype` converted and how many it left; empty without
+    `dtype`."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON."""
@@ -107,17 +108,19 @@ def export(  # noqa: D417  (the other arguments are documented where they are de
 ) -> ExportReport:
     """Write a checkpoint in another format.
 
-    The export holds a few chunks in memory at a time. `dst` appears when everything is written. An interrupted export to safetensors is
-    continued by a call with the same arguments; an export to another format starts again from the beginning.
+    The export holds a few chunks in memory at a time. `dst` appears when everything is written. An
+    interrupted export to safetensors is continued by a call with the same arguments; an export to
+    another format starts again from the beginning.
 
     Args:
         src: path or url of the checkpoint.
-        dst: the destination. For safetensors, see `export_safetensors`; for peft, a directory; for torch, a file on a local disk; for
-            dcp and orbax, a directory on a local disk; for canonical-delta, a directory as for safetensors, and `src` is the place of all
-            versions of a `Publisher`.
+        dst: the destination. For safetensors, see `export_safetensors`; for peft, a directory; for
+            torch, a file on a local disk; for dcp and orbax, a directory on a local disk; for
+            canonical-delta, a directory as for safetensors, and `src` is the place of all versions
+            of a `Publisher`.
         options: the other arguments are fields of `AnyExportOptions`.
-        choices: further arguments of `export_safetensors`, for `to="safetensors"` and canonical-delta only; for the latter also the
-            other fields of `DeltaOptions`.
+        choices: further arguments of `export_safetensors`, for `to="safetensors"` and
+            canonical-delta only; for the latter also the other fields of `DeltaOptions`.
 
     Returns:
         The report.
@@ -127,9 +130,11 @@ def export(  # noqa: D417  (the other arguments are documented where they are de
         AlreadyExistsError: `dst` exists, and `overwrite` is not set.
         OptionError: an option is invalid.
         NamesMismatchError: nothing is selected; or two tensors would get the same name.
-        DtypeError, DtypeMismatchError, StructureMismatchError: the format cannot hold a part of the state, or a tensor cannot be converted.
+        DtypeError, DtypeMismatchError, StructureMismatchError: the format cannot hold a part of the
+            state, or a tensor cannot be converted.
         BudgetError: the memory limit is too low; the message names a limit that suffices.
-        CorruptionError: stored bytes are damaged or missing; or the written bytes, read back, differ.
+        CorruptionError: stored bytes are damaged or missing; or the written bytes, read back,
+            differ.
         ReplacedError: the checkpoint was replaced or deleted during the export.
         StorageError: a storage failed or is full.
         MissingExtraError: a package that the format needs is not installed.
@@ -139,7 +144,10 @@ def export(  # noqa: D417  (the other arguments are documented where they are de
         _refuse_options_of_versions(choices)
     if to in {"safetensors", "peft", DELTA}:
         if optimizer is not None:
-            advice = " is only for torch, dcp and orbax: no optimizer can load its state from safetensors; leave it out."
+            advice = (
+                " is only for torch, dcp and orbax: no optimizer can load its state from "
+                "safetensors; leave it out."
+            )
             raise OptionError(Message(named("optimizer", ...), advice))
         common = {name: given[name] for name in StateOptions.declared() if name != "optimizer"}
         if to == DELTA:
@@ -147,13 +155,20 @@ def export(  # noqa: D417  (the other arguments are documented where they are de
         if to == "safetensors":
             return export_safetensors(src, dst, **common, **choices)
     elif to not in FORMATS:
-        raise OptionError(Message(named("to", to), f": give {', '.join(map(repr, ('safetensors', 'peft', *FORMATS, DELTA)))}."))
+        raise OptionError(
+            Message(
+                named("to", to),
+                f": give {', '.join(map(repr, ('safetensors', 'peft', *FORMATS, DELTA)))}.",
+            )
+        )
     if choices:
         without = Message(named("to", to), " does not have the option ", named(min(choices)))
         raise OptionError(Message(without, ", which is only for safetensors; leave it out."))
     if to == "peft":
         with reading_takes_threads(src):
-            return _write_safetensors(Checkpoint(src), parse(dst), PeftOptions(**common), plan=plan_adapter_files)
+            return _write_safetensors(
+                Checkpoint(src), parse(dst), PeftOptions(**common), plan=plan_adapter_files
+            )
     began = time.monotonic()
     options = StateOptions.of(given)
     checkpoint, location = Checkpoint(src), parse(dst)
@@ -177,19 +192,28 @@ def export(  # noqa: D417  (the other arguments are documented where they are de
 def _refuse_options_of_versions(choices: Mapping[str, object]) -> None:
     for name, value in choices.items():
         if name in DeltaOptions.declared() and name not in SafetensorsOptions.declared():
-            raise OptionError(Message(named(name, value), " is only for ", named("to", DELTA), "; leave it out."))
+            raise OptionError(
+                Message(named(name, value), " is only for ", named("to", DELTA), "; leave it out.")
+            )
 
 
-def _export_deltas(src: str | os.PathLike[str], dst: str | os.PathLike[str], options: DeltaOptions) -> ExportReport:
+def _export_deltas(
+    src: str | os.PathLike[str], dst: str | os.PathLike[str], options: DeltaOptions
+) -> ExportReport:
     """The versions of a publisher, each as a directory; with `follow`, this does not return."""
     from shardckpt.convert.formats.canonical_delta.target import write_deltas
 
     def full(checkpoint: Checkpoint, place: Location) -> ExportReport:
-        return _write_safetensors(checkpoint, place, options.part(SafetensorsOptions, overwrite=False))
+        return _write_safetensors(
+            checkpoint, place, options.part(SafetensorsOptions, overwrite=False)
+        )
 
     began, location = time.monotonic(), parse(dst)
     versions: list[WrittenVersion] = []
-    with reading_takes_threads(src), closing(write_deltas(parse(src), location, options, full)) as written:  # it holds a lease and a lock
+    with (
+        reading_takes_threads(src),
+        closing(write_deltas(parse(src), location, options, full)) as written,
+    ):  # it holds a lease and a lock
         for version in written:
             if options.on_version is not None:
                 options.on_version(version)
@@ -234,16 +258,18 @@ def export_safetensors(  # noqa: D417  (as above)
 ) -> ExportReport:
     """Write a checkpoint's tensors as safetensors files.
 
-    The export holds a few chunks in memory at a time. Files appear when they are complete. After an interruption, a call with the same
-    arguments continues the export.
+    The export holds a few chunks in memory at a time. Files appear when they are complete. After an
+    interruption, a call with the same arguments continues the export.
 
-    A tensor's name is its keys, joined by dots. Then `strip_prefix`, `rename_file`, `rename`, `mapping` and `add_prefix` change it, in
-    this order (docs/mapping.md). Patterns of `dtype` match the new names.
+    A tensor's name is its keys, joined by dots. Then `strip_prefix`, `rename_file`, `rename`,
+    `mapping` and `add_prefix` change it, in this order (docs/mapping.md). Patterns of `dtype` match
+    the new names.
 
     Args:
         src: path or url of the checkpoint.
-        dst: the destination, on a local disk, `gs://` or `s3://`. A name that ends in ".safetensors" is a file. Any other name is a
-            directory, for `model.safetensors`, or for several files and an index with `max_shard_size`.
+        dst: the destination, on a local disk, `gs://` or `s3://`. A name that ends in
+            ".safetensors" is a file. Any other name is a directory, for `model.safetensors`, or for
+            several files and an index with `max_shard_size`.
         options: the other arguments are the fields of `SafetensorsOptions`.
 
     Returns:
@@ -251,13 +277,17 @@ def export_safetensors(  # noqa: D417  (as above)
 
     Raises:
         NotFoundError: there is no committed checkpoint at `src`.
-        AlreadyExistsError: there is a file at `dst`, or another model in that directory, and `overwrite` is not set.
-        OptionError: an option is invalid, a file of names cannot be read, or a rule matches nothing.
+        AlreadyExistsError: there is a file at `dst`, or another model in that directory, and
+            `overwrite` is not set.
+        OptionError: an option is invalid, a file of names cannot be read, or a rule matches
+            nothing.
         NamesMismatchError: nothing is selected; or two tensors would get the same name.
         ShapeMismatchError: tensors do not fit a mapping.
-        DtypeError, DtypeMismatchError: the format lacks a tensor's dtype, or the tensor cannot be converted.
+        DtypeError, DtypeMismatchError: the format lacks a tensor's dtype, or the tensor cannot be
+            converted.
         BudgetError: the memory limit is too low; the message names a limit that suffices.
-        CorruptionError: stored bytes are damaged or missing; or the written bytes, read back, differ.
+        CorruptionError: stored bytes are damaged or missing; or the written bytes, read back,
+            differ.
         ReplacedError: the checkpoint was replaced or deleted during the export.
         StorageError: a storage failed or is full.
     """
@@ -271,34 +301,59 @@ def _refuse_file_of_others(location: Location) -> None:
     suffix = PurePosixPath(location.name).suffix.lower()
     if suffix in _TORCH_FILES:
         advice = Message(
-            f"{location} is named like a file of torch, and the format is safetensors: write torch's with ", named("to", "torch")
+            f"{location} is named like a file of torch, and the format is safetensors: write "
+            "torch's with ",
+            named("to", "torch"),
         )
-        raise OptionError(Message(advice, f", or choose a name that ends in {_SUFFIX}, or one without {suffix} for a directory."))
+        raise OptionError(
+            Message(
+                advice,
+                f", or choose a name that ends in {_SUFFIX}, or one without {suffix} for a "
+                "directory.",
+            )
+        )
     if suffix in _OTHER_FILES:
         raise OptionError(
-            f"{location} is named like a file of another format ({suffix}), which is not written; choose a name that ends in {_SUFFIX}, or "
-            f"one without {suffix} for a directory."
+            f"{location} is named like a file of another format ({suffix}), which is not written; "
+            f"choose a name that ends in {_SUFFIX}, or one without {suffix} for a directory."
         )
 
 
 def _write_safetensors(
-    checkpoint: Checkpoint, location: Location, options: SafetensorsOptions, *, plan: Callable[..., ModelFiles] = plan_model_files
+    checkpoint: Checkpoint,
+    location: Location,
+    options: SafetensorsOptions,
+    *,
+    plan: Callable[..., ModelFiles] = plan_model_files,
 ) -> ExportReport:
     began = time.monotonic()
     _refuse_file_of_others(location)
     _refuse_within(location, checkpoint)
     directory, single = _place(location, split_up=options.max_shard_size is not None)
     if single is not None and plan is plan_adapter_files:
-        raise OptionError(f"{location}: an adapter of PEFT has several files; give a directory for them, not the name of one.")
+        raise OptionError(
+            f"{location}: an adapter of PEFT has several files; give a directory for them, not "
+            "the name of one."
+        )
     model = plan(checkpoint, options)
-    file_names = [single] if single is not None else [*model.weights, *([] if model.index is None else [INDEX])]
+    file_names = (
+        [single]
+        if single is not None
+        else [*model.weights, *([] if model.index is None else [INDEX])]
+    )
     configs: dict[str, bytes] = {}
     kept: list[str] = []
     if single is None:
         configs = dict(model.configs)
-        configs, kept = (configs, []) if options.overwrite else without_others(configs, directory, file_names[-1])
+        configs, kept = (
+            (configs, [])
+            if options.overwrite
+            else without_others(configs, directory, file_names[-1])
+        )
     file_names = [*configs, *file_names]
-    obsolete = [] if single is not None else _obsolete(directory, file_names, overwrite=options.overwrite)
+    obsolete = (
+        [] if single is not None else _obsolete(directory, file_names, overwrite=options.overwrite)
+    )
     written = write_safetensors(
         checkpoint,
         list(model.weights.values()),
@@ -327,7 +382,9 @@ def _place(location: Location, *, split_up: bool) -> tuple[Location, str | None]
     """The directory to write into, and the file's name if `location` names a file."""
     kind = kind_of(location)
     if not (kind.has_paths or kind.uploads_in_parts):
-        raise OptionError(f"{location}: safetensors files are written to a local disk, gs:// or s3://.")
+        raise OptionError(
+            f"{location}: safetensors files are written to a local disk, gs:// or s3://."
+        )
     above = location.parent
     if not location.name.endswith(_SUFFIX):
         return location, None
@@ -340,24 +397,38 @@ def _place(location: Location, *, split_up: bool) -> tuple[Location, str | None]
 
 def _obsolete(directory: Location, names: Sequence[str], *, overwrite: bool) -> list[str]:
     """Files of another model in the directory, which readers would mistake for files of this one."""
-    others = [name for name in Store.open(directory).list_children() if is_of_a_model(name) and name not in names]
+    others = [
+        name
+        for name in Store.open(directory).list_children()
+        if is_of_a_model(name) and name not in names
+    ]
     if others and kind_of(directory).uploads_in_parts:
         left = begun(directory, names[-1])  # the export removes these anyway
         others = [name for name in others if name not in left]
     if others and not overwrite:
-        there = f"{directory} holds another model: {shown(others[0])} is there; choose another directory, or replace it with "
+        there = (
+            f"{directory} holds another model: {shown(others[0])} is there; choose another "
+            "directory, or replace it with "
+        )
         raise AlreadyExistsError(Message(there, named("overwrite", True), "."))
     return others
 
 
-def _destination(directory: Location, names: Sequence[str], obsolete: Sequence[str], options: SafetensorsOptions) -> Destination:
+def _destination(
+    directory: Location, names: Sequence[str], obsolete: Sequence[str], options: SafetensorsOptions
+) -> Destination:
     if (path := directory.local_path) is not None:
         return LocalFiles(path, names, overwrite=options.overwrite, obsolete=obsolete)
     memory = 1 << ((options.budget // 4).bit_length() - 1)
-    return ObjectFiles(directory, names, overwrite=options.overwrite, memory=memory, obsolete=obsolete)
+    return ObjectFiles(
+        directory, names, overwrite=options.overwrite, memory=memory, obsolete=obsolete
+    )
 
 
 def _refuse_within(location: Location, checkpoint: Checkpoint) -> None:
     """Refuse a destination inside the checkpoint: it could overwrite the checkpoint's files, and would be deleted with it."""
     if location.is_within(checkpoint.location):
-        raise OptionError(f"{location} is inside the checkpoint that is exported, {checkpoint.location}; choose another place.")
+        raise OptionError(
+            f"{location} is inside the checkpoint that is exported, {checkpoint.location}; choose "
+            "another place."
+        )

@@ -1,8 +1,9 @@
 """The interface that a format implements to be imported.
 
-A `Foreign` is an open checkpoint of another format. Its `structure` has the contents of a checkpoint's record: the tree, the small
-leaves, and each tensor's dtype, shape and pieces. A piece is a box that is stored in one grid of chunks. A chunk is the unit of
-reading, so that each stored byte is read once: a chunk of the file, or, if a tensor is one run of bytes, some of its rows.
+A `Foreign` is an open checkpoint of another format. Its `structure` has the contents of a
+checkpoint's record: the tree, the small leaves, and each tensor's dtype, shape and pieces. A piece
+is a box that is stored in one grid of chunks. A chunk is the unit of reading, so that each stored
+byte is read once: a chunk of the file, or, if a tensor is one run of bytes, some of its rows.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ class Foreign(Protocol):
 
     @property
     def identity(self) -> str:
-        """A digest over names, sizes, times or checksums of the files; it changes when any of the files does."""
+        """A digest over names, sizes, times or checksums of the files.
+
+        It changes when any of the files does.
+        """
         ...
 
     @property
@@ -65,19 +69,24 @@ class Foreign(Protocol):
         ...
 
     def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun | None:
-        """The stored run of a piece, if its elements are one run of bytes in row-major order. None: only `read` can read them.
+        """The stored run of a piece, if its elements are one run of bytes in row-major order.
+
+        None: only `read` can read them.
 
         Args:
             tensor: one of `structure.tensors`.
             piece: one of its pieces.
 
         Raises:
-            MissingDataError, CorruptionError, StorageError: stored bytes are missing; the message names the tensor and the file.
+            MissingDataError, CorruptionError, StorageError: stored bytes are missing; the message
+                names the tensor and the file.
         """
         ...
 
     def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
-        """Read the elements of one chunk, of dtype `tensor.dtype.storage` and the box's shape; the caller must not write to them.
+        """Read the elements of one chunk, of dtype `tensor.dtype.storage` and the box's shape.
+
+        The caller must not write to them.
 
         Args:
             tensor: one of `structure.tensors`.
@@ -85,7 +94,8 @@ class Foreign(Protocol):
             box: one of the piece's chunks, clipped to the piece, in the tensor's indices.
 
         Raises:
-            MissingDataError, CorruptionError, StorageError: stored bytes are missing; the message names the tensor and the file.
+            MissingDataError, CorruptionError, StorageError: stored bytes are missing; the message
+                names the tensor and the file.
         """
         ...
 
@@ -112,7 +122,8 @@ class ForeignTensor:
     layout: StoredLayout | None = None
     """Layout over devices, if the format records it."""
     identity: Hashable = None
-    """Equal for leaves that share their memory: they are stored once. None: the leaf is never shared."""
+    """Equal for leaves that share their memory: they are stored once. None: the leaf is never
+    shared."""
     meaning: str | None = None
     """Meaning of its elements to a framework, e.g. `jax.key:threefry2x32`; None: plain numbers."""
 
@@ -177,7 +188,9 @@ def structure_of(state: object, where: str) -> Structure:
         FormatError: the parts of a tensor do not cover it.
     """
     flat = _flat(state)
-    return Structure(flat.tree, {name: _record(name, tensor, where) for name, tensor in flat.tensors.items()})
+    return Structure(
+        flat.tree, {name: _record(name, tensor, where) for name, tensor in flat.tensors.items()}
+    )
 
 
 def tensors_of(state: object) -> dict[str, ForeignTensor]:
@@ -206,10 +219,18 @@ def _meaning(tensor: object) -> str | None:
 def _record(name: str, tensor: ForeignTensor, where: str) -> TensorRecord:
     whole = len(tensor.parts) == 1 and tensor.parts[0].shape == tensor.shape
     pieces = tuple(
-        Piece(array_path(name) if whole else piece_path(name, tensor.shape, part.start), part.start, part.shape, part.chunks)
+        Piece(
+            array_path(name) if whole else piece_path(name, tensor.shape, part.start),
+            part.start,
+            part.shape,
+            part.chunks,
+        )
         for part in tensor.parts
     )
     gap = coverage_gap(tensor.shape, pieces)
     if gap is not None:
-        raise FormatError(f"{where}: {shown(name)}: its stored parts do not form the tensor of shape {tensor.shape}: {gap}.")
+        raise FormatError(
+            f"{where}: {shown(name)}: its stored parts do not form the tensor of shape "
+            f"{tensor.shape}: {gap}."
+        )
     return TensorRecord(name, tensor.shape, tensor.dtype, tensor.layout, pieces)

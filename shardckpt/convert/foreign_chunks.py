@@ -1,9 +1,10 @@
 """The chunks of a foreign checkpoint, for the reader of `reading/`.
 
-1. `ForeignChunks.resolve` turns requests for tensors of the new checkpoint into one request for each foreign tensor, so that a chunk is
-   read once, even for several requests.
-2. Most pieces lie in a file as one run of bytes (`Foreign.run`), of which each chunk is a part. `ForeignChunks.find` computes the
-   places of these chunks. They are read like chunks of a shardckpt checkpoint, but have no crc32c, and are not padded.
+1. `ForeignChunks.resolve` turns requests for tensors of the new checkpoint into one request for
+   each foreign tensor, so that a chunk is read once, even for several requests.
+2. Most pieces lie in a file as one run of bytes (`Foreign.run`), of which each chunk is a part.
+   `ForeignChunks.find` computes the places of these chunks. They are read like chunks of a
+   shardckpt checkpoint, but have no crc32c, and are not padded.
 3. The format itself reads all other chunks, one by one.
 """
 
@@ -52,7 +53,8 @@ class _PieceRun:
     entry: StoredRun
     file: str
     per_row: int
-    """Chunks side by side along the dimension that is cut. A chunk has one index in each earlier dimension, and all of each later one."""
+    """Chunks side by side along the dimension that is cut. A chunk has one index in each earlier
+    dimension, and all of each later one."""
     row_bytes: int
     """Bytes of these chunks together."""
     chunk_bytes: int
@@ -61,11 +63,18 @@ class _PieceRun:
     @classmethod
     def of(cls, entry: StoredRun, piece: Piece, itemsize: int) -> _PieceRun | None:
         """The runs of a piece's chunks; None if chunks are not contiguous."""
-        cut = next((d for d in reversed(range(len(piece.shape))) if piece.chunks[d] < piece.shape[d]), 0)
+        cut = next(
+            (d for d in reversed(range(len(piece.shape))) if piece.chunks[d] < piece.shape[d]), 0
+        )
         if any(side != 1 for side in piece.chunks[:cut]):
             return None
-        row_bytes, chunk_bytes = prod(piece.shape[cut:]) * itemsize, prod(piece.chunks[cut:]) * itemsize
-        return cls(entry, str(entry.span.file), prod(piece.grid[cut : cut + 1]), row_bytes, chunk_bytes)
+        row_bytes, chunk_bytes = (
+            prod(piece.shape[cut:]) * itemsize,
+            prod(piece.chunks[cut:]) * itemsize,
+        )
+        return cls(
+            entry, str(entry.span.file), prod(piece.grid[cut : cut + 1]), row_bytes, chunk_bytes
+        )
 
 
 class ForeignChunks(ReadableChunks):
@@ -83,9 +92,14 @@ class ForeignChunks(ReadableChunks):
         self._tensors = foreign.structure.tensors
         self._views = arrangement.views
         self._stats = stats
-        self._pieces = {piece.path: (tensor, piece) for tensor in self._tensors.values() for piece in tensor.pieces}
+        self._pieces = {
+            piece.path: (tensor, piece)
+            for tensor in self._tensors.values()
+            for piece in tensor.pieces
+        }
         self._runs: dict[str, _PieceRun | None] = {}
-        """Path of a piece → its run, filled on demand: small beside the piece itself, which is in `structure`."""
+        """Path of a piece → its run, filled on demand: small beside the piece itself, which is in
+        `structure`."""
         self._files: dict[str, Readable] = {}
         """Files of the runs by their path or url."""
 
@@ -97,7 +111,9 @@ class ForeignChunks(ReadableChunks):
     def prepare(self, boxes: Iterable[tuple[Piece, BoxArray]]) -> None:
         """See `Lookup`; finds the runs of pieces."""
         paths = dict.fromkeys(piece.path for piece, _ in boxes if piece.path not in self._runs)
-        if not kind_of(self._foreign.location).near:  # finding a run may send requests; on a disk threads would only wait for each other
+        if not kind_of(
+            self._foreign.location
+        ).near:  # finding a run may send requests; on a disk threads would only wait for each other
             map_on_threads(self._find_run, paths)
             return
         for path in paths:
@@ -111,11 +127,21 @@ class ForeignChunks(ReadableChunks):
             self._files.setdefault(run.file, run.entry.span.file)
         self._runs[path] = run
 
-    def find(self, paths: Sequence[str], array: Ints, chunks: Ints) -> tuple[Sequence[str], ArrayChunks]:
-        """See `Lookup`. A run whose bytes overlap those of others has a file of its own here, so that it is read in one go."""
+    def find(
+        self, paths: Sequence[str], array: Ints, chunks: Ints
+    ) -> tuple[Sequence[str], ArrayChunks]:
+        """See `Lookup`.
+
+        A run whose bytes overlap those of others has a file of its own here, so that it is read in
+        one go.
+        """
         row_of = {path: row for row, path in enumerate(dict.fromkeys(paths))}
         columns = np.tile(np.array([OWN_OBJECT, 0, 1, 0, 0], np.int64), (len(row_of), 1))
-        runs = [(run.file, run.entry.span.start, row, run) for path, row in row_of.items() if (run := self._runs.get(path)) is not None]
+        runs = [
+            (run.file, run.entry.span.start, row, run)
+            for path, row in row_of.items()
+            if (run := self._runs.get(path)) is not None
+        ]
         names: list[str] = []
         reached: dict[str, tuple[int, int]] = {}
         for file, start, row, run in sorted(runs, key=lambda one: one[:2]):
@@ -130,7 +156,9 @@ class ForeignChunks(ReadableChunks):
         line, nth = np.divmod(chunks, per_row)
         length = np.minimum(chunk_bytes, row_bytes - nth * chunk_bytes)
         offset = begin + line * row_bytes + nth * chunk_bytes
-        return names, ArrayChunks.of_columns(chunks, file_number, offset, length, np.zeros_like(chunks))
+        return names, ArrayChunks.of_columns(
+            chunks, file_number, offset, length, np.zeros_like(chunks)
+        )
 
     def whole(self) -> WholeTable:
         """See `Lookup`; finds all runs."""
@@ -141,11 +169,21 @@ class ForeignChunks(ReadableChunks):
         array = np.repeat(np.arange(len(pieces)), counts)
         files, rows = self.find(list(self._pieces), array, np.arange(len(array)) - first[array])
         ranges = zip(self._pieces, first.tolist(), counts.tolist(), strict=True)
-        return WholeTable.of(files, {path: rows.take(np.arange(begin, begin + n)) for path, begin, n in ranges})
+        return WholeTable.of(
+            files, {path: rows.take(np.arange(begin, begin + n)) for path, begin, n in ranges}
+        )
 
     def resolve(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """One request for each foreign tensor; it converts all elements if one of the requests converts any."""
-        converts = {view.tensor for request in requests if request.convert_from is not None for view in self._views[request.name]}
+        """One request for each foreign tensor.
+
+        It converts all elements if one of the requests converts any.
+        """
+        converts = {
+            view.tensor
+            for request in requests
+            if request.convert_from is not None
+            for view in self._views[request.name]
+        }
         reads = ReadList()
         for request in requests:
             views = self._views[request.name]
@@ -174,7 +212,10 @@ class ForeignChunks(ReadableChunks):
                 raise _name_error(e, task, run.begin) from e
 
     def verify(self, fetched: FetchedChunks) -> None:
-        """Compare the checksum of each run that was read in one go; CorruptionError if one differs."""
+        """Compare the checksum of each run that was read in one go.
+
+        CorruptionError if one differs.
+        """
         task = fetched.task
         requested, row = task.chunks.requested, 0
         for part, rows in groupby(requested.part[task.begin : task.end].tolist()):
@@ -192,11 +233,19 @@ class ForeignChunks(ReadableChunks):
         if not chunks.is_own_object(row):
             yield from raw(task, read)
             return
-        part, box, (band,) = chunks.requested.part_of(row), chunks.requested.box(row), task.runs[0].bands
+        part, box, (band,) = (
+            chunks.requested.part_of(row),
+            chunks.requested.box(row),
+            task.runs[0].bands,
+        )
         elements = self._foreign.read(self._tensors[part.request.name], part.piece, box)
         assert (elements.dtype, elements.shape) == (part.request.dtype, box.shape)
         self._stats.count(reads=1, read=elements.nbytes)
-        yield band, places_of([band])[0], np.ascontiguousarray(elements).reshape(1, -1).view(np.uint8)
+        yield (
+            band,
+            places_of([band])[0],
+            np.ascontiguousarray(elements).reshape(1, -1).view(np.uint8),
+        )
 
 
 def _name_error(error: CorruptionError, task: ReadTask, row: int) -> CorruptionError:

@@ -1,8 +1,9 @@
 """A foreign checkpoint as the source of a reshard.
 
 1. `ForeignSpec` is sent to the workers; each opens the checkpoint for itself.
-2. `ForeignSource` implements a reshard's source. Its record has the contents of a commit record: the structure of the new checkpoint
-   (`arrangement`), and in place of an attempt a digest that identifies this source.
+2. `ForeignSource` implements a reshard's source. Its record has the contents of a commit record:
+   the structure of the new checkpoint (`arrangement`), and in place of an attempt a digest that
+   identifies this source.
 3. The reader of `reading/` reads the requested elements, with the lookup of `foreign_chunks`.
 """
 
@@ -45,11 +46,14 @@ if TYPE_CHECKING:
     from shardckpt.reading.zarr_store import CheckpointStore
 
 _JOINED = 4 << 20
-"""Bytes to which chunks are joined for a read from a local disk, the memory of one thread there (`streaming.memory`)."""
+"""Bytes to which chunks are joined for a read from a local disk, the memory of one thread there
+(`streaming.memory`)."""
 _OBJECT_JOINED = 8 << 20
-"""Bytes to which chunks are joined for a read from an object store, where a request costs milliseconds."""
+"""Bytes to which chunks are joined for a read from an object store, where a request costs
+milliseconds."""
 _MOST_JOINED = 256
-"""Most chunks in one read: preadv accepts 1,024 pieces of memory, and there may be one more before each chunk."""
+"""Most chunks in one read: preadv accepts 1,024 pieces of memory, and there may be one more before
+each chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +76,25 @@ class ForeignSpec:
 
         Raises:
             FormatError, MissingDataError: it is malformed, or a part of it is missing.
-            OptionError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError: names and mappings do not fit it.
+            OptionError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError: names and
+            mappings do not fit it.
         """
-        foreign: Foreign = module_of(self.format).open_foreign(parse(self.url), trust_pickle=self.trust_pickle)
-        arrangement = Arrangement.named(foreign.structure, self.names, str(foreign.location), foreign.metadata.get(CONFIG))
-        return ForeignSource(foreign, arrangement if self.into is None else arrangement.below(self.into))
+        foreign: Foreign = module_of(self.format).open_foreign(
+            parse(self.url), trust_pickle=self.trust_pickle
+        )
+        arrangement = Arrangement.named(
+            foreign.structure, self.names, str(foreign.location), foreign.metadata.get(CONFIG)
+        )
+        return ForeignSource(
+            foreign, arrangement if self.into is None else arrangement.below(self.into)
+        )
 
 
 class ForeignSource(Checkpoint):
     """A checkpoint of another format, open for reading: the source of an import, and what inspection looks at.
 
-    It has what a `Checkpoint` has, except what only shardckpt stores: attempts, checksums of chunks, and zarr arrays of all tensors.
+    It has what a `Checkpoint` has, except what only shardckpt stores: attempts, checksums of
+    chunks, and zarr arrays of all tensors.
     """
 
     native = False
@@ -92,12 +104,15 @@ class ForeignSource(Checkpoint):
         self._stats = ReadStats()
         metadata = {name: value for name, value in foreign.metadata.items() if is_json(value)}
         lost = [
-            f"left behind: {name}, which other JSON readers refuse (NaN, or nested too deep)" for name in foreign.metadata.keys() - metadata
+            f"left behind: {name}, which other JSON readers refuse (NaN, or nested too deep)"
+            for name in foreign.metadata.keys() - metadata
         ]
         self._notes = (*foreign.notes, *lost, *arrangement.notes)
         self._arrangement = arrangement
         self._limits = READERS, OBJECT_MEMORY
-        made_of = [(name, [_text(view) for view in views]) for name, views in arrangement.views.items()]
+        made_of = [
+            (name, [_text(view) for view in views]) for name, views in arrangement.views.items()
+        ]
         seen = [foreign.format, foreign.identity, made_of]
         record = CheckpointRecord(
             attempt=document_digest(seen),
@@ -138,7 +153,10 @@ class ForeignSource(Checkpoint):
             chunk = max(joined, largest_chunk(self.foreign.structure.tensors.values()))
             threads = max(1, min(OBJECT_THREADS, memory // chunk))
         chunks = ForeignChunks(self.foreign, self._arrangement, self._stats)
-        limits, workers = RunLimits(joined, gap=0, chunks=_MOST_JOINED), Workers(threads, "shardckpt-import")
+        limits, workers = (
+            RunLimits(joined, gap=0, chunks=_MOST_JOINED),
+            Workers(threads, "shardckpt-import"),
+        )
         return ChunkReader(chunks, stats=self._stats, workers=workers, limits=limits)
 
     def limit_reading(self, *, threads: int | None, memory: int) -> None:
@@ -158,20 +176,26 @@ class ForeignSource(Checkpoint):
 
     @out_of_memory_is_typed
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-        """Read everything, and continue after damage. The report's `checked` is False: no other format has checksums of all its parts.
+        """Read everything, and continue after damage.
+
+        The report's `checked` is False: no other format has checksums of all its parts.
 
         The CRC-32 of the entries in zip archives, which torch writes, is compared.
         """
         with self.reading():
             compared, damage = self._compare_crcs()
-            report = read_all(self.reader, self.record, str(self.location), progress, compared=compared)
+            report = read_all(
+                self.reader, self.record, str(self.location), progress, compared=compared
+            )
         report.damage[:0] = damage
         return report
 
     def _compare_crcs(self) -> tuple[list[str], list[Damage]]:
         """Compare the tensors that are stored with a CRC-32; return their names, and the damage."""
         compared, damage = [], []
-        for tensor in self.record.structure.tensors.values() if self._arrangement.is_unchanged else ():
+        for tensor in (
+            self.record.structure.tensors.values() if self._arrangement.is_unchanged else ()
+        ):
             runs = [self.foreign.run(tensor, piece) for piece in tensor.pieces]
             known = [run for run in runs if run is not None and run.crc is not None]
             if len(known) < len(runs) or not tensor.nbytes:
@@ -203,14 +227,25 @@ class ForeignSource(Checkpoint):
         raise self._not_ours("is not read by TensorStore's specs of shardckpt")
 
     def _not_ours(self, lacks: str) -> FormatError:
-        return FormatError(f"{self.location}: a checkpoint of the format {self.format} {lacks}; import it first (docs/import.md).")
+        return FormatError(
+            f"{self.location}: a checkpoint of the format {self.format} {lacks}; import it first "
+            "(docs/import.md)."
+        )
 
 
 def _totals(structure: Structure) -> dict[str, int]:
-    """Counts and bytes of the tensors, as a commit record has them; stored bytes are those of the elements."""
+    """Counts and bytes of the tensors, as a commit record has them.
+
+    Stored bytes are those of the elements.
+    """
     tensors = structure.tensors.values()
     nbytes = sum(t.nbytes for t in tensors)
-    return {"tensors": len(tensors), "bytes": nbytes, "stored_bytes": nbytes, "chunks": sum(t.num_chunks for t in tensors)}
+    return {
+        "tensors": len(tensors),
+        "bytes": nbytes,
+        "stored_bytes": nbytes,
+        "chunks": sum(t.num_chunks for t in tensors),
+    }
 
 
 def _text(view: View) -> str:

@@ -16,14 +16,20 @@ _LONGEST_NAME = 255
 
 
 def hub_snapshot(location: Location) -> Location | None:
-    """The snapshot that `refs/main` names in a model's directory of the cache, or its only one; None: it is not such a directory.
+    """The snapshot that `refs/main` names in a model's directory of the cache, or its only one.
+
+    None: it is not such a directory.
 
     Raises:
         FormatError: there are several snapshots, and `refs/main` names none of them.
         StorageError: the storage failed or refused.
     """
     place = Store.open(location)
-    if not place.lists or not place.has_directory() or not {f"{_SNAPSHOTS}/", "refs/"} <= set(place.list_children()):
+    if (
+        not place.lists
+        or not place.has_directory()
+        or not {f"{_SNAPSHOTS}/", "refs/"} <= set(place.list_children())
+    ):
         return None
     inside = place.sub(_SNAPSHOTS)
     names = [name.removesuffix("/") for name in inside.list_children() if name.endswith("/")]
@@ -34,4 +40,7 @@ def hub_snapshot(location: Location) -> Location | None:
         return inside.sub(main).location
     if len(names) == 1:
         return inside.sub(names[0]).location
-    raise FormatError(f"{location} holds {len(names)} snapshots of a model ({few(names)}); give the path of one of them.")
+    raise FormatError(
+        f"{location} holds {len(names)} snapshots of a model ({few(names)}); give the path of one "
+        "of them."
+    )

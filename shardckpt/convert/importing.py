@@ -1,7 +1,7 @@
 """`shardckpt.import_checkpoint`: write a checkpoint of another format as one of shardckpt's.
 
-An import is a reshard whose source is a foreign checkpoint, with the same plan by rules, tasks, memory limit, workers, resumption and
-commit.
+An import is a reshard whose source is a foreign checkpoint, with the same plan by rules, tasks,
+memory limit, workers, resumption and commit.
 """
 
 from __future__ import annotations
@@ -88,11 +88,13 @@ def import_checkpoint(  # noqa: D417  (the other arguments are documented where 
 ) -> ImportReport:
     """Convert a checkpoint of another format to a shardckpt checkpoint.
 
-    Elements stay the same bit for bit, except for tensors that `dtype` converts. An import needs no devices, and holds a few chunks in
-    memory at a time. After an interruption, a call with the same arguments continues it. The source is only read.
+    Elements stay the same bit for bit, except for tensors that `dtype` converts. An import needs no
+    devices, and holds a few chunks in memory at a time. After an interruption, a call with the same
+    arguments continues it. The source is only read.
 
-    Names of the source are selected and changed first (docs/mapping.md); rules, `only` and `dtype` match the new names. Without rules,
-    tensors get the layouts that the source has recorded (Orbax only), and others become plain.
+    Names of the source are selected and changed first (docs/mapping.md); rules, `only` and `dtype`
+    match the new names. Without rules, tensors get the layouts that the source has recorded (Orbax
+    only), and others become plain.
 
     Args:
         src: the checkpoint to read, a path or url; docs/import.md lists the formats.
@@ -104,13 +106,13 @@ def import_checkpoint(  # noqa: D417  (the other arguments are documented where 
 
     Raises:
         NotFoundError: there is nothing at `src`.
-        FormatError: the format is unknown, or the source is malformed; for an unknown format, the message lists the known formats and
-            the files that were found.
+        FormatError: the format is unknown, or the source is malformed; for an unknown format, the
+            message lists the known formats and the files that were found.
         MissingDataError, CorruptionError: a part of the source is missing or damaged.
         ReplacedError: the source changed during the import.
         AlreadyExistsError: a checkpoint is committed at `dst`, and `overwrite` is not set.
-        OptionError, ShardingError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError, LeafError: the options do not
-            fit the source.
+        OptionError, ShardingError, NamesMismatchError, ShapeMismatchError, DtypeMismatchError,
+            LeafError: the options do not fit the source.
         BudgetError: the memory limit is too low; the message names a limit that suffices.
         MissingExtraError: a package that the format or the engine needs is not installed.
         CommitError, CoordinationError, StorageError: as in `reshard`.
@@ -118,7 +120,10 @@ def import_checkpoint(  # noqa: D417  (the other arguments are documented where 
     options = ImportOptions.of(locals())
     location = parse(src)
     if location.resolved == parse(dst).resolved:
-        raise OptionError(f"{location}: the new checkpoint would be written into the source; choose another place for it.")
+        raise OptionError(
+            f"{location}: the new checkpoint would be written into the source; choose another "
+            "place for it."
+        )
     format_name, signs = _format_at(location, from_)
     spec = ForeignSpec(str(location), format_name, trust_pickle, into, options.names())
     source = spec.open()
@@ -128,7 +133,9 @@ def import_checkpoint(  # noqa: D417  (the other arguments are documented where 
             on_note(note)
     with reading_takes_threads(src):
         report = run_job(spec, dst, options, source)
-    of_reshard: dict[str, Any] = {field.name: getattr(report, field.name) for field in fields(ReshardReport)}
+    of_reshard: dict[str, Any] = {
+        field.name: getattr(report, field.name) for field in fields(ReshardReport)
+    }
     return ImportReport(**of_reshard, format=format_name, notes=notes)
 
 
@@ -136,8 +143,14 @@ def _format_at(location: Location, from_: str) -> tuple[str, tuple[str, ...]]:
     """The name of the source's format, and the signs by which it was detected."""
     if from_ == AUTO:
         detected = detect(location)
-        return detected.format, (f"{detected.format}: {detected.seen}", *(f"not read: {other}" for other in detected.others))
+        return detected.format, (
+            f"{detected.format}: {detected.seen}",
+            *(f"not read: {other}" for other in detected.others),
+        )
     module_of(from_)
     if file_at(location) is None and not Store.open(location).list_children():
-        raise NotFoundError(f"{location}: there is no such file, and no directory of that name with files in it; check the path.")
+        raise NotFoundError(
+            f"{location}: there is no such file, and no directory of that name with files in it; "
+            "check the path."
+        )
     return from_, ()

@@ -1,8 +1,9 @@
 """`shardckpt.open`: a checkpoint of any format, open for reading where it lies.
 
-A place without a commit record is opened by the readers that imports use. Nothing is converted, copied or written. Python pickles are
-interpreted, and nothing in them is called (`formats/torch/unpickling.py`), so looking needs no confirmation; an import, whose result
-others will trust, asks for one.
+A place without a commit record is opened by the readers that imports use. Nothing is converted,
+copied or written. Python pickles are interpreted, and nothing in them is called
+(`formats/torch/unpickling.py`), so looking needs no confirmation; an import, whose result others
+will trust, asks for one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from shardckpt.commit.publish import RECORD
 from shardckpt.convert.detect import detect
 from shardckpt.convert.foreign_source import ForeignSpec
 from shardckpt.convert.hub_cache import hub_snapshot
-from shardckpt.errors import FormatError, NotFoundError, OptionError, ShardckptError, StorageError, UncommittedError
+from shardckpt.errors import (
+    FormatError,
+    NotFoundError,
+    OptionError,
+    ShardckptError,
+    StorageError,
+    UncommittedError,
+)
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint
@@ -25,8 +33,9 @@ if TYPE_CHECKING:
 def open(url: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  (shardckpt.open, as in gzip.open)
     """Open a checkpoint for reading: a committed one of shardckpt, or one of another format.
 
-    The other formats are those of docs/import.md: safetensors, torch, DCP, Orbax, Megatron, torch_xla and zarr. Their checkpoints are
-    read where they lie; `Checkpoint.format` names the format. Nothing in a pickle is run.
+    The other formats are those of docs/import.md: safetensors, torch, DCP, Orbax, Megatron,
+    torch_xla and zarr. Their checkpoints are read where they lie; `Checkpoint.format` names the
+    format. Nothing in a pickle is run.
 
     Raises:
         NotFoundError: there is no checkpoint.
@@ -45,10 +54,17 @@ def open(url: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  (shardckpt.o
                 raise e from None
             snapshot = hub_snapshot(location) or location
             detected = detect(snapshot)
-        except (FormatError, NotFoundError, StorageError) as other:  # nothing known is there: the first error is more helpful
+        except (
+            FormatError,
+            NotFoundError,
+            StorageError,
+        ) as other:  # nothing known is there: the first error is more helpful
             raise (e if Store.open(location).lists else other) from None
         except OptionError as several:
-            raise FormatError(f"{several.message.without_stop()}; `shardckpt import --from` reads the one that you choose.") from e
+            raise FormatError(
+                f"{several.message.without_stop()}; `shardckpt import --from` reads the one that "
+                "you choose."
+            ) from e
     try:
         return ForeignSpec(str(snapshot), detected.format, trust_pickle=True).open()
     except ShardckptError as e:

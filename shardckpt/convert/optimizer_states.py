@@ -1,7 +1,8 @@
 """Optimizers of an exported state, in the forms that torch loads.
 
-`train_state` stores an optimizer by the names of its parameters, in its own form (`training.optimizer_state.forms`), which no other program
-loads. Each optimizer in the state is rewritten in the requested form; schedulers get lists in the order of the optimizer's groups.
+`train_state` stores an optimizer by the names of its parameters, in its own form
+(`training.optimizer_state.forms`), which no other program loads. Each optimizer in the state is
+rewritten in the requested form; schedulers get lists in the order of the optimizer's groups.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def with_optimizers_as(
         outputs: the outputs of its tensors, one for each.
 
     Returns:
-        Structure and outputs in that form, with the names that follow from it, and a note for each optimizer.
+        Structure and outputs in that form, with the names that follow from it, and a note for each
+        optimizer.
     """
     root = structure.nodes
     notes: list[str] = []
@@ -43,8 +45,16 @@ def with_optimizers_as(
     naming = _Naming(meanings(root))
     tree = write(naming.visit(arranged, ""))
     new = naming.first_names
-    tensors = {new[name]: replace(tensor, name=new[name]) for name, tensor in structure.tensors.items() if name in new}
-    return Structure(tree, tensors), [replace(output, name=new[output.name]) for output in outputs if output.name in new], tuple(notes)
+    tensors = {
+        new[name]: replace(tensor, name=new[name])
+        for name, tensor in structure.tensors.items()
+        if name in new
+    }
+    return (
+        Structure(tree, tensors),
+        [replace(output, name=new[output.name]) for output in outputs if output.name in new],
+        tuple(notes),
+    )
 
 
 def _arrange(node: Node, root: Node, form: str, notes: list[str]) -> Node:
@@ -57,7 +67,11 @@ def _arrange(node: Node, root: Node, form: str, notes: list[str]) -> Node:
         nodes = read_optimizer(below)
         if nodes is None:
             children.append(_arrange(below, root, form, notes))
-        elif nodes.form == "numbered" or (nodes.form == "flat" and form != "flat") or (nodes.form == "listed" and form == "names"):
+        elif (
+            nodes.form == "numbered"
+            or (nodes.form == "flat" and form != "flat")
+            or (nodes.form == "listed" and form == "names")
+        ):
             children.append(below)  # kept: it has a fitting form, or cannot be rewritten
         else:
             rewritten.append(nodes)
@@ -70,11 +84,15 @@ def _listing(optimizers: Sequence[OptimizerNodes]) -> Callable[[Branch, Branch],
     """A function that turns a scheduler's values by group into a list in the order of the groups."""
 
     def listed(_scheduler: Branch, of_each: Branch) -> Node | None:
-        known = dict(zip(of_each.keys, of_each.children, strict=True)) if of_each.form == "dict" else {}
+        known = (
+            dict(zip(of_each.keys, of_each.children, strict=True)) if of_each.form == "dict" else {}
+        )
         for nodes in optimizers:
             firsts = nodes.firsts()
             if known and known.keys() == set(firsts):
-                return Branch(of_each.name, "list", range(len(firsts)), [known[first] for first in firsts])
+                return Branch(
+                    of_each.name, "list", range(len(firsts)), [known[first] for first in firsts]
+                )
         return None
 
     return listed
@@ -84,7 +102,11 @@ def _of_its_module(nodes: OptimizerNodes, root: Node) -> OptimizerNodes:
     """Remove the module's keyword, which `train_state` puts before parameter names, if all parameters belong to one module."""
     names = [str(member) for member in nodes.members()]
     keyword, _, first = names[0].partition(".") if names else ("", "", "")
-    if not first or any(not name.startswith(f"{keyword}.") for name in names) or child(child(root, "model"), names[0]) is not None:
+    if (
+        not first
+        or any(not name.startswith(f"{keyword}.") for name in names)
+        or child(child(root, "model"), names[0]) is not None
+    ):
         return nodes
     if child(child(root, keyword), first) is None:
         return nodes
@@ -93,7 +115,11 @@ def _of_its_module(nodes: OptimizerNodes, root: Node) -> OptimizerNodes:
 
 def _note(nodes: OptimizerNodes, form: str) -> str:
     empty = sum(not group.members for group in nodes.groups)
-    lost = f"; settings of {empty} groups without parameters are left out" if empty and form == "flat" else ""
+    lost = (
+        f"; settings of {empty} groups without parameters are left out"
+        if empty and form == "flat"
+        else ""
+    )
     how = {
         "names": "as set_optimizer_state_dict loads it, by the names of parameters",
         "numbers": "as Optimizer.load_state_dict loads it, by the numbers of parameters",
@@ -113,8 +139,14 @@ class _Naming:
     def visit(self, node: Node, name: str) -> Node:
         if isinstance(node, Branch):
             parts = zip(component_names(node.keys), node.children, strict=True)
-            return replace(node, name=name, children=[self.visit(below, child_name(name, part)) for part, below in parts])
+            return replace(
+                node,
+                name=name,
+                children=[self.visit(below, child_name(name, part)) for part, below in parts],
+            )
         if isinstance(node, Tensor | Tied):
             first = self.first_names.setdefault(node.stored, name)
-            return Tensor(name, self.meaning.get(node.stored)) if first == name else Tied(name, first)
+            return (
+                Tensor(name, self.meaning.get(node.stored)) if first == name else Tied(name, first)
+            )
         return replace(node, name=name)

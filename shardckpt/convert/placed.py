@@ -1,7 +1,7 @@
 """A foreign checkpoint with a known place for each piece of each tensor.
 
-This is the common part of the formats that consist of torch's files: `place_tensors` makes a `Foreign` from a state whose tensors have
-their places.
+This is the common part of the formats that consist of torch's files: `place_tensors` makes a
+`Foreign` from a state whose tensors have their places.
 """
 
 from __future__ import annotations
@@ -38,14 +38,18 @@ class Place(Protocol):
     """The place of a part of a tensor. Safe to use from several threads."""
 
     def run(self, dtype: DType) -> StoredRun | None:
-        """The stored run of the part, if its bytes are one run in row-major order; raises the errors of `read`."""
+        """The stored run of the part, if its bytes are one run in row-major order.
+
+        Raises the errors of `read`.
+        """
         ...
 
     def read(self, box: Box, dtype: DType) -> NDArray[Any]:
         """The elements of a box, in the part's own indices, of dtype `dtype.storage`.
 
         Raises:
-            CorruptionError, FormatError, MissingDataError, StorageError: the elements cannot be read; the message names the file.
+            CorruptionError, FormatError, MissingDataError, StorageError: the elements cannot be
+                read; the message names the file.
         """
         ...
 
@@ -92,7 +96,13 @@ def _naming(tensor: TensorRecord) -> Iterator[None]:
         raise type(e)(f"{shown(tensor.name)}: {e}") from e
 
 
-def place_tensors(state: object, format: str, location: Location, identity: str, notes: Sequence[str]) -> Placed:  # noqa: A002
+def place_tensors(
+    state: object,
+    format: str,  # noqa: A002
+    location: Location,
+    identity: str,
+    notes: Sequence[str],
+) -> Placed:
     """A checkpoint of a state of plain containers, small leaves, and `PlacedTensor`s.
 
     Raises:
@@ -100,9 +110,14 @@ def place_tensors(state: object, format: str, location: Location, identity: str,
         FormatError: the parts of a tensor do not cover it.
     """
     structure = structure_of(state, str(location))
-    tensors = flatten(state, lambda value: isinstance(value, PlacedTensor), lambda value: cast("PlacedTensor", value).identity).tensors
+    tensors = flatten(
+        state,
+        lambda value: isinstance(value, PlacedTensor),
+        lambda value: cast("PlacedTensor", value).identity,
+    ).tensors
     places = {
-        name: {part.start: place for part, place in zip(tensor.parts, tensor.places, strict=True)} for name, tensor in tensors.items()
+        name: {part.start: place for part, place in zip(tensor.parts, tensor.places, strict=True)}
+        for name, tensor in tensors.items()
     }
     return Placed(format, location, structure, identity, tuple(notes), {}, places)
 
@@ -119,7 +134,9 @@ def place_array(array: NDArray[Any]) -> PlacedTensor:
     """
     dtype = of_numpy(array.dtype)
     array = np.ascontiguousarray(array, dtype.numpy).reshape(array.shape)
-    return PlacedTensor(array.shape, dtype, (_whole(array.shape, array.shape),), places=(_Held(array),))
+    return PlacedTensor(
+        array.shape, dtype, (_whole(array.shape, array.shape),), places=(_Held(array),)
+    )
 
 
 def place_pickled(file: TorchFile, tensor: PickledTensor) -> PlacedTensor:
@@ -131,7 +148,13 @@ def place_pickled(file: TorchFile, tensor: PickledTensor) -> PlacedTensor:
     dtype = by_name(tensor.dtype.name)
     chunks = strided_chunks(tensor.shape, tensor.strides, dtype.itemsize)
     tied = (str(file.span), tensor) if 0 not in tensor.shape else None
-    return PlacedTensor(tensor.shape, dtype, (_whole(tensor.shape, chunks),), identity=tied, places=(_Stored(file, tensor),))
+    return PlacedTensor(
+        tensor.shape,
+        dtype,
+        (_whole(tensor.shape, chunks),),
+        identity=tied,
+        places=(_Stored(file, tensor),),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,16 +1,18 @@
 """Values of a pickled state that can be stored, and notes on those that cannot.
 
-`torch.save` accepts any Python object. For such an object `unpickle` returns containers, leaves, and `Instance`s, which are records of
-calls. `plain` visits them once.
+`torch.save` accepts any Python object. For such an object `unpickle` returns containers, leaves,
+and `Instance`s, which are records of calls. `plain` visits them once.
 
-1. Objects that are containers, small leaves or tensors in another form are converted: argparse's and types' namespaces and defaultdicts
-   become dicts, numpy's scalars and arrays and torch's dtypes and devices become themselves, an `io.BytesIO` becomes its bytes.
+1. Objects that are containers, small leaves or tensors in another form are converted: argparse's
+   and types' namespaces and defaultdicts become dicts, numpy's scalars and arrays and torch's
+   dtypes and devices become themselves, an `io.BytesIO` becomes its bytes.
 2. Everything else is left behind, with a note: an enumeration, a user's class, a function, a set.
    A dict then lacks that key; in a list or tuple None takes its place.
-3. `whole` leaves no tensor behind: it refuses a state with a tensor that cannot be stored, or with an object that has a tensor which is
-   nowhere else in the state.
+3. `whole` leaves no tensor behind: it refuses a state with a tensor that cannot be stored, or with
+   an object that has a tensor which is nowhere else in the state.
 
-A pickle can refer to one list from many places, so a short pickle can describe a state of any size. Such a state is left behind.
+A pickle can refer to one list from many places, so a short pickle can describe a state of any size.
+Such a state is left behind.
 """
 
 from __future__ import annotations
@@ -56,40 +58,55 @@ def plain(file: TorchFile, name: str) -> tuple[Any, list[str]]:
         name: name of the state.
 
     Returns:
-        Plain containers, small leaves and `PlacedTensor`s, or `LEFT`; and a line for each value that is left behind.
+        Plain containers, small leaves and `PlacedTensor`s, or `LEFT`; and a line for each value
+        that is left behind.
     """
     walk = _Walk(file, {})
     return walk.visit(file.state, name, 0), _notes(walk.left)
 
 
 def _notes(left: Sequence[_Left]) -> list[str]:
-    notes = [f"{one.name or 'the state'} is left behind: it {one.why}." for one in left[:_MOST_NOTES]]
-    return [*notes, f"{len(left) - _MOST_NOTES:,} more values are left behind."] if len(left) > _MOST_NOTES else notes
+    notes = [
+        f"{one.name or 'the state'} is left behind: it {one.why}." for one in left[:_MOST_NOTES]
+    ]
+    return (
+        [*notes, f"{len(left) - _MOST_NOTES:,} more values are left behind."]
+        if len(left) > _MOST_NOTES
+        else notes
+    )
 
 
-def whole(file: TorchFile, known: Mapping[str, Callable[[Instance], object]]) -> tuple[Any, list[str]]:
+def whole(
+    file: TorchFile, known: Mapping[str, Callable[[Instance], object]]
+) -> tuple[Any, list[str]]:
     """The state that was passed to `torch.save`, with all its tensors.
 
     Args:
         file: a file of `torch.save`.
-        known: name of an `Instance` → function that returns its small leaf or tensor, or raises FormatError ("is a …") with the reason
-            why it cannot be stored.
+        known: name of an `Instance` → function that returns its small leaf or tensor, or raises
+            FormatError ("is a …") with the reason why it cannot be stored.
 
     Returns:
         The state, and a line for each object that is left behind.
 
     Raises:
-        FormatError: a tensor of the state cannot be stored, nor can the state itself; the message names it.
+        FormatError: a tensor of the state cannot be stored, nor can the state itself; the message
+            names it.
     """
     walk = _Walk(file, known)
     state = walk.visit(file.state, "", 0)
-    refused = [one for one in walk.left if one.refused] or list(walk.with_tensors()) or [one for one in walk.left if state is LEFT]
+    refused = (
+        [one for one in walk.left if one.refused]
+        or list(walk.with_tensors())
+        or [one for one in walk.left if state is LEFT]
+    )
     if refused:
         first, *others = refused
         more = f", nor can {len(others)} other object{'s' * (len(others) > 1)}" if others else ""
         raise FormatError(
-            f"{file.span.file}: {shown(first.name) if first.name else 'the state'} {first.why}. It cannot be stored{more}. If you "
-            f"trust the file, load it with torch, and save its state without that, or with a state_dict() in its place."
+            f"{file.span.file}: {shown(first.name) if first.name else 'the state'} {first.why}. "
+            f"It cannot be stored{more}. If you trust the file, load it with torch, and save its "
+            "state without that, or with a state_dict() in its place."
         )
     return state, _notes(walk.left)
 
@@ -117,7 +134,9 @@ class _Walk:
     def visit(self, value: object, name: str, depth: int) -> Any:
         self.seen += 1
         if depth > MAX_DEPTH or self.seen > 1000 + MOST_PER_BYTE * self.file.pickle_bytes:
-            return self.leave(name, "is nested too deep, or has too many shared parts", value, refused=True)
+            return self.leave(
+                name, "is nested too deep, or has too many shared parts", value, refused=True
+            )
         visitor = _VISITORS.get(type(value))
         try:
             if isinstance(value, Instance) and value.name in self.known:
@@ -128,13 +147,27 @@ class _Walk:
             return self.leave(name, str(e), value, refused=self.is_tensor(value))
         except CorruptionError:
             raise  # a storable value is missing or damaged
-        except (DtypeError, ImportError, ValueError, TypeError, IndexError) as e:  # TypeError, IndexError: malformed arguments or state
+        except (
+            DtypeError,
+            ImportError,
+            ValueError,
+            TypeError,
+            IndexError,
+        ) as e:  # TypeError, IndexError: malformed arguments or state
             why = f"cannot be stored: {clip(str(e), 300)}"
-            return self.leave(name, why, value, refused=isinstance(e, DtypeError) or self.is_tensor(value))
-        return value if leaves.is_small(value) else self.leave(name, f"is a {type(value).__name__}", value)
+            return self.leave(
+                name, why, value, refused=isinstance(e, DtypeError) or self.is_tensor(value)
+            )
+        return (
+            value
+            if leaves.is_small(value)
+            else self.leave(name, f"is a {type(value).__name__}", value)
+        )
 
     def is_tensor(self, value: object) -> bool:
-        return isinstance(value, PickledTensor | Storage) or (isinstance(value, Instance) and value.name in self.known)
+        return isinstance(value, PickledTensor | Storage) or (
+            isinstance(value, Instance) and value.name in self.known
+        )
 
     def with_tensors(self) -> Iterator[_Left]:
         """The objects left behind that have a tensor which is not kept."""
@@ -145,7 +178,9 @@ class _Walk:
                 value = values.pop()
                 if self.is_tensor(value):
                     if value not in self.kept:
-                        yield replace(one, why=f"{one.why} with a tensor that is nowhere else in the file")
+                        yield replace(
+                            one, why=f"{one.why} with a tensor that is nowhere else in the file"
+                        )
                         break
                 elif isinstance(value, Instance | dict | list | tuple) and id(value) not in seen:
                     seen.add(id(value))
@@ -170,7 +205,9 @@ class _Walk:
         return LEFT
 
     def dictionary(self, value: dict[Any, object], name: str, depth: int) -> object:
-        kept = {key: child for key, child in value.items() if type(key) in (str, int, bool, type(None))}
+        kept = {
+            key: child for key, child in value.items() if type(key) in (str, int, bool, type(None))
+        }
         if len(kept) < len(value):
             odd = [(key, child) for key, child in value.items() if key not in kept]
             why = f"has a key that cannot be stored, as have {len(odd)} values of {name!r}"
@@ -183,7 +220,9 @@ class _Walk:
         return {key: child for key, child in children.items() if child is not LEFT}
 
     def sequence(self, value: list[object] | tuple[object, ...], name: str, depth: int) -> object:
-        children = [self.visit(child, child_name(name, str(i)), depth + 1) for i, child in enumerate(value)]
+        children = [
+            self.visit(child, child_name(name, str(i)), depth + 1) for i, child in enumerate(value)
+        ]
         return type(value)(None if child is LEFT else child for child in children)
 
     def instance(self, value: Instance, name: str, depth: int) -> object:
@@ -192,12 +231,20 @@ class _Walk:
         if value.name in _DICTS:
             first = value.arguments[0] if value.arguments else None
             return self.dictionary(first if type(first) is dict else value.items, name, depth)
-        if value.name == "_io.BytesIO" and type(value.state) is tuple and type(value.state[0]) is bytes:
+        if (
+            value.name == "_io.BytesIO"
+            and type(value.state) is tuple
+            and type(value.state[0]) is bytes
+        ):
             return value.state[0]
         if value.name == "torch.device":
             return _torch(lambda torch: torch.device(*value.arguments))
         if _NUMPY.fullmatch(value.name) or value.name in _COMPLEX:
-            return place_array(_array(value)) if value.name.endswith("_reconstruct") else _scalar(value)
+            return (
+                place_array(_array(value))
+                if value.name.endswith("_reconstruct")
+                else _scalar(value)
+            )
         return self.leave(name, f"is a {clip(value.name)}", value)
 
 
@@ -250,7 +297,9 @@ def _array(value: Instance) -> np.ndarray[Any, np.dtype[Any]]:
     return _numbers(data, dtype, tuple(reversed(shape)), value.name).T
 
 
-def _numbers(data: object, dtype: object, shape: tuple[Any, ...], what: str) -> np.ndarray[Any, np.dtype[Any]]:
+def _numbers(
+    data: object, dtype: object, shape: tuple[Any, ...], what: str
+) -> np.ndarray[Any, np.dtype[Any]]:
     """An array of numbers from its pickled bytes, dtype and shape."""
     if (
         isinstance(dtype, Instance)
@@ -261,7 +310,9 @@ def _numbers(data: object, dtype: object, shape: tuple[Any, ...], what: str) -> 
         big = type(dtype.state) is tuple and len(dtype.state) > 1 and dtype.state[1] == ">"
         element = np.dtype((">" if big else "<") + dtype.arguments[0])
         try:
-            if type(data) is bytes and len(data) == element.itemsize * int(np.prod(shape, dtype=np.int64)):
+            if type(data) is bytes and len(data) == element.itemsize * int(
+                np.prod(shape, dtype=np.int64)
+            ):
                 return np.frombuffer(data, element).astype(element.newbyteorder("=")).reshape(shape)
         except (TypeError, ValueError, OverflowError):
             pass

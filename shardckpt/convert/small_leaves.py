@@ -1,7 +1,8 @@
 """Small leaves and dict keys of a state that another format can or cannot hold.
 
-Per-process values and objects of registered types exist only in shardckpt's own format. Each format decides which other small leaves it
-accepts. A leaf that it does not accept is left out, and a note of the export names it.
+Per-process values and objects of registered types exist only in shardckpt's own format. Each format
+decides which other small leaves it accepts. A leaf that it does not accept is left out, and a note
+of the export names it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def find_unsupported(tree: Node, refuses: Callable[[object], str | None]) -> dic
 
     Args:
         tree: the state.
-        refuses: returns the reason why a format does not accept a small leaf; None: it accepts the leaf.
+        refuses: returns the reason why a format does not accept a small leaf; None: it accepts the
+            leaf.
     """
     unsupported: dict[str, str] = {}
     for leaf in leaves_of(tree):
@@ -51,7 +53,13 @@ def describe_losses(tree: Node, unsupported: dict[str, str], *, keys: bool = Fal
     """
     notes = [f"{shown(name)} is left out: {reason}." for name, reason in unsupported.items()]
     meaning = {} if keys else meanings(tree)
-    return [*notes, *(f"{shown(name)} means {what!r}; its elements are exported as numbers." for name, what in meaning.items())]
+    return [
+        *notes,
+        *(
+            f"{shown(name)} means {what!r}; its elements are exported as numbers."
+            for name, what in meaning.items()
+        ),
+    ]
 
 
 def check_text_keys(node: Node, where: str, library: str, *, tuples: bool = True) -> None:
@@ -74,8 +82,8 @@ def check_text_keys(node: Node, where: str, library: str, *, tuples: bool = True
         if other is not key:
             both = f"{shorten(other)} and {shorten(key)}"
             raise NamesMismatchError(
-                f"{where}: {shown(node.name)} has the keys {both}, which become the same text in {library}; rename one, or leave it "
-                f"out (exclude)."
+                f"{where}: {shown(node.name)} has the keys {both}, which become the same text in "
+                f"{library}; rename one, or leave it out (exclude)."
             )
     for child in node.children:
         check_text_keys(child, where, library, tuples=tuples)

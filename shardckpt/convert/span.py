@@ -53,7 +53,10 @@ class LoadedFile:
         return np.frombuffer(self.data, np.uint8)[start:stop]
 
     def read_into(self, start: int, vectors: Sequence[memoryview]) -> None:
-        """Read consecutive bytes into several buffers, one after the other; CorruptionError if the file ends before."""
+        """Read consecutive bytes into several buffers, one after the other.
+
+        CorruptionError if the file ends before.
+        """
         data = self.read(start, start + sum(map(len, vectors))).data
         for vector in vectors:
             vector[:], data = data[: len(vector)], data[len(vector) :]
@@ -84,8 +87,15 @@ class Span:
             StorageError: the file cannot be read.
         """
         if not 0 <= start <= stop <= len(self):
-            raise CorruptionError(f"{self}: bytes {start} to {stop} are needed, but there are {len(self)}; replace it with a backup.")
-        return memoryview(self.file.read(self.start + start, self.start + stop).data) if start < stop else memoryview(b"")
+            raise CorruptionError(
+                f"{self}: bytes {start} to {stop} are needed, but there are {len(self)}; replace "
+                "it with a backup."
+            )
+        return (
+            memoryview(self.file.read(self.start + start, self.start + stop).data)
+            if start < stop
+            else memoryview(b"")
+        )
 
     def part(self, start: int, stop: int) -> Span:
         """A part of the span, counted from its start."""
@@ -127,7 +137,10 @@ class StoredRun:
 
     def _compare(self, crc: int) -> None:
         if crc != self.crc:
-            raise CorruptionError(f"{self.span}: its CRC-32 is {crc:#010x}, and {self.crc:#010x} was written; replace it with a backup.")
+            raise CorruptionError(
+                f"{self.span}: its CRC-32 is {crc:#010x}, and {self.crc:#010x} was written; "
+                "replace it with a backup."
+            )
 
 
 def find_runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[NDArray[np.int64], int]:
@@ -139,14 +152,17 @@ def find_runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[NDArray[np
         itemsize: bytes of an element.
 
     Returns:
-        (n,) The first byte of each contiguous part, in row-major order, and the length of each part in bytes.
+        (n,) The first byte of each contiguous part, in row-major order, and the length of each part
+        in bytes.
     """
     if box.shape == tuple(shape):  # true for most tensors
         return np.zeros(1, np.int64), prod(shape) * itemsize
     # A run consists of the last dimensions that the box covers completely, and one more.
     along = max((d for d, n in enumerate(shape) if box.shape[d] < n), default=0)
     strides = [itemsize * prod(shape[d + 1 :]) for d in range(len(shape))]
-    offsets = np.array([sum(start * stride for start, stride in zip(box.start, strides, strict=True))], np.int64)
+    offsets = np.array(
+        [sum(start * stride for start, stride in zip(box.start, strides, strict=True))], np.int64
+    )
     for n, stride in zip(box.shape[:along], strides[:along], strict=True):
         offsets = np.add.outer(offsets, np.arange(n, dtype=np.int64) * stride).reshape(-1)
     return offsets, prod(box.shape[along:]) * itemsize

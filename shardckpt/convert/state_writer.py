@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class StateWriter(ABC):
-    """A state that is being written. As a context manager it removes the state unless it was finished. For one thread."""
+    """A state that is being written.
+
+    As a context manager it removes the state unless it was finished. For one thread.
+    """
 
     notes: list[str]
     """Parts of the state that are left out or changed, a line each."""
@@ -37,7 +40,10 @@ class StateWriter(ABC):
 
     @abstractmethod
     def blocks(self, output: OutputTensor, stored: Sequence[Piece], room: int) -> Sequence[Piece]:
-        """The blocks of a tensor, see `streaming.stream.Blocks`. Called for each tensor with elements, before any `put`."""
+        """The blocks of a tensor, see `streaming.stream.Blocks`.
+
+        Called for each tensor with elements, before any `put`.
+        """
 
     @abstractmethod
     def put(self, output: OutputTensor, box: Box, array: NDArray[Any]) -> None:
@@ -46,7 +52,8 @@ class StateWriter(ABC):
         Args:
             output: the tensor of the block.
             box: the block, in the tensor's indices.
-            array: its elements, C-contiguous, in the dtype's storage type; the caller may reuse the array when this returns.
+            array: its elements, C-contiguous, in the dtype's storage type; the caller may reuse the
+                array when this returns.
 
         Raises:
             StorageError: the block cannot be written.
@@ -72,7 +79,8 @@ class StateWriter(ABC):
 
         Raises:
             MissingDataError: blocks are missing.
-            CorruptionError, StructureMismatchError: the bytes or the tree read back differ from those written.
+            CorruptionError, StructureMismatchError: the bytes or the tree read back differ from
+                those written.
             AlreadyExistsError, StorageError: the state cannot be published.
         """
         blocks = self.complete()
@@ -96,6 +104,11 @@ class StateWriter(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if not self._published:
             self.abort()

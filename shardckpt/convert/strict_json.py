@@ -37,7 +37,10 @@ def _no_constant(token: str) -> NoReturn:
 
 
 def is_json(value: object) -> bool:
-    """Whether a record can hold a value. A metric may be NaN, and Python's reader makes an infinity of `1e999`."""
+    """Whether a record can hold a value.
+
+    A metric may be NaN, and Python's reader makes an infinity of `1e999`.
+    """
     try:
         json.dumps(value, allow_nan=False).encode()
     except (ValueError, TypeError, RecursionError):

@@ -1,8 +1,9 @@
 """Reading boxes of a tensor whose elements lie at regular distances in a file.
 
-A tensor in a torch file is a run of elements and a stride per dimension: usually in row-major order, sometimes transposed or in
-`channels_last` order. A box of it lies between its first and its last element. If few other elements lie between these, that run of
-bytes is read and viewed with the tensor's strides; otherwise the box is halved along the dimension of the longest stride.
+A tensor in a torch file is a run of elements and a stride per dimension: usually in row-major
+order, sometimes transposed or in `channels_last` order. A box of it lies between its first and its
+last element. If few other elements lie between these, that run of bytes is read and viewed with the
+tensor's strides; otherwise the box is halved along the dimension of the longest stride.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from shardckpt.convert.formats.torch.objects import PickledTensor
 
 
-def strided_chunks(shape: Sequence[int], strides: Sequence[int], itemsize: int, nbytes: int = ROWS_BYTES) -> tuple[int, ...]:
+def strided_chunks(
+    shape: Sequence[int], strides: Sequence[int], itemsize: int, nbytes: int = ROWS_BYTES
+) -> tuple[int, ...]:
     """The chunks of `row_chunks`, in the order in which the dimensions are stored.
 
     >>> strided_chunks((4096, 1024), (1, 4096), 4)
@@ -34,7 +37,9 @@ def strided_chunks(shape: Sequence[int], strides: Sequence[int], itemsize: int, 
     return tuple(chunks[order.index(d)] for d in range(len(shape)))
 
 
-def read_box(entry: StoredRun, tensor: PickledTensor, dtype: np.dtype[Any], box: Box) -> NDArray[Any]:
+def read_box(
+    entry: StoredRun, tensor: PickledTensor, dtype: np.dtype[Any], box: Box
+) -> NDArray[Any]:
     """The elements of a box, C-contiguous.
 
     Args:
@@ -49,17 +54,26 @@ def read_box(entry: StoredRun, tensor: PickledTensor, dtype: np.dtype[Any], box:
     """
     if box.size == 0:
         return np.empty(box.shape, dtype)
-    first = tensor.offset + sum(i * stride for i, stride in zip(box.start, tensor.strides, strict=True))
+    first = tensor.offset + sum(
+        i * stride for i, stride in zip(box.start, tensor.strides, strict=True)
+    )
     count = 1 + sum((n - 1) * stride for n, stride in zip(box.shape, tensor.strides, strict=True))
     size = dtype.itemsize
     if count > box.size and count * size > ROWS_BYTES:
-        along = max((d for d in range(box.ndim) if box.shape[d] > 1), key=lambda d: tensor.strides[d])
+        along = max(
+            (d for d in range(box.ndim) if box.shape[d] > 1), key=lambda d: tensor.strides[d]
+        )
         middle = (box.start[along] + box.stop[along]) // 2
-        halves = (with_range(box, along, box.start[along], middle), with_range(box, along, middle, box.stop[along]))
+        halves = (
+            with_range(box, along, box.start[along], middle),
+            with_range(box, along, middle, box.stop[along]),
+        )
         return np.concatenate([read_box(entry, tensor, dtype, half) for half in halves], axis=along)
     data = entry.span.read(first * size, (first + count) * size)
     entry.check([data])
-    elements = np.ndarray(box.shape, dtype, data, strides=[stride * size for stride in tensor.strides])
+    elements = np.ndarray(
+        box.shape, dtype, data, strides=[stride * size for stride in tensor.strides]
+    )
     return np.ascontiguousarray(elements).reshape(box.shape)
 
 
@@ -73,4 +87,6 @@ def run_of(entry: StoredRun, tensor: PickledTensor, itemsize: int) -> StoredRun 
     first = tensor.offset * itemsize
     if not 0 <= first <= first + expected <= len(entry.span):
         return None  # `read_box` reports the error
-    return StoredRun(entry.span.part(first, first + expected), entry.crc if expected == len(entry.span) else None)
+    return StoredRun(
+        entry.span.part(first, first + expected), entry.crc if expected == len(entry.span) else None
+    )

@@ -18,16 +18,20 @@ Path = tuple[str | int, ...]
 """The keys that lead to a leaf: texts in dicts, ints in lists."""
 
 
-def check_tree(leaves: Iterable[tuple[Path, TensorRecord | None]], read_back: Structure, where: str) -> None:
+def check_tree(
+    leaves: Iterable[tuple[Path, TensorRecord | None]], read_back: Structure, where: str
+) -> None:
     """Compare the written leaves with the structure that a reader finds.
 
     Args:
-        leaves: path and tensor of all written leaves, in any order; None for a leaf that is not a tensor.
+        leaves: path and tensor of all written leaves, in any order; None for a leaf that is not a
+            tensor.
         read_back: the reader's structure.
         where: location of the export, for messages.
 
     Raises:
-        StructureMismatchError: a tensor is missing, differs, or was never written; the message names it.
+        StructureMismatchError: a tensor is missing, differs, or was never written; the message
+            names it.
     """
     paths: dict[str, Path] = {}
     values: dict[str, ForeignTensor | None] = {}
@@ -36,17 +40,21 @@ def check_tree(leaves: Iterable[tuple[Path, TensorRecord | None]], read_back: St
         values[str(number)] = None if tensor is None else _placeholder(tensor)
     written = _describe(structure_of(nested(values, paths, (), where), where).tensors)
     present = _describe(read_back.tensors)
-    odd = next((name for name in [*written, *present] if written.get(name) != present.get(name)), None)
+    odd = next(
+        (name for name in [*written, *present] if written.get(name) != present.get(name)), None
+    )
     if odd is not None:
         before, after = written.get(odd, "no tensor"), present.get(odd, "no tensor")
         raise StructureMismatchError(
-            f"{where}: {shown(odd)} was written as {before}, but reads back as {after}; nothing was published. Export another format, or "
-            f"leave it out (exclude)."
+            f"{where}: {shown(odd)} was written as {before}, but reads back as {after}; nothing "
+            "was published. Export another format, or leave it out (exclude)."
         )
 
 
 def _placeholder(tensor: TensorRecord) -> ForeignTensor:
-    part = ForeignPart((0,) * len(tensor.shape), tensor.shape, tuple(max(1, n) for n in tensor.shape))
+    part = ForeignPart(
+        (0,) * len(tensor.shape), tensor.shape, tuple(max(1, n) for n in tensor.shape)
+    )
     return ForeignTensor(tensor.shape, tensor.dtype, (part,))
 
 

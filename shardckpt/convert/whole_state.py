@@ -1,9 +1,12 @@
 """A checkpoint's state written in another format that holds states: nested containers, tensors and small leaves.
 
-1. A part of the state is selected by names, and the dtypes to which tensors are converted are planned. Optimizers are rewritten in the
-   form that the format's readers load (`optimizer_states`).
-2. The format's writer lays the state out, and refuses parts that the format cannot hold, before anything is read.
-3. Blocks come from `streaming`. When all are written, the writer publishes them under the final name.
+1. A part of the state is selected by names, and the dtypes to which tensors are converted are
+   planned. Optimizers are rewritten in the form that the format's readers load
+   (`optimizer_states`).
+2. The format's writer lays the state out, and refuses parts that the format cannot hold, before
+   anything is read.
+3. Blocks come from `streaming`. When all are written, the writer publishes them under the final
+   name.
 """
 
 from __future__ import annotations
@@ -33,7 +36,11 @@ if TYPE_CHECKING:
     from shardckpt.reading.naming.outputs import OutputTensor
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
 
-FORMATS = {"torch": ("torch", "TorchFileWriter"), "dcp": ("dcp", "DcpDirectory"), "orbax": ("orbax", "OrbaxDirectory")}
+FORMATS = {
+    "torch": ("torch", "TorchFileWriter"),
+    "dcp": ("dcp", "DcpDirectory"),
+    "orbax": ("orbax", "OrbaxDirectory"),
+}
 """Format name, as `--to` expects it → its module and writer."""
 _OPTIMIZERS = {"torch": "names", "dcp": "names"}
 """Default form of optimizers; in other formats they keep their stored form."""
@@ -54,7 +61,9 @@ class WrittenState:
     """Tensors that `dtype` converts and leaves, counted by subtree."""
 
 
-def write_state(checkpoint: Checkpoint, location: Location, to: str, options: StateOptions) -> WrittenState:
+def write_state(
+    checkpoint: Checkpoint, location: Location, to: str, options: StateOptions
+) -> WrittenState:
     """Write a checkpoint's state, or a part of it.
 
     Args:
@@ -64,16 +73,22 @@ def write_state(checkpoint: Checkpoint, location: Location, to: str, options: St
         options: selection, dtypes, form of optimizers, and limits.
 
     Raises:
-        OptionError: an unknown format, a pattern that matches nothing, or a location that is not on a local disk.
+        OptionError: an unknown format, a pattern that matches nothing, or a location that is not on
+            a local disk.
         NamesMismatchError: nothing is selected; or the format has no names for parts of it.
-        StructureMismatchError, DtypeError, DtypeMismatchError: the format cannot hold the selected state.
+        StructureMismatchError, DtypeError, DtypeMismatchError: the format cannot hold the selected
+            state.
         AlreadyExistsError: the destination exists.
         BudgetError: the memory limit is too low.
-        CorruptionError, ReplacedError: the checkpoint cannot be read, or the written bytes do not read back.
-        StorageError: the files cannot be written. MissingExtraError: the format's library is not installed.
+        CorruptionError, ReplacedError: the checkpoint cannot be read, or the written bytes do not
+            read back.
+        StorageError: the files cannot be written. MissingExtraError: the format's library is not
+            installed.
     """
     if to not in FORMATS:
-        raise OptionError(Message(named("to", to), f": states are exported to {', '.join(map(repr, FORMATS))}."))
+        raise OptionError(
+            Message(named("to", to), f": states are exported to {', '.join(map(repr, FORMATS))}.")
+        )
     structure, outputs, conversions = _select(checkpoint, options)
     form = options.optimizer or _OPTIMIZERS.get(to)
     notes: tuple[str, ...] = ()
@@ -83,30 +98,48 @@ def write_state(checkpoint: Checkpoint, location: Location, to: str, options: St
     progress = options.report_progress
     progress(0, total)
     with _writer(to, structure, location, overwrite=options.overwrite) as writer:
-        stream = Stream(checkpoint, outputs, writer.blocks, limit=options.budget, beside=writer.memory)
+        stream = Stream(
+            checkpoint, outputs, writer.blocks, limit=options.budget, beside=writer.memory
+        )
         with closing(stream.read()) as batches:
             for block in chain.from_iterable(batches):
                 writer.put(block.output, block.box, block.elements)
                 done += block.elements.nbytes
                 progress(done, total)
         writer.finish(verify=options.verify)
-    return WrittenState(len(outputs), total, stream.read_bytes, (*notes, *writer.notes), conversions)
+    return WrittenState(
+        len(outputs), total, stream.read_bytes, (*notes, *writer.notes), conversions
+    )
 
 
-def _select(checkpoint: Checkpoint, options: StateOptions) -> tuple[Structure, list[OutputTensor], tuple[ConvertedSubtree, ...]]:
+def _select(
+    checkpoint: Checkpoint, options: StateOptions
+) -> tuple[Structure, list[OutputTensor], tuple[ConvertedSubtree, ...]]:
     """The selected structure, the outputs of its tensors, and the conversions."""
     include, exclude, dtype = options.include, options.exclude, options.dtype
     check_selection(include, checkpoint.parsed_tree, str(checkpoint.location), option="include")
     included, excluded = selector(include), selector(exclude if exclude is not None else ())
-    tree, stored = select(checkpoint.parsed_tree, lambda name: included(name) and not excluded(name))
+    tree, stored = select(
+        checkpoint.parsed_tree, lambda name: included(name) and not excluded(name)
+    )
     if not tree and (include is not None or exclude is not None):
         asked = given(include=include, exclude=exclude)
-        raise NamesMismatchError(Message(f"{checkpoint.location}: ", asked, " selects none of its names; `shardckpt info` lists them."))
+        raise NamesMismatchError(
+            Message(
+                f"{checkpoint.location}: ",
+                asked,
+                " selects none of its names; `shardckpt info` lists them.",
+            )
+        )
     sources = {name: checkpoint.record.structure.tensors[old] for name, old in stored.items()}
-    planned = plan_dtypes(sources, dtype, meanings(tree), optimizer_state(checkpoint.parsed_tree) if dtype else ())
+    planned = plan_dtypes(
+        sources, dtype, meanings(tree), optimizer_state(checkpoint.parsed_tree) if dtype else ()
+    )
     dtypes = planned.dtypes
     outputs = [identity(tensor, name, dtypes[name]) for name, tensor in sources.items()]
-    tensors = {name: replace(tensor, name=name, dtype=dtypes[name]) for name, tensor in sources.items()}
+    tensors = {
+        name: replace(tensor, name=name, dtype=dtypes[name]) for name, tensor in sources.items()
+    }
     return Structure(tree, tensors), outputs, planned.subtrees
 
 

@@ -1,12 +1,14 @@
 """Other checkpoints that a checkpoint needs: bases, which hold some of its tensors, and the chain that its chunks are differences from.
 
-A save may leave out frozen tensors that lie in another checkpoint, its *base*. The record then has, for each of
-them, the base and the tensor's name there. A base is identified by its url *and* by the attempt that its own record named at
-that time. Attempt names are never reused, so a checkpoint that replaces the base is never mistaken for it.
+A save may leave out frozen tensors that lie in another checkpoint, its *base*. The record then has,
+for each of them, the base and the tensor's name there. A base is identified by its url *and* by the
+attempt that its own record named at that time. Attempt names are never reused, so a checkpoint that
+replaces the base is never mistaken for it.
 
-A checkpoint whose chunks are differences (`format.differences`) names the *chain* of checkpoints that its elements follow from: first the
-one that its chunks differ from, then that one's own, up to one that has all of its elements. Each is identified by its url and its
-contents, the digest of its fingerprint: it may be written anew with the same contents.
+A checkpoint whose chunks are differences (`format.differences`) names the *chain* of checkpoints
+that its elements follow from: first the one that its chunks differ from, then that one's own, up to
+one that has all of its elements. Each is identified by its url and its contents, the digest of its
+fingerprint: it may be written anew with the same contents.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 BESIDE = "../"
-"""Prefix of a relative url, which begins at the checkpoint's parent directory and never goes above it."""
+"""Prefix of a relative url, which begins at the checkpoint's parent directory and never goes above
+it."""
 _URL = re.compile(r"(?:\.\./|[a-z0-9]+://)[!-~]{1,8192}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -32,13 +35,15 @@ class Base:
     """A checkpoint that holds tensors of another one, or that its chunks differ from."""
 
     attempt: str
-    """The attempt that its commit record named; it identifies the base, whichever url is used. "": its contents identify it."""
+    """The attempt that its commit record named; it identifies the base, whichever url is used. "":
+    its contents identify it."""
     layout: str
     """"packed" or "zarr", as in its commit record."""
     compression: str | None
     """Compression of its chunks, as in its commit record."""
     url: str = field(compare=False)
-    """Percent-encoded: relative to the checkpoint if it lies below the same directory (`../0`), otherwise with a scheme."""
+    """Percent-encoded: relative to the checkpoint if it lies below the same directory (`../0`),
+    otherwise with a scheme."""
     contents: str = ""
     """SHA-256 of its fingerprint's file, for a checkpoint of the chain; else ""."""
 
@@ -53,7 +58,13 @@ class Base:
             attempt = read.attempt()
         elif not _DIGEST.fullmatch(contents):
             read.fail("'contents' is not a SHA-256 in hexadecimal")
-        return cls(attempt, read.one_of("layout", LAYOUTS), read.one_of("compression", COMPRESSIONS), url, contents)
+        return cls(
+            attempt,
+            read.one_of("layout", LAYOUTS),
+            read.one_of("compression", COMPRESSIONS),
+            url,
+            contents,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
@@ -71,12 +82,19 @@ class InBase:
 
 
 def bases_of(record: dict[str, Any], where: str) -> list[Base]:
-    """The bases of a commit record in its JSON form, without parsing its tensors; `where` is its file, for messages."""
+    """The bases of a commit record in its JSON form, without parsing its tensors.
+
+    `where` is its file, for messages.
+    """
     entries = Fields(record, where).sequence("bases") if "bases" in record else []
-    return [Base.from_fields(Fields(entry, f"{where}: base {i}")) for i, entry in enumerate(entries)]
+    return [
+        Base.from_fields(Fields(entry, f"{where}: base {i}")) for i, entry in enumerate(entries)
+    ]
 
 
 def names_beside(bases: Iterable[Base]) -> frozenset[str]:
     """Names of the bases that lie directly beside the checkpoint that names them."""
-    below = (unquote(base.url.removeprefix(BESIDE)) for base in bases if base.url.startswith(BESIDE))
+    below = (
+        unquote(base.url.removeprefix(BESIDE)) for base in bases if base.url.startswith(BESIDE)
+    )
     return frozenset(name for name in below if "/" not in name)

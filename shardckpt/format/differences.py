@@ -6,19 +6,20 @@ A stored chunk, before its checksum, is one of these:
 nothing        the chunk of the earlier version
 0, elements    the elements, as in a chunk without compression
 1, u32 crc32c of the elements, u32 n, u32 m, zstd frame of:
-    n bytes        gaps: number of unchanged elements before each changed one; 255: 255 and what the next of `m` says
+    n bytes        gaps: unchanged elements before each changed one; 255: more, see the next of `m`
     m x u32        the rest of each gap of 255 and more
     n x itemsize   growth of each changed element, byte plane by byte plane
 ```
 
-All numbers are little-endian. The elements are in the form of a chunk without compression, padding included. Elements are compared
-as bits: -0.0 and 0.0 differ, and a NaN equals itself.
+All numbers are little-endian. The elements are in the form of a chunk without compression, padding
+included. Elements are compared as bits: -0.0 and 0.0 differ, and a NaN equals itself.
 
-*Growth*: elements are taken as unsigned numbers, those of more than 8 bytes as several of 8. The new number minus the old one,
-modulo the power of two, is a signed number d. It is stored as 2d, or as -2d - 1 if it is negative.
+*Growth*: elements are taken as unsigned numbers, those of more than 8 bytes as several of 8. The
+new number minus the old one, modulo the power of two, is a signed number d. It is stored as 2d, or
+as -2d - 1 if it is negative.
 
-Gaps and planes of changed elements compress well: of bfloat16 weights, a step of training changes few elements, most of them by one
-or two units in the last place.
+Gaps and planes of changed elements compress well: of bfloat16 weights, a step of training changes
+few elements, most of them by one or two units in the last place.
 """
 
 from __future__ import annotations
@@ -70,14 +71,23 @@ def difference(old: Bytes, new: Bytes, itemsize: int) -> tuple[bytes, int]:
     return whole(new) if stored is None else stored, len(changed)
 
 
-def encode_changes(position: NDArray[np.int64], growth: Growth, nbytes: int, crc: int) -> bytes | None:
-    """A chunk of `nbytes` bytes of elements stored as these changes, the result of `changes`; None if that has more than half its bytes."""
+def encode_changes(
+    position: NDArray[np.int64], growth: Growth, nbytes: int, crc: int
+) -> bytes | None:
+    """A chunk of `nbytes` bytes of elements stored as these changes, the result of `changes`.
+
+    None if that has more than half its bytes.
+    """
     itemsize = growth.shape[1] * growth.itemsize
     gaps = np.diff(position, prepend=-1) - 1
     rest = (gaps[gaps >= _LONG] - _LONG).astype("<u4")
-    if len(gaps) * (1 + itemsize) + rest.nbytes > 4 * nbytes:  # no frame is small enough, and this one is too large to try
+    if (
+        len(gaps) * (1 + itemsize) + rest.nbytes > 4 * nbytes
+    ):  # no frame is small enough, and this one is too large to try
         return None
-    folded = (growth << 1) ^ -(growth >> (8 * growth.itemsize - 1))  # the sign becomes the lowest bit
+    folded = (growth << 1) ^ -(
+        growth >> (8 * growth.itemsize - 1)
+    )  # the sign becomes the lowest bit
     planes = np.ascontiguousarray(folded).view(np.uint8).reshape(-1, itemsize).T
     parts = (np.minimum(gaps, _LONG).astype(np.uint8), rest.view(np.uint8), planes.reshape(-1))
     return pack_changes(np.concatenate(parts), len(gaps), len(rest), nbytes, crc)
@@ -86,7 +96,11 @@ def encode_changes(position: NDArray[np.int64], growth: Growth, nbytes: int, crc
 def pack_changes(body: Bytes, changed: int, long_gaps: int, nbytes: int, crc: int) -> bytes | None:
     """Like `encode_changes`, for changes that are encoded but not compressed yet: `body` has gaps, rests of long gaps, and planes."""
     frame = compress(body)
-    return _HEAD.pack(DIFFERENCE, crc, changed, long_gaps) + frame if 2 * (_HEAD.size + len(frame)) <= nbytes else None
+    return (
+        _HEAD.pack(DIFFERENCE, crc, changed, long_gaps) + frame
+        if 2 * (_HEAD.size + len(frame)) <= nbytes
+        else None
+    )
 
 
 class Joined:
@@ -118,7 +132,9 @@ class Joined:
         if self._elements is not None:
             apply(stored, self._elements, self._itemsize, where)
         elif len(stored):
-            position, growth, self._crc = changes(stored, self._nbytes // self._itemsize, self._itemsize, where)
+            position, growth, self._crc = changes(
+                stored, self._nbytes // self._itemsize, self._itemsize, where
+            )
             every = np.concatenate([self._position, position])
             order = np.argsort(every, kind="stable")
             every, joined = every[order], np.concatenate([self._growth, growth])[order]
@@ -129,7 +145,10 @@ class Joined:
             self._position, self._growth = every[keep], joined[keep]
 
     def stored(self) -> bytes | None:
-        """The stored chunk, without its checksum; None if it needs all elements, and these are not known."""
+        """The stored chunk, without its checksum.
+
+        None if it needs all elements, and these are not known.
+        """
         if self._elements is not None:
             return whole(self._elements)
         if not len(self._position):
@@ -144,7 +163,10 @@ def _number(itemsize: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 def _apply(old: Bytes, new: Bytes, itemsize: int) -> tuple[NDArray[np.int64], Growth]:
-    """The positions of the elements that differ, ascending, and how they grow, as `changes`; `old` becomes `new`."""
+    """The positions of the elements that differ, ascending, and how they grow, as `changes`.
+
+    `old` becomes `new`.
+    """
     number = _number(itemsize)
     if itemsize != number.itemsize:
         rows = (new.view(number) - old.view(number)).reshape(-1, itemsize // number.itemsize)
@@ -155,7 +177,10 @@ def _apply(old: Bytes, new: Bytes, itemsize: int) -> tuple[NDArray[np.int64], Gr
     words = len(new) // _WORD
     positions, growth = [], []
     # Words of several elements are compared first: most are equal.
-    for first, part, size in ((0, slice(words * _WORD), _WORD), (words * each, slice(words * _WORD, None), itemsize)):
+    for first, part, size in (
+        (0, slice(words * _WORD), _WORD),
+        (words * each, slice(words * _WORD, None), itemsize),
+    ):
         before, after = old[part].view(f"u{size}"), new[part].view(f"u{size}")
         differ = np.flatnonzero(before != after)
         values = after[differ]
@@ -169,7 +194,10 @@ def _apply(old: Bytes, new: Bytes, itemsize: int) -> tuple[NDArray[np.int64], Gr
 
 
 def needs_older(stored: Bytes) -> bool:
-    """Whether the elements of a stored chunk follow from those of the earlier version only; `stored` is without the checksum."""
+    """Whether the elements of a stored chunk follow from those of the earlier version only.
+
+    `stored` is without the checksum.
+    """
     return not len(stored) or stored[0] != WHOLE
 
 
@@ -178,7 +206,8 @@ def apply(stored: Bytes, elements: Bytes, itemsize: int, where: str) -> None:
 
     Args:
         stored: (bytes,) the stored chunk without its checksum.
-        elements: (bytes,) changed in place; of any values if the chunk does not need the earlier one.
+        elements: (bytes,) changed in place; of any values if the chunk does not need the earlier
+            one.
         itemsize: bytes of an element.
         where: chunk and file, for messages.
 
@@ -189,7 +218,10 @@ def apply(stored: Bytes, elements: Bytes, itemsize: int, where: str) -> None:
         return
     if stored[0] == WHOLE:
         if len(stored) != 1 + len(elements):
-            raise CorruptionError(f"{where}: a whole chunk of {len(stored) - 1} bytes, where {len(elements)} are expected.")
+            raise CorruptionError(
+                f"{where}: a whole chunk of {len(stored) - 1} bytes, where {len(elements)} are "
+                "expected."
+            )
         elements[:] = stored[1:]
         return
     position, growth, crc = changes(stored, len(elements) // itemsize, itemsize, where)
@@ -199,10 +231,15 @@ def apply(stored: Bytes, elements: Bytes, itemsize: int, where: str) -> None:
     else:
         numbers.reshape(-1, growth.shape[1])[position] += growth
     if crc32c.crc32c(elements.data) != crc:
-        raise CorruptionError(f"{where}: the chunk does not have its checksum after the difference is applied: its base is another one.")
+        raise CorruptionError(
+            f"{where}: the chunk does not have its checksum after the difference is applied: its "
+            "base is another one."
+        )
 
 
-def changes(stored: Bytes, elements: int, itemsize: int, where: str) -> tuple[NDArray[np.int64], Growth, int]:
+def changes(
+    stored: Bytes, elements: int, itemsize: int, where: str
+) -> tuple[NDArray[np.int64], Growth, int]:
     """The changed elements of a chunk that is stored as a difference.
 
     Args:
@@ -212,8 +249,9 @@ def changes(stored: Bytes, elements: int, itemsize: int, where: str) -> tuple[ND
         where: chunk and file, for messages.
 
     Returns:
-        (n,) their positions in the chunk, ascending; (n, k) the new numbers minus the old ones, k for an element (one, or several of 8
-        bytes), modulo the power of two; and the crc32c of all elements of the chunk.
+        (n,) their positions in the chunk, ascending; (n, k) the new numbers minus the old ones, k
+        for an element (one, or several of 8 bytes), modulo the power of two; and the crc32c of all
+        elements of the chunk.
 
     Raises:
         CorruptionError: not such a chunk.
@@ -222,15 +260,22 @@ def changes(stored: Bytes, elements: int, itemsize: int, where: str) -> tuple[ND
         raise CorruptionError(f"{where}: neither a whole chunk nor a difference.")
     _, crc, n, m = _HEAD.unpack(stored[: _HEAD.size].tobytes())
     if not m <= n <= elements:
-        raise CorruptionError(f"{where}: a difference of {n} elements, {m} of them far apart, in a chunk of {elements}.")
+        raise CorruptionError(
+            f"{where}: a difference of {n} elements, {m} of them far apart, in a chunk of "
+            f"{elements}."
+        )
     data = decompress(stored[_HEAD.size :], n * (1 + itemsize) + 4 * m, where)
     gaps = data[:n].astype(np.int64)
     long = gaps == _LONG
     if int(long.sum()) != m:
-        raise CorruptionError(f"{where}: a difference with {int(long.sum())} long gaps, where {m} are expected.")
+        raise CorruptionError(
+            f"{where}: a difference with {int(long.sum())} long gaps, where {m} are expected."
+        )
     gaps[long] += data[n : n + 4 * m].view("<u4") if m else 0
     position = np.cumsum(gaps + 1) - 1
     if n and position[-1] >= elements:
-        raise CorruptionError(f"{where}: a difference at element {position[-1]} of a chunk of {elements}.")
+        raise CorruptionError(
+            f"{where}: a difference at element {position[-1]} of a chunk of {elements}."
+        )
     folded = np.ascontiguousarray(data[n + 4 * m :].reshape(itemsize, n).T).view(_number(itemsize))
     return position, ((folded >> 1) ^ -(folded & 1)).view(folded.dtype), crc

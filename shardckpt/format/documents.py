@@ -1,14 +1,15 @@
 """Metadata files: their envelope, references to them, and typed access to their contents.
 
-Records and contents are JSON documents inside the same envelope. It has a digest that can be checked
-without a JSON library: SHA-256 over the bytes of `record`, exactly as they stand in the file.
+Records and contents are JSON documents inside the same envelope. It has a digest that can be
+checked without a JSON library: SHA-256 over the bytes of `record`, exactly as they stand in the
+file.
 
 ```
 {"format":"shardckpt","version":[1,0],"sha256":"<64 hex digits>","record":{…}}
 ```
 
-A file refers to another one by its key, size and digest (`FileReference`). All input is untrusted: types, sizes, keys and
-references are checked before use, and every error names the file.
+A file refers to another one by its key, size and digest (`FileReference`). All input is untrusted:
+types, sizes, keys and references are checked before use, and every error names the file.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 FORMAT_VERSION = (1, 0)
-"""Major and minor version of all other documents. Readers refuse a newer major version; a newer minor only adds fields to ignore."""
+"""Major and minor version of all other documents. Readers refuse a newer major version; a newer
+minor only adds fields to ignore."""
 BASES_VERSION = (2, 0)
 """Version of contents and commit records with tensors that lie in other checkpoints."""
 AXIS_VERSION = (3, 0)
@@ -38,7 +40,8 @@ LOCAL_VERSION = (4, 0)
 COMPOSITE_VERSION = (5, 0)
 """Version of contents and commit records with composite tensors."""
 DIFFERENCE_VERSION = (6, 0)
-"""Version of contents, host records and commit records with chunks that are differences. The newest version that can be read."""
+"""Version of contents, host records and commit records with chunks that are differences. The newest
+version that can be read."""
 LAYOUTS = ("packed", "zarr")
 COMPRESSIONS = (None, "zstd", "difference")
 
@@ -47,12 +50,16 @@ MOST_DIMENSIONS = 32
 LARGEST_DIMENSION = 1 << 62
 """Most elements or bytes: larger sizes do not fit 64-bit arithmetic."""
 DEEPEST_METADATA = 200
-"""Deepest nesting of objects and lists in a user's metadata, as for states: deeper nesting is a mistake."""
+"""Deepest nesting of objects and lists in a user's metadata, as for states: deeper nesting is a
+mistake."""
 DEEPEST_READ = 500
-"""Deepest nesting that is read: earlier versions stored as much as Python's stack allowed, which was less than this."""
+"""Deepest nesting that is read: earlier versions stored as much as Python's stack allowed, which
+was less than this."""
 
 
-_ENVELOPE = re.compile(rb'\{"format":"shardckpt","version":\[(\d{1,9}),(\d{1,9})\],"sha256":"([0-9a-f]{64})","record":')
+_ENVELOPE = re.compile(
+    rb'\{"format":"shardckpt","version":\[(\d{1,9}),(\d{1,9})\],"sha256":"([0-9a-f]{64})","record":'
+)
 
 
 _ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
@@ -76,7 +83,9 @@ def encode(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
-def seal(record: Mapping[str, Any], version: tuple[int, int] = FORMAT_VERSION, *, members: str = "") -> bytes:
+def seal(
+    record: Mapping[str, Any], version: tuple[int, int] = FORMAT_VERSION, *, members: str = ""
+) -> bytes:
     """A record's bytes in its envelope, with the digest.
 
     Args:
@@ -88,7 +97,11 @@ def seal(record: Mapping[str, Any], version: tuple[int, int] = FORMAT_VERSION, *
     body = (f"{text[:-1]},{members}}}" if members else text).encode()
     digest = hashlib.sha256(body).hexdigest()
     major, minor = version
-    return f'{{"format":"shardckpt","version":[{major},{minor}],"sha256":"{digest}","record":'.encode() + body + b"}\n"
+    return (
+        f'{{"format":"shardckpt","version":[{major},{minor}],"sha256":"{digest}","record":'.encode()
+        + body
+        + b"}\n"
+    )
 
 
 def open_envelope(data: bytes, where: str) -> dict[str, Any]:
@@ -102,9 +115,13 @@ def open_envelope(data: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
     except (ValueError, RecursionError, MemoryError) as e:
-        raise FormatError(f"{where}: the record is not JSON that can be read here ({e or type(e).__name__}).") from e
+        raise FormatError(
+            f"{where}: the record is not JSON that can be read here ({e or type(e).__name__})."
+        ) from e
     if not isinstance(record, dict):
-        raise FormatError(f"{where}: the record is a {type(record).__name__}, an object is expected.")
+        raise FormatError(
+            f"{where}: the record is a {type(record).__name__}, an object is expected."
+        )
     return record
 
 
@@ -120,13 +137,16 @@ def _checked_body(data: bytes, where: str) -> tuple[bytes, str]:
     if version[0] > DIFFERENCE_VERSION[0]:
         newest = ".".join(map(str, DIFFERENCE_VERSION))
         raise VersionError(
-            f"{where}: format version {version[0]}.{version[1]} is newer than this shardckpt reads ({newest}); upgrade shardckpt."
+            f"{where}: format version {version[0]}.{version[1]} is newer than this shardckpt "
+            f"reads ({newest}); upgrade shardckpt."
         )
     end = data.rfind(b"}")
     body = data[match.end() : end]
     digest = hashlib.sha256(body).hexdigest()
     if digest != match[3].decode() or data[end:] not in (b"}", b"}\n"):
-        raise FormatError(f"{where}: the record's digest does not agree with its contents; the file is damaged.")
+        raise FormatError(
+            f"{where}: the record's digest does not agree with its contents; the file is damaged."
+        )
     return body, digest
 
 
@@ -139,7 +159,9 @@ def format_version(data: bytes, where: str) -> tuple[int, int]:
 def _head(data: bytes, where: str) -> re.Match[bytes]:
     match = _ENVELOPE.match(data)
     if match is None:
-        raise FormatError(f"{where}: not a shardckpt record; it was written by something else or is damaged.")
+        raise FormatError(
+            f"{where}: not a shardckpt record; it was written by something else or is damaged."
+        )
     return match
 
 
@@ -178,13 +200,16 @@ class FileReference:
     def from_fields(cls, read: Fields, key: str) -> FileReference:
         """Read the reference in the member `key`; inverse of `to_json`."""
         inner = Fields(read.mapping(key), f"{read.where}, {key}")
-        return cls(inner.inside("key", inner.value("key")), inner.integer("size"), inner.string("sha256"))
+        return cls(
+            inner.inside("key", inner.value("key")), inner.integer("size"), inner.string("sha256")
+        )
 
     def check(self, data: bytes, where: str) -> None:
         """Raise FormatError unless `data` is the file that this refers to."""
         if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
             raise FormatError(
-                f"{where}: not the file that the checkpoint's record names; it is damaged or was replaced. Replace it with a backup."
+                f"{where}: not the file that the checkpoint's record names; it is damaged or was "
+                "replaced. Replace it with a backup."
             )
 
     def open(self, data: bytes, where: str) -> Fields:
@@ -199,7 +224,10 @@ class FileReference:
 
 @dataclass(frozen=True, slots=True)
 class TableReference:
-    """A reference to a chunk table. It has the header's digest; the header has the digests of the blocks of rows."""
+    """A reference to a chunk table.
+
+    It has the header's digest; the header has the digests of the blocks of rows.
+    """
 
     key: str
     """Path relative to the attempt."""
@@ -219,13 +247,19 @@ class TableReference:
     def from_fields(cls, read: Fields, key: str) -> TableReference:
         """Read the reference in the member `key`; inverse of `to_json`."""
         inner = Fields(read.mapping(key), f"{read.where}, {key}")
-        return cls(inner.inside("key", inner.value("key")), inner.integer("size"), inner.integer("header"), inner.string("sha256"))
+        return cls(
+            inner.inside("key", inner.value("key")),
+            inner.integer("size"),
+            inner.integer("header"),
+            inner.string("sha256"),
+        )
 
     def check(self, header: bytes, where: str) -> None:
         """Raise FormatError unless `header` is the header of the table that this refers to."""
         if len(header) != self.header or hashlib.sha256(header).hexdigest() != self.sha256:
             raise FormatError(
-                f"{where}: not the file that the checkpoint's record names; it is damaged or was replaced. Replace it with a backup."
+                f"{where}: not the file that the checkpoint's record names; it is damaged or was "
+                "replaced. Replace it with a backup."
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -237,7 +271,9 @@ class TableReference:
 
 
 def is_deeper(value: object, most: int) -> bool:
-    """Whether dicts and lists are nested deeper than `most`, or contain themselves; does not recurse.
+    """Whether dicts and lists are nested deeper than `most`, or contain themselves.
+
+    Does not recurse.
 
     >>> is_deeper([[], {"a": [1]}], 3), is_deeper([[], {"a": [1]}], 2)
     (False, True)
@@ -246,13 +282,17 @@ def is_deeper(value: object, most: int) -> bool:
     for _ in range(most):
         if not level:
             break
-        level = _containers(child for one in level for child in (one.values() if isinstance(one, dict) else one))
+        level = _containers(
+            child for one in level for child in (one.values() if isinstance(one, dict) else one)
+        )
     return bool(level)
 
 
 def _containers(values: Iterable[Any]) -> list[Any]:
     """The dicts, lists and tuples among values, each once."""
-    return [*{id(value): value for value in values if isinstance(value, (dict, list, tuple))}.values()]
+    return [
+        *{id(value): value for value in values if isinstance(value, (dict, list, tuple))}.values()
+    ]
 
 
 def _unfit(name: str) -> bool:
@@ -272,7 +312,9 @@ class Fields:
 
     def fail(self, why: str) -> NoReturn:
         """Raise FormatError with the name of the file."""
-        raise FormatError(f"{self.where}: {why}; the record was not written by shardckpt, or by a faulty version.")
+        raise FormatError(
+            f"{self.where}: {why}; the record was not written by shardckpt, or by a faulty version."
+        )
 
     def value(self, key: str) -> Any:
         """Any member; FormatError if it is missing, as in all methods below."""
@@ -305,7 +347,9 @@ class Fields:
         """The user's metadata, as given to `SaveOptions(metadata=…)`."""
         metadata = self.mapping("metadata")
         if is_deeper(metadata, DEEPEST_READ):
-            self.fail(f"its metadata has more than {DEEPEST_READ} objects and lists, one within the other")
+            self.fail(
+                f"its metadata has more than {DEEPEST_READ} objects and lists, one within the other"
+            )
         return metadata
 
     def sequence(self, key: str) -> list[Any]:
@@ -329,8 +373,13 @@ class Fields:
     def dimensions(self, key: str, *, least: int) -> tuple[int, ...]:
         """Sizes or indices of a tensor, each at least `least`, with a product that can be addressed."""
         values = self.sequence(key)
-        if len(values) > MOST_DIMENSIONS or not all(type(n) is int and least <= n <= LARGEST_DIMENSION for n in values):
-            self.fail(f"{key!r} is {shorten(values)}, at most {MOST_DIMENSIONS} whole numbers >= {least} are expected")
+        if len(values) > MOST_DIMENSIONS or not all(
+            type(n) is int and least <= n <= LARGEST_DIMENSION for n in values
+        ):
+            self.fail(
+                f"{key!r} is {shorten(values)}, at most {MOST_DIMENSIONS} whole numbers >= "
+                f"{least} are expected"
+            )
         if prod(max(n, 1) for n in values) > LARGEST_DIMENSION:
             self.fail(f"{key!r} is {shorten(values)}, more elements than can be addressed")
         return tuple(values)
@@ -351,7 +400,12 @@ class Fields:
 
     def inside(self, key: str, path: Any) -> str:
         """`path`, if it names a file below the attempt."""
-        if not isinstance(path, str) or not path.isprintable() or "\\" in path or any(map(_unfit, path.split("/"))):
+        if (
+            not isinstance(path, str)
+            or not path.isprintable()
+            or "\\" in path
+            or any(map(_unfit, path.split("/")))
+        ):
             self.fail(f"{key!r} names {shorten(path)}, which lies outside the attempt")
         return str(path)
 
@@ -360,7 +414,9 @@ class Fields:
 
 
 def check_key(key: str, where: object) -> None:
-    """Refuse a key that could leave the location it is relative to; it may come from an untrusted checkpoint.
+    """Refuse a key that could leave the location it is relative to.
+
+    It may come from an untrusted checkpoint.
 
     Raises:
         FormatError: the key names nothing below `where`.

@@ -1,11 +1,14 @@
 """Sums by which two tensors are found equal, however each of them is cut, laid out and distributed.
 
-A tensor's elements in their stored form, in row-major order, are cut into blocks of `BLOCK_BYTES`. The sum of a block is the remainder of
-its bits as a polynomial modulo that of CRC-32C: the checksum without the inversions at its beginning and end. It is linear, so the
-sum of a block is the exclusive or of the sums of its parts, each shifted to its place. Whoever has a box of the tensor adds that
-(`add`), and the exclusive or of everybody's sums is the sum of the whole, provided that each element was added once.
+A tensor's elements in their stored form, in row-major order, are cut into blocks of `BLOCK_BYTES`.
+The sum of a block is the remainder of its bits as a polynomial modulo that of CRC-32C: the checksum
+without the inversions at its beginning and end. It is linear, so the sum of a block is the
+exclusive or of the sums of its parts, each shifted to its place. Whoever has a box of the tensor
+adds that (`add`), and the exclusive or of everybody's sums is the sum of the whole, provided that
+each element was added once.
 
-A shift by n bytes is a multiplication by x^8n; `multiply` has the polynomials' bits reversed, as CRC-32C has: bit 31 is x^0.
+A shift by n bytes is a multiplication by x^8n; `multiply` has the polynomials' bits reversed, as
+CRC-32C has: bit 31 is x^0.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ _TABLE_BITS = 12
 _AT_A_TIME = 4 << 20
 """Bytes that are made contiguous at a time."""
 _DENSE_BYTES = 1024
-"""Rows that are so close to each other are summed with the zeros between them: a row by itself takes as long as so many bytes."""
+"""Rows that are so close to each other are summed with the zeros between them: a row by itself
+takes as long as so many bytes."""
 _FEW = 16
 """So few sums are shifted one by one: the calls of numpy would take longer."""
 _SHIFTED = 1 << 15
@@ -97,12 +101,18 @@ class StateSums:
     def add_chunk(self, piece: Piece, position: int, raw: NDArray[np.uint8]) -> None:
         """Add the elements of a chunk of a piece from its stored form, which is padded at the piece's edges."""
         tensor, box = self._of_path[piece.path], chunk_boxes(piece, np.array([position]))[0]
-        self.add(tensor.name, box.start, raw.view(tensor.dtype.storage).reshape(piece.chunks)[tuple(map(slice, box.shape))])
+        self.add(
+            tensor.name,
+            box.start,
+            raw.view(tensor.dtype.storage).reshape(piece.chunks)[tuple(map(slice, box.shape))],
+        )
 
     def add_stored(self, name: str, data: bytes) -> None:
         """Add all elements of a tensor, row-major in the stored dtype."""
         dtype, shape = self._tensors[name]
-        self.add(name, (0,) * len(shape), np.frombuffer(data, by_name(dtype).storage).reshape(shape))
+        self.add(
+            name, (0,) * len(shape), np.frombuffer(data, by_name(dtype).storage).reshape(shape)
+        )
 
     def merge(self, other: StateSums) -> None:
         """Add what was added to another one.
@@ -114,7 +124,8 @@ class StateSums:
             ours = self._tensors.setdefault(name, tensor)
             if ours != tensor:
                 raise StructureMismatchError(
-                    f"{name}: one process has {ours[0]} {ours[1]}, another one {tensor[0]} {tensor[1]}; give them different names."
+                    f"{name}: one process has {ours[0]} {ours[1]}, another one {tensor[0]} "
+                    f"{tensor[1]}; give them different names."
                 )
             sums = other._sums[name]
             self._sums[name] = self._sums[name] ^ sums if name in self._sums else sums
@@ -122,7 +133,11 @@ class StateSums:
     def to_json(self) -> dict[str, list[Any]]:
         """Name → dtype, shape, and sums as Base64 of little-endian 32-bit numbers."""
         return {
-            name: [dtype, [*shape], base64.b64encode(self._sums[name].astype("<u4").tobytes()).decode()]
+            name: [
+                dtype,
+                [*shape],
+                base64.b64encode(self._sums[name].astype("<u4").tobytes()).decode(),
+            ]
             for name, (dtype, shape) in self._tensors.items()
         }
 
@@ -138,13 +153,17 @@ class StateSums:
             except (DtypeError, TypeError, ValueError) as e:
                 raise FormatError(f"{where}: {name} has no dtype, shape and sums: {e}.") from e
             if not fits:
-                raise FormatError(f"{where}: {name} has {len(sums)} sums, which do not fit {dtype} {shape}.")
+                raise FormatError(
+                    f"{where}: {name} has {len(sums)} sums, which do not fit {dtype} {shape}."
+                )
             state._tensors[name], state._sums[name] = (dtype, tuple(shape)), sums
         return state
 
     def fingerprint(self) -> Fingerprint:
         """The fingerprint, once each element was added once."""
-        return Fingerprint({name: digest(*tensor, self._sums[name]) for name, tensor in self._tensors.items()})
+        return Fingerprint(
+            {name: digest(*tensor, self._sums[name]) for name, tensor in self._tensors.items()}
+        )
 
 
 def no_sums(nbytes: int) -> Sums:
@@ -154,11 +173,15 @@ def no_sums(nbytes: int) -> Sums:
 
 def digest(dtype: str, shape: Sequence[int], sums: Sums) -> str:
     """A tensor's entry in a `Fingerprint`."""
-    return hashlib.sha256(f"{dtype} {[*shape]} ".encode() + sums.astype("<u4").tobytes()).hexdigest()[:32]
+    return hashlib.sha256(
+        f"{dtype} {[*shape]} ".encode() + sums.astype("<u4").tobytes()
+    ).hexdigest()[:32]
 
 
 def add(sums: Sums, shape: Sequence[int], start: Sequence[int], elements: NDArray[Any]) -> None:
-    """Add the elements of a box to a tensor's sums. Adding them a second time takes them away again.
+    """Add the elements of a box to a tensor's sums.
+
+    Adding them a second time takes them away again.
 
     Args:
         sums: changed in place.
@@ -173,21 +196,29 @@ def add(sums: Sums, shape: Sequence[int], start: Sequence[int], elements: NDArra
     for first in range(0, len(where), _SHIFTED):
         ends, crc = where[first : first + _SHIFTED], crcs[first : first + _SHIFTED]
         block = (ends - 1) // BLOCK_BYTES
-        # The last block is as long as the others: to which end sums are shifted is a matter of definition.
+        # The last block is as long as the others: to which end sums are shifted is a matter of
+        # definition.
         np.bitwise_xor.at(sums, block, _shift(crc, (block + 1) * BLOCK_BYTES - ends))
 
 
-def _pieces(shape: list[int], start: list[int], elements: NDArray[Any]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint32]]]:
+def _pieces(
+    shape: list[int], start: list[int], elements: NDArray[Any]
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint32]]]:
     """(n,) ends, as bytes of the tensor, and sums of contiguous pieces, none of them in two blocks."""
     itemsize = elements.itemsize
-    # A row is what is contiguous in the tensor: the dimensions after the last one of which the box has a part, and that one.
+    # A row is what is contiguous in the tensor: the dimensions after the last one of which the box
+    # has a part, and that one.
     part = next((d for d in reversed(range(len(shape))) if elements.shape[d] < shape[d]), 0)
     row_bytes, apart = prod(elements.shape[part:]) * itemsize, prod(shape[part:]) * itemsize
     if part > 0 and apart < _DENSE_BYTES and row_bytes < apart:
         for first, slab in _slabs(elements, apart // row_bytes):
             wide = np.zeros((*slab.shape[:part], *shape[part:]), elements.dtype)
-            wide[(*[slice(None)] * part, slice(start[part], start[part] + elements.shape[part]))] = slab
-            yield from _pieces(shape, [start[0] + first, *start[1:part], *[0] * (len(shape) - part)], wide)
+            wide[
+                (*[slice(None)] * part, slice(start[part], start[part] + elements.shape[part]))
+            ] = slab
+            yield from _pieces(
+                shape, [start[0] + first, *start[1:part], *[0] * (len(shape) - part)], wide
+            )
         return
     strides = [prod(shape[d + 1 :]) * itemsize for d in range(len(shape))]
     for first, slab in _slabs(elements, 1):
@@ -211,8 +242,13 @@ def _slabs(elements: NDArray[Any], growth: int) -> Iterator[tuple[int, NDArray[A
         yield first, elements[first : first + each]
 
 
-def _row_sums(data: memoryview, offsets: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-    """Ends and sums of rows that follow each other in `data`, and lie at `offsets` in the tensor; a row in several blocks is cut."""
+def _row_sums(
+    data: memoryview, offsets: NDArray[np.int64], length: int
+) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+    """Ends and sums of rows that follow each other in `data`, and lie at `offsets` in the tensor.
+
+    A row in several blocks is cut.
+    """
     ends = offsets + length
     if (offsets // BLOCK_BYTES == (ends - 1) // BLOCK_BYTES).all():
         crcs = [crc32c(data[at : at + length], _ALL) for at in range(0, len(data), length)]
@@ -234,7 +270,10 @@ def _shift(sums: Sums, distance: NDArray[np.int64]) -> Sums:
     mask = (1 << _TABLE_BITS) - 1
     lows, highs = low[distance & mask], high[distance >> _TABLE_BITS]
     if len(sums) <= _FEW:
-        products = [_product(_product(one, near), far) for one, near, far in zip(sums.tolist(), lows.tolist(), highs.tolist(), strict=True)]
+        products = [
+            _product(_product(one, near), far)
+            for one, near, far in zip(sums.tolist(), lows.tolist(), highs.tolist(), strict=True)
+        ]
         return np.array(products, np.uint32)
     return multiply(multiply(sums, lows), highs)
 
@@ -259,7 +298,8 @@ def _powers(base: np.uint32) -> Sums:
 def multiply(one: Sums, other: Sums) -> Sums:
     """The product of polynomials modulo that of CRC-32C, element by element.
 
-    >>> [hex(n) for n in multiply(np.uint32([1 << 31, 1 << 30, 1]), np.uint32([5, 1 << 30, 1 << 30]))]
+    >>> one, other = np.uint32([1 << 31, 1 << 30, 1]), np.uint32([5, 1 << 30, 1 << 30])
+    >>> [hex(n) for n in multiply(one, other)]
     ['0x5', '0x20000000', '0x82f63b78']
     """
     product, power = np.zeros(one.shape, np.uint32), other.copy()

@@ -1,8 +1,9 @@
 """The commit record, the host records and the hosts' contents, as JSON and as objects.
 
-Every process describes its own state (`Contents`): the tree, how each tensor is stored, the elements of small plain tensors, and
-the user's metadata. The description goes into a file named by its digest, so that all processes with the same state share one
-file. The committer merges all descriptions, and refuses contradictions.
+Every process describes its own state (`Contents`): the tree, how each tensor is stored, the
+elements of small plain tensors, and the user's metadata. The description goes into a file named by
+its digest, so that all processes with the same state share one file. The committer merges all
+descriptions, and refuses contradictions.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ MOST_HOSTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class HostFiles:
-    """References to a host's own files: the part of its record that readers need. Small, however many tensors there are."""
+    """References to a host's own files: the part of its record that readers need.
+
+    Small, however many tensors there are.
+    """
 
     table: TableReference
     """The host's chunk table."""
@@ -51,15 +55,19 @@ class HostFiles:
     values: FileReference | None
     """The values that the host's process owns by itself (`PerProcess`); None: it has none."""
     sums: FileReference | None = None
-    """The host's contribution to the sums of the tensors (`format.fingerprint`); None if no fingerprint was requested."""
+    """The host's contribution to the sums of the tensors (`format.fingerprint`); None if no
+    fingerprint was requested."""
     replicas: ReplicasReference | None = None
-    """Checksums of the boxes that other hosts hold, too; None if there are none, or they were not compared."""
+    """Checksums of the boxes that other hosts hold, too; None if there are none, or they were not
+    compared."""
 
     @property
     def plain(self) -> list[FileReference]:
         """All of these files but the table and the lanes."""
         replicas = None if self.replicas is None else self.replicas.file
-        return [part for part in (self.contents, self.values, self.sums, replicas) if part is not None]
+        return [
+            part for part in (self.contents, self.values, self.sums, replicas) if part is not None
+        ]
 
     @classmethod
     def from_json(cls, doc: Any, where: str) -> HostFiles:
@@ -69,9 +77,13 @@ class HostFiles:
             table=TableReference.from_fields(read, "table"),
             lanes=tuple(read.keys("lanes")),
             contents=FileReference.from_fields(read, "contents"),
-            values=None if read.value("values") is None else FileReference.from_fields(read, "values"),
+            values=None
+            if read.value("values") is None
+            else FileReference.from_fields(read, "values"),
             sums=FileReference.from_fields(read, "sums") if "sums" in read.doc else None,
-            replicas=ReplicasReference.from_fields(read, "replicas") if "replicas" in read.doc else None,
+            replicas=ReplicasReference.from_fields(read, "replicas")
+            if "replicas" in read.doc
+            else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -98,16 +110,19 @@ class HostRecord:
     attempt: str
     host: int
     hosts: int
-    """Number of hosts that write into the attempt; it is complete when all their records are there."""
+    """Number of hosts that write into the attempt; it is complete when all their records are
+    there."""
     prior: str | None
-    """SHA-256 of the `checkpoint.json` that the save found and will replace; None: there was none."""
+    """SHA-256 of the `checkpoint.json` that the save found and will replace; None: there was
+    none."""
     layout: str
     compression: str | None
     files: HostFiles
     chunks: int
     stored_bytes: int
     changed_bytes: int | None = None
-    """Bytes of its elements that differ from the version that was published before, or were not compared; None: without differences."""
+    """Bytes of its elements that differ from the version that was published before, or were not
+    compared; None: without differences."""
 
     @property
     def key(self) -> str:
@@ -173,20 +188,23 @@ class CheckpointRecord:
     structure: Structure
     metadata: dict[str, Any] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
-    """`tensors` and `bytes` (elements) include tensors in bases; `stored_bytes` (with padding and checksums) and `chunks` do not.
-    Versions with differences have `changed_bytes`: of the elements that differ from the version that was published before."""
+    """`tensors` and `bytes` (elements) include tensors in bases; `stored_bytes` (with padding and
+    checksums) and `chunks` do not. Versions with differences have `changed_bytes`: of the elements
+    that differ from the version that was published before."""
     table: TableReference | None = None
     """The chunk table of all hosts; None: there are only the hosts' own tables."""
     small_table: TableReference | None = None
-    """The chunk table of the small plain tensors, which the committer wrote; None: there are none."""
+    """The chunk table of the small plain tensors, which the committer wrote; None: there are
+    none."""
     fence: str | None = field(default=None, compare=False)
-    """A unique mark. A new value makes a new version of the same record, and committers that have seen the earlier version
-    can no longer replace it."""
+    """A unique mark. A new value makes a new version of the same record, and committers that have
+    seen the earlier version can no longer replace it."""
     fingerprint: FileReference | None = None
     """The fingerprint of the tensors that are not in a base; None: none was recorded."""
     saved_by: int | None = None
-    """Number of processes that saved the state, if hosts are not processes (but tasks of a reshard): the first so many hosts have those
-    processes' own values. None: every host is a process."""
+    """Number of processes that saved the state, if hosts are not processes (but tasks of a
+    reshard): the first so many hosts have those processes' own values. None: every host is a
+    process."""
     sha256: str | None = field(default=None, compare=False)
     """Digest of the stored form that it was read from; None: it was made here."""
 
@@ -206,7 +224,11 @@ class CheckpointRecord:
 
     def seal_without_tensors(self, *, tree: bool) -> bytes:
         """The stored form without the tensors, or also without the tree, to try how the rest is read."""
-        return seal(self._own_json(), self.version, members=self.structure.encoded_tree if tree else '"tree":{}')
+        return seal(
+            self._own_json(),
+            self.version,
+            members=self.structure.encoded_tree if tree else '"tree":{}',
+        )
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
@@ -230,30 +252,48 @@ class CheckpointRecord:
         }
 
     @classmethod
-    def from_json(cls, doc: Any, where: str, tensors: dict[str, TensorRecord] | None = None) -> CheckpointRecord:
+    def from_json(
+        cls, doc: Any, where: str, tensors: dict[str, TensorRecord] | None = None
+    ) -> CheckpointRecord:
         """Inverse of `to_json`; for `tensors` see `Structure.from_json`."""
         read = Fields(doc, where)
         hosts = read.sequence("hosts")
         totals = Fields(read.mapping("totals"), where)
         structure = Structure.from_json(doc, where, tensors=tensors)
         if bool(structure.chain) != (read.value("compression") == "difference"):
-            read.fail("its chunks are differences, and no base has the earlier elements, or the other way round")
+            read.fail(
+                "its chunks are differences, and no base has the earlier elements, or the other "
+                "way round"
+            )
         return cls(
             attempt=read.attempt(),
             created=read.string("created"),
             writer=read.string("writer"),
             layout=read.one_of("layout", LAYOUTS),
             compression=read.one_of("compression", COMPRESSIONS),
-            hosts=tuple(FileReference.from_fields(Fields({"host": h}, where), "host") for h in hosts),
+            hosts=tuple(
+                FileReference.from_fields(Fields({"host": h}, where), "host") for h in hosts
+            ),
             structure=structure,
             metadata=read.metadata(),
             totals={
-                **{name: totals.integer(name) for name in ("tensors", "bytes", "stored_bytes", "chunks")},
-                **({"changed_bytes": totals.integer("changed_bytes")} if "changed_bytes" in totals.doc else {}),
+                **{
+                    name: totals.integer(name)
+                    for name in ("tensors", "bytes", "stored_bytes", "chunks")
+                },
+                **(
+                    {"changed_bytes": totals.integer("changed_bytes")}
+                    if "changed_bytes" in totals.doc
+                    else {}
+                ),
             },
             table=TableReference.from_fields(read, "table") if "table" in read.doc else None,
-            small_table=TableReference.from_fields(read, "small_table") if "small_table" in read.doc else None,
-            fingerprint=FileReference.from_fields(read, "fingerprint") if "fingerprint" in read.doc else None,
+            small_table=TableReference.from_fields(read, "small_table")
+            if "small_table" in read.doc
+            else None,
+            fingerprint=FileReference.from_fields(read, "fingerprint")
+            if "fingerprint" in read.doc
+            else None,
             saved_by=_processes(read, len(hosts)) if "processes" in read.doc else None,
             fence=read.string("fence") if "fence" in read.doc else None,
         )
@@ -261,26 +301,42 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """A commit record of a place without a checkpoint; no attempt begun before it may be published there."""
+    """A commit record of a place without a checkpoint.
+
+    No attempt begun before it may be published there.
+    """
 
     reason: str
     nonce: str = ""
-    """Makes every tombstone unique, because some storages derive an object's version from its contents."""
+    """Makes every tombstone unique, because some storages derive an object's version from its
+    contents."""
     begun: bool = False
     """Whether it is the placeholder of a save that has begun; publishing the save replaces it."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
-        return {"tombstone": self.reason, "nonce": self.nonce, **({"begun": True} if self.begun else {})}
+        return {
+            "tombstone": self.reason,
+            "nonce": self.nonce,
+            **({"begun": True} if self.begun else {}),
+        }
 
 
-def parse_checkpoint(data: bytes, where: str, tensors: dict[str, TensorRecord] | None = None) -> CheckpointRecord | Tombstone:
+def parse_checkpoint(
+    data: bytes, where: str, tensors: dict[str, TensorRecord] | None = None
+) -> CheckpointRecord | Tombstone:
     """Parse the contents of `checkpoint.json`; for `tensors` see `Structure.from_json`."""
     doc = open_envelope(data, where)
     if "tombstone" in doc:
         read = Fields(doc, where)
-        return Tombstone(read.string("tombstone"), read.string("nonce") if "nonce" in doc else "", doc.get("begun") is True)
-    return replace(CheckpointRecord.from_json(doc, where, tensors), sha256=envelope_digest(data, where))
+        return Tombstone(
+            read.string("tombstone"),
+            read.string("nonce") if "nonce" in doc else "",
+            doc.get("begun") is True,
+        )
+    return replace(
+        CheckpointRecord.from_json(doc, where, tensors), sha256=envelope_digest(data, where)
+    )
 
 
 def _hosts(read: Fields) -> int:
@@ -306,33 +362,42 @@ class Contents:
 
     structure: Structure
     small: Mapping[str, bytes]
-    """Elements of the small plain tensors of a job of several processes, as stored, in C order. No process knows which
-    others have them, so each lists its own, and the committer writes them."""
+    """Elements of the small plain tensors of a job of several processes, as stored, in C order. No
+    process knows which others have them, so each lists its own, and the committer writes them."""
     metadata: Mapping[str, Any]
-    """The user's metadata, as given to `SaveOptions(metadata=…)`; each member comes from some or all processes."""
+    """The user's metadata, as given to `SaveOptions(metadata=…)`; each member comes from some or
+    all processes."""
     samples: Mapping[str, int] = field(default_factory=dict)
-    """A checksum of some elements of each large plain tensor that all processes write together; written by early releases only."""
+    """A checksum of some elements of each large plain tensor that all processes write together;
+    written by early releases only."""
     processes: int | None = None
-    """Number of processes that saved the state, if hosts are not processes; None: every host is one."""
+    """Number of processes that saved the state, if hosts are not processes; None: every host is
+    one."""
 
     @classmethod
     def union(cls, parts: Sequence[tuple[Sequence[int], Contents]]) -> Contents:
         """Merge all hosts' contents.
 
         Args:
-            parts: distinct contents, each with the processes that have it, ascending; sorted by lowest process.
+            parts: distinct contents, each with the processes that have it, ascending; sorted by
+                lowest process.
 
         Raises:
-            CommitError: processes contradict each other; the message names the subject and the processes.
+            CommitError: processes contradict each other; the message names the subject and the
+                processes.
         """
         process_counts = {part.processes for _, part in parts}
         if len(process_counts) > 1:
-            raise CommitError(f"The hosts disagree on how many processes saved the state: {process_counts}. Nothing was published.")
+            raise CommitError(
+                f"The hosts disagree on how many processes saved the state: {process_counts}. "
+                "Nothing was published."
+            )
         metadata = _agree(
             [(processes, part.metadata) for processes, part in parts],
             lambda key, one, other: (
-                f"SaveOptions(metadata=…): {shorten(key)} differs between {one} and {other}; give all the same, or one of "
-                f"them alone, and put what differs into the state as shardckpt.PerProcess."
+                f"SaveOptions(metadata=…): {shorten(key)} differs between {one} and {other}; give "
+                "all the same, or one of them alone, and put what differs into the state as "
+                "shardckpt.PerProcess."
             ),
         )
         # Before the elements: where shapes differ, elements do too.
@@ -340,16 +405,19 @@ class Contents:
         small = _agree(
             [(processes, part.small) for processes, part in parts],
             lambda name, one, other: (
-                f"{shown(name)}: this small plain tensor has other elements on {one} than on {other}; make them equal "
-                f"(SyncBatchNorm does that for a BatchNorm's statistics), wrap it in shardckpt.PerProcess, or name it in "
-                f"train_state(local=…)."
+                f"{shown(name)}: this small plain tensor has other elements on {one} than on "
+                f"{other}; make them equal (SyncBatchNorm does that for a BatchNorm's "
+                "statistics), wrap it in shardckpt.PerProcess, or name it in "
+                "train_state(local=…)."
             ),
         )
         samples = _agree(
             [(processes, part.samples) for processes, part in parts],
             lambda name, one, other: (
-                f"{shown(name)}: this plain tensor has other elements on {one} than on {other}, and all write a part of "
-                f'it; make them equal, or give each its own name and SaveOptions(host_tensors="local").'
+                f"{shown(name)}: this plain tensor has other elements on {one} than on {other}, "
+                "and all write a part of "
+                "it; make them equal, or give each its own name and "
+                'SaveOptions(host_tensors="local").'
             ),
         )
         return cls(structure, small, metadata, samples, *process_counts)
@@ -360,8 +428,12 @@ class Contents:
         samples = {"samples": self.samples} if self.samples else {}
         processes = {} if self.processes is None else {"processes": self.processes}
         doc = {"metadata": self.metadata, "small": small, **samples, **processes}
-        data = seal(doc, self.structure.version, members=f'"structure":{{{self.structure.encoded}}}')
-        return FileReference.of(key or f"contents/{hashlib.sha256(data).hexdigest()}.json", data), data
+        data = seal(
+            doc, self.structure.version, members=f'"structure":{{{self.structure.encoded}}}'
+        )
+        return FileReference.of(
+            key or f"contents/{hashlib.sha256(data).hexdigest()}.json", data
+        ), data
 
     @classmethod
     def from_json(cls, doc: Any, where: str) -> Contents:
@@ -376,23 +448,43 @@ class Contents:
                 read.fail(f"the elements of {shown(name)} are not base64")
             tensor = structure.tensors.get(name)
             if tensor is None or len(small[name]) != tensor.nbytes:
-                read.fail(f"there are {len(small[name])} bytes of elements of {shown(name)}, which no tensor of that name has")
-            if any(c > max(n, 1) for piece in tensor.pieces for c, n in zip(piece.chunks, piece.shape, strict=True)):
-                read.fail(f"chunks of {shown(name)} are larger than the tensor")  # the committer would have to pad them
+                read.fail(
+                    f"there are {len(small[name])} bytes of elements of {shown(name)}, which no "
+                    "tensor of that name has"
+                )
+            if any(
+                c > max(n, 1)
+                for piece in tensor.pieces
+                for c, n in zip(piece.chunks, piece.shape, strict=True)
+            ):
+                read.fail(
+                    f"chunks of {shown(name)} are larger than the tensor"
+                )  # the committer would have to pad them
         samples = Fields(read.mapping("samples") if "samples" in read.doc else {}, where)
         processes = read.integer("processes") if "processes" in read.doc else None
-        return cls(structure, small, read.metadata(), {name: samples.integer(name) for name in samples.doc}, processes)
+        return cls(
+            structure,
+            small,
+            read.metadata(),
+            {name: samples.integer(name) for name in samples.doc},
+            processes,
+        )
 
 
-def _agree(parts: Sequence[tuple[Sequence[int], Mapping[str, T]]], contradiction: Callable[[str, str, str], str]) -> dict[str, T]:
-    """Merge the processes' mappings; `contradiction` makes the message for two different values from the name and both processes."""
+def _agree(
+    parts: Sequence[tuple[Sequence[int], Mapping[str, T]]],
+    contradiction: Callable[[str, str, str], str],
+) -> dict[str, T]:
+    """Merge the processes' mappings.
+
+    `contradiction` makes the message for two different values from the name and both processes.
+    """
     merged: dict[str, T] = {}
     holders: dict[str, Sequence[int]] = {}
     for processes, part in parts:
         for name, value in part.items():
             if merged.setdefault(name, value) != value:
-                raise CommitError(
-                    f"{contradiction(name, numbered('process', holders[name]), numbered('process', processes))} Nothing was published."
-                )
+                one, other = numbered("process", holders[name]), numbered("process", processes)
+                raise CommitError(f"{contradiction(name, one, other)} Nothing was published.")
             holders.setdefault(name, processes)
     return merged

@@ -1,7 +1,7 @@
 """The structure of a checkpoint without the bytes: the tree, its small leaves, and how and where each tensor is stored.
 
-A `Structure` is a part of the commit record, and of each host's contents. All input is untrusted: types, sizes and
-references are checked before use, and every error names the file.
+A `Structure` is a part of the commit record, and of each host's contents. All input is untrusted:
+types, sizes and references are checked before use, and every error names the file.
 
 Tensors may lie in other checkpoints, or follow from theirs (`format.bases`).
 """
@@ -43,11 +43,13 @@ if TYPE_CHECKING:
     from shardckpt.state.document import Node
 
 StoredLayout: TypeAlias = Layout | Placements
-"""A tensor's layout when it was saved: in GSPMD's form if that can express it, otherwise in DTensor's."""
+"""A tensor's layout when it was saved: in GSPMD's form if that can express it, otherwise in
+DTensor's."""
 
 _Devices = TypeVar("_Devices", Mesh, StoredLayout)
 MOST_DEVICES = 1 << 24
-"""Most devices over all meshes, and over all shardings; limits the memory for a short record that claims many large ones."""
+"""Most devices over all meshes, and over all shardings; limits the memory for a short record that
+claims many large ones."""
 
 
 @record
@@ -62,24 +64,41 @@ class TensorRecord:
     pieces: tuple[Piece, ...]
     """The zarr arrays that hold it."""
     partial: bool = False
-    """Whether the pieces are from one process only, which does not know the other processes' pieces."""
+    """Whether the pieces are from one process only, which does not know the other processes'
+    pieces."""
     base: InBase | None = None
-    """The place of its elements in a base, or None; with a base, `pieces` are cut like the base's, under this tensor's own name."""
+    """The place of its elements in a base, or None; with a base, `pieces` are cut like the base's,
+    under this tensor's own name."""
     difference: bool = False
-    """Whether its chunks may be differences from those of the tensor of the same name in the first checkpoint of the chain."""
+    """Whether its chunks may be differences from those of the tensor of the same name in the first
+    checkpoint of the chain."""
     array: str = field(default="", compare=False)
-    """"numpy" or "jax" for an array of that framework in a training state; a hint that readers may ignore."""
+    """"numpy" or "jax" for an array of that framework in a training state; a hint that readers may
+    ignore."""
 
     @property
     def is_one_array(self) -> bool:
         """Whether it lies in this checkpoint as a single array with its name."""
-        return self.base is None and not self.partial and len(self.pieces) == 1 and self.pieces[0].path == array_path(self.name)
+        return (
+            self.base is None
+            and not self.partial
+            and len(self.pieces) == 1
+            and self.pieces[0].path == array_path(self.name)
+        )
 
     def called(self, name: str) -> TensorRecord:
         """A tensor of another name that is stored in the same form; requires `is_one_array`."""
         (piece,) = self.pieces
         pieces = (Piece(array_path(name), piece.start, piece.shape, piece.chunks),)
-        return TensorRecord(name, self.shape, self.dtype, self.layout, pieces, difference=self.difference, array=self.array)
+        return TensorRecord(
+            name,
+            self.shape,
+            self.dtype,
+            self.layout,
+            pieces,
+            difference=self.difference,
+            array=self.array,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -117,12 +136,17 @@ class Structure:
     """The tree as text, once it was encoded."""
     _nodes: Node | None = field(default=None, init=False, repr=False, compare=False)
     """The parsed tree, once it was parsed."""
-    _known: _KnownTensors = field(default_factory=_KnownTensors, init=False, repr=False, compare=False)
+    _known: _KnownTensors = field(
+        default_factory=_KnownTensors, init=False, repr=False, compare=False
+    )
 
     @property
     def bases(self) -> list[Base]:
         """The other checkpoints that this one needs, each once: first its chain, then those that hold tensors of it."""
-        return [*self.chain, *dict.fromkeys(t.base.base for t in self.tensors.values() if t.base is not None)]
+        return [
+            *self.chain,
+            *dict.fromkeys(t.base.base for t in self.tensors.values() if t.base is not None),
+        ]
 
     @property
     def version(self) -> tuple[int, int]:
@@ -148,7 +172,10 @@ class Structure:
             if [p.path for p in t.pieces] == [array_path(name)]:
                 entry["chunks"] = list(t.pieces[0].chunks)
             else:
-                entry["pieces"] = [{"start": list(p.start), "shape": list(p.shape), "chunks": list(p.chunks)} for p in t.pieces]
+                entry["pieces"] = [
+                    {"start": list(p.start), "shape": list(p.shape), "chunks": list(p.chunks)}
+                    for p in t.pieces
+                ]
             if t.array:
                 entry["array"] = t.array == "numpy" or t.array
             if t.partial:
@@ -160,7 +187,11 @@ class Structure:
                 entry |= {} if t.base.name == name else {"base_name": t.base.name}
             tensors[name] = entry
         return {
-            **({"bases": [base.to_json() for base in (*self.chain, *bases)]} if self.chain or bases else {}),
+            **(
+                {"bases": [base.to_json() for base in (*self.chain, *bases)]}
+                if self.chain or bases
+                else {}
+            ),
             **layouts,
             "tensors": tensors,
             "tree": self.tree,
@@ -168,9 +199,14 @@ class Structure:
 
     @property
     def encoded(self) -> str:
-        """The members of the JSON form as text. It is made once: a lone process writes it into its contents and into the commit record."""
+        """The members of the JSON form as text.
+
+        It is made once: a lone process writes it into its contents and into the commit record.
+        """
         if not self._known.text:
-            self._known.text = encode({key: value for key, value in self.to_json().items() if key != "tree"})[1:-1]
+            self._known.text = encode(
+                {key: value for key, value in self.to_json().items() if key != "tree"}
+            )[1:-1]
         return f"{self._known.text},{self.encoded_tree}"
 
     @property
@@ -208,31 +244,41 @@ class Structure:
         object.__setattr__(other, "_known", self._known)
         return other
 
-    def layouts_json(self) -> tuple[dict[tuple[StoredLayout, int], int], dict[str, list[dict[str, Any]]]]:
+    def layouts_json(
+        self,
+    ) -> tuple[dict[tuple[StoredLayout, int], int], dict[str, list[dict[str, Any]]]]:
         """Positions of the distinct layouts by layout and number of dimensions; and the JSON forms of the layouts and their meshes."""
-        # Layouts hash and compare as objects here, which is cheap; a mesh has as many ids as there are devices.
-        distinct = dict.fromkeys((t.layout, len(t.shape)) for t in self.tensors.values() if t.layout is not None)
+        # Layouts hash and compare as objects here, which is cheap; a mesh has as many ids as there
+        # are devices.
+        distinct = dict.fromkeys(
+            (t.layout, len(t.shape)) for t in self.tensors.values() if t.layout is not None
+        )
         meshes: dict[Mesh, int] = {}
         shardings = [_layout_json(layout, ndim, meshes) for layout, ndim in distinct]
-        return {key: i for i, key in enumerate(distinct)}, {"shardings": shardings, "meshes": [mesh.to_json() for mesh in meshes]}
+        return {key: i for i, key in enumerate(distinct)}, {
+            "shardings": shardings,
+            "meshes": [mesh.to_json() for mesh in meshes],
+        }
 
     @classmethod
     def union(cls, parts: Sequence[tuple[Sequence[int], Structure]]) -> Structure:
         """Merge the structures of several processes.
 
         Args:
-            parts: distinct structures, each with the processes that have it, ascending; sorted by lowest process.
+            parts: distinct structures, each with the processes that have it, ascending; sorted by
+                lowest process.
 
         Raises:
-            CommitError: they contradict each other; the message names the leaf or tensor, and the processes.
+            CommitError: they contradict each other; the message names the leaf or tensor, and the
+                processes.
         """
         if len(parts) == 1 and not any(t.partial for t in parts[0][1].tensors.values()):
             return parts[0][1]
         for processes, part in parts[1:]:
             if part.chain != parts[0][1].chain:
                 raise CommitError(
-                    f"Processes {parts[0][0][0]} and {processes[0]} have written differences from different checkpoints. "
-                    f"Nothing was published."
+                    f"Processes {parts[0][0][0]} and {processes[0]} have written differences from "
+                    "different checkpoints. Nothing was published."
                 )
         tree = union([(processes, part.tree) for processes, part in parts])
         tensors: dict[str, TensorRecord] = {}
@@ -244,17 +290,27 @@ class Structure:
                     tensors[name], said_by[name] = tensor, processes
                 elif known != tensor:
                     tensors[name] = _join(known, tensor, said_by[name], processes)
-        return cls(tree, {name: _complete(tensors[name]) for name in tensor_names(tree)}, parts[0][1].chain)
+        return cls(
+            tree, {name: _complete(tensors[name]) for name in tensor_names(tree)}, parts[0][1].chain
+        )
 
     @classmethod
-    def from_json(cls, doc: Any, where: str, *, allow_partial: bool = False, tensors: dict[str, TensorRecord] | None = None) -> Structure:
+    def from_json(
+        cls,
+        doc: Any,
+        where: str,
+        *,
+        allow_partial: bool = False,
+        tensors: dict[str, TensorRecord] | None = None,
+    ) -> Structure:
         """Inverse of `to_json`; raises FormatError for any document that `to_json` would not write.
 
         Args:
             doc: the JSON form.
             where: its file, for messages.
             allow_partial: whether tensors may lack pieces, as in a document from one process.
-            tensors: the tensors, for a document of nothing but the tree; None: they are in the document.
+            tensors: the tensors, for a document of nothing but the tree; None: they are in the
+                document.
         """
         read = Fields(doc, where)
         if tensors is None:
@@ -265,7 +321,11 @@ class Structure:
         if set(named) != set(tensors):
             odd = min(set(named) ^ set(tensors))
             read.fail(f"the tree and the list of tensors disagree about {shown(odd)}")
-        chain = tuple(base for base in bases_of(read.doc, where) if base.contents) if "bases" in read.doc else ()
+        chain = (
+            tuple(base for base in bases_of(read.doc, where) if base.contents)
+            if "bases" in read.doc
+            else ()
+        )
         if not chain and any(tensor.difference for tensor in tensors.values()):
             read.fail("it has differences, and names no checkpoint that they are from")
         structure = cls(tree, {name: tensors[name] for name in named}, chain)
@@ -280,7 +340,8 @@ def _tensors(read: Fields, where: str, *, allow_partial: bool) -> dict[str, Tens
     known: dict[str, TensorRecord] = {}
     suited: set[tuple[int, int]] = set()
     for name, entry in read.mapping("tensors").items():
-        # Among a thousand tensors only some dozen differ in more than their names. The key is text, because 1, 1.0 and True are equal.
+        # Among a thousand tensors only some dozen differ in more than their names. The key is text,
+        # because 1, 1.0 and True are equal.
         text = repr(entry)
         if text in known:
             tensors[name] = known[text].called(name)
@@ -298,7 +359,9 @@ def _tensors(read: Fields, where: str, *, allow_partial: bool) -> dict[str, Tens
     return tensors
 
 
-def _join(one: TensorRecord, other: TensorRecord, processes: Sequence[int], others: Sequence[int]) -> TensorRecord:
+def _join(
+    one: TensorRecord, other: TensorRecord, processes: Sequence[int], others: Sequence[int]
+) -> TensorRecord:
     """Merge two processes' records of one tensor; a record without pieces adds nothing."""
     if one.partial and other.partial and not (one.pieces and other.pieces):
         return one if one.pieces else other
@@ -313,19 +376,29 @@ def _join(one: TensorRecord, other: TensorRecord, processes: Sequence[int], othe
         if a != b:
             advice = "give tensors that differ names of their own"
             if what == "layout" and one.layout is not None and other.layout is not None:
-                advice = "lay it out over one mesh of all its processes, replicated where they have the same"
+                advice = (
+                    "lay it out over one mesh of all its processes, replicated where they have "
+                    "the same"
+                )
             if what == "base":
-                advice = "save with the same base= and skip= on all processes, and do not replace the base meanwhile"
+                advice = (
+                    "save with the same base= and skip= on all processes, and do not replace the "
+                    "base meanwhile"
+                )
             raise CommitError(
-                f"{shown(one.name)}: its {what} is {str(a)[:200]} on process {processes[0]} and {str(b)[:200]} on process {others[0]}; "
-                f"{advice}. Nothing was published."
+                f"{shown(one.name)}: its {what} is {str(a)[:200]} on process {processes[0]} and "
+                f"{str(b)[:200]} on process {others[0]}; {advice}. Nothing was published."
             )
     return replace(one, pieces=tuple(dict.fromkeys([*one.pieces, *other.pieces])))
 
 
 def _whereabouts(tensor: TensorRecord) -> str:
     """A tensor's place in a base as text; the same for the same base, whichever url is used."""
-    return "none" if tensor.base is None else f"attempt {tensor.base.base.attempt}, {shown(tensor.base.name)}"
+    return (
+        "none"
+        if tensor.base is None
+        else f"attempt {tensor.base.base.attempt}, {shown(tensor.base.name)}"
+    )
 
 
 def _complete(tensor: TensorRecord) -> TensorRecord:
@@ -335,7 +408,8 @@ def _complete(tensor: TensorRecord) -> TensorRecord:
     gap = coverage_gap(tensor.shape, tensor.pieces)
     if gap is not None:
         raise CommitError(
-            f"{shown(tensor.name)}: the processes' shards do not form the tensor of shape {tensor.shape}: {gap}. Nothing was published."
+            f"{shown(tensor.name)}: the processes' shards do not form the tensor of shape "
+            f"{tensor.shape}: {gap}. Nothing was published."
         )
     pieces = sorted(tensor.pieces, key=lambda piece: piece.start)
     return replace(tensor, pieces=tuple(pieces), partial=False)
@@ -355,7 +429,9 @@ def _layout_json(layout: StoredLayout, ndim: int, meshes: dict[Mesh, int]) -> di
 def _layouts(read: Fields) -> list[StoredLayout]:
     """The shardings that tensors refer to by position."""
     # A newer minor version may add members, so only the known ones are picked.
-    meshes = _parse_devices(read, "meshes", lambda doc: Mesh.from_json(_pick(doc, ("shape", "axes", "devices"))))
+    meshes = _parse_devices(
+        read, "meshes", lambda doc: Mesh.from_json(_pick(doc, ("shape", "axes", "devices")))
+    )
 
     def layout(doc: dict[str, Any]) -> StoredLayout:
         if "placements" in doc:
@@ -367,7 +443,9 @@ def _layouts(read: Fields) -> list[StoredLayout]:
     return _parse_devices(read, "shardings", layout)
 
 
-def _parse_devices(read: Fields, key: str, parse: Callable[[dict[str, Any]], _Devices]) -> list[_Devices]:
+def _parse_devices(
+    read: Fields, key: str, parse: Callable[[dict[str, Any]], _Devices]
+) -> list[_Devices]:
     """Parse a list of meshes or shardings; refuse it if they have too many devices together."""
     parsed: list[_Devices] = []
     devices = 0
@@ -393,28 +471,47 @@ def _pick(doc: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
 def _pieces(read: Fields, name: str, shape: tuple[int, ...]) -> tuple[Piece, ...]:
     """The arrays of a tensor."""
     if "pieces" not in read.doc:
-        return (Piece(array_path(name), (0,) * len(shape), shape, read.dimensions("chunks", least=1)),)
+        return (
+            Piece(array_path(name), (0,) * len(shape), shape, read.dimensions("chunks", least=1)),
+        )
     entries = [Fields(p, read.where) for p in read.sequence("pieces")]
     starts = [e.dimensions("start", least=0) for e in entries]
     if any(len(start) != len(shape) for start in starts):
         read.fail(f"its pieces have another rank than its shape {shape}")
     return tuple(
-        Piece(piece_path(name, shape, start), start, e.dimensions("shape", least=0), e.dimensions("chunks", least=1))
+        Piece(
+            piece_path(name, shape, start),
+            start,
+            e.dimensions("shape", least=0),
+            e.dimensions("chunks", least=1),
+        )
         for e, start in zip(entries, starts, strict=True)
     )
 
 
 def _in_base(read: Fields, name: str, bases: list[Base], *, of_its_own: bool) -> InBase:
-    """The place of a tensor in a base; `of_its_own`: it also claims pieces or differences of its own."""
-    base = InBase(read.pick("base", bases), read.string("base_name") if "base_name" in read.doc else name)
+    """The place of a tensor in a base.
+
+    `of_its_own`: it also claims pieces or differences of its own.
+    """
+    base = InBase(
+        read.pick("base", bases), read.string("base_name") if "base_name" in read.doc else name
+    )
     if of_its_own:
-        read.fail("it lies in another checkpoint, and has only some of its pieces, or differences, of its own")
+        read.fail(
+            "it lies in another checkpoint, and has only some of its pieces, or differences, of "
+            "its own"
+        )
     if base.base.contents:
-        read.fail("it lies in another checkpoint, which is named by its contents and not by its attempt")
+        read.fail(
+            "it lies in another checkpoint, which is named by its contents and not by its attempt"
+        )
     return base
 
 
-def _tensor(read: Fields, name: str, layouts: list[StoredLayout], bases: list[Base], *, allow_partial: bool) -> TensorRecord:
+def _tensor(
+    read: Fields, name: str, layouts: list[StoredLayout], bases: list[Base], *, allow_partial: bool
+) -> TensorRecord:
     shape = read.dimensions("shape", least=0)
     try:
         dtype = dtypes.by_name(read.string("dtype"))
@@ -424,7 +521,10 @@ def _tensor(read: Fields, name: str, layouts: list[StoredLayout], bases: list[Ba
     pieces = _pieces(read, name, shape)
     if any(len(p.shape) != len(shape) for p in pieces):
         read.fail(f"its pieces have another rank than its shape {shape}")
-    if any(prod(max(n, 1) for n in sides) * dtype.itemsize > LARGEST_DIMENSION for sides in (shape, *(p.chunks for p in pieces))):
+    if any(
+        prod(max(n, 1) for n in sides) * dtype.itemsize > LARGEST_DIMENSION
+        for sides in (shape, *(p.chunks for p in pieces))
+    ):
         read.fail(f"its shape {shape} or its chunks have more bytes than can be addressed")
     partial = read.doc.get("partial") is True
     if partial and not allow_partial:
@@ -435,9 +535,15 @@ def _tensor(read: Fields, name: str, layouts: list[StoredLayout], bases: list[Ba
     if gap is not None:
         read.fail(gap)
     if not pieces and not partial:
-        read.fail("it has no pieces")  # for a tensor without elements, no pieces would pass the coverage check
+        read.fail(
+            "it has no pieces"
+        )  # for a tensor without elements, no pieces would pass the coverage check
     difference = read.doc.get("difference") is True
-    base = _in_base(read, name, bases, of_its_own=partial or difference) if "base" in read.doc else None
+    base = (
+        _in_base(read, name, bases, of_its_own=partial or difference)
+        if "base" in read.doc
+        else None
+    )
     kind = read.doc.get("array")
     array = "numpy" if kind is True else "jax" if kind == "jax" else ""
     return TensorRecord(name, shape, dtype, layout, pieces, partial, base, difference, array)

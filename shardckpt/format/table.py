@@ -15,12 +15,14 @@ JSON       {"files": [name, …], "arrays": [[path, number of chunks], …], "bl
     u32 crc32c     of the stored bytes before that checksum
 ```
 
-Files are named relative to the attempt. The record has the SHA-256 of the header, and the header has a digest of each block of
-rows. So a reader can read and verify any block by itself, and knows the place and checksum of each chunk: two swapped data files are
-detected. In the table of all hosts every array has all chunks of its grid, so a chunk's row number follows from its position.
+Files are named relative to the attempt. The record has the SHA-256 of the header, and the header
+has a digest of each block of rows. So a reader can read and verify any block by itself, and knows
+the place and checksum of each chunk: two swapped data files are detected. In the table of all hosts
+every array has all chunks of its grid, so a chunk's row number follows from its position.
 
-Half a SHA-256 is as secure as all of it here: to replace a block, an attacker needs another block with the same digest, which takes
-2^128 tries. (To find any two blocks with equal digests is easier, but only the maker of the checkpoint could use them.)
+Half a SHA-256 is as secure as all of it here: to replace a block, an attacker needs another block
+with the same digest, which takes 2^128 tries. (To find any two blocks with equal digests is easier,
+but only the maker of the checkpoint could use them.)
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ if TYPE_CHECKING:
     from shardckpt.format.documents import TableReference
 
 MAGIC = b"SHCKTAB2"
-ROW = np.dtype([("chunk", "<u8"), ("file", "<u4"), ("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")])
+ROW = np.dtype(
+    [("chunk", "<u8"), ("file", "<u4"), ("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")]
+)
 """One chunk; 28 bytes."""
 OWN_OBJECT = 0xFFFFFFFF
 """`file` of a chunk that is an object of its own (plain layout)."""
@@ -88,7 +92,10 @@ class TableHeader:
     @staticmethod
     def encode(files: Sequence[str], counts: dict[str, int], rows: bytes) -> bytes:
         """Encode the header of a table of those rows."""
-        text = json.dumps({"files": files, "arrays": list(counts.items()), "block": BLOCK_ROWS}, separators=(",", ":")).encode()
+        text = json.dumps(
+            {"files": files, "arrays": list(counts.items()), "block": BLOCK_ROWS},
+            separators=(",", ":"),
+        ).encode()
         return b"".join([MAGIC, struct.pack("<I", len(text)), text, _digests(rows, BLOCK_ROWS)])
 
     @classmethod
@@ -103,13 +110,19 @@ class TableHeader:
             FormatError: not a chunk table, or it contradicts itself.
         """
         if data[:8] != MAGIC or len(data) < _PREFIX:
-            raise FormatError(f"{where}: not a chunk table; the checkpoint was written by something else or is damaged.")
+            raise FormatError(
+                f"{where}: not a chunk table; the checkpoint was written by something else or is "
+                "damaged."
+            )
         begin = _PREFIX + struct.unpack("<I", data[8:_PREFIX])[0]
         files, counts, block = _read_json(data[_PREFIX:begin], where)
         total = sum(counts.values())
         nbytes = begin + -(-total // block) * DIGEST_BYTES
         if nbytes > len(data):
-            raise FormatError(f"{where}: {total} chunks need a header of {nbytes} bytes; the damaged chunk table has {len(data)}.")
+            raise FormatError(
+                f"{where}: {total} chunks need a header of {nbytes} bytes; the damaged chunk "
+                f"table has {len(data)}."
+            )
         return cls(files, counts, block, data[begin:nbytes], nbytes)
 
     @classmethod
@@ -124,8 +137,9 @@ class TableHeader:
         expected = header.nbytes + header.rows * ROW.itemsize
         if (header.nbytes, expected) != (reference.header, reference.size):
             raise FormatError(
-                f"{where}: a chunk table for {header.rows} chunks has {expected} bytes and a header of {header.nbytes}, but the record "
-                f"says {reference.size} bytes and a header of {reference.header}."
+                f"{where}: a chunk table for {header.rows} chunks has {expected} bytes and a "
+                f"header of {header.nbytes}, but the record says {reference.size} bytes and a "
+                f"header of {reference.header}."
             )
         return header
 
@@ -143,25 +157,49 @@ class TableHeader:
         digests, begin = _digests(data, self.block), first * DIGEST_BYTES
         expected = self.digests[begin : begin + len(digests)]
         if digests != expected:
-            wrong = next(i for i in range(0, len(digests), DIGEST_BYTES) if digests[i:][:DIGEST_BYTES] != expected[i:][:DIGEST_BYTES])
-            raise FormatError(f"{where}: block {first + wrong // DIGEST_BYTES} of the chunk table is damaged: its checksum is wrong.")
+            wrong = next(
+                i
+                for i in range(0, len(digests), DIGEST_BYTES)
+                if digests[i:][:DIGEST_BYTES] != expected[i:][:DIGEST_BYTES]
+            )
+            raise FormatError(
+                f"{where}: block {first + wrong // DIGEST_BYTES} of the chunk table is damaged: "
+                "its checksum is wrong."
+            )
         rows: NDArray[np.void] = np.frombuffer(data, ROW)
         if ((rows["file"] >= len(self.files)) & (rows["file"] != OWN_OBJECT)).any():
             raise FormatError(f"{where}: the chunk table refers to a file that it does not name.")
         if (rows["offset"] > LARGEST_OFFSET).any():
-            raise FormatError(f"{where}: the chunk table has a chunk at byte {rows['offset'].max()}, beyond the end of any file.")
+            raise FormatError(
+                f"{where}: the chunk table has a chunk at byte {rows['offset'].max()}, beyond the "
+                "end of any file."
+            )
         return rows
 
 
 def check_sizes(reference: TableReference, where: str) -> None:
-    """Raise FormatError if a record gives a table sizes beyond the limits; `where` is the table's url."""
-    if not reference.header <= min(reference.size, LARGEST_HEADER) or reference.size > LARGEST_TABLE:
-        raise FormatError(f"{where}: the record gives its chunk table {reference.size} bytes and a header of {reference.header}: damaged.")
+    """Raise FormatError if a record gives a table sizes beyond the limits.
+
+    `where` is the table's url.
+    """
+    if (
+        not reference.header <= min(reference.size, LARGEST_HEADER)
+        or reference.size > LARGEST_TABLE
+    ):
+        raise FormatError(
+            f"{where}: the record gives its chunk table {reference.size} bytes and a header of "
+            f"{reference.header}: damaged."
+        )
 
 
 def _digests(rows: bytes | memoryview, block: int) -> bytes:
     view, step = memoryview(rows), block * ROW.itemsize
-    return b"".join([hashlib.sha256(view[i : i + step]).digest()[:DIGEST_BYTES] for i in range(0, len(rows), step)])
+    return b"".join(
+        [
+            hashlib.sha256(view[i : i + step]).digest()[:DIGEST_BYTES]
+            for i in range(0, len(rows), step)
+        ]
+    )
 
 
 def _read_json(data: bytes, where: str) -> tuple[list[str], dict[str, int], int]:
@@ -176,17 +214,26 @@ def _read_json(data: bytes, where: str) -> tuple[list[str], dict[str, int], int]
         isinstance(files, list)
         and all(isinstance(f, str) for f in files)
         and len(counts) == len(listing)
-        and all(isinstance(p, str) and type(n) is int and 0 <= n <= LARGEST_OFFSET for p, n in counts.items())
+        and all(
+            isinstance(p, str) and type(n) is int and 0 <= n <= LARGEST_OFFSET
+            for p, n in counts.items()
+        )
     )
     if not sane:
-        raise FormatError(f"{where}: the chunk table's header has an invalid file name, or an array twice.")
+        raise FormatError(
+            f"{where}: the chunk table's header has an invalid file name, or an array twice."
+        )
     if type(block) is not int or not 0 < block <= LARGEST_BLOCK:
-        raise FormatError(f"{where}: the chunk table's header must say 1 to {LARGEST_BLOCK} rows per block.")
+        raise FormatError(
+            f"{where}: the chunk table's header must say 1 to {LARGEST_BLOCK} rows per block."
+        )
     for file in files:
         try:
             check_key(file, where)
         except FormatError as e:
-            raise FormatError(f"{where}: the chunk table's header names a file outside the attempt: {e}") from e
+            raise FormatError(
+                f"{where}: the chunk table's header names a file outside the attempt: {e}"
+            ) from e
     return files, counts, block
 
 
@@ -213,7 +260,12 @@ class ArrayChunks:
     @classmethod
     def of_columns(cls, *columns: NDArray[Any]) -> ArrayChunks:
         """Chunks given as their columns, of any integer types that fit."""
-        return cls(**{name: column.astype(dtype, copy=False) for (name, dtype), column in zip(_COLUMNS, columns, strict=True)})
+        return cls(
+            **{
+                name: column.astype(dtype, copy=False)
+                for (name, dtype), column in zip(_COLUMNS, columns, strict=True)
+            }
+        )
 
     @classmethod
     def of_records(cls, rows: NDArray[np.void]) -> ArrayChunks:
@@ -223,12 +275,22 @@ class ArrayChunks:
     @classmethod
     def of_rows(cls, rows: Sequence[tuple[int, int, int, int, int]]) -> ArrayChunks:
         """Few chunks, given as (chunk, file, offset, length, crc), ascending."""
-        return cls(**{name: np.array(column, dtype) for (name, dtype), column in zip(_COLUMNS, zip(*rows, strict=True), strict=True)})
+        return cls(
+            **{
+                name: np.array(column, dtype)
+                for (name, dtype), column in zip(_COLUMNS, zip(*rows, strict=True), strict=True)
+            }
+        )
 
     @classmethod
     def concatenate(cls, parts: Sequence[ArrayChunks]) -> ArrayChunks:
         """Concatenate the rows of at least one."""
-        return cls(**{name: np.concatenate([getattr(rows, name) for rows in parts]) for name, _ in _COLUMNS})
+        return cls(
+            **{
+                name: np.concatenate([getattr(rows, name) for rows in parts])
+                for name, _ in _COLUMNS
+            }
+        )
 
     def __len__(self) -> int:
         """Number of chunks."""
@@ -239,11 +301,15 @@ class ArrayChunks:
         return ArrayChunks(**{name: getattr(self, name)[row] for name, _ in _COLUMNS})
 
     def first_missing(self, num_chunks: int) -> int | None:
-        """The first chunk of a grid that the table lacks; None if it has all, and then row i is chunk i.
+        """The first chunk of a grid that the table lacks.
+
+        None if it has all, and then row i is chunk i.
 
         Cheap however large the grid claims to be, because rows ascend.
         """
-        if len(self.chunk) >= num_chunks and (num_chunks == 0 or int(self.chunk[num_chunks - 1]) == num_chunks - 1):
+        if len(self.chunk) >= num_chunks and (
+            num_chunks == 0 or int(self.chunk[num_chunks - 1]) == num_chunks - 1
+        ):
             return None
         astray = np.flatnonzero(self.chunk != np.arange(len(self.chunk), dtype=np.uint64))
         return int(astray[0]) if len(astray) else len(self.chunk)
@@ -266,10 +332,16 @@ class Table:
     def of(cls, files: Sequence[str], arrays: Mapping[str, ArrayChunks]) -> Table:
         """The table of those arrays, in that order."""
         columns = {
-            name: np.concatenate([np.asarray(getattr(rows, name), dtype) for rows in arrays.values()]) if arrays else np.empty(0, dtype)
+            name: np.concatenate(
+                [np.asarray(getattr(rows, name), dtype) for rows in arrays.values()]
+            )
+            if arrays
+            else np.empty(0, dtype)
             for name, dtype in _COLUMNS
         }
-        return cls(list(files), {path: len(rows) for path, rows in arrays.items()}, ArrayChunks(**columns))
+        return cls(
+            list(files), {path: len(rows) for path, rows in arrays.items()}, ArrayChunks(**columns)
+        )
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Table:
@@ -286,11 +358,21 @@ class Table:
 
     @classmethod
     def of_body(cls, header: TableHeader, data: bytes, where: str) -> Table:
-        """Make a table from its header and `data`, all of its bytes with the header; `where` as for `decode`."""
+        """Make a table from its header and `data`, all of its bytes with the header.
+
+        `where` as for `decode`.
+        """
         expected = header.nbytes + header.rows * ROW.itemsize
         if expected != len(data):
-            raise FormatError(f"{where}: {header.rows} chunks need {expected} bytes, the chunk table has {len(data)}.")
-        return cls.of_rows(header, ArrayChunks.of_records(header.read_rows(memoryview(data)[header.nbytes :], 0, where)), where)
+            raise FormatError(
+                f"{where}: {header.rows} chunks need {expected} bytes, the chunk table has "
+                f"{len(data)}."
+            )
+        return cls.of_rows(
+            header,
+            ArrayChunks.of_records(header.read_rows(memoryview(data)[header.nbytes :], 0, where)),
+            where,
+        )
 
     @classmethod
     def of_rows(cls, header: TableHeader, rows: ArrayChunks, where: str) -> Table:
@@ -298,7 +380,9 @@ class Table:
         table = cls(header.files, header.counts, rows)
         astray = table._not_after(rows.chunk[1:] <= rows.chunk[:-1])
         if astray is not None:
-            raise FormatError(f"{where}: the chunks of {astray} are not in grid order, or one is there twice.")
+            raise FormatError(
+                f"{where}: the chunks of {astray} are not in grid order, or one is there twice."
+            )
         return table
 
     @classmethod
@@ -312,10 +396,21 @@ class Table:
         for table in tables:
             bases.append(len(files))
             files += table.files
-            mine = np.fromiter((arrays.setdefault(path, len(arrays)) for path in table.counts), np.int64, len(table.counts))
-            numbers.append(np.repeat(mine, np.fromiter(table.counts.values(), np.int64, len(table.counts))))
+            mine = np.fromiter(
+                (arrays.setdefault(path, len(arrays)) for path in table.counts),
+                np.int64,
+                len(table.counts),
+            )
+            numbers.append(
+                np.repeat(mine, np.fromiter(table.counts.values(), np.int64, len(table.counts)))
+            )
         number = np.concatenate([*numbers, np.empty(0, np.int64)])
-        columns = {name: np.concatenate([*(getattr(table.rows, name) for table in tables), np.empty(0, dtype)]) for name, dtype in _COLUMNS}
+        columns = {
+            name: np.concatenate(
+                [*(getattr(table.rows, name) for table in tables), np.empty(0, dtype)]
+            )
+            for name, dtype in _COLUMNS
+        }
         base = np.repeat(np.array(bases, np.uint64), [len(table.rows) for table in tables])
         own = columns["file"] == OWN_OBJECT
         columns["file"] = np.where(own, OWN_OBJECT, columns["file"] + base).astype("<u4")
@@ -338,13 +433,17 @@ class Table:
         return TableHeader.encode(self.files, self.counts, body) + body
 
     def is_stored_as(self, data: bytes, reference: TableReference) -> bool:
-        """Whether `data` has the digests of this table, which was written with that reference; nothing is parsed."""
+        """Whether `data` has the digests of this table, which was written with that reference.
+
+        Nothing is parsed.
+        """
         header = data[: reference.header]
         digests = -(-len(self.rows) // BLOCK_ROWS) * DIGEST_BYTES
         return (
             len(data) == reference.size
             and hashlib.sha256(header).hexdigest() == reference.sha256
-            and _digests(memoryview(data)[reference.header :], BLOCK_ROWS) == header[len(header) - digests :]
+            and _digests(memoryview(data)[reference.header :], BLOCK_ROWS)
+            == header[len(header) - digests :]
         )
 
     def arrays(self) -> Mapping[str, ArrayChunks]:
@@ -356,7 +455,9 @@ class Table:
         begin = self._firsts().get(path, 0)
         part = slice(begin, begin + self.counts.get(path, 0))
         rows = self.rows
-        return ArrayChunks(rows.chunk[part], rows.file[part], rows.offset[part], rows.length[part], rows.crc[part])
+        return ArrayChunks(
+            rows.chunk[part], rows.file[part], rows.offset[part], rows.length[part], rows.crc[part]
+        )
 
     def chunks_of(self, path: str) -> NDArray[np.uint64]:
         """The positions of the chunks of one array; none if the table does not have it."""
@@ -366,12 +467,16 @@ class Table:
     def _firsts(self) -> dict[str, int]:
         """Array path → its first row."""
         if self._first is None:
-            first = dict(zip(self.counts, accumulate(self.counts.values(), initial=0), strict=False))
+            first = dict(
+                zip(self.counts, accumulate(self.counts.values(), initial=0), strict=False)
+            )
             object.__setattr__(self, "_first", first)  # complete, for other threads
             return first
         return self._first
 
-    def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> NDArray[np.int64]:
+    def find(
+        self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         """Rows of chunks; -1 for a chunk that the table lacks.
 
         Args:
@@ -380,7 +485,8 @@ class Table:
             chunks: (n,) the chunk's position in its grid.
         """
         first, count = (
-            np.fromiter((known.get(path, 0) for path in paths), np.int64, len(paths)) for known in (self._firsts(), self.counts)
+            np.fromiter((known.get(path, 0) for path in paths), np.int64, len(paths))
+            for known in (self._firsts(), self.counts)
         )
         # In an array without holes the row of a chunk follows from its position.
         row = np.where((chunks >= 0) & (chunks < count[array]), first[array] + chunks, -1)
@@ -390,7 +496,10 @@ class Table:
         others = others[np.argsort(array[others], kind="stable")]
         for of_array in np.split(others, np.flatnonzero(np.diff(array[others])) + 1):
             if len(of_array) and count[array[of_array[0]]]:
-                begin, positions = int(first[array[of_array[0]]]), chunks[of_array].astype(np.uint64)
+                begin, positions = (
+                    int(first[array[of_array[0]]]),
+                    chunks[of_array].astype(np.uint64),
+                )
                 there = self.rows.chunk[begin : begin + int(count[array[of_array[0]]])]
                 at = np.minimum(np.searchsorted(there, positions), len(there) - 1)
                 row[of_array] = np.where(there[at] == positions, begin + at, -1)
@@ -407,7 +516,9 @@ class Table:
         return self._not_after(self.rows.chunk[1:] == self.rows.chunk[:-1])
 
     def _not_after(self, wrong: NDArray[np.bool_]) -> str | None:
-        """The array of the first row that is wrong in relation to the row before it, or None; `wrong[i]` is about row i + 1.
+        """The array of the first row that is wrong in relation to the row before it, or None.
+
+        `wrong[i]` is about row i + 1.
 
         The first row of an array is never wrong.
         """
@@ -415,7 +526,11 @@ class Table:
         inside = np.ones(len(wrong), bool)
         inside[ends[(ends > 0) & (ends <= len(wrong))] - 1] = False
         rows = np.flatnonzero(wrong & inside)
-        return None if not len(rows) else list(self.counts)[int(np.searchsorted(ends, rows[0] + 1, side="right"))]
+        return (
+            None
+            if not len(rows)
+            else list(self.counts)[int(np.searchsorted(ends, rows[0] + 1, side="right"))]
+        )
 
 
 class _Arrays(Mapping[str, ArrayChunks]):

@@ -1,14 +1,17 @@
 """The zarr arrays of a checkpoint: the keys of their chunks, their `zarr.json` documents, and chunks as they are stored.
 
-Arrays follow the zarr v3 core specification (2024-2026): `bytes`, `zstd` and `crc32c` codecs, a regular grid, the default chunk
-key encoding. Stock TensorStore and zarr-python find ordinary arrays; our own readers do not read the documents.
+Arrays follow the zarr v3 core specification (2024-2026): `bytes`, `zstd` and `crc32c` codecs, a
+regular grid, the default chunk key encoding. Stock TensorStore and zarr-python find ordinary
+arrays; our own readers do not read the documents.
 
-1. Documents are dicts, both as input and as output. An array's attributes contain mesh, spec and OpSharding.
-2. A chunk's key is `model/w/c/0/1`. The plain layout has an object for each chunk, and a directory for each component. There a
-   component's suffix `.__lock` is written `=2E__lock`, because TensorStore uses that suffix for its lock files. No array path
-   contains `=2E__lock` otherwise. (The packed layout has its keys in an index, unchanged.)
-3. A chunk has little-endian row-major elements, optionally compressed with zstd, then their crc32c. Chunks at a tensor's edge are
-   padded with zeros to full size, as zarr requires.
+1. Documents are dicts, both as input and as output. An array's attributes contain mesh, spec and
+   OpSharding.
+2. A chunk's key is `model/w/c/0/1`. The plain layout has an object for each chunk, and a directory
+   for each component. There a component's suffix `.__lock` is written `=2E__lock`, because
+   TensorStore uses that suffix for its lock files. No array path contains `=2E__lock` otherwise.
+   (The packed layout has its keys in an index, unchanged.)
+3. A chunk has little-endian row-major elements, optionally compressed with zstd, then their crc32c.
+   Chunks at a tensor's edge are padded with zeros to full size, as zarr requires.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ Json = dict[str, Any]
 _FEW = 8
 """Chunks whose keys are made one by one, which is quicker."""
 ZSTD_LEVEL = 1
-"""Fast enough for a training loop; higher levels gain only a few per cent on floats. Readers ignore it."""
+"""Fast enough for a training loop; higher levels gain only a few per cent on floats. Readers ignore
+it."""
 
 
 # --- documents
@@ -61,18 +65,24 @@ def array_json(
     Args:
         shape: elements per dimension.
         dtype: its *stored* type goes into the document; the logical type belongs in the attributes.
-        chunk_shape: elements per dimension of a chunk, each at least 1 (also if the array has no elements).
+        chunk_shape: elements per dimension of a chunk, each at least 1 (also if the array has no
+            elements).
         compression: None, "zstd" or "difference".
         attributes: JSON, stored unchanged.
     """
     assert len(shape) == len(chunk_shape), "a chunk has as many dimensions as its array"
-    assert all(n > 0 for n in chunk_shape), "zarr has no empty chunks; use 1 where a dimension is empty"
+    assert all(n > 0 for n in chunk_shape), (
+        "zarr has no empty chunks; use 1 where a dimension is empty"
+    )
     return {
         "zarr_format": 3,
         "node_type": "array",
         "shape": [int(n) for n in shape],
         "data_type": dtype.zarr,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [int(n) for n in chunk_shape]}},
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": [int(n) for n in chunk_shape]},
+        },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": _fill_value(dtype.storage),
         "codecs": codecs_json(dtype, compression),
@@ -86,17 +96,22 @@ def codecs_json(dtype: DType, compression: str | None) -> list[Json]:
     codecs: list[Json] = [{"name": "bytes"}]
     if dtype.storage.itemsize > 1:
         codecs[0]["configuration"] = {"endian": "little"}
-    if compression == "zstd":  # zarr has no codec for differences; `Checkpoint.zarr_store` shows their chunks uncompressed
+    if (
+        compression == "zstd"
+    ):  # zarr has no codec for differences; `Checkpoint.zarr_store` shows their chunks uncompressed
         codecs.append({"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}})
     return [*codecs, {"name": "crc32c"}]
 
 
-def group_json(attributes: Mapping[str, Any] | None = None, members: Mapping[str, Json] | None = None) -> Json:
+def group_json(
+    attributes: Mapping[str, Any] | None = None, members: Mapping[str, Json] | None = None
+) -> Json:
     """The `zarr.json` of a group.
 
     Args:
         attributes: JSON, stored unchanged.
-        members: path → document of everything below, to be consolidated into this document (see `consolidated`).
+        members: path → document of everything below, to be consolidated into this document (see
+            `consolidated`).
     """
     document: Json = {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes or {})}
     if members is not None:
@@ -109,7 +124,11 @@ def consolidated(members: Mapping[str, Json]) -> Json:
 
     zarr-python treats the `consolidated_metadata` of a member group as empty.
     """
-    return {"kind": "inline", "must_understand": False, "metadata": {path: members[path] for path in sorted(members)}}
+    return {
+        "kind": "inline",
+        "must_understand": False,
+        "metadata": {path: members[path] for path in sorted(members)},
+    }
 
 
 def parent_groups(array_paths: Iterable[str]) -> list[str]:
@@ -136,7 +155,10 @@ def chunk_key(index: Sequence[int]) -> str:
 
 
 def _fill_value(stored: np.dtype[Any]) -> Any:
-    """Zero as JSON, in zarr's form for that type. Every chunk is stored, so readers should never need it."""
+    """Zero as JSON, in zarr's form for that type.
+
+    Every chunk is stored, so readers should never need it.
+    """
     if stored.kind == "b":
         return False
     if stored.kind in "iu" or stored.name in ("int2", "int4"):
@@ -150,13 +172,16 @@ LONGEST_TEXT = 1 << 14
 """Most characters of a sharding that are repeated in an array's attributes."""
 
 
-def zarr_documents(structure: Structure, compression: str | None, *, in_bases: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+def zarr_documents(
+    structure: Structure, compression: str | None, *, in_bases: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each array's path and document.
 
     Args:
         structure: the checkpoint's structure.
         compression: compression of its own chunks.
-        in_bases: include tensors that lie in bases; a stock reader would find no chunks beside their documents.
+        in_bases: include tensors that lie in bases; a stock reader would find no chunks beside
+            their documents.
     """
     document = zarr_document_maker(structure, compression)
     for tensor in structure.tensors.values():
@@ -174,19 +199,33 @@ def encoded_documents(structure: Structure, compression: str | None) -> Iterator
                 yield piece.path, encoded(tensor, piece)
 
 
-def document_encoder(structure: Structure, compression: str | None) -> Callable[[TensorRecord, Piece], bytes]:
+def document_encoder(
+    structure: Structure, compression: str | None
+) -> Callable[[TensorRecord, Piece], bytes]:
     """A function that makes and encodes the document of a piece of a tensor that lies in the checkpoint itself.
 
-    Documents of most tensors differ in the name alone, so each form of document is encoded once, and cut where the name goes.
+    Documents of most tensors differ in the name alone, so each form of document is encoded once,
+    and cut where the name goes.
     """
     document = zarr_document_maker(structure, compression)
     forms: dict[Hashable, tuple[str, str]] = {}
 
     def encoded(tensor: TensorRecord, piece: Piece) -> bytes:
-        form = tensor.layout, tensor.shape, tensor.dtype.name, piece.start, piece.shape, piece.chunks
+        form = (
+            tensor.layout,
+            tensor.shape,
+            tensor.dtype.name,
+            piece.start,
+            piece.shape,
+            piece.chunks,
+        )
         cut = forms.get(form)
         if cut is None:
-            before, _, after = encode_document(document(replace(tensor, name=_NAME), piece)).decode().partition(json.dumps(_NAME))
+            before, _, after = (
+                encode_document(document(replace(tensor, name=_NAME), piece))
+                .decode()
+                .partition(json.dumps(_NAME))
+            )
             cut = forms[form] = before, after
         return f"{cut[0]}{encode_basestring(tensor.name)}{cut[1]}".encode()
 
@@ -202,7 +241,9 @@ def encode_document(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
-def zarr_document_maker(structure: Structure, compression: str | None) -> Callable[[TensorRecord, Piece], dict[str, Any]]:
+def zarr_document_maker(
+    structure: Structure, compression: str | None
+) -> Callable[[TensorRecord, Piece], dict[str, Any]]:
     """A function that makes the document of a tensor's piece; for the arguments see `zarr_documents`."""
     number, doc = structure.layouts_json()
     forms: dict[Hashable, dict[str, Any]] = {}
@@ -210,15 +251,26 @@ def zarr_document_maker(structure: Structure, compression: str | None) -> Callab
 
     def document(tensor: TensorRecord, piece: Piece) -> dict[str, Any]:
         codec = compression if tensor.base is None else tensor.base.base.compression
-        attribute: dict[str, Any] = {"name": tensor.name, "dtype": tensor.dtype.name, "shape": list(tensor.shape)}
+        attribute: dict[str, Any] = {
+            "name": tensor.name,
+            "dtype": tensor.dtype.name,
+            "shape": list(tensor.shape),
+        }
         if tensor.layout is not None:
             sharding = doc["shardings"][number[tensor.layout, len(tensor.shape)]]
             attribute |= {k: v for k, v in sharding.items() if k != "mesh"}
             if "mesh" in sharding:
                 attribute["mesh"] = dict(doc["meshes"][sharding["mesh"]])
             listed = attribute.get("mesh", attribute).get("devices")
-            if max(len(sharding.get("op_sharding", "")), 2 * len(listed) if isinstance(listed, list) else 0) > LONGEST_TEXT:
-                # Irregular device ids of very many devices: only the record has them, once, instead of every array.
+            if (
+                max(
+                    len(sharding.get("op_sharding", "")),
+                    2 * len(listed) if isinstance(listed, list) else 0,
+                )
+                > LONGEST_TEXT
+            ):
+                # Irregular device ids of very many devices: only the record has them, once, instead
+                # of every array.
                 for key in ("op_sharding", "devices"):
                     attribute.pop(key, None)
                 attribute.get("mesh", {}).pop("devices", None)
@@ -278,7 +330,9 @@ def chunk_object_keys(piece: Piece, positions: NDArray[np.integer]) -> list[str]
     >>> chunk_object_keys(Piece("w", (0, 0), (4, 4), (2, 2)), np.array([0, 3]))
     ['w/c/0/0', 'w/c/1/1']
     """
-    if len(positions) == 1 and piece.shape == piece.chunks:  # an array of one chunk, as most small tensors are
+    if (
+        len(positions) == 1 and piece.shape == piece.chunks
+    ):  # an array of one chunk, as most small tensors are
         return [f"{piece.path}/c{'/0' * len(piece.shape)}"]
     if len(positions) < _FEW or not piece.grid:
         return [chunk_object_key(piece, position) for position in positions.tolist()]
@@ -306,16 +360,23 @@ def split_chunk_key(key: str, pieces: dict[str, Piece]) -> tuple[Piece, int] | N
 
 @lru_cache(1 << 12)
 def _position(index: str, grid: tuple[int, ...]) -> int | None:
-    """The position of the chunk whose key ends with these coordinates; None if the grid has no such chunk."""
+    """The position of the chunk whose key ends with these coordinates.
+
+    None if the grid has no such chunk.
+    """
     parts = index.split("/") if index else []
-    if len(parts) != len(grid) or not all(p.isdecimal() and p.isascii() and len(p) < 20 for p in parts):
+    if len(parts) != len(grid) or not all(
+        p.isdecimal() and p.isascii() and len(p) < 20 for p in parts
+    ):
         return None
     position = 0
     for i, n in zip(map(int, parts), grid, strict=True):
         if i >= n:
             return None
         position = position * n + i
-    return position if "/".join([str(int(p)) for p in parts]) == index else None  # each chunk has one key: "w/c/01" is not a valid one
+    return (
+        position if "/".join([str(int(p)) for p in parts]) == index else None
+    )  # each chunk has one key: "w/c/01" is not a valid one
 
 
 # --- stored chunks
@@ -330,10 +391,15 @@ def room_for(chunk_shape: tuple[int, ...], itemsize: int) -> int:
 
 def largest_chunk(tensors: Iterable[TensorRecord]) -> int:
     """Bytes of the largest chunk of some tensors, with its checksum."""
-    return max((room_for(p.chunks, t.dtype.itemsize) for t in tensors for p in t.pieces if p.num_chunks), default=0)
+    return max(
+        (room_for(p.chunks, t.dtype.itemsize) for t in tensors for p in t.pieces if p.num_chunks),
+        default=0,
+    )
 
 
-def lay_out(elements: NDArray[np.generic], chunk_shape: tuple[int, ...], rows: NDArray[np.uint8]) -> None:
+def lay_out(
+    elements: NDArray[np.generic], chunk_shape: tuple[int, ...], rows: NDArray[np.uint8]
+) -> None:
     """Copy a block of complete chunks into the stored form; `close` then finishes the chunks.
 
     Args:
@@ -344,27 +410,48 @@ def lay_out(elements: NDArray[np.generic], chunk_shape: tuple[int, ...], rows: N
     lay_out_all([elements], chunk_shape, rows)
 
 
-def lay_out_all(blocks: Sequence[NDArray[np.generic]], chunk_shape: tuple[int, ...], rows: NDArray[np.uint8]) -> None:
+def lay_out_all(
+    blocks: Sequence[NDArray[np.generic]], chunk_shape: tuple[int, ...], rows: NDArray[np.uint8]
+) -> None:
     """Like `lay_out` for many blocks of one shape and dtype, one after another.
 
-    In each dimension there are full chunks and, if the array ends inside a chunk, a partial last one. One copy is made for each
-    combination of these, mostly one per block, however many chunks there are.
+    In each dimension there are full chunks and, if the array ends inside a chunk, a partial last
+    one. One copy is made for each combination of these, mostly one per block, however many chunks
+    there are.
     """
-    sides = [(n, side) for n, side in zip(blocks[0].shape, chunk_shape, strict=True) if (n, side) != (1, 1)]  # numpy has 64 dimensions
+    sides = [
+        (n, side)
+        for n, side in zip(blocks[0].shape, chunk_shape, strict=True)
+        if (n, side) != (1, 1)
+    ]  # numpy has 64 dimensions
     blocks = [elements.reshape([n for n, _ in sides]) for elements in blocks]
-    shape, chunk_shape, itemsize = blocks[0].shape, tuple(side for _, side in sides), blocks[0].itemsize
-    kind = np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else blocks[0].dtype  # numpy copies these types fast
+    shape, chunk_shape, itemsize = (
+        blocks[0].shape,
+        tuple(side for _, side in sides),
+        blocks[0].itemsize,
+    )
+    kind = (
+        np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else blocks[0].dtype
+    )  # numpy copies these types fast
     grid = [-(-n // side) for n, side in zip(shape, chunk_shape, strict=True)]
     chunks = rows[:, :-CHECKSUM_BYTES].view(kind).reshape([len(blocks), *grid, *chunk_shape])
     # Two axes per dimension: the index of the chunk, and the index in the chunk.
-    chunks = chunks.transpose([0, *(axis for d in range(1, len(grid) + 1) for axis in (d, len(grid) + d))])
+    chunks = chunks.transpose(
+        [0, *(axis for d in range(1, len(grid) + 1) for axis in (d, len(grid) + d))]
+    )
     if any(n % side for n, side in zip(shape, chunk_shape, strict=True)):
         rows[:, :-CHECKSUM_BYTES] = 0
     for runs in product(*map(_runs, shape, chunk_shape)):
         # The ellipses make numpy return 0-d arrays instead of scalars.
-        cells: Any = (slice(None), *(index for n, begin, side in runs for index in (slice(begin, begin + n), slice(side))))
+        cells: Any = (
+            slice(None),
+            *(index for n, begin, side in runs for index in (slice(begin, begin + n), slice(side))),
+        )
         first = [begin * full for (_, begin, _), full in zip(runs, chunk_shape, strict=True)]
-        inside: Any = (*(slice(at, at + n * side) for (n, _, side), at in zip(runs, first, strict=True)), ...)
+        inside: Any = (
+            *(slice(at, at + n * side) for (n, _, side), at in zip(runs, first, strict=True)),
+            ...,
+        )
         parts = chunks[cells]
         split = parts.shape[1:]
         for i, elements in enumerate(blocks):
@@ -377,24 +464,32 @@ def _runs(n: int, side: int) -> list[tuple[int, int, int]]:
     return [run for run in ((full, 0, side), (1, full, rest)) if run[0] and run[2]]
 
 
-def close(rows: NDArray[np.uint8], compression: str | None) -> tuple[NDArray[np.uint8], list[int], list[int]]:
+def close(
+    rows: NDArray[np.uint8], compression: str | None
+) -> tuple[NDArray[np.uint8], list[int], list[int]]:
     """Add checksums to laid-out elements, and compress them if wanted.
 
     Args:
         rows: (n, size) filled by `lay_out`, contiguous; the last bytes of each row are overwritten.
-        compression: None, "zstd" or "difference"; with the latter the chunks have all of their elements (`format.differences`).
+        compression: None, "zstd" or "difference"; with the latter the chunks have all of their
+            elements (`format.differences`).
 
     Returns:
-        The bytes to store, one chunk after another (`rows` themselves without compression); the number of bytes of each chunk; and the
-        crc32c at the end of each chunk.
+        The bytes to store, one chunk after another (`rows` themselves without compression); the
+        number of bytes of each chunk; and the crc32c at the end of each chunk.
     """
     if compression is not None:
         elements = [row[:-CHECKSUM_BYTES] for row in rows]
-        return with_checksums([compress(row) if compression == "zstd" else b"\0" + row.tobytes() for row in elements])
+        return with_checksums(
+            [compress(row) if compression == "zstd" else b"\0" + row.tobytes() for row in elements]
+        )
     count, size = rows.shape
     data = rows.reshape(-1)
     with memoryview(data) as view:  # type: ignore[arg-type]  # an ndarray is a buffer
-        crcs = [crc32c.crc32c(view[end - size : end - CHECKSUM_BYTES]) for end in range(size, count * size + 1, size)]
+        crcs = [
+            crc32c.crc32c(view[end - size : end - CHECKSUM_BYTES])
+            for end in range(size, count * size + 1, size)
+        ]
     rows[:, -CHECKSUM_BYTES:] = np.array(crcs, "<u4").view(np.uint8).reshape(count, CHECKSUM_BYTES)
     return data, [size] * count, crcs
 
@@ -402,12 +497,25 @@ def close(rows: NDArray[np.uint8], compression: str | None) -> tuple[NDArray[np.
 def with_checksums(stored: Sequence[bytes]) -> tuple[NDArray[np.uint8], list[int], list[int]]:
     """Add checksums to encoded chunks; returns what `close` does."""
     crcs = [*map(crc32c.crc32c, stored)]
-    parts = [part for chunk, crc in zip(stored, crcs, strict=True) for part in (chunk, crc.to_bytes(CHECKSUM_BYTES, "little"))]
-    return np.frombuffer(b"".join(parts), np.uint8), [len(chunk) + CHECKSUM_BYTES for chunk in stored], crcs
+    parts = [
+        part
+        for chunk, crc in zip(stored, crcs, strict=True)
+        for part in (chunk, crc.to_bytes(CHECKSUM_BYTES, "little"))
+    ]
+    return (
+        np.frombuffer(b"".join(parts), np.uint8),
+        [len(chunk) + CHECKSUM_BYTES for chunk in stored],
+        crcs,
+    )
 
 
-def encode(elements: NDArray[np.generic], chunk_shape: tuple[int, ...], compression: str | None) -> tuple[NDArray[np.uint8], int]:
-    """Encode one chunk (`lay_out` and `close`); return the bytes to store and the crc32c at their end."""
+def encode(
+    elements: NDArray[np.generic], chunk_shape: tuple[int, ...], compression: str | None
+) -> tuple[NDArray[np.uint8], int]:
+    """Encode one chunk (`lay_out` and `close`).
+
+    Return the bytes to store and the crc32c at their end.
+    """
     rows = np.empty((1, room_for(chunk_shape, elements.itemsize)), np.uint8)
     lay_out(elements, chunk_shape, rows)
     data, _, (crc,) = close(rows, compression)
@@ -418,7 +526,8 @@ def decompress(stored: NDArray[np.uint8], expected: int, where: str) -> NDArray[
     """Decompress a zstd frame of `expected` bytes.
 
     Raises:
-        CorruptionError: not a zstd frame of that size (its checksum was right, so the writer made an error).
+        CorruptionError: not a zstd frame of that size (its checksum was right, so the writer made
+            an error).
     """
     out = np.empty(expected, np.uint8)
     try:
@@ -436,6 +545,8 @@ def compress(data: NDArray[np.uint8]) -> bytes:
 
 
 def _zstd() -> Any:
-    from numcodecs import Zstd  # not from `numcodecs.zstd`: another thread may be importing the package, which imports it
+    from numcodecs import (
+        Zstd,
+    )  # not from `numcodecs.zstd`: another thread may be importing the package, which imports it
 
     return Zstd(level=ZSTD_LEVEL)

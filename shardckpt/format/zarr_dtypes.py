@@ -1,23 +1,27 @@
 """zarr-python classes for data types that zarr-python does not have, such as bfloat16 and float8.
 
-zarr-python 3 looks up the class of an array's `data_type` in a registry. This module has one class for each type that
-ml_dtypes and TensorStore share, and registers them without an explicit import of shardckpt:
+zarr-python 3 looks up the class of an array's `data_type` in a registry. This module has one class
+for each type that ml_dtypes and TensorStore share, and registers them without an explicit import of
+shardckpt:
 
-1. The entry points `zarr.data_type` name every class here. zarr-python loads them when it first looks up a type.
-2. zarr-python 3.1 collects those entry points and never loads them. It does load buffer classes, whenever it first
-   reads or writes. So an entry point `zarr.buffer` names `Buffer` here: zarr's own class, registered once more under
-   its own name. Its only purpose is that this module is imported.
+1. The entry points `zarr.data_type` name every class here. zarr-python loads them when it first
+   looks up a type.
+2. zarr-python 3.1 collects those entry points and never loads them. It does load buffer classes,
+   whenever it first reads or writes. So an entry point `zarr.buffer` names `Buffer` here: zarr's
+   own class, registered once more under its own name. Its only purpose is that this module is
+   imported.
 
-If another package (a later zarr-python, another extension) has registered a type of the same name before, that one
-stays. Both mean the same bytes: names, bits and fill values come from the zarr-extensions repository, as
-TensorStore writes them.
+If another package (a later zarr-python, another extension) has registered a type of the same name
+before, that one stays. Both mean the same bytes: names, bits and fill values come from the
+zarr-extensions repository, as TensorStore writes them.
 
-Arrays are read and written as ml_dtypes' own arrays. NaN payloads and negative zeros survive, in elements and in fill
-values alike. Types of fewer than eight bits have a byte per element, of which only the low bits count.
+Arrays are read and written as ml_dtypes' own arrays. NaN payloads and negative zeros survive, in
+elements and in fill values alike. Types of fewer than eight bits have a byte per element, of which
+only the low bits count.
 
-To write such arrays with zarr-python 3.1, import this module first (creating an array reads nothing, so step 2 would come
-too late), and set `config={"write_empty_chunks": True}`: zarr-python does not store a chunk that equals the fill
-value, and treats -0.0 as equal to 0.0.
+To write such arrays with zarr-python 3.1, import this module first (creating an array reads
+nothing, so step 2 would come too late), and set `config={"write_empty_chunks": True}`: zarr-python
+does not store a chunk that equals the fill value, and treats -0.0 as equal to 0.0.
 """
 
 from __future__ import annotations
@@ -55,7 +59,10 @@ class _MlDType(ZDType[NumpyDType, np.generic], HasItemSize):
 
     @classmethod
     def from_native_dtype(cls, dtype: NumpyDType) -> Self:
-        """The data type of a numpy dtype; DataTypeValidationError if the dtype belongs to another type."""
+        """The data type of a numpy dtype.
+
+        DataTypeValidationError if the dtype belongs to another type.
+        """
         if dtype != cls.native:
             cls._refuse(dtype)
         return cls()
@@ -79,12 +86,17 @@ class _MlDType(ZDType[NumpyDType, np.generic], HasItemSize):
 
     @classmethod
     def _refuse(cls, document: object) -> NoReturn:
-        raise DataTypeValidationError(f"{document!r} is not the data type {cls._zarr_v3_name} of zarr v3.")
+        raise DataTypeValidationError(
+            f"{document!r} is not the data type {cls._zarr_v3_name} of zarr v3."
+        )
 
     def to_json(self, zarr_format: ZarrFormat) -> Any:
         """`data_type` in a zarr.json."""
         if zarr_format != 3:
-            raise ValueError(f"{self._zarr_v3_name} is a data type of zarr v3; zarr v{zarr_format} has none of that name.")
+            raise ValueError(
+                f"{self._zarr_v3_name} is a data type of zarr v3; zarr v{zarr_format} has none of "
+                "that name."
+            )
         return self._zarr_v3_name
 
     @property
@@ -125,14 +137,19 @@ class _MlDType(ZDType[NumpyDType, np.generic], HasItemSize):
 
 @dataclass(frozen=True, kw_only=True)
 class _Float(_MlDType):
-    """A floating point type. Its fill values are numbers, "NaN", "Infinity", "-Infinity", or bits as "0x7fc1"."""
+    """A floating point type.
+
+    Its fill values are numbers, "NaN", "Infinity", "-Infinity", or bits as "0x7fc1".
+    """
 
     def to_json_scalar(self, data: object, *, zarr_format: ZarrFormat) -> JSON:
         """`fill_value` in a zarr.json, by TensorStore's rule: bits only if no other form is exact."""
         del zarr_format
         element = self.cast_scalar(data)
         value = float(element)
-        text: JSON = {np.inf: "Infinity", -np.inf: "-Infinity"}.get(value, "NaN" if np.isnan(value) else value)
+        text: JSON = {np.inf: "Infinity", -np.inf: "-Infinity"}.get(
+            value, "NaN" if np.isnan(value) else value
+        )
         exact = self._bits(self.from_json_scalar(text, zarr_format=3)) == self._bits(element)
         return text if exact else self._hex(element)
 
@@ -142,8 +159,11 @@ class _Float(_MlDType):
     def _check_scalar(self, data: object) -> bool:
         if isinstance(data, str):
             return data in _SPECIAL or self._bits_of_text(data) is not None
-        # Neither complex numbers nor bools are valid. ml_dtypes' scalars have __float__ and are not numbers.Real.
-        return not isinstance(data, (bool, complex, np.complexfloating, np.ndarray)) and hasattr(data, "__float__")
+        # Neither complex numbers nor bools are valid. ml_dtypes' scalars have __float__ and are not
+        # numbers.Real.
+        return not isinstance(data, (bool, complex, np.complexfloating, np.ndarray)) and hasattr(
+            data, "__float__"
+        )
 
     def _of_number(self, data: Any) -> np.generic:
         if isinstance(data, str) and data not in _SPECIAL:
@@ -175,7 +195,9 @@ class _Integer(_MlDType):
         return int(self.cast_scalar(data))
 
     def _check_scalar(self, data: object) -> bool:
-        if isinstance(data, (bool, str, bytes, complex, np.complexfloating, np.ndarray)) or not hasattr(data, "__int__"):
+        if isinstance(
+            data, (bool, str, bytes, complex, np.complexfloating, np.ndarray)
+        ) or not hasattr(data, "__int__"):
             return False
         info = ml_dtypes.iinfo(self.native)
         return bool(int(data) == data and info.min <= int(data) <= info.max)
@@ -184,7 +206,7 @@ class _Integer(_MlDType):
         return super()._of_number(int(data))
 
 
-# --- the types ------------------------------------------------------------------------------------------------------
+# --- the types ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,11 +217,14 @@ class BFloat16(_Float, HasEndianness):
     _zarr_v3_name = "bfloat16"
 
     def to_native_dtype(self) -> NumpyDType:
-        """The numpy dtype; ValueError for data in the other byte order, for which ml_dtypes has no dtype."""
+        """The numpy dtype.
+
+        ValueError for data in the other byte order, for which ml_dtypes has no dtype.
+        """
         if self.endianness != sys.byteorder:
             raise ValueError(
-                f"bfloat16 data that is stored {self.endianness}-endian cannot be read on this machine: ml_dtypes has no such dtype. "
-                f"Read it with TensorStore."
+                f"bfloat16 data that is stored {self.endianness}-endian cannot be read on this "
+                "machine: ml_dtypes has no such dtype. Read it with TensorStore."
             )
         return super().to_native_dtype()
 
@@ -256,9 +281,9 @@ class Float8E5M2FNUZ(_Float):
 class Float8E8M0FNU(_Float):
     """float8_e8m0fnu: powers of two from 2^-127 to 2^127, and NaN; no sign and no zero.
 
-    Fill values are written as bits, because numbers are not safe: TensorStore (0.1.86) reads and writes them with
-    half the exponent bias of its elements. Its default fill value, zero, has all bits
-    zero, and a zero means the same here.
+    Fill values are written as bits, because numbers are not safe: TensorStore (0.1.86) reads and
+    writes them with half the exponent bias of its elements. Its default fill value, zero, has all
+    bits zero, and a zero means the same here.
     """
 
     native = np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -301,14 +326,23 @@ class Int4(_Integer):
 CLASSES: dict[str, type[_MlDType]] = {
     cls._zarr_v3_name: cls
     for cls in (
-        *(BFloat16, Float8E3M4, Float8E4M3B11FNUZ, Float8E4M3FN, Float8E4M3FNUZ, Float8E5M2, Float8E5M2FNUZ, Float8E8M0FNU),
+        *(
+            BFloat16,
+            Float8E3M4,
+            Float8E4M3B11FNUZ,
+            Float8E4M3FN,
+            Float8E4M3FNUZ,
+            Float8E5M2,
+            Float8E5M2FNUZ,
+            Float8E8M0FNU,
+        ),
         *(Float4E2M1FN, Int2, Int4),
     )
 }
 """All classes by the name of their data type."""
 
 
-# --- the registry ---------------------------------------------------------------------------------------------------
+# --- the registry ---------------------------------------------------------------------------------
 
 
 def __getattr__(name: str) -> type[ZDType[Any, Any]]:

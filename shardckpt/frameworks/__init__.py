@@ -1,9 +1,10 @@
 """Leaves of a state in any framework: tensors to boxes and host arrays, and back.
 
-There is one module per framework, each with the same functions: `matches`, `accepts`, `settle`, `identity`, `sources`, `target`. A
-framework's module is imported when a leaf of it occurs, and a leaf can only occur if the program has imported the
-framework: so a state without torch, torch_xla or jax leaves imports none of them. `writing` and `reading` import this
-package; it imports the pure core.
+There is one module per framework, each with the same functions: `matches`, `accepts`, `settle`,
+`identity`, `sources`, `target`. A framework's module is imported when a leaf of it occurs, and a
+leaf can only occur if the program has imported the framework: so a state without torch, torch_xla
+or jax leaves imports none of them. `writing` and `reading` import this package; it imports the pure
+core.
 """
 
 from __future__ import annotations
@@ -63,15 +64,17 @@ _ADAPTERS = {
     "jax": "jax",
     "numpy": "numpy",
 }
-"""The module that a program must have imported before it can have leaves of each adapter. The adapters are asked in this order:
-torch_xla's sharded tensors are DTensors too, and all of these are torch tensors."""
+"""The module that a program must have imported before it can have leaves of each adapter. The
+adapters are asked in this order: torch_xla's sharded tensors are DTensors too, and all of these are
+torch tensors."""
 _MARKS = {"dcp_protocol": ("__create_write_items__", "global_offsets")}
-"""Attributes of an adapter's leaves, which have one of them. Programs without such leaves do not import the adapter."""
+"""Attributes of an adapter's leaves, which have one of them. Programs without such leaves do not
+import the adapter."""
 _NO_LEAVES = frozenset((dict, list, tuple, str, int, float, bool, type(None)))
 """Types whose values are not tensors, so that no adapter is asked."""
 _BY_CLASS: dict[type, tuple[str, Callable[[Any], bool], _Adapter]] = {}
-"""The adapter of a class in its `CLASSES`: its name, its function `owns`, which decides for one instance, and itself. No other adapter is
-asked then."""
+"""The adapter of a class in its `CLASSES`: its name, its function `owns`, which decides for one
+instance, and itself. No other adapter is asked then."""
 
 
 ADDRESSES: dict[type, Callable[[Any], int]] = {}
@@ -104,7 +107,10 @@ def identity(leaf: object) -> Hashable | None:
 
 
 def composite(leaf: object, name: str) -> CompositeTensor | None:
-    """The parts of a tensor that is made of other tensors, by its name; None for all other leaves."""
+    """The parts of a tensor that is made of other tensors, by its name.
+
+    None for all other leaves.
+    """
     kind = type(leaf)
     if kind in _NO_LEAVES:
         return None
@@ -127,10 +133,15 @@ def _may_be_composite(kind: type) -> bool:
     return plain is not None and issubclass(kind, plain) and kind not in (plain, torch.nn.Parameter)
 
 
-def composite_place(name: str, of: Composite, parts: Mapping[str, Any], beside: object = None) -> CompositeTensor:
+def composite_place(
+    name: str, of: Composite, parts: Mapping[str, Any], beside: object = None
+) -> CompositeTensor:
     """A place for a stored composite tensor where `like` has none; see `composites.place`."""
     if "torch" not in sys.modules:
-        raise LeafError(f"{shown(name)} is a composite tensor ({of.type_name}); import torch first, or leave it out with only=.")
+        raise LeafError(
+            f"{shown(name)} is a composite tensor ({of.type_name}); import torch first, or leave "
+            "it out with only=."
+        )
     from shardckpt.frameworks import composites
 
     return composites.place(name, of, parts, beside)
@@ -151,7 +162,8 @@ def meaning(leaf: object) -> str | EllipsisType | None:
 def settle(leaves: Iterable[object]) -> None:
     """Compute the pending leaves whose layout is unknown before, in one program per framework.
 
-    Call it before `target` on many leaves: otherwise `target` runs a program per such leaf. (`sources` computes all pending leaves.)
+    Call it before `target` on many leaves: otherwise `target` runs a program per such leaf.
+    (`sources` computes all pending leaves.)
     """
     pending: dict[str, list[object]] = {}
     for leaf in leaves:
@@ -165,8 +177,9 @@ def settle(leaves: Iterable[object]) -> None:
 def reduce_partial(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves, with partial values of DTensors reduced, because these cannot be saved directly.
 
-    It runs a collective for each partial leaf, in the order of their names: every rank of their meshes must call it with the same
-    leaves. All other functions here involve only one process and its own tensors.
+    It runs a collective for each partial leaf, in the order of their names: every rank of their
+    meshes must call it with the same leaves. All other functions here involve only one process and
+    its own tensors.
     """
     dtensors = {name: leaf for name, leaf in leaves.items() if framework_of(leaf) == "dtensor"}
     module: Any = _module("dtensor") if dtensors else None
@@ -174,7 +187,11 @@ def reduce_partial(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sources(
-    leaves: Mapping[str, object], world: World = ALONE, *, unread: Container[str] = (), local: Container[str] = ()
+    leaves: Mapping[str, object],
+    world: World = ALONE,
+    *,
+    unread: Container[str] = (),
+    local: Container[str] = (),
 ) -> dict[str, Source]:
     """Sources of the tensor leaves to save, by name, in the same order.
 
@@ -190,9 +207,14 @@ def sources(
     """
     groups: dict[str, dict[str, object]] = {}
     for name, leaf in leaves.items():
-        groups.setdefault(framework_of(leaf) or _require_framework(name, leaf, "saved"), {})[name] = leaf
+        groups.setdefault(framework_of(leaf) or _require_framework(name, leaf, "saved"), {})[
+            name
+        ] = leaf
         if getattr(leaf, "is_meta", False) and name not in unread:
-            raise LeafError(f"{shown(name)}: a meta tensor has no data to save; materialize it first, or leave it out of the state.")
+            raise LeafError(
+                f"{shown(name)}: a meta tensor has no data to save; materialize it first, or "
+                "leave it out of the state."
+            )
     by_name: dict[str, Source] = {}
     for framework, group in groups.items():
         by_name.update(_module(framework).sources(group, world))
@@ -207,8 +229,8 @@ def _own(source: Any, world: World) -> Source:
         return replace(source, of=_own(source.of, world))  # type: ignore[no-any-return]
     if source.layout is not None or source.holders is not None:
         raise LeafError(
-            f"{shown(source.name)} is laid out over several processes, so it does not belong to one of them; let the patterns of local= "
-            f"select plain tensors only."
+            f"{shown(source.name)} is laid out over several processes, so it does not belong to "
+            "one of them; let the patterns of local= select plain tensors only."
         )
     return replace(source, holders=[(world.process,)] * len(source.boxes))  # type: ignore[no-any-return]
 
@@ -223,7 +245,8 @@ def check_aliases(sources: Mapping[str, Source], *, plain: bool) -> None:
 
     Args:
         sources: tensors to save.
-        plain: whether plain tensors count, each as the complete tensor; False: they belong to one process.
+        plain: whether plain tensors count, each as the complete tensor; False: they belong to one
+            process.
 
     Raises:
         LeafError: names both.
@@ -233,7 +256,9 @@ def check_aliases(sources: Mapping[str, Source], *, plain: bool) -> None:
         return
     seen: dict[Hashable, tuple[str, tuple[int, ...], str]] = {}
     for name, source in sources.items():
-        described: Any = getattr(source, "of", source)  # a source for a CUDA device is about another one
+        described: Any = getattr(
+            source, "of", source
+        )  # a source for a CUDA device is about another one
         tensor = getattr(described, "local", getattr(described, "tensor", None))
         if not torch.matches(tensor) or not (plain or source.holders is not None):
             continue
@@ -245,18 +270,25 @@ def check_aliases(sources: Mapping[str, Source], *, plain: bool) -> None:
         other = seen.setdefault(memory, claim)
         if other[1:] != claim[1:]:
             raise LeafError(
-                f"{shown(name)} and {shown(other[0])} are over the same memory, and claim to be different parts: {claim[2]} of shape "
-                f"{claim[1]}, and {other[2]} of shape {other[1]}. A local shard is not the whole tensor: pass the same DTensor under "
-                f"both names, or make the second one with the placements and the shape that are true (DTensor.from_local checks neither)."
+                f"{shown(name)} and {shown(other[0])} are over the same memory, and claim to be "
+                f"different parts: {claim[2]} of shape {claim[1]}, and {other[2]} of shape "
+                f"{other[1]}. A local shard is not the whole tensor: pass the same DTensor under "
+                "both names, or make the second one with the placements and the shape that are "
+                "true (DTensor.from_local checks neither)."
             )
 
 
-def fetch(sources: Sequence[Source], positions: Sequence[Sequence[int]] | None = None) -> list[list[Array]]:
-    """The elements of many sources: for each source, one host array per requested box. Frameworks copy theirs in few calls.
+def fetch(
+    sources: Sequence[Source], positions: Sequence[Sequence[int]] | None = None
+) -> list[list[Array]]:
+    """The elements of many sources: for each source, one host array per requested box.
+
+    Frameworks copy theirs in few calls.
 
     Args:
         sources: leaves of any frameworks.
-        positions: for each source, the positions of the boxes to copy; None: all boxes of all sources.
+        positions: for each source, the positions of the boxes to copy; None: all boxes of all
+            sources.
     """
     if positions is None:
         positions = [range(len(source.boxes)) for source in sources]
@@ -265,7 +297,11 @@ def fetch(sources: Sequence[Source], positions: Sequence[Sequence[int]] | None =
         groups.setdefault(type(source), []).append(i)
     fetched: list[list[Array]] = [[] for _ in sources]
     for kind, indices in groups.items():
-        for i, arrays in zip(indices, kind.fetch([sources[i] for i in indices], [positions[i] for i in indices]), strict=True):
+        for i, arrays in zip(
+            indices,
+            kind.fetch([sources[i] for i in indices], [positions[i] for i in indices]),
+            strict=True,
+        ):
             fetched[i] = arrays
     return fetched
 
@@ -275,7 +311,9 @@ def names_on_devices(sources: Mapping[str, Source]) -> Iterable[str]:
     return [name for name, source in sources.items() if source.copier is not None]
 
 
-def on_devices(sources: Mapping[str, Source], *, overlap: bool) -> tuple[Mapping[str, Source], DeviceCopies | None]:
+def on_devices(
+    sources: Mapping[str, Source], *, overlap: bool
+) -> tuple[Mapping[str, Source], DeviceCopies | None]:
     """The sources with the elements of CUDA tensors left on their devices, and the object that copies these; None if there are none.
 
     The copies are ordered after the work that this thread has queued.
@@ -295,7 +333,10 @@ def on_devices(sources: Mapping[str, Source], *, overlap: bool) -> tuple[Mapping
 
 
 def sum_on_device(elements: Any) -> Callable[[Array], bool]:
-    """Have a device sum elements that were left there; return a function that compares a copy in host memory with the sum."""
+    """Have a device sum elements that were left there.
+
+    Return a function that compares a copy in host memory with the sum.
+    """
     return _module("torch_snapshots").QueuedSum(elements.tensor).equals  # type: ignore[attr-defined, no-any-return]
 
 
@@ -322,7 +363,10 @@ def on_accelerator(state: object) -> bool:
 
 
 def placers(sinks: Iterable[Sink]) -> dict[type[Placer], Placer]:
-    """The objects that copy to devices for sinks, by their class; none for those that are placed one after another."""
+    """The objects that copy to devices for sinks, by their class.
+
+    None for those that are placed one after another.
+    """
     groups: dict[type[Placer], list[Sink]] = {}
     for sink in sinks:
         if (kind := sink.placer) is not None:
@@ -340,22 +384,30 @@ def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sin
 
     Args:
         name: for messages.
-        leaf: the leaf of `like`: a tensor or a `Target`. The sink has its shape and dtype; the caller decides whether they
-            may differ from the stored ones.
+        leaf: the leaf of `like`: a tensor or a `Target`. The sink has its shape and dtype; the
+            caller decides whether they may differ from the stored ones.
         shape: the stored shape, in elements, for a `Target` without a shape.
         dtype: the stored dtype, for a `Target` without a dtype.
 
     Raises:
-        LeafError: nothing can be restored into this leaf, or only by a framework that is not imported.
+        LeafError: nothing can be restored into this leaf, or only by a framework that is not
+            imported.
         ShardingError: a sharding does not fit the tensor or this process's devices.
     """
     known = _BY_CLASS.get(type(leaf))
-    adapter = known[2] if known is not None and known[1](leaf) else _module(_require_framework(name, leaf, "restored"))
+    adapter = (
+        known[2]
+        if known is not None and known[1](leaf)
+        else _module(_require_framework(name, leaf, "restored"))
+    )
     return adapter.target(name, leaf, shape, dtype)
 
 
 def framework_of(leaf: object) -> str | None:
-    """Name of the framework that a leaf is a tensor of; None: it is not a tensor of an imported framework."""
+    """Name of the framework that a leaf is a tensor of.
+
+    None: it is not a tensor of an imported framework.
+    """
     kind = type(leaf)
     if kind in _NO_LEAVES:
         return None
@@ -367,7 +419,9 @@ def _first_match(leaf: object) -> str | None:
     """The first adapter that a leaf matches."""
     for framework, needed in _ADAPTERS.items():
         marks = _MARKS.get(framework)
-        if needed not in sys.modules or (marks is not None and not any(hasattr(leaf, mark) for mark in marks)):
+        if needed not in sys.modules or (
+            marks is not None and not any(hasattr(leaf, mark) for mark in marks)
+        ):
             continue
         adapter: Any = _module(framework)
         if adapter.matches(leaf):
@@ -391,19 +445,32 @@ def _require_framework(name: str, leaf: object, done: str) -> str:
     if isinstance(leaf, Target):
         if done == "saved":
             raise LeafError(
-                f"{shown(name)}: a Target says where to restore a tensor to and has no data to save; leave it out of the state."
+                f"{shown(name)}: a Target says where to restore a tensor to and has no data to "
+                "save; leave it out of the state."
             )
-        framework = next((f for f, needed in _ADAPTERS.items() if needed in sys.modules and _module(f).accepts(leaf)), None)
+        framework = next(
+            (
+                f
+                for f, needed in _ADAPTERS.items()
+                if needed in sys.modules and _module(f).accepts(leaf)
+            ),
+            None,
+        )
         if framework is None:
             raise LeafError(
-                f"{shown(name)}: no imported framework can restore to Target(sharding={leaf.sharding!r:.200}); for torch_xla, import it "
-                f"and call torch_xla.runtime.use_spmd() first, for JAX give a jax.sharding.Sharding, for DTensor a pair of DeviceMesh and "
-                f"placements, for a torch tensor a torch.device, for a numpy array sharding=None."
+                f"{shown(name)}: no imported framework can restore to "
+                f"Target(sharding={leaf.sharding!r:.200}); for torch_xla, import it and call "
+                "torch_xla.runtime.use_spmd() first, for JAX give a jax.sharding.Sharding, for "
+                "DTensor a pair of DeviceMesh and placements, for a torch tensor a torch.device, "
+                "for a numpy array sharding=None."
             )
         return framework
     framework = framework_of(leaf)
     if framework is None:
-        raise LeafError(f"{shown(name)}: a {type(leaf).__qualname__} cannot be {done} as a tensor; pass a tensor or a numpy array.")
+        raise LeafError(
+            f"{shown(name)}: a {type(leaf).__qualname__} cannot be {done} as a tensor; pass a "
+            "tensor or a numpy array."
+        )
     return framework
 
 

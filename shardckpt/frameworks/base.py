@@ -1,8 +1,9 @@
 """The interface to a framework's tensors: sources to save from, sinks to restore into.
 
-A leaf to save becomes a `Source`: shape, dtype, layout, and the boxes that this process holds. A leaf to restore into
-becomes a `Sink`: the boxes that this process needs, its memory for them or the shapes of the buffers to lend it, and a
-function that takes the filled buffers. Users without a tensor pass a `Target` as the leaf: it names a sharding.
+A leaf to save becomes a `Source`: shape, dtype, layout, and the boxes that this process holds. A
+leaf to restore into becomes a `Sink`: the boxes that this process needs, its memory for them or the
+shapes of the buffers to lend it, and a function that takes the filled buffers. Users without a
+tensor pass a `Target` as the leaf: it names a sharding.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ class Source(Protocol):
 
     @property
     def holders(self) -> list[tuple[int, ...]] | None:
-        """For each box the processes that hold it, ascending; None for a plain host tensor, whose holders are unknown."""
+        """For each box the processes that hold it, ascending.
+
+        None for a plain host tensor, whose holders are unknown.
+        """
 
     @property
     def own_pieces(self) -> bool:
@@ -83,17 +87,25 @@ class Source(Protocol):
 
     @property
     def copier(self) -> type | None:
-        """The class that copies its elements straight from their device, if they are left there; None: they are fetched."""
+        """The class that copies its elements straight from their device, if they are left there.
+
+        None: they are fetched.
+        """
 
     @property
     def comparer(self) -> str | None:
-        """The framework whose module keeps and compares copies of its boxes on their device; None: there is none for such a tensor."""
+        """The framework whose module keeps and compares copies of its boxes on their device.
+
+        None: there is none for such a tensor.
+        """
 
     def on_device(self) -> Sequence[Any]:
         """For each box its elements, as the `comparer` takes them."""
 
     @classmethod
-    def fetch(cls, sources: Sequence[Self], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
+    def fetch(
+        cls, sources: Sequence[Self], positions: Sequence[Sequence[int]]
+    ) -> list[list[Array]]:
         """The elements of many leaves of this class: for each source, one array per requested box.
 
         The arrays may be views of the leaves: read them before the leaves change.
@@ -125,7 +137,10 @@ class Sink(Protocol):
 
     @property
     def destinations(self) -> list[Array] | None:
-        """Writable views, possibly strided, one per box, to fill in place; None: the caller lends buffers."""
+        """Writable views, possibly strided, one per box, to fill in place.
+
+        None: the caller lends buffers.
+        """
 
     @property
     def adopts(self) -> bool:
@@ -137,14 +152,20 @@ class Sink(Protocol):
 
     @property
     def placer(self) -> type[Placer] | None:
-        """Copies buffers to the sink's device while others are filled; None: they are `place`d one after another."""
+        """Copies buffers to the sink's device while others are filled.
+
+        None: they are `place`d one after another.
+        """
 
     @property
     def divisible(self) -> bool:
         """Whether it can be filled in parts, by the sinks that `within` returns."""
 
     def within(self, part: Box) -> Sink | None:
-        """The sink of the elements inside a part of the tensor; None if it has none there. Only of a `divisible` sink."""
+        """The sink of the elements inside a part of the tensor; None if it has none there.
+
+        Only of a `divisible` sink.
+        """
 
     @property
     def tie_key(self) -> Hashable:
@@ -158,9 +179,12 @@ class Sink(Protocol):
         """Peak host bytes of `place`, beyond the buffers."""
 
     def sharers(self, world: World) -> tuple[int, ...] | None:
-        """The processes that need the same boxes as this one, itself included, ascending; None if unknown.
+        """The processes that need the same boxes as this one, itself included, ascending.
 
-        The answer is true only if all processes restore into leaves of the same layouts; the caller must ensure that.
+        None if unknown.
+
+        The answer is true only if all processes restore into leaves of the same layouts; the caller
+        must ensure that.
 
         Args:
             world: this process and the others.
@@ -170,9 +194,10 @@ class Sink(Protocol):
         """Make the restored leaf.
 
         Args:
-            buffers: the filled `destinations`; or buffers of the logical dtype with `buffer_shapes`, each with the elements
-                of its box in the low corner. Elements outside the box are overwritten. After the call the buffers may be
-                reused, unless the sink `adopts` them.
+            buffers: the filled `destinations`; or buffers of the logical dtype with
+                `buffer_shapes`, each with the elements of its box in the low corner. Elements
+                outside the box are overwritten. After the call the buffers may be reused, unless
+                the sink `adopts` them.
         """
 
 
@@ -187,23 +212,35 @@ class Placer(Protocol):
     """The copies of one restore to devices: they go on while other buffers are filled."""
 
     pin: ClassVar[Any]
-    """Pins the memory of a buffer that is copied from, and returns the function that unpins it; None: any memory will do."""
+    """Pins the memory of a buffer that is copied from, and returns the function that unpins it;
+    None: any memory will do."""
 
     def __init__(self, sinks: Iterable[Any]) -> None:
         """Order the copies after the work that this thread has queued on the sinks' devices."""
 
-    def place(self, filled: Sequence[tuple[Any, Sequence[Array]]]) -> tuple[Sequence[object], Transfer]:
-        """Begin to copy. Return the restored leaves, and what to wait for before the buffers are reused; after an error, `drain`.
+    def place(
+        self, filled: Sequence[tuple[Any, Sequence[Array]]]
+    ) -> tuple[Sequence[object], Transfer]:
+        """Begin to copy.
+
+        Return the restored leaves, and what to wait for before the buffers are reused; after an
+        error, `drain`.
 
         Args:
             filled: sinks and their buffers, as for `Sink.place`.
         """
 
     def end(self) -> None:
-        """Order the work that this thread queues later after all copies; call it when all have begun."""
+        """Order the work that this thread queues later after all copies.
+
+        Call it when all have begun.
+        """
 
     def drain(self) -> bool:
-        """Wait for all copies, after an error too. Return whether they are done; False: a device has failed."""
+        """Wait for all copies, after an error too.
+
+        Return whether they are done; False: a device has failed.
+        """
 
 
 class HostSource:
@@ -293,8 +330,8 @@ class Target:
     | `sharding` | result |
     |---|---|
     | None | numpy array with the complete tensor |
-    | `shardckpt.Sharding`, `shardckpt.OpSharding` | torch_xla tensor if torch_xla is imported, else JAX array |
-    | torch_xla `ShardingSpec`, or pair of a torch_xla `Mesh` and a partition spec | torch_xla tensor |
+    | `Sharding`, `OpSharding` of shardckpt | torch_xla tensor if that is imported, else JAX array |
+    | `ShardingSpec`, or pair of `Mesh` and partition spec, of torch_xla | torch_xla tensor |
     | pair of a `DeviceMesh` and placements | DTensor |
     | `torch.device` | torch tensor on this device |
     | JAX sharding | JAX array |
@@ -302,7 +339,8 @@ class Target:
     shape: tuple[int, ...] | None = None
     """The expected shape, in elements; None for the stored shape."""
     dtype: object = None
-    """The requested dtype of numpy, ml_dtypes, torch or JAX, or its name; None for the stored dtype."""
+    """The requested dtype of numpy, ml_dtypes, torch or JAX, or its name; None for the stored
+    dtype."""
 
     def __post_init__(self) -> None:
         """Normalize shape and dtype."""
@@ -312,14 +350,18 @@ class Target:
             except (TypeError, ValueError):
                 shape = (-1,)
             if any(n < 0 for n in shape):
-                raise OptionError(f"Target(shape={self.shape!r}): give a tuple of sizes, none of them negative.")
+                raise OptionError(
+                    f"Target(shape={self.shape!r}): give a tuple of sizes, none of them negative."
+                )
             object.__setattr__(self, "shape", shape)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", dtype_of(self.dtype).numpy)
 
     def resolve(self, shape: tuple[int, ...], dtype: DType) -> tuple[tuple[int, ...], DType]:
         """The shape and dtype to restore, given the stored ones."""
-        return (shape if self.shape is None else self.shape), (dtype if self.dtype is None else dtype_of(self.dtype))
+        return (shape if self.shape is None else self.shape), (
+            dtype if self.dtype is None else dtype_of(self.dtype)
+        )
 
 
 def dtype_of(dtype: object) -> DType:
@@ -341,12 +383,18 @@ def dtype_of(dtype: object) -> DType:
     try:
         return of_numpy(np.dtype(dtype))  # type: ignore[call-overload]
     except TypeError as e:
-        raise OptionError(f"{dtype!r} is not a dtype; give one of numpy, ml_dtypes or torch, or a name such as 'bfloat16'.") from e
+        raise OptionError(
+            f"{dtype!r} is not a dtype; give one of numpy, ml_dtypes or torch, or a name such as "
+            "'bfloat16'."
+        ) from e
 
 
 @lru_cache(maxsize=1024)
 def whole(shape: tuple[int, ...]) -> BoxArray:
-    """The single box of an unsharded tensor; none if it has no elements. All tensors of the shape share it: do not change it."""
+    """The single box of an unsharded tensor; none if it has no elements.
+
+    All tensors of the shape share it: do not change it.
+    """
     boxes = BoxArray.of([Box.full(shape)] if prod(shape) else [], len(shape))
     for bound in (boxes.start, boxes.stop):
         bound.flags.writeable = False

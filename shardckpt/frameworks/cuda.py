@@ -3,15 +3,19 @@
 Imported when a state has its first CUDA tensor. All calls of CUDA are in `cuda_runtime`.
 
 Saving (`DeviceCopies`)
-1. A `CudaSource` fetches `DeviceArray`s, which `writing` cuts into blocks like arrays. Nothing is copied by that.
-2. The side stream of each device waits for an event on the current stream: copies begin after the work that the program has queued.
-3. Blocks are copied to pinned memory on the side stream. Each batch ends with an event; the host reads the memory only after it.
-4. "wait": the current stream waits for the last copy, so later work of the program cannot change what is being copied.
-   "overlap": later work runs at the same time. The hook before `Optimizer.step` makes the update wait. Version counters of the tensors
-   show other changes, and fail the save.
+1. A `CudaSource` fetches `DeviceArray`s, which `writing` cuts into blocks like arrays. Nothing is
+   copied by that.
+2. The side stream of each device waits for an event on the current stream: copies begin after the
+   work that the program has queued.
+3. Blocks are copied to pinned memory on the side stream. Each batch ends with an event; the host
+   reads the memory only after it.
+4. "wait": the current stream waits for the last copy, so later work of the program cannot change
+   what is being copied. "overlap": later work runs at the same time. The hook before
+   `Optimizer.step` makes the update wait. Version counters of the tensors show other changes, and
+   fail the save.
 
-Tensors are referenced until their copies are done, and their memory is recorded as in use by the side stream. So the program may
-drop them, or free their storage, right after the save has returned.
+Tensors are referenced until their copies are done, and their memory is recorded as in use by the
+side stream. So the program may drop them, or free their storage, right after the save has returned.
 
 Restoring is in `cuda_fills`.
 """
@@ -27,7 +31,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from shardckpt.errors import BudgetError, CommitError
 from shardckpt.frameworks import cuda_runtime
@@ -46,10 +53,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("shardckpt")
 _TEMPORARY = 32 << 20
-"""Most bytes of a tensor with gaps that are copied at once: torch makes them contiguous on the device first, in memory of that size."""
+"""Most bytes of a tensor with gaps that are copied at once: torch makes them contiguous on the
+device first, in memory of that size."""
 
 
-# --- Saving -------------------------------------------------------------------------------------------------------
+# --- Saving ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +125,9 @@ class CudaSource(SourceOf):
         return 0 if self.lazy else int(self.boxes.sizes().sum()) * self.dtype.itemsize
 
     @classmethod
-    def fetch(cls, sources: Sequence[CudaSource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
+    def fetch(
+        cls, sources: Sequence[CudaSource], positions: Sequence[Sequence[int]]
+    ) -> list[list[Array]]:
         """Copies in host memory, which are complete at the return; or `DeviceArray`s."""
         fetched: list[list[Any]] = []
         pairs: list[tuple[Any, DeviceArray]] = []
@@ -160,7 +170,9 @@ class SideStreams:
         """For each device the event after its last copy, once all copies are queued."""
         for device in dict.fromkeys(map(cuda_runtime.runtime.device, tensors)):
             self._streams[device] = cuda_runtime.runtime.side_stream(device)
-            self._streams[device].wait_event(cuda_runtime.runtime.record(cuda_runtime.runtime.current_stream(device)))
+            self._streams[device].wait_event(
+                cuda_runtime.runtime.record(cuda_runtime.runtime.current_stream(device))
+            )
 
     @contextmanager
     def _queue(self) -> Iterator[tuple[Arrival, dict[Any, Any]]]:
@@ -173,19 +185,27 @@ class SideStreams:
             arrival.events += [cuda_runtime.runtime.record(stream) for stream in used.values()]
 
     def end(self) -> None:
-        """Finish: all copies are queued, and this thread's later work waits for them; the thread itself does not wait."""
+        """Finish: all copies are queued, and this thread's later work waits for them.
+
+        The thread itself does not wait.
+        """
         self._note_last()
         self._hold()
 
     def _note_last(self) -> None:
-        self._last = {device: cuda_runtime.runtime.record(stream) for device, stream in self._streams.items()}
+        self._last = {
+            device: cuda_runtime.runtime.record(stream) for device, stream in self._streams.items()
+        }
 
     def _hold(self) -> None:
         for device, event in self._last.items():
             cuda_runtime.runtime.current_stream(device).wait_event(event)
 
     def drain(self) -> bool:
-        """Wait for all copies, after a failure too. Return whether they are done; False: a device has failed, and may still write."""
+        """Wait for all copies, after a failure too.
+
+        Return whether they are done; False: a device has failed, and may still write.
+        """
         try:
             for arrival in self._arrivals:
                 arrival.wait()
@@ -220,15 +240,22 @@ class DeviceCopies(SideStreams):
             self._versions[source.name] = [(tensor, _version(tensor)) for tensor in source.watched]
 
     @classmethod
-    def of(cls, sources: Mapping[str, CudaSource], *, overlap: bool) -> tuple[Mapping[str, CudaSource], DeviceCopies]:
-        """The sources with their elements left on the devices, and the object that copies these; see `__init__`."""
+    def of(
+        cls, sources: Mapping[str, CudaSource], *, overlap: bool
+    ) -> tuple[Mapping[str, CudaSource], DeviceCopies]:
+        """The sources with their elements left on the devices, and the object that copies these.
+
+        See `__init__`.
+        """
         lazy = {name: replace(source, lazy=True) for name, source in sources.items()}
         return lazy, cls(lazy.values(), overlap=overlap)
 
     # --- the thread that saves
 
     def copy(self, pairs: Iterable[tuple[NDArray[Any], Any]]) -> Arrival:
-        """Queue copies from devices to arrays in pinned memory. The arrays are not to be read, freed or reused before `Arrival.wait`.
+        """Queue copies from devices to arrays in pinned memory.
+
+        The arrays are not to be read, freed or reused before `Arrival.wait`.
 
         Args:
             pairs: arrays, and a `DeviceArray` of the same shape and item size for each.
@@ -247,13 +274,17 @@ class DeviceCopies(SideStreams):
                             cuda_runtime.runtime.copy(host_tensor(array), tensor, used[device])
             except torch.OutOfMemoryError as e:
                 raise BudgetError(
-                    f"{device} has no memory left to save a tensor that is not contiguous ({e}); it takes up to {_TEMPORARY:,} bytes more: "
-                    f"free some, or save contiguous tensors."
+                    f"{device} has no memory left to save a tensor that is not contiguous ({e}); "
+                    f"it takes up to {_TEMPORARY:,} bytes more: free some, or save contiguous "
+                    "tensors."
                 ) from e
         return arrival
 
     def end(self) -> None:
-        """Finish the part of the thread that saves: all copies are queued. The program may go on as the mode allows."""
+        """Finish the part of the thread that saves: all copies are queued.
+
+        The program may go on as the mode allows.
+        """
         self._note_last()
         if self._overlap:
             _watch(self)
@@ -270,18 +301,27 @@ class DeviceCopies(SideStreams):
     def after_step(self) -> None:
         """Accept the versions after an optimizer's update."""
         with self._changing:
-            self._versions = {name: [(tensor, _version(tensor)) for tensor, _ in of] for name, of in self._versions.items()}
+            self._versions = {
+                name: [(tensor, _version(tensor)) for tensor, _ in of]
+                for name, of in self._versions.items()
+            }
             self._stepping = False
 
     def _compare(self) -> None:
         if not self._stepping and self._changed is None:
-            changed = (name for name, of in self._versions.items() if any(_version(tensor) != version for tensor, version in of))
+            changed = (
+                name
+                for name, of in self._versions.items()
+                if any(_version(tensor) != version for tensor, version in of)
+            )
             self._changed = next(changed, None)
 
     # --- the thread that writes
 
     def check(self) -> None:
-        """Check that no tensor has changed while it was copied; call it when all copies have arrived.
+        """Check that no tensor has changed while it was copied.
+
+        Call it when all copies have arrived.
 
         Raises:
             CommitError: names the tensor.
@@ -289,11 +329,16 @@ class DeviceCopies(SideStreams):
         with self._changing:
             self._compare()
             self._versions.clear()
-        _unwatch(self)  # not before: an optimizer that steps without `before_step` would look like another change
+        _unwatch(
+            self
+            # Not before: an optimizer that steps without `before_step` would look like another
+            # change.
+        )
         if self._changed is not None:
             raise CommitError(
-                f'{shown(self._changed)}: the tensor was changed while it was saved. With device_copy="overlap", only '
-                f'optimizer.step() may do that; nothing was published. Change it after the save has ended, or save with device_copy="wait".'
+                f"{shown(self._changed)}: the tensor was changed while it was saved. With "
+                'device_copy="overlap", only optimizer.step() may do that; nothing was '
+                'published. Change it after the save has ended, or save with device_copy="wait".'
             )
 
     # --- both
@@ -314,7 +359,9 @@ _hooks: list[Any] = []
 
 def _watch(copies: DeviceCopies) -> None:
     with _hooked:
-        if not _hooks:  # never removed: an optimizer on another thread may be going through its hooks
+        if (
+            not _hooks
+        ):  # never removed: an optimizer on another thread may be going through its hooks
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
             _hooks.append(register_optimizer_step_post_hook(_after_step))
         _watching.append(copies)
@@ -341,7 +388,10 @@ for _hook in (_before_step, _after_step):
 
 
 def _version(tensor: Any) -> int | None:
-    """The number of changes that torch has counted; None for inference tensors, which have no counter."""
+    """The number of changes that torch has counted.
+
+    None for inference tensors, which have no counter.
+    """
     return None if tensor.is_inference() else int(tensor._version)
 
 

@@ -1,10 +1,14 @@
 """Restores onto CUDA tensors: copies from a ring of pinned slots, on side streams, ordered by events.
 
-1. The side stream of each device waits for an event on the current stream: copies begin after the work that the program has queued.
-2. Threads read chunks into a slot, and compare their checksums. Then its copies are queued, large tensors part by part (`CudaSink.within`).
-   Small tensors that lie side by side in the slot are one copy to the device, and are copied from there.
-3. A slot is filled anew after the event of its copies. Nothing waits but for a free slot (`reading.landing`).
-4. At the end the current stream waits for the side streams, and the host for all events, after an error and Ctrl-C too.
+1. The side stream of each device waits for an event on the current stream: copies begin after the
+   work that the program has queued.
+2. Threads read chunks into a slot, and compare their checksums. Then its copies are queued, large
+   tensors part by part (`CudaSink.within`). Small tensors that lie side by side in the slot are one
+   copy to the device, and are copied from there.
+3. A slot is filled anew after the event of its copies. Nothing waits but for a free slot
+   (`reading.landing`).
+4. At the end the current stream waits for the side streams, and the host for all events, after an
+   error and Ctrl-C too.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.base import Array
 
 _GATHERED = 1 << 20
-"""Bytes of a tensor below which it is copied together with others that are as small: each copy takes some microseconds."""
+"""Bytes of a tensor below which it is copied together with others that are as small: each copy
+takes some microseconds."""
 _BETWEEN = 64
 """Bytes that lie between two buffers of one lease, at most, plus one."""
 
@@ -49,16 +54,28 @@ class CudaSink(TensorSink):
     def within(self, part: Box) -> CudaSink | None:
         """The sink of the elements inside a part of the tensor; None if it has none there."""
         boxes, views = [], []
-        for start, stop, view in zip(self.boxes.start.tolist(), self.boxes.stop.tolist(), self.views, strict=True):
+        for start, stop, view in zip(
+            self.boxes.start.tolist(), self.boxes.stop.tolist(), self.views, strict=True
+        ):
             common = Box(tuple(start), tuple(stop)).overlap(part)
             if common is not None:
                 boxes.append(common)
-                inside = (slice(a - o, b - o) for a, b, o in zip(common.start, common.stop, start, strict=True))
+                inside = (
+                    slice(a - o, b - o)
+                    for a, b, o in zip(common.start, common.stop, start, strict=True)
+                )
                 views.append(view[(*inside, ...)])
-        return replace(self, boxes=BoxArray.of(boxes, len(self.shape)), views=tuple(views)) if boxes else None
+        return (
+            replace(self, boxes=BoxArray.of(boxes, len(self.shape)), views=tuple(views))
+            if boxes
+            else None
+        )
 
     def place(self, buffers: Sequence[Array]) -> object:
-        """Copy the buffers to the device, after the work that is queued there; when this returns they may be reused."""
+        """Copy the buffers to the device, after the work that is queued there.
+
+        When this returns they may be reused.
+        """
         fills = DeviceFills([self])
         try:
             (leaf,), arrival = fills.place([(self, buffers)])
@@ -78,7 +95,9 @@ class DeviceFills(SideStreams):
         """Order the copies after the work that this thread has queued."""
         super().__init__(view for sink in sinks for view in sink.views)
 
-    def place(self, filled: Sequence[tuple[CudaSink, Sequence[Array]]]) -> tuple[list[object], Arrival]:
+    def place(
+        self, filled: Sequence[tuple[CudaSink, Sequence[Array]]]
+    ) -> tuple[list[object], Arrival]:
         """Queue copies of buffers, which are not to be changed, freed or reused before `Arrival.wait`."""
         with self._queue() as (arrival, used):
             small: dict[Any, list[tuple[NDArray[Any], Any]]] = {}
@@ -114,8 +133,9 @@ def _fill(pairs: Iterable[tuple[NDArray[Any], Any]], stream: Any) -> None:
                 cuda_runtime.runtime.copy(tensor, host_tensor(array), stream)
         except torch.OutOfMemoryError as e:
             raise BudgetError(
-                f"{cuda_runtime.runtime.device(view)} has no memory left to fill a tensor of shape {tuple(view.shape)} that is not "
-                f"contiguous ({e}); its contents are undefined now. Free some memory, or restore to contiguous tensors."
+                f"{cuda_runtime.runtime.device(view)} has no memory left to fill a tensor of "
+                f"shape {tuple(view.shape)} that is not contiguous ({e}); its contents are "
+                "undefined now. Free some memory, or restore to contiguous tensors."
             ) from e
 
 
@@ -127,9 +147,13 @@ def _spread(run: list[tuple[NDArray[Any], Any]], stream: Any) -> None:
         memory: Any = first.base
         region = memory[begin - _address(memory) : end - _address(memory)]
         if next(within_slices(region, region))[0] is region:
-            with suppress(torch.OutOfMemoryError):  # one by one they need no memory, if they are contiguous
+            with suppress(
+                torch.OutOfMemoryError
+            ):  # one by one they need no memory, if they are contiguous
                 starts = [_address(buffer) - begin for buffer, _ in run]
-                cuda_runtime.runtime.spread([view for _, view in run], starts, torch.from_numpy(region), stream)
+                cuda_runtime.runtime.spread(
+                    [view for _, view in run], starts, torch.from_numpy(region), stream
+                )
                 run = []
     _fill(run, stream)
 

@@ -22,16 +22,19 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("shardckpt")
 _BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
-"""For each item size a dtype that numpy and torch both have. Elements are copied as these, so their own dtype does not matter."""
+"""For each item size a dtype that numpy and torch both have. Elements are copied as these, so their
+own dtype does not matter."""
 
 
 class CudaRuntime:
     """The functions of CUDA that this module uses. Streams have `wait_event`, as in torch.
 
-    Another kind of device has them in a module of its own (`torch.xpu`), but no function that pins memory: its copies use ordinary memory.
+    Another kind of device has them in a module of its own (`torch.xpu`), but no function that pins
+    memory: its copies use ordinary memory.
 
-    CUDA's current device is one of the thread, and the first call for it makes a context of some hundreds of megabytes there. A new thread
-    has device 0. So calls that name no device are made with a device that this process uses.
+    CUDA's current device is one of the thread, and the first call for it makes a context of some
+    hundreds of megabytes there. A new thread has device 0. So calls that name no device are made
+    with a device that this process uses.
     """
 
     def __init__(self) -> None:
@@ -55,7 +58,10 @@ class CudaRuntime:
         return self._streams[device]
 
     def record(self, stream: Any) -> Any:
-        """An event after all work that is queued on the stream. A thread that waits for an event of CUDA uses no processor time."""
+        """An event after all work that is queued on the stream.
+
+        A thread that waits for an event of CUDA uses no processor time.
+        """
         kind = stream.device.type
         event = torch.cuda.Event(blocking=True) if kind == "cuda" else _of(stream.device).Event()
         event.record(stream)
@@ -72,7 +78,9 @@ class CudaRuntime:
             (target if source.device.type == "cpu" else source).record_stream(stream)
             copy_bits(target, source)
 
-    def spread(self, targets: Sequence[Any], starts: Sequence[int], source: Any, stream: Any) -> None:
+    def spread(
+        self, targets: Sequence[Any], starts: Sequence[int], source: Any, stream: Any
+    ) -> None:
         """Queue a copy from pinned memory on a stream, and copies from there to many tensors of the device; see `spread_bits`."""
         with _of(stream.device).stream(stream):
             for target in targets:
@@ -84,7 +92,9 @@ class CudaRuntime:
         if self._used.type != "cuda":
             return 0
         with torch.cuda.device(self._used):
-            return _clear(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1)))  # 1: cudaHostRegisterPortable
+            return _clear(
+                int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1))
+            )  # 1: cudaHostRegisterPortable
 
     def unpin(self, address: int) -> int:
         """Undo `pin`; return CUDA's error number, or 0."""
@@ -121,7 +131,8 @@ def copy_bits(target: Any, source: Any) -> None:
 
 
 SLICE = 256 << 20
-"""Most bytes that are pinned in one call: a long call stops the driver for everybody. No copy may cross the border of two slices."""
+"""Most bytes that are pinned in one call: a long call stops the driver for everybody. No copy may
+cross the border of two slices."""
 _sliced: dict[int, int] = {}
 """The end of each pinned buffer of several slices, by its first address."""
 
@@ -134,21 +145,28 @@ def spread_bits(targets: Sequence[Any], starts: Sequence[int], between: Any, sou
         between[start : start + target.numel() * target.itemsize].view(kind).view(target.shape)
         for target, start, kind in zip(targets, starts, bits, strict=True)
     ]
-    torch._foreach_copy_([target.view(kind) for target, kind in zip(targets, bits, strict=True)], parts)
+    torch._foreach_copy_(
+        [target.view(kind) for target, kind in zip(targets, bits, strict=True)], parts
+    )
 
 
-def pin(buffer: NDArray[np.uint8], touched: Callable[[int], Iterable[NDArray[np.uint8]]]) -> Callable[[], object]:
+def pin(
+    buffer: NDArray[np.uint8], touched: Callable[[int], Iterable[NDArray[np.uint8]]]
+) -> Callable[[], object]:
     """Pin a buffer's memory, slice by slice, until the returned function is called, or no array uses the memory any more.
 
     Args:
         buffer: the memory.
-        touched: cuts the buffer into parts of so many bytes, and touches their pages: pinning them takes a fifth as long then.
+        touched: cuts the buffer into parts of so many bytes, and touches their pages: pinning them
+            takes a fifth as long then.
 
     Raises:
         BudgetError: CUDA cannot pin so much memory.
     """
     slices: list[int] = []
-    unpin = weakref.finalize(buffer if buffer.base is None else buffer.base, _unpin, runtime, slices, os.getpid())
+    unpin = weakref.finalize(
+        buffer if buffer.base is None else buffer.base, _unpin, runtime, slices, os.getpid()
+    )
     unpin.atexit = False
     try:
         for part in touched(SLICE):
@@ -165,8 +183,8 @@ def pin(buffer: NDArray[np.uint8], touched: Callable[[int], Iterable[NDArray[np.
 def _pin_slice(part: NDArray[np.uint8], nbytes: int) -> None:
     if error := runtime.pin(part.ctypes.data, part.nbytes):
         raise BudgetError(
-            f"CUDA cannot pin {nbytes:,} bytes of host memory (error {error}); lower memory_limit, end other programs, or give this "
-            f"process more memory."
+            f"CUDA cannot pin {nbytes:,} bytes of host memory (error {error}); lower "
+            "memory_limit, end other programs, or give this process more memory."
         )
 
 
@@ -196,7 +214,10 @@ def _crosses(array: NDArray[Any]) -> bool:
     address = array.__array_interface__["data"][0]
     for begin, end in [*_sliced.items()]:
         if begin <= address < end:
-            return bool(array.nbytes) and (address - begin) // SLICE != (address + array.nbytes - 1 - begin) // SLICE
+            return (
+                bool(array.nbytes)
+                and (address - begin) // SLICE != (address + array.nbytes - 1 - begin) // SLICE
+            )
     return False
 
 

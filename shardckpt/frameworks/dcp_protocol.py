@@ -1,14 +1,17 @@
 """Tensors that describe their own shards, by the protocols of torch.distributed.checkpoint.
 
-1. A tensor subclass with `__create_write_items__`, `__create_chunk_list__` and `__get_tensor_shard__` lists the boxes of
-   the complete tensor that this process holds, and returns a plain tensor for each. Sharded embedding tables do so, and so
-   does a DTensor around them.
-2. A tensor of any class with the attributes `global_shape`, `global_offsets`, `local_offsets` and `local_sizes` holds, for
-   each position of the last three, the box of the complete tensor that begins at `global_offsets`, as its own elements from
-   `local_offsets` on. torch 2.15 calls it `CheckpointableTensor`; the attributes count in every version of torch.
+1. A tensor subclass with `__create_write_items__`, `__create_chunk_list__` and
+   `__get_tensor_shard__` lists the boxes of the complete tensor that this process holds, and
+   returns a plain tensor for each. Sharded embedding tables do so, and so does a DTensor around
+   them.
+2. A tensor of any class with the attributes `global_shape`, `global_offsets`, `local_offsets` and
+   `local_sizes` holds, for each position of the last three, the box of the complete tensor that
+   begins at `global_offsets`, as its own elements from `local_offsets` on. torch 2.15 calls it
+   `CheckpointableTensor`; the attributes count in every version of torch.
 
-The tensor does not describe other processes. So each box is stored as an array of its own (`own_pieces`), by the
-process that has it; the boxes of all processes must cover the tensor exactly once.
+The tensor does not describe other processes. So each box is stored as an array of its own
+(`own_pieces`), by the process that has it; the boxes of all processes must cover the tensor exactly
+once.
 
 Shards are fetched as views where they are on the CPU, and restored in place on any device.
 """
@@ -62,7 +65,11 @@ def describes_itself(tensor: object) -> bool:
 
 def described_like(tensor: Any, other: Any) -> Any:
     """The first value; if it is a tensor of the same local shape without a description, with that of the other one."""
-    if isinstance(tensor, torch.Tensor) and tensor.shape == other.shape and not describes_itself(tensor):
+    if (
+        isinstance(tensor, torch.Tensor)
+        and tensor.shape == other.shape
+        and not describes_itself(tensor)
+    ):
         for attribute in _DESCRIPTION:
             setattr(tensor, attribute, getattr(other, attribute))
     return tensor
@@ -84,7 +91,9 @@ def settle(leaves: Iterable[object]) -> None:
 def identity(leaf: object) -> Hashable | None:
     """A key that is equal for the same tensor object, and for tensors over the same memory that describe it in the same way."""
     memory = None if _speaks(type(leaf)) else memory_key(leaf)
-    if memory is None:  # only the tensor knows what its aliases share; or a process holds nothing of it
+    if (
+        memory is None
+    ):  # only the tensor knows what its aliases share; or a process holds nothing of it
         return "dcp_protocol", id(leaf)
     return "dcp_protocol", memory, repr([getattr(leaf, attribute) for attribute in _DESCRIPTION])
 
@@ -130,25 +139,37 @@ class _ProtocolSource(HostSource):
 
     @property
     def staged_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.itemsize for tensor in self.shards.tensors if not is_host_memory(tensor))
+        return sum(
+            tensor.numel() * tensor.itemsize
+            for tensor in self.shards.tensors
+            if not is_host_memory(tensor)
+        )
 
     @classmethod
-    def fetch(cls, sources: Sequence[_ProtocolSource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
-        return [[host_array(s.shards.tensors[k], s.dtype) for k in boxes] for s, boxes in zip(sources, positions, strict=True)]
+    def fetch(
+        cls, sources: Sequence[_ProtocolSource], positions: Sequence[Sequence[int]]
+    ) -> list[list[Array]]:
+        return [
+            [host_array(s.shards.tensors[k], s.dtype) for k in boxes]
+            for s, boxes in zip(sources, positions, strict=True)
+        ]
 
 
 def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
     """Sources of tensors that implement the protocol, by name.
 
     Raises:
-        LeafError: a tensor's description of its shards contradicts itself, or cannot be stored; by name.
+        LeafError: a tensor's description of its shards contradicts itself, or cannot be stored; by
+            name.
         DtypeError: elements that cannot be stored, by name.
     """
     by_name: dict[str, Source] = {}
     for name, leaf in leaves.items():
         shards = _shards(name, leaf)
         by_name[name] = copied_source(
-            _ProtocolSource(name, shards, world.process), tuple(tensor.detach() for tensor in shards.tensors), shards.tensors
+            _ProtocolSource(name, shards, world.process),
+            tuple(tensor.detach() for tensor in shards.tensors),
+            shards.tensors,
         )
     return by_name
 
@@ -164,22 +185,39 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink: 
     for tensor in shards.tensors:
         check_fillable(name, tensor)
     views = tuple(tensor.detach() for tensor in shards.tensors)
-    return sink_of(TensorSink(leaf, shards.shape, shards.dtype, shards.boxes, views, InPlace(id(leaf)), shards.tensors))
+    return sink_of(
+        TensorSink(
+            leaf, shards.shape, shards.dtype, shards.boxes, views, InPlace(id(leaf)), shards.tensors
+        )
+    )
 
 
 def _shards(name: str, leaf: Any) -> _Shards:
     """Query a leaf's shards."""
-    shape, shards = _shards_of_methods(name, leaf) if _speaks(type(leaf)) else _shards_of_attributes(name, leaf)
+    shape, shards = (
+        _shards_of_methods(name, leaf) if _speaks(type(leaf)) else _shards_of_attributes(name, leaf)
+    )
     held: dict[Box, Any] = {}
     for box, tensor in shards:
         if tensor.is_meta:
-            raise LeafError(f"{shown(name)}: its shard {box} is a meta tensor without data; materialize it first.")
+            raise LeafError(
+                f"{shown(name)}: its shard {box} is a meta tensor without data; materialize it "
+                "first."
+            )
         if any(box.overlap(other) for other in held):
-            raise LeafError(f"{shown(name)}: its shard {box} overlaps another one; each element must be in one shard.")
+            raise LeafError(
+                f"{shown(name)}: its shard {box} overlaps another one; each element must be in "
+                "one shard."
+            )
         held[box] = tensor
-    dtypes = {dtype_of_tensor(name, tensor) for tensor in held.values()} or {dtype_of_tensor(name, leaf)}
+    dtypes = {dtype_of_tensor(name, tensor) for tensor in held.values()} or {
+        dtype_of_tensor(name, leaf)
+    }
     if len(dtypes) > 1:
-        raise LeafError(f"{shown(name)}: its shards have the dtypes {sorted(d.name for d in dtypes)}; make them one.")
+        raise LeafError(
+            f"{shown(name)}: its shards have the dtypes {sorted(d.name for d in dtypes)}; make "
+            "them one."
+        )
     return _Shards(shape, dtypes.pop(), BoxArray.of(list(held), len(shape)), tuple(held.values()))
 
 
@@ -189,11 +227,18 @@ _Listed: TypeAlias = "tuple[tuple[int, ...], list[tuple[Box, Any]]]"
 
 def _shards_of_methods(name: str, leaf: Any) -> _Listed:
     """The shards that the methods of a tensor's class return."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex  # a program with such tensors has imported it already
+    from torch.distributed.checkpoint.metadata import (
+        MetadataIndex,
+    )  # a program with such tensors has imported it already
 
-    sizes = {tuple(item.tensor_data.size) for item in leaf.__create_write_items__(name, leaf)} or {tuple(leaf.shape)}
+    sizes = {tuple(item.tensor_data.size) for item in leaf.__create_write_items__(name, leaf)} or {
+        tuple(leaf.shape)
+    }
     if len(sizes) > 1:
-        raise LeafError(f"{shown(name)}: its write items give the whole tensor different shapes, {sorted(sizes)}; they must agree.")
+        raise LeafError(
+            f"{shown(name)}: its write items give the whole tensor different shapes, "
+            f"{sorted(sizes)}; they must agree."
+        )
     (shape,) = sizes
     shards = []
     for i, chunk in enumerate(leaf.__create_chunk_list__()):
@@ -201,10 +246,13 @@ def _shards_of_methods(name: str, leaf: Any) -> _Listed:
             continue
         tensor = leaf.__get_tensor_shard__(MetadataIndex(name, torch.Size(chunk.offsets), i))
         check_kind(name, tensor)
-        if not _is_inside(chunk.offsets, chunk.sizes, shape) or tuple(tensor.shape) != tuple(chunk.sizes):
+        if not _is_inside(chunk.offsets, chunk.sizes, shape) or tuple(tensor.shape) != tuple(
+            chunk.sizes
+        ):
             raise LeafError(
-                f"{shown(name)}: by its chunk list, shard {i} begins at {tuple(chunk.offsets)} of shape {shape} and has shape "
-                f"{tuple(chunk.sizes)}, but its data has shape {tuple(tensor.shape)}; chunk list, write items and shards must agree."
+                f"{shown(name)}: by its chunk list, shard {i} begins at {tuple(chunk.offsets)} of "
+                f"shape {shape} and has shape {tuple(chunk.sizes)}, but its data has shape "
+                f"{tuple(tensor.shape)}; chunk list, write items and shards must agree."
             )
         shards.append((_box(chunk.offsets, chunk.sizes), tensor))
     return shape, shards
@@ -223,21 +271,33 @@ def _shards_of_attributes(name: str, leaf: Any) -> _Listed:
         shape = tuple(map(index, values[0]))
     if shape is not None:
         why = "a shard lies outside of a shape"
-        if not all(_is_inside(start, size, shape) and _is_inside(begin, size, tuple(leaf.shape)) for start, begin, size in shards):
+        if not all(
+            _is_inside(start, size, shape) and _is_inside(begin, size, tuple(leaf.shape))
+            for start, begin, size in shards
+        ):
             shape = None
     if shape is None:
-        words = ", ".join(f"{attribute}={value!r:.200}" for attribute, value in zip(_DESCRIPTION, values, strict=True))
+        words = ", ".join(
+            f"{attribute}={value!r:.200}"
+            for attribute, value in zip(_DESCRIPTION, values, strict=True)
+        )
         raise LeafError(
-            f"{shown(name)}: this tensor of shape {tuple(leaf.shape)} describes itself as shards by {words}, which contradicts itself "
-            f"({why}); give equally many offsets and sizes, each inside the complete and the local shape, or delete the attributes."
+            f"{shown(name)}: this tensor of shape {tuple(leaf.shape)} describes itself as shards "
+            f"by {words}, which contradicts itself ({why}); give equally many offsets and sizes, "
+            "each inside the complete and the local shape, or delete the attributes."
         )
     held = [s for s in shards if prod(s[2])]
-    return shape, [(_box(start, size), leaf.detach()[(*_box(begin, size).slices, ...)]) for start, begin, size in held]
+    return shape, [
+        (_box(start, size), leaf.detach()[(*_box(begin, size).slices, ...)])
+        for start, begin, size in held
+    ]
 
 
 def _is_inside(start: Sequence[int], size: Sequence[int], shape: Sequence[int]) -> bool:
     """Whether a box lies in a tensor."""
-    return len(start) == len(size) == len(shape) and all(0 <= a <= a + n <= whole for a, n, whole in zip(start, size, shape, strict=True))
+    return len(start) == len(size) == len(shape) and all(
+        0 <= a <= a + n <= whole for a, n, whole in zip(start, size, shape, strict=True)
+    )
 
 
 def _box(start: Sequence[int], size: Sequence[int]) -> Box:

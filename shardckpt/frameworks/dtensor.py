@@ -1,23 +1,28 @@
 """PyTorch's DTensor: each process saves and restores the data of its own rank, without a collective.
 
-The boxes of a rank follow from mesh and placements (`shardckpt.layout.placements`), if the local tensor agrees with them. Its
-shape is checked, and a difference is an error. (The shape does not always show one difference: for a `_StridedShard` of a
-length that its parts do not divide, torch's own `distribute_tensor` and `full_tensor` make other shards than FSDP2 does.
-This module uses FSDP2's meaning.)
+The boxes of a rank follow from mesh and placements (`shardckpt.layout.placements`), if the local
+tensor agrees with them. Its shape is checked, and a difference is an error. (The shape does not
+always show one difference: for a `_StridedShard` of a length that its parts do not divide, torch's
+own `distribute_tensor` and `full_tensor` make other shards than FSDP2 does. This module uses
+FSDP2's meaning.)
 
 Saving
-1. If the boxes are the boxes of a `Sharding`, the layout is that `Sharding`, so that other frameworks understand it, too;
-   otherwise it is the `Placements` themselves.
-2. A rank is a process, so the holders of a box follow from the mesh. A rank outside the mesh holds nothing.
-3. FSDP2 places parameters that tensor parallelism leaves alone (norms) on each rank's own slice of the mesh, so that every
-   slice has the complete tensor: it is one tensor, replicated along the other dimensions of the larger mesh (`_widest_meshes`).
-   As with `Replicate`, the slices must have equal data; `writing.replicas` compares them.
-4. Boxes are views of the local tensor on the CPU, and copies on any other device; CUDA tensors are copied by `cuda`.
+1. If the boxes are the boxes of a `Sharding`, the layout is that `Sharding`, so that other
+   frameworks understand it, too; otherwise it is the `Placements` themselves.
+2. A rank is a process, so the holders of a box follow from the mesh. A rank outside the mesh holds
+   nothing.
+3. FSDP2 places parameters that tensor parallelism leaves alone (norms) on each rank's own slice of
+   the mesh, so that every slice has the complete tensor: it is one tensor, replicated along the
+   other dimensions of the larger mesh (`_widest_meshes`). As with `Replicate`, the slices must have
+   equal data; `writing.replicas` compares them.
+4. Boxes are views of the local tensor on the CPU, and copies on any other device; CUDA tensors are
+   copied by `cuda`.
 
-Restoring fills the local tensor in place, on any device. A meta tensor gets a new local tensor, on the mesh's device.
+Restoring fills the local tensor in place, on any device. A meta tensor gets a new local tensor, on
+the mesh's device.
 
-Partial sums have no meaning alone. They are refused, or reduced beforehand (`reduce_partial`): the only function here that
-communicates with other ranks.
+Partial sums have no meaning alone. They are refused, or reduced beforehand (`reduce_partial`): the
+only function here that communicates with other ranks.
 """
 
 from __future__ import annotations
@@ -79,7 +84,11 @@ def matches(leaf: object) -> bool:
 
 def accepts(leaf: Target) -> bool:
     """Whether the target is a pair of a DeviceMesh and placements."""
-    return isinstance(leaf.sharding, tuple) and len(leaf.sharding) == 2 and isinstance(leaf.sharding[0], DeviceMesh)
+    return (
+        isinstance(leaf.sharding, tuple)
+        and len(leaf.sharding) == 2
+        and isinstance(leaf.sharding[0], DeviceMesh)
+    )
 
 
 def settle(leaves: Iterable[object]) -> None:
@@ -89,16 +98,36 @@ def settle(leaves: Iterable[object]) -> None:
 def identity(leaf: Any) -> Hashable | None:
     """A key that is equal for DTensors over the same local memory in the same form, so for detached aliases of one parameter too.
 
-    It uses the memory's owner, not its address: a rank with an empty shard must find the same tensors tied as other ranks do.
+    It uses the memory's owner, not its address: a rank with an empty shard must find the same
+    tensors tied as other ranks do.
     """
     local = leaf._local_tensor
-    if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.is_meta or local.layout is not torch.strided or leaf.numel() == 0:
+    if (
+        type(local) not in (torch.Tensor, torch.nn.Parameter)
+        or local.is_meta
+        or local.layout is not torch.strided
+        or leaf.numel() == 0
+    ):
         return None
-    seen = (tuple(local.shape), local.stride(), local.storage_offset(), local.dtype, local.is_conj(), local.is_neg())
-    return "dtensor", local.untyped_storage()._cdata, *seen, tuple(leaf.shape), leaf.device_mesh, tuple(map(str, leaf.placements))
+    seen = (
+        tuple(local.shape),
+        local.stride(),
+        local.storage_offset(),
+        local.dtype,
+        local.is_conj(),
+        local.is_neg(),
+    )
+    return (
+        "dtensor",
+        local.untyped_storage()._cdata,
+        *seen,
+        tuple(leaf.shape),
+        leaf.device_mesh,
+        tuple(map(str, leaf.placements)),
+    )
 
 
-# --- Layouts ------------------------------------------------------------------------------------------------------
+# --- Layouts --------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=256)
@@ -124,8 +153,9 @@ def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> P
     for placement, name in zip(placements, names, strict=False):
         if isinstance(placement, Partial):
             raise ShardingError(
-                f"over mesh dimension {name!r} it holds partial values ({placement!r}), which have yet to be reduced; "
-                f"pass leaf.redistribute(placements=…) without Partial, or save with SaveOptions(reduce_partial=True)."
+                f"over mesh dimension {name!r} it holds partial values ({placement!r}), which "
+                "have yet to be reduced; pass leaf.redistribute(placements=…) without Partial, "
+                "or save with SaveOptions(reduce_partial=True)."
             )
         if type(placement) is Replicate:
             converted.append(Placement())
@@ -133,7 +163,10 @@ def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> P
             dim = placement.dim + ndim if placement.dim < 0 else placement.dim
             converted.append(Placement(dim, getattr(placement, "split_factor", 1)))
         else:
-            raise ShardingError(f"over mesh dimension {name!r} its placement is {placement!r}, which is not known; use Shard or Replicate.")
+            raise ShardingError(
+                f"over mesh dimension {name!r} its placement is {placement!r}, which is not "
+                "known; use Shard or Replicate."
+            )
     return _cached_placements(from_device_mesh(mesh), tuple(converted))
 
 
@@ -165,7 +198,9 @@ def _held_boxes(placements: Placements, shape: tuple[int, ...], rank: int) -> _H
     )
 
 
-def _held_of(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: tuple[int, ...]) -> _Held:
+def _held_of(
+    name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: tuple[int, ...]
+) -> _Held:
     coordinate = mesh.get_coordinate()
     try:
         rank = -1 if coordinate is None else int(from_device_mesh(mesh).devices[tuple(coordinate)])
@@ -174,7 +209,9 @@ def _held_of(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: tupl
         raise ShardingError(f"{shown(name)}: {e}") from e
 
 
-def local_shape(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+def local_shape(
+    name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: tuple[int, ...]
+) -> tuple[int, ...] | None:
     """Shape of this rank's part of a tensor; None for a rank outside the mesh."""
     return _held_of(name, mesh, placements, shape).local_shape
 
@@ -182,30 +219,44 @@ def local_shape(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: t
 def _widest_meshes(meshes: Iterable[DeviceMesh]) -> dict[DeviceMesh, DeviceMesh]:
     """For each mesh the largest mesh that it is a slice of, or itself.
 
-    A slice means torch's `mesh["dp"]`: every rank has one, with its own ranks in it. A mesh of some ranks that was created
-    independently is not a slice: all ranks know it, and the ranks outside it hold nothing.
+    A slice means torch's `mesh["dp"]`: every rank has one, with its own ranks in it. A mesh of some
+    ranks that was created independently is not a slice: all ranks know it, and the ranks outside it
+    hold nothing.
     """
     distinct = sorted(set(meshes), key=lambda mesh: (-mesh.size(), mesh.mesh_dim_names or ()))
-    return {mesh: next((wide for wide in distinct if _is_slice(mesh, wide)), mesh) for mesh in distinct}
+    return {
+        mesh: next((wide for wide in distinct if _is_slice(mesh, wide)), mesh) for mesh in distinct
+    }
 
 
 def _is_slice(mesh: DeviceMesh, wide: DeviceMesh) -> bool:
-    narrow, whole, coordinate = from_device_mesh(mesh), from_device_mesh(wide), wide.get_coordinate()
+    narrow, whole, coordinate = (
+        from_device_mesh(mesh),
+        from_device_mesh(wide),
+        wide.get_coordinate(),
+    )
     if _root(mesh) in (None, mesh) or _root(mesh) != _root(wide) or coordinate is None:
         return False
     kept = [name in narrow.axis_names for name in whole.axis_names]
     if all(kept) or tuple(compress(whole.axis_names, kept)) != narrow.axis_names:
         return False
-    through_us = tuple(slice(None) if keep else place for keep, place in zip(kept, coordinate, strict=True))
+    through_us = tuple(
+        slice(None) if keep else place for keep, place in zip(kept, coordinate, strict=True)
+    )
     return bool(np.array_equal(whole.devices[through_us], narrow.devices))
 
 
 def _root(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The mesh that this one was sliced from, or itself if from none; None if torch does not know."""
+    """The mesh that this one was sliced from, or itself if from none.
+
+    None if torch does not know.
+    """
     module: Any = device_mesh
     if hasattr(mesh, "_get_root_mesh"):  # torch 2.10
         return mesh._get_root_mesh()
-    return module._mesh_resources.get_root_mesh(mesh) if hasattr(module, "_mesh_resources") else None
+    return (
+        module._mesh_resources.get_root_mesh(mesh) if hasattr(module, "_mesh_resources") else None
+    )
 
 
 def _over(wide: DeviceMesh, mesh: DeviceMesh, placements: Sequence[Any]) -> list[Any]:
@@ -228,17 +279,23 @@ def _local(name: str, leaf: Any, wide: DeviceMesh | None = None) -> tuple[Any, _
     """
     if type(leaf) is not DTensor:
         raise LeafError(
-            f"{shown(name)}: the DTensor subclass {type(leaf).__module__}.{type(leaf).__qualname__} is not supported; pass a DTensor."
+            f"{shown(name)}: the DTensor subclass "
+            f"{type(leaf).__module__}.{type(leaf).__qualname__} is not supported; pass a DTensor."
         )
     local = leaf._local_tensor
     local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
     check_kind(name, local)
     wide = leaf.device_mesh if wide is None else wide
     held = _held_of(name, wide, _over(wide, leaf.device_mesh, leaf.placements), tuple(leaf.shape))
-    if held.local_shape is not None and tuple(local.shape) != held.local_shape and (local.numel() or len(held.boxes)):
+    if (
+        held.local_shape is not None
+        and tuple(local.shape) != held.local_shape
+        and (local.numel() or len(held.boxes))
+    ):
         raise ShardingError(
-            f"{shown(name)}: {leaf.placements} of shape {tuple(leaf.shape)} give this rank a local tensor of shape {held.local_shape}, and "
-            f"it has one of {tuple(local.shape)}; make the DTensor with distribute_tensor, or from_local with its shape and stride."
+            f"{shown(name)}: {leaf.placements} of shape {tuple(leaf.shape)} give this rank a "
+            f"local tensor of shape {held.local_shape}, and it has one of {tuple(local.shape)}; "
+            "make the DTensor with distribute_tensor, or from_local with its shape and stride."
         )
     return local, held
 
@@ -247,7 +304,7 @@ def _inside(box: Box) -> tuple[Any, ...]:
     return (*box.slices, ...)
 
 
-# --- Saving -------------------------------------------------------------------------------------------------------
+# --- Saving ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,17 +334,24 @@ class _DTensorSource(HostSource):
     @property
     def staged_bytes(self) -> int:
         """Bytes of a copy if the tensor is not on the host, or has a pending conjugation or negation; else 0."""
-        return 0 if is_host_memory(self.local) else int(self.boxes.sizes().sum()) * self.dtype.itemsize
+        return (
+            0 if is_host_memory(self.local) else int(self.boxes.sizes().sum()) * self.dtype.itemsize
+        )
 
     @property
     def comparer(self) -> str | None:
         return None if self.dtype.numpy.kind == "c" else "torch"
 
     def on_device(self) -> Sequence[Any]:
-        return [self.local.detach()[_inside(place)] for place in map(self.held.places.__getitem__, range(len(self.boxes)))]
+        return [
+            self.local.detach()[_inside(place)]
+            for place in map(self.held.places.__getitem__, range(len(self.boxes)))
+        ]
 
     @classmethod
-    def fetch(cls, sources: Sequence[_DTensorSource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
+    def fetch(
+        cls, sources: Sequence[_DTensorSource], positions: Sequence[Sequence[int]]
+    ) -> list[list[Array]]:
         return [
             [host_array(s.local.detach()[_inside(s.held.places[k])], s.dtype) for k in boxes]
             for s, boxes in zip(sources, positions, strict=True)
@@ -300,7 +364,8 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
     Raises:
         LeafError: a kind of tensor that cannot be stored, by name.
         DtypeError: elements that cannot be stored, by name.
-        ShardingError: placements do not determine where data is, or ranks differ from this job's process numbers, by name.
+        ShardingError: placements do not determine where data is, or ranks differ from this job's
+            process numbers, by name.
     """
     by_name: dict[str, Source] = {}
     wide = _widest_meshes(leaf.device_mesh for leaf in leaves.values())
@@ -308,23 +373,33 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
         _check_world(name, world)
         local, held = _local(name, leaf, wide[leaf.device_mesh])
         source = _DTensorSource(name, tuple(leaf.shape), dtype_of_tensor(name, local), local, held)
-        by_name[name] = source if device_type(local) == "cpu" else copied_source(source, _views(local, held), (leaf, local))
+        by_name[name] = (
+            source
+            if device_type(local) == "cpu"
+            else copied_source(source, _views(local, held), (leaf, local))
+        )
     return by_name
 
 
 def _check_world(name: str, world: World) -> None:
     if not distributed.is_initialized():
-        raise ShardingError(f"{shown(name)}: the process group of this DTensor is gone; save before destroy_process_group().")
+        raise ShardingError(
+            f"{shown(name)}: the process group of this DTensor is gone; save before "
+            "destroy_process_group()."
+        )
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     if (rank, ranks) != (world.process, world.processes):
         raise ShardingError(
-            f"{shown(name)}: torch.distributed says that this is rank {rank} of {ranks}, but the coordinator says process "
-            f"{world.process} of {world.processes}; give a coordinator that numbers the processes as torch.distributed does."
+            f"{shown(name)}: torch.distributed says that this is rank {rank} of {ranks}, but the "
+            f"coordinator says process {world.process} of {world.processes}; give a coordinator "
+            "that numbers the processes as torch.distributed does."
         )
 
 
 def reduce_partial(leaves: dict[str, Any]) -> dict[str, Any]:
-    """The leaves, with partial values reduced and replicated where they were partial; other leaves are unchanged.
+    """The leaves, with partial values reduced and replicated where they were partial.
+
+    Other leaves are unchanged.
 
     It runs one collective per partial leaf, in the order of their names.
     """
@@ -333,11 +408,15 @@ def reduce_partial(leaves: dict[str, Any]) -> dict[str, Any]:
         for name in sorted(leaves):
             leaf = leaves[name]
             if any(isinstance(placement, Partial) for placement in leaf.placements):
-                whole[name] = leaf.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in leaf.placements])
+                whole[name] = leaf.redistribute(
+                    placements=[
+                        Replicate() if isinstance(p, Partial) else p for p in leaf.placements
+                    ]
+                )
     return whole
 
 
-# --- Restoring ----------------------------------------------------------------------------------------------------
+# --- Restoring ------------------------------------------------------------------------------------
 
 
 def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
@@ -355,10 +434,28 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
     if local.is_meta:
         leaf = _materialize(name, leaf)
         local = leaf._local_tensor
-        tie_key = ("dtensor", leaf.device_mesh, tuple(map(str, leaf.placements)), tuple(leaf.shape), str(leaf.dtype), leaf.requires_grad)
+        tie_key = (
+            "dtensor",
+            leaf.device_mesh,
+            tuple(map(str, leaf.placements)),
+            tuple(leaf.shape),
+            str(leaf.dtype),
+            leaf.requires_grad,
+        )
     check_fillable(name, local)
     ranks, dtype = held.holders[0] if held.holders else None, dtype_of_tensor(name, local)
-    return sink_of(TensorSink(leaf, tuple(leaf.shape), dtype, held.boxes, _views(local, held), tie_key, (leaf, local), ranks))
+    return sink_of(
+        TensorSink(
+            leaf,
+            tuple(leaf.shape),
+            dtype,
+            held.boxes,
+            _views(local, held),
+            tie_key,
+            (leaf, local),
+            ranks,
+        )
+    )
 
 
 def _views(local: Any, held: _Held) -> tuple[Any, ...]:
@@ -371,14 +468,22 @@ def _meta(name: str, leaf: Target, shape: tuple[int, ...], dtype: DType) -> Any:
     shape, dtype = leaf.resolve(shape, dtype)
     kind = getattr(torch, dtype.name, None)
     if not isinstance(kind, torch.dtype):
-        raise DtypeError(f"{shown(name)}: torch has no dtype {dtype}; restore it as another dtype, or as a numpy array.")
+        raise DtypeError(
+            f"{shown(name)}: torch has no dtype {dtype}; restore it as another dtype, or as a "
+            "numpy array."
+        )
     pair: Any = leaf.sharding
     mesh, placements = pair
     held = _held_of(name, mesh, placements, shape)
     whole = torch.empty(shape, dtype=kind, device="meta")
-    # Outside of the mesh from_local empties the local tensor; it uses the shape of a scalar on every rank.
-    local = torch.empty(shape if held.local_shape is None else held.local_shape, dtype=kind, device="meta")
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.size(), stride=whole.stride())
+    # Outside of the mesh from_local empties the local tensor; it uses the shape of a scalar on
+    # every rank.
+    local = torch.empty(
+        shape if held.local_shape is None else held.local_shape, dtype=kind, device="meta"
+    )
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=whole.size(), stride=whole.stride()
+    )
 
 
 def _materialize(name: str, leaf: Any) -> Any:
@@ -387,5 +492,12 @@ def _materialize(name: str, leaf: Any) -> Any:
     with torch.no_grad(), device_memory(name, device):
         like = leaf._local_tensor if leaf.dim() else leaf._local_tensor.new_empty(())  # see _meta
         local = torch.empty_like(like, device=device, requires_grad=False)
-        new = DTensor.from_local(local, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.size(), stride=leaf.stride())
+        new = DTensor.from_local(
+            local,
+            leaf.device_mesh,
+            leaf.placements,
+            run_check=False,
+            shape=leaf.size(),
+            stride=leaf.stride(),
+        )
     return new.requires_grad_(leaf.requires_grad)

@@ -1,26 +1,33 @@
 """JAX: arrays of any sharding, saved and restored shard by shard, without compiling anything.
 
 Saving
-1. One of this process's shards per distinct box is copied to the host. All copies of a call are under way at once, as explicit
-   transfers for `jax.transfer_guard`. On CPU the host array is the shard itself.
-2. Accelerators copy to XLA's pinned host memory, and the host array is that memory (`private`). It is free for XLA's next user when
-   the host array is gone. Where XLA refuses so much, small batches are copied on to ordinary memory, one after another.
-3. Elsewhere JAX keeps the host copy of an array for as long as the array lives. So the copy is made of a new array over the same
-   memory, which is freed as soon as it is stored: a numpy array where Python can access that memory itself, or else a JAX array, which
-   takes thirty times as long to create.
+1. One of this process's shards per distinct box is copied to the host. All copies of a call are
+   under way at once, as explicit transfers for `jax.transfer_guard`. On CPU the host array is the
+   shard itself.
+2. Accelerators copy to XLA's pinned host memory, and the host array is that memory (`private`). It
+   is free for XLA's next user when the host array is gone. Where XLA refuses so much, small batches
+   are copied on to ordinary memory, one after another.
+3. Elsewhere JAX keeps the host copy of an array for as long as the array lives. So the copy is made
+   of a new array over the same memory, which is freed as soon as it is stored: a numpy array where
+   Python can access that memory itself, or else a JAX array, which takes thirty times as long to
+   create.
 
 Restoring
-1. A new array is built directly from the buffers of the local devices' boxes, all of them in one call: the complete array is
-   never on the host, and no program runs. Accelerators copy several arrays at a time, while the next chunks are read (`JaxTransfers`).
-2. On CPU JAX uses an aligned buffer itself as the array's memory. So JAX gets memory to keep (`adopts`), which replicas share,
-   and elements are read directly to their final place. JAX never writes to such memory: if the array is donated, JAX copies it.
-3. An array that could be moved freely stays uncommitted: a restored array for an uncommitted leaf is uncommitted too, on that
-   leaf's device. Otherwise it could not be an argument beside arrays of a larger mesh.
+1. A new array is built directly from the buffers of the local devices' boxes, all of them in one
+   call: the complete array is never on the host, and no program runs. Accelerators copy several
+   arrays at a time, while the next chunks are read (`JaxTransfers`).
+2. On CPU JAX uses an aligned buffer itself as the array's memory. So JAX gets memory to keep
+   (`adopts`), which replicas share, and elements are read directly to their final place. JAX never
+   writes to such memory: if the array is donated, JAX copies it.
+3. An array that could be moved freely stays uncommitted: a restored array for an uncommitted leaf
+   is uncommitted too, on that leaf's device. Otherwise it could not be an argument beside arrays of
+   a larger mesh.
 
-Restored arrays have a strong type, whatever the leaf's `weak_type`, and the default memory layout. Keys (`jax.random.key`) are
-stored as their words, see `jax_keys`.
+Restored arrays have a strong type, whatever the leaf's `weak_type`, and the default memory layout.
+Keys (`jax.random.key`) are stored as their words, see `jax_keys`.
 
-In a job of several JAX processes each process handles its own devices alone: no call here waits for another process.
+In a job of several JAX processes each process handles its own devices alone: no call here waits for
+another process.
 """
 
 from __future__ import annotations
@@ -46,7 +53,14 @@ from shardckpt.frameworks.jax_keys import (
     words_of,
 )
 from shardckpt.frameworks.jax_layout import JaxShards, layout_of, local_shards, to_jax, with_devices
-from shardckpt.frameworks.jax_transfers import ACCELERATORS, JaxTransfers, landed, on_host, separate, warm_pinned
+from shardckpt.frameworks.jax_transfers import (
+    ACCELERATORS,
+    JaxTransfers,
+    landed,
+    on_host,
+    separate,
+    warm_pinned,
+)
 from shardckpt.layout.dtypes import DType, of_numpy
 from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.sharding import Layout, Sharding
@@ -60,11 +74,15 @@ if TYPE_CHECKING:
 
 _ON_HOST = ("pinned_host", "unpinned_host")
 _LISTING = RLock()  # a signal handler may save amid a save
-"""JAX lists an array's shards at the first use. Another thread that asks meanwhile gets a part of the list, and JAX keeps that part."""
+"""JAX lists an array's shards at the first use. Another thread that asks meanwhile gets a part of
+the list, and JAX keeps that part."""
 
 
 def matches(leaf: object) -> bool:
-    """Whether the leaf is a JAX array, or a placeholder of one; `sources` and `target` refuse kinds that cannot be stored."""
+    """Whether the leaf is a JAX array, or a placeholder of one.
+
+    `sources` and `target` refuse kinds that cannot be stored.
+    """
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
@@ -85,11 +103,14 @@ def settle(leaves: Iterable[object]) -> None:  # noqa: ARG001 - every adapter ha
 
 
 def identity(leaf: Any) -> Hashable | None:
-    """A key that is equal for the same array object; arrays never change, so shared memory has no effect."""
+    """A key that is equal for the same array object.
+
+    Arrays never change, so shared memory has no effect.
+    """
     return ("jax", id(leaf)) if isinstance(leaf, jax.Array) else None
 
 
-# --- Saving -------------------------------------------------------------------------------------------------------
+# --- Saving ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +146,11 @@ class _JaxSource(HostSource):
     @property
     def private(self) -> bool:
         """True for copies in pinned memory; not for arrays that are on the host already."""
-        return self.shards.pinnable and not self.packed and self.array.sharding.memory_kind not in _ON_HOST
+        return (
+            self.shards.pinnable
+            and not self.packed
+            and self.array.sharding.memory_kind not in _ON_HOST
+        )
 
     @property
     def staged_bytes(self) -> int:
@@ -136,7 +161,11 @@ class _JaxSource(HostSource):
 
     @property
     def comparer(self) -> str | None:
-        if self.packed or self.dtype.numpy.kind == "c" or prod(self.shards.tile) * self.dtype.itemsize >= 1 << 31:
+        if (
+            self.packed
+            or self.dtype.numpy.kind == "c"
+            or prod(self.shards.tile) * self.dtype.itemsize >= 1 << 31
+        ):
             return None  # positions are 32-bit numbers
         return "jax"
 
@@ -145,17 +174,29 @@ class _JaxSource(HostSource):
         return [self.held[holder] for holder in self.shards.holders]
 
     @classmethod
-    def fetch(cls, sources: Sequence[_JaxSource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
+    def fetch(
+        cls, sources: Sequence[_JaxSource], positions: Sequence[Sequence[int]]
+    ) -> list[list[Array]]:
         rows = [s.distinct(boxes) for s, boxes in zip(sources, positions, strict=True)]
         private = [source.private for source in sources]
         if any(private):
-            rest = iter(landed([shard for row, own in zip(rows, private, strict=True) if own for shard in row]))
-            rows = [[next(rest) for _ in row] if own else row for row, own in zip(rows, private, strict=True)]
+            rest = iter(
+                landed(
+                    [shard for row, own in zip(rows, private, strict=True) if own for shard in row]
+                )
+            )
+            rows = [
+                [next(rest) for _ in row] if own else row
+                for row, own in zip(rows, private, strict=True)
+            ]
         fetched: list[list[Array]] = jax.device_get(rows)  # begins all copies before it awaits one
         return fetched
 
     def distinct(self, positions: Sequence[int]) -> list[Any]:
-        """For each requested box one local shard; unless `private`, as a separate array over its memory."""
+        """For each requested box one local shard.
+
+        Unless `private`, as a separate array over its memory.
+        """
         _check_alive(self.name, self.array)
         arrays: list[Any] = []
         holders = self.shards.holders
@@ -164,45 +205,62 @@ class _JaxSource(HostSource):
             data = self.held[device]
             if data.shape != self.shards.tile:  # JAX has no unevenly cut arrays
                 raise ShardingError(
-                    f"{shown(self.name)}: the shard on device {device} has shape {data.shape} and its sharding says "
-                    f"{self.shards.tile}; save it with another sharding, after jax.device_put(leaf, sharding)."
+                    f"{shown(self.name)}: the shard on device {device} has shape {data.shape} and "
+                    f"its sharding says {self.shards.tile}; save it with another sharding, after "
+                    "jax.device_put(leaf, sharding)."
                 )
             try:
                 arrays.append(data if self.private else np.asarray(memoryview(data)))
-            except BufferError:  # memory of another device than a CPU, a dtype that numpy itself lacks, or another memory order
+            except BufferError:
+                # Memory of another device than a CPU, a dtype that numpy itself lacks, or another
+                # memory order.
                 arrays.append(separate(data))
         return arrays
 
 
 def warm(sources: Iterable[Source]) -> None:
-    """Have XLA take the pinned memory of copies of these arrays; what is not an array of this adapter is left out."""
+    """Have XLA take the pinned memory of copies of these arrays.
+
+    What is not an array of this adapter is left out.
+    """
     shards = []
     for source in sources:
         if isinstance(source, _JaxSource):
             devices = {device.id: device for device in source.shards.devices}
-            shards += [(devices[holder], source.shards.tile, source.dtype.numpy) for holder in source.shards.holders]
+            shards += [
+                (devices[holder], source.shards.tile, source.dtype.numpy)
+                for holder in source.shards.holders
+            ]
     warm_pinned(shards)
 
 
 def on_accelerator(state: object) -> bool:
-    """Whether an array in JAX's containers is on accelerators. No device is asked for: that would take its memory."""
+    """Whether an array in JAX's containers is on accelerators.
+
+    No device is asked for: that would take its memory.
+    """
     arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
-    return any(device.platform in ACCELERATORS for array in arrays for device in array.sharding.device_set)
+    return any(
+        device.platform in ACCELERATORS for array in arrays for device in array.sharding.device_set
+    )
 
 
 def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
     """Sources of arrays, by name.
 
     Raises:
-        LeafError: a leaf has no elements to store (deleted, traced, a ShapeDtypeStruct), or keys of an unnamed generator;
-            by name.
+        LeafError: a leaf has no elements to store (deleted, traced, a ShapeDtypeStruct), or keys of
+            an unnamed generator; by name.
         DtypeError: elements cannot be stored, by name.
-        ShardingError: a sharding does not determine where data is, or the world and JAX disagree about devices, by name.
+        ShardingError: a sharding does not determine where data is, or the world and JAX disagree
+            about devices, by name.
     """
     by_name: dict[str, Source] = {}
     for name, leaf in leaves.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise LeafError(f"{shown(name)}: a ShapeDtypeStruct has no data to save; leave it out of the state.")
+            raise LeafError(
+                f"{shown(name)}: a ShapeDtypeStruct has no data to save; leave it out of the state."
+            )
         dtype = _dtype(name, leaf)
         _check_alive(name, leaf)
         array = words_of(leaf) if is_keys(leaf) else leaf
@@ -210,18 +268,21 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
         layout = layout_of(array.sharding, array.ndim) if array.committed else None
         with _LISTING:
             held = {shard.device.id: shard.data for shard in array.addressable_shards}
-        by_name[name] = _JaxSource(name, array, dtype, layout, shards, holders_of(name, array, layout, shards, world), held)
+        by_name[name] = _JaxSource(
+            name, array, dtype, layout, shards, holders_of(name, array, layout, shards, world), held
+        )
     return by_name
 
 
 def _check_alive(name: str, leaf: Any) -> None:
     if leaf.is_deleted():
         raise LeafError(
-            f"{shown(name)}: this array was deleted or donated to a jitted function and has no data left; save what that function returned."
+            f"{shown(name)}: this array was deleted or donated to a jitted function and has no "
+            "data left; save what that function returned."
         )
 
 
-# --- Restoring ----------------------------------------------------------------------------------------------------
+# --- Restoring ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +302,8 @@ class _JaxSink(PlainSink):
     tie_key: Hashable
     destinations: None = None
     adopts: ClassVar[bool] = True
-    """`device_put` uses an aligned buffer itself as the memory of an array on CPU, whatever `may_alias` says."""
+    """`device_put` uses an aligned buffer itself as the memory of an array on CPU, whatever
+    `may_alias` says."""
 
     @property
     def boxes(self) -> BoxArray:
@@ -263,7 +325,9 @@ class _JaxSink(PlainSink):
 
     def sharers(self, world: World) -> tuple[int, ...] | None:
         ndim = len(self.shape) - self.word_dims
-        return sharers_of(layout_of(self.sharding, ndim) if self.committed else None, ndim, self.shards, world)
+        return sharers_of(
+            layout_of(self.sharding, ndim) if self.committed else None, ndim, self.shards, world
+        )
 
     def place(self, buffers: Sequence[Array]) -> object:
         return self.array(buffers)
@@ -277,16 +341,21 @@ class _JaxSink(PlainSink):
             (array,) = self._on_devices(buffers)
         else:
             at = dict(zip(map(tuple, self.boxes.start.tolist()), buffers, strict=True))
-            with jax.transfer_guard_host_to_device("allow"):  # an explicit transfer, as any `device_put`
+            with jax.transfer_guard_host_to_device(
+                "allow"
+            ):  # an explicit transfer, as any `device_put`
                 array = jax.make_array_from_callback(
                     self.shape,
                     self.sharding,
-                    lambda index: at[tuple(side.start or 0 for side in index)] if at else self._no_elements,
+                    lambda index: (
+                        at[tuple(side.start or 0 for side in index)] if at else self._no_elements
+                    ),
                     dtype=self.dtype.numpy,
                 )
         if array.dtype != self.dtype.numpy:
             raise DtypeError(
-                f"{shown(self.name)}: JAX made {array.dtype} of {self.dtype}; restore it as another dtype, or as a numpy array."
+                f"{shown(self.name)}: JAX made {array.dtype} of {self.dtype}; restore it as "
+                "another dtype, or as a numpy array."
             )
         return array
 
@@ -296,19 +365,29 @@ class _JaxSink(PlainSink):
             return keys_of(words[0], self.keys)
         shape = self.shape[: len(self.shape) - len(key_shape(self.keys))]
         on_device = dict(zip(self.shards.devices, words, strict=True))
-        # Unlike arrays of numbers, arrays of keys must be assembled in the order of the sharding's devices.
-        keys = [keys_of(on_device[device], self.keys) for device in self.sharding.addressable_devices_indices_map(shape)]
+        # Unlike arrays of numbers, arrays of keys must be assembled in the order of the sharding's
+        # devices.
+        keys = [
+            keys_of(on_device[device], self.keys)
+            for device in self.sharding.addressable_devices_indices_map(shape)
+        ]
         return jax.make_array_from_single_device_arrays(shape, self.sharding, keys, dtype=self.keys)
 
     def _on_devices(self, buffers: Sequence[Array]) -> list[Any]:
         """For each device, an array of its data; for an uncommitted array, one array on its device."""
-        shards = [buffers[box] if box >= 0 else self._no_elements for box in self.shards.box_of.tolist()]
+        shards = [
+            buffers[box] if box >= 0 else self._no_elements for box in self.shards.box_of.tolist()
+        ]
         if not self.committed:
             with jax.default_device(self.shards.devices[0]):
                 return [jax.device_put(shard) for shard in shards]
         kind = self.sharding.memory_kind
         arrays: list[Any] = jax.device_put(
-            shards, [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in self.shards.devices]
+            shards,
+            [
+                jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+                for device in self.shards.devices
+            ],
         )
         return arrays
 
@@ -331,8 +410,9 @@ class _AcceleratorSink(_JaxSink):
 def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
     """A sink that makes a new array in the leaf's sharding, or in the sharding of a `Target`.
 
-    A ShapeDtypeStruct without sharding gives an uncommitted array on the default device, as `jnp.asarray` does: in a job of
-    several processes, each process gets a complete array of its own.
+    A ShapeDtypeStruct without sharding gives an uncommitted array on the default device, as
+    `jnp.asarray` does: in a job of several processes, each process gets a complete array of its
+    own.
 
     Raises:
         LeafError: a kind of leaf that cannot be restored into.
@@ -365,7 +445,11 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
         shape, shards = (*shape, *key_shape(keys)), shards.extended(key_shape(keys))
     _check_placeable(name, dtype, shards)
     tie_key = ("jax", sharding, committed, shape, keys or dtype.name, same)
-    kind = _AcceleratorSink if all(device.platform in ACCELERATORS for device in shards.devices) else _JaxSink
+    kind = (
+        _AcceleratorSink
+        if all(device.platform in ACCELERATORS for device in shards.devices)
+        else _JaxSink
+    )
     return kind(name, shape, dtype, sharding, shards, committed, keys, tie_key)
 
 
@@ -385,15 +469,19 @@ def _check_placeable(name: str, dtype: DType, shards: JaxShards) -> None:
         return
     if made is not None and not x64:
         raise DtypeError(
-            f"{shown(name)}: JAX would convert {dtype} to {made} silently; call jax.config.update('jax_enable_x64', True), "
-            f"or restore into a {made} leaf with cast=True."
+            f"{shown(name)}: JAX would convert {dtype} to {made} silently; call "
+            f"jax.config.update('jax_enable_x64', True), or restore into a {made} leaf with "
+            "cast=True."
         )
-    raise DtypeError(f"{shown(name)}: JAX has no arrays of {dtype} on this platform; restore it as another dtype, or as a numpy array.")
+    raise DtypeError(
+        f"{shown(name)}: JAX has no arrays of {dtype} on this platform; restore it as another "
+        "dtype, or as a numpy array."
+    )
 
 
 _made: dict[tuple[DType, bool, Any], str | None] = {}
-"""JAX's dtype for elements of a dtype, with 64 bits enabled or not, on a device. An answer that may change, such as a full
-device, is not kept."""
+"""JAX's dtype for elements of a dtype, with 64 bits enabled or not, on a device. An answer that may
+change, such as a full device, is not kept."""
 
 
 def _made_of(dtype: DType, device: Any, what: str) -> str | None:
@@ -417,21 +505,26 @@ def _probe(dtype: np.dtype[Any], device: Any, what: str) -> Any:
     except jax.errors.JaxRuntimeError as e:
         reason = str(e).partition("\n")[0]
         if reason.startswith("RESOURCE_EXHAUSTED"):
-            raise BudgetError(f"{what} cannot be restored: the device has no memory left ({reason}); free some first.") from e
+            raise BudgetError(
+                f"{what} cannot be restored: the device has no memory left ({reason}); free some "
+                "first."
+            ) from e
         if reason.startswith(("UNIMPLEMENTED", "INVALID_ARGUMENT")) and "isallowed" not in reason:
             raise ValueError(reason) from e
         raise LeafError(
-            f"{what} cannot be restored, because JAX makes no array here ({reason}); restore outside of transfer guards, or numpy arrays."
+            f"{what} cannot be restored, because JAX makes no array here ({reason}); restore "
+            "outside of transfer guards, or numpy arrays."
         ) from e
     if isinstance(array, jax.core.Tracer):
         raise LeafError(
-            f"{what} cannot be restored while a function is traced, as in jax.jit or jax.eval_shape; call shardckpt.restore outside of it, "
-            f"and pass what jax.eval_shape returns as `like`."
+            f"{what} cannot be restored while a function is traced, as in jax.jit or "
+            "jax.eval_shape; call shardckpt.restore outside of it, and pass what jax.eval_shape "
+            "returns as `like`."
         )
     return array
 
 
-# --- Leaves -------------------------------------------------------------------------------------------------------
+# --- Leaves ---------------------------------------------------------------------------------------
 
 
 def _shards(name: str, sharding: Any, shape: tuple[int, ...]) -> JaxShards:
@@ -449,7 +542,10 @@ def _dtype(name: str, leaf: Any) -> DType:
         DtypeError: elements cannot be stored.
     """
     if isinstance(leaf, jax.core.Tracer):
-        raise LeafError(f"{shown(name)}: this array is being traced and has no elements yet; call shardckpt outside of jit, grad and vmap.")
+        raise LeafError(
+            f"{shown(name)}: this array is being traced and has no elements yet; call shardckpt "
+            "outside of jit, grad and vmap."
+        )
     if is_keys(leaf):
         check_named(name, leaf)
         return of_numpy(np.dtype(np.uint32))

@@ -1,11 +1,13 @@
 """The processes that hold the boxes of a JAX array.
 
-They follow from the layout and the owner of each device (`plan.writers`). Where JAX itself has several processes, two things are
-checked first, because processes that disagree would write a chunk twice or not at all:
+They follow from the layout and the owner of each device (`plan.writers`). Where JAX itself has
+several processes, two things are checked first, because processes that disagree would write a chunk
+twice or not at all:
 
 1. The owners of the devices are known for an array with shards in other processes.
-2. The owners agree with JAX: all devices of one JAX process have one owner, and this JAX process's devices belong to this process.
-   Numbers may differ, because another framework may number the processes.
+2. The owners agree with JAX: all devices of one JAX process have one owner, and this JAX process's
+   devices belong to this process. Numbers may differ, because another framework may number the
+   processes.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
     from shardckpt.layout.world import DeviceOwners, World
 
 
-def holders_of(name: str, array: Any, layout: Layout | None, shards: JaxShards, world: World) -> list[tuple[int, ...]] | None:
+def holders_of(
+    name: str, array: Any, layout: Layout | None, shards: JaxShards, world: World
+) -> list[tuple[int, ...]] | None:
     """The processes that hold each of an array's boxes, ascending.
 
     Args:
@@ -37,7 +41,8 @@ def holders_of(name: str, array: Any, layout: Layout | None, shards: JaxShards, 
         world: this process and the others.
 
     Returns:
-        None if no other process is known to hold a part: each process has its own devices, or its own array.
+        None if no other process is known to hold a part: each process has its own devices, or its
+        own array.
 
     Raises:
         ShardingError: a device has no owner, no owners are known, or JAX contradicts them; by name.
@@ -46,8 +51,9 @@ def holders_of(name: str, array: Any, layout: Layout | None, shards: JaxShards, 
     if owners is None:
         if not array.is_fully_addressable:
             raise ShardingError(
-                f"{shown(name)}: {jax.process_count()} JAX processes hold parts of it, and it is not known which process owns which "
-                f"device; call jax.distributed.initialize before the first save or restore, and save with shardckpt.Coordinator.current()."
+                f"{shown(name)}: {jax.process_count()} JAX processes hold parts of it, and it is "
+                "not known which process owns which device; call jax.distributed.initialize "
+                "before the first save or restore, and save with shardckpt.Coordinator.current()."
             )
         return None
     if layout is None:
@@ -59,11 +65,14 @@ def holders_of(name: str, array: Any, layout: Layout | None, shards: JaxShards, 
         raise ShardingError(f"{shown(name)}: {e}") from e
 
 
-def sharers_of(layout: Layout | None, ndim: int, shards: JaxShards, world: World) -> tuple[int, ...] | None:
+def sharers_of(
+    layout: Layout | None, ndim: int, shards: JaxShards, world: World
+) -> tuple[int, ...] | None:
     """The processes whose devices need the same boxes as this process's, ascending, if all boxes have the same processes.
 
     Args:
-        layout: layout of the new array; None if it is uncommitted, so that every process has a complete one.
+        layout: layout of the new array; None if it is uncommitted, so that every process has a
+            complete one.
         ndim: number of dimensions of the array.
         shards: this process's shards of it.
         world: this process and the others.
@@ -80,13 +89,16 @@ def sharers_of(layout: Layout | None, ndim: int, shards: JaxShards, world: World
         _check(owners, world.process, jax.devices()[0].client)
         sharers = set(box_holders(layout, ndim, shards.holders, owners))
     except ShardingError:
-        return None  # a save would report the error; without sharing, reads are correct for any devices
+        # A save would report the error; without sharing, reads are correct for any devices.
+        return None
     return sharers.pop() if len(sharers) == 1 else None
 
 
 @lru_cache(maxsize=16)
 def _check(owners: DeviceOwners, process: int, client: Any) -> None:
-    """Compare the owners with JAX's processes, once per world and client; a client may be replaced, and has its own devices.
+    """Compare the owners with JAX's processes, once per world and client.
+
+    A client may be replaced, and has its own devices.
 
     Raises:
         ShardingError: they contradict each other.
@@ -97,10 +109,15 @@ def _check(owners: DeviceOwners, process: int, client: Any) -> None:
     devices = [device for device in client.devices() if device.id in ids]
     here = client.process_index()
     by_jax, by_owner = {here: process}, {process: here}
-    for device, owner in zip(devices, owners.of_devices(np.array([d.id for d in devices], np.int64)).tolist(), strict=True):
+    for device, owner in zip(
+        devices,
+        owners.of_devices(np.array([d.id for d in devices], np.int64)).tolist(),
+        strict=True,
+    ):
         index = device.process_index
         if by_jax.setdefault(index, owner) != owner or by_owner.setdefault(owner, index) != index:
             raise ShardingError(
-                f"device {device.id} belongs to process {owner} according to the devices that the processes named at the start, but to "
-                f"process {index} according to JAX; let each process name its own jax.local_devices() in devices=."
+                f"device {device.id} belongs to process {owner} according to the devices that the "
+                f"processes named at the start, but to process {index} according to JAX; let each "
+                "process name its own jax.local_devices() in devices=."
             )

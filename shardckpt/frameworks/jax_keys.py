@@ -1,10 +1,12 @@
 """Storage of arrays of random keys (`jax.random.key`).
 
-Keys are stored as their words: an array of uint32 that has the generator's key shape as its last dimensions. The words have the
-layout of the keys, and their own dimensions are not cut. The `meaning` in the checkpoint records that the words are keys, and of
-which generator. Both conversions run no program and copy nothing.
+Keys are stored as their words: an array of uint32 that has the generator's key shape as its last
+dimensions. The words have the layout of the keys, and their own dimensions are not cut. The
+`meaning` in the checkpoint records that the words are keys, and of which generator. Both
+conversions run no program and copy nothing.
 
-JAX has no public function for the generator of a ShapeDtypeStruct, so it is read from a private attribute of the dtype.
+JAX has no public function for the generator of a ShapeDtypeStruct, so it is read from a private
+attribute of the dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ _UNNAMED = "<unnamed>"
 
 
 def is_keys(leaf: Any) -> bool:
-    """Whether the elements of an array, or of its placeholder, are keys. Raw keys (`jax.random.PRNGKey`) are numbers."""
+    """Whether the elements of an array, or of its placeholder, are keys.
+
+    Raw keys (`jax.random.PRNGKey`) are numbers.
+    """
     return bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
@@ -69,6 +74,7 @@ def check_named(name: str, leaf: Any) -> None:
     """
     if leaf.dtype._impl.name == _UNNAMED:
         raise LeafError(
-            f"{shown(name)}: these keys ({leaf.dtype}) come from a generator without a name; define it with a name, "
-            f"jax.extend.random.define_prng_impl(…, name=…), or store jax.random.key_data(keys)."
+            f"{shown(name)}: these keys ({leaf.dtype}) come from a generator without a name; "
+            "define it with a name, jax.extend.random.define_prng_impl(…, name=…), or store "
+            "jax.random.key_data(keys)."
         )

@@ -2,8 +2,8 @@
 
 1. A `NamedSharding` becomes a `Sharding`: its mesh's ids, its axes' names, its spec.
 2. The sharding of an array on one device becomes `{maximal device=…}`.
-3. Any other sharding is converted through the HLO text that JAX itself gives to XLA. That text numbers the positions in the
-   sharding's device list; `relabel` replaces them with the ids.
+3. Any other sharding is converted through the HLO text that JAX itself gives to XLA. That text
+   numbers the positions in the sharding's device list; `relabel` replaces them with the ids.
 
 Device ids are JAX's own, and need not be 0…N-1: on CPU the ids of a second process begin at 2048.
 """
@@ -36,8 +36,9 @@ def layout_of(sharding: Any, ndim: int) -> Layout:
     """The layout of arrays of rank `ndim` with a JAX sharding.
 
     Raises:
-        ShardingError: it does not determine where data is (unconstrained, unreduced, manual, or over an abstract mesh), or it
-            is of a kind that XLA does not know, such as `pmap`'s former ones.
+        ShardingError: it does not determine where data is (unconstrained, unreduced, manual, or
+            over an abstract mesh), or it is of a kind that XLA does not know, such as `pmap`'s
+            former ones.
     """
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
         (device,) = sharding.device_set
@@ -59,7 +60,10 @@ def layout_of(sharding: Any, ndim: int) -> Layout:
 
 
 def _parts(spec: Any) -> tuple[Any, ...]:
-    """The entries of a spec. Newer JAX refuses to iterate over a spec with `reduced` axes, which mean replicas of the data."""
+    """The entries of a spec.
+
+    Newer JAX refuses to iterate over a spec with `reduced` axes, which mean replicas of the data.
+    """
     return tuple(getattr(spec, "partitions", spec))
 
 
@@ -67,14 +71,23 @@ def _check_decided(sharding: Any) -> None:
     text = f"{sharding.spec} over {sharding.mesh}"
     if isinstance(sharding.mesh, jax.sharding.AbstractMesh):
         raise ShardingError(
-            f"{text:.300} names no devices; restore within `with jax.set_mesh(mesh)`, or give a NamedSharding over a jax.sharding.Mesh."
+            f"{text:.300} names no devices; restore within `with jax.set_mesh(mesh)`, or give a "
+            "NamedSharding over a jax.sharding.Mesh."
         )
     if jax.sharding.PartitionSpec.UNCONSTRAINED in _parts(sharding.spec):
-        raise ShardingError(f"{text:.300} leaves a dimension to the compiler; give an axis, or None, for every one.")
+        raise ShardingError(
+            f"{text:.300} leaves a dimension to the compiler; give an axis, or None, for every one."
+        )
     if sharding.spec.unreduced:
-        raise ShardingError(f"{text:.300}: its devices hold partial sums; reduce it first, with jax.reshard for example.")
+        raise ShardingError(
+            f"{text:.300}: its devices hold partial sums; reduce it first, with jax.reshard for "
+            "example."
+        )
     if getattr(sharding.mesh, "manual_axes", ()):
-        raise ShardingError(f"{text:.300}: only the program inside a shard_map knows what its devices hold; use the array outside of it.")
+        raise ShardingError(
+            f"{text:.300}: only the program inside a shard_map knows what its devices hold; use "
+            "the array outside of it."
+        )
 
 
 def with_devices(sharding: Any) -> Any:
@@ -85,16 +98,21 @@ def with_devices(sharding: Any) -> Any:
     Raises:
         ShardingError: the mesh that is set has other axes.
     """
-    if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, jax.sharding.AbstractMesh):
+    if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(
+        sharding.mesh, jax.sharding.AbstractMesh
+    ):
         return sharding
-    mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None  # JAX 0.6 has none
+    mesh = (
+        jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
+    )  # JAX 0.6 has none
     if mesh is None or mesh.empty:
         return sharding
     axes, abstract = dict(mesh.shape), dict(sharding.mesh.shape)
     if list(axes.items()) != list(abstract.items()):
         raise ShardingError(
-            f"{sharding.spec} is over an abstract mesh of {abstract}, and the mesh of jax.set_mesh has {axes}; "
-            f"make the abstract state under the mesh that it is restored to."
+            f"{sharding.spec} is over an abstract mesh of {abstract}, and the mesh of "
+            f"jax.set_mesh has {axes}; make the abstract state under the mesh that it is restored "
+            "to."
         )
     return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
@@ -102,17 +120,22 @@ def with_devices(sharding: Any) -> Any:
 def to_jax(layout: Layout, ndim: int) -> Any:
     """The equivalent JAX sharding of arrays of rank `ndim`, over this job's devices.
 
-    An OpSharding becomes a NamedSharding as well: JAX's programs accept no other kind over several devices.
+    An OpSharding becomes a NamedSharding as well: JAX's programs accept no other kind over several
+    devices.
 
     Raises:
-        ShardingError: it does not determine where data is, is for another rank, or has devices that the job lacks.
+        ShardingError: it does not determine where data is, is for another rank, or has devices that
+            the job lacks.
     """
     return _to_jax(layout, ndim, jax.devices()[0].client)
 
 
 @lru_cache(maxsize=256)
 def _to_jax(layout: Layout, ndim: int, client: Any) -> Any:
-    """The cached part of `to_jax`. The client is a key, because devices belong to their client, which may be replaced."""
+    """The cached part of `to_jax`.
+
+    The client is a key, because devices belong to their client, which may be replaced.
+    """
     devices = {device.id: device for device in client.devices()}
     if isinstance(layout, OpSharding) and layout.kind is Kind.MAXIMAL:
         (device,) = _devices_of(layout.replication_groups, devices)
@@ -120,22 +143,28 @@ def _to_jax(layout: Layout, ndim: int, client: Any) -> Any:
     if isinstance(layout, OpSharding):
         layout = _with_names(layout, ndim, list(devices))
     layout.parts(ndim)  # checks the rank
-    mesh = jax.sharding.Mesh(_devices_of(layout.mesh.device_ids, devices).reshape(layout.mesh.shape), layout.mesh.axis_names)
+    mesh = jax.sharding.Mesh(
+        _devices_of(layout.mesh.device_ids, devices).reshape(layout.mesh.shape),
+        layout.mesh.axis_names,
+    )
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*layout.spec))
 
 
 def _with_names(layout: OpSharding, ndim: int, all_ids: list[int]) -> Sharding:
     """The equivalent sharding over a mesh with generated names.
 
-    JAX's programs accept several arrays only if all of them have their devices in one order. So the mesh has its devices in
-    ascending order wherever a spec over such a mesh is equivalent, and otherwise in the order of the tiles.
+    JAX's programs accept several arrays only if all of them have their devices in one order. So the
+    mesh has its devices in ascending order wherever a spec over such a mesh is equivalent, and
+    otherwise in the order of the tiles.
     """
     if layout.kind is Kind.REPLICATED and layout.tiles is None:
         layout = OpSharding.replicated(all_ids)
     parts, groups = layout.parts(ndim), layout.replication_groups
     ids, factors = np.sort(groups.reshape(-1)), _prime_factors(groups.size)
     for shape in (factors, factors[::-1]):
-        sharding = Sharding.infer(Mesh(shape, [f"axis{i}" for i in range(len(shape))], ids), layout, ndim)
+        sharding = Sharding.infer(
+            Mesh(shape, [f"axis{i}" for i in range(len(shape))], ids), layout, ndim
+        )
         if sharding is not None:
             return sharding
     cut = {f"dim{d}": count for d, count in enumerate(parts) if count > 1}
@@ -159,8 +188,8 @@ def _devices_of(ids: NDArray[np.int64], devices: dict[int, Any]) -> NDArray[np.o
     strangers = [i for i in numbers if i not in devices]
     if strangers:
         raise ShardingError(
-            f"the target has device {strangers[0]} and this JAX job has {len(devices)} devices, {min(devices)}…{max(devices)}; "
-            f"give a mesh of ids from jax.devices()."
+            f"the target has device {strangers[0]} and this JAX job has {len(devices)} devices, "
+            f"{min(devices)}…{max(devices)}; give a mesh of ids from jax.devices()."
         )
     objects = np.empty(len(numbers), object)
     objects[:] = [devices[i] for i in numbers]
@@ -171,7 +200,7 @@ def _ids(devices: Any) -> NDArray[np.int64]:
     return np.array([device.id for device in devices], np.int64)
 
 
-# --- Shards of this process ----------------------------------------------------------------------------------------
+# --- Shards of this process -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +223,19 @@ class JaxShards:
     def __post_init__(self) -> None:
         """Compute once what each save needs for each array."""
         boxes, first = np.unique(self.box_of, return_index=True)
-        object.__setattr__(self, "holders", [self.devices[i].id for i in first[boxes >= 0].tolist()])
-        object.__setattr__(self, "pinnable", all(pinned(device) is not None for device in self.devices))
+        object.__setattr__(
+            self, "holders", [self.devices[i].id for i in first[boxes >= 0].tolist()]
+        )
+        object.__setattr__(
+            self, "pinnable", all(pinned(device) is not None for device in self.devices)
+        )
 
     def extended(self, shape: tuple[int, ...]) -> JaxShards:
         """The shards of an array with these additional last dimensions, which are not cut."""
         start = np.hstack([self.boxes.start, np.zeros((len(self.boxes), len(shape)), np.int64)])
-        stop = np.hstack([self.boxes.stop, np.tile(np.array(shape, np.int64), (len(self.boxes), 1))])
+        stop = np.hstack(
+            [self.boxes.stop, np.tile(np.array(shape, np.int64), (len(self.boxes), 1))]
+        )
         return JaxShards(BoxArray(start, stop), self.devices, self.box_of, (*self.tile, *shape))
 
 
@@ -209,15 +244,16 @@ def local_shards(sharding: Any, shape: tuple[int, ...]) -> JaxShards:
     """The shards of this process's devices.
 
     Raises:
-        ShardingError: the sharding does not determine where data is, is for another rank, or cuts unevenly.
+        ShardingError: the sharding does not determine where data is, is for another rank, or cuts
+            unevenly.
     """
     layout = layout_of(sharding, len(shape))
     tile, parts = layout.tile(shape), layout.parts(len(shape))
     uneven = [d for d, n in enumerate(shape) if n % parts[d]]
     if uneven:
         raise ShardingError(
-            f"{layout} cuts dimension {uneven[0]} of shape {shape} into {parts[uneven[0]]} parts, and JAX has no arrays cut unevenly; "
-            f"cut another dimension, or none."
+            f"{layout} cuts dimension {uneven[0]} of shape {shape} into {parts[uneven[0]]} parts, "
+            "and JAX has no arrays cut unevenly; cut another dimension, or none."
         )
     devices = tuple(sorted(sharding.addressable_devices, key=lambda device: device.id))
     ids = _ids(devices)

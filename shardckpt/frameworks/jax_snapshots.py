@@ -1,7 +1,7 @@
 """Copies of shards of JAX arrays on their own devices; see `snapshots`.
 
-Unlike the rest of the adapter it compiles programs: three small ones for each shape of a shard and, of the last, for each power of two of
-changed words.
+Unlike the rest of the adapter it compiles programs: three small ones for each shape of a shard and,
+of the last, for each power of two of changed words.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class JaxSnapshot:
         except jax.errors.JaxRuntimeError as e:
             if "RESOURCE_EXHAUSTED" not in str(e):
                 raise
-            raise BudgetError(f'A device has no memory left for a second copy of the weights ({e}); use Publisher(snapshot="host").') from e
+            raise BudgetError(
+                f"A device has no memory left for a second copy of the weights ({e}); use "
+                'Publisher(snapshot="host").'
+            ) from e
 
     def _take(self, elements: Any, dtype: DType) -> ChangedWords:
         words = _words(elements, dtype.numpy, WORD[dtype.itemsize])
@@ -48,7 +51,9 @@ class JaxSnapshot:
         count, total = map(int, jax.device_get(_compare(words, old)))
         if count > len(words) // 4:
             return ChangedWords(None, _on_host(words), total)
-        positions, values = jax.device_get(_differing(words, old, size=1 << max(0, count - 1).bit_length()))
+        positions, values = jax.device_get(
+            _differing(words, old, size=1 << max(0, count - 1).bit_length())
+        )
         return ChangedWords(positions[:count], values[:count], total)
 
 

@@ -1,9 +1,11 @@
 """Copies between accelerators and the host that XLA makes, with its own kinds of memory: many at a time, and nothing is compiled.
 
-To the host (`landed`): all shards of a call are copied to XLA's pinned memory at once, at the speed of the link. This memory comes from
-a pool of XLA's, which grows up to a cap and does not shrink. What an earlier save has left there is used again.
+To the host (`landed`): all shards of a call are copied to XLA's pinned memory at once, at the speed
+of the link. This memory comes from a pool of XLA's, which grows up to a cap and does not shrink.
+What an earlier save has left there is used again.
 
-From the host (`JaxTransfers`): arrays are made without waiting for one another, and buffers are reused when their arrays are complete.
+From the host (`JaxTransfers`): arrays are made without waiting for one another, and buffers are
+reused when their arrays are complete.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.base import Array
 
 ACCELERATORS = {"tpu", "gpu", "cuda", "rocm"}
-"""Platforms whose devices never use the host's buffer itself. Tests add the CPU, which has pinned memory in name."""
+"""Platforms whose devices never use the host's buffer itself. Tests add the CPU, which has pinned
+memory in name."""
 _SMALL_BATCH = 32 << 20
 """Bytes of shards that are copied by way of pinned memory at a time, where XLA has refused more."""
 _log = logging.getLogger("shardckpt")
@@ -39,8 +42,16 @@ def on_host(device: Any) -> bool:
 @cache
 def pinned(device: Any) -> Any:
     """The sharding of the pinned host memory of an accelerator; None: it has none."""
-    kinds = {memory.kind for memory in device.addressable_memories()} if device.platform in ACCELERATORS else ()
-    return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host") if "pinned_host" in kinds else None
+    kinds = (
+        {memory.kind for memory in device.addressable_memories()}
+        if device.platform in ACCELERATORS
+        else ()
+    )
+    return (
+        jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        if "pinned_host" in kinds
+        else None
+    )
 
 
 def separate(shard: Any) -> Any:
@@ -49,12 +60,19 @@ def separate(shard: Any) -> Any:
 
 
 def landed(shards: Sequence[Any]) -> list[Array]:
-    """Copies of shards in pinned host memory; where XLA refuses so much, in ordinary memory, by way of a few pinned bytes or none."""
+    """Copies of shards in pinned host memory.
+
+    Where XLA refuses so much, in ordinary memory, by way of a few pinned bytes or none.
+    """
     try:
         return _transfer(shards)
     except jax.errors.JaxRuntimeError as e:
         _check_refused(e)
-    return [array for batch in batches(shards, lambda shard: (shard.nbytes,), (_SMALL_BATCH,)) for array in _copy(batch)]
+    return [
+        array
+        for batch in batches(shards, lambda shard: (shard.nbytes,), (_SMALL_BATCH,))
+        for array in _copy(batch)
+    ]
 
 
 def _copy(shards: Sequence[Any]) -> list[Array]:
@@ -74,9 +92,14 @@ def _check_refused(error: Exception) -> None:
 
 
 def _transfer(shards: Sequence[Any]) -> list[Array]:
-    """Copies of shards in pinned memory, all under way at once; complete at the return, so that the shards may be donated."""
+    """Copies of shards in pinned memory, all under way at once.
+
+    Complete at the return, so that the shards may be donated.
+    """
     transfers = jax.device_put([*shards], [pinned(next(iter(shard.devices()))) for shard in shards])
-    with jax.transfer_guard_device_to_host("allow"):  # the same memory; JAX 0.12 takes it for a transfer that nobody asked for
+    with jax.transfer_guard_device_to_host(
+        "allow"
+    ):  # the same memory; JAX 0.12 takes it for a transfer that nobody asked for
         return [*map(np.asarray, jax.block_until_ready(transfers))]
 
 
@@ -85,7 +108,10 @@ def warm_pinned(shards: Sequence[tuple[Any, tuple[int, ...], np.dtype[Any]]]) ->
     if shards:
         sizes = [prod(shape) * dtype.itemsize for _, shape, dtype in shards]
         zeros = np.zeros(max(sizes), np.uint8)  # the kernel has one page for all of it
-        arrays = [zeros[:n].view(dtype).reshape(shape) for n, (_, shape, dtype) in zip(sizes, shards, strict=True)]
+        arrays = [
+            zeros[:n].view(dtype).reshape(shape)
+            for n, (_, shape, dtype) in zip(sizes, shards, strict=True)
+        ]
         try:
             jax.block_until_ready(jax.device_put(arrays, [pinned(device) for device, *_ in shards]))
         except jax.errors.JaxRuntimeError as e:
@@ -108,7 +134,9 @@ class JaxTransfers:
         """Begin nothing yet."""
         self._arrivals: list[JaxArrival] = []
 
-    def place(self, filled: Sequence[tuple[NewArray, Sequence[Array]]]) -> tuple[Sequence[object], JaxArrival]:
+    def place(
+        self, filled: Sequence[tuple[NewArray, Sequence[Array]]]
+    ) -> tuple[Sequence[object], JaxArrival]:
         """See `Placer`."""
         arrival = JaxArrival([])
         self._arrivals.append(arrival)

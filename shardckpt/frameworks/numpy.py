@@ -1,7 +1,7 @@
 """numpy arrays: one box, no copy.
 
-An array is fetched without a copy, whatever its strides, and restored in place. Only arrays in the other byte order are
-copied, in both directions: all other code uses the machine's own order.
+An array is fetched without a copy, whatever its strides, and restored in place. Only arrays in the
+other byte order are copied, in both directions: all other code uses the machine's own order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.errors import DtypeError, LeafError
-from shardckpt.frameworks.base import Array, HostSource, InPlace, PlainSink, Sink, Source, Target, whole
+from shardckpt.frameworks.base import (
+    Array,
+    HostSource,
+    InPlace,
+    PlainSink,
+    Sink,
+    Source,
+    Target,
+    whole,
+)
 from shardckpt.layout.dtypes import DType, of_numpy
 from shardckpt.state.names import shown
 
@@ -55,9 +64,14 @@ class ArraySource(HostSource):
         return 0 if self.array.dtype.isnative else self.array.nbytes
 
     @classmethod
-    def fetch(cls, sources: Sequence[ArraySource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
+    def fetch(
+        cls, sources: Sequence[ArraySource], positions: Sequence[Sequence[int]]
+    ) -> list[list[Array]]:
         """The arrays themselves."""
-        return [[s.array.astype(s.dtype.numpy, copy=False)][: len(boxes)] for s, boxes in zip(sources, positions, strict=True)]
+        return [
+            [s.array.astype(s.dtype.numpy, copy=False)][: len(boxes)]
+            for s, boxes in zip(sources, positions, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +104,10 @@ class ArraySink(PlainSink):
 
     @property
     def destinations(self) -> list[Array] | None:
-        """The array itself. If it is in the other byte order, elements are converted when they are written to it."""
+        """The array itself.
+
+        If it is in the other byte order, elements are converted when they are written to it.
+        """
         return [self.array][: len(self.boxes)]
 
     def sharers(self, world: World) -> tuple[int, ...] | None:
@@ -125,7 +142,10 @@ def settle(leaves: Iterable[object]) -> None:
 
 
 def identity(leaf: Array) -> Hashable | None:
-    """A key that is equal for arrays over the same bytes in the same form; None for arrays without elements."""
+    """A key that is equal for arrays over the same bytes in the same form.
+
+    None for arrays without elements.
+    """
     if leaf.size == 0:
         return None
     return "numpy", _address(leaf), leaf.shape, leaf.strides, *dtype_names(leaf.dtype)
@@ -144,7 +164,10 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa:
         LeafError: a subclass has more than its elements, by name.
         DtypeError: elements cannot be stored, by name.
     """
-    return {name: ArraySource(name, _plain(name, leaf), _dtype(name, leaf)) for name, leaf in leaves.items()}
+    return {
+        name: ArraySource(name, _plain(name, leaf), _dtype(name, leaf))
+        for name, leaf in leaves.items()
+    }
 
 
 def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sink:
@@ -160,22 +183,32 @@ def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sin
     assert isinstance(leaf, np.ndarray)
     array = _plain(name, leaf)
     if not array.flags.writeable:
-        raise LeafError(f"{shown(name)}: this numpy array is read-only, so it cannot be restored into; give a writable copy of it.")
+        raise LeafError(
+            f"{shown(name)}: this numpy array is read-only, so it cannot be restored into; give a "
+            "writable copy of it."
+        )
     if overlaps_itself(array):
-        raise LeafError(f"{shown(name)}: elements of this numpy array share memory, so it cannot be restored into; give a copy of it.")
+        raise LeafError(
+            f"{shown(name)}: elements of this numpy array share memory, so it cannot be restored "
+            "into; give a copy of it."
+        )
     return ArraySink(leaf, array, _dtype(name, array), InPlace(id(leaf)))
 
 
 def overlaps_itself(array: Array) -> bool:
     """Whether two elements may share memory; never false if they do.
 
-    In the order of strides, every dimension must step over the span of all smaller ones. Other memory layouts could still be
-    without overlap, but no program makes such views.
+    In the order of strides, every dimension must step over the span of all smaller ones. Other
+    memory layouts could still be without overlap, but no program makes such views.
     """
     if array.size == 0:
         return False
     reach = array.itemsize
-    for stride, size in sorted((abs(stride), size) for stride, size in zip(array.strides, array.shape, strict=True) if size > 1):
+    for stride, size in sorted(
+        (abs(stride), size)
+        for stride, size in zip(array.strides, array.shape, strict=True)
+        if size > 1
+    ):
         if stride < reach:
             return True
         reach = stride * (size - 1) + reach
@@ -192,7 +225,8 @@ def _plain(name: str, leaf: Array) -> Array:
     if type(leaf) not in (np.ndarray, np.memmap):
         raise LeafError(
             f"{shown(name)}: only the elements of a {type(leaf).__qualname__} would be stored; "
-            f"pass plain arrays (of a masked array: data and mask), or call shardckpt.register_leaf for its class."
+            "pass plain arrays (of a masked array: data and mask), or call "
+            "shardckpt.register_leaf for its class."
         )
     return leaf.view(np.ndarray)
 

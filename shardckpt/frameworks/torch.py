@@ -1,8 +1,9 @@
 """Plain torch tensors: one box each, without a copy on the CPU.
 
-All access uses numpy views of a tensor's memory. For dtypes that numpy lacks, such as bfloat16, torch views the memory as
-integers of the same width, and ml_dtypes gives them their dtype. Tensors on CUDA devices are copied by `cuda`. Tensors on other devices
-are copied to the host when they are fetched, and filled from the host when they are restored.
+All access uses numpy views of a tensor's memory. For dtypes that numpy lacks, such as bfloat16,
+torch views the memory as integers of the same width, and ml_dtypes gives them their dtype. Tensors
+on CUDA devices are copied by `cuda`. Tensors on other devices are copied to the host when they are
+fetched, and filled from the host when they are restored.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 
 from shardckpt.errors import BudgetError, DtypeError, LeafError
-from shardckpt.frameworks.base import Array, HostSource, InPlace, PlainSink, Sink, Source, Target, whole
+from shardckpt.frameworks.base import (
+    Array,
+    HostSource,
+    InPlace,
+    PlainSink,
+    Sink,
+    Source,
+    Target,
+    whole,
+)
 from shardckpt.frameworks.numpy import dtype_names, overlaps_itself
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.state.leaves import is_small
@@ -33,13 +43,29 @@ if TYPE_CHECKING:
 
 _SAME_IN_NUMPY = frozenset(
     (
-        *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(
+            torch.bool,
+            torch.uint8,
+            torch.uint16,
+            torch.uint32,
+            torch.uint64,
+            torch.int8,
+            torch.int16,
+            torch.int32,
+            torch.int64,
+        ),
         *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     )
 )
 _AS_BITS = {torch.bfloat16: torch.int16} | {
     getattr(torch, name): torch.uint8
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    for name in (
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    )
     if hasattr(torch, name)
 }
 """dtypes that numpy has only through ml_dtypes, and the integers of their width."""
@@ -83,10 +109,15 @@ class TensorSource(HostSource):
         return [self.tensor] * len(self.boxes)
 
     @classmethod
-    def fetch(cls, sources: Sequence[TensorSource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
+    def fetch(
+        cls, sources: Sequence[TensorSource], positions: Sequence[Sequence[int]]
+    ) -> list[list[Array]]:
         """Views of tensors on the CPU, copies of all others."""
         pairs = zip(sources, positions, strict=True)
-        return [[(array_of if s.on_host else host_array)(s.tensor, s.dtype)] if boxes else [] for s, boxes in pairs]
+        return [
+            [(array_of if s.on_host else host_array)(s.tensor, s.dtype)] if boxes else []
+            for s, boxes in pairs
+        ]
 
 
 @dataclass(slots=True)
@@ -115,7 +146,9 @@ class TensorSink(PlainSink):
     def __post_init__(self) -> None:
         """Ask once where the memory is."""
         self.on_host = all([device_type(view) == "cpu" for view in self.views])  # noqa: C419  (faster than a generator)
-        self.destinations = [array_of(view, self.dtype) for view in self.views] if self.on_host else None
+        self.destinations = (
+            [array_of(view, self.dtype) for view in self.views] if self.on_host else None
+        )
 
     @property
     def buffer_shapes(self) -> list[tuple[int, ...]]:
@@ -151,7 +184,10 @@ def owns(leaf: object) -> bool:
 
 
 def matches(leaf: object) -> bool:
-    """Whether the leaf is a tensor of any kind; `sources` and `target` refuse kinds that cannot be stored."""
+    """Whether the leaf is a tensor of any kind.
+
+    `sources` and `target` refuse kinds that cannot be stored.
+    """
     return isinstance(leaf, torch.Tensor)
 
 
@@ -169,7 +205,8 @@ def identity(leaf: Any) -> Hashable | None:
 
     On the host it is the key of a numpy array over that memory.
 
-    None for tensors without memory: without elements, meta tensors, freed storages, and kinds that cannot be stored.
+    None for tensors without memory: without elements, meta tensors, freed storages, and kinds that
+    cannot be stored.
     """
     if type(leaf) not in CLASSES:
         if not _is_elements(leaf):
@@ -180,14 +217,21 @@ def identity(leaf: Any) -> Hashable | None:
         return ("torch", *_memory(leaf)) if _has_memory(leaf) else None
     itemsize = leaf.itemsize
     try:
-        address, shape, strides = leaf.data_ptr(), tuple(leaf.shape), tuple([itemsize * n for n in leaf.stride()])
+        address, shape, strides = (
+            leaf.data_ptr(),
+            tuple(leaf.shape),
+            tuple([itemsize * n for n in leaf.stride()]),
+        )
     except RuntimeError:  # a sparse or nested tensor, or one inside a transform of torch.func
         return None
     return ("numpy", address, shape, strides, *dtype_names(dtype.numpy)) if address else None
 
 
 def address(leaf: Any) -> int:
-    """The address in the `identity` of an instance of `CLASSES`; 0: only `identity` itself can say."""
+    """The address in the `identity` of an instance of `CLASSES`.
+
+    0: only `identity` itself can say.
+    """
     try:
         return leaf.data_ptr() if owns(leaf) else 0
     except RuntimeError:  # as in `identity`
@@ -195,20 +239,38 @@ def address(leaf: Any) -> int:
 
 
 def memory_key(tensor: Any) -> tuple[Hashable, ...] | None:
-    """A key that is equal for tensors over the same memory in the same form; None for tensors without memory."""
+    """A key that is equal for tensors over the same memory in the same form.
+
+    None for tensors without memory.
+    """
     return _memory(tensor) if _has_memory(tensor) else None
 
 
 def _has_memory(tensor: Any) -> bool:
     """Whether a tensor is a plain one, and has elements that are in memory."""
-    if type(tensor) not in CLASSES or _unstorable(tensor) is not None or tensor.is_meta or tensor.numel() == 0:
+    if (
+        type(tensor) not in CLASSES
+        or _unstorable(tensor) is not None
+        or tensor.is_meta
+        or tensor.numel() == 0
+    ):
         return False
     return _without_memory(tensor) is None
 
 
 def _memory(tensor: Any) -> tuple[Hashable, ...]:
-    seen = (str(tensor.device), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
-    address = tensor.data_ptr() or ("storage", tensor.untyped_storage()._cdata)  # XLA's tensors tell no address
+    seen = (
+        str(tensor.device),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+    address = tensor.data_ptr() or (
+        "storage",
+        tensor.untyped_storage()._cdata,
+    )  # XLA's tensors tell no address
     return address, *seen
 
 
@@ -221,13 +283,23 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa:
     """
     of_leaves: dict[str, Source] = {}
     for name, leaf in leaves.items():
-        if type(leaf) in CLASSES and device_type(leaf) == "cpu" and _is_complete(leaf):  # nearly all of a state of many small tensors
-            of_leaves[name] = TensorSource(name, leaf, dtype_of_tensor(name, leaf), tuple(leaf.shape), True)
+        if (
+            type(leaf) in CLASSES and device_type(leaf) == "cpu" and _is_complete(leaf)
+        ):  # nearly all of a state of many small tensors
+            of_leaves[name] = TensorSource(
+                name, leaf, dtype_of_tensor(name, leaf), tuple(leaf.shape), True
+            )
             continue
         check_kind(name, leaf)
         plain = _elements(leaf)
-        source = TensorSource(name, plain, dtype_of_tensor(name, plain), tuple(plain.shape), is_host_memory(plain))
-        of_leaves[name] = source if device_type(plain) == "cpu" else copied_source(source, (plain.detach(),) * len(source.boxes), (leaf,))
+        source = TensorSource(
+            name, plain, dtype_of_tensor(name, plain), tuple(plain.shape), is_host_memory(plain)
+        )
+        of_leaves[name] = (
+            source
+            if device_type(plain) == "cpu"
+            else copied_source(source, (plain.detach(),) * len(source.boxes), (leaf,))
+        )
     return of_leaves
 
 
@@ -235,23 +307,41 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
     """A sink that fills a tensor in place; or a new tensor, on the CPU for a meta tensor, on its device for a `Target`.
 
     Raises:
-        LeafError: a kind of tensor that cannot be restored into, or whose elements share memory; or there is no such device.
+        LeafError: a kind of tensor that cannot be restored into, or whose elements share memory; or
+            there is no such device.
         DtypeError: torch has no such dtype.
         BudgetError: the device has no memory for a new tensor.
     """
     tie_key: Hashable = InPlace(id(leaf))
-    if type(leaf) in CLASSES and device_type(leaf) == "cpu" and _is_complete(leaf):  # nearly all of a state of many small tensors
+    if (
+        type(leaf) in CLASSES and device_type(leaf) == "cpu" and _is_complete(leaf)
+    ):  # nearly all of a state of many small tensors
         boxes = whole(own := tuple(leaf.shape))
         plain = leaf.detach() if leaf.requires_grad else leaf
-        return TensorSink(leaf, own, dtype_of_tensor(name, leaf), boxes, (plain,) * len(boxes), tie_key, (leaf,), "all")
+        return TensorSink(
+            leaf,
+            own,
+            dtype_of_tensor(name, leaf),
+            boxes,
+            (plain,) * len(boxes),
+            tie_key,
+            (leaf,),
+            "all",
+        )
     device: Any = None
     if isinstance(leaf, Target):
         shape, dtype = leaf.resolve(shape, dtype)
         kind, device = torch_dtype(dtype), leaf.sharding
         if device.type == "meta":
-            raise LeafError(f"{shown(name)}: a tensor on the device meta has no memory to restore to; give a Target with another device.")
+            raise LeafError(
+                f"{shown(name)}: a tensor on the device meta has no memory to restore to; give a "
+                "Target with another device."
+            )
         if kind is None:
-            raise DtypeError(f"{shown(name)}: torch has no dtype {dtype.name}; restore it as another dtype, or as a numpy array.")
+            raise DtypeError(
+                f"{shown(name)}: torch has no dtype {dtype.name}; restore it as another dtype, or "
+                "as a numpy array."
+            )
     else:
         check_kind(name, leaf)
         kind, dtype, shape = leaf.dtype, dtype_of_tensor(name, leaf), tuple(leaf.shape)
@@ -261,7 +351,11 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
         with device_memory(name, device):
             new = torch.empty(shape, dtype=kind, device=device)
         tie_key = "torch", type(leaf), shape, dtype.name, str(device)
-        leaf = new if isinstance(leaf, Target) or type(leaf) in CLASSES else new.as_subclass(type(leaf))
+        leaf = (
+            new
+            if isinstance(leaf, Target) or type(leaf) in CLASSES
+            else new.as_subclass(type(leaf))
+        )
     check_fillable(name, leaf)
     boxes, elements = whole(shape), _elements(leaf)
     views = (elements.detach() if elements.requires_grad else elements,) * len(boxes)
@@ -274,15 +368,23 @@ def device_memory(name: str, device: object) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as e:
-        raise BudgetError(f"{shown(name)}: {device} has no memory left to restore this tensor to ({e}); free some first.") from e
+        raise BudgetError(
+            f"{shown(name)}: {device} has no memory left to restore this tensor to ({e}); free "
+            "some first."
+        ) from e
     except (RuntimeError, AssertionError) as e:  # torch built without the device
         reason = str(e).partition("\n")[0]
-        raise LeafError(f"{shown(name)}: no tensor can be made on {device} here ({reason}); restore it to another device.") from e
+        raise LeafError(
+            f"{shown(name)}: no tensor can be made on {device} here ({reason}); restore it to "
+            "another device."
+        ) from e
 
 
 def device_type(tensor: Any) -> str:
     """The kind of device that holds a tensor, such as "cuda"."""
-    kind: str = "cpu" if tensor.is_cpu else tensor.device.type  # the first answer comes ten times as fast
+    kind: str = (
+        "cpu" if tensor.is_cpu else tensor.device.type
+    )  # the first answer comes ten times as fast
     return kind
 
 
@@ -291,10 +393,15 @@ def has_streams(kind: str) -> bool:
     """Whether a kind of device is copied from and to by `cuda`: CUDA, and the accelerator of this torch, if it has streams and events."""
     if kind == "cuda":
         return True
-    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None  # since torch 2.6
+    accelerator = (
+        torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    )  # since torch 2.6
     if accelerator is None or accelerator.type != kind:
         return False
-    return all(hasattr(torch.get_device_module(kind), name) for name in ("Stream", "Event", "current_stream", "stream", "device"))
+    return all(
+        hasattr(torch.get_device_module(kind), name)
+        for name in ("Stream", "Event", "current_stream", "stream", "device")
+    )
 
 
 def copied_source(source: Source, views: tuple[Any, ...], watched: tuple[Any, ...]) -> Source:
@@ -325,12 +432,17 @@ def check_fillable(name: str, tensor: Any) -> None:
     """Raise LeafError unless every element of the tensor has memory of its own that holds its value."""
     if tensor.is_conj() or tensor.is_neg():
         raise LeafError(
-            f"{shown(name)}: this tensor is a lazily conjugated or negated view, which cannot be restored into; "
-            f"give leaf.resolve_conj().resolve_neg()."
+            f"{shown(name)}: this tensor is a lazily conjugated or negated view, which cannot be "
+            "restored into; give leaf.resolve_conj().resolve_neg()."
         )
     # The array is never read; it only has the tensor's strides, for any device.
-    if not tensor.is_contiguous() and overlaps_itself(as_strided(np.empty(1, np.uint8), tuple(tensor.shape), tensor.stride())):
-        raise LeafError(f"{shown(name)}: elements of this tensor share memory, so it cannot be restored into; give leaf.clone().")
+    if not tensor.is_contiguous() and overlaps_itself(
+        as_strided(np.empty(1, np.uint8), tuple(tensor.shape), tensor.stride())
+    ):
+        raise LeafError(
+            f"{shown(name)}: elements of this tensor share memory, so it cannot be restored into; "
+            "give leaf.clone()."
+        )
 
 
 def dtype_of_tensor(name: str, tensor: Any) -> DType:
@@ -341,14 +453,21 @@ def dtype_of_tensor(name: str, tensor: Any) -> DType:
     """
     dtype = _stored_dtype(tensor.dtype)
     if dtype is None:
-        raise DtypeError(f"{shown(name)}: {tensor.dtype} cannot be stored; convert the tensor to a dtype that numpy or ml_dtypes has.")
+        raise DtypeError(
+            f"{shown(name)}: {tensor.dtype} cannot be stored; convert the tensor to a dtype that "
+            "numpy or ml_dtypes has."
+        )
     return dtype
 
 
 @cache
 def _stored_dtype(kind: Any) -> DType | None:
     """The dtype that elements of a torch dtype are stored as; None if they cannot be stored."""
-    return by_name(str(kind).removeprefix("torch.")) if kind in _SAME_IN_NUMPY or kind in _AS_BITS else None
+    return (
+        by_name(str(kind).removeprefix("torch."))
+        if kind in _SAME_IN_NUMPY or kind in _AS_BITS
+        else None
+    )
 
 
 def torch_dtype(dtype: DType) -> Any:
@@ -364,7 +483,10 @@ def is_host_memory(tensor: Any) -> bool:
 
 def host_array(tensor: Any, dtype: DType) -> Array:
     """A tensor's elements: its own memory if this holds the values, else a copy."""
-    return array_of(tensor if is_host_memory(tensor) else tensor.detach().cpu().resolve_conj().resolve_neg(), dtype)
+    return array_of(
+        tensor if is_host_memory(tensor) else tensor.detach().cpu().resolve_conj().resolve_neg(),
+        dtype,
+    )
 
 
 def array_of(tensor: Any, dtype: DType) -> Array:
@@ -386,7 +508,10 @@ def addresses(tensor: Any) -> Array:
 
 
 class _Memory:
-    """A CPU tensor's memory in numpy's array interface. `Tensor.numpy` would permanently mark the storage as not resizable."""
+    """A CPU tensor's memory in numpy's array interface.
+
+    `Tensor.numpy` would permanently mark the storage as not resizable.
+    """
 
     __slots__ = ("__array_interface__", "_tensor")
 
@@ -396,7 +521,9 @@ class _Memory:
         self.__array_interface__ = {
             "version": 3,
             "shape": tuple(tensor.shape),
-            "strides": None if tensor.is_contiguous() else tuple([itemsize * stride for stride in tensor.stride()]),
+            "strides": None
+            if tensor.is_contiguous()
+            else tuple([itemsize * stride for stride in tensor.stride()]),
             "typestr": typestr or f"|V{itemsize}",
             "data": (tensor.data_ptr(), False),
         }
@@ -410,7 +537,10 @@ def tensor_of(array: Array, dtype: DType) -> Any:
     """
     kind = torch_dtype(dtype)
     if kind is None:
-        raise DtypeError(f"torch has no dtype {dtype.name}, so no tensor of it can be made; restore it as a numpy array.")
+        raise DtypeError(
+            f"torch has no dtype {dtype.name}, so no tensor of it can be made; restore it as a "
+            "numpy array."
+        )
     if kind in _AS_BITS:
         return torch.from_numpy(array.view(np.dtype(f"int{8 * dtype.itemsize}"))).view(kind)
     return torch.from_numpy(array)
@@ -421,61 +551,101 @@ def _unstorable(leaf: Any) -> str | None:
     if leaf.is_nested:
         return "nested tensors cannot be stored; store their .values() and .offsets()"
     if leaf.is_quantized:
-        return "quantized tensors cannot be stored; store their .int_repr() with scale and zero point"
+        return (
+            "quantized tensors cannot be stored; store their .int_repr() with scale and zero point"
+        )
     if leaf.layout is not torch.strided:
-        return f"tensors of layout {leaf.layout} cannot be stored; store .to_dense(), or indices and values"
+        return (
+            f"tensors of layout {leaf.layout} cannot be stored; store .to_dense(), or indices and "
+            "values"
+        )
     return None
 
 
 def _without_memory(leaf: Any) -> str | None:
-    """The reason why not all elements of a strided tensor are in memory, and what to do; None if they are."""
+    """The reason why not all elements of a strided tensor are in memory, and what to do.
+
+    None if they are.
+    """
     if leaf._is_zerotensor():
         return "this tensor represents zeros without memory of its own; pass leaf.clone()"
     try:
         held = leaf.untyped_storage().nbytes()
     except NotImplementedError as e:
-        return f"this tensor has no memory of its own ({e}); pass it outside of torch.func transforms"
+        return (
+            f"this tensor has no memory of its own ({e}); pass it outside of torch.func transforms"
+        )
     if leaf.numel() == 0:
         return None
     if leaf.is_contiguous():
         last = leaf.storage_offset() + leaf.numel() - 1
     else:
-        last = leaf.storage_offset() + sum((n - 1) * stride for n, stride in zip(leaf.shape, leaf.stride(), strict=True))
+        last = leaf.storage_offset() + sum(
+            (n - 1) * stride for n, stride in zip(leaf.shape, leaf.stride(), strict=True)
+        )
     needed = (last + 1) * leaf.itemsize
     if needed <= held:
         return None
     return (
-        f"this tensor's elements take {needed} bytes of its storage, which has {held}: its memory was freed, as FSDP and offloading "
-        f"do with untyped_storage().resize_(0); restore its memory first, or pass the tensor that has the data now"
+        f"this tensor's elements take {needed} bytes of its storage, which has {held}: its memory "
+        "was freed, as FSDP and offloading do with untyped_storage().resize_(0); restore its "
+        "memory first, or pass the tensor that has the data now"
     )
 
 
 def _is_complete(leaf: Any) -> bool:
     """Whether a plain tensor on the CPU is known to have its elements in memory, contiguous; if not, `check_kind` looks closer."""
-    if leaf.is_nested or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg() or leaf._is_zerotensor():
+    if (
+        leaf.is_nested
+        or leaf.layout is not torch.strided
+        or leaf.is_conj()
+        or leaf.is_neg()
+        or leaf._is_zerotensor()
+    ):
         return False
     if not leaf.is_contiguous() or leaf.is_quantized:
         return False
     try:
-        return leaf.untyped_storage().nbytes() >= (leaf.storage_offset() + leaf.numel()) * leaf.itemsize  # type: ignore[no-any-return]
+        return (
+            leaf.untyped_storage().nbytes()
+            >= (leaf.storage_offset() + leaf.numel()) * leaf.itemsize
+        )  # type: ignore[no-any-return]
     except NotImplementedError:  # inside a transform of torch.func: `check_kind` says so
         return False
 
 
 def _more_than_elements(leaf: Any) -> str | None:
-    """The reason why a subclass of a tensor is more than its elements, and what to do; None if it is not."""
+    """The reason why a subclass of a tensor is more than its elements, and what to do.
+
+    None if it is not.
+    """
     kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
     advice = "call shardckpt.register_tensor for its class, or pass the plain tensors it is made of"
     if type(leaf).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return f"the tensor subclass {kind} computes its elements, and has no __tensor_flatten__; {advice}"
-    more = [key for key, value in vars(leaf).items() if not (is_small(value) or callable(value) or isinstance(value, tuple | list | dict))]
+        return (
+            f"the tensor subclass {kind} computes its elements, and has no __tensor_flatten__; "
+            f"{advice}"
+        )
+    more = [
+        key
+        for key, value in vars(leaf).items()
+        if not (is_small(value) or callable(value) or isinstance(value, tuple | list | dict))
+    ]
     more += [key for key, value in vars(leaf).items() if isinstance(value, torch.Tensor)]
-    return f"this {kind} has the attribute {more[0]!r} beside its elements, which would be lost; {advice}" if more else None
+    return (
+        f"this {kind} has the attribute {more[0]!r} beside its elements, which would be lost; "
+        f"{advice}"
+        if more
+        else None
+    )
 
 
 def _is_elements(leaf: Any) -> bool:
     """Whether a tensor is of a subclass that leaves all operations to torch."""
-    return type(leaf) not in CLASSES and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return (
+        type(leaf) not in CLASSES
+        and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    )
 
 
 def _elements(leaf: Any) -> Any:

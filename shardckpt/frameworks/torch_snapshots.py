@@ -1,4 +1,7 @@
-"""Copies of torch tensors on their own devices; see `snapshots`. They need torch alone, so every device works that torch has."""
+"""Copies of torch tensors on their own devices; see `snapshots`.
+
+They need torch alone, so every device works that torch has.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ if TYPE_CHECKING:
 
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _AT_A_TIME = 1 << 24
-"""Words that are compared at a time: the masks and positions of so many are in the device's memory, too."""
+"""Words that are compared at a time: the masks and positions of so many are in the device's memory,
+too."""
 
 
 class TorchSnapshot:
@@ -39,7 +43,8 @@ class TorchSnapshot:
                 return self._take(elements.detach(), dtype)
         except torch.OutOfMemoryError as e:
             raise BudgetError(
-                f'{elements.device} has no memory left for a second copy of the weights ({e}); use Publisher(snapshot="host").'
+                f"{elements.device} has no memory left for a second copy of the weights ({e}); "
+                'use Publisher(snapshot="host").'
             ) from e
 
     def _take(self, elements: Any, dtype: DType) -> ChangedWords:
@@ -99,7 +104,11 @@ def _total(words: Any) -> Any:
     mask = (1 << 8 * words.itemsize) - 1
     for first in range(0, len(words), _AT_A_TIME):
         part = words[first : first + _AT_A_TIME].to(torch.int64).bitwise_and_(mask)
-        weights = torch.arange(first, first + len(part), dtype=torch.int64, device=words.device).mul_(2).add_(1)
+        weights = (
+            torch.arange(first, first + len(part), dtype=torch.int64, device=words.device)
+            .mul_(2)
+            .add_(1)
+        )
         total += part.mul_(weights).sum()
     return total
 

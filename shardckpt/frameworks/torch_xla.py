@@ -1,23 +1,26 @@
 """torch_xla SPMD: tensors sharded over devices, saved and restored shard by shard, without compiling anything.
 
 Saving
-1. Pending results have no sharding yet: all pending leaves are computed in one program. No other tensor is computed, and no
-   buffer is donated, so pending tensors of the training step stay valid.
-2. The sharding is available only as OpSharding text, read for all leaves in one call. If the global mesh
-   (`xs.set_global_mesh`) explains it, the layout has axis names; otherwise the OpSharding itself is the layout.
-3. Replicated tensors are read from one device (`_xla_get_cpu_tensors`). All others are read in calls that return every local
-   device's shard (`_get_local_shards`); one replica is kept and the others are freed at once. Version 2.9 can read a
-   chosen shard only after compiling and running a program that every process of the job would have to run, which a
-   save must not require. Calls are small, so that replicas take little memory at any moment. Two dtypes lose data: every
-   float16 NaN becomes the same NaN, and complex128 is refused.
+1. Pending results have no sharding yet: all pending leaves are computed in one program. No other
+   tensor is computed, and no buffer is donated, so pending tensors of the training step stay valid.
+2. The sharding is available only as OpSharding text, read for all leaves in one call. If the global
+   mesh (`xs.set_global_mesh`) explains it, the layout has axis names; otherwise the OpSharding
+   itself is the layout.
+3. Replicated tensors are read from one device (`_xla_get_cpu_tensors`). All others are read in
+   calls that return every local device's shard (`_get_local_shards`); one replica is kept and the
+   others are freed at once. Version 2.9 can read a chosen shard only after compiling and running a
+   program that every process of the job would have to run, which a save must not require. Calls are
+   small, so that replicas take little memory at any moment. Two dtypes lose data: every float16 NaN
+   becomes the same NaN, and complex128 is refused.
 
-Restoring
-A tensor is built from one host buffer per distinct local box (`_global_tensor_from_cpu_shards`): without a destination and
-without a program. 2.9 copies all local devices' shards on the host before the call returns, so the buffers are free again.
-The result is a plain tensor, as `mark_sharding` leaves a module's parameters; an XLAShardedTensor could not be trained.
+Restoring A tensor is built from one host buffer per distinct local box
+(`_global_tensor_from_cpu_shards`): without a destination and without a program. 2.9 copies all
+local devices' shards on the host before the call returns, so the buffers are free again. The result
+is a plain tensor, as `mark_sharding` leaves a module's parameters; an XLAShardedTensor could not be
+trained.
 
-Shards are padded to the tile, ceil(dim / parts). XLAShardedTensor is a subclass of DTensor, but its placements are not
-reliable, and this module does not use them.
+Shards are padded to the tile, ceil(dim / parts). XLAShardedTensor is a subclass of DTensor, but its
+placements are not reliable, and this module does not use them.
 """
 
 from __future__ import annotations
@@ -59,20 +62,35 @@ if TYPE_CHECKING:
     from shardckpt.layout.world import World
 
 CALL_BYTES = 256 << 20
-"""Most host bytes of one call that reads shards, replicas included; a larger tensor has a call of its own."""
+"""Most host bytes of one call that reads shards, replicas included; a larger tensor has a call of
+its own."""
 
 _UNSIGNED = ("uint16", "uint32", "uint64")
 """dtypes that are read, and built from shards, as signed integers with the same bits."""
 _PLACEABLE = frozenset(
     (
-        *("bool", "int8", "int16", "int32", "int64", "uint8", *_UNSIGNED, "float16", "float32", "float64", "complex64", "complex128"),
+        *(
+            "bool",
+            "int8",
+            "int16",
+            "int32",
+            "int64",
+            "uint8",
+            *_UNSIGNED,
+            "float16",
+            "float32",
+            "float64",
+            "complex64",
+            "complex128",
+        ),
         *("bfloat16", "float8_e4m3fn", "float8_e5m2"),
     )
 )
 """dtypes that tensors on devices can have."""
 
 _KINDS = (torch.Tensor, torch.nn.Parameter)
-"""Classes of tensors that are no more than their elements; another class may have another meaning."""
+"""Classes of tensors that are no more than their elements; another class may have another
+meaning."""
 
 
 def matches(leaf: object) -> bool:
@@ -90,28 +108,43 @@ def accepts(leaf: Target) -> bool:
 def settle(leaves: Iterable[Any]) -> None:
     """Compute the pending leaves whose sharding only their program determines, in one program.
 
-    A marked pending leaf has its sharding already; without SPMD there is none. Kinds that cannot be stored are skipped.
+    A marked pending leaf has its sharding already; without SPMD there is none. Kinds that cannot be
+    stored are skipped.
     """
-    tensors = [tensor for tensor in map(_unwrap, leaves) if type(tensor) in _KINDS] if xr.is_spmd() else []
+    tensors = (
+        [tensor for tensor in map(_unwrap, leaves) if type(tensor) in _KINDS]
+        if xr.is_spmd()
+        else []
+    )
     marked = _XLAC._get_xla_sharding_specs(tensors)
     _compute([tensor for tensor, spec in zip(tensors, marked, strict=True) if not spec])
 
 
 def _compute(tensors: Sequence[Any]) -> None:
     """Compute the pending tensors, in one program."""
-    pending = [t for t, needed in zip(tensors, _XLAC._check_tensor_need_materialization(tensors), strict=True) if needed]
+    pending = [
+        t
+        for t, needed in zip(
+            tensors, _XLAC._check_tensor_need_materialization(tensors), strict=True
+        )
+        if needed
+    ]
     if pending:
-        # An empty device list: the default device. True: wait. False: compute no other live tensor, and donate no buffer.
+        # An empty device list: the default device. True: wait. False: compute no other live tensor,
+        # and donate no buffer.
         _XLAC._xla_sync_multi(pending, [], True, False)
 
 
 def identity(leaf: Any) -> Hashable | None:
-    """A key that is equal for a parameter and its detached aliases, as in `state_dict()`; other views are separate tensors."""
+    """A key that is equal for a parameter and its detached aliases, as in `state_dict()`.
+
+    Other views are separate tensors.
+    """
     tensor = _unwrap(leaf)
     return ("torch_xla", _XLAC._xla_get_tensor_id(tensor)) if type(tensor) in _KINDS else None
 
 
-# --- Saving -------------------------------------------------------------------------------------------------------
+# --- Saving ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +178,22 @@ class _XlaSource(HostSource):
     @property
     def private(self) -> bool:
         """False for results of `_xla_get_cpu_tensors`, which may be the host tensor that a leaf was made from, and for padded shards."""
-        return self.shards is not None and bool((self.boxes.sizes() == prod(self.shards.tile)).all())
+        return self.shards is not None and bool(
+            (self.boxes.sizes() == prod(self.shards.tile)).all()
+        )
 
     @property
     def comparer(self) -> str | None:
         raise OptionError(
-            f"{shown(self.name)}: torch_xla runs no program on one shard of a tensor, so nothing is compared there; publish with "
+            f"{shown(self.name)}: torch_xla runs no program on one shard of a tensor, so nothing "
+            "is compared there; publish with "
             f'snapshot="host".'
         )
 
     @classmethod
-    def fetch(cls, sources: Sequence[_XlaSource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
+    def fetch(
+        cls, sources: Sequence[_XlaSource], positions: Sequence[Sequence[int]]
+    ) -> list[list[Array]]:
         fetched: list[list[Array]] = [[] for _ in sources]
         needed = [(i, s) for i, s in enumerate(sources) if positions[i]]
         for batch in _calls([(i, s) for i, s in needed if s.shards is None]):
@@ -165,7 +203,9 @@ class _XlaSource(HostSource):
         for batch in _calls([(i, s) for i, s in needed if s.shards is not None]):
             rows = _XLAC._get_local_shards([s.tensor for _, s in batch])
             for i, s in reversed(batch):
-                fetched[i] = s.distinct(rows.pop(), positions[i])  # replicas are freed before the next call
+                fetched[i] = s.distinct(
+                    rows.pop(), positions[i]
+                )  # replicas are freed before the next call
         return fetched
 
     def distinct(self, shards: Sequence[tuple[Any, str]], positions: Sequence[int]) -> list[Array]:
@@ -179,8 +219,9 @@ class _XlaSource(HostSource):
             device = holders[k]
             if tuple(row[device].shape) != self.shards.tile:
                 raise ShardingError(
-                    f"{shown(self.name)}: the layout {self.layout} has shards of shape {self.shards.tile} and device {device} holds "
-                    f"one of {tuple(row[device].shape)}; call torch_xla.sync() before saving."
+                    f"{shown(self.name)}: the layout {self.layout} has shards of shape "
+                    f"{self.shards.tile} and device {device} holds one of "
+                    f"{tuple(row[device].shape)}; call torch_xla.sync() before saving."
                 )
             arrays.append(array_of(row[device], self.dtype)[tuple(map(slice, extents[k]))])
         return arrays
@@ -197,39 +238,59 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
     Raises:
         LeafError: a kind of tensor that cannot be stored, by name.
         DtypeError: elements cannot be stored, by name.
-        ShardingError: a sharding does not determine where data is, or the owners of its devices are unknown, by name.
+        ShardingError: a sharding does not determine where data is, or the owners of its devices are
+            unknown, by name.
     """
     tensors = {name: _check(name, leaf) for name, leaf in leaves.items()}
     dtypes = {name: dtype_of_tensor(name, tensor) for name, tensor in tensors.items()}
     for name, dtype in dtypes.items():
         if dtype.name == "complex128":
             raise DtypeError(
-                f"{shown(name)}: torch_xla 2.9 reads complex128 from a device without its imaginary parts; "
-                f"save torch.view_as_real(leaf), or complex64."
+                f"{shown(name)}: torch_xla 2.9 reads complex128 from a device without its "
+                "imaginary parts; save torch.view_as_real(leaf), or complex64."
             )
     _compute([*tensors.values()])
     if not xr.is_spmd():
-        return {name: _XlaSource(name, tensor, dtypes[name], None, None, None) for name, tensor in tensors.items()}
+        return {
+            name: _XlaSource(name, tensor, dtypes[name], None, None, None)
+            for name, tensor in tensors.items()
+        }
     by_name: dict[str, Source] = {}
-    for (name, tensor), layout in zip(tensors.items(), layouts_of(list(tensors.values())), strict=True):
-        shards = None if replicated(layout, tensor.dim()) else _shards(name, layout, tuple(tensor.shape))
-        by_name[name] = _XlaSource(name, tensor, dtypes[name], layout, shards, _holders(name, layout, tensor.dim(), shards, world))
+    for (name, tensor), layout in zip(
+        tensors.items(), layouts_of(list(tensors.values())), strict=True
+    ):
+        shards = (
+            None if replicated(layout, tensor.dim()) else _shards(name, layout, tuple(tensor.shape))
+        )
+        by_name[name] = _XlaSource(
+            name,
+            tensor,
+            dtypes[name],
+            layout,
+            shards,
+            _holders(name, layout, tensor.dim(), shards, world),
+        )
     return by_name
 
 
-def _holders(name: str, layout: Layout, ndim: int, shards: XlaShards | None, world: World) -> list[tuple[int, ...]] | None:
+def _holders(
+    name: str, layout: Layout, ndim: int, shards: XlaShards | None, world: World
+) -> list[tuple[int, ...]] | None:
     owners = world.devices.get("torch_xla")
     if owners is None:
         if xr.process_count() > 1:
             raise ShardingError(
-                f"{shown(name)}: {xr.process_count()} torch_xla processes hold parts of it, and it is not known which process owns which "
-                f"device; call torch_xla.runtime.use_spmd() before anything of shardckpt's, on all processes, and save with their "
-                f"coordinator, shardckpt.Coordinator.current()."
+                f"{shown(name)}: {xr.process_count()} torch_xla processes hold parts of it, and "
+                "it is not known which process owns which device; call "
+                "torch_xla.runtime.use_spmd() before anything of shardckpt's, on all processes, "
+                "and save with their coordinator, shardckpt.Coordinator.current()."
             )
         return None
     local = local_device_ids()
     try:
-        return box_holders(layout, ndim, local[:1] if shards is None else local[shards.first_holders], owners)
+        return box_holders(
+            layout, ndim, local[:1] if shards is None else local[shards.first_holders], owners
+        )
     except ShardingError as e:
         raise ShardingError(f"{shown(name)}: {e}") from e
 
@@ -241,7 +302,7 @@ def _shards(name: str, layout: Layout, shape: tuple[int, ...]) -> XlaShards:
         raise ShardingError(f"{shown(name)}: {e}") from e
 
 
-# --- Restoring ----------------------------------------------------------------------------------------------------
+# --- Restoring ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +333,10 @@ class _ShardedSink(PlainSink):
 
     @property
     def placing_bytes(self) -> int:
-        """2.9 copies the shard of each local device on the host, replicas too; unsigned integers need a template in addition."""
+        """2.9 copies the shard of each local device on the host, replicas too.
+
+        Unsigned integers need a template in addition.
+        """
         template = prod(self.shape) if self.dtype.name in _UNSIGNED else 0
         return (self.shards.elements + template) * self.dtype.itemsize
 
@@ -281,28 +345,47 @@ class _ShardedSink(PlainSink):
         if owners is None or not len(self.boxes):
             return None
         try:
-            sharers = set(box_holders(self.layout, len(self.shape), local_device_ids()[self.shards.first_holders], owners))
+            sharers = set(
+                box_holders(
+                    self.layout,
+                    len(self.shape),
+                    local_device_ids()[self.shards.first_holders],
+                    owners,
+                )
+            )
         except ShardingError:
             return None
         return sharers.pop() if len(sharers) == 1 else None
 
     def place(self, buffers: Sequence[Array]) -> object:
-        tiles = [tensor_of(_padded_with_zeros(b, self.boxes[i].shape), self.dtype) for i, b in enumerate(buffers)]
+        tiles = [
+            tensor_of(_padded_with_zeros(b, self.boxes[i].shape), self.dtype)
+            for i, b in enumerate(buffers)
+        ]
         kind = getattr(torch, self.dtype.name)
         if (self.shards.box_of < 0).any():
-            tiles.append(torch.zeros(self.shards.tile, dtype=kind))  # for devices with padding only, whose box is -1
+            tiles.append(
+                torch.zeros(self.shards.tile, dtype=kind)
+            )  # for devices with padding only, whose box is -1
         shards = [tiles[box] for box in self.shards.box_of.tolist()]
         if self.dtype.name in _UNSIGNED:
             return self._place_unsigned(shards)
         tensor = _XLAC._global_tensor_from_cpu_shards(shards, self.op_sharding, list(self.shape))
         if tensor.dtype != kind:
-            raise DtypeError(f"{shown(self.name)}: torch_xla made a tensor of {tensor.dtype} from shards of {kind}; restore another dtype.")
+            raise DtypeError(
+                f"{shown(self.name)}: torch_xla made a tensor of {tensor.dtype} from shards of "
+                f"{kind}; restore another dtype."
+            )
         return tensor
 
     def _place_unsigned(self, shards: list[Any]) -> object:
         """Load into a tensor whose dtype is set: a tensor built from shards alone would be int16, int32 or int64."""
         whole_everywhere = replicated(self.layout, len(self.shape))
-        template = shards[0].clone() if whole_everywhere else torch.zeros((), dtype=shards[0].dtype).expand(self.shape)
+        template = (
+            shards[0].clone()
+            if whole_everywhere
+            else torch.zeros((), dtype=shards[0].dtype).expand(self.shape)
+        )
         tensor = template.to("xla")
         _XLAC._xla_mark_sharding(tensor, self.op_sharding)
         if not whole_everywhere:
@@ -356,11 +439,20 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
     if isinstance(leaf, Target):
         shape, dtype = leaf.resolve(shape, dtype)
         if dtype.name not in _PLACEABLE:
-            raise DtypeError(f"{shown(name)}: torch_xla has no tensors of {dtype}; restore it as another dtype, or as a numpy array.")
+            raise DtypeError(
+                f"{shown(name)}: torch_xla has no tensors of {dtype}; restore it as another "
+                "dtype, or as a numpy array."
+            )
         try:
-            layout = leaf.sharding if isinstance(leaf.sharding, Sharding | OpSharding) else from_sharding_spec(leaf.sharding)
+            layout = (
+                leaf.sharding
+                if isinstance(leaf.sharding, Sharding | OpSharding)
+                else from_sharding_spec(leaf.sharding)
+            )
             layout = over_all_devices(layout)
-            return _ShardedSink(name, shape, dtype, layout, to_xla(layout, len(shape)), local_shards(layout, shape))
+            return _ShardedSink(
+                name, shape, dtype, layout, to_xla(layout, len(shape)), local_shards(layout, shape)
+            )
         except ShardingError as e:
             raise ShardingError(f"{shown(name)}: {e}") from e
     tensor = _check(name, leaf)
@@ -371,7 +463,14 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
     (layout,) = layouts_of([tensor])
     shards = _shards(name, layout, shape)
     op_sharding = _XLAC._get_xla_op_sharding(tensor)
-    return _ShardedSink(name, shape, dtype, layout, to_xla(layout, len(shape)) if op_sharding is None else op_sharding, shards)
+    return _ShardedSink(
+        name,
+        shape,
+        dtype,
+        layout,
+        to_xla(layout, len(shape)) if op_sharding is None else op_sharding,
+        shards,
+    )
 
 
 def _padded_with_zeros(buffer: Array, inside: tuple[int, ...]) -> Array:
@@ -382,7 +481,7 @@ def _padded_with_zeros(buffer: Array, inside: tuple[int, ...]) -> Array:
     return buffer
 
 
-# --- Leaves -------------------------------------------------------------------------------------------------------
+# --- Leaves ---------------------------------------------------------------------------------------
 
 
 def _unwrap(leaf: Any) -> Any:
@@ -398,7 +497,7 @@ def _check(name: str, leaf: Any) -> Any:
     tensor = _unwrap(leaf)
     if type(tensor) not in _KINDS or tensor.layout is not torch.strided:
         raise LeafError(
-            f"{shown(name)}: a {type(leaf).__qualname__} of layout {leaf.layout} on {leaf.device} is not supported; "
-            f"pass the plain tensors it is made of."
+            f"{shown(name)}: a {type(leaf).__qualname__} of layout {leaf.layout} on {leaf.device} "
+            "is not supported; pass the plain tensors it is made of."
         )
     return tensor

@@ -1,8 +1,9 @@
 """Conversion of torch_xla's layouts, and this process's part of a layout.
 
-torch_xla has the sharding of a tensor only as OpSharding text. If the global mesh (`xs.set_global_mesh`) explains the text,
-the layout is a `Sharding` with axis names; otherwise it is the OpSharding itself. Device ids are the mesh's own: global
-ordinals, some of which belong to this process.
+torch_xla has the sharding of a tensor only as OpSharding text. If the global mesh
+(`xs.set_global_mesh`) explains the text, the layout is a `Sharding` with axis names; otherwise it
+is the OpSharding itself. Device ids are the mesh's own: global ordinals, some of which belong to
+this process.
 """
 
 from __future__ import annotations
@@ -31,13 +32,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MOST_DIMS = 5
-"""Most dimensions of a tile assignment that 2.9 reads from Python; for more it logs an error and uses wrong devices."""
+"""Most dimensions of a tile assignment that 2.9 reads from Python; for more it logs an error and
+uses wrong devices."""
 
 
 @lru_cache(maxsize=16)
 def from_xla_mesh(mesh: Any) -> Mesh:
-    """A torch_xla `Mesh` or `HybridMesh` as a shardckpt `Mesh`; axes without names are numbered, "0" first."""
-    return Mesh(tuple(int(n) for n in mesh.mesh_shape), mesh.axis_names, np.asarray(mesh.device_ids))
+    """A torch_xla `Mesh` or `HybridMesh` as a shardckpt `Mesh`.
+
+    Axes without names are numbered, "0" first.
+    """
+    return Mesh(
+        tuple(int(n) for n in mesh.mesh_shape), mesh.axis_names, np.asarray(mesh.device_ids)
+    )
 
 
 def from_sharding_spec(spec: Any) -> Sharding:
@@ -57,11 +64,15 @@ def layouts_of(tensors: Sequence[Any]) -> list[Layout]:
         ShardingError: a text is not a valid sharding.
     """
     _XLAC._get_xla_sharding_specs(tensors)
-    # The first answer of 2.9 can be the sharding before the tensor's last program; the second one is correct.
+    # The first answer of 2.9 can be the sharding before the tensor's last program; the second one
+    # is correct.
     texts = _XLAC._get_xla_sharding_specs(tensors)
     count, mesh = xr.global_runtime_device_count(), xs.get_global_mesh()
     global_mesh = None if mesh is None else from_xla_mesh(mesh)
-    return [_layout(text, tensor.dim(), count, global_mesh) for tensor, text in zip(tensors, texts, strict=True)]
+    return [
+        _layout(text, tensor.dim(), count, global_mesh)
+        for tensor, text in zip(tensors, texts, strict=True)
+    ]
 
 
 @lru_cache(maxsize=256)
@@ -74,10 +85,14 @@ def _layout(text: str, ndim: int, count: int, mesh: Mesh | None) -> Layout:
 
 def replicated(layout: Layout, ndim: int) -> bool:
     """Whether a tensor of rank `ndim` is replicated for XLA."""
-    return layout.kind is Kind.REPLICATED if isinstance(layout, OpSharding) else prod(layout.parts(ndim)) == 1
+    return (
+        layout.kind is Kind.REPLICATED
+        if isinstance(layout, OpSharding)
+        else prod(layout.parts(ndim)) == 1
+    )
 
 
-# --- Layouts for torch_xla ------------------------------------------------------------------------------------------
+# --- Layouts for torch_xla ------------------------------------------------------------------------
 
 
 def over_all_devices(layout: Layout) -> Layout:
@@ -91,12 +106,18 @@ def over_all_devices(layout: Layout) -> Layout:
         return OpSharding.replicated(count)
     if layout.num_devices != count:
         raise ShardingError(
-            f"the target is sharded over {layout.num_devices} devices and this torch_xla job has {count}; give a mesh of all {count}."
+            f"the target is sharded over {layout.num_devices} devices and this torch_xla job has "
+            f"{count}; give a mesh of all {count}."
         )
-    ids = np.sort(layout.mesh.device_ids if isinstance(layout, Sharding) else layout.replication_groups.reshape(-1))
+    ids = np.sort(
+        layout.mesh.device_ids
+        if isinstance(layout, Sharding)
+        else layout.replication_groups.reshape(-1)
+    )
     if not np.array_equal(ids, np.arange(count)):
         raise ShardingError(
-            f"the target's devices are {ids[0]}…{ids[-1]} and those of this torch_xla job 0…{count - 1}; give a mesh of the job's own."
+            f"the target's devices are {ids[0]}…{ids[-1]} and those of this torch_xla job "
+            f"0…{count - 1}; give a mesh of the job's own."
         )
     return layout
 
@@ -106,7 +127,8 @@ def to_xla(layout: Layout, ndim: int) -> Any:
     """torch_xla's OpSharding of a layout, for tensors of rank `ndim`.
 
     Raises:
-        ShardingError: the layout is for another rank, or the rank is larger than torch_xla supports.
+        ShardingError: the layout is for another rank, or the rank is larger than torch_xla
+            supports.
     """
     same = (layout.op_sharding(ndim) if isinstance(layout, Sharding) else layout).canonical()
     parts = same.parts(ndim)
@@ -114,14 +136,19 @@ def to_xla(layout: Layout, ndim: int) -> Any:
     if prod(parts) == 1:
         return _XLAC.OpSharding([], [], [], int(kinds.REPLICATED))
     if ndim > _MOST_DIMS:
-        raise ShardingError(f"torch_xla 2.9 takes shardings of at most {_MOST_DIMS} dimensions and the tensor has {ndim}; reshape it.")
+        raise ShardingError(
+            f"torch_xla 2.9 takes shardings of at most {_MOST_DIMS} dimensions and the tensor has "
+            f"{ndim}; reshape it."
+        )
     groups = same.replication_groups
     if groups.shape[1] == 1:
         return _XLAC.OpSharding(groups.reshape(parts).tolist(), [], [], int(kinds.TILED))
-    return _XLAC.OpSharding([], np.arange(len(groups)).reshape(parts).tolist(), groups.tolist(), int(kinds.PARTIAL))
+    return _XLAC.OpSharding(
+        [], np.arange(len(groups)).reshape(parts).tolist(), groups.tolist(), int(kinds.PARTIAL)
+    )
 
 
-# --- Shards of this process ----------------------------------------------------------------------------------------
+# --- Shards of this process -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +158,8 @@ class XlaShards:
     boxes: BoxArray
     """The distinct, non-empty boxes."""
     box_of: NDArray[np.int64]
-    """(local devices,) the box of each device, in the runtime's order; -1 for a device with padding only."""
+    """(local devices,) the box of each device, in the runtime's order; -1 for a device with padding
+    only."""
     tile: tuple[int, ...]
     """The padded shape of every shard."""
     first_holders: list[int] = field(init=False)
@@ -150,7 +178,9 @@ class XlaShards:
 
 def local_device_ids() -> NDArray[np.int64]:
     """Ids of this process's devices, in the runtime's order."""
-    return np.array([int(device.rpartition(":")[2]) for device in _XLAC._xla_get_runtime_devices()], np.int64)
+    return np.array(
+        [int(device.rpartition(":")[2]) for device in _XLAC._xla_get_runtime_devices()], np.int64
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,12 @@ def write_chunks(
 ) -> tuple[int, int, int]: ...
 def read_chunks(
     fd: int,
-    bands: tuple[tuple[int, int, int, tuple[int, ...], tuple[tuple[NDArray[Any], tuple[int, ...], int], ...]], ...],
+    bands: tuple[
+        tuple[
+            int, int, int, tuple[int, ...], tuple[tuple[NDArray[Any], tuple[int, ...], int], ...]
+        ],
+        ...,
+    ],
     done: int,
     crcs: NDArray[Any],
     scratch: NDArray[Any],
@@ -27,5 +32,10 @@ def read_chunks(
     /,
 ) -> tuple[int, int, int]: ...
 def find_changes(
-    olds: tuple[NDArray[Any], ...], news: tuple[NDArray[Any], ...], itemsize: int, results: NDArray[Any], room: NDArray[Any], /
+    olds: tuple[NDArray[Any], ...],
+    news: tuple[NDArray[Any], ...],
+    itemsize: int,
+    results: NDArray[Any],
+    room: NDArray[Any],
+    /,
 ) -> int: ...

@@ -1,10 +1,11 @@
 """Seconds since the last write below a location, by the storage's own clock.
 
-Machines' clocks differ, and data that is removed for its age must be old for certain. So both times come from the storage.
+Machines' clocks differ, and data that is removed for its age must be old for certain. So both times
+come from the storage.
 
 1. *Now* is read first, so that slow requests do not make data look older than it is.
-2. *Last written* is the newest modification time of all objects below. Directories count only if there are no
-   files: they show that a save has just begun, but removing a file changes them, too.
+2. *Last written* is the newest modification time of all objects below. Directories count only if
+   there are no files: they show that a save has just begun, but removing a file changes them, too.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def last_written(store: Store, prefix: str) -> float | None:
     if newest is not None or path is None:
         return newest
     with storage_errors("look for changes in", path):
-        return max((_modification_time(directory) for directory, _, _ in os.walk(path)), default=None)
+        return max(
+            (_modification_time(directory) for directory, _, _ in os.walk(path)), default=None
+        )
 
 
 def storage_now(store: Store) -> float:

@@ -1,16 +1,19 @@
 """Host memory for reads and writes: a memory-limited buffer pool, and an arena for arrays that stay.
 
-Fresh memory is the slowest part of moving data on a host, because the kernel clears every page at its first use. So a `BufferPool`
-keeps the buffers that it has allocated. Leased bytes, and bytes counted beside them, never exceed the limit, with one exception: a
-request larger than the limit succeeds when nothing else is leased, because a framework may need all of a tensor's shards in one
-call. Requests are served in the order of their arrival, so none starves. One request covers all memory that its user needs until
-the user is done, including memory that others allocate for it. A thread that holds a lease never waits for another lease. So leases
-are always given back, and each request is served in the end. A pool of pinned memory is the same with a function that pins each new
+Fresh memory is the slowest part of moving data on a host, because the kernel clears every page at
+its first use. So a `BufferPool` keeps the buffers that it has allocated. Leased bytes, and bytes
+counted beside them, never exceed the limit, with one exception: a request larger than the limit
+succeeds when nothing else is leased, because a framework may need all of a tensor's shards in one
+call. Requests are served in the order of their arrival, so none starves. One request covers all
+memory that its user needs until the user is done, including memory that others allocate for it. A
+thread that holds a lease never waits for another lease. So leases are always given back, and each
+request is served in the end. A pool of pinned memory is the same with a function that pins each new
 buffer; pinning takes longer than clearing pages, so reuse matters even more.
 
-An `Arena` cuts arrays that the caller keeps from new memory. Most of the cost of fresh memory is page faults, and a large page needs
-one fault instead of 512. numpy asks for large pages from 4 MiB on, and the kernel uses them only where a complete large page fits. So
-arrays are cut from larger blocks that begin at a large page. A block lives as long as any of its arrays.
+An `Arena` cuts arrays that the caller keeps from new memory. Most of the cost of fresh memory is
+page faults, and a large page needs one fault instead of 512. numpy asks for large pages from 4 MiB
+on, and the kernel uses them only where a complete large page fits. So arrays are cut from larger
+blocks that begin at a large page. A block lives as long as any of its arrays.
 
 `after` continues a vectored read or write that the system ended early.
 """
@@ -38,7 +41,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-    Pin: TypeAlias = Callable[[NDArray[np.uint8], Callable[[int], Iterable[NDArray[np.uint8]]]], Callable[[], object]]
+    Pin: TypeAlias = Callable[
+        [NDArray[np.uint8], Callable[[int], Iterable[NDArray[np.uint8]]]], Callable[[], object]
+    ]
 
 ALIGNMENT = 64
 """Byte alignment of buffers, which devices' transfer engines prefer."""
@@ -53,7 +58,10 @@ MOST_VECTORS = 1000
 
 
 class KeptBuffers:
-    """Buffers that are kept for their next users, so that the kernel need not clear fresh memory. Safe to use from several threads."""
+    """Buffers that are kept for their next users, so that the kernel need not clear fresh memory.
+
+    Safe to use from several threads.
+    """
 
     def __init__(self, most: int) -> None:
         """Keep at most `most` bytes that nobody uses."""
@@ -67,7 +75,8 @@ class KeptBuffers:
             for i, buffer in enumerate(self._free):
                 if buffer.nbytes == nbytes:
                     return self._free.pop(i)
-            self._free.clear()  # others were for a save with another memory limit, and are not counted in this one's
+            # Others were for a save with another memory limit, and are not counted in this one's.
+            self._free.clear()
         return np.empty(nbytes, np.uint8)
 
     def give_back(self, buffer: NDArray[np.uint8]) -> None:
@@ -86,7 +95,9 @@ class KeptBuffers:
 class Lease:
     """Bytes leased from a pool; a context manager that gives them back."""
 
-    def __init__(self, pool: BufferPool, buffer: NDArray[np.uint8], nbytes: int, beside: int) -> None:
+    def __init__(
+        self, pool: BufferPool, buffer: NDArray[np.uint8], nbytes: int, beside: int
+    ) -> None:
         self._pool = pool
         self._pin = pool.pin
         self._buffer: NDArray[np.uint8] | None = buffer
@@ -119,7 +130,10 @@ class Lease:
         self._pool._take_back(None, nbytes)  # noqa: SLF001  (pool and lease are one thing)
 
     def give_back(self, *, keep: bool = True) -> None:
-        """End the lease; its arrays must no longer be used. With `keep=False` the pool does not reuse the buffer."""
+        """End the lease; its arrays must no longer be used.
+
+        With `keep=False` the pool does not reuse the buffer.
+        """
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             self._pool._take_back(buffer, self._beside, keep=keep and self._pin is self._pool.pin)  # noqa: SLF001
@@ -128,7 +142,12 @@ class Lease:
         """The lease itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Give the bytes back."""
         self.give_back()
 
@@ -144,7 +163,8 @@ class BufferPool:
         self.high_water = 0
         """Most bytes that existed at once: leased, counted beside leases, or kept for reuse."""
         self.copying: set[int] = set()
-        """Threads that are filling a lease, by their identifiers: a signal handler on such a thread must not wait for another lease."""
+        """Threads that are filling a lease, by their identifiers: a signal handler on such a thread
+        must not wait for another lease."""
         self._leased = 0
         """Bytes that are leased, or counted beside leases."""
         self._kept: list[NDArray[np.uint8]] = []
@@ -161,14 +181,16 @@ class BufferPool:
         Args:
             nbytes: least bytes of the buffer.
             most: preferred bytes, granted as far as there is room without a longer wait.
-            beside: bytes that others allocate during the lease. They count like leased bytes until the lease ends or
-                `Lease.release` is called.
+            beside: bytes that others allocate during the lease. They count like leased bytes until
+                the lease ends or `Lease.release` is called.
         """
         turn = object()
         with self._changed.lock:
             self._waiting.append(turn)
             try:
-                self._changed.wait_for(lambda: self._waiting[0] is turn and self._fits(_size(nbytes) + beside))
+                self._changed.wait_for(
+                    lambda: self._waiting[0] is turn and self._fits(_size(nbytes) + beside)
+                )
                 room = (self.limit - self._leased - beside) // ALIGNMENT * ALIGNMENT
                 return self._lend(max(nbytes, min(most, room)), beside)
             finally:
@@ -196,10 +218,13 @@ class BufferPool:
             self._changed.notify_all()
 
     def pin_with(self, pin: Pin) -> None:
-        """Pin all buffers from now on; buffers that are not pinned are freed, leased ones at the end of their lease.
+        """Pin all buffers from now on.
+
+        Buffers that are not pinned are freed, leased ones at the end of their lease.
 
         Args:
-            pin: pins the memory of a buffer, in parts of a size that it chooses, and returns the function that unpins it.
+            pin: pins the memory of a buffer, in parts of a size that it chooses, and returns the
+                function that unpins it.
         """
         with self._changed.lock:
             if self.pin is not pin:
@@ -236,7 +261,10 @@ class BufferPool:
         return Lease(self, buffer, nbytes, beside)
 
     def _reuse(self, size: int, room: int) -> NDArray[np.uint8] | None:
-        """The smallest kept buffer that is large enough and not wastefully larger; None if there is none."""
+        """The smallest kept buffer that is large enough and not wastefully larger.
+
+        None if there is none.
+        """
         most = max(size, min(2 * size + (1 << 20), room))
         fitting = [i for i, b in enumerate(self._kept) if size <= b.nbytes <= most]
         return self._kept.pop(min(fitting, key=lambda i: self._kept[i].nbytes)) if fitting else None
@@ -249,7 +277,9 @@ class BufferPool:
     def _allocated_bytes(self) -> int:
         return self._leased + sum(b.nbytes for b in self._kept)
 
-    def _take_back(self, buffer: NDArray[np.uint8] | None, beside: int, *, keep: bool = True) -> None:
+    def _take_back(
+        self, buffer: NDArray[np.uint8] | None, beside: int, *, keep: bool = True
+    ) -> None:
         with self._changed.lock:
             self._leased -= beside
             if buffer is not None:
@@ -283,13 +313,19 @@ class Arena:
 
 def touch(buffer: NDArray[np.uint8]) -> None:
     """Write to every page of new memory, on several threads: the kernel clears the pages then, and pinning them takes a fifth as long."""
-    parts = [buffer[begin : begin + _TOUCHED : mmap.PAGESIZE] for begin in range(0, buffer.nbytes, _TOUCHED)]
+    parts = [
+        buffer[begin : begin + _TOUCHED : mmap.PAGESIZE]
+        for begin in range(0, buffer.nbytes, _TOUCHED)
+    ]
     parts.append(buffer[-1:])  # it may begin amid a page
     run_on_threads(parts, [_clear] * max(1, min(cores(), len(parts))), "shardckpt-touch")
 
 
 def touched(buffer: NDArray[np.uint8], nbytes: int) -> Iterator[NDArray[np.uint8]]:
-    """Yield parts of new memory after a `touch`; while the caller has one, the next one is touched."""
+    """Yield parts of new memory after a `touch`.
+
+    While the caller has one, the next one is touched.
+    """
     parts = (buffer[begin : begin + nbytes] for begin in range(0, buffer.nbytes, nbytes))
     with closing(read_ahead(parts, lambda *_: (), touch, ahead=1, copies=False)) as coming:
         for part, _ in coming:

@@ -1,12 +1,14 @@
 /* Compares chunks with those of an earlier version.
 
-This file knows no Python, allocates nothing and reaches no file: moving_binding.c checks all arguments. It uses `crc32c` of moving.c.
-Memory is accessed by memcpy, so that nothing need be aligned. */
+This file knows no Python, allocates nothing and reaches no file: moving_binding.c checks all
+arguments. It uses `crc32c` of moving.c. Memory is accessed by memcpy, so that nothing need be
+aligned. */
 
 #include <stdint.h>
 #include <string.h>
 
-#define INLINED __attribute__((always_inline)) static inline /* so that the size of an element is a constant */
+/* So that the size of an element is a constant. */
+#define INLINED __attribute__((always_inline)) static inline
 
 enum { LONG_GAP = 255, LISTED = 4096 };
 
@@ -35,7 +37,8 @@ INLINED uint64_t load(const char *at, int size) {
 INLINED uint64_t differing(const char *a, const char *b) {
     uint64_t equal = 0;
     for (int k = 0; k < 64; k += 16) {
-        const __m128i one = _mm_loadu_si128((const __m128i *)(a + k)), other = _mm_loadu_si128((const __m128i *)(b + k));
+        const __m128i one = _mm_loadu_si128((const __m128i *)(a + k)),
+                      other = _mm_loadu_si128((const __m128i *)(b + k));
         equal |= (uint64_t)(uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(one, other)) << k;
     }
     return ~equal;
@@ -45,7 +48,8 @@ INLINED uint64_t differing(const char *a, const char *b) {
     uint64_t mask = 0;
     for (int k = 0; k < 64; k += 8) {
         const uint64_t word = load(a + k, 8) ^ load(b + k, 8), low = UINT64_C(0x7f7f7f7f7f7f7f7f);
-        const uint64_t set = (((word & low) + low) | word) & ~low; /* the highest bit of each byte that is not zero */
+        /* The highest bit of each byte that is not zero. */
+        const uint64_t set = (((word & low) + low) | word) & ~low;
         mask |= ((set >> 7) * UINT64_C(0x0102040810204080) >> 56) << k; /* these bits together */
     }
     return mask;
@@ -60,9 +64,11 @@ struct writer {
     int64_t last;  /* the last element that differs */
 };
 
-INLINED void add(const char *old, const char *new, int64_t i, int size, struct writer *w, struct comparison *f) {
+INLINED void add(const char *old, const char *new, int64_t i, int size, struct writer *w,
+                 struct comparison *f) {
     const uint64_t growth = load(new + i * size, size) - load(old + i * size, size);
-    const uint64_t folded = growth << 1 ^ (growth >> (8 * size - 1) & 1 ? ~UINT64_C(0) : 0); /* the sign becomes the lowest bit */
+    /* The sign becomes the lowest bit. */
+    const uint64_t folded = growth << 1 ^ (growth >> (8 * size - 1) & 1 ? ~UINT64_C(0) : 0);
     const int64_t gap = i - w->last - 1;
     if (gap >= LONG_GAP) {
         const uint32_t rest = (uint32_t)(gap - LONG_GAP);
@@ -75,8 +81,9 @@ INLINED void add(const char *old, const char *new, int64_t i, int size, struct w
     w->last = i;
 }
 
-/* Compare `n` elements of `size` bytes, 64 bytes at a time. The elements that differ are listed first: of most of these 64 bytes none does or
-   one, and a branch between the two would be mispredicted half of the time. */
+/* Compare `n` elements of `size` bytes, 64 bytes at a time. The elements that differ are listed
+   first: of most of these 64 bytes none does or one, and a branch between the two would be
+   mispredicted half of the time. */
 INLINED struct comparison compare(char *old, const char *new, int64_t n, int size, char *out) {
     struct comparison f = {0, 0, 0};
     char *longs = out + n;
@@ -92,7 +99,8 @@ INLINED struct comparison compare(char *old, const char *new, int64_t n, int siz
                 differ |= differ >> k;
             differ &= UINT64_MAX / (UINT64_MAX >> (64 - size));
             do { /* what is written for none is written over */
-                list[listed] = (uint16_t)(i - first + __builtin_ctzll(differ | UINT64_C(1) << 63) / size);
+                list[listed] =
+                    (uint16_t)(i - first + __builtin_ctzll(differ | UINT64_C(1) << 63) / size);
                 listed += differ != 0;
             } while (differ &= differ - 1);
         }
@@ -105,19 +113,22 @@ INLINED struct comparison compare(char *old, const char *new, int64_t n, int siz
         if (load(new + k * size, size) != load(old + k * size, size))
             add(old, new, k, size, &w, &f);
     memcpy(old + i * size, new + i * size, (size_t)((n - i) * size));
-    memmove(out + f.changed, w.longs, (size_t)(4 * f.long_gaps)); /* what was found moves together */
+    /* The lists move together. */
+    memmove(out + f.changed, w.longs, (size_t)(4 * f.long_gaps));
     for (int k = 0; k < size; k++)
-        memmove(out + f.changed + 4 * f.long_gaps + k * f.changed, w.planes + k * n, (size_t)f.changed);
+        memmove(out + f.changed + 4 * f.long_gaps + k * f.changed, w.planes + k * n,
+                (size_t)f.changed);
     return f;
 }
 
-/* Write gaps, long gaps and planes of the growth of a chunk's elements to `out` (shardckpt/format/differences.py has the form), and make
-   the old elements the new ones. `size`: bytes of an element, 1, 2, 4 or 8. */
+/* Write gaps, long gaps and planes of the growth of a chunk's elements to `out`
+   (shardckpt/format/differences.py has the form), and make the old elements the new ones. `size`:
+   bytes of an element, 1, 2, 4 or 8. */
 static struct comparison changes(char *old, const char *new, int64_t nbytes, int size, char *out) {
     struct comparison f = size == 1   ? compare(old, new, nbytes, 1, out)
-                     : size == 2 ? compare(old, new, nbytes / 2, 2, out)
-                     : size == 4 ? compare(old, new, nbytes / 4, 4, out)
-                                 : compare(old, new, nbytes / 8, 8, out);
+                          : size == 2 ? compare(old, new, nbytes / 2, 2, out)
+                          : size == 4 ? compare(old, new, nbytes / 4, 4, out)
+                                      : compare(old, new, nbytes / 8, 8, out);
     f.crc = crc32c(0, new, nbytes);
     return f;
 }

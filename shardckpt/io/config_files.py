@@ -1,4 +1,6 @@
-"""Parser of configuration files that users write: TOML, YAML or JSON, chosen by file name; code is never run.
+"""Parser of configuration files that users write: TOML, YAML or JSON, chosen by file name.
+
+Code is never run.
 
 The formats disagree about duplicate keys; here a duplicate key is an error.
 """
@@ -28,13 +30,17 @@ def read_file(path: str | os.PathLike[str], what: str, kinds: Sequence[str]) -> 
         kinds: the allowed file name endings: ".toml".
 
     Raises:
-        OptionError: the file has another ending, cannot be read, or cannot be parsed; the message names the file.
+        OptionError: the file has another ending, cannot be read, or cannot be parsed; the message
+            names the file.
     """
     file = Path(path)
     kind = file.suffix.lower()
     if kind not in kinds:
         formats = " or ".join(dict.fromkeys(_NAMES[kind] for kind in kinds))
-        raise OptionError(f"{file}: a {what} is {formats}, so its name must end with {', '.join(kinds[:-1])} or {kinds[-1]}.")
+        raise OptionError(
+            f"{file}: a {what} is {formats}, so its name must end with {', '.join(kinds[:-1])} or "
+            f"{kinds[-1]}."
+        )
     try:
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -90,7 +96,9 @@ def _yaml(text: str, where: str) -> Any:
             for key, _ in node.value:
                 name = (key.tag, str(key.value))
                 if name in keys:
-                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} appears twice", key.start_mark)
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} appears twice", key.start_mark
+                    )
                 keys.add(name)
             return super().construct_mapping(node, deep)
 

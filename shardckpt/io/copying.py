@@ -1,7 +1,8 @@
 """Copies of many arrays from one place in a host's memory to another.
 
-One core rarely uses all of the memory bandwidth. So arrays are cut into parts, and several threads copy the parts:
-numpy releases the interpreter lock while it copies. The calling thread copies small arrays itself, because threads cost more.
+One core rarely uses all of the memory bandwidth. So arrays are cut into parts, and several threads
+copy the parts: numpy releases the interpreter lock while it copies. The calling thread copies small
+arrays itself, because threads cost more.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ _Pair: TypeAlias = "tuple[NDArray[Any], NDArray[Any]]"
 """A target and a source, of one shape and dtype."""
 
 _PART_BYTES = 4 << 20
-"""Least bytes per part: takes a millisecond to copy, hundreds of times as long as getting the next part."""
+"""Least bytes per part: takes a millisecond to copy, hundreds of times as long as getting the next
+part."""
 _LARGEST_PART = 32 << 20
-"""Most bytes per part: numpy gives the interpreter lock up once for each, and a thread may wait long to have it back."""
+"""Most bytes per part: numpy gives the interpreter lock up once for each, and a thread may wait
+long to have it back."""
 
 
 def copy_all(pairs: Sequence[_Pair]) -> None:
     """Copy each source to its target, in any order.
 
-    No thread uses the arrays when this returns or raises; after Ctrl-C it first waits for the parts in progress.
+    No thread uses the arrays when this returns or raises; after Ctrl-C it first waits for the parts
+    in progress.
     """
     nbytes = sum(target.nbytes for target, _ in pairs)
     threads = min(cores(), nbytes // _PART_BYTES)
@@ -39,7 +43,11 @@ def copy_all(pairs: Sequence[_Pair]) -> None:
     most = max(_PART_BYTES, min(_LARGEST_PART, nbytes // (4 * threads)))
     parts = (part for pair in pairs for part in _parts(*pair, most))
     # Drawing 10 KB takes as long as copying them, so threads draw many small parts at a time.
-    run_on_threads(batches(parts, lambda part: (part[0].nbytes,), (_PART_BYTES,)), [_copy] * threads, "shardckpt-copy")
+    run_on_threads(
+        batches(parts, lambda part: (part[0].nbytes,), (_PART_BYTES,)),
+        [_copy] * threads,
+        "shardckpt-copy",
+    )
 
 
 def _copy(pairs: Sequence[_Pair]) -> None:
@@ -48,7 +56,10 @@ def _copy(pairs: Sequence[_Pair]) -> None:
 
 
 def _parts(target: NDArray[Any], source: NDArray[Any], most: int) -> Iterator[_Pair]:
-    """Cut a large pair into parts along its first dimension that is longer than one; yield a small pair unchanged."""
+    """Cut a large pair into parts along its first dimension that is longer than one.
+
+    Yield a small pair unchanged.
+    """
     if target.nbytes <= most:
         yield target, source
         return

@@ -1,12 +1,14 @@
 """Data files, which are written once from front to back and then made durable, and the free space of a disk.
 
-On a local disk bytes go from the caller's buffer straight into the file, without a copy. The disk starts to write
-them while others are appended (`begin_write_back`), so that making the file durable finds little left to do. An object in an object
-store is written in one request, from the buffer in which its bytes were collected. The caller provides it, and may lay bytes out
-there (`room`), so that they are not copied.
+On a local disk bytes go from the caller's buffer straight into the file, without a copy. The disk
+starts to write them while others are appended (`begin_write_back`), so that making the file durable
+finds little left to do. An object in an object store is written in one request, from the buffer in
+which its bytes were collected. The caller provides it, and may lay bytes out there (`room`), so
+that they are not copied.
 
-A local disk reports its free space (`statvfs`). Buckets and memory do not, nor do file systems that report no size at
-all. Other processes may write to the same disk meanwhile, so free space now is no guarantee.
+A local disk reports its free space (`statvfs`). Buckets and memory do not, nor do file systems that
+report no size at all. Other processes may write to the same disk meanwhile, so free space now is no
+guarantee.
 """
 
 from __future__ import annotations
@@ -53,9 +55,17 @@ class BlocksOut:
     """One past the last chunk to write."""
 
     @classmethod
-    def of(cls, blocks: Sequence[NDArray[Any]], chunks: tuple[int, ...], scratch: NDArray[np.uint8], count: int) -> BlocksOut:
+    def of(
+        cls,
+        blocks: Sequence[NDArray[Any]],
+        chunks: tuple[int, ...],
+        scratch: NDArray[np.uint8],
+        count: int,
+    ) -> BlocksOut:
         """All `count` chunks of blocks."""
-        buffers = tuple(block.view(extension.KINDS[block.itemsize]) for block in blocks)  # that C takes
+        buffers = tuple(
+            block.view(extension.KINDS[block.itemsize]) for block in blocks
+        )  # that C takes
         return cls(buffers, chunks, scratch, np.empty(count, np.uint32), 0, count)
 
     @property
@@ -77,8 +87,14 @@ class BlocksOut:
             how, done, error = extension.moving.write_chunks(
                 -1, 0, 0, self.blocks, self.chunks, first, last, crcs, place, extension.LONGEST_S
             )
-            if how == extension.SYSTEM_ERROR:  # an extension that was built before it laid chunks out in memory
-                raise OSError(error, f"{os.strerror(error)}: build the extension again with `python tools/build_extension.py`")
+            if (
+                how == extension.SYSTEM_ERROR
+            ):  # an extension that was built before it laid chunks out in memory
+                raise OSError(
+                    error,
+                    f"{os.strerror(error)}: build the extension again with `python "
+                    "tools/build_extension.py`",
+                )
             first += done
 
     def write(self, fd: int, offset: int, begun: int) -> int:
@@ -87,7 +103,8 @@ class BlocksOut:
         Args:
             fd: the file.
             offset: offset of the first chunk.
-            begun: the offset up to which write-back of the file has begun; it begins for the rest after each call with many bytes.
+            begun: the offset up to which write-back of the file has begun; it begins for the rest
+                after each call with many bytes.
 
         Returns:
             The same offset afterwards.
@@ -98,7 +115,16 @@ class BlocksOut:
         stored, first, last = self.chunk_bytes, self.first, self.last
         while first < last:
             how, done, error = extension.moving.write_chunks(
-                fd, offset, begun, self.blocks, self.chunks, first, last, self.crcs[first:last], self.scratch, extension.LONGEST_S
+                fd,
+                offset,
+                begun,
+                self.blocks,
+                self.chunks,
+                first,
+                last,
+                self.crcs[first:last],
+                self.scratch,
+                extension.LONGEST_S,
             )
             if how == extension.SYSTEM_ERROR:
                 raise OSError(error, os.strerror(error))
@@ -110,14 +136,18 @@ class BlocksOut:
 
 
 Output: TypeAlias = Data | list[Data] | BlocksOut
-"""Bytes to append: one buffer, several buffers one after another, or blocks that the extension moves."""
+"""Bytes to append: one buffer, several buffers one after another, or blocks that the extension
+moves."""
 
 
 class DataFile(Protocol):
     """A file that bytes are appended to."""
 
     def room(self, nbytes: int) -> NDArray[np.uint8] | None:
-        """Memory for the next bytes, which are then appended without a copy; None if the file has none."""
+        """Memory for the next bytes, which are then appended without a copy.
+
+        None if the file has none.
+        """
 
     def append(self, data: Output) -> None:
         """Append bytes; the caller may reuse the buffers when this returns."""
@@ -126,24 +156,34 @@ class DataFile(Protocol):
         """End the file: nothing is appended any more. Making it durable may have begun."""
 
     def wait(self) -> None:
-        """After `seal`: return when everything is durable. May run on another thread than `append`."""
+        """After `seal`: return when everything is durable.
+
+        May run on another thread than `append`.
+        """
 
     def interrupt(self) -> None:
         """After `seal`: cancel work that would block `wait` on another thread for long."""
 
     def abandon(self) -> None:
-        """Give up and free resources; no other thread may be in `wait` any more. The written bytes may or may not be there."""
+        """Give up and free resources; no other thread may be in `wait` any more.
+
+        The written bytes may or may not be there.
+        """
 
 
-def create_data_file(store: Store, key: str, buffer: NDArray[np.uint8] | None = None, *, draft: str | None = None) -> DataFile:
+def create_data_file(
+    store: Store, key: str, buffer: NDArray[np.uint8] | None = None, *, draft: str | None = None
+) -> DataFile:
     """Create an empty data file.
 
     Args:
         store: location of the file.
         key: its name, which is new because attempt names are never reused.
-        draft: another name for the file on a local disk until it is complete and durable. Then it is renamed, and replaces
-            any file of that name. (An object replaces another one in any case.)
-        buffer: memory in which an object's bytes are collected; if it is too small, other memory. It may be used again after `wait`.
+        draft: another name for the file on a local disk until it is complete and durable. Then it
+            is renamed, and replaces any file of that name. (An object replaces another one in any
+            case.)
+        buffer: memory in which an object's bytes are collected; if it is too small, other memory.
+            It may be used again after `wait`.
 
     Raises:
         StorageError: a file of that name exists already, or none can be created (on a local disk).
@@ -300,13 +340,20 @@ _sync_file_range = _find_function()
 
 
 def begin_write_back(fd: int, offset: int, nbytes: int) -> bool:
-    """Start write-back of a part of a file that is still appended to; return whether the system accepted that.
+    """Start write-back of a part of a file that is still appended to.
 
-    By itself the kernel waits for some seconds, or until a tenth of the memory is dirty; `fsync` then waits for nearly all of it.
-    Linux can be asked to begin earlier. The request is only a hint: it does not wait for bytes to be written, though perhaps for room in
-    the disk's queue. It makes nothing durable and reports no error. `fsync` reports all errors since the file was opened.
+    Return whether the system accepted that.
+
+    By itself the kernel waits for some seconds, or until a tenth of the memory is dirty; `fsync`
+    then waits for nearly all of it. Linux can be asked to begin earlier. The request is only a
+    hint: it does not wait for bytes to be written, though perhaps for room in the disk's queue. It
+    makes nothing durable and reports no error. `fsync` reports all errors since the file was
+    opened.
     """
-    return _sync_file_range is not None and _sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE) == 0
+    return (
+        _sync_file_range is not None
+        and _sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE) == 0
+    )
 
 
 # --- room
@@ -325,13 +372,16 @@ def check_space(store: Store, nbytes: int) -> None:
     lack = lack_of_space(store, nbytes)
     if lack is not None:
         raise StorageError(
-            f"{store}: this save takes {file_size(nbytes)} and {lack}; "
-            f"make room (keep fewer checkpoints, delete what failed saves left with `shardckpt gc`), or save elsewhere."
+            f"{store}: this save takes {file_size(nbytes)} and {lack}; make room (keep fewer "
+            "checkpoints, delete what failed saves left with `shardckpt gc`), or save elsewhere."
         )
 
 
 def lack_of_space(store: Store, nbytes: int) -> str | None:
-    """A text about the free space at a place and the bytes that are missing; None if there is enough, or the storage does not say."""
+    """A text about the free space at a place and the bytes that are missing.
+
+    None if there is enough, or the storage does not say.
+    """
     free = free_bytes(store)
     if free is None or free >= nbytes:
         return None
@@ -346,7 +396,9 @@ def free_bytes(store: Store) -> int | None:
     for existing in (path, *path.parents):
         try:
             status = os.statvfs(existing)
-        except FileNotFoundError:  # the save creates this directory, on the disk of the nearest existing parent
+        except (
+            FileNotFoundError
+        ):  # the save creates this directory, on the disk of the nearest existing parent
             continue
         except OSError:  # the save itself reports this error better
             return None

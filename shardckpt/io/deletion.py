@@ -24,7 +24,8 @@ _TRIES, _PAUSE = 5, 0.1
 def remove_tree(path: Path) -> None:
     """Remove a directory and everything below it; a link is removed, and its target stays.
 
-    NFS and FUSE keep a deleted file that somebody reads, under a hidden name; then its directory stays for a later collection.
+    NFS and FUSE keep a deleted file that somebody reads, under a hidden name; then its directory
+    stays for a later collection.
     """
     if is_link(path):
         path.unlink()
@@ -32,7 +33,8 @@ def remove_tree(path: Path) -> None:
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
-        # It is gone already; or another process is deleting it too, and a second pass removes the rest.
+        # It is gone already; or another process is deleting it too, and a second pass removes the
+        # rest.
         shutil.rmtree(path, ignore_errors=True)
     except OSError as e:
         if e.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
@@ -45,7 +47,9 @@ def remove_tree(path: Path) -> None:
         left = [name for _, _, names in os.walk(path) for name in names]
         if not all(map(HIDDEN.fullmatch, left)):
             raise
-        if not left:  # the last file is gone by now; or an empty directory cannot be removed, because it is a mount
+        # The last file is gone by now; or an empty directory cannot be removed, because it is a
+        # mount.
+        if not left:
             shutil.rmtree(path)
 
 

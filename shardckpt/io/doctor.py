@@ -1,8 +1,9 @@
 """Trials of a place: what saves, commits, collections and exports need of it, tried there.
 
-1. `examine` makes a directory of its own below the place, `.doctor-…`, and removes it again, also after Ctrl-C.
-2. A *trial* tries one ability. Where two writers are needed, one is another process. It is a thread where no other process
-   reaches the place.
+1. `examine` makes a directory of its own below the place, `.doctor-…`, and removes it again, also
+   after Ctrl-C.
+2. A *trial* tries one ability. Where two writers are needed, one is another process. It is a thread
+   where no other process reaches the place.
 3. A *promise* of docs/storage.md holds if all trials that it depends on have worked.
 """
 
@@ -57,7 +58,8 @@ class Trial:
 
     name: str
     outcome: Literal["works", "lacks", "fails", "skipped"]
-    """`lacks`: the place says that it has no such ability. `skipped`: a trial that it needs did not work."""
+    """`lacks`: the place says that it has no such ability. `skipped`: a trial that it needs did not
+    work."""
     detail: str
 
 
@@ -77,17 +79,37 @@ class Promise:
 
 PROMISES = (
     Promise("restore", "checkpoints that are there are restored", ("look",)),
-    Promise("save", "a save is complete or not visible, and of two saves one commits", ("write", "list", "create")),
     Promise(
-        "replace", "overwriting, rm, gc, pins and retention are safe beside other processes", ("write", "replace", "delete"), ("remove",)
+        "save",
+        "a save is complete or not visible, and of two saves one commits",
+        ("write", "list", "create"),
     ),
-    Promise("hosts", "several processes save one checkpoint", ("write", "list", "processes", "locks")),
-    Promise("durable", "what is saved survives the process, and a crash of the machine", ("write", "processes", "sync", "rename")),
+    Promise(
+        "replace",
+        "overwriting, rm, gc, pins and retention are safe beside other processes",
+        ("write", "replace", "delete"),
+        ("remove",),
+    ),
+    Promise(
+        "hosts", "several processes save one checkpoint", ("write", "list", "processes", "locks")
+    ),
+    Promise(
+        "durable",
+        "what is saved survives the process, and a crash of the machine",
+        ("write", "processes", "sync", "rename"),
+    ),
     Promise("clean", "a deleted checkpoint leaves nothing", ("delete", "remove"), needed=False),
     Promise("grace", "gc spares what is younger than its grace period", ("clock",), needed=False),
-    Promise("reuse", "a reshard takes over unchanged files without reading them", ("copies",), needed=False),
+    Promise(
+        "reuse",
+        "a reshard takes over unchanged files without reading them",
+        ("copies",),
+        needed=False,
+    ),
     Promise("exports", "exports are written there", ("exports",), needed=False),
-    Promise("stock", "TensorStore opens checkpoints of the packed layout", ("driver",), needed=False),
+    Promise(
+        "stock", "TensorStore opens checkpoints of the packed layout", ("driver",), needed=False
+    ),
 )
 
 
@@ -101,7 +123,10 @@ class Diagnosis:
     """The directory of the trials, if it could not be removed."""
 
     def holds(self, promise: Promise) -> bool:
-        """Whether all trials that a promise depends on have worked. Some are made on disks alone."""
+        """Whether all trials that a promise depends on have worked.
+
+        Some are made on disks alone.
+        """
         outcomes = {trial.name: trial.outcome for trial in self.trials}
         spared = all(outcomes[name] in ("works", "lacks") for name in promise.spares)
         return spared and all(outcomes.get(name, "works") == "works" for name in promise.needs)
@@ -109,7 +134,9 @@ class Diagnosis:
     @property
     def ok(self) -> bool:
         """Whether all promises hold that checkpoints cannot do without, and nothing was left behind."""
-        return self.left is None and all(map(self.holds, (promise for promise in PROMISES if promise.needed)))
+        return self.left is None and all(
+            map(self.holds, (promise for promise in PROMISES if promise.needed))
+        )
 
 
 def examine(url: Location | str | os.PathLike[str]) -> Diagnosis:
@@ -132,7 +159,9 @@ def examine(url: Location | str | os.PathLike[str]) -> Diagnosis:
 def _removed_afterwards(store: Store, name: str, left: list[str]) -> Iterator[None]:
     """Remove the directory of the trials afterwards, and on disk the directories above it that did not exist."""
     path = store.local_path("")
-    missing = [] if path is None else [above for above in (path, *path.parents) if not exists(above)]
+    missing = (
+        [] if path is None else [above for above in (path, *path.parents) if not exists(above)]
+    )
 
     def remove() -> None:
         try:
@@ -186,7 +215,11 @@ def _trials(place: Store, store: Store) -> Iterator[Trial]:
     }
     looked = _attempt("look", lambda: _look(place))
     yield looked
-    written = _attempt("write", lambda: _write(store)) if looked.outcome == "works" else Trial("write", "skipped", "look did not work")
+    written = (
+        _attempt("write", lambda: _write(store))
+        if looked.outcome == "works"
+        else Trial("write", "skipped", "look did not work")
+    )
     yield written
     if written.outcome != "works":
         yield from (Trial(name, "skipped", "write did not work") for name in (*alone, *with_peer))
@@ -194,10 +227,14 @@ def _trials(place: Store, store: Store) -> Iterator[Trial]:
     yield from (_attempt(name, trial) for name, trial in alone.items())
     own = _Writer(store, "own")
     with _peer(store) as peer:
-        yield from (_attempt(name, lambda trial=trial: trial(own, peer)) for name, trial in with_peer.items())  # type: ignore[misc]
+        yield from (
+            _attempt(name, lambda trial=trial: trial(own, peer))
+            for name, trial in with_peer.items()
+        )  # type: ignore[misc]
 
 
-# --- trials; each returns what it saw, and raises a WrongError, a LackError or the error of the storage
+# --- trials; each returns what it saw, and raises a WrongError, a LackError or the error of the
+# storage
 
 
 def _expect(condition: bool, text: str) -> None:
@@ -206,7 +243,11 @@ def _expect(condition: bool, text: str) -> None:
 
 
 def _look(store: Store) -> str:
-    return "a checkpoint is there" if store.exists("checkpoint.json") else "no checkpoint is there; looking is allowed"
+    return (
+        "a checkpoint is there"
+        if store.exists("checkpoint.json")
+        else "no checkpoint is there; looking is allowed"
+    )
 
 
 def _write(store: Store) -> str:
@@ -215,8 +256,13 @@ def _write(store: Store) -> str:
     data = secrets.token_bytes(1000)
     store.write("written/key", data)
     _expect(store.read("written/key") == data, "an object that was written is read differently")
-    _expect(store.read("written/key", 10, 20) == data[10:20], "a range of an object is read differently")
-    _expect(store.size("written/key") == len(data), "the size of an object is another one than was written")
+    _expect(
+        store.read("written/key", 10, 20) == data[10:20], "a range of an object is read differently"
+    )
+    _expect(
+        store.size("written/key") == len(data),
+        "the size of an object is another one than was written",
+    )
     return "an object is read as it was written, whole and in part"
 
 
@@ -225,8 +271,14 @@ def _list(store: Store) -> str:
         raise LackError("nothing can be listed")
     for i in range(3):
         store.write(f"listed/{i}", b"")
-        _expect(f"listed/{i}" in store.list("listed/"), "a listing lacks an object that was written just before")
-    _expect(store.list_children("listed/") == ["0", "1", "2"], "a listing of one level differs from what was written")
+        _expect(
+            f"listed/{i}" in store.list("listed/"),
+            "a listing lacks an object that was written just before",
+        )
+    _expect(
+        store.list_children("listed/") == ["0", "1", "2"],
+        "a listing of one level differs from what was written",
+    )
     return "each object is listed at once"
 
 
@@ -245,7 +297,9 @@ def _remove(store: Store) -> str:
     _, second = store.read_versioned("removed")
     _expect(not store.remove("removed", first), "an object that had changed was deleted")
     if not store.remove("removed", second):
-        raise LackError("no deletion depends on the version; the record of a deleted checkpoint stays")
+        raise LackError(
+            "no deletion depends on the version; the record of a deleted checkpoint stays"
+        )
     return "an object is deleted only if it is unchanged"
 
 
@@ -253,7 +307,10 @@ def _clock(store: Store) -> str:
     if not store.keeps_times:
         raise LackError("the place keeps no times of writes")
     ahead = storage_now(store) - time.time()
-    return f"it differs from this machine's by {duration_text(abs(ahead))}; ages are measured by the place's own clock"
+    return (
+        f"it differs from this machine's by {duration_text(abs(ahead))}; ages are measured by the "
+        "place's own clock"
+    )
 
 
 def _copies(store: Store) -> str:
@@ -261,7 +318,9 @@ def _copies(store: Store) -> str:
     if path is not None:
         store.write("linked", b"bytes")
         os.link(path / "linked", path / "link")
-        _expect((path / "link").read_bytes() == b"bytes", "a hard link has other bytes than its file")
+        _expect(
+            (path / "link").read_bytes() == b"bytes", "a hard link has other bytes than its file"
+        )
         return "hard links"
     if not store.copies_from(store):
         raise LackError("the place does not copy by itself")
@@ -286,7 +345,10 @@ def _exports(store: Store) -> str:
 def _driver(store: Store) -> str:
     if not store.has_driver:
         raise LackError("TensorStore has no driver; layout='zarr' is for zarr-python")
-    _expect(store.kvstore().read("written/key").result().state == "value", "TensorStore does not see an object that was written")
+    _expect(
+        store.kvstore().read("written/key").result().state == "value",
+        "TensorStore does not see an object that was written",
+    )
     return "TensorStore sees the same objects"
 
 
@@ -303,7 +365,10 @@ def _rate(store: Store) -> str:
     written = time.perf_counter()
     _expect(store.read("rate") == data, "a large object is read differently")
     read = time.perf_counter()
-    return f"{file_size(BYTES)} written at {_per_second(written - begun)}, read at {_per_second(read - written)}, on one thread"
+    return (
+        f"{file_size(BYTES)} written at {_per_second(written - begun)}, read at "
+        f"{_per_second(read - written)}, on one thread"
+    )
 
 
 def _per_second(seconds: float) -> str:
@@ -333,23 +398,37 @@ def _rename(store: Store) -> str:
 def _race(own: _Writer, peer: _Peer, *, new: bool) -> str:
     """Let both write one object that they saw in one state: missing, or with the same bytes."""
     if not new and not own.store.replaces:
-        raise LackError("its client cannot replace an object only if it is unchanged; checkpoints are created, and stay")
+        raise LackError(
+            "its client cannot replace an object only if it is unchanged; checkpoints are "
+            "created, and stay"
+        )
     for i in range(ROUNDS):
         key = f"race/{'new' if new else 'old'}-{i}"
         if not new:
             own.store.write(key, b"before")
         for there in (own.look(key), peer.begin("look", key)()):
-            _expect(there != new, f"one of two writers did not see the object that is there (round {i + 1})")
+            _expect(
+                there != new,
+                f"one of two writers did not see the object that is there (round {i + 1})",
+            )
         other = peer.begin("write", key)
         won = [own.write(key), other()]
         state = "missing" if new else "unchanged"
-        _expect(won.count(True) == 1, f"{won.count(True)} of two writers of one {state} object succeeded (round {i + 1})")
+        _expect(
+            won.count(True) == 1,
+            f"{won.count(True)} of two writers of one {state} object succeeded (round {i + 1})",
+        )
         holder = own.store.read(key).partition(b" ")[0]
-        _expect(holder == (b"own" if won[0] else b"peer"), f"the object has not the bytes of the writer that succeeded (round {i + 1})")
+        _expect(
+            holder == (b"own" if won[0] else b"peer"),
+            f"the object has not the bytes of the writer that succeeded (round {i + 1})",
+        )
         own.store.delete(key)
         _expect(not own.write(key) or new, f"a deleted object was replaced (round {i + 1})")
         own.store.delete(key)
-    return f"exactly one of two writers succeeded in each of {ROUNDS} races; the other is {peer.name}"
+    return (
+        f"exactly one of two writers succeeded in each of {ROUNDS} races; the other is {peer.name}"
+    )
 
 
 def _processes(own: _Writer, peer: _Peer) -> str:
@@ -357,7 +436,10 @@ def _processes(own: _Writer, peer: _Peer) -> str:
     if not store.shared:
         raise LackError(f"no other process reaches the place; {store.sharing_advice}")
     store.write("shared", b"")
-    _expect(peer.begin("sees", "shared")(), f"another process does not see an object that was written; {store.sharing_advice}")
+    _expect(
+        peer.begin("sees", "shared")(),
+        f"another process does not see an object that was written; {store.sharing_advice}",
+    )
     return "another process sees each object at once"
 
 
@@ -368,7 +450,9 @@ def _locks(store: Store, peer: _Peer) -> str:
         locks.lock_file(file.fileno(), path)
         _expect(not peer.begin("lock", "locked")(), "two processes held one lock")
     _expect(peer.begin("lock", "locked")(), "a lock that was released stayed held")
-    return "a lock of one process excludes another one on this machine; other machines are not tried"
+    return (
+        "a lock of one process excludes another one on this machine; other machines are not tried"
+    )
 
 
 def _path(store: Store) -> Path:
@@ -413,7 +497,10 @@ class _Peer(Protocol):
     name: str
 
     def begin(self, method: str, key: str) -> Callable[[], bool]:
-        """Begin to run a method of the other writer; the function that is returned waits for the answer."""
+        """Begin to run a method of the other writer.
+
+        The function that is returned waits for the answer.
+        """
         ...
 
 
@@ -460,7 +547,9 @@ def _peer(store: Store) -> Iterator[_Peer]:
             yield _ThreadPeer(store, pool)
         return
     command = [sys.executable, "-c", _PEER, store.location.url]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:  # noqa: S603
+    with subprocess.Popen(  # noqa: S603
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         try:
             yield _ProcessPeer(process)
         finally:
@@ -468,7 +557,9 @@ def _peer(store: Store) -> Iterator[_Peer]:
             with suppress(BrokenPipeError):
                 process.stdin.close()
             try:
-                process.wait(_PATIENCE)  # so that no request of its own is on the way when the objects are deleted
+                process.wait(
+                    _PATIENCE
+                )  # so that no request of its own is on the way when the objects are deleted
             except subprocess.TimeoutExpired:
                 process.kill()
 

@@ -1,10 +1,12 @@
 """Failures of a storage: its errors, threads that cannot start, and forks.
 
-1. `storage_errors` turns errors of TensorStore and the system into our errors, which say what to do.
-2. `saving_takes_threads` and `reading_takes_threads` do the same for threads that cannot be started. As they are around every save and
-   read, they also let threads have the interpreter promptly (`threads.prompt_turns`).
-3. `begin_use` and `check_fork` refuse a process that was forked after TensorStore was used: TensorStore's threads do not exist
-   there, and a call would hang, or end the process.
+1. `storage_errors` turns errors of TensorStore and the system into our errors, which say what to
+   do.
+2. `saving_takes_threads` and `reading_takes_threads` do the same for threads that cannot be
+   started. As they are around every save and read, they also let threads have the interpreter
+   promptly (`threads.prompt_turns`).
+3. `begin_use` and `check_fork` refuse a process that was forked after TensorStore was used:
+   TensorStore's threads do not exist there, and a call would hang, or end the process.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import shardckpt.io.shutdown  # (saves in the background need it, and it cannot be imported during the shutdown)
+# Saves in the background need it, and it cannot be imported during the shutdown.
+import shardckpt.io.shutdown
 import shardckpt.io.streams  # noqa: F401  (guards the logger)
 from shardckpt.errors import CommitError, CoordinationError, ShardckptError, StorageError
 from shardckpt.io.threads import prompt_turns
@@ -26,50 +29,89 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 _LONGEST = 900
-"""Most characters of a place, and of a storage's own text, in a message: a forged record may name a file of any length."""
-_DENIED = ("permission denied", "permission_denied", "read-only file system", "forbidden", "accessdenied")
+"""Most characters of a place, and of a storage's own text, in a message: a forged record may name a
+file of any length."""
+_DENIED = (
+    "permission denied",
+    "permission_denied",
+    "read-only file system",
+    "forbidden",
+    "accessdenied",
+)
 """Parts of storages' messages about missing permissions, in lower case."""
 
 _FULL = "no space left"
 _ADVICE = {
-    "has no locks": "mount it with locks (Lustre: -o flock; NFS 3: without nolock, and with its lock service), or choose another place; "
-    "see the table of file systems in docs/storage.md",
-    "function not implemented": "this file system cannot do that, as one that shows a bucket as files; use the bucket's own url "
-    "(s3://…, gs://…), or choose another place",
+    "has no locks": (
+        "mount it with locks (Lustre: -o flock; NFS 3: without nolock, and with its lock "
+        "service), or choose another place; see the table of file systems in docs/storage.md"
+    ),
+    "function not implemented": (
+        "this file system cannot do that, as one that shows a bucket as files; use the bucket's "
+        "own url (s3://…, gs://…), or choose another place"
+    ),
     "permission denied": "give this user permission there, or choose another place",
-    "attempts failed": "the service did not recover in time; try again later, or raise SHARDCKPT_RETRY_SECONDS",
+    "attempts failed": (
+        "the service did not recover in time; try again later, or raise SHARDCKPT_RETRY_SECONDS"
+    ),
     "does not resolve": "check the spelling, the network and the resolver",
     "connections are refused": "check the endpoint's host and port, and that the service runs",
-    "explicit deny in a resource-based policy": "the bucket's policy forbids it. If it demands an encryption header, give the bucket that "
-    "encryption as its default instead: TensorStore, which writes large indexes, can send no such header",
+    "explicit deny in a resource-based policy": (
+        "the bucket's policy forbids it. If it demands an encryption header, give the bucket "
+        "that encryption as its default instead: TensorStore, which writes large indexes, can "
+        "send no such header"
+    ),
     "no such bucket": "create it, or check its name and the endpoint",
     "bucket does not exist": "create it, or check its name and the endpoint",
-    "no such file or directory": "it was removed meanwhile, perhaps by `shardckpt gc` or a deletion; try again",
-    "object name": "an object's whole name has at most 1024 bytes, none of them a control character; choose a shorter path",
+    "no such file or directory": (
+        "it was removed meanwhile, perhaps by `shardckpt gc` or a deletion; try again"
+    ),
+    "object name": (
+        "an object's whole name has at most 1024 bytes, none of them a control character; choose "
+        "a shorter path"
+    ),
     "read-only file system": "it is mounted read-only; choose another place",
     _FULL: "the disk is full; make room or choose another place",
     "quota": "the quota of bytes or of files is used up; delete files, or choose another place",
-    "not a directory": "a file stands where a directory is needed; give a directory, or choose another place",
+    "not a directory": (
+        "a file stands where a directory is needed; give a directory, or choose another place"
+    ),
     "cannot list non-directory": "a file stands where a directory is needed; give the directory",
     "file exists": "a file stands where a directory is needed; choose another place",
-    "file name too long": "a name on the way is too long for the file system; choose a shorter path",
+    "file name too long": (
+        "a name on the way is too long for the file system; choose a shorter path"
+    ),
     "too many open files": "raise the limit of open files (ulimit -n)",
     "file too large": "the file system or ulimit -f allows no file of that size",
     "input/output error": "the device failed; check the device before you use its data",
-    "unable to locate credentials": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
-    "default credentials were not found": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
-    "error performing token request": "set AZURE_STORAGE_ACCOUNT_KEY or other credentials; without them the machine's own "
-    "identity is asked for",
-    "account must be specified": "set AZURE_STORAGE_ACCOUNT_NAME, or write abfs://container@account.dfs.core.windows.net/…",
-    "certificate_verify_failed": "name the file of its certificate authority in SSL_CERT_FILE (for S3 in AWS_CA_BUNDLE)",
+    "unable to locate credentials": (
+        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+    ),
+    "default credentials were not found": (
+        "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`"
+    ),
+    "error performing token request": (
+        "set AZURE_STORAGE_ACCOUNT_KEY or other credentials; without them the machine's own "
+        "identity is asked for"
+    ),
+    "account must be specified": (
+        "set AZURE_STORAGE_ACCOUNT_NAME, or write abfs://container@account.dfs.core.windows.net/…"
+    ),
+    "certificate_verify_failed": (
+        "name the file of its certificate authority in SSL_CERT_FILE (for S3 in AWS_CA_BUNDLE)"
+    ),
     "permission_denied": "give these credentials permission for it, or use others",
     "forbidden": "give these credentials permission for it, or use others",
     "accessdenied": "give these credentials permission for it, or use others",
     "permissionerror": "give these credentials permission for it, or use others",
-    "not_found": "it was removed meanwhile, or there is no such bucket; check the bucket's name and the endpoint",
+    "not_found": (
+        "it was removed meanwhile, or there is no such bucket; check the bucket's name and the "
+        "endpoint"
+    ),
 }
-"""A part of the storage's message, in lower case → what to do. The first match counts. TensorStore's codes come last,
-because one code stands for several causes (`PERMISSION_DENIED` also for a disk that is mounted read-only)."""
+"""A part of the storage's message, in lower case → what to do. The first match counts.
+TensorStore's codes come last, because one code stands for several causes (`PERMISSION_DENIED` also
+for a disk that is mounted read-only)."""
 
 
 @contextmanager
@@ -101,10 +143,16 @@ def _text_of(error: Exception, place: object) -> str:
 def _advice(text: str, error: Exception, place: object) -> str:
     """The advice for a storage's message."""
     if _FULL in text.lower() and _lacks_inodes(getattr(error, "filename", None) or str(place)):
-        return "the file system has no inodes left for new files, though bytes may be free; delete files, or choose another place"
+        return (
+            "the file system has no inodes left for new files, though bytes may be free; delete "
+            "files, or choose another place"
+        )
     if isinstance(error, LookupError):
         return "its service does not follow the protocol; check the endpoint"
-    return next((what for part, what in _ADVICE.items() if part in text.lower()), "see the storage's own message")
+    return next(
+        (what for part, what in _ADVICE.items() if part in text.lower()),
+        "see the storage's own message",
+    )
 
 
 def _lacks_inodes(place: str | bytes | int) -> bool:
@@ -114,7 +162,9 @@ def _lacks_inodes(place: str | bytes | int) -> bool:
     for path in (Path(place), *Path(place).parents):
         with suppress(OSError):
             status = os.statvfs(path)
-            return status.f_files > 0 and status.f_favail == 0  # some file systems have no fixed number, and say 0
+            return (
+                status.f_files > 0 and status.f_favail == 0
+            )  # some file systems have no fixed number, and say 0
     return False
 
 
@@ -143,7 +193,11 @@ def reading_takes_threads(place: object) -> AbstractContextManager[None]:
     """
 
     def as_error(why: str) -> StorageError:
-        advice = "Read before the program ends, not in a function that `atexit` calls." if is_shutting_down() else _THREAD_ADVICE
+        advice = (
+            "Read before the program ends, not in a function that `atexit` calls."
+            if is_shutting_down()
+            else _THREAD_ADVICE
+        )
         return StorageError(f"cannot read {place}: {why}. {advice}")
 
     return _threads_or(as_error)
@@ -155,23 +209,40 @@ def saving_takes_threads(place: object) -> AbstractContextManager[None]:
     Raises:
         CommitError: in place of the RuntimeError of a thread that cannot be started.
     """
-    return _threads_or(lambda why: CommitError(f"{place}: the save was given up: {why}. {_THREAD_ADVICE}"))
+    return _threads_or(
+        lambda why: CommitError(f"{place}: the save was given up: {why}. {_THREAD_ADVICE}")
+    )
 
 
-_THREAD_ADVICE = "Allow this process more threads (ulimit -u, the container's limit of pids), or end some, and try again."
-_THREAD_MESSAGES = "can't start new thread", "can't create new thread", "cannot schedule new futures"
+_THREAD_ADVICE = (
+    "Allow this process more threads (ulimit -u, the container's limit of pids), or end some, "
+    "and try again."
+)
+_THREAD_MESSAGES = (
+    "can't start new thread",
+    "can't create new thread",
+    "cannot schedule new futures",
+)
 
 
 @contextmanager
 def _threads_or(as_error: Callable[[str], ShardckptError]) -> Iterator[None]:
-    """Raise `as_error(why)` in place of the RuntimeError of a thread that cannot be started; see `prompt_turns`, too."""
+    """Raise `as_error(why)` in place of the RuntimeError of a thread that cannot be started.
+
+    See `prompt_turns`, too.
+    """
     try:
         with prompt_turns():
             yield
     except RuntimeError as e:
-        if isinstance(e, ShardckptError) or not (is_shutting_down() or str(e).startswith(_THREAD_MESSAGES)):
+        if isinstance(e, ShardckptError) or not (
+            is_shutting_down() or str(e).startswith(_THREAD_MESSAGES)
+        ):
             raise
-        raise as_error(f"{'Python is shutting down and' if is_shutting_down() else 'Python'} starts no threads any more ({e})") from e
+        raise as_error(
+            f"{'Python is shutting down and' if is_shutting_down() else 'Python'} starts no "
+            f"threads any more ({e})"
+        ) from e
 
 
 # --- forks
@@ -205,6 +276,8 @@ def check_fork(place: object) -> None:
     """
     if _forked:
         raise CoordinationError(
-            f"{place}: this process was forked from one that had used shardckpt, whose threads do not exist here; start it with "
-            f'multiprocessing.get_context("spawn"), or fork before the first checkpoint is read or written.'
+            f"{place}: this process was forked from one that had used shardckpt, whose threads do "
+            "not exist here; start it with "
+            'multiprocessing.get_context("spawn"), or fork before the first checkpoint is read '
+            "or written."
         )

@@ -1,15 +1,18 @@
 """Small files on this machine's file systems: read, replaced as one and durably, listed.
 
-A writer locks `<name>.__lock`, writes the bytes into it, and renames it to `<name>`. TensorStore's file driver follows the same protocol,
-so both may write the same file. If a writer is killed, the kernel releases its lock, and `<name>.__lock` keeps the bytes written so far;
-the next writer here truncates them. TensorStore 0.1.86 does not: a shorter new file then ends in the old bytes. So call `clear`
-before TensorStore writes a file.
+A writer locks `<name>.__lock`, writes the bytes into it, and renames it to `<name>`. TensorStore's
+file driver follows the same protocol, so both may write the same file. If a writer is killed, the
+kernel releases its lock, and `<name>.__lock` keeps the bytes written so far; the next writer here
+truncates them. TensorStore 0.1.86 does not: a shorter new file then ends in the old bytes. So call
+`clear` before TensorStore writes a file.
 
-TensorStore syncs each file and its directory, but not the parent directories that it creates. `DurableDirectories` creates
-those, and syncs the parent of each, so that after a power failure a file is complete and can be found.
+TensorStore syncs each file and its directory, but not the parent directories that it creates.
+`DurableDirectories` creates those, and syncs the parent of each, so that after a power failure a
+file is complete and can be found.
 
-The *generation* of a file, the condition of a replacement or removal, is the SHA-256 of its bytes, as inode numbers and times
-change by themselves on some file systems. So a file's former bytes give its former generation, as on S3.
+The *generation* of a file, the condition of a replacement or removal, is the SHA-256 of its bytes,
+as inode numbers and times change by themselves on some file systems. So a file's former bytes give
+its former generation, as on S3.
 """
 
 from __future__ import annotations
@@ -38,13 +41,15 @@ if TYPE_CHECKING:
 LOCK_SUFFIX = ".__lock"
 """Suffix of the name of a file while it is written."""
 LARGEST_WHOLE = 1 << 30
-"""Most bytes of a file that is read completely: a record, table or index. A sparse file can have any size."""
+"""Most bytes of a file that is read completely: a record, table or index. A sparse file can have
+any size."""
 _LOCK_SECONDS = 60.0
 """Seconds that a writer waits for another writer of the same file. A write takes milliseconds."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.001, 0.1
 """Least and most seconds between two tries to lock a file."""
 _MOST_LOOKS = 100
-"""Most times in a row that the file at the name of a lock may be another one than the locked file."""
+"""Most times in a row that the file at the name of a lock may be another one than the locked
+file."""
 _ABSENT = b"absent"
 """The generation of a missing file."""
 _NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
@@ -56,16 +61,21 @@ _log = logging.getLogger("shardckpt")
 class OpenFile:
     """An open file or directory, which is closed with this object at the latest, and which Ctrl-C cannot leak.
 
-    Python may raise KeyboardInterrupt between the call of `os.open` and the statement that keeps its result. Nobody can close the file
-    then, and a lock on it lasts as long as the process.
+    Python may raise KeyboardInterrupt between the call of `os.open` and the statement that keeps
+    its result. Nobody can close the file then, and a lock on it lasts as long as the process.
     """
 
     __slots__ = ("__weakref__", "_held")
 
     def __init__(self, path: str | Path, flags: int) -> None:
-        """Open as `os.open` does; a new file gets the mode 0o666, and started processes do not inherit the descriptor."""
+        """Open as `os.open` does.
+
+        A new file gets the mode 0o666, and started processes do not inherit the descriptor.
+        """
         self._held: list[int] = []
-        self._held.extend(map(os.open, (path,), (flags | os.O_CLOEXEC,), (0o666,)))  # C code alone, which no signal interrupts
+        self._held.extend(
+            map(os.open, (path,), (flags | os.O_CLOEXEC,), (0o666,))
+        )  # C code alone, which no signal interrupts
 
     def fileno(self) -> int:
         """The descriptor; -1 if the file is closed."""
@@ -74,12 +84,19 @@ class OpenFile:
     def close(self) -> None:
         """Close the file, unless it is closed."""
         held = self._held
-        held[:] = filter(None, map(os.close, map(list.pop, (held,) * len(held))))  # C code alone, as above
+        held[:] = filter(
+            None, map(os.close, map(list.pop, (held,) * len(held)))
+        )  # C code alone, as above
 
     def __enter__(self) -> int:
         return self._held[0]
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -96,7 +113,9 @@ def read(path: Path, start: int = 0, stop: int | None = None) -> bytes | None:
     looks = 0
     while True:
         try:
-            file = OpenFile(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK it might wait for the writer of a pipe
+            file = OpenFile(
+                path, os.O_RDONLY | os.O_NONBLOCK
+            )  # without O_NONBLOCK it might wait for the writer of a pipe
         except (FileNotFoundError, NotADirectoryError):
             return None
         try:
@@ -111,7 +130,10 @@ def _read_open(file: OpenFile, path: Path, start: int, stop: int | None) -> byte
     with file as fd:
         status = _regular(fd, path)
         if stop is None and status.st_size - start > LARGEST_WHOLE:
-            raise FormatError(f"{path} has {status.st_size} bytes, at most {LARGEST_WHOLE} are expected; it was not written by shardckpt.")
+            raise FormatError(
+                f"{path} has {status.st_size} bytes, at most {LARGEST_WHOLE} are expected; it was "
+                "not written by shardckpt."
+            )
         length = max(0, (status.st_size if stop is None else min(stop, status.st_size)) - start)
         data = os.pread(fd, length, start)
         while len(data) < length and (more := os.pread(fd, length - len(data), start + len(data))):
@@ -125,7 +147,10 @@ def generation_of(data: bytes | None) -> bytes:
 
 
 def replace(
-    path: Path, data: bytes | bytearray | memoryview, generation: bytes | None, directories: DurableDirectories | None = None
+    path: Path,
+    data: bytes | bytearray | memoryview,
+    generation: bytes | None,
+    directories: DurableDirectories | None = None,
 ) -> bool:
     """Write a file, or replace it, in an existing directory; durable when this returns.
 
@@ -133,7 +158,8 @@ def replace(
         path: the file.
         data: its bytes.
         generation: write only if the file still has this generation; None: write always.
-        directories: what makes the file's name durable, at once or later; None: it is made durable at once.
+        directories: what makes the file's name durable, at once or later; None: it is made durable
+            at once.
 
     Returns:
         Whether it was written; False if the file has another generation.
@@ -154,7 +180,9 @@ def replace(
                 rest = rest[os.write(lock.fd, rest) :]
             os.fsync(lock.fd)
             if not is_at(lock.fd, lock.path) and read(lock.path) != data:
-                raise FileNotFoundError(errno.ENOENT, "its directory was removed while it was written", str(path))
+                raise FileNotFoundError(
+                    errno.ENOENT, "its directory was removed while it was written", str(path)
+                )
             lock.path.rename(path)
             renamed = True
             if directories is None:
@@ -200,12 +228,18 @@ def remove_empty(directory: Path) -> None:
     if all(file.name.endswith(LOCK_SUFFIX) for file in files):
         for lock in files:
             if not _is_locked(lock):
-                remove(lock.with_name(lock.name.removesuffix(LOCK_SUFFIX)), b"no generation of any file")
+                remove(
+                    lock.with_name(lock.name.removesuffix(LOCK_SUFFIX)),
+                    b"no generation of any file",
+                )
     remove_directory(directory)
 
 
 def delete(path: Path) -> None:
-    """Delete a file, if it exists. It takes no lock: a `replace` at the same moment may succeed, and the file may stay."""
+    """Delete a file, if it exists.
+
+    It takes no lock: a `replace` at the same moment may succeed, and the file may stay.
+    """
     with suppress(FileNotFoundError, NotADirectoryError):
         path.unlink()
         sync_directory(path.parent)
@@ -244,7 +278,10 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_open_directory(fd: int, path: Path) -> None:
-    """Make the entries of an open directory durable; a file system that cannot do that is named in the log, once."""
+    """Make the entries of an open directory durable.
+
+    A file system that cannot do that is named in the log, once.
+    """
     try:
         os.fsync(fd)
     except OSError as e:
@@ -254,8 +291,9 @@ def sync_open_directory(fd: int, path: Path) -> None:
         if device not in _unsynced:
             _unsynced.add(device)
             _log.warning(
-                "the file system of %s cannot make directories durable (%s): a crash of its server might undo the last "
-                "operations there, also a commit that has been reported",
+                "the file system of %s cannot make directories durable (%s): a crash of its "
+                "server might undo the last operations there, also a commit that has been "
+                "reported",
                 path,
                 e.strerror,
             )
@@ -268,8 +306,9 @@ _unsynced: set[int] = set()
 class DurableDirectories:
     """Creates directories durably, and remembers which are durable.
 
-    Many new names can be made durable together: those of `later` sync a directory once, when `sync_all` is called, however many files
-    and directories are created in it. A file system with a journal then writes it once, and not once per name.
+    Many new names can be made durable together: those of `later` sync a directory once, when
+    `sync_all` is called, however many files and directories are created in it. A file system with a
+    journal then writes it once, and not once per name.
     """
 
     def __init__(self, top: Path) -> None:
@@ -279,7 +318,8 @@ class DurableDirectories:
         self._made: set[Path] = set()
         """Directories whose names are not synced yet."""
         self._later: dict[Path, bool] | None = None
-        """Directories to sync in `sync_all`, and whether this process may lack the right to do it; None: they are synced at once."""
+        """Directories to sync in `sync_all`, and whether this process may lack the right to do it;
+        None: they are synced at once."""
 
     def later(self) -> DurableDirectories:
         """The same directories, where syncing is put off until `sync_all`."""
@@ -295,7 +335,10 @@ class DurableDirectories:
         self._later = None
 
     def sync(self, directory: Path, *, may_fail: bool = False) -> None:
-        """Make the names in a directory durable, or note it for `sync_all`; `may_fail` if this process may lack the right to do it."""
+        """Make the names in a directory durable, or note it for `sync_all`.
+
+        `may_fail` if this process may lack the right to do it.
+        """
         if self._later is None:
             self._sync(directory, may_fail=may_fail)
         else:
@@ -311,7 +354,11 @@ class DurableDirectories:
     def forget(self, top: Path) -> None:
         """A directory and everything below it was removed."""
         if self._later is not None:
-            self._later = {one: may_fail for one, may_fail in self._later.items() if not one.is_relative_to(top)}
+            self._later = {
+                one: may_fail
+                for one, may_fail in self._later.items()
+                if not one.is_relative_to(top)
+            }
 
     def make(self, path: Path) -> None:
         """Create a directory and its parents, if they are missing."""
@@ -326,7 +373,9 @@ class DurableDirectories:
         # Above `top` at once: writers at other places below such a directory take it for durable.
         at_once = self._later is None or not path.is_relative_to(self._top)
         sync = self._sync if at_once else self.sync
-        sync(path.parent, may_fail=existed)  # a directory that only others may list, above one of our own
+        sync(
+            path.parent, may_fail=existed
+        )  # a directory that only others may list, above one of our own
         (self._synced if at_once else self._made).add(path)
 
 
@@ -398,7 +447,11 @@ def _open_locked(lock: Path) -> _LockedFile:
             here, mark = bool(links) and is_at(fd, lock), None
             if here is None:
                 mark = _mark(fd, lock, target)
-            if links > 1:  # a copy of the directory by hard links: writing here would change the other one's file
+            if (
+                links > 1
+                # A copy of the directory by hard links: writing here would change the other one's
+                # file.
+            ):
                 with suppress(FileNotFoundError):
                     lock.unlink()
             elif here or mark:  # otherwise the writer before has just renamed or removed it
@@ -408,14 +461,14 @@ def _open_locked(lock: Path) -> _LockedFile:
             looks += 1
             if looks > _MOST_LOOKS:
                 raise OSError(
-                    f"{lock} was another file at each of {looks} looks: this file system has no locks that hold, or other processes "
-                    f"write the same file without a pause"
+                    f"{lock} was another file at each of {looks} looks: this file system has no "
+                    "locks that hold, or other processes write the same file without a pause"
                 )
         except (BlockingIOError, PermissionError) as e:
             if time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"waited {_LOCK_SECONDS:g} s for the lock on {lock}, which another process holds; if that process is stopped, "
-                    f"continue or end it"
+                    f"waited {_LOCK_SECONDS:g} s for the lock on {lock}, which another process "
+                    "holds; if that process is stopped, continue or end it"
                 ) from e
             looks = 0
             time.sleep(pause)
@@ -426,10 +479,13 @@ def _open_locked(lock: Path) -> _LockedFile:
 
 
 def _mark(fd: int, lock: Path, target: Path) -> bytes | None:
-    """Recognise a locked file at its path by new bytes in it, where inode numbers do not help; None if it is not there.
+    """Recognise a locked file at its path by new bytes in it, where inode numbers do not help.
 
-    The file may have been renamed by the writer before, and then has a record's bytes. So first two locks are tried, which exclude
-    each other: the file at the lock's name must be locked, and the one with the record's name must not.
+    None if it is not there.
+
+    The file may have been renamed by the writer before, and then has a record's bytes. So first two
+    locks are tried, which exclude each other: the file at the lock's name must be locked, and the
+    one with the record's name must not.
 
     Raises:
         BlockingIOError: the latter is locked.
@@ -462,7 +518,9 @@ def _is_locked(path: Path) -> bool:
 def _release(lock: _LockedFile, *, delete: bool) -> None:
     """Unlock a file that `_open_locked` returned; `delete` it first, if it is still at its path."""
     try:
-        if delete and (is_at(lock.fd, lock.path) or (lock.mark is not None and read(lock.path) == lock.mark)):
+        if delete and (
+            is_at(lock.fd, lock.path) or (lock.mark is not None and read(lock.path) == lock.mark)
+        ):
             with suppress(OSError):
                 lock.path.unlink()
     finally:

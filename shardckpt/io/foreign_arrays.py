@@ -1,12 +1,14 @@
 """Reading zarr arrays that other programs wrote: their shapes, dtypes and elements.
 
-1. Each array lies in a directory of its own below a common one, or under such a name in one OCDBT database over that directory.
+1. Each array lies in a directory of its own below a common one, or under such a name in one OCDBT
+   database over that directory.
 2. All requested arrays are opened concurrently, a limited number at a time, as zarr v2 or v3.
-3. `read` returns the elements of a box. One read covers a stored chunk. It covers the complete array if that is small, or a complete
-   object of several chunks (`sharding_indexed`) if that is small.
+3. `read` returns the elements of a box. One read covers a stored chunk. It covers the complete
+   array if that is small, or a complete object of several chunks (`sharding_indexed`) if that is
+   small.
 
-A missing chunk is an error, or stands for the fill value if the writer leaves out chunks that equal it. The caller
-says which, because it knows the format.
+A missing chunk is an error, or stands for the fill value if the writer leaves out chunks that equal
+it. The caller says which, because it knows the format.
 """
 
 from __future__ import annotations
@@ -39,14 +41,21 @@ if TYPE_CHECKING:
 _AT_ONCE = 128
 """Number of arrays that are opened at a time."""
 _INDEX_BYTES = 100_000_000
-"""Bytes of an OCDBT database's index that are cached: Orbax writes it as one node of up to that size."""
+"""Bytes of an OCDBT database's index that are cached: Orbax writes it as one node of up to that
+size."""
 _SMALL_ARRAY = 1 << 20
 """Most bytes of an array that is read at once, whatever its chunks."""
 _SMALL_OBJECT = 16 << 20
 """Most bytes of an object of several chunks that is read at once."""
 _LARGE = 1 << 30
 """Bytes of a chunk for which the free memory is looked at."""
-_UNREADABLE = ("DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE", "Error decoding")
+_UNREADABLE = (
+    "DATA_LOSS",
+    "FAILED_PRECONDITION",
+    "INVALID_ARGUMENT",
+    "OUT_OF_RANGE",
+    "Error decoding",
+)
 """Parts of TensorStore's messages about bytes that cannot be decoded."""
 
 
@@ -74,7 +83,10 @@ class ForeignArray:
         """
         chunk_bytes = prod(self.chunks) * self.dtype.storage.itemsize
         if chunk_bytes > _LARGE and (free := free_memory()) is not None and chunk_bytes > free:
-            raise BudgetError(f"{self.place}: a chunk has {file_size(chunk_bytes)}, and {file_size(free)} of memory are free.")
+            raise BudgetError(
+                f"{self.place}: a chunk has {file_size(chunk_bytes)}, and {file_size(free)} of "
+                "memory are free."
+            )
         part = self._array[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
         with _typed_errors("read", self.place):
             elements: NDArray[Any] = part.read(order="C").result()
@@ -82,7 +94,12 @@ class ForeignArray:
 
 
 def open_arrays(
-    place: Store, names: Iterable[str], driver: Literal["zarr", "zarr3"], *, ocdbt: bool, fill_missing: bool
+    place: Store,
+    names: Iterable[str],
+    driver: Literal["zarr", "zarr3"],
+    *,
+    ocdbt: bool,
+    fill_missing: bool,
 ) -> Mapping[str, ForeignArray]:
     """Open arrays for reading.
 
@@ -96,7 +113,8 @@ def open_arrays(
     Raises:
         MissingDataError: an array does not exist.
         CorruptionError: an array's metadata is invalid.
-        FormatError: an array is too large to be addressed, has chunks much larger than itself, or its name leads outside `place`.
+        FormatError: an array is too large to be addressed, has chunks much larger than itself, or
+            its name leads outside `place`.
         DtypeError: an array's elements cannot be stored.
         StorageError: the storage failed or refused.
     """
@@ -110,8 +128,18 @@ def open_arrays(
         with _typed_errors("open", where):
             check_key(name, place)
             values = place.sub(name).kvstore() if database is None else database / f"{name}/"
-            spec = {"driver": driver, "fill_missing_data_reads": fill_missing, "recheck_cached_metadata": False}
-            under_way.append((name, where, ts.open(spec, kvstore=values, open=True, read=True, context=place.context())))
+            spec = {
+                "driver": driver,
+                "fill_missing_data_reads": fill_missing,
+                "recheck_cached_metadata": False,
+            }
+            under_way.append(
+                (
+                    name,
+                    where,
+                    ts.open(spec, kvstore=values, open=True, read=True, context=place.context()),
+                )
+            )
     while under_way:
         _finish(arrays, *under_way.popleft())
     return arrays
@@ -119,8 +147,14 @@ def open_arrays(
 
 def _database(place: Store) -> Any:
     """The OCDBT database over a directory."""
-    place.read("manifest.ocdbt")  # its error message is clearer than TensorStore's if the file is missing
-    spec = {"driver": "ocdbt", "base": place.location.kvstore(), "cache_pool": {"total_bytes_limit": _INDEX_BYTES}}
+    place.read(
+        "manifest.ocdbt"
+    )  # its error message is clearer than TensorStore's if the file is missing
+    spec = {
+        "driver": "ocdbt",
+        "base": place.location.kvstore(),
+        "cache_pool": {"total_bytes_limit": _INDEX_BYTES},
+    }
     with _typed_errors("open", place):
         return ts.KvStore.open(spec, context=place.context()).result()
 
@@ -135,21 +169,39 @@ def _finish(arrays: dict[str, ForeignArray], name: str, where: str, opening: Any
         raise DtypeError(f"{where}: {shown(name)} is an array of {array.dtype.name}: {e}") from e
     shape = tuple(array.shape)
     if prod(max(n, 1) for n in shape) * dtype.itemsize > LARGEST_DIMENSION:
-        raise FormatError(f"{where}: an array of shape {shape} has more bytes than can be addressed.")
+        raise FormatError(
+            f"{where}: an array of shape {shape} has more bytes than can be addressed."
+        )
     layout = array.chunk_layout
     whole, inner = tuple(layout.write_chunk.shape or ()), tuple(layout.read_chunk.shape or ())
     if prod(inner) * dtype.itemsize > max(_SMALL_OBJECT, 2 * prod(shape) * dtype.itemsize):
         # TensorStore would allocate a complete chunk, and aborts the process if it gets no memory.
         raise FormatError(
-            f"{where}: an array of shape {shape} has chunks of shape {inner}, which no library writes; replace it with a backup."
+            f"{where}: an array of shape {shape} has chunks of shape {inner}, which no library "
+            "writes; replace it with a backup."
         )
-    at_once = shape if prod(shape) * dtype.itemsize <= _SMALL_ARRAY else whole if prod(whole) * dtype.itemsize <= _SMALL_OBJECT else inner
-    arrays[name] = ForeignArray(where, shape, dtype, tuple(max(1, min(c, n)) for c, n in zip(at_once, shape, strict=True)), array)
+    at_once = (
+        shape
+        if prod(shape) * dtype.itemsize <= _SMALL_ARRAY
+        else whole
+        if prod(whole) * dtype.itemsize <= _SMALL_OBJECT
+        else inner
+    )
+    arrays[name] = ForeignArray(
+        where,
+        shape,
+        dtype,
+        tuple(max(1, min(c, n)) for c, n in zip(at_once, shape, strict=True)),
+        array,
+    )
 
 
 @contextmanager
 def _typed_errors(action: str, place: object) -> Iterator[None]:
-    """Turn TensorStore's errors for missing and invalid bytes into typed errors; all others are handled by `storage_errors`."""
+    """Turn TensorStore's errors for missing and invalid bytes into typed errors.
+
+    All others are handled by `storage_errors`.
+    """
     with storage_errors(action, place):
         try:
             yield
@@ -158,5 +210,8 @@ def _typed_errors(action: str, place: object) -> Iterator[None]:
             if "NOT_FOUND" in text:
                 raise MissingDataError(f"{place}: {text}; replace it with a backup.") from e
             if any(part in text for part in _UNREADABLE):
-                raise CorruptionError(f"{place}: stored bytes cannot be read: {text}; replace the files with a backup.") from e
+                raise CorruptionError(
+                    f"{place}: stored bytes cannot be read: {text}; replace the files with a "
+                    "backup."
+                ) from e
             raise

@@ -1,9 +1,11 @@
 """Locks on open files, and the identity of an open file, on file systems that differ in both.
 
-1. *Locks.* `lock_file` takes the lock that TensorStore takes: fcntl's lock of an open file, and flock(2) where the file system does
-   not know that one (GPFS, Lustre without `-o flock`). Where it knows neither, nothing is written: two writers would both succeed.
-2. *Identity.* On most file systems a file keeps its inode number. File systems in user space may make up another one when the
-   kernel has forgotten the file, or at every look-up. `is_at` returns None if the numbers do not tell.
+1. *Locks.* `lock_file` takes the lock that TensorStore takes: fcntl's lock of an open file, and
+   flock(2) where the file system does not know that one (GPFS, Lustre without `-o flock`). Where it
+   knows neither, nothing is written: two writers would both succeed.
+2. *Identity.* On most file systems a file keeps its inode number. File systems in user space may
+   make up another one when the kernel has forgotten the file, or at every look-up. `is_at` returns
+   None if the numbers do not tell.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ if TYPE_CHECKING:
 _NO_LOCKS = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 """Errors of file systems that do not have a kind of lock, or no service for it."""
 GONE = frozenset({errno.ENOENT, errno.ESTALE})
-"""Errors of an open file that was removed, or replaced, on a file system that does not keep it until it is closed."""
+"""Errors of an open file that was removed, or replaced, on a file system that does not keep it
+until it is closed."""
 HIDDEN = re.compile(r"\.nfs[0-9a-f]{16,}|\.fuse_hidden[0-9a-f]{16,}")
 """Names that NFS and FUSE give to a deleted file as long as it is open."""
 _HIDDEN_SECONDS = 1.0
-"""Seconds to wait for deleted files to be closed. FUSE closes a file a moment after the program does."""
+"""Seconds to wait for deleted files to be closed. FUSE closes a file a moment after the program
+does."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.001, 0.1
 
 
@@ -37,9 +41,13 @@ def lock_file(fd: int, path: Path) -> None:
         BlockingIOError: another holder has it.
         OSError: it cannot be locked; the file system has no locks.
     """
-    if hasattr(fcntl, "F_OFD_SETLK"):  # of the open file, not of the process: it excludes other threads, too
+    if hasattr(
+        fcntl, "F_OFD_SETLK"
+    ):  # of the open file, not of the process: it excludes other threads, too
         try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            fcntl.fcntl(
+                fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            )
         except OSError as e:
             if e.errno not in _NO_LOCKS:
                 raise
@@ -59,7 +67,10 @@ def lock_whole(fd: int, path: Path) -> None:
 
 
 def is_at(fd: int, path: Path) -> bool | None:
-    """Whether an open file is the one at a path; None if the file system makes up another inode number at each look-up."""
+    """Whether an open file is the one at a path.
+
+    None if the file system makes up another inode number at each look-up.
+    """
     try:
         there = path.lstat()
         if os.path.samestat(os.fstat(fd), there):
@@ -86,7 +97,9 @@ def _looks(status: os.stat_result) -> tuple[int, int, int, int]:
 
 
 def remove_directory(path: Path) -> bool:
-    """Remove an empty directory, and return whether it is gone; wait a moment if deleted files in it are still open.
+    """Remove an empty directory, and return whether it is gone.
+
+    Wait a moment if deleted files in it are still open.
 
     Raises:
         OSError: it cannot be removed for another reason than its contents.
@@ -102,7 +115,9 @@ def remove_directory(path: Path) -> bool:
                 raise
         else:
             return True
-        if time.monotonic() >= deadline or not all(HIDDEN.fullmatch(entry.name) for entry in path.iterdir()):
+        if time.monotonic() >= deadline or not all(
+            HIDDEN.fullmatch(entry.name) for entry in path.iterdir()
+        ):
             return False
         time.sleep(pause)
         pause = min(2 * pause, _MOST_PAUSE)

@@ -1,17 +1,20 @@
-/* Moves boxes of elements between memory and the chunks of a file, with the checksum of each chunk in the same pass.
+/* Moves boxes of elements between memory and the chunks of a file, with the checksum of each chunk
+in the same pass.
 
-A chunk in a file is its elements, row-major and padded with zeros at an array's edge, and then their crc32c (4 bytes, little-endian).
-In memory a chunk is a box of an array of up to MOST_DIMS dimensions and of any strides.
+A chunk in a file is its elements, row-major and padded with zeros at an array's edge, and then
+their crc32c (4 bytes, little-endian). In memory a chunk is a box of an array of up to MOST_DIMS
+dimensions and of any strides.
 
-1. A chunk is cut into slabs: parts that are boxes and whose elements follow one another in the chunk. A slab has room in the scratch,
-   which stays in the processor's cache.
-2. Writing copies slabs to the scratch, adds them to the checksum, and writes the scratch when it is full.
-3. Reading fills the scratch from the file, checks a slab and copies its rows to their places. A large chunk whose elements follow one
-   another in its one place is read there directly.
+1. A chunk is cut into slabs: parts that are boxes and whose elements follow one another in the
+   chunk. A slab has room in the scratch, which stays in the processor's cache.
+2. Writing copies slabs to the scratch, adds them to the checksum, and writes the scratch when it
+   is full.
+3. Reading fills the scratch from the file, checks a slab and copies its rows to their places. A
+   large chunk whose elements follow one another in its one place is read there directly.
 
-This file knows no Python: tests run it under sanitizers. All arguments have been checked by its caller. It allocates nothing, starts no
-thread, and reaches the kernel through `moving_calls` alone, which tests replace. Memory is accessed by memcpy, so that nothing need
-be aligned. */
+This file knows no Python: tests run it under sanitizers. All arguments have been checked by its
+caller. It allocates nothing, starts no thread, and reaches the kernel through `moving_calls` alone,
+which tests replace. Memory is accessed by memcpy, so that nothing need be aligned. */
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1 /* sync_file_range */
@@ -25,7 +28,13 @@ be aligned. */
 #include <time.h>
 #include <unistd.h>
 
-enum { MOST_DIMS = 8, CHECKSUM_BYTES = 4, DIRECT_BYTES = 64 << 10, PORTION_BYTES = 1 << 20, WRITE_BACK_BYTES = 8 << 20 };
+enum {
+    MOST_DIMS = 8,
+    CHECKSUM_BYTES = 4,
+    DIRECT_BYTES = 64 << 10,
+    PORTION_BYTES = 1 << 20,
+    WRITE_BACK_BYTES = 8 << 20
+};
 
 /* All functions that concern a file. The last is a hint that a disk may begin to write. */
 struct moving_calls {
@@ -33,24 +42,26 @@ struct moving_calls {
     ssize_t (*preadv)(int, const struct iovec *, int, off_t);
     int (*sync_file_range)(int, off_t, off_t, unsigned);
 };
-__attribute__((visibility("default"))) struct moving_calls moving_calls = {pwrite, preadv, sync_file_range};
+__attribute__((visibility("default"))) struct moving_calls moving_calls = {pwrite, preadv,
+                                                                           sync_file_range};
 
 /* What ended a call; of a failure, `done` is the chunk that it concerns. */
 enum { MOVED, WRONG_CHECKSUM, END_OF_FILE, SYSTEM_ERROR, STOPPED };
 
 struct progress {
-    int64_t done;     /* chunks that are complete */
-    int64_t until;    /* nanoseconds of the monotonic clock after which no further chunk is begun */
+    int64_t done;  /* chunks that are complete */
+    int64_t until; /* nanoseconds of the monotonic clock after which no further chunk is begun */
     int (*interrupted)(void *); /* called after a signal: whether the call ends as STOPPED */
     void *context;
-    int error;        /* errno of a SYSTEM_ERROR */
+    int error; /* errno of a SYSTEM_ERROR */
 };
 
 /* ---- crc32c (polynomial 0x1EDC6F41, reflected) */
 
 enum { STREAM = 2 << 10 };
 
-static uint32_t crc_of_byte[256], crc_after_stream[4][256]; /* the latter: how a checksum changes over so many zero bytes */
+static uint32_t crc_of_byte[256];
+static uint32_t crc_after_stream[4][256]; /* how a checksum changes over so many zero bytes */
 static uint32_t (*crc_extend)(uint32_t, const uint8_t *, size_t);
 
 static uint32_t crc_by_table(uint32_t crc, const uint8_t *at, size_t n) {
@@ -60,8 +71,8 @@ static uint32_t crc_by_table(uint32_t crc, const uint8_t *at, size_t n) {
 }
 
 static uint32_t after_stream(uint32_t crc) {
-    return crc_after_stream[0][crc & 255] ^ crc_after_stream[1][crc >> 8 & 255] ^ crc_after_stream[2][crc >> 16 & 255] ^
-           crc_after_stream[3][crc >> 24];
+    return crc_after_stream[0][crc & 255] ^ crc_after_stream[1][crc >> 8 & 255] ^
+           crc_after_stream[2][crc >> 16 & 255] ^ crc_after_stream[3][crc >> 24];
 }
 
 #if defined(__x86_64__)
@@ -76,7 +87,8 @@ static int has_crc_instruction(void) { return __builtin_cpu_supports("sse4.2"); 
 #define CRC_INSTRUCTION __attribute__((target("+crc")))
 #define CRC_8(crc, word) __crc32cd(crc, word)
 #define CRC_1(crc, byte) __crc32cb(crc, byte)
-static int has_crc_instruction(void) { return (getauxval(AT_HWCAP) >> 7 & 1) != 0; } /* HWCAP_CRC32 */
+/* HWCAP_CRC32 */
+static int has_crc_instruction(void) { return (getauxval(AT_HWCAP) >> 7 & 1) != 0; }
 #endif
 
 #ifdef CRC_INSTRUCTION
@@ -86,7 +98,8 @@ static uint64_t word_at(const uint8_t *at) {
     return word;
 }
 
-/* The instruction takes three cycles and one can begin in each: so three streams are summed at a time, and joined. */
+/* The instruction takes three cycles and one can begin in each: so three streams are summed at a
+   time, and joined. */
 CRC_INSTRUCTION static uint32_t crc_by_instruction(uint32_t crc, const uint8_t *at, size_t n) {
     for (; n >= 3 * STREAM; n -= 3 * STREAM, at += 3 * STREAM) {
         uint32_t second = 0, third = 0;
@@ -111,7 +124,8 @@ static void moving_begin(int plain) {
     for (uint32_t value = 0; value < 256; value++) {
         crc_of_byte[value] = value;
         for (int bit = 0; bit < 8; bit++)
-            crc_of_byte[value] = crc_of_byte[value] >> 1 ^ (crc_of_byte[value] & 1 ? 0x82f63b78u : 0);
+            crc_of_byte[value] =
+                crc_of_byte[value] >> 1 ^ (crc_of_byte[value] & 1 ? 0x82f63b78u : 0);
     }
     for (int byte = 0; byte < 4; byte++)
         for (uint32_t value = 0; value < 256; value++)
@@ -126,7 +140,9 @@ static void moving_begin(int plain) {
 }
 
 /* The checksum of some bytes and of those before them, whose checksum is `crc` (0: none). */
-static uint32_t crc32c(uint32_t crc, const char *at, int64_t n) { return ~crc_extend(~crc, (const uint8_t *)at, (size_t)n); }
+static uint32_t crc32c(uint32_t crc, const char *at, int64_t n) {
+    return ~crc_extend(~crc, (const uint8_t *)at, (size_t)n);
+}
 
 static void store_crc(uint32_t crc, char *to) {
     for (int i = 0; i < CHECKSUM_BYTES; i++)
@@ -135,11 +151,12 @@ static void store_crc(uint32_t crc, char *to) {
 
 /* ---- boxes of elements */
 
-static void copy_row(char *to, int64_t to_step, const char *from, int64_t from_step, int64_t n, int64_t itemsize) {
-#define ONE_BY_ONE(size)                                                                   \
-    case size:                                                                             \
-        for (; n; n--, to += to_step, from += from_step)                                   \
-            memcpy(to, from, size);                                                        \
+static void copy_row(char *to, int64_t to_step, const char *from, int64_t from_step, int64_t n,
+                     int64_t itemsize) {
+#define ONE_BY_ONE(size)                                                                           \
+    case size:                                                                                     \
+        for (; n; n--, to += to_step, from += from_step)                                           \
+            memcpy(to, from, size);                                                                \
         return;
     switch (itemsize) {
         ONE_BY_ONE(1)
@@ -155,10 +172,12 @@ static void copy_row(char *to, int64_t to_step, const char *from, int64_t from_s
 }
 
 /* Copy a box of elements; steps are in bytes. */
-static void copy_box(char *to, const int64_t *to_step, const char *from, const int64_t *from_step, const int64_t *shape, int ndim,
-                     int64_t itemsize) {
-    /* Dimensions from the innermost, which follow one another in both places joined; the first "dimension" is an element. */
-    int64_t n[MOST_DIMS + 1] = {itemsize}, a[MOST_DIMS + 1] = {1}, b[MOST_DIMS + 1] = {1}, at[MOST_DIMS + 1] = {0};
+static void copy_box(char *to, const int64_t *to_step, const char *from, const int64_t *from_step,
+                     const int64_t *shape, int ndim, int64_t itemsize) {
+    /* Dimensions from the innermost, which follow one another in both places joined; the first
+       "dimension" is an element. */
+    int64_t n[MOST_DIMS + 1] = {itemsize}, at[MOST_DIMS + 1] = {0};
+    int64_t a[MOST_DIMS + 1] = {1}, b[MOST_DIMS + 1] = {1};
     int dims = 1;
     for (int d = ndim - 1; d >= 0; d--) {
         if (shape[d] == 0)
@@ -174,7 +193,8 @@ static void copy_box(char *to, const int64_t *to_step, const char *from, const i
         a[dims] = to_step[d];
         b[dims++] = from_step[d];
     }
-    /* Elements that lie apart are copied one by one along the innermost dimension, joined ones as rows. */
+    /* Elements that lie apart are copied one by one along the innermost dimension, joined ones as
+       rows. */
     const int single = dims > 1 && n[0] == itemsize;
     for (;;) {
         if (single)
@@ -200,9 +220,9 @@ static void copy_box(char *to, const int64_t *to_step, const char *from, const i
 struct slabs {
     int ndim, axis; /* the dimension that is cut; -1: none is */
     const int64_t *chunk;
-    int64_t step[MOST_DIMS];                    /* bytes from an element of the chunk to the next one */
-    int64_t rows;                               /* most indices of `axis` in a slab */
-    int64_t start[MOST_DIMS], size[MOST_DIMS];  /* the present slab */
+    int64_t step[MOST_DIMS]; /* bytes from an element of the chunk to the next one */
+    int64_t rows;            /* most indices of `axis` in a slab */
+    int64_t start[MOST_DIMS], size[MOST_DIMS]; /* the present slab */
     int64_t nbytes;
 };
 
@@ -255,9 +275,9 @@ static int next_slab(struct slabs *s) {
     return 1;
 }
 
-/* Copy what a slab and a box of its chunk have in common, from the slab's bytes (`out`: to them). */
-static void copy_common(const struct slabs *s, char *slab, char *box, const int64_t *start, const int64_t *shape, const int64_t *step,
-                        int64_t itemsize, int out) {
+/* Copy what a slab and a box of its chunk have in common, from the slab (`out`: to it). */
+static void copy_common(const struct slabs *s, char *slab, char *box, const int64_t *start,
+                        const int64_t *shape, const int64_t *step, int64_t itemsize, int out) {
     int64_t common[MOST_DIMS];
     for (int d = 0; d < s->ndim; d++) {
         const int64_t first = s->start[d] > start[d] ? s->start[d] : start[d];
@@ -309,10 +329,12 @@ static int write_all(int fd, const char *data, int64_t n, int64_t offset, struct
 }
 
 /* Fill one buffer, and then another one (`more` bytes), from consecutive bytes of a file. */
-static int read_all(int fd, char *into, int64_t n, char *then, int64_t more, int64_t offset, struct progress *p) {
+static int read_all(int fd, char *into, int64_t n, char *then, int64_t more, int64_t offset,
+                    struct progress *p) {
     while (n + more) {
         const struct iovec parts[2] = {{into, (size_t)n}, {then, (size_t)more}};
-        const ssize_t got = n ? moving_calls.preadv(fd, parts, more ? 2 : 1, (off_t)offset) : moving_calls.preadv(fd, parts + 1, 1, (off_t)offset);
+        const ssize_t got = n ? moving_calls.preadv(fd, parts, more ? 2 : 1, (off_t)offset)
+                              : moving_calls.preadv(fd, parts + 1, 1, (off_t)offset);
         int how;
         if (got < 0 && again(p, &how))
             continue;
@@ -337,7 +359,8 @@ struct block {
     int64_t step[MOST_DIMS];
 };
 
-/* Blocks of one shape, each cut into chunks of one shape: chunks `first` to `last` of all of them go to a file one after another. */
+/* Blocks of one shape, each cut into chunks of one shape: chunks `first` to `last` of all of them
+   go to a file one after another. */
 struct writing {
     int fd, ndim; /* fd < 0: no file; the scratch has room for all chunks, which stay there */
     int64_t offset, itemsize;
@@ -345,9 +368,9 @@ struct writing {
     int64_t shape[MOST_DIMS], chunk[MOST_DIMS];
     const struct block *blocks;
     int64_t first, last;
-    char *crcs;    /* 4 bytes for each of these chunks */
+    char *crcs; /* 4 bytes for each of these chunks */
     char *scratch;
-    int64_t room;  /* bytes of the scratch: at least those of an element and of a checksum */
+    int64_t room; /* bytes of the scratch: at least those of an element and of a checksum */
 };
 
 static int move_out(const struct writing *w, struct progress *p) {
@@ -403,8 +426,9 @@ static int move_out(const struct writing *w, struct progress *p) {
     if ((how = write_all(w->fd, w->scratch, filled, offset, p)) != MOVED)
         return how;
     p->done = number - w->first;
-    if (w->fd >= 0 && offset + filled - w->begun >= WRITE_BACK_BYTES) /* its answer tells nothing: `fsync` reports errors */
-        moving_calls.sync_file_range(w->fd, (off_t)w->begun, (off_t)(offset + filled - w->begun), SYNC_FILE_RANGE_WRITE);
+    const int64_t ready = offset + filled - w->begun;
+    if (w->fd >= 0 && ready >= WRITE_BACK_BYTES) /* it reports no error: `fsync` does */
+        moving_calls.sync_file_range(w->fd, (off_t)w->begun, (off_t)ready, SYNC_FILE_RANGE_WRITE);
     return MOVED;
 }
 
@@ -412,8 +436,8 @@ static int move_out(const struct writing *w, struct progress *p) {
 
 /* Where a part of each chunk of a band goes. */
 struct place {
-    char *data; /* of the first chunk's part */
-    int64_t next; /* bytes to the next chunk's */
+    char *data;                                 /* of the first chunk's part */
+    int64_t next;                               /* bytes to the next chunk's */
     int64_t start[MOST_DIMS], shape[MOST_DIMS]; /* the part of the chunk */
     int64_t step[MOST_DIMS];
 };
@@ -433,8 +457,10 @@ struct window {
     int64_t room, begin, end;
 };
 
-/* Bring the next `n` bytes to the scratch, with those after them, up to `stop`, for which there is room; sets `found`. */
-static int look(struct window *w, int64_t offset, int64_t n, int64_t stop, char **found, struct progress *p) {
+/* Bring the next `n` bytes to the scratch, with those after them, up to `stop`, for which there is
+   room; sets `found`. */
+static int look(struct window *w, int64_t offset, int64_t n, int64_t stop, char **found,
+                struct progress *p) {
     if (offset < w->begin || offset > w->end)
         w->begin = w->end = offset;
     if (offset + n > w->end) {
@@ -473,13 +499,16 @@ static int has_crc(uint32_t crc, const char *stored, const char *expected) {
     return memcmp(end, stored, CHECKSUM_BYTES) == 0 && memcmp(end, expected, CHECKSUM_BYTES) == 0;
 }
 
-/* Read a chunk straight to its place, some at a time, so that the bytes are summed while the cache has them. */
-static int read_direct(int fd, char *to, int64_t nbytes, int64_t offset, const char *expected, struct progress *p) {
+/* Read a chunk straight to its place, some at a time, so that the bytes are summed while the cache
+   has them. */
+static int read_direct(int fd, char *to, int64_t nbytes, int64_t offset, const char *expected,
+                       struct progress *p) {
     uint32_t crc = 0;
     char end[CHECKSUM_BYTES];
     for (int64_t at = 0; at < nbytes;) {
         const int64_t n = nbytes - at < PORTION_BYTES + DIRECT_BYTES ? nbytes - at : PORTION_BYTES;
-        const int how = read_all(fd, to + at, n, end, at + n == nbytes ? CHECKSUM_BYTES : 0, offset + at, p);
+        const int how =
+            read_all(fd, to + at, n, end, at + n == nbytes ? CHECKSUM_BYTES : 0, offset + at, p);
         if (how != MOVED)
             return how;
         crc = crc32c(crc, to + at, n);
@@ -488,8 +517,10 @@ static int read_direct(int fd, char *to, int64_t nbytes, int64_t offset, const c
     return has_crc(crc, end, expected) ? MOVED : WRONG_CHECKSUM;
 }
 
-/* Read a chunk by way of the scratch. A chunk that has room there reaches its places only if its checksum is right. */
-static int read_chunk(struct window *w, const struct band *b, int64_t i, int64_t stop, const char *expected, struct progress *p) {
+/* Read a chunk by way of the scratch. A chunk that has room there reaches its places only if its
+   checksum is right. */
+static int read_chunk(struct window *w, const struct band *b, int64_t i, int64_t stop,
+                      const char *expected, struct progress *p) {
     struct slabs s;
     uint32_t crc = 0;
     int64_t offset = b->offset + i * (b->nbytes + CHECKSUM_BYTES);
@@ -508,7 +539,8 @@ static int read_chunk(struct window *w, const struct band *b, int64_t i, int64_t
             return WRONG_CHECKSUM;
         for (int k = 0; k < b->places; k++) {
             const struct place *to = &b->place[k];
-            copy_common(&s, slab, to->data + i * to->next, to->start, to->shape, to->step, b->itemsize, 0);
+            copy_common(&s, slab, to->data + i * to->next, to->start, to->shape, to->step,
+                        b->itemsize, 0);
         }
         offset += n;
         more = next_slab(&s);
@@ -516,11 +548,13 @@ static int read_chunk(struct window *w, const struct band *b, int64_t i, int64_t
     return MOVED;
 }
 
-/* The end of the bytes that are brought to the scratch with chunk `i` of the first band: complete chunks, or only that one. */
+/* The end of the bytes that are brought to the scratch with chunk `i` of the first band: complete
+   chunks, or only that one. */
 static int64_t end_of_window(const struct band *bands, int64_t n, int64_t i, int64_t room) {
     int64_t end = bands->offset + i * (bands->nbytes + CHECKSUM_BYTES), begin = end;
     for (int64_t k = 0; k < n && !is_direct(&bands[k]); k++, i = 0) {
-        const int64_t each = bands[k].nbytes + CHECKSUM_BYTES, left = bands[k].count - i, fit = (room - (end - begin)) / each;
+        const int64_t each = bands[k].nbytes + CHECKSUM_BYTES, left = bands[k].count - i;
+        const int64_t fit = (room - (end - begin)) / each;
         if (bands[k].offset + i * each != end)
             break;
         end += (fit < left ? fit : left) * each;
@@ -531,7 +565,8 @@ static int64_t end_of_window(const struct band *bands, int64_t n, int64_t i, int
 }
 
 /* Read the chunks of all bands from number `p->done` on; `crcs` has 4 bytes for each of them. */
-static int move_in(int fd, const struct band *bands, int64_t n, const char *crcs, char *scratch, int64_t room, struct progress *p) {
+static int move_in(int fd, const struct band *bands, int64_t n, const char *crcs, char *scratch,
+                   int64_t room, struct progress *p) {
     struct window w = {fd, scratch, room, 0, 0};
     int64_t before = 0, moved = 0, stop = 0;
     for (int64_t k = 0; k < n; before += bands[k++].count) {
@@ -547,8 +582,10 @@ static int move_in(int fd, const struct band *bands, int64_t n, const char *crcs
                 stop = direct ? 0 : end_of_window(b, n - k, i, room);
             }
             moved++;
-            const int how = direct ? read_direct(fd, b->place->data + i * b->place->next, b->nbytes, offset, expected, p)
-                                   : read_chunk(&w, b, i, stop, expected, p);
+            const int how =
+                direct ? read_direct(fd, b->place->data + i * b->place->next, b->nbytes, offset,
+                                     expected, p)
+                       : read_chunk(&w, b, i, stop, expected, p);
             if (how != MOVED)
                 return how;
             p->done++;

@@ -1,4 +1,5 @@
-/* The Python module `shardckpt.io._moving`: checks all arguments, and calls moving.c and changes.c without the interpreter lock. */
+/* The Python module `shardckpt.io._moving`: checks all arguments, and calls moving.c and changes.c
+   without the interpreter lock. */
 
 #define Py_LIMITED_API 0x030b0000 /* CPython 3.11 and later */
 #define PY_SSIZE_T_CLEAN
@@ -94,7 +95,8 @@ static int64_t bytes_of(const int64_t *chunk, int ndim, int64_t itemsize) {
 /* Whether so many chunks can be in a file from an offset on. */
 static int fits(int64_t offset, int64_t count, int64_t nbytes) {
     int64_t all;
-    return offset >= 0 && !__builtin_add_overflow(nbytes, CHECKSUM_BYTES, &all) && !__builtin_mul_overflow(all, count, &all) &&
+    return offset >= 0 && !__builtin_add_overflow(nbytes, CHECKSUM_BYTES, &all) &&
+                   !__builtin_mul_overflow(all, count, &all) &&
                    !__builtin_add_overflow(all, offset, &all)
                ? 1
                : refuse("a place in a file is impossible");
@@ -115,7 +117,9 @@ static struct progress begin(struct call *c, int64_t done, double seconds) {
 }
 
 static PyObject *ended(struct call *c, int how, const struct progress *p) {
-    return leave(c, how == STOPPED ? NULL : Py_BuildValue("iLi", how, (long long)p->done, how == SYSTEM_ERROR ? p->error : 0));
+    return leave(c, how == STOPPED ? NULL
+                                   : Py_BuildValue("iLi", how, (long long)p->done,
+                                                   how == SYSTEM_ERROR ? p->error : 0));
 }
 
 static PyObject *write_chunks(PyObject *self, PyObject *arguments) {
@@ -124,8 +128,8 @@ static PyObject *write_chunks(PyObject *self, PyObject *arguments) {
     long long offset, begun, first, last;
     double seconds;
     struct writing w = {0};
-    if (!PyArg_ParseTuple(arguments, "iLLO!O!LLOOd", &w.fd, &offset, &begun, &PyTuple_Type, &blocks, &PyTuple_Type, &chunk, &first, &last, &crcs,
-                          &scratch, &seconds))
+    if (!PyArg_ParseTuple(arguments, "iLLO!O!LLOOd", &w.fd, &offset, &begun, &PyTuple_Type, &blocks,
+                          &PyTuple_Type, &chunk, &first, &last, &crcs, &scratch, &seconds))
         return NULL;
     const Py_ssize_t n = PyTuple_Size(blocks);
     struct call c = {0};
@@ -144,7 +148,8 @@ static PyObject *write_chunks(PyObject *self, PyObject *arguments) {
         if (i == 0) {
             w.ndim = view->ndim;
             w.itemsize = view->itemsize;
-            if ((w.ndim > MOST_DIMS && !refuse("too many dimensions")) || !numbers(chunk, w.ndim, 1, w.chunk))
+            if ((w.ndim > MOST_DIMS && !refuse("too many dimensions")) ||
+                !numbers(chunk, w.ndim, 1, w.chunk))
                 return leave(&c, NULL);
             total = n;
         }
@@ -153,18 +158,24 @@ static PyObject *write_chunks(PyObject *self, PyObject *arguments) {
             same = view->shape[d] > 0 && (i == 0 || view->shape[d] == w.shape[d]);
             w.shape[d] = view->shape[d];
             described[i].step[d] = view->strides[d];
-            same &= i > 0 || !__builtin_mul_overflow(total, (w.shape[d] - 1) / w.chunk[d] + 1, &total);
+            same &=
+                i > 0 || !__builtin_mul_overflow(total, (w.shape[d] - 1) / w.chunk[d] + 1, &total);
         }
         described[i].data = view->buf;
         if (!same && !refuse("blocks differ, are empty or too large"))
             return leave(&c, NULL);
     }
     const int64_t nbytes = bytes_of(w.chunk, w.ndim, w.itemsize);
-    if (nbytes < 0 || (!(0 <= first && first < last && last <= total) && !refuse("no such chunks")) || !fits(offset, last - first, nbytes) ||
-        ((begun < 0 || begun > offset) && !refuse("a file begins to be written where there is nothing")) ||
+    if (nbytes < 0 ||
+        (!(0 <= first && first < last && last <= total) && !refuse("no such chunks")) ||
+        !fits(offset, last - first, nbytes) ||
+        ((begun < 0 || begun > offset) &&
+         !refuse("a file begins to be written where there is nothing")) ||
         (sums->len != (last - first) * CHECKSUM_BYTES && !refuse("another number of checksums")) ||
-        ((memory->len < w.itemsize || memory->len < CHECKSUM_BYTES) && !refuse("too little scratch")) ||
-        (w.fd < 0 && memory->len / (last - first) < nbytes + CHECKSUM_BYTES && !refuse("too little memory")))
+        ((memory->len < w.itemsize || memory->len < CHECKSUM_BYTES) &&
+         !refuse("too little scratch")) ||
+        (w.fd < 0 && memory->len / (last - first) < nbytes + CHECKSUM_BYTES &&
+         !refuse("too little memory")))
         return leave(&c, NULL);
     w.offset = offset;
     w.begun = begun;
@@ -182,7 +193,8 @@ static PyObject *write_chunks(PyObject *self, PyObject *arguments) {
 }
 
 /* Describe one place of a band; 0, with an error: it is impossible. */
-static int describe(struct call *c, const struct band *b, PyObject *item, const Py_buffer *memory, struct place *to) {
+static int describe(struct call *c, const struct band *b, PyObject *item, const Py_buffer *memory,
+                    struct place *to) {
     PyObject *buffer, *start;
     int along;
     if (!PyTuple_Check(item))
@@ -213,18 +225,22 @@ static PyObject *read_chunks(PyObject *self, PyObject *arguments) {
     int fd;
     long long done;
     double seconds;
-    if (!PyArg_ParseTuple(arguments, "iO!LOOd", &fd, &PyTuple_Type, &bands, &done, &crcs, &scratch, &seconds))
+    if (!PyArg_ParseTuple(arguments, "iO!LOOd", &fd, &PyTuple_Type, &bands, &done, &crcs, &scratch,
+                          &seconds))
         return NULL;
     const Py_ssize_t n = PyTuple_Size(bands);
     Py_ssize_t places = 0;
     for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *item = PyTuple_GetItem(bands, i);
-        if (!PyTuple_Check(item) || PyTuple_Size(item) != 5 || !PyTuple_Check(PyTuple_GetItem(item, 4)))
+        if (!PyTuple_Check(item) || PyTuple_Size(item) != 5 ||
+            !PyTuple_Check(PyTuple_GetItem(item, 4)))
             return refuse("a band is a tuple of five, the last a tuple"), NULL;
         places += PyTuple_Size(PyTuple_GetItem(item, 4));
     }
     struct call c = {0};
-    if (!prepare(&c, places + 2, (size_t)(n + 1) * sizeof(struct band) + (size_t)(places + 1) * sizeof(struct place)))
+    if (!prepare(&c, places + 2,
+                 (size_t)(n + 1) * sizeof(struct band) +
+                     (size_t)(places + 1) * sizeof(struct place)))
         return leave(&c, NULL);
     struct band *b = c.memory;
     struct place *to = (struct place *)(b + n + 1), *const end = to + places;
@@ -236,7 +252,8 @@ static PyObject *read_chunks(PyObject *self, PyObject *arguments) {
     for (Py_ssize_t i = 0; i < n; i++, b++) {
         PyObject *chunk, *list;
         long long offset, count, itemsize;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(bands, i), "LLLO!O!", &offset, &count, &itemsize, &PyTuple_Type, &chunk, &PyTuple_Type, &list))
+        if (!PyArg_ParseTuple(PyTuple_GetItem(bands, i), "LLLO!O!", &offset, &count, &itemsize,
+                              &PyTuple_Type, &chunk, &PyTuple_Type, &list))
             return leave(&c, NULL);
         b->offset = offset;
         b->count = count;
@@ -244,17 +261,21 @@ static PyObject *read_chunks(PyObject *self, PyObject *arguments) {
         b->ndim = (int)PyTuple_Size(chunk);
         b->places = (int)PyTuple_Size(list);
         b->place = to;
-        if ((b->ndim > MOST_DIMS || count < 1 || itemsize < 1 || itemsize > memory->len - CHECKSUM_BYTES || b->places > end - to) &&
+        if ((b->ndim > MOST_DIMS || count < 1 || itemsize < 1 ||
+             itemsize > memory->len - CHECKSUM_BYTES || b->places > end - to) &&
             !refuse("a band is impossible"))
             return leave(&c, NULL);
-        if (!numbers(chunk, b->ndim, 1, b->chunk) || (b->nbytes = bytes_of(b->chunk, b->ndim, itemsize)) < 0 ||
-            !fits(offset, count, b->nbytes) || (__builtin_add_overflow(total, count, &total) && !refuse("too many chunks")))
+        if (!numbers(chunk, b->ndim, 1, b->chunk) ||
+            (b->nbytes = bytes_of(b->chunk, b->ndim, itemsize)) < 0 ||
+            !fits(offset, count, b->nbytes) ||
+            (__builtin_add_overflow(total, count, &total) && !refuse("too many chunks")))
             return leave(&c, NULL);
         for (int k = 0; k < b->places; k++)
             if (!describe(&c, b, PyTuple_GetItem(list, k), memory, to++))
                 return leave(&c, NULL);
     }
-    if ((total > INT64_MAX / CHECKSUM_BYTES || expected->len != total * CHECKSUM_BYTES || done < 0 || done > total) &&
+    if ((total > INT64_MAX / CHECKSUM_BYTES || expected->len != total * CHECKSUM_BYTES ||
+         done < 0 || done > total) &&
         !refuse("another number of checksums"))
         return leave(&c, NULL);
     struct progress p = begin(&c, done, seconds);
@@ -268,7 +289,8 @@ static PyObject *find_changes(PyObject *self, PyObject *arguments) {
     (void)self;
     PyObject *olds, *news, *results, *room;
     int size;
-    if (!PyArg_ParseTuple(arguments, "O!O!iOO", &PyTuple_Type, &olds, &PyTuple_Type, &news, &size, &results, &room))
+    if (!PyArg_ParseTuple(arguments, "O!O!iOO", &PyTuple_Type, &olds, &PyTuple_Type, &news, &size,
+                          &results, &room))
         return NULL;
     const Py_ssize_t n = PyTuple_Size(olds);
     if (PyTuple_Size(news) != n)
@@ -280,17 +302,22 @@ static PyObject *find_changes(PyObject *self, PyObject *arguments) {
         return leave(&c, NULL);
     const Py_buffer *written = take(&c, results, PyBUF_WRITABLE | PLAIN);
     const Py_buffer *out = written ? take(&c, room, PyBUF_WRITABLE | PLAIN) : NULL;
-    if (!out || !apart(written, out) || (written->len != n * (Py_ssize_t)sizeof(struct comparison) && !refuse("another number of results")))
+    if (!out || !apart(written, out) ||
+        (written->len != n * (Py_ssize_t)sizeof(struct comparison) &&
+         !refuse("another number of results")))
         return leave(&c, NULL);
     const Py_buffer *chunks = out + 1;
     for (Py_ssize_t i = 0; i < n; i++) {
         const Py_buffer *old = take(&c, PyTuple_GetItem(olds, i), PyBUF_WRITABLE | PLAIN);
         const Py_buffer *new = old ? take(&c, PyTuple_GetItem(news, i), PLAIN) : NULL;
-        if (!new || !apart(old, new) || !apart(old, out) || !apart(new, out) || !apart(old, written) || !apart(new, written))
+        if (!new || !apart(old, new) || !apart(old, out) || !apart(new, out) ||
+            !apart(old, written) || !apart(new, written))
             return leave(&c, NULL);
-        if ((old->len != new->len || old->len % size || old->len / size > UINT32_MAX) && !refuse("a chunk has another length"))
+        if ((old->len != new->len || old->len % size || old->len / size > UINT32_MAX) &&
+            !refuse("a chunk has another length"))
             return leave(&c, NULL);
-        if (room_for_changes(old->len / size, size) > out->len && !refuse("too little room for what changed"))
+        if (room_for_changes(old->len / size, size) > out->len &&
+            !refuse("too little room for what changed"))
             return leave(&c, NULL);
     }
     c.thread = PyEval_SaveThread();
@@ -308,9 +335,13 @@ static PyObject *find_changes(PyObject *self, PyObject *arguments) {
 }
 
 static PyMethodDef functions[] = {
-    {"write_chunks", write_chunks, METH_VARARGS, "Write chunks of blocks to a file, or without one to the scratch; return how the call ended, chunks written, errno."},
-    {"read_chunks", read_chunks, METH_VARARGS, "Read chunks from a file; return how the call ended, chunks read, errno."},
-    {"find_changes", find_changes, METH_VARARGS, "Compare chunks with earlier ones, which become these; return how many had room."},
+    {"write_chunks", write_chunks, METH_VARARGS,
+     "Write chunks of blocks to a file, or without one to the scratch; return how the call ended, "
+     "chunks written, errno."},
+    {"read_chunks", read_chunks, METH_VARARGS,
+     "Read chunks from a file; return how the call ended, chunks read, errno."},
+    {"find_changes", find_changes, METH_VARARGS,
+     "Compare chunks with earlier ones, which become these; return how many had room."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -321,6 +352,7 @@ static int execute(PyObject *module) {
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, execute}, {0, NULL}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_moving", NULL, 0, functions, slots, NULL, NULL, NULL};
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_moving", NULL, 0, functions, slots, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__moving(void) { return PyModuleDef_Init(&definition); }

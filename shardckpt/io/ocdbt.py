@@ -1,14 +1,17 @@
 """An OCDBT database: the index beside data files that were written without TensorStore.
 
-OCDBT is TensorStore's copy-on-write B+tree over a key-value store (its "Storage format" is documented with the
-driver). A value outside the tree is `(data file, offset, length)`, and any file below the database may be the
-data file. So chunks can be appended to files straight from the caller's buffer, in the caller's order and
-without a transaction that holds them all in memory. Then only the index must be written:
+OCDBT is TensorStore's copy-on-write B+tree over a key-value store (its "Storage format" is
+documented with the driver). A value outside the tree is `(data file, offset, length)`, and any file
+below the database may be the data file. So chunks can be appended to files straight from the
+caller's buffer, in the caller's order and without a transaction that holds them all in memory. Then
+only the index must be written:
 
-1. `tree`: all keys and places, maybe with some values, in leaves below one inner node; few of them in one leaf (`leaf_node`).
+1. `tree`: all keys and places, maybe with some values, in leaves below one inner node; few of them
+   in one leaf (`leaf_node`).
 2. `manifest`: one version whose root is that node or leaf.
 
-Integers are unsigned LEB128; complete columns are encoded at once. Nodes and manifest end in their crc32c.
+Integers are unsigned LEB128; complete columns are encoded at once. Nodes and manifest end in their
+crc32c.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ _MAX_DECODED_NODE_BYTES = 8 << 20
 """TensorStore's default; a hint to writers that readers do not enforce."""
 
 _LATEST = (1 << 63) - 1
-"""The latest time that a manifest can have, in nanoseconds: in the year 2262, which a clock may have passed."""
+"""The latest time that a manifest can have, in nanoseconds: in the year 2262, which a clock may
+have passed."""
 
 
 def leaf_node(
@@ -71,12 +75,16 @@ def leaf_node(
         file: (n,) index into `files`.
         offset: (n,) offset of the first byte.
         length: (n,) bytes.
-        inside: n entries: a value that the node itself contains, or None for a value in a file. None: all are in files. A node
-            with values is compressed.
+        inside: n entries: a value that the node itself contains, or None for a value in a file.
+            None: all are in files. A node with values is compressed.
     """
     assert 0 < len(keys) <= MOST_KEYS, "a leaf holds between one and 2**20 keys"
     values = [value for value in inside or () if value is not None]
-    in_file = np.ones(len(keys), bool) if inside is None else np.array([value is None for value in inside])
+    in_file = (
+        np.ones(len(keys), bool)
+        if inside is None
+        else np.array([value is None for value in inside])
+    )
     lengths, files_of, offsets = (np.array(column, np.int64) for column in (length, file, offset))
     lengths[~in_file] = list(map(len, values))
     paths = [name.encode() for name in files]
@@ -125,7 +133,9 @@ def tree(
         begin: offset of the first node in its file.
     """
     outside = np.array([value is None for value in inside])
-    used = np.cumsum([len(key) + len(value or b"") for key, value in zip(keys, inside, strict=True)])
+    used = np.cumsum(
+        [len(key) + len(value or b"") for key, value in zip(keys, inside, strict=True)]
+    )
     children: list[_Child] = []
     nodes: list[bytes] = []
     first, offset = 0, begin
@@ -143,7 +153,9 @@ def tree(
     if len(nodes) == 1:
         return nodes[0], manifest(name, len(nodes[0]), len(keys), value_bytes, offset=begin)
     root = _inner_node(name, children)
-    encoded = manifest(name, len(root), len(keys), value_bytes, offset=offset, below=offset - begin, height=1)
+    encoded = manifest(
+        name, len(root), len(keys), value_bytes, offset=offset, below=offset - begin, height=1
+    )
     return b"".join([*nodes, root]), encoded
 
 
@@ -159,7 +171,10 @@ class _Child(NamedTuple):
 
 
 def _inner_node(name: str, children: Sequence[_Child]) -> bytes:
-    """The node above leaves that are all in the file `name`. No leaf is given a prefix that its keys lack."""
+    """The node above leaves that are all in the file `name`.
+
+    No leaf is given a prefix that its keys lack.
+    """
     keys = [child.key for child in children]
     shared = shared_prefixes(keys)
     rest = [key[n:] for key, n in zip(keys, [0, *shared.tolist()], strict=True)]
@@ -169,16 +184,35 @@ def _inner_node(name: str, children: Sequence[_Child]) -> bytes:
         [
             b"\1",  # height
             *(varints([1]), varints([len(name.encode())]), varints([0]), name.encode()),
-            *(varints([len(keys)]), varints(shared), varints([len(r) for r in rest]), varints(none), *rest),
+            *(
+                varints([len(keys)]),
+                varints(shared),
+                varints([len(r) for r in rest]),
+                varints(none),
+                *rest,
+            ),
             *(varints(none), varints([child.offset for child in children]), varints(sizes)),
             # Keys, bytes of nodes, and bytes of values outside nodes, at and below each child.
-            *(varints([child.num_keys for child in children]), varints(sizes), varints([child.value_bytes for child in children])),
+            *(
+                varints([child.num_keys for child in children]),
+                varints(sizes),
+                varints([child.value_bytes for child in children]),
+            ),
         ]
     )
     return _frame(_NODE_MAGIC, body)
 
 
-def manifest(node: str, node_bytes: int, num_keys: int, value_bytes: int, *, offset: int = 0, below: int = 0, height: int = 0) -> bytes:
+def manifest(
+    node: str,
+    node_bytes: int,
+    num_keys: int,
+    value_bytes: int,
+    *,
+    offset: int = 0,
+    below: int = 0,
+    height: int = 0,
+) -> bytes:
     """The manifest of a database.
 
     Args:
@@ -192,7 +226,11 @@ def manifest(node: str, node_bytes: int, num_keys: int, value_bytes: int, *, off
     """
     root = {
         "location": f"btreenode::{node}:{offset}:{node_bytes}",
-        "statistics": {"num_keys": num_keys, "num_tree_bytes": below + node_bytes, "num_indirect_value_bytes": value_bytes},
+        "statistics": {
+            "num_keys": num_keys,
+            "num_tree_bytes": below + node_bytes,
+            "num_indirect_value_bytes": value_bytes,
+        },
     }
     config = {
         "uuid": secrets.token_hex(16),
@@ -201,8 +239,15 @@ def manifest(node: str, node_bytes: int, num_keys: int, value_bytes: int, *, off
         "max_decoded_node_bytes": _MAX_DECODED_NODE_BYTES,
         "version_tree_arity_log2": 4,
     }
-    version = {"generation_number": 1, "commit_time": min(time.time_ns(), _LATEST), "root": root, "root_height": height}
-    encoded: bytes = ts.ocdbt.undump_manifest({"config": config, "version_tree_nodes": [], "versions": [version]})
+    version = {
+        "generation_number": 1,
+        "commit_time": min(time.time_ns(), _LATEST),
+        "root": root,
+        "root_height": height,
+    }
+    encoded: bytes = ts.ocdbt.undump_manifest(
+        {"config": config, "version_tree_nodes": [], "versions": [version]}
+    )
     return encoded
 
 
@@ -224,7 +269,9 @@ def varints(values: ArrayLike) -> bytes:
     used[:, 0] = True
     more = np.zeros_like(used)
     more[:, :-1] = used[:, 1:]
-    coded: NDArray[np.uint8] = ((groups & np.uint64(127)) | (more.astype(np.uint64) << np.uint64(7))).astype(np.uint8)
+    coded: NDArray[np.uint8] = (
+        (groups & np.uint64(127)) | (more.astype(np.uint64) << np.uint64(7))
+    ).astype(np.uint8)
     return coded[used].tobytes()
 
 
@@ -238,7 +285,9 @@ def _frame(magic: int, body: bytes, *, compress: bool = False) -> bytes:
 
 
 def shared_prefixes(keys: Sequence[bytes]) -> NDArray[np.int64]:
-    """(n - 1,) lengths of the common prefix of each key and the key before it; keys have no NULs, and adjacent keys differ.
+    """(n - 1,) lengths of the common prefix of each key and the key before it.
+
+    Keys have no NULs, and adjacent keys differ.
 
     >>> shared_prefixes([b"w/c/0", b"w/c/10", b"w/c/2"]).tolist()
     [4, 4]
@@ -247,7 +296,11 @@ def shared_prefixes(keys: Sequence[bytes]) -> NDArray[np.int64]:
     longest = max(map(len, keys))
     at_a_time = max(1, _COMPARED_BYTES // longest)
     for first in range(0, len(counts), at_a_time):
-        table = np.array(keys[first : first + at_a_time + 1], f"S{longest}").view(np.uint8).reshape(-1, longest)
+        table = (
+            np.array(keys[first : first + at_a_time + 1], f"S{longest}")
+            .view(np.uint8)
+            .reshape(-1, longest)
+        )
         counts[first : first + at_a_time] = (table[1:] != table[:-1]).argmax(axis=1)
     return counts
 
@@ -277,7 +330,9 @@ class Node:
 
 
 def read_manifest(encoded: bytes) -> list[Version]:
-    """The versions in a manifest, the newest last; like `ts.ocdbt.dump`, which leaks part of its result (0.1.86).
+    """The versions in a manifest, the newest last.
+
+    Like `ts.ocdbt.dump`, which leaks part of its result (0.1.86).
 
     Raises:
         ValueError: not a manifest, or its versions lie in other files.
@@ -316,7 +371,9 @@ def read_node(encoded: bytes) -> Node:
     keys = _decode_prefixed(shared, rest, read.bytes(sum(rest.tolist())))
     if height:
         below = zip(keys, common, read.places(files, count), strict=True)
-        return Node([(key[:n], place) for key, n, place in below if place is not None], iter(()), iter(()))
+        return Node(
+            [(key[:n], place) for key, n, place in below if place is not None], iter(()), iter(())
+        )
     length = read.varints(count)
     outside = np.frombuffer(read.bytes(count), np.uint8) == 1
     file, offset = (read.varints(int(outside.sum())).tolist() for _ in range(2))
@@ -324,11 +381,17 @@ def read_node(encoded: bytes) -> Node:
         raise ValueError(_NO_FILE)
     places = zip(map(files.__getitem__, file), offset, length[outside].tolist(), strict=True)
     listed = list(keys) if not outside.all() else keys
-    inside = zip(compress(listed, ~outside), map(read.bytes, length[~outside].tolist()), strict=True) if listed is not keys else iter(())
+    inside = (
+        zip(compress(listed, ~outside), map(read.bytes, length[~outside].tolist()), strict=True)
+        if listed is not keys
+        else iter(())
+    )
     return Node([], zip(compress(listed, outside), places, strict=True), inside)
 
 
-def _decode_prefixed(shared: NDArray[np.uint64], rest: NDArray[np.uint64], suffixes: bytes) -> Iterator[bytes]:
+def _decode_prefixed(
+    shared: NDArray[np.uint64], rest: NDArray[np.uint64], suffixes: bytes
+) -> Iterator[bytes]:
     """Decode texts, each given by the length of its common prefix with the text before it and by its suffix."""
     text, at = b"", 0
     for prefix, length in zip(shared.tolist(), rest.tolist(), strict=True):
@@ -356,7 +419,12 @@ class _Reader:
         """A column of integers."""
         if count > len(self._body) - self._at:
             raise ValueError("OUT_OF_RANGE: it ends in the middle of a column")
-        coded = np.frombuffer(self._body, np.uint8, offset=self._at, count=min(_MOST_VARINT * count, len(self._body) - self._at))
+        coded = np.frombuffer(
+            self._body,
+            np.uint8,
+            offset=self._at,
+            count=min(_MOST_VARINT * count, len(self._body) - self._at),
+        )
         ends = np.flatnonzero(coded < 128)[:count] + 1
         starts = np.append(np.zeros(min(1, count), np.int64), ends[:-1])
         if len(ends) < count or (ends - starts > _MOST_VARINT).any():
@@ -378,7 +446,9 @@ class _Reader:
         shared = np.append(np.zeros(min(1, count), np.uint64), self.varints(max(0, count - 1)))
         rest = self.varints(count)
         self.varints(count)  # length of the base path in each name
-        return [name.decode() for name in _decode_prefixed(shared, rest, self.bytes(sum(rest.tolist())))]
+        return [
+            name.decode() for name in _decode_prefixed(shared, rest, self.bytes(sum(rest.tolist())))
+        ]
 
     def places(self, files: list[str], count: int) -> list[Place | None]:
         """A column of places of nodes; None for a tree without keys."""

@@ -17,7 +17,10 @@ _MOMENT = 1.0
 
 
 class Upload:
-    """An upload on a thread of its own. The thread is a daemon: one that is given up, and hangs in the network, keeps nobody waiting."""
+    """An upload on a thread of its own.
+
+    The thread is a daemon: one that is given up, and hangs in the network, keeps nobody waiting.
+    """
 
     def __init__(self, place: str, write: Callable[[Retry], object], *, background: bool) -> None:
         """Begin.

@@ -1,9 +1,11 @@
 """Interpreter shutdown: background threads that must end before it, and threads that can no longer start.
 
-Python stops daemon threads wherever they are. A thread that is inside a C++ library then aborts the process ("terminate called
-without an active exception", SIGABRT), and launchers count the job as failed. So background work is started by
-`start_background`, and ended in order before the interpreter shuts down: `threading._register_atexit` calls back before the pools of
-`concurrent.futures`, which the background needs, are shut down. Once the `atexit` functions have run, Python starts no more threads.
+Python stops daemon threads wherever they are. A thread that is inside a C++ library then aborts the
+process ("terminate called without an active exception", SIGABRT), and launchers count the job as
+failed. So background work is started by `start_background`, and ended in order before the
+interpreter shuts down: `threading._register_atexit` calls back before the pools of
+`concurrent.futures`, which the background needs, are shut down. Once the `atexit` functions have
+run, Python starts no more threads.
 """
 
 from __future__ import annotations
@@ -35,17 +37,22 @@ _tasks: dict[threading.Thread, _Task] = {}
 _guard = threading.RLock()  # a signal handler may save while a task starts
 """Held while a task starts, so that no task starts after the shutdown has listed the tasks."""
 _closed = False
-"""Whether the shutdown has listed the tasks. Other threads of the program may still run then, and save."""
+"""Whether the shutdown has listed the tasks. Other threads of the program may still run then, and
+save."""
 
 
 def start_background(
-    thread: threading.Thread, *, finish: Callable[[], None] = lambda: None, stop: Callable[[], None] = lambda: None
+    thread: threading.Thread,
+    *,
+    finish: Callable[[], None] = lambda: None,
+    stop: Callable[[], None] = lambda: None,
 ) -> None:
     """Start a thread that the interpreter shutdown waits for.
 
     Args:
         thread: a daemon thread that has not been started; its `run` is called.
-        finish: called on another thread when the interpreter shuts down first; waits as long as waiting is useful.
+        finish: called on another thread when the interpreter shuts down first; waits as long as
+            waiting is useful.
         stop: called after all `finish` calls, or after Ctrl-C; makes the thread end soon.
 
     Raises:
@@ -73,12 +80,18 @@ def start_background(
 
 
 def has_begun() -> bool:
-    """Whether the interpreter shutdown has begun to end the background; the main thread is alive until that is done."""
+    """Whether the interpreter shutdown has begun to end the background.
+
+    The main thread is alive until that is done.
+    """
     return _closed
 
 
 def _end_all() -> None:
-    """At interpreter shutdown: finish all tasks, then stop them; after Ctrl-C, at any moment, stop them at once."""
+    """At interpreter shutdown: finish all tasks, then stop them.
+
+    After Ctrl-C, at any moment, stop them at once.
+    """
     global _closed  # noqa: PLW0603  (of the interpreter)
     finish = not _closed
     while True:
@@ -99,8 +112,9 @@ def _end_all() -> None:
 def _call_on_a_thread(functions: Sequence[Callable[[], None]]) -> None:
     """Call functions that use locks on a thread that Ctrl-C does not interrupt, and wait.
 
-    `Condition` and `Event` acquire their lock in Python: an exception that comes then leaves it locked, and the task waits for it for ever.
-    The thread that calls this function waits in C code, which leaves no lock behind.
+    `Condition` and `Event` acquire their lock in Python: an exception that comes then leaves it
+    locked, and the task waits for it for ever. The thread that calls this function waits in C code,
+    which leaves no lock behind.
     """
     ended: SimpleQueue[None] = SimpleQueue()
 
@@ -121,7 +135,11 @@ def _call_on_a_thread(functions: Sequence[Callable[[], None]]) -> None:
 
 
 getattr(threading, "_register_atexit", atexit.register)(_end_all)
-atexit.register(_end_all)  # Ctrl-C may come before the function's first line, and then Python calls no more `_register_atexit` functions
+atexit.register(
+    _end_all
+    # Ctrl-C may come before the function's first line, and then Python calls no more
+    # `_register_atexit` functions.
+)
 
 
 def _after_fork() -> None:

@@ -1,7 +1,8 @@
 """Kinds of files on this machine's file systems, with typed errors.
 
-These functions replace the predicates of `pathlib` and `os.path`. Those raise untyped errors, or answer False, for a path in a
-directory that this user may not enter, a name that is too long, or a device that fails.
+These functions replace the predicates of `pathlib` and `os.path`. Those raise untyped errors, or
+answer False, for a path in a directory that this user may not enter, a name that is too long, or a
+device that fails.
 
 The path may be a `local_path`, which is None on a storage without paths: nothing is there.
 """
@@ -23,7 +24,9 @@ _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def status(path: Path | None, *, follow: bool = True) -> os.stat_result | None:
-    """The status of a file or directory; None if there is nothing, or a broken link. Without `follow`, the status of a link itself.
+    """The status of a file or directory; None if there is nothing, or a broken link.
+
+    Without `follow`, the status of a link itself.
 
     Raises:
         StorageError: the path cannot be looked at.
@@ -40,7 +43,10 @@ def status(path: Path | None, *, follow: bool = True) -> os.stat_result | None:
 
 
 def exists(path: Path | None, *, follow: bool = True) -> bool:
-    """Whether there is something at a path; without `follow`, a broken link counts. Raises as `status` does."""
+    """Whether there is something at a path; without `follow`, a broken link counts.
+
+    Raises as `status` does.
+    """
     return status(path, follow=follow) is not None
 
 

@@ -1,16 +1,19 @@
 """Keys and bytes at one location, with typed errors: the only storage interface of shardckpt.
 
-A kind of storage is a subclass of `Store` with the methods that begin with an underscore, in a module of `stores`.
-The class itself adds:
+A kind of storage is a subclass of `Store` with the methods that begin with an underscore, in a
+module of `stores`. The class itself adds:
 
-1. *Reliable conditional writes.* Create-if-absent passes the generation that reading the missing key returned
-   (an empty `if_equal` overwrites silently). A lost race shows as an empty generation in the result. If a network
-   loses the response to a successful write, the retry finds an object there and looks like a lost race. So after
-   a lost race the store reads the object, and counts the write as successful if the bytes are its own.
-2. *Typed errors.* A message has the url, then the text of the storage or the system, then what to do.
+1. *Reliable conditional writes.* Create-if-absent passes the generation that reading the missing
+   key returned (an empty `if_equal` overwrites silently). A lost race shows as an empty generation
+   in the result. If a network loses the response to a successful write, the retry finds an object
+   there and looks like a lost race. So after a lost race the store reads the object, and counts the
+   write as successful if the bytes are its own.
+2. *Typed errors.* A message has the url, then the text of the storage or the system, then what to
+   do.
 
-TensorStore itself (`kvstore`) reads and writes the OCDBT indexes everywhere. All stores of a process share one `ts.Context`; those in
-buckets have another one, until settings or keys change. So `memory://` is one memory, and OCDBT databases can be merged by reference.
+TensorStore itself (`kvstore`) reads and writes the OCDBT indexes everywhere. All stores of a
+process share one `ts.Context`; those in buckets have another one, until settings or keys change. So
+`memory://` is one memory, and OCDBT databases can be merged by reference.
 """
 
 from __future__ import annotations
@@ -52,27 +55,35 @@ def _context() -> ts.Context:
 
 
 def kind_of(location: Location) -> type[Store]:
-    """The kind of storage of a location, to ask for a capability where no store is at hand; makes no request."""
+    """The kind of storage of a location, to ask for a capability where no store is at hand.
+
+    Makes no request.
+    """
     module, name = store_class(location.scheme, location.url)
     kind: type[Store] = getattr(import_module(module), name)
     return kind
 
 
 class Store(ABC):
-    """Keys and bytes below one location. Keys are relative, with slashes. Safe to use from several threads.
+    """Keys and bytes below one location.
 
-    The capabilities of a kind of storage are class attributes and cost no request. Other packages ask for a capability, and never for
-    the kind itself.
+    Keys are relative, with slashes. Safe to use from several threads.
+
+    The capabilities of a kind of storage are class attributes and cost no request. Other packages
+    ask for a capability, and never for the kind itself.
     """
 
     __slots__ = ("location",)
 
     near: ClassVar[bool] = False
-    """Requests take microseconds: they are repeated rather than avoided, and few threads make them."""
+    """Requests take microseconds: they are repeated rather than avoided, and few threads make
+    them."""
     has_paths: ClassVar[bool] = False
-    """Keys are files of this machine (`local_path`): other programs open and link them, and directories are renamed."""
+    """Keys are files of this machine (`local_path`): other programs open and link them, and
+    directories are renamed."""
     appends: ClassVar[bool] = False
-    """Data files grow in place, on several threads. Elsewhere the bytes of a file are collected in memory and sent as one object."""
+    """Data files grow in place, on several threads. Elsewhere the bytes of a file are collected in
+    memory and sent as one object."""
     has_locks: ClassVar[bool] = False
     """Directories can be locked, and a killed process may leave the lock file of an object."""
     durable_when_visible: ClassVar[bool] = True
@@ -82,17 +93,21 @@ class Store(ABC):
     lists: ClassVar[bool] = True
     """Keys can be listed."""
     writable: ClassVar[bool] = True
-    """Objects are created conditionally: of several writers of a missing object, exactly one succeeds. Otherwise nothing is written."""
+    """Objects are created conditionally: of several writers of a missing object, exactly one
+    succeeds. Otherwise nothing is written."""
     replaces: ClassVar[bool] = True
-    """Objects are replaced conditionally: only in the version that was read. Otherwise a record stays as it was created."""
+    """Objects are replaced conditionally: only in the version that was read. Otherwise a record
+    stays as it was created."""
     shared: ClassVar[bool] = True
     """Other processes reach the same objects by the same url."""
     sharing_advice: ClassVar[str] = "Give all processes the same endpoint, bucket and credentials."
     """The sentences that tell a person how processes come to reach the same objects."""
     has_driver: ClassVar[bool] = False
-    """TensorStore opens the place itself (`kvstore`), to merge indexes and to read arrays of other formats."""
+    """TensorStore opens the place itself (`kvstore`), to merge indexes and to read arrays of other
+    formats."""
     uploads_in_parts: ClassVar[bool] = False
-    """Objects larger than the memory are sent in parts, and a later process can resume that (`buckets.uploading`)."""
+    """Objects larger than the memory are sent in parts, and a later process can resume that
+    (`buckets.uploading`)."""
     uploads_on_threads: ClassVar[bool] = False
     """An upload goes on while its caller does something else."""
 
@@ -107,7 +122,8 @@ class Store(ABC):
         Raises:
             UrlError: the location cannot be used as a storage.
             MissingExtraError: a package that the object store needs is not installed.
-            OptionError: an environment variable that configures an object store has an invalid value.
+            OptionError: an environment variable that configures an object store has an invalid
+                value.
         """
         place = parse(location)
         return kind_of(place).at(place)
@@ -117,7 +133,10 @@ class Store(ABC):
         return self._moved(self.location.join(prefix.rstrip("/")))
 
     def among(self, process: int, processes: int) -> Store:
-        """The same location for one of several processes that use it now; each keeps to its share of an object store's request rate."""
+        """The same location for one of several processes that use it now.
+
+        Each keeps to its share of an object store's request rate.
+        """
         del process, processes
         return self
 
@@ -125,7 +144,8 @@ class Store(ABC):
         """The location as a `ts.KvStore`: for memory, and for operations that only TensorStore has (OCDBT).
 
         Raises:
-            StorageError: TensorStore has no driver for the kind of storage (`has_driver`), or cannot open the place.
+            StorageError: TensorStore has no driver for the kind of storage (`has_driver`), or
+                cannot open the place.
         """
         begin_use(self.location)
         with storage_errors("open", self.location):
@@ -148,12 +168,18 @@ class Store(ABC):
         return f"{str(self.location).rstrip('/')}/{key}" if key else str(self.location)
 
     def local_path(self, key: str) -> Path | None:
-        """A key's path ("": the location itself) on this machine's file system; None if this kind of storage has no paths."""
+        """A key's path ("": the location itself) on this machine's file system.
+
+        None if this kind of storage has no paths.
+        """
         del key
         return None
 
     def has_directory(self) -> bool:
-        """Whether keys may lie below the location: on a disk, whether a directory is there; elsewhere always. Makes no request."""
+        """Whether keys may lie below the location: on a disk, whether a directory is there.
+
+        Elsewhere always. Makes no request.
+        """
         return True
 
     def read(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
@@ -162,14 +188,17 @@ class Store(ABC):
         Raises:
             MissingDataError: there is no such object.
             CorruptionError: the object ends before `stop`.
-            FormatError: the complete object was requested, and the file on disk has more than `files.LARGEST_WHOLE` bytes.
+            FormatError: the complete object was requested, and the file on disk has more than
+                `files.LARGEST_WHOLE` bytes.
         """
         data, _ = self._read_checked(key, start, stop, versioned=False)
         if data is None:
             raise self._missing(key)
         return data
 
-    def read_versioned(self, key: str, start: int | None = None, stop: int | None = None) -> tuple[bytes | None, bytes]:
+    def read_versioned(
+        self, key: str, start: int | None = None, stop: int | None = None
+    ) -> tuple[bytes | None, bytes]:
         """Read an object's bytes (None if it does not exist), or those from `start` to `stop`, and its generation, for `replace`.
 
         On a disk the generation is a digest of the whole file, and a range has none: b"".
@@ -179,7 +208,9 @@ class Store(ABC):
         """
         return self._read_checked(key, start, stop, versioned=True)
 
-    def _read_checked(self, key: str, start: int | None, stop: int | None, *, versioned: bool) -> tuple[bytes | None, bytes]:
+    def _read_checked(
+        self, key: str, start: int | None, stop: int | None, *, versioned: bool
+    ) -> tuple[bytes | None, bytes]:
         """Read an object's bytes, all of those that are asked for, and its generation, if it is asked for."""
         check_key(key, self)
         with storage_errors("read", self.path_of(key)), self._ends_too_early(key, stop):
@@ -199,14 +230,20 @@ class Store(ABC):
             CorruptionError: the object ends before the buffers are full.
         """
         check_key(key, self)
-        with storage_errors("read", self.path_of(key)), self._ends_too_early(key, start + sum(map(len, into))):
+        with (
+            storage_errors("read", self.path_of(key)),
+            self._ends_too_early(key, start + sum(map(len, into))),
+        ):
             try:
                 return self._read_into(key, start, into)
             except FileNotFoundError as e:
                 raise self._missing(key) from e
 
     def size(self, key: str) -> int | None:
-        """Bytes of the object; None if it does not exist. Reads none of them, except from memory."""
+        """Bytes of the object; None if it does not exist.
+
+        Reads none of them, except from memory.
+        """
         check_key(key, self)
         with storage_errors("look for", self.path_of(key)):
             return self._size(key)
@@ -222,7 +259,9 @@ class Store(ABC):
             return self._exists(key)
 
     def change_token(self, key: str) -> object:
-        """A value that differs after each write of an object, for comparison in one process; reads no bytes, except from memory.
+        """A value that differs after each write of an object, for comparison in one process.
+
+        Reads no bytes, except from memory.
 
         It is the generation of `read_versioned`, unless the kind is `near`.
         """
@@ -234,8 +273,9 @@ class Store(ABC):
         """Create an object if it does not exist; durable when this returns.
 
         Returns:
-            Whether the object has these bytes now. If several callers write different bytes, exactly one gets True. Callers with the
-            same bytes get the same answer, so bytes that decide which caller may do something must name the caller.
+            Whether the object has these bytes now. If several callers write different bytes,
+            exactly one gets True. Callers with the same bytes get the same answer, so bytes that
+            decide which caller may do something must name the caller.
         """
         there, generation = self.read_versioned(key)
         if there is None:
@@ -243,11 +283,14 @@ class Store(ABC):
         return _same(there, data)
 
     def replace(self, key: str, data: Data, generation: bytes) -> bool:
-        """Write an object if it still has the generation that `read_versioned` returned; durable when this returns.
+        """Write an object if it still has the generation that `read_versioned` returned.
+
+        Durable when this returns.
 
         Returns:
-            Whether the object has these bytes now, as for `create`. A generation does not exclude an earlier state: "missing" matches
-            again after a deletion, and on a disk and on S3 a generation is a digest, which matches again when the same bytes return.
+            Whether the object has these bytes now, as for `create`. A generation does not exclude
+            an earlier state: "missing" matches again after a deletion, and on a disk and on S3 a
+            generation is a digest, which matches again when the same bytes return.
         """
         assert generation, "an empty generation would overwrite whatever is there"
         check_key(key, self)
@@ -267,8 +310,9 @@ class Store(ABC):
         """
         if not self.replaces:
             raise StorageError(
-                f"cannot {action} {self}: its client cannot replace an object only if it is unchanged, and without that another process "
-                f"could lose a checkpoint. Use the storage's own url (gs://, s3://, az://), or save elsewhere."
+                f"cannot {action} {self}: its client cannot replace an object only if it is "
+                "unchanged, and without that another process could lose a checkpoint. Use the "
+                "storage's own url (gs://, s3://, az://), or save elsewhere."
             )
 
     def create_anew(self, key: str, make: Callable[[], bytes], generation: bytes) -> bool:
@@ -280,7 +324,8 @@ class Store(ABC):
             generation: generation of the missing object, from `read_versioned`.
 
         Returns:
-            Whether this call created the object that is there. False if another one is there, maybe from an earlier try.
+            Whether this call created the object that is there. False if another one is there, maybe
+            from an earlier try.
         """
         return self.replace(key, make(), generation)
 
@@ -291,9 +336,16 @@ class Store(ABC):
             self._write(key, data, None)
 
     def upload(self, key: str, data: Data) -> Upload:
-        """Begin to write an object, and overwrite any object there; the buffer must stay as it is until that ends."""
+        """Begin to write an object, and overwrite any object there.
+
+        The buffer must stay as it is until that ends.
+        """
         check_key(key, self)
-        return Upload(self.path_of(key), lambda retry: self._write(key, data, None, retry), background=self.uploads_on_threads)
+        return Upload(
+            self.path_of(key),
+            lambda retry: self._write(key, data, None, retry),
+            background=self.uploads_on_threads,
+        )
 
     def delete(self, key: str) -> None:
         """Delete an object, if there is one."""
@@ -305,8 +357,8 @@ class Store(ABC):
         """Delete an object if it still has the generation that `read_versioned` returned.
 
         Returns:
-            Whether this call deleted it. False if the object changed or is gone, and if the storage has no conditional deletion:
-            then the object stays.
+            Whether this call deleted it. False if the object changed or is gone, and if the storage
+            has no conditional deletion: then the object stays.
         """
         assert generation, "an empty generation would delete whatever is there"
         check_key(key, self)
@@ -318,30 +370,43 @@ class Store(ABC):
         return self
 
     def sync_names(self) -> None:  # noqa: B027  (only a disk has directories)
-        """Make all names durable that were put off since `names_later`, and later names at once; of stores made with `sub`, too."""
+        """Make all names durable that were put off since `names_later`, and later names at once.
+
+        Of stores made with `sub`, too.
+        """
 
     def sync_name(self, path: Path) -> None:  # noqa: B027  (only a disk has directories)
         """Make the name of a file durable, or note it for `sync_names`."""
 
     def remove_empty(self) -> None:  # noqa: B027  (only a disk has directories)
-        """On disk: remove the location's directory if it has no files but locks of killed writers. Object stores have no directories."""
+        """On disk: remove the location's directory if it has no files but locks of killed writers.
+
+        Object stores have no directories.
+        """
 
     def delete_prefix(self, prefix: str = "") -> None:
         """Delete everything below `prefix`: "" (the complete location) or a name that ends in a slash.
 
         On disk, directories are deleted too. Symbolic links are removed and not followed.
         """
-        assert prefix == "" or prefix.endswith("/"), "a prefix without a slash would take its namesakes along: step1, step10"
+        assert prefix == "" or prefix.endswith("/"), (
+            "a prefix without a slash would take its namesakes along: step1, step10"
+        )
         with storage_errors("delete", self.path_of(prefix)):
             self._delete_below(prefix)
 
     def list(self, prefix: str = "") -> builtins.list[str]:
-        """All keys that start with `prefix`, sorted; empty if the location does not exist. For prefixes of a few objects."""
+        """All keys that start with `prefix`, sorted; empty if the location does not exist.
+
+        For prefixes of a few objects.
+        """
         with storage_errors("list", self.path_of(prefix)):
             return sorted(self._list(prefix))
 
     def list_children(self, prefix: str = "") -> builtins.list[str]:
-        """The names directly below `prefix` ("" or ending in a slash), sorted; a name that has keys below it ends in a slash.
+        """The names directly below `prefix` ("" or ending in a slash), sorted.
+
+        A name that has keys below it ends in a slash.
 
         On disk, one directory is read, and the name of an empty directory ends in a slash too.
         """
@@ -351,7 +416,8 @@ class Store(ABC):
     def sizes(self, prefix: str) -> dict[str, int]:
         """Bytes of every object whose key starts with `prefix`, which may be a complete key.
 
-        On disk, those of the files in one directory; on a web server, that of the file whose key is `prefix`.
+        On disk, those of the files in one directory; on a web server, that of the file whose key is
+        `prefix`.
         """
         with storage_errors("list", self.path_of(prefix)):
             return self._sizes(prefix)
@@ -360,8 +426,9 @@ class Store(ABC):
         """Every object below `prefix` ("", a complete key, or ending in a slash), and the time of its last write.
 
         Yields:
-            Key, and POSIX seconds by the storage's clock (S3 has no fractions). On disk in no particular order; links are not
-            followed. The current time for every object of a storage that keeps no times.
+            Key, and POSIX seconds by the storage's clock (S3 has no fractions). On disk in no
+            particular order; links are not followed. The current time for every object of a storage
+            that keeps no times.
         """
         with storage_errors("list", self.path_of(prefix)):
             yield from self._times(prefix)
@@ -372,7 +439,9 @@ class Store(ABC):
         return False
 
     def copy_from(self, source: Store, keys: Iterable[tuple[str, str]]) -> None:
-        """Copy objects from another place, within the storage, and replace existing ones; all are durable when this returns.
+        """Copy objects from another place, within the storage, and replace existing ones.
+
+        All are durable when this returns.
 
         Args:
             source: a place for which `copies_from` says yes.
@@ -401,7 +470,9 @@ class Store(ABC):
             raise self._cut_off(key, stop, e) from e
 
     def _cut_off(self, key: str, stop: int | None, why: object) -> CorruptionError:
-        return CorruptionError(f"{self.path_of(key)} ends before byte {stop}: {why}; replace it with a backup.")
+        return CorruptionError(
+            f"{self.path_of(key)} ends before byte {stop}: {why}; replace it with a backup."
+        )
 
     # --- a kind of storage; keys are checked, and errors of the system are typed by the caller
 
@@ -415,7 +486,9 @@ class Store(ABC):
         """The store of another location in the same storage."""
 
     @abstractmethod
-    def _read(self, key: str, start: int | None, stop: int | None, *, versioned: bool) -> tuple[bytes | None, bytes]:
+    def _read(
+        self, key: str, start: int | None, stop: int | None, *, versioned: bool
+    ) -> tuple[bytes | None, bytes]:
         """Read bytes, None if there is no object, and the generation, which may be b"" unless `versioned`.
 
         Raises:
@@ -445,7 +518,9 @@ class Store(ABC):
     def _change_token(self, key: str) -> object: ...
 
     @abstractmethod
-    def _write(self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None) -> bool:
+    def _write(
+        self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None
+    ) -> bool:
         """Write; False if the object no longer has `generation`."""
 
     @abstractmethod
@@ -462,7 +537,10 @@ class Store(ABC):
     def _list(self, prefix: str) -> Iterable[str]: ...
 
     def _times(self, prefix: str) -> Iterable[tuple[str, float]]:
-        """Keys and times of their last write; the current time for each, unless the kind `keeps_times`."""
+        """Keys and times of their last write.
+
+        The current time for each, unless the kind `keeps_times`.
+        """
         return ((key, time.time()) for key in self._list(prefix))
 
     def _list_children(self, prefix: str) -> builtins.list[str]:

@@ -39,14 +39,19 @@ logging.getLogger("shardckpt").__class__ = _GuardedLogger
 def replace_missing_streams() -> None:
     """Put the null device in place of standard streams that are missing or closed, as in `shardckpt ls >&-`.
 
-    Otherwise the next file that is opened would get a standard stream's number, and libraries would print into it.
+    Otherwise the next file that is opened would get a standard stream's number, and libraries would
+    print into it.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) < len(_STREAMS):
         os.set_inheritable(fd, True)
     os.close(fd)
     for number, name in enumerate(_STREAMS):
         if not is_open(getattr(sys, name)):
-            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+            setattr(
+                sys,
+                name,
+                open(number, "w" if number else "r", encoding="utf-8", closefd=False),  # noqa: SIM115
+            )
 
 
 def in_notebook() -> bool:

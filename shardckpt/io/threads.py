@@ -1,11 +1,13 @@
 """Threads, and how work is handed to them.
 
-`run_on_threads` processes items on new threads and the calling one, `Workers` on threads that are kept, `map_on_threads` returns the
-results of small reads, and `read_ahead` reads batches while another one is used.
+`run_on_threads` processes items on new threads and the calling one, `Workers` on threads that are
+kept, `map_on_threads` returns the results of small reads, and `read_ahead` reads batches while
+another one is used.
 
-Ctrl-C, at whatever instant it comes, must not leave a thread at work, because the thread may be writing into the caller's memory. An
-interrupt may hide from the caller that a thread has started. An interrupt of `Thread.join` makes it report a running thread as ended
-(CPython 3.11 and 3.12). So each thread registers itself before it draws its first item, and until it has finished its last
+Ctrl-C, at whatever instant it comes, must not leave a thread at work, because the thread may be
+writing into the caller's memory. An interrupt may hide from the caller that a thread has started.
+An interrupt of `Thread.join` makes it report a running thread as ended (CPython 3.11 and 3.12). So
+each thread registers itself before it draws its first item, and until it has finished its last
 (`_AtWork`). Once nothing is left to draw, and no thread is registered, no thread will be.
 """
 
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 SWITCH_SECONDS = 0.0005
-"""Seconds for which a thread that is busy in Python may keep the interpreter from a thread of ours. Python's own value is ten times as
-long."""
+"""Seconds for which a thread that is busy in Python may keep the interpreter from a thread of ours.
+Python's own value is ten times as long."""
 SHORT = 2 << 30
 """Most bytes that are read from a disk in a matter of seconds."""
 AT_ONCE = 16
@@ -43,17 +45,24 @@ R = TypeVar("R")
 class _Setting(Generic[T]):
     """A process-wide setting that has a temporary value while any thread needs it.
 
-    Nothing is locked: a signal handler may save amid a save, and wait for threads that need this, too. Single steps on a set or a dict
-    are atomic. Whatever happens between two steps, the program's value comes back; at worst a thread does without the temporary one.
+    Nothing is locked: a signal handler may save amid a save, and wait for threads that need this,
+    too. Single steps on a set or a dict are atomic. Whatever happens between two steps, the
+    program's value comes back; at worst a thread does without the temporary one.
     """
 
-    def __init__(self, read: Callable[[], T], write: Callable[[T], object], change: Callable[[T], T]) -> None:
-        """A setting that `read` and `write` access; `change` makes the temporary value from the program's."""
+    def __init__(
+        self, read: Callable[[], T], write: Callable[[T], object], change: Callable[[T], T]
+    ) -> None:
+        """A setting that `read` and `write` access.
+
+        `change` makes the temporary value from the program's.
+        """
         self._read, self._write, self._change = read, write, change
         self._users: set[object] = set()
         """An object for each block that needs the temporary value."""
         self._replaced: dict[object, T] = {}
-        """The values of the program that were replaced, the newest last, each with the block that replaced it."""
+        """The values of the program that were replaced, the newest last, each with the block that
+        replaced it."""
         os.register_at_fork(after_in_child=self._after_fork)
 
     @contextmanager
@@ -89,16 +98,22 @@ class _Setting(Generic[T]):
         self._leave(None)
 
 
-_collector = _Setting(gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable(), lambda _: False)
+_collector = _Setting(
+    gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable(), lambda _: False
+)
 _switching = _Setting(
     sys.getswitchinterval,
-    lambda seconds: sys.setswitchinterval(seconds + 5e-7),  # it cuts to whole microseconds, and what was read may be just below one
+    lambda seconds: sys.setswitchinterval(
+        seconds + 5e-7
+    ),  # it cuts to whole microseconds, and what was read may be just below one
     lambda seconds: min(seconds, SWITCH_SECONDS),
 )
 
 
 class InterruptibleCondition(threading.Condition):
-    """A condition in whose waits Ctrl-C does no harm. Enter its `lock`: entering the condition itself runs Python code.
+    """A condition in whose waits Ctrl-C does no harm.
+
+    Enter its `lock`: entering the condition itself runs Python code.
 
     Ctrl-C in that code would leave the lock locked.
     """
@@ -109,7 +124,10 @@ class InterruptibleCondition(threading.Condition):
         super().__init__(self.lock)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """See `threading.Condition`. After Ctrl-C the lock is held, too, as the `with` around this call expects."""
+        """See `threading.Condition`.
+
+        After Ctrl-C the lock is held, too, as the `with` around this call expects.
+        """
         try:
             return super().wait(timeout)
         except BaseException:
@@ -122,12 +140,18 @@ class InterruptibleCondition(threading.Condition):
 def collector_paused() -> Iterator[None]:
     """Pause Python's collector of reference cycles: for short code that creates objects per tensor, and does not wait for others.
 
-    The plans of 2,000 tensors start the collector several times, and each time it visits all objects of the program: 0.1 s with torch
-    and JAX imported, and half of a restore of small tensors in all.
+    The plans of 2,000 tensors start the collector several times, and each time it visits all
+    objects of the program: 0.1 s with torch and JAX imported, and half of a restore of small
+    tensors in all.
 
-    On the main thread only: beside a thread in the background, the program may call `gc.disable()` itself, and must find that so.
+    On the main thread only: beside a thread in the background, the program may call `gc.disable()`
+    itself, and must find that so.
     """
-    with _collector.changed() if threading.current_thread() is threading.main_thread() else nullcontext():
+    with (
+        _collector.changed()
+        if threading.current_thread() is threading.main_thread()
+        else nullcontext()
+    ):
         yield
 
 
@@ -135,8 +159,8 @@ def collector_paused() -> Iterator[None]:
 def prompt_turns() -> Iterator[None]:
     """Limit the time that a thread busy in Python keeps the interpreter lock from another one to `SWITCH_SECONDS`.
 
-    A save releases the lock at every system call, some 300 times whatever its size; by default, a busy thread may then keep it for 5 ms
-    each time (docs/decisions/0043).
+    A save releases the lock at every system call, some 300 times whatever its size; by default, a
+    busy thread may then keep it for 5 ms each time (docs/decisions/0043).
     """
     with _switching.changed():
         yield
@@ -145,7 +169,8 @@ def prompt_turns() -> Iterator[None]:
 def lasts_seconds(nbytes: int) -> bool:
     """Whether a task that reads so many bytes from a disk is a matter of seconds, so that the collector may pause during all of it.
 
-    After each of several pauses, the collector would visit all objects that have been created in it.
+    After each of several pauses, the collector would visit all objects that have been created in
+    it.
     """
     return nbytes <= SHORT
 
@@ -155,7 +180,8 @@ class _AtWork:
 
     def __init__(self) -> None:
         self.over = False
-        """Whether no further work may begin, or none is left. A thread checks this after it has registered."""
+        """Whether no further work may begin, or none is left. A thread checks this after it has
+        registered."""
         self._noted: list[None] = []
         self._left: SimpleQueue[None] = SimpleQueue()
 
@@ -190,12 +216,15 @@ def _run(
     works: Sequence[Callable[[T], object]],
     own: Callable[[T], object] | None = None,
 ) -> None:
-    """Process each item on whichever thread is free; raise the first error, which stops all, when no thread is working any more.
+    """Process each item on whichever thread is free.
+
+    Raise the first error, which stops all, when no thread is working any more.
 
     Args:
         items: drawn one by one.
         start: calls a function on another thread.
-        works: the functions with which the other threads process an item; at least one, unless there is `own`.
+        works: the functions with which the other threads process an item; at least one, unless
+            there is `own`.
         own: the function with which the calling thread processes an item; None: it draws none.
     """
     rest, drawing, at_work = iter(items), threading.Lock(), _AtWork()
@@ -230,13 +259,17 @@ def _run(
         if failures:
             raise failures[0]
     finally:
-        failures.clear()  # a reference cycle would keep the error, and its frames with the memory that they hold
+        # A reference cycle would keep the error, and its frames with the memory that they hold.
+        failures.clear()
 
 
 def run_on_threads(items: Iterable[T], works: Sequence[Callable[[T], object]], name: str) -> None:
-    """Process each item with whichever of several functions is free; each has a thread, and the first has the calling one.
+    """Process each item with whichever of several functions is free.
 
-    The first error, or Ctrl-C, ends all and is raised here. When this returns or raises, no thread is at work on any item.
+    Each has a thread, and the first has the calling one.
+
+    The first error, or Ctrl-C, ends all and is raised here. When this returns or raises, no thread
+    is at work on any item.
 
     Args:
         items: drawn one by one, by one thread at a time.
@@ -247,9 +280,12 @@ def run_on_threads(items: Iterable[T], works: Sequence[Callable[[T], object]], n
 
 
 def call_aside(work: Callable[[], R], name: str) -> R:
-    """The result of a call on another thread, where Ctrl-C raises nothing; the caller waits for its end however often Ctrl-C is pressed.
+    """The result of a call on another thread, where Ctrl-C raises nothing.
 
-    For C++ code that calls Python functions which must not raise, such as torch's writer when it is destroyed.
+    The caller waits for its end however often Ctrl-C is pressed.
+
+    For C++ code that calls Python functions which must not raise, such as torch's writer when it is
+    destroyed.
 
     Args:
         work: the call.
@@ -277,10 +313,12 @@ class Workers:
         self._pool = ThreadPoolExecutor(threads, name)
 
     def do(self, work: Callable[[T], object], tasks: Iterable[T]) -> None:
-        """Call `work` for each task; the first error stops the rest, and is raised. Tasks are drawn as threads get free.
+        """Call `work` for each task; the first error stops the rest, and is raised.
 
-        The calling thread does the work itself if there is only one task, or if only one thread works at a time. When this returns or
-        raises, no thread is at work on any of the tasks.
+        Tasks are drawn as threads get free.
+
+        The calling thread does the work itself if there is only one task, or if only one thread
+        works at a time. When this returns or raises, no thread is at work on any of the tasks.
         """
         rest = iter(tasks)
         first = list(islice(rest, self.at_once))
@@ -318,22 +356,29 @@ def read_ahead(
     threads: int | None = None,
     now: Callable[[], tuple[float, float]] = clocks,
 ) -> Generator[tuple[T, R], None, None]:
-    """Yield each batch when it is read, in order; up to `ahead` more are read meanwhile, so that no thread waits for a batch to end.
+    """Yield each batch when it is read, in order.
 
-    If the caller copies on the host, the first batch is read alone. If its reading waited for the storage, more are read while one
-    is being placed. If it kept the processors busy, reading and placing take turns: together they would compete for
-    the interpreter and the processors, and take longer (docs/decisions/0031).
+    Up to `ahead` more are read meanwhile, so that no thread waits for a batch to end.
+
+    If the caller copies on the host, the first batch is read alone. If its reading waited for the
+    storage, more are read while one is being placed. If it kept the processors busy, reading and
+    placing take turns: together they would compete for the interpreter and the processors, and take
+    longer (docs/decisions/0031).
 
     Close the generator if it is not used up: when that returns, no read is in progress.
 
     Args:
-        batches: the batches to read; drawn as they are needed. A single one is read by the calling thread.
-        lend: returns what a batch needs, such as memory, which the generator yields with the batch. Called by the calling thread. None:
-            there is no room before an earlier batch has been placed; not if its second argument is True, as it is then the only one.
+        batches: the batches to read; drawn as they are needed. A single one is read by the calling
+            thread.
+        lend: returns what a batch needs, such as memory, which the generator yields with the batch.
+            Called by the calling thread. None: there is no room before an earlier batch has been
+            placed; not if its second argument is True, as it is then the only one.
         read: reads one; called on other threads.
-        ahead: most batches that are read, or wait for a thread, at a time; 1: one after another, in order.
+        ahead: most batches that are read, or wait for a thread, at a time; 1: one after another, in
+            order.
         copies: whether the caller copies on the host between batches.
-        threads: threads that read; None: one per batch that is read ahead. With 1, a read begins when the one before it has ended.
+        threads: threads that read; None: one per batch that is read ahead. With 1, a read begins
+            when the one before it has ended.
         now: returns times as `clocks` does.
     """
     ahead_of = _Ahead(batches, lend, read)
@@ -351,7 +396,10 @@ def read_ahead(
                 ahead_of.under_way.popleft()
                 if first:
                     ended, used_then = now()
-                    first, together = False, used_then - used < ended - began  # one busy core: as much processor time as wall-clock time
+                    first, together = (
+                        False,
+                        used_then - used < ended - began,
+                    )  # one busy core: as much processor time as wall-clock time
                     most = ahead if together else 1
                 if together:
                     ahead_of.begin(pool, most, alone=False)
@@ -364,7 +412,9 @@ def read_ahead(
 class _Ahead(Generic[T, R]):
     """The batches of `read_ahead` that are not placed yet."""
 
-    def __init__(self, batches: Iterable[T], lend: Callable[[T, bool], R | None], read: Callable[[T], object]) -> None:
+    def __init__(
+        self, batches: Iterable[T], lend: Callable[[T, bool], R | None], read: Callable[[T], object]
+    ) -> None:
         self.at_work = _AtWork()
         self.under_way: deque[tuple[T, R, Future[None]]] = deque()
         self._rest = iter(batches)
@@ -373,10 +423,15 @@ class _Ahead(Generic[T, R]):
         self._read = read
 
     def begin(self, pool: ThreadPoolExecutor, most: int, *, alone: bool) -> None:
-        """Begin to read, until so many batches are under way, or there is no room; `alone`: no batch is being placed."""
+        """Begin to read, until so many batches are under way, or there is no room.
+
+        `alone`: no batch is being placed.
+        """
         while len(self.under_way) < most:
             self.waiting.extend(islice(self._rest, 0 if self.waiting else 1))
-            lent = self._lend(self.waiting[0], alone and not self.under_way) if self.waiting else None
+            lent = (
+                self._lend(self.waiting[0], alone and not self.under_way) if self.waiting else None
+            )
             if lent is None:
                 break
             batch = self.waiting.popleft()

@@ -1,16 +1,18 @@
 """Locations: a user's path or url, and TensorStore's form of it.
 
-A location is a scheme and a path. Users write a path (`ckpt/100`, a `pathlib.Path`), `file:///data/ckpt`,
-`gs://bucket/ckpt`, `s3://bucket/ckpt`, `az://container/ckpt`, `abfs://container@account.dfs.core.windows.net/ckpt`,
-`memory://name/ckpt`, or `https://host/ckpt`, to read only. TensorStore always gets a JSON spec,
-`{"driver": …, "path": …}`, never a url string, so a space, `%`, `?`, `#` or a non-ASCII letter in a
-name has no special meaning.
+A location is a scheme and a path. Users write a path (`ckpt/100`, a `pathlib.Path`),
+`file:///data/ckpt`, `gs://bucket/ckpt`, `s3://bucket/ckpt`, `az://container/ckpt`,
+`abfs://container@account.dfs.core.windows.net/ckpt`, `memory://name/ckpt`, or `https://host/ckpt`,
+to read only. TensorStore always gets a JSON spec, `{"driver": …, "path": …}`, never a url string,
+so a space, `%`, `?`, `#` or a non-ASCII letter in a name has no special meaning.
 
-1. `parse` distinguishes a path from a url, decodes a url's percent signs, and makes a path absolute (`~` is home).
+1. `parse` distinguishes a path from a url, decodes a url's percent signs, and makes a path absolute
+   (`~` is home).
 2. `Location` refuses names that TensorStore would silently change (a backslash becomes a slash) or
-   refuse with a message about keys (`.__lock` is the suffix of its lock files), and invalid bucket names.
-3. `Location.kvstore` is the only place where a scheme becomes a TensorStore key-value store; the other settings of a cloud
-   storage are in `cloud`.
+   refuse with a message about keys (`.__lock` is the suffix of its lock files), and invalid bucket
+   names.
+3. `Location.kvstore` is the only place where a scheme becomes a TensorStore key-value store; the
+   other settings of a cloud storage are in `cloud`.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ SCHEMES = {
     "http": ("shardckpt.io.stores.bucket", "WebStore"),
     "https": ("shardckpt.io.stores.bucket", "WebStore"),
 }
-"""Scheme → module and name of the class of its stores, a `Store`. The paths of a scheme that is added are slash-separated names."""
+"""Scheme → module and name of the class of its stores, a `Store`. The paths of a scheme that is
+added are slash-separated names."""
 _FSSPEC = re.compile(r"fsspec\+([a-z0-9][a-z0-9.-]*)")
 """Schemes of places that fsspec reaches."""
 FSSPEC_WRITTEN = ("gs", "gcs", "s3")
-"""Protocols of fsspec that are written to: `tests/io/test_fsspec.py` proves that their clients create conditionally."""
+"""Protocols of fsspec that are written to: `tests/io/test_fsspec.py` proves that their clients
+create conditionally."""
 NOT_BY_FSSPEC = {
     "file": "give a path on a disk as it is, without fsspec+",
     "local": "give a path on a disk as it is, without fsspec+",
@@ -61,18 +65,29 @@ _BUCKETS = {
         "dots, dashes and underscores",
         "bucket",
     ),
-    "s3": (re.compile(r"(?=.{3,63}\Z)LABEL(?:\.LABEL)*\Z".replace("LABEL", _LABEL.format("-"))), "dots and dashes", "bucket"),
+    "s3": (
+        re.compile(r"(?=.{3,63}\Z)LABEL(?:\.LABEL)*\Z".replace("LABEL", _LABEL.format("-"))),
+        "dots and dashes",
+        "bucket",
+    ),
     "az": (re.compile(rf"{_CONTAINER}\Z"), "single dashes", "container"),
-    "abfs": (re.compile(rf"{_CONTAINER}{_ACCOUNT}\Z"), "single dashes", "container@account.dfs.core.windows.net"),
+    "abfs": (
+        re.compile(rf"{_CONTAINER}{_ACCOUNT}\Z"),
+        "single dashes",
+        "container@account.dfs.core.windows.net",
+    ),
 }
-"""Scheme → pattern of a bucket's name (on Azure: a container's), the characters that it may have besides letters and digits, and how
-a url gives it.
+"""Scheme → pattern of a bucket's name (on Azure: a container's), the characters that it may have
+besides letters and digits, and how a url gives it.
 
-https://cloud.google.com/storage/docs/buckets#naming, https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html,
+https://cloud.google.com/storage/docs/buckets#naming,
+https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html,
 https://learn.microsoft.com/en-us/rest/api/storageservices/naming-and-referencing-containers--blobs--and-metadata
 """
 _WEB = ("http", "https")
-_HOST = re.compile(r"(?:[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?\Z")
+_HOST = re.compile(
+    r"(?:[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?\Z"
+)
 """The host of a web server: a name or an address, and a port."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -92,9 +107,10 @@ class Location:
     scheme: str
     """A key of `SCHEMES`, or `fsspec+PROTOCOL`."""
     path: str
-    """`file`: an absolute, normalised path. `gs` and `s3`: the bucket (`http`: the host; `az`: the container; `abfs`: the container, @ and
-    the account's host), and names below it after slashes. `memory`: slash-separated names. By fsspec: the rest of the protocol's url.
-    It has no slash at the end."""
+    """`file`: an absolute, normalised path. `gs` and `s3`: the bucket (`http`: the host; `az`: the
+    container; `abfs`: the container, @ and the account's host), and names below it after slashes.
+    `memory`: slash-separated names. By fsspec: the rest of the protocol's url. It has no slash at
+    the end."""
     local_path: Path | None = field(init=False, repr=False, compare=False)
     """The path on this machine's file system; None on a storage that has no paths."""
 
@@ -102,26 +118,35 @@ class Location:
         """Refuse unknown schemes, and names that the storage could not keep unchanged."""
         _, kind = store_class(self.scheme, f"{self.scheme}://{self.path}")
         if "::" in self.path and kind.startswith("Fsspec"):
-            raise UrlError(f"{self.scheme}://{self.path}: chained urls (::) are not supported; give the url of the storage alone.")
+            raise UrlError(
+                f"{self.scheme}://{self.path}: chained urls (::) are not supported; give the url "
+                "of the storage alone."
+            )
         if self.is_web:
             if not _HOST.match(self.path.partition("/")[0]):
                 raise UrlError(
-                    f"{self.scheme}://{self.path}: it names no host; write {self.scheme}://host/path, without user and password."
+                    f"{self.scheme}://{self.path}: it names no host; write "
+                    f"{self.scheme}://host/path, without user and password."
                 )
         elif self.bucket is not None:
             names, besides, form = _BUCKETS[self.scheme]
             if not names.match(self.bucket):
                 noun = form.partition("@")[0]
                 raise UrlError(
-                    f"{self.scheme}://{self.path}: {self.bucket!r} is not a {form if '@' in form else f'{noun} name'}; {noun} names are at "
-                    f"least 3 lower-case letters and digits, with {besides} between them. Write {self.scheme}://{form}/path."
+                    f"{self.scheme}://{self.path}: {self.bucket!r} is not a "
+                    f"{form if '@' in form else f'{noun} name'}; {noun} names are at least 3 "
+                    f"lower-case letters and digits, with {besides} between them. Write "
+                    f"{self.scheme}://{form}/path."
                 )
             if _CONTROL.search(self.path):
                 raise UrlError(
-                    f"{self.path!r} cannot be stored to: object stores have no control characters in names. Choose another name."
+                    f"{self.path!r} cannot be stored to: object stores have no control characters "
+                    "in names. Choose another name."
                 )
         if self.scheme == "file" and not self.path.startswith("/"):
-            raise UrlError(f"{self.path!r}: a location on disk is an absolute path; go through parse().")
+            raise UrlError(
+                f"{self.path!r}: a location on disk is an absolute path; go through parse()."
+            )
         why = unfit(self.path.removeprefix("/") if self.scheme == "file" else self.path)
         if why and self.path != "/":
             raise UrlError(f"{self.path!r} cannot be stored to: {why}. Choose another name.")
@@ -141,14 +166,23 @@ class Location:
 
     @property
     def parent(self) -> Location | None:
-        """The location that contains this one; None for a bucket, the root of a disk, and the first name of a memory."""
-        above = self.path.rpartition("/")[0] or ("/" if self.scheme == "file" and self.path != "/" else "")
+        """The location that contains this one.
+
+        None for a bucket, the root of a disk, and the first name of a memory.
+        """
+        above = self.path.rpartition("/")[0] or (
+            "/" if self.scheme == "file" and self.path != "/" else ""
+        )
         return Location(self.scheme, above) if above else None
 
     @property
     def resolved(self) -> Location:
         """The location with symbolic links resolved on disk; unchanged elsewhere."""
-        return self if self.scheme != "file" else Location("file", "/" + os.path.realpath(self.path).lstrip("/"))
+        return (
+            self
+            if self.scheme != "file"
+            else Location("file", "/" + os.path.realpath(self.path).lstrip("/"))
+        )
 
     def is_within(self, other: Location) -> bool:
         """Whether it equals another location, or lies below it."""
@@ -167,7 +201,10 @@ class Location:
 
     @property
     def bucket(self) -> str | None:
-        """The bucket on an object store (the container on Azure), or the host of a web server; None elsewhere."""
+        """The bucket on an object store (the container on Azure), or the host of a web server.
+
+        None elsewhere.
+        """
         return self.path.partition("/")[0] if self.scheme in _BUCKETS or self.is_web else None
 
     @property
@@ -190,7 +227,8 @@ class Location:
         """
         if self.scheme not in _DRIVERS:
             raise StorageError(
-                f"{self}: TensorStore has no driver for {self.scheme}://; copy it to a disk, gs:// or s3://, and use it there."
+                f"{self}: TensorStore has no driver for {self.scheme}://; copy it to a disk, "
+                "gs:// or s3://, and use it there."
             )
         if self.bucket is not None:
             return cloud.kvstore(self.scheme, self.bucket, self.object_prefix)
@@ -205,12 +243,14 @@ def parse(url: str | os.PathLike[str] | Location) -> Location:
     """Parse a user's path or url.
 
     Args:
-        url: a path, absolute, relative to the working directory or below a home (`~/…`; a directory of that name is
-            `./~`), or a url with a scheme of `SCHEMES`. A url is percent-decoded, a path is not. A path
-            object that stands for a url (`etils.epath.Path("gs://…")`) is this url. A location is returned as it is.
+        url: a path, absolute, relative to the working directory or below a home (`~/…`; a directory
+            of that name is `./~`), or a url with a scheme of `SCHEMES`. A url is percent-decoded, a
+            path is not. A path object that stands for a url (`etils.epath.Path("gs://…")`) is this
+            url. A location is returned as it is.
 
     Raises:
-        UrlError: empty, not text, an unknown scheme, an invalid name, or relative to a working directory that is gone.
+        UrlError: empty, not text, an unknown scheme, an invalid name, or relative to a working
+            directory that is gone.
 
     >>> parse("file:///data/a%20b").path
     '/data/a b'
@@ -221,9 +261,13 @@ def parse(url: str | os.PathLike[str] | Location) -> Location:
     if not isinstance(text, str):
         raise UrlError(f"{url!r} is not a url; give a str or a pathlib.Path.")
     if not text:
-        raise UrlError("The url is empty; give a path, or gs://bucket/…, s3://bucket/… or file:///….")
+        raise UrlError(
+            "The url is empty; give a path, or gs://bucket/…, s3://bucket/… or file:///…."
+        )
     if "\0" in text:
-        raise UrlError(f"{text!r} has a NUL in it; no file system and no object store has such names.")
+        raise UrlError(
+            f"{text!r} has a NUL in it; no file system and no object store has such names."
+        )
     match = _URL.fullmatch(text)
     if match:
         scheme = match[1].lower()
@@ -234,16 +278,23 @@ def parse(url: str | os.PathLike[str] | Location) -> Location:
         if isinstance(url, str):
             raise UrlError(f"{problem}; for a file of that name write ./{text}.")
         raise UrlError(
-            f"{problem}, and pathlib joins its slashes; give the url as text. For a directory of that name give an absolute path."
+            f"{problem}, and pathlib joins its slashes; give the url as text. For a directory of "
+            "that name give an absolute path."
         )
     path = os.path.expanduser(text)  # noqa: PTH111  (Path.expanduser raises where it knows no such home)
     if path.partition("/")[0] == "~":
-        raise UrlError(f"{text!r}: this user has no home directory; set HOME, or give an absolute path (./~ is a directory of that name).")
+        raise UrlError(
+            f"{text!r}: this user has no home directory; set HOME, or give an absolute path (./~ "
+            "is a directory of that name)."
+        )
     return Location("file", _absolute(path))
 
 
 def _text_of(url: object) -> object:
-    """The text of a path or url. A path object that shows itself as a url is this url, even if `os.fspath` gives another path."""
+    """The text of a path or url.
+
+    A path object that shows itself as a url is this url, even if `os.fspath` gives another path.
+    """
     if not isinstance(url, os.PathLike):
         return url
     shown = str(url)
@@ -254,30 +305,44 @@ def _of_url(scheme: str, rest: str, text: str) -> Location:
     """The location of `scheme://rest`."""
     store_class(scheme, text)
     if "?" in rest or "#" in rest:
-        raise UrlError(f"{text!r}: ? and # end the path of a url; write %3F and %23, or give a plain path.")
+        raise UrlError(
+            f"{text!r}: ? and # end the path of a url; write %3F and %23, or give a plain path."
+        )
     if _PERCENT.search(rest):
-        raise UrlError(f"{text!r}: a % in a url is followed by two hexadecimal digits; write %25, or give a plain path.")
+        raise UrlError(
+            f"{text!r}: a % in a url is followed by two hexadecimal digits; write %25, or give a "
+            "plain path."
+        )
     try:
         path = unquote(rest, errors="strict")
     except UnicodeDecodeError as e:
         raise UrlError(f"{text!r} does not decode to UTF-8 ({e}).") from e
     if "\0" in path:
-        raise UrlError(f"{text!r} has a NUL in it; no file system and no object store has such names.")
+        raise UrlError(
+            f"{text!r} has a NUL in it; no file system and no object store has such names."
+        )
     if scheme != "file":
         return Location(scheme, path.rstrip("/"))
     path = path.removeprefix("localhost") if path.startswith("localhost/") else path
     if not path.startswith("/"):
-        raise UrlError(f"{text!r}: a file url has three slashes, file:///absolute/path; for a relative path leave file:// out.")
+        raise UrlError(
+            f"{text!r}: a file url has three slashes, file:///absolute/path; for a relative path "
+            "leave file:// out."
+        )
     return Location("file", _absolute(path))
 
 
 def _absolute(path: str) -> str:
-    """Make a path absolute and remove `.`, `..` and double slashes; symbolic links stay unresolved."""
+    """Make a path absolute and remove `.`, `..` and double slashes.
+
+    Symbolic links stay unresolved.
+    """
     try:
         absolute = os.path.abspath(path)  # noqa: PTH100  (Path.resolve would follow links)
     except FileNotFoundError as e:
         raise UrlError(
-            f"{path!r} is relative to the working directory, which was removed; change to another one, or give an absolute path."
+            f"{path!r} is relative to the working directory, which was removed; change to another "
+            "one, or give an absolute path."
         ) from e
     return "/" + absolute.lstrip("/")
 
@@ -296,4 +361,6 @@ def store_class(scheme: str, text: str) -> tuple[str, str]:
         raise UrlError(f"{text!r}: unknown scheme {scheme}://; known are {known} and plain paths.")
     if match[1] in NOT_BY_FSSPEC:
         raise UrlError(f"{text}: {NOT_BY_FSSPEC[match[1]]}.")
-    return "shardckpt.io.stores.fsspec", "FsspecStore" if match[1] in FSSPEC_WRITTEN else "FsspecReader"
+    return "shardckpt.io.stores.fsspec", "FsspecStore" if match[
+        1
+    ] in FSSPEC_WRITTEN else "FsspecReader"

@@ -1,7 +1,7 @@
 """A box, a half-open n-dimensional index range, and operations on many boxes at once.
 
-One box is a `Box`, two tuples of ints. Many boxes are two int64 arrays of shape (n, ndim), `start` and
-`stop`, because planning code never loops over devices or chunks in Python.
+One box is a `Box`, two tuples of ints. Many boxes are two int64 arrays of shape (n, ndim), `start`
+and `stop`, because planning code never loops over devices or chunks in Python.
 """
 
 from __future__ import annotations
@@ -42,10 +42,15 @@ class Box:
         object.__setattr__(self, "start", tuple(map(int, self.start)))
         object.__setattr__(self, "stop", tuple(map(int, self.stop)))
         if len(self.start) != len(self.stop):
-            raise OptionError(f"Box: start has {len(self.start)} dimensions and stop has {len(self.stop)}; give both the same rank.")
+            raise OptionError(
+                f"Box: start has {len(self.start)} dimensions and stop has {len(self.stop)}; give "
+                "both the same rank."
+            )
         for d, (a, b) in enumerate(zip(self.start, self.stop, strict=True)):
             if not 0 <= a <= b:
-                raise OptionError(f"Box: 0 <= start <= stop must hold. Dimension {d}: start {a}, stop {b}.")
+                raise OptionError(
+                    f"Box: 0 <= start <= stop must hold. Dimension {d}: start {a}, stop {b}."
+                )
 
     @classmethod
     def full(cls, shape: tuple[int, ...]) -> Box:
@@ -80,7 +85,10 @@ class Box:
 
     def contains(self, other: Box) -> bool:
         """Whether every index of `other` is in this box."""
-        return other.size == 0 or all(a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True))
+        return other.size == 0 or all(
+            a <= c and d <= b
+            for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True)
+        )
 
     def __str__(self) -> str:
         """The box in numpy's notation, such as `[0:2, 4:8]`."""
@@ -93,7 +101,9 @@ def with_range(box: Box, d: int, first: int, last: int) -> Box:
     >>> str(with_range(Box((0, 0), (4, 4)), 1, 2, 3))
     '[0:4, 2:3]'
     """
-    return Box((*box.start[:d], first, *box.start[d + 1 :]), (*box.stop[:d], last, *box.stop[d + 1 :]))
+    return Box(
+        (*box.start[:d], first, *box.start[d + 1 :]), (*box.stop[:d], last, *box.stop[d + 1 :])
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +135,13 @@ class BoxArray:
     @classmethod
     def concatenate(cls, parts: list[BoxArray]) -> BoxArray:
         """The boxes of all parts, in order; at least one part."""
-        return parts[0] if len(parts) == 1 else cls(np.concatenate([b.start for b in parts]), np.concatenate([b.stop for b in parts]))
+        return (
+            parts[0]
+            if len(parts) == 1
+            else cls(
+                np.concatenate([b.start for b in parts]), np.concatenate([b.stop for b in parts])
+            )
+        )
 
     def sizes(self) -> Index:
         """(n,) elements per box."""
@@ -134,21 +150,26 @@ class BoxArray:
 
     @property
     def elements(self) -> int:
-        """Elements of all boxes. They are counted once: all unsharded tensors of one shape share their box."""
+        """Elements of all boxes.
+
+        They are counted once: all unsharded tensors of one shape share their box.
+        """
         if self._elements < 0:
             object.__setattr__(self, "_elements", int(self.sizes().sum()))
         return self._elements
 
     def overlapping(self, box: Box) -> Index:
         """Indices of the boxes that share elements with `box`, ascending."""
-        return np.flatnonzero((np.maximum(self.start, box.start) < np.minimum(self.stop, box.stop)).all(axis=1))
+        return np.flatnonzero(
+            (np.maximum(self.start, box.start) < np.minimum(self.stop, box.stop)).all(axis=1)
+        )
 
 
 def distinct_boxes(boxes: BoxArray) -> tuple[BoxArray, Index]:
     """The distinct non-empty boxes, and the position of each input box among them.
 
-    Returns the distinct non-empty boxes in order of their start, and an (n,) array with the position of each
-    input box among them, -1 for an empty one.
+    Returns the distinct non-empty boxes in order of their start, and an (n,) array with the
+    position of each input box among them, -1 for an empty one.
     """
     keep = (boxes.stop > boxes.start).all(axis=1)
     rows = np.concatenate([boxes.start[keep], boxes.stop[keep]], axis=1)

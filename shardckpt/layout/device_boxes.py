@@ -1,13 +1,14 @@
 """The box of a tensor that every device holds, and the number of its replica.
 
-1. A `Tiling` holds everything that does not depend on the tensor's size: every device's tile coordinate. It is computed once per
-   layout and rank, and cached by the layouts.
-2. A tile is ceil(dim / parts) long in every dimension, as in XLA. Every shard has that (padded) size on its
-   device; the box is the part of it that lies inside the tensor. A shard outside the tensor is the empty
-   box at the end: 10 rows over 8 are 2, 2, 2, 2, 2, 0, 0, 0.
-3. Replicas are the devices with the same tile, numbered by ascending device id. This is torch_xla's rule in
-   one sentence: 0 for tiled; the position in the last tile dimension for partial (XLA keeps it sorted by
-   id); the global ordinal for replicated. For ids that are not 0…N-1, the ordinal is the rank among them.
+1. A `Tiling` holds everything that does not depend on the tensor's size: every device's tile
+   coordinate. It is computed once per layout and rank, and cached by the layouts.
+2. A tile is ceil(dim / parts) long in every dimension, as in XLA. Every shard has that (padded)
+   size on its device; the box is the part of it that lies inside the tensor. A shard outside the
+   tensor is the empty box at the end: 10 rows over 8 are 2, 2, 2, 2, 2, 0, 0, 0.
+3. Replicas are the devices with the same tile, numbered by ascending device id. This is torch_xla's
+   rule in one sentence: 0 for tiled; the position in the last tile dimension for partial (XLA keeps
+   it sorted by id); the global ordinal for replicated. For ids that are not 0…N-1, the ordinal is
+   the rank among them.
 
 Devices are always in ascending order of their ids, so that `np.searchsorted` finds one.
 """
@@ -38,7 +39,8 @@ class DeviceBoxes:
     device_ids: Index
     """(n,) int64, ascending."""
     boxes: BoxArray
-    """(n, ndim), clamped to the tensor; a shard outside the tensor is empty: `start == stop == dim`."""
+    """(n, ndim), clamped to the tensor; a shard outside the tensor is empty: `start == stop ==
+    dim`."""
     tile: tuple[int, ...]
     """The padded shape of every shard, ceil(dim / parts)."""
     replica_id: Index
@@ -81,12 +83,15 @@ class Tiling:
             array.setflags(write=False)  # shared through a cache
         return tiling
 
-    def device_boxes(self, shape: Sequence[int], device_ids: ArrayLike | None = None) -> DeviceBoxes:
+    def device_boxes(
+        self, shape: Sequence[int], device_ids: ArrayLike | None = None
+    ) -> DeviceBoxes:
         """The boxes of all devices, or of some, in a tensor of that shape.
 
         Args:
             shape: Shape of the tensor in elements; its rank must be the tiling's.
-            device_ids: Restrict to these devices, in any order (the result is ascending); the cost depends on their number alone.
+            device_ids: Restrict to these devices, in any order (the result is ascending); the cost
+                depends on their number alone.
 
         Raises:
             ShardingError: The rank differs, or a device is not in the layout.
@@ -107,7 +112,8 @@ class Tiling:
         strangers = ids[self.device_ids[rows] != ids]
         if len(strangers):
             raise ShardingError(
-                f"Device {strangers[0]} is not among the {len(self.device_ids)} devices of this layout; ask for those only."
+                f"Device {strangers[0]} is not among the {len(self.device_ids)} devices of this "
+                "layout; ask for those only."
             )
         return rows.astype(np.int64)
 
@@ -122,7 +128,10 @@ def tile_shape(shape: tuple[int, ...], parts: tuple[int, ...]) -> tuple[int, ...
     (3, 4)
     """
     if len(shape) != len(parts):
-        raise ShardingError(f"A tensor of shape {shape} has {len(shape)} dimensions and the layout cuts {len(parts)}: {parts}.")
+        raise ShardingError(
+            f"A tensor of shape {shape} has {len(shape)} dimensions and the layout cuts "
+            f"{len(parts)}: {parts}."
+        )
     return tuple(-(-dim // part) for dim, part in zip(shape, parts, strict=True))
 
 
@@ -130,11 +139,14 @@ def checked_tensor_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """A tensor's shape as a tuple of ints.
 
     Raises:
-        ShardingError: A dimension is negative, not an integer, or too long for int64, or there are more than 32 dimensions.
+        ShardingError: A dimension is negative, not an integer, or too long for int64, or there are
+            more than 32 dimensions.
     """
     checked = checked_sizes(shape, "Tensor shape", least=0)
     if len(checked) > MAX_AXES:
-        raise ShardingError(f"Tensor shape: {len(checked)} dimensions; at most {MAX_AXES} can be stored.")
+        raise ShardingError(
+            f"Tensor shape: {len(checked)} dimensions; at most {MAX_AXES} can be stored."
+        )
     return checked
 
 

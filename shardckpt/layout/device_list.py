@@ -37,7 +37,9 @@ def device_list(device_ids: ArrayLike, most: int = 16) -> str:
         if len(listed) <= most:
             return listed
     if len(first) > 2 and len(np.unique(np.diff(first))) == 1 and len(np.unique(last - first)) == 1:
-        pattern = f"{_run(first[0], last[0])},{_run(first[1], last[1])},…,{_run(first[-1], last[-1])}"
+        pattern = (
+            f"{_run(first[0], last[0])},{_run(first[1], last[1])},…,{_run(first[-1], last[-1])}"
+        )
         if len(pattern) <= most:
             return pattern
     span = f"{ids[0]}…{ids[-1]} ({len(ids)})"

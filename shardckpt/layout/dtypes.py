@@ -3,11 +3,13 @@
 A dtype has one name, the field's own (numpy, ml_dtypes, torch and JAX agree on it), and two forms:
 
 1. `numpy`: the logical type of the arrays that callers see, from numpy or from ml_dtypes.
-2. `storage`: the type of the stored zarr array. It is the same wherever TensorStore's zarr3 driver knows the type.
-   Otherwise it is the unsigned integer of the same width that holds the bits, and the record keeps the logical
-   name: `array.view(dtype.storage)` on the way in, `array.view(dtype.numpy)` on the way out.
+2. `storage`: the type of the stored zarr array. It is the same wherever TensorStore's zarr3 driver
+   knows the type. Otherwise it is the unsigned integer of the same width that holds the bits, and
+   the record keeps the logical name: `array.view(dtype.storage)` on the way in,
+   `array.view(dtype.numpy)` on the way out.
 
-Types of fewer than eight bits take one byte per element, in memory and stored alike, as ml_dtypes has them.
+Types of fewer than eight bits take one byte per element, in memory and stored alike, as ml_dtypes
+has them.
 """
 
 from __future__ import annotations
@@ -35,7 +37,14 @@ _NUMPY_NAMES = (
 """Types of numpy itself."""
 
 _ML_NAMES = (
-    *("bfloat16", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"),
+    *(
+        "bfloat16",
+        "float8_e3m4",
+        "float8_e4m3b11fnuz",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+    ),
     *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "int2", "int4"),
 )
 """Types of ml_dtypes that TensorStore stores under the same name."""
@@ -44,7 +53,8 @@ _BITS_NAMES = (
     *("float8_e4m3", "float6_e2m3fn", "float6_e3m2fn", "int1", "uint1", "uint2", "uint4"),
     *("complex32", "bcomplex32"),
 )
-"""Types of ml_dtypes that TensorStore lacks; the newest of them exist only in ml_dtypes 0.6 and later."""
+"""Types of ml_dtypes that TensorStore lacks; the newest of them exist only in ml_dtypes 0.6 and
+later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +70,8 @@ class DType:
     numpy: np.dtype[Any]
     """Logical dtype, of numpy or ml_dtypes, in the machine's byte order."""
     storage: np.dtype[Any]
-    """Dtype of the stored array: `numpy`, or an unsigned integer of the same width that holds its bits."""
+    """Dtype of the stored array: `numpy`, or an unsigned integer of the same width that holds its
+    bits."""
     zarr: str
     """The `data_type` of the stored array in zarr v3."""
     itemsize: int = field(init=False, repr=False, compare=False)
@@ -71,8 +82,8 @@ class DType:
         object.__setattr__(self, "itemsize", self.numpy.itemsize)
         if self.numpy.itemsize != self.storage.itemsize:
             raise DtypeError(
-                f"DType {self.name}: {self.numpy.itemsize} bytes an element cannot be stored as {self.storage}; "
-                f"give a storage type of the same width."
+                f"DType {self.name}: {self.numpy.itemsize} bytes an element cannot be stored as "
+                f"{self.storage}; give a storage type of the same width."
             )
 
     @property
@@ -109,7 +120,10 @@ def by_name(name: str) -> DType:
     dtype = DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
         if name in _ML_NAMES or name in _BITS_NAMES:
-            raise DtypeError(f"dtype {name!r} is unknown to the installed ml_dtypes {ml_dtypes.__version__}; install a newer one.")
+            raise DtypeError(
+                f"dtype {name!r} is unknown to the installed ml_dtypes {ml_dtypes.__version__}; "
+                "install a newer one."
+            )
         raise DtypeError(f"dtype {shorten(name)} cannot be stored. {_ADVICE}")
     return dtype
 
@@ -122,11 +136,13 @@ def of_numpy(dtype: np.dtype[Any]) -> DType:
     'float32'
 
     Raises:
-        DtypeError: the type cannot be stored: strings, objects, dates, records, extended precision and others.
+        DtypeError: the type cannot be stored: strings, objects, dates, records, extended precision
+            and others.
     """
     dtype = np.dtype(dtype)
     known = DTYPES.get(dtype.name)
-    # A big-endian dtype keeps its name; a foreign dtype may have the name of a supported one, so the type must agree as well.
+    # A big-endian dtype keeps its name; a foreign dtype may have the name of a supported one, so
+    # the type must agree as well.
     if known is None or dtype.newbyteorder("=") != known.numpy:
         raise DtypeError(f"dtype {str(dtype)!r} cannot be stored. {_ADVICE}")
     return known
@@ -147,9 +163,12 @@ def castable(stored: DType, target: DType) -> bool:
 
 
 def with_plain_bools(array: NDArray[Any]) -> NDArray[Any]:
-    """An array of bools whose bytes are 0 and 1; any other array, and one that has no other bytes, is returned itself.
+    """An array of bools whose bytes are 0 and 1.
 
-    A view of bytes, or memory that nothing has written, may have other bytes, which frameworks count differently.
+    Any other array, and one that has no other bytes, is returned itself.
+
+    A view of bytes, or memory that nothing has written, may have other bytes, which frameworks
+    count differently.
     """
     if array.dtype != np.bool_ or not array.size:
         return array
@@ -163,4 +182,7 @@ def make_bools_plain(array: NDArray[Any]) -> None:
         array[...] = plain
 
 
-_ADVICE = "Convert it to a numeric dtype first: bool, (u)int, float, bfloat16, float8 and complex of up to 128 bits are known."
+_ADVICE = (
+    "Convert it to a numeric dtype first: bool, (u)int, float, bfloat16, float8 and complex of "
+    "up to 128 bits are known."
+)

@@ -1,19 +1,22 @@
-"""Parser of the text of an XLA OpSharding; it is safe for hostile input: it counts before it allocates.
+"""Parser of the text of an XLA OpSharding.
+
+It is safe for hostile input: it counts before it allocates.
 
 ```
 sharding ::= '{' 'replicated' | 'manual' | 'unknown' | 'unreduced' '}'
            | '{' 'maximal' 'device=' int '}'
-           | '{' 'devices=' '[' ints ']' (ints | '<=' '[' ints ']' ('T' '(' ints ')')?) subgroups? '}'
+           | '{' 'devices=' '[' ints ']' (ints | iota) subgroups? '}'
+iota     ::= '<=' '[' ints ']' ('T' '(' ints ')')?
 subgroups ::= 'last_tile_dim_replicate' | 'last_tile_dims=' '{' (type (',' type)*)? '}'
 type     ::= 'replicated' | 'manual' | 'unreduced'
 ```
 
-after `HloParserImpl::ParseSingleSharding` in XLA's `hlo_parser.cc`. Whitespace may stand between any two
-words. Other constructs of XLA are refused by name: tuples, named meshes, `metadata=`, `shard_as` and
-`shard_like` (the last three say nothing about where data is).
+after `HloParserImpl::ParseSingleSharding` in XLA's `hlo_parser.cc`. Whitespace may stand between
+any two words. Other constructs of XLA are refused by name: tuples, named meshes, `metadata=`,
+`shard_as` and `shard_like` (the last three say nothing about where data is).
 
-Every token is one match of a possessive regular expression, so that reading is linear in the text; texts are
-limited to `MAX_TEXT` characters, integers to 18 digits, and devices to `MAX_DEVICES`.
+Every token is one match of a possessive regular expression, so that reading is linear in the text;
+texts are limited to `MAX_TEXT` characters, integers to 18 digits, and devices to `MAX_DEVICES`.
 """
 
 from __future__ import annotations
@@ -78,12 +81,17 @@ def parse_hlo(text: str) -> HloSharding:
     """Read one sharding.
 
     Raises:
-        ShardingError: The text is not a sharding, or not a supported one; the message gives reason and place.
+        ShardingError: The text is not a sharding, or not a supported one; the message gives reason
+            and place.
     """
     if not isinstance(text, str):
-        raise ShardingError(f"OpSharding: expected text such as '{{replicated}}', found {type(text).__name__}.")
+        raise ShardingError(
+            f"OpSharding: expected text such as '{{replicated}}', found {type(text).__name__}."
+        )
     if len(text) > MAX_TEXT:
-        raise ShardingError(f"OpSharding: a text of {len(text)} characters; at most {MAX_TEXT} are read.")
+        raise ShardingError(
+            f"OpSharding: a text of {len(text)} characters; at most {MAX_TEXT} are read."
+        )
     return _Reader(text).sharding()
 
 
@@ -201,4 +209,6 @@ class _Reader:
         return self.error(f"found {word[:40]!r} where {expected} was expected")
 
     def error(self, what: str) -> ShardingError:
-        return ShardingError(f"OpSharding text {clip(self.text)!r}: {what}, at character {self.at}.")
+        return ShardingError(
+            f"OpSharding text {clip(self.text)!r}: {what}, at character {self.at}."
+        )

@@ -21,7 +21,8 @@ from shardckpt.text import shorten
 Ids: TypeAlias = NDArray[np.int64]
 
 MAX_DEVICES = 1 << 20
-"""Maximum devices in a mesh or tile assignment: ten times the largest systems known, and 8 MiB of device ids.
+"""Maximum devices in a mesh or tile assignment: ten times the largest systems known, and 8 MiB of
+device ids.
 
 A foreign checkpoint may claim any number; the limit bounds the time and memory spent on it.
 """
@@ -31,7 +32,8 @@ MAX_AXES = 32
 
 
 _LARGEST = (1 << 62) - 1
-"""Maximum dimension: a longer one could overflow int64 when the end of a padded tile is computed."""
+"""Maximum dimension: a longer one could overflow int64 when the end of a padded tile is
+computed."""
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
@@ -41,11 +43,12 @@ class Mesh:
     Args:
         shape: Number of devices along each axis, at least 1.
         axis_names: One name per axis. None: the names are "0", "1", …
-        device_ids: The runtime's own device ids, in row-major order: a flat list, or an array in `shape`. They need not count from 0.
-            None: 0, 1, 2, …
+        device_ids: The runtime's own device ids, in row-major order: a flat list, or an array in
+            `shape`. They need not count from 0. None: 0, 1, 2, …
 
     Raises:
-        ShardingError: A name or an id repeats, an id is negative or not an integer, or the number of names or ids does not fit `shape`.
+        ShardingError: A name or an id repeats, an id is negative or not an integer, or the number
+            of names or ids does not fit `shape`.
 
     Examples:
         >>> mesh = Mesh((2, 4), ("data", "model"), [7, 6, 5, 4, 3, 2, 1, 0])
@@ -63,10 +66,19 @@ class Mesh:
     """Device ids in row-major order: (size,) int64, read-only."""
     _hash: int = field(init=False)
 
-    def __init__(self, shape: Sequence[int], axis_names: Sequence[str] | None, device_ids: ArrayLike | None = None) -> None:
+    def __init__(
+        self,
+        shape: Sequence[int],
+        axis_names: Sequence[str] | None,
+        device_ids: ArrayLike | None = None,
+    ) -> None:
         checked_shape = _checked_shape(shape)
         names = _checked_names(axis_names, checked_shape)
-        ids = np.arange(prod(checked_shape), dtype=np.int64) if device_ids is None else checked_ids(device_ids, checked_shape)
+        ids = (
+            np.arange(prod(checked_shape), dtype=np.int64)
+            if device_ids is None
+            else checked_ids(device_ids, checked_shape)
+        )
         ids.setflags(write=False)
         object.__setattr__(self, "shape", checked_shape)
         object.__setattr__(self, "axis_names", names)
@@ -103,7 +115,8 @@ class Mesh:
             return True
         if not isinstance(other, Mesh):
             return NotImplemented
-        # The hash is computed once; it distinguishes nearly all unequal pairs without comparing ids.
+        # The hash is computed once; it distinguishes nearly all unequal pairs without comparing
+        # ids.
         return (
             self._hash == other._hash
             and self.shape == other.shape
@@ -115,11 +128,18 @@ class Mesh:
         return self._hash
 
     def __repr__(self) -> str:
-        ids = "" if self.is_arange else f", {np.array2string(self.device_ids, separator=', ', threshold=16)}"
+        ids = (
+            ""
+            if self.is_arange
+            else f", {np.array2string(self.device_ids, separator=', ', threshold=16)}"
+        )
         return f"Mesh({self.shape}, {self.axis_names}{ids})"
 
     def to_json(self) -> dict[str, object]:
-        """The JSON form: `{"shape": …, "axes": …, "devices": null | […]}`; null stands for ids from 0 in order."""
+        """The JSON form: `{"shape": …, "axes": …, "devices": null | […]}`.
+
+        Null stands for ids from 0 in order.
+        """
         return {
             "shape": list(self.shape),
             "axes": list(self.axis_names),
@@ -134,14 +154,19 @@ class Mesh:
             FormatError: The document is invalid.
         """
         if not isinstance(doc, Mapping) or set(doc) != {"shape", "axes", "devices"}:
-            raise FormatError(f"mesh: expected an object with shape, axes and devices, found {shorten(doc)}.")
+            raise FormatError(
+                f"mesh: expected an object with shape, axes and devices, found {shorten(doc)}."
+            )
         shape, axes, devices = doc["shape"], doc["axes"], doc["devices"]
         if not _is_list_of(shape, int) or not _is_list_of(axes, str):
             raise FormatError(
-                f"mesh: shape must be a list of integers and axes a list of names, found {shorten(shape)} and {shorten(axes)}."
+                "mesh: shape must be a list of integers and axes a list of names, found "
+                f"{shorten(shape)} and {shorten(axes)}."
             )
         if devices is not None and not _is_list_of(devices, int):
-            raise FormatError(f"mesh: devices must be null or a list of integers, found {shorten(devices)}.")
+            raise FormatError(
+                f"mesh: devices must be null or a list of integers, found {shorten(devices)}."
+            )
         try:
             return Mesh(shape, axes, devices)
         except ShardingError as error:
@@ -162,7 +187,10 @@ def referred_mesh(doc: object, meshes: Sequence[Mesh], what: str) -> Mesh:
     if type(doc) is not int:
         return Mesh.from_json(doc)
     if not 0 <= doc < len(meshes):
-        raise FormatError(f"{what}: it refers to mesh {shorten(doc)}, but there are {len(meshes)} meshes, counted from 0.")
+        raise FormatError(
+            f"{what}: it refers to mesh {shorten(doc)}, but there are {len(meshes)} meshes, "
+            "counted from 0."
+        )
     return meshes[doc]
 
 
@@ -176,7 +204,9 @@ def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
     if len(checked) > MAX_AXES:
         raise ShardingError(f"Mesh: {len(checked)} axes; at most {MAX_AXES} can be.")
     if prod(checked) > MAX_DEVICES:
-        raise ShardingError(f"Mesh: shape {checked} has {prod(checked)} devices; at most {MAX_DEVICES} can be.")
+        raise ShardingError(
+            f"Mesh: shape {checked} has {prod(checked)} devices; at most {MAX_DEVICES} can be."
+        )
     return checked
 
 
@@ -189,13 +219,19 @@ def checked_sizes(sizes: Sequence[int], what: str, *, least: int) -> tuple[int, 
     try:
         checked = tuple(sizes)
     except TypeError:
-        raise ShardingError(f"{what}: expected a sequence of integers, found {shorten(sizes)}.") from None
+        raise ShardingError(
+            f"{what}: expected a sequence of integers, found {shorten(sizes)}."
+        ) from None
     for i, size in enumerate(checked):
         if isinstance(size, bool | np.bool_) or not isinstance(size, int | np.integer):
-            raise ShardingError(f"{what}: expected integers, found {shorten(size)} at position {i} of {shorten(checked)}.")
+            raise ShardingError(
+                f"{what}: expected integers, found {shorten(size)} at position {i} of "
+                f"{shorten(checked)}."
+            )
         if not least <= size <= _LARGEST:
             raise ShardingError(
-                f"{what}: every size must be at least {least} and below 2**62, found {shorten(size)} at position {i} of {shorten(checked)}."
+                f"{what}: every size must be at least {least} and below 2**62, found "
+                f"{shorten(size)} at position {i} of {shorten(checked)}."
             )
     return tuple(int(size) for size in checked)
 
@@ -204,17 +240,26 @@ def _checked_names(axis_names: Sequence[str] | None, shape: tuple[int, ...]) -> 
     if axis_names is None:
         return tuple(str(i) for i in range(len(shape)))
     if isinstance(axis_names, str):
-        raise ShardingError(f"Mesh: axis_names is the single string {axis_names!r}; give a tuple with one name per axis.")
+        raise ShardingError(
+            f"Mesh: axis_names is the single string {axis_names!r}; give a tuple with one name "
+            "per axis."
+        )
     names = tuple(axis_names)
     if not all(isinstance(name, str) and name for name in names):
-        raise ShardingError(f"Mesh: axis names must be strings that are not empty, found {shorten(names)}.")
+        raise ShardingError(
+            f"Mesh: axis names must be strings that are not empty, found {shorten(names)}."
+        )
     if len(names) != len(shape):
         raise ShardingError(
-            f"Mesh: {len(names)} axis names {shorten(names)} for the {len(shape)} axes of shape {shape}; give one per axis."
+            f"Mesh: {len(names)} axis names {shorten(names)} for the {len(shape)} axes of shape "
+            f"{shape}; give one per axis."
         )
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ShardingError(f"Mesh: axis name {twice!r} is used more than once in {shorten(names)}; give every axis its own.")
+        raise ShardingError(
+            f"Mesh: axis name {twice!r} is used more than once in {shorten(names)}; give every "
+            "axis its own."
+        )
     return names
 
 
@@ -222,18 +267,28 @@ def checked_ids(device_ids: ArrayLike, shape: tuple[int, ...], what: str = "Mesh
     """Device ids as a new flat int64 array, one for each position of `shape`.
 
     Raises:
-        ShardingError: The ids are not integers, are negative or repeated, or their number is not prod(shape).
+        ShardingError: The ids are not integers, are negative or repeated, or their number is not
+            prod(shape).
     """
     try:
         given = np.asarray(device_ids)
     except (ValueError, OverflowError) as error:
-        raise ShardingError(f"{what}: device ids must be integers, one per device: {error}.") from error
+        raise ShardingError(
+            f"{what}: device ids must be integers, one per device: {error}."
+        ) from error
     if given.size and not np.issubdtype(given.dtype, np.integer):
-        raise ShardingError(f"{what}: device ids must be integers below 2**63, found an array of {given.dtype}.")
+        raise ShardingError(
+            f"{what}: device ids must be integers below 2**63, found an array of {given.dtype}."
+        )
     if given.ndim != 1 and given.shape != shape:
-        raise ShardingError(f"{what}: device ids have shape {given.shape}; give a flat list or the shape {shape}.")
+        raise ShardingError(
+            f"{what}: device ids have shape {given.shape}; give a flat list or the shape {shape}."
+        )
     if given.size != prod(shape):
-        raise ShardingError(f"{what}: {given.size} device ids for shape {shape}, which has {prod(shape)} devices; give one id per device.")
+        raise ShardingError(
+            f"{what}: {given.size} device ids for shape {shape}, which has {prod(shape)} devices; "
+            "give one id per device."
+        )
     if given.dtype == np.uint64 and given.max() > np.iinfo(np.int64).max:
         raise ShardingError(f"{what}: device id {given.max()} is not below 2**63.")
     ids: Ids = given.reshape(-1).astype(np.int64)  # a copy that the caller owns
@@ -242,5 +297,8 @@ def checked_ids(device_ids: ArrayLike, shape: tuple[int, ...], what: str = "Mesh
     ordered = np.sort(ids)
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(repeated):
-        raise ShardingError(f"{what}: device id {repeated[0]} stands at more than one position; every device has one position.")
+        raise ShardingError(
+            f"{what}: device id {repeated[0]} stands at more than one position; every device has "
+            "one position."
+        )
     return ids

@@ -1,17 +1,19 @@
 """The boxes of a tensor that every rank holds under DTensor's placements.
 
-A placement describes the effect of one mesh dimension on the tensor: it holds replicas, or shards of a tensor dimension.
+A placement describes the effect of one mesh dimension on the tensor: it holds replicas, or shards
+of a tensor dimension.
 
-1. Placements become splits: per tensor dimension, in order, outermost first. Shards split
-   in the order of the mesh. A strided shard, `_S(d,f)`, means that later mesh dimensions have already split d into f parts:
-   its split is placed inside theirs. FSDP2 over tensor parallelism does that. If later dimensions
-   make fewer parts than f, the missing factor is a split of which every rank holds all parts: several boxes per rank.
-2. Each split cuts its input as `torch.chunk` does, into parts of ceil(length / parts), the last ones short or
-   empty. Nested splits round up repeatedly where a `Sharding` rounds once: 10 rows over 4 and then 2 begin at 0,
-   2, 3, 5, 6, 8, 9; over 8 at 0, 2, 4, 6, 8.
+1. Placements become splits: per tensor dimension, in order, outermost first. Shards split in the
+   order of the mesh. A strided shard, `_S(d,f)`, means that later mesh dimensions have already
+   split d into f parts: its split is placed inside theirs. FSDP2 over tensor parallelism does that.
+   If later dimensions make fewer parts than f, the missing factor is a split of which every rank
+   holds all parts: several boxes per rank.
+2. Each split cuts its input as `torch.chunk` does, into parts of ceil(length / parts), the last
+   ones short or empty. Nested splits round up repeatedly where a `Sharding` rounds once: 10 rows
+   over 4 and then 2 begin at 0, 2, 3, 5, 6, 8, 9; over 8 at 0, 2, 4, 6, 8.
 3. A mesh dimension splits one tensor dimension only, so all boxes together are the cells of a grid.
-4. If the boxes are those of a `Sharding`, the tensor's layout should be recorded as that `Sharding` (`as_sharding`), which
-   every framework understands.
+4. If the boxes are those of a `Sharding`, the tensor's layout should be recorded as that `Sharding`
+   (`as_sharding`), which every framework understands.
 """
 
 from __future__ import annotations
@@ -31,7 +33,15 @@ from shardckpt.layout.device_boxes import checked_tensor_shape
 from shardckpt.layout.mesh import MAX_AXES, MAX_DEVICES, Mesh, referred_mesh
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.sharding import Sharding
-from shardckpt.layout.splits import DimSplit, cuts, cuts_once, grid_boxes, intervals, without_empty, without_idle
+from shardckpt.layout.splits import (
+    DimSplit,
+    cuts,
+    cuts_once,
+    grid_boxes,
+    intervals,
+    without_empty,
+    without_idle,
+)
 from shardckpt.text import clip, shorten
 
 if TYPE_CHECKING:
@@ -61,16 +71,23 @@ class Placement:
     dim: int | None = None
     """The tensor dimension that the mesh dimension shards; None: it holds replicas."""
     split_factor: int = 1
-    """Number of parts into which later mesh dimensions have already split the tensor dimension; 1 for a plain shard."""
+    """Number of parts into which later mesh dimensions have already split the tensor dimension; 1
+    for a plain shard."""
 
     def __post_init__(self) -> None:
         """Refuse numbers out of range."""
         if self.dim is None and self.split_factor == 1:
             return
         if type(self.dim) is not int or not 0 <= self.dim < MAX_AXES:
-            raise ShardingError(f"Placement: the tensor dimension must be a number from 0 to {MAX_AXES - 1}, found {shorten(self.dim)}.")
+            raise ShardingError(
+                f"Placement: the tensor dimension must be a number from 0 to {MAX_AXES - 1}, "
+                f"found {shorten(self.dim)}."
+            )
         if type(self.split_factor) is not int or not 1 <= self.split_factor <= MAX_DEVICES:
-            raise ShardingError(f"Placement: the split factor must be from 1 to {MAX_DEVICES}, found {shorten(self.split_factor)}.")
+            raise ShardingError(
+                f"Placement: the split factor must be from 1 to {MAX_DEVICES}, found "
+                f"{shorten(self.split_factor)}."
+            )
 
     @classmethod
     def parse(cls, text: object) -> Placement:
@@ -81,7 +98,10 @@ class Placement:
         """
         match = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise ShardingError(f"Placement: expected 'R', 'S(0)' or '_S(0,2)', with the tensor dimension first, found {shorten(text)}.")
+            raise ShardingError(
+                "Placement: expected 'R', 'S(0)' or '_S(0,2)', with the tensor dimension first, "
+                f"found {shorten(text)}."
+            )
         plain, strided, factor = match.groups()
         return cls(int(strided), int(factor)) if strided else cls(int(plain)) if plain else cls()
 
@@ -97,7 +117,8 @@ class Placements:
     """A tensor laid out over a mesh of ranks by one placement per mesh dimension.
 
     Raises:
-        ShardingError: the number of placements differs from the mesh dimensions, or a split factor does not fit the later dimensions.
+        ShardingError: the number of placements differs from the mesh dimensions, or a split factor
+            does not fit the later dimensions.
 
     >>> tp_then_fsdp = Placements.of(Mesh((2, 2), ("dp", "tp")), ["_S(0,2)", "S(0)"])
     >>> tp_then_fsdp.rank_boxes((5, 3), 1)[0]
@@ -117,7 +138,8 @@ class Placements:
         """Order the splits of every tensor dimension."""
         if len(self.placements) != self.mesh.ndim:
             raise ShardingError(
-                f"Placements: {len(self.placements)} placements for a mesh of {self.mesh.ndim} dimensions; give one for each."
+                f"Placements: {len(self.placements)} placements for a mesh of {self.mesh.ndim} "
+                "dimensions; give one for each."
             )
         splits = _order_splits(self)
         if prod(split.parts for of_dimension in splits for split in of_dimension) > MOST_BOXES:
@@ -137,7 +159,10 @@ class Placements:
     def text(self) -> str:
         """Text for people: `_S(0,2) over dp=2, S(0) over tp=4`, shortened if it is very long."""
         sizes = self.mesh.axis_sizes.items()
-        texts = [f"{placement} over {name}={size}" for placement, (name, size) in zip(self.placements, sizes, strict=True)]
+        texts = [
+            f"{placement} over {name}={size}"
+            for placement, (name, size) in zip(self.placements, sizes, strict=True)
+        ]
         return clip(", ".join(texts) or "R", 200)
 
     @property
@@ -154,18 +179,23 @@ class Placements:
         return tuple(prod(split.parts for split in splits) for splits in self._splits_of(ndim))
 
     def cuts(self, shape: Sequence[int]) -> tuple[Index, ...]:
-        """Cuts of each dimension: ascending, from 0 to its length. The cells between them are all boxes of all ranks.
+        """Cuts of each dimension: ascending, from 0 to its length.
+
+        The cells between them are all boxes of all ranks.
 
         Raises:
             ShardingError: the placements do not determine where the elements of such a tensor are.
 
-        >>> [cuts.tolist() for cuts in Placements.of(Mesh((4, 2), None), ["S(0)", "S(0)"]).cuts((10, 3))]
+        >>> placements = Placements.of(Mesh((4, 2), None), ["S(0)", "S(0)"])
+        >>> [cuts.tolist() for cuts in placements.cuts((10, 3))]
         [[0, 2, 3, 5, 6, 8, 9, 10], [0, 3]]
         """
         return tuple(cuts(length, splits) for length, splits in self._dimensions(shape))
 
     def distinct_boxes(self, shape: Sequence[int]) -> BoxArray:
-        """The distinct non-empty boxes of all ranks, in row-major order; together they cover the tensor.
+        """The distinct non-empty boxes of all ranks, in row-major order.
+
+        Together they cover the tensor.
 
         Raises:
             ShardingError: as for `cuts`.
@@ -186,10 +216,14 @@ class Placements:
         spans = self._spans(shape, np.arange(ranks))
         boxes = grid_boxes(ranks, *spans)
         kept = boxes.sizes() > 0
-        return np.repeat(self.mesh.device_ids, len(boxes) // ranks)[kept], BoxArray(boxes.start[kept], boxes.stop[kept])
+        return np.repeat(self.mesh.device_ids, len(boxes) // ranks)[kept], BoxArray(
+            boxes.start[kept], boxes.stop[kept]
+        )
 
     def rank_boxes(self, shape: Sequence[int], rank: int) -> BoxArray:
-        """The non-empty boxes of one rank, in row-major order; none if the mesh does not have the rank.
+        """The non-empty boxes of one rank, in row-major order.
+
+        None if the mesh does not have the rank.
 
         Raises:
             ShardingError: as for `cuts`.
@@ -205,7 +239,9 @@ class Placements:
         """
         row = _row(self.mesh, rank)
         _, sizes = self._spans(shape, row)
-        return without_empty(grid_boxes(len(row), [np.cumsum(size, axis=1) - size for size in sizes], sizes))
+        return without_empty(
+            grid_boxes(len(row), [np.cumsum(size, axis=1) - size for size in sizes], sizes)
+        )
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...] | None:
         """The shape of a rank's local tensor; None if the mesh does not have the rank.
@@ -218,7 +254,10 @@ class Placements:
         return tuple(int(size.sum()) for size in sizes) if len(row) else None
 
     def holders(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same boxes as `rank` of any tensor, ascending; empty for a rank that is not in the mesh."""
+        """The ranks that hold the same boxes as `rank` of any tensor, ascending.
+
+        Empty for a rank that is not in the mesh.
+        """
         return _holders(self, rank)
 
     def as_sharding(self, shape: Sequence[int]) -> Sharding | None:
@@ -230,18 +269,32 @@ class Placements:
             ShardingError: as for `cuts`.
         """
         dimensions = self._dimensions(shape)
-        if all(length for length, _ in dimensions) and not all(cuts_once(length, splits) for length, splits in dimensions):
+        if all(length for length, _ in dimensions) and not all(
+            cuts_once(length, splits) for length, splits in dimensions
+        ):
             return None
         names = self.mesh.axis_names
-        return Sharding(self.mesh, PartitionSpec(*(tuple(names[s.axis] for s in splits if s.axis is not None) for _, splits in dimensions)))
+        return Sharding(
+            self.mesh,
+            PartitionSpec(
+                *(
+                    tuple(names[s.axis] for s in splits if s.axis is not None)
+                    for _, splits in dimensions
+                )
+            ),
+        )
 
     def to_json(self, mesh: int | None = None) -> dict[str, object]:
         """The JSON form: `{"mesh": {…}, "placements": ["_S(0,2)", "S(0)"]}`.
 
         Args:
-            mesh: index of the mesh in a list that the document stores once; it is written instead of the mesh.
+            mesh: index of the mesh in a list that the document stores once; it is written instead
+                of the mesh.
         """
-        return {"mesh": self.mesh.to_json() if mesh is None else mesh, "placements": [str(placement) for placement in self.placements]}
+        return {
+            "mesh": self.mesh.to_json() if mesh is None else mesh,
+            "placements": [str(placement) for placement in self.placements],
+        }
 
     @classmethod
     def from_json(cls, doc: object, meshes: Sequence[Mesh] = ()) -> Placements:
@@ -255,10 +308,14 @@ class Placements:
             FormatError: the document is invalid.
         """
         if not isinstance(doc, Mapping) or set(doc) != {"mesh", "placements"}:
-            raise FormatError(f"placements: expected an object with mesh and placements, found {shorten(doc)}.")
+            raise FormatError(
+                f"placements: expected an object with mesh and placements, found {shorten(doc)}."
+            )
         mesh, texts = referred_mesh(doc["mesh"], meshes, "placements"), doc["placements"]
         if not isinstance(texts, list) or len(texts) > MAX_AXES:
-            raise FormatError(f"placements: expected a list of at most {MAX_AXES}, found {shorten(texts)}.")
+            raise FormatError(
+                f"placements: expected a list of at most {MAX_AXES}, found {shorten(texts)}."
+            )
         try:
             return cls.of(mesh, texts)
         except ShardingError as error:
@@ -268,7 +325,8 @@ class Placements:
         """The splits of every dimension."""
         if len(self._splits) > ndim:
             raise ShardingError(
-                f"{self.text}: it shards dimension {len(self._splits) - 1} of a tensor with {ndim} dimensions; redistribute it."
+                f"{self.text}: it shards dimension {len(self._splits) - 1} of a tensor with "
+                f"{ndim} dimensions; redistribute it."
             )
         return self._splits + ((),) * (ndim - len(self._splits))
 
@@ -279,11 +337,13 @@ class Placements:
         for d, (length, splits) in enumerate(dimensions):
             parts = prod(split.parts for split in splits)
             if length % parts and any(split.axis is None for split in splits):
-                # Here torch's functions disagree: distribute_tensor cuts into all parts at once up to torch 2.9; full_tensor
-                # and later versions cut into the split factor's parts first.
+                # Here torch's functions disagree: distribute_tensor cuts into all parts at once up
+                # to torch 2.9; full_tensor and later versions cut into the split factor's parts
+                # first.
                 raise ShardingError(
-                    f"{self.text}: the length {length} of dimension {d} is not a multiple of its {parts} parts, and torch has no single "
-                    f"rule for strided shards of such a length; redistribute it to plain Shard placements."
+                    f"{self.text}: the length {length} of dimension {d} is not a multiple of its "
+                    f"{parts} parts, and torch has no single rule for strided shards of such a "
+                    "length; redistribute it to plain Shard placements."
                 )
         return dimensions
 
@@ -292,7 +352,9 @@ class Placements:
         coordinates = np.empty((len(rows), self.mesh.ndim), np.int64)
         for axis in reversed(range(self.mesh.ndim)):
             rows, coordinates[:, axis] = np.divmod(rows, self.mesh.shape[axis])
-        spans = [intervals(length, splits, coordinates) for length, splits in self._dimensions(shape)]
+        spans = [
+            intervals(length, splits, coordinates) for length, splits in self._dimensions(shape)
+        ]
         return [start for start, _ in spans], [size for _, size in spans]
 
 
@@ -305,7 +367,9 @@ def _order_splits(layout: Placements) -> tuple[tuple[DimSplit, ...], ...]:
             continue
         splits = order.setdefault(placement.dim, [])
         parts = layout.mesh.shape[axis]
-        factor = placement.split_factor if parts > 1 else 1  # a mesh dimension of size 1 splits nothing
+        factor = (
+            placement.split_factor if parts > 1 else 1
+        )  # a mesh dimension of size 1 splits nothing
         made, behind = 1, 0
         while behind < len(splits) and factor % (made * splits[behind].parts) == 0:
             made *= splits[behind].parts
@@ -313,10 +377,14 @@ def _order_splits(layout: Placements) -> tuple[tuple[DimSplit, ...], ...]:
         missing = factor // made
         if missing > 1 and behind < len(splits):
             raise ShardingError(
-                f"{layout.text}: the split factor {factor} of tensor dimension {placement.dim} does not fit the later mesh dimensions that "
-                f"cut it; redistribute it to plain Shard placements."
+                f"{layout.text}: the split factor {factor} of tensor dimension {placement.dim} "
+                "does not fit the later mesh dimensions that cut it; redistribute it to plain "
+                "Shard placements."
             )
-        splits[behind:behind] = [*([DimSplit(missing, None)] if missing > 1 else []), DimSplit(parts, axis)]
+        splits[behind:behind] = [
+            *([DimSplit(missing, None)] if missing > 1 else []),
+            DimSplit(parts, axis),
+        ]
     return tuple(without_idle(order.get(d, [])) for d in range(max(order, default=-1) + 1))
 
 
@@ -333,5 +401,7 @@ def _holders(layout: Placements, rank: int) -> tuple[int, ...]:
     if not len(row):
         return ()
     place = np.unravel_index(row[0], layout.mesh.shape)
-    same = tuple(slice(None) if p.dim is None else i for p, i in zip(layout.placements, place, strict=True))
+    same = tuple(
+        slice(None) if p.dim is None else i for p, i in zip(layout.placements, place, strict=True)
+    )
     return tuple(np.sort(layout.mesh.devices[same], axis=None).tolist())

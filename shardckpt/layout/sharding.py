@@ -1,10 +1,11 @@
 """A mesh and a partition spec together: the sharding of a tensor.
 
-A sharding determines, for a tensor of any shape, the box of every device and the OpSharding that torch_xla and JAX would
-give to XLA. In the other direction, `infer` finds the spec with axis names for an OpSharding.
+A sharding determines, for a tensor of any shape, the box of every device and the OpSharding that
+torch_xla and JAX would give to XLA. In the other direction, `infer` finds the spec with axis names
+for an OpSharding.
 
-The tile of a device along one tensor dimension is a number in mixed radix whose digits are the device's
-coordinates on that dimension's axes, first axis most significant (GSPMD, section 3.1).
+The tile of a device along one tensor dimension is a number in mixed radix whose digits are the
+device's coordinates on that dimension's axes, first axis most significant (GSPMD, section 3.1).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 class Sharding:
     """A mesh and a partition spec: the layout of a tensor of any shape.
 
-    Each axis of the spec cuts a tensor dimension into as many parts as the axis has devices. Part lengths are rounded up, so the last
-    parts may be shorter or empty.
+    Each axis of the spec cuts a tensor dimension into as many parts as the axis has devices. Part
+    lengths are rounded up, so the last parts may be shorter or empty.
 
     Raises:
         ShardingError: The spec names an axis that the mesh lacks, or one axis twice.
@@ -58,18 +59,24 @@ class Sharding:
         spec: object = self.spec
         if not isinstance(mesh, Mesh) or not isinstance(spec, PartitionSpec):
             types = f"{type(mesh).__name__} and {type(spec).__name__}"
-            raise ShardingError(f"Sharding: expected a shardckpt Mesh and PartitionSpec, found {types}; write PartitionSpec(*entries).")
+            raise ShardingError(
+                f"Sharding: expected a shardckpt Mesh and PartitionSpec, found {types}; write "
+                "PartitionSpec(*entries)."
+            )
         object.__setattr__(self, "spec", self.spec.named(self.mesh))
 
     @classmethod
-    def from_partition_counts(cls, counts: Sequence[int | None] | None, num_devices: int) -> Sharding:
+    def from_partition_counts(
+        cls, counts: Sequence[int | None] | None, num_devices: int
+    ) -> Sharding:
         """A sharding from the number of parts along each dimension, as in `PartitionSpec(4, 1)` of JAX's `sharded_jit`.
 
-        Parts are assigned to devices 0, 1, 2, … in row-major order. If there are more devices than parts, each part is replicated on
-        the same number of consecutive devices.
+        Parts are assigned to devices 0, 1, 2, … in row-major order. If there are more devices than
+        parts, each part is replicated on the same number of consecutive devices.
 
         Args:
-            counts: Number of parts along each dimension, None for 1. None instead of a sequence: replicated.
+            counts: Number of parts along each dimension, None for 1. None instead of a sequence:
+                replicated.
             num_devices: Number of devices, a multiple of the number of parts.
 
         Raises:
@@ -79,15 +86,21 @@ class Sharding:
             >>> Sharding.from_partition_counts((4, 1), 8)
             Sharding(mesh=Mesh((4, 2), ('dim0', 'replica')), spec=PartitionSpec('dim0', None))
         """
-        parts = checked_sizes([1 if count is None else count for count in counts or ()], "Partition counts", least=1)
+        parts = checked_sizes(
+            [1 if count is None else count for count in counts or ()], "Partition counts", least=1
+        )
         (devices,) = checked_sizes([num_devices], "Number of devices", least=1)
         if devices % prod(parts):
-            raise ShardingError(f"Partition counts {parts} make {prod(parts)} parts, which do not divide {devices} devices evenly.")
+            raise ShardingError(
+                f"Partition counts {parts} make {prod(parts)} parts, which do not divide "
+                f"{devices} devices evenly."
+            )
         cut = {f"dim{d}": count for d, count in enumerate(parts) if count > 1}
         replicas = devices // prod(parts)
         axes = cut if replicas == 1 and cut else {**cut, "replica": replicas}
         return cls(
-            Mesh(tuple(axes.values()), tuple(axes)), PartitionSpec(*(f"dim{d}" if f"dim{d}" in cut else None for d in range(len(parts))))
+            Mesh(tuple(axes.values()), tuple(axes)),
+            PartitionSpec(*(f"dim{d}" if f"dim{d}" in cut else None for d in range(len(parts)))),
         )
 
     @classmethod
@@ -98,15 +111,17 @@ class Sharding:
 
         Args:
             mesh: A mesh of exactly the OpSharding's devices.
-            op_sharding: The OpSharding of a tensor with `ndim` dimensions. Replicated without known devices means all devices of the mesh.
+            op_sharding: The OpSharding of a tensor with `ndim` dimensions. Replicated without known
+                devices means all devices of the mesh.
             ndim: Number of tensor dimensions.
 
         Returns:
-            The sharding; None if no spec over this mesh is equivalent, as for manual and unknown OpShardings.
+            The sharding; None if no spec over this mesh is equivalent, as for manual and unknown
+            OpShardings.
         """
-        # A spec makes a device's tile the sum of its mesh coordinates times a stride per axis. So the device one step along an axis
-        # gives that axis's stride; the strides show which axes cut a dimension and in which order. The spec is then checked for
-        # every device.
+        # A spec makes a device's tile the sum of its mesh coordinates times a stride per axis. So
+        # the device one step along an axis gives that axis's stride; the strides show which axes
+        # cut a dimension and in which order. The spec is then checked for every device.
         if op_sharding.kind is Kind.REPLICATED and op_sharding.tiles is None:
             return cls(mesh, PartitionSpec(*[None] * ndim))
         try:
@@ -124,11 +139,15 @@ class Sharding:
             for d in np.flatnonzero(step).tolist():
                 cuts[d].append((int(step[d]), name))
         try:
-            spec = PartitionSpec(*(tuple(name for _, name in sorted(cut, reverse=True)) for cut in cuts))
+            spec = PartitionSpec(
+                *(tuple(name for _, name in sorted(cut, reverse=True)) for cut in cuts)
+            )
         except ShardingError:  # an axis cuts two dimensions at once
             return None
         sharding = cls(mesh, spec)
-        same = sharding.parts(ndim) == tiling.parts and np.array_equal(sharding.tiling(ndim).coords, tiling.coords)
+        same = sharding.parts(ndim) == tiling.parts and np.array_equal(
+            sharding.tiling(ndim).coords, tiling.coords
+        )
         return sharding if same else None
 
     @property
@@ -144,7 +163,8 @@ class Sharding:
         """
         if len(self.spec) > ndim:
             raise ShardingError(
-                f"{self.spec!r} has {len(self.spec)} entries and the tensor {ndim} dimensions; give at most one per dimension."
+                f"{self.spec!r} has {len(self.spec)} entries and the tensor {ndim} dimensions; "
+                "give at most one per dimension."
             )
         sizes = self.mesh.axis_sizes
         cut = tuple(prod(sizes[str(axis)] for axis in axes) for axes in self.spec.axes)
@@ -163,11 +183,14 @@ class Sharding:
         """
         return _tiling(self, ndim)
 
-    def device_boxes(self, shape: Sequence[int], device_ids: ArrayLike | None = None) -> DeviceBoxes:
+    def device_boxes(
+        self, shape: Sequence[int], device_ids: ArrayLike | None = None
+    ) -> DeviceBoxes:
         """The boxes of all devices, or of `device_ids`, in a tensor with this shape.
 
         Raises:
-            ShardingError: The spec has more entries than the tensor has dimensions, or a device is not in the mesh.
+            ShardingError: The spec has more entries than the tensor has dimensions, or a device is
+                not in the mesh.
         """
         shape = checked_tensor_shape(shape)
         return self.tiling(len(shape)).device_boxes(shape, device_ids)
@@ -190,14 +213,19 @@ class Sharding:
         if self.mesh.is_arange:
             devices = Iota(self.mesh.shape, order)
         else:
-            devices = np.sort(self.mesh.devices.transpose(order).reshape(-1, replicas), axis=1).reshape(-1)
-        return OpSharding(Kind.TILED, TileAssignment(dims, devices), (Kind.REPLICATED,) if replicas > 1 else ())
+            devices = np.sort(
+                self.mesh.devices.transpose(order).reshape(-1, replicas), axis=1
+            ).reshape(-1)
+        return OpSharding(
+            Kind.TILED, TileAssignment(dims, devices), (Kind.REPLICATED,) if replicas > 1 else ()
+        )
 
     def to_json(self, mesh: int | None = None) -> dict[str, object]:
         """The JSON form: `{"mesh": {…}, "spec": […]}`.
 
         Args:
-            mesh: Index of the mesh in a list of meshes; if given, the index is written in place of the mesh.
+            mesh: Index of the mesh in a list of meshes; if given, the index is written in place of
+                the mesh.
         """
         return {"mesh": self.mesh.to_json() if mesh is None else mesh, "spec": self.spec.to_json()}
 
@@ -213,7 +241,9 @@ class Sharding:
             FormatError: The document is invalid.
         """
         if not isinstance(doc, Mapping) or set(doc) != {"mesh", "spec"}:
-            raise FormatError(f"sharding: expected an object with mesh and spec, found {type(doc).__name__}.")
+            raise FormatError(
+                f"sharding: expected an object with mesh and spec, found {type(doc).__name__}."
+            )
         mesh = referred_mesh(doc["mesh"], meshes, "sharding")
         try:
             return cls(mesh, PartitionSpec.from_json(doc["spec"]))
@@ -244,12 +274,16 @@ def _tiling(sharding: Sharding, ndim: int) -> Tiling:
     strides = np.zeros(mesh.ndim, np.int64)
     step = 1
     for axis in reversed(order[: sum(map(len, sharding.spec.axes))]):
-        strides[axis] = step  # of the row-major tile number: the axes that cut, in order, are its digits
+        strides[axis] = (
+            step  # of the row-major tile number: the axes that cut, in order, are its digits
+        )
         step *= mesh.shape[axis]
     tile_ids = np.zeros(mesh.shape, np.int64)
     for axis, (size, stride) in enumerate(zip(mesh.shape, strides.tolist(), strict=True)):
         if stride:
-            tile_ids += (np.arange(size, dtype=np.int64) * stride).reshape(-1, *[1] * (mesh.ndim - axis - 1))
+            tile_ids += (np.arange(size, dtype=np.int64) * stride).reshape(
+                -1, *[1] * (mesh.ndim - axis - 1)
+            )
     return Tiling.of(mesh.device_ids, tile_ids.reshape(-1), parts)
 
 

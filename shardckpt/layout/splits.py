@@ -1,6 +1,7 @@
 """Nested splits of one tensor dimension, and the resulting intervals and boxes.
 
-Each split cuts its input as `torch.chunk` does, into parts of ceil(length / parts), the last ones short or empty.
+Each split cuts its input as `torch.chunk` does, into parts of ceil(length / parts), the last ones
+short or empty.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ class DimSplit:
     parts: int
     """Number of parts."""
     axis: int | None
-    """The mesh dimension along which each rank holds one part; None: every rank holds all of them."""
+    """The mesh dimension along which each rank holds one part; None: every rank holds all of
+    them."""
 
 
 def without_idle(splits: list[DimSplit]) -> tuple[DimSplit, ...]:
     """The splits without those whose parts all ranks hold completely and nothing splits further: such parts are adjacent."""
-    last = max((i for i, split in enumerate(splits) if split.axis is not None and split.parts > 1), default=-1)
+    last = max(
+        (i for i, split in enumerate(splits) if split.axis is not None and split.parts > 1),
+        default=-1,
+    )
     return tuple(split for i, split in enumerate(splits) if split.axis is not None or i < last)
 
 
@@ -91,7 +96,9 @@ def intervals(length: int, splits: Sequence[DimSplit], coordinates: Index) -> tu
         else:
             chosen.append(coordinates[:, split.axis].reshape(-1, *[1] * len(all_parts)))
     n, k = len(coordinates), prod(all_parts)
-    start, size = (np.broadcast_to(a, (n, *all_parts)).reshape(n, k) for a in cut(length, splits, chosen))
+    start, size = (
+        np.broadcast_to(a, (n, *all_parts)).reshape(n, k) for a in cut(length, splits, chosen)
+    )
     return start, size
 
 

@@ -22,7 +22,11 @@ def layout_text(layout: Layout | Placements | None) -> str:
 
     if layout is None:
         return "plain"
-    return spec_text(layout) if isinstance(layout, OpSharding) else f"{spec_text(layout)} over {mesh_text(layout.mesh)}"
+    return (
+        spec_text(layout)
+        if isinstance(layout, OpSharding)
+        else f"{spec_text(layout)} over {mesh_text(layout.mesh)}"
+    )
 
 
 def spec_text(layout: Layout | Placements | None) -> str:
@@ -44,7 +48,10 @@ def spec_text(layout: Layout | Placements | None) -> str:
 
 def mesh_text(mesh: Mesh) -> str:
     """A mesh: its axes with their sizes, and its devices unless they count from 0."""
-    axes = visible(" × ".join(f"{name}={size}" for name, size in mesh.axis_sizes.items())) or "one device"
+    axes = (
+        visible(" × ".join(f"{name}={size}" for name, size in mesh.axis_sizes.items()))
+        or "one device"
+    )
     if mesh.is_arange:
         return axes
     ids = mesh.device_ids
@@ -56,4 +63,7 @@ def op_sharding_text(layout: Layout, ndim: int) -> str:
     """The OpSharding in XLA's notation, truncated if it is very long."""
     from shardckpt.layout.sharding import Sharding
 
-    return clip((layout.op_sharding(ndim) if isinstance(layout, Sharding) else layout).to_hlo(), LONGEST_OP_SHARDING)
+    return clip(
+        (layout.op_sharding(ndim) if isinstance(layout, Sharding) else layout).to_hlo(),
+        LONGEST_OP_SHARDING,
+    )

@@ -1,12 +1,13 @@
 """A tile assignment: the device of every tile, in XLA's two notations.
 
-Listed, `[4,2]0,1,2,3,4,5,6,7`: the tiles' dimensions, then the device of every tile in row-major order.
-Iota, `[4,2]<=[2,4]T(1,0)`: `arange(8).reshape(2, 4).transpose(1, 0).reshape(4, 2)`, which stays short however
-many devices there are, and is expanded only when a caller needs the devices.
+Listed, `[4,2]0,1,2,3,4,5,6,7`: the tiles' dimensions, then the device of every tile in row-major
+order. Iota, `[4,2]<=[2,4]T(1,0)`: `arange(8).reshape(2, 4).transpose(1, 0).reshape(4, 2)`, which
+stays short however many devices there are, and is expanded only when a caller needs the devices.
 
-Every iota is stored in the form that XLA prints: without sizes of 1, and with adjacent dimensions merged where possible. A list
-is converted to its iota form on request, if it has one: split off arithmetic progressions from the innermost dimension, and
-check whether the resulting strides are those of a row-major array.
+Every iota is stored in the form that XLA prints: without sizes of 1, and with adjacent dimensions
+merged where possible. A list is converted to its iota form on request, if it has one: split off
+arithmetic progressions from the innermost dimension, and check whether the resulting strides are
+those of a row-major array.
 """
 
 from __future__ import annotations
@@ -46,7 +47,12 @@ class Iota:
 
     def expand(self) -> Ids:
         """The device ids: (prod(dims),) int64."""
-        return np.arange(prod(self.dims), dtype=np.int64).reshape(self.dims).transpose(self.perm).reshape(-1)
+        return (
+            np.arange(prod(self.dims), dtype=np.int64)
+            .reshape(self.dims)
+            .transpose(self.perm)
+            .reshape(-1)
+        )
 
     def __str__(self) -> str:
         order = "" if len(self.dims) == 1 else f"T({_csv(self.perm)})"
@@ -71,7 +77,10 @@ class Iota:
             return cls((1,), (0,))
         order = sorted(range(len(runs)), key=lambda i: runs[i][0])
         place = {i: position for position, i in enumerate(order)}
-        return cls(tuple(prod(dims[d] for d in runs[i]) for i in order), tuple(place[i] for i in range(len(runs))))
+        return cls(
+            tuple(prod(dims[d] for d in runs[i]) for i in order),
+            tuple(place[i] for i in range(len(runs))),
+        )
 
     @classmethod
     def find(cls, devices: Ids) -> Iota | None:
@@ -112,10 +121,12 @@ class TileAssignment:
 
     Args:
         dims: Tiles per dimension, all at least 1.
-        devices: (prod(dims),) device ids in row-major order of the tiles, an `Iota` that has as many, or None for 0, 1, 2, …
+        devices: (prod(dims),) device ids in row-major order of the tiles, an `Iota` that has as
+            many, or None for 0, 1, 2, …
 
     Raises:
-        ShardingError: The counts do not agree, ids repeat or are negative, or there are more than `MAX_DEVICES`.
+        ShardingError: The counts do not agree, ids repeat or are negative, or there are more than
+            `MAX_DEVICES`.
     """
 
     dims: tuple[int, ...]
@@ -127,15 +138,27 @@ class TileAssignment:
     def __init__(self, dims: Sequence[int], devices: ArrayLike | Iota | None = None) -> None:
         checked = checked_sizes(dims, "Tile assignment", least=1)
         if len(checked) > MAX_DIMS:
-            raise ShardingError(f"Tile assignment: {len(checked)} dimensions; at most {MAX_DIMS} can be.")
+            raise ShardingError(
+                f"Tile assignment: {len(checked)} dimensions; at most {MAX_DIMS} can be."
+            )
         if prod(checked) > MAX_DEVICES:
-            raise ShardingError(f"Tile assignment: {prod(checked)} devices; at most {MAX_DEVICES} can be.")
-        iota = Iota((prod(checked),), (0,)) if devices is None else devices if isinstance(devices, Iota) else None
+            raise ShardingError(
+                f"Tile assignment: {prod(checked)} devices; at most {MAX_DEVICES} can be."
+            )
+        iota = (
+            Iota((prod(checked),), (0,))
+            if devices is None
+            else devices
+            if isinstance(devices, Iota)
+            else None
+        )
         if iota is not None:
             iota = _checked_iota(iota, checked)
         object.__setattr__(self, "dims", checked)
         object.__setattr__(self, "_iota", iota)
-        object.__setattr__(self, "_devices", None if iota is not None else _id_array(devices, checked))
+        object.__setattr__(
+            self, "_devices", None if iota is not None else _id_array(devices, checked)
+        )
         object.__setattr__(self, "_hash", None)
 
     @property
@@ -175,7 +198,10 @@ class TileAssignment:
         """
         iota = None if form == "listed" else self.iota()
         if iota is None and form == "iota":
-            raise ShardingError('OpSharding: these devices have no iota form; write them with form="listed" or "auto".')
+            raise ShardingError(
+                'OpSharding: these devices have no iota form; write them with form="listed" or '
+                '"auto".'
+            )
         return f"[{_csv(self.dims)}]{iota if iota is not None else _csv(self.devices.tolist())}"
 
     def __eq__(self, other: object) -> bool:
@@ -203,9 +229,15 @@ def _checked_iota(iota: Iota, dims: tuple[int, ...]) -> Iota:
     if len(sizes) > MAX_DIMS:
         raise ShardingError(f"Iota: {len(sizes)} dimensions; at most {MAX_DIMS} can be.")
     if prod(sizes) != prod(dims):
-        raise ShardingError(f"Tile assignment: {prod(dims)} tiles and an iota of {prod(sizes)} devices; give one device per tile.")
+        raise ShardingError(
+            f"Tile assignment: {prod(dims)} tiles and an iota of {prod(sizes)} devices; give one "
+            "device per tile."
+        )
     if len(iota.perm) > MAX_DIMS or sorted(iota.perm) != list(range(len(sizes))):
-        raise ShardingError(f"Iota: T({_csv(iota.perm)}) is not a permutation of the {len(sizes)} dimensions [{_csv(sizes)}].")
+        raise ShardingError(
+            f"Iota: T({_csv(iota.perm)}) is not a permutation of the {len(sizes)} dimensions "
+            f"[{_csv(sizes)}]."
+        )
     return Iota.canonical(sizes, tuple(iota.perm))
 
 

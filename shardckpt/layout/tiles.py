@@ -50,7 +50,10 @@ def tiles_of(layout: Layout, shape: tuple[int, ...]) -> Tiles:
     tiling = layout.tiling(len(shape))
     tile = tile_shape(shape, tiling.parts)
     order = np.argsort(
-        np.ravel_multi_index(tuple(tiling.coords.T), tiling.parts) if tiling.parts else np.zeros(len(tiling.coords)), kind="stable"
+        np.ravel_multi_index(tuple(tiling.coords.T), tiling.parts)
+        if tiling.parts
+        else np.zeros(len(tiling.coords)),
+        kind="stable",
     )
     devices = tiling.device_ids[order].reshape(*tiling.parts, -1)
     used = tuple(-(-n // max(side, 1)) for n, side in zip(shape, tile, strict=True))
@@ -67,4 +70,8 @@ def bins(extent: int, most: int) -> Bins:
         return [(i, i + 1) for i in range(extent)]
     after = (most - 1) // 2
     before = most - 1 - after
-    return [*((i, i + 1) for i in range(before)), (before, extent - after), *((i, i + 1) for i in range(extent - after, extent))]
+    return [
+        *((i, i + 1) for i in range(before)),
+        (before, extent - after),
+        *((i, i + 1) for i in range(extent - after, extent)),
+    ]

@@ -1,7 +1,7 @@
 """The number of this process, the number of processes, and the process of each device.
 
-The processes agree on these numbers once, when a job starts (`shardckpt.frameworks.coordination`). The writer of each chunk follows
-from them and from the tensors alone.
+The processes agree on these numbers once, when a job starts (`shardckpt.frameworks.coordination`).
+The writer of each chunk follows from them and from the tensors alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceOwners:
-    """The process of every device of a framework. An object equals only itself, which makes it a cheap key of caches.
+    """The process of every device of a framework.
+
+    An object equals only itself, which makes it a cheap key of caches.
 
     >>> DeviceOwners.of({7: 1, 2048: 0}).of_devices([2048, 7])
     array([0, 1])
@@ -54,8 +56,8 @@ class DeviceOwners:
         known = self.device_ids[at] == ids if len(self.device_ids) else np.zeros(ids.shape, bool)
         if not known.all():
             raise ShardingError(
-                f"device {ids[~known].flat[0]} belongs to no process of this job: its processes named {len(self.device_ids)} devices "
-                f"at the start; make a mesh of these devices."
+                f"device {ids[~known].flat[0]} belongs to no process of this job: its processes "
+                f"named {len(self.device_ids)} devices at the start; make a mesh of these devices."
             )
         return self.processes[at]
 
@@ -69,12 +71,14 @@ class World:
     processes: int = 1
     """Number of processes."""
     devices: Mapping[str, DeviceOwners] = field(default_factory=dict)
-    """Owners by framework, `jax` or `torch_xla`. For a framework that is missing, every process has its own devices, and all processes
-    use the same ids for them."""
+    """Owners by framework, `jax` or `torch_xla`. For a framework that is missing, every process has
+    its own devices, and all processes use the same ids for them."""
     sharing: int = 1
     """Number of processes on this one's host that may run on a core of its own, itself included."""
 
     def __post_init__(self) -> None:
         """Check that the process number is in range."""
         if not 0 <= self.process < self.processes:
-            raise ValueError(f"process {self.process} of {self.processes}: processes are numbered from 0")
+            raise ValueError(
+                f"process {self.process} of {self.processes}: processes are numbered from 0"
+            )

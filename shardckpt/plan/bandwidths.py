@@ -1,14 +1,15 @@
 """Estimate of whether processes that need the same bytes finish sooner if each reads a part and sends it to the others.
 
-Reading alone, a process gets its bytes at the rate of its own connection to the storage, or at its share of the storage's total
-rate over all processes that read at once, whichever is lower. Reading together, each of k processes reads
-one k-th of the bytes and receives the rest from the others; all processes wait for each other once per round:
+Reading alone, a process gets its bytes at the rate of its own connection to the storage, or at its
+share of the storage's total rate over all processes that read at once, whichever is lower. Reading
+together, each of k processes reads one k-th of the bytes and receives the rest from the others; all
+processes wait for each other once per round:
 
     alone    = bytes · max(1 / process, processes / store)
     together = alone / k + bytes · (k - 1) / k / interconnect + rounds · latency
 
-Reading together is chosen if it is faster by a factor of `gain`. All processes compute with the same numbers in the same order, so
-all reach the same answer.
+Reading together is chosen if it is faster by a factor of `gain`. All processes compute with the
+same numbers in the same order, so all reach the same answer.
 """
 
 from __future__ import annotations
@@ -23,29 +24,34 @@ from shardckpt.errors import OptionError
 class Bandwidths:
     """Rates of a job's storage and network, for `restore(cooperative=…)`.
 
-    With them, a restore decides whether processes that need the same bytes each read a part and send it to the others, or read
-    everything themselves. The defaults fit a Google Cloud Storage bucket.
+    With them, a restore decides whether processes that need the same bytes each read a part and
+    send it to the others, or read everything themselves. The defaults fit a Google Cloud Storage
+    bucket.
 
     Raises:
         OptionError: a rate is not a positive number.
 
     Examples:
-        >>> Bandwidths(interconnect=2e9).estimate(nbytes=10**10, readers=2, processes=2, rounds=20).together
+        >>> rates = Bandwidths(interconnect=2e9)
+        >>> rates.estimate(nbytes=10**10, readers=2, processes=2, rounds=20).together
         False
-        >>> Bandwidths(interconnect=2e9).estimate(nbytes=10**10, readers=32, processes=32, rounds=20).together
+        >>> rates.estimate(nbytes=10**10, readers=32, processes=32, rounds=20).together
         True
     """
 
     store: float = 25e9
-    """Bytes per second that all processes together read from the storage; by default 200 Gbit/s, the quota of a project in a region."""
+    """Bytes per second that all processes together read from the storage; by default 200 Gbit/s,
+    the quota of a project in a region."""
     process: float = 2e9
     """Maximum bytes per second that one process reads."""
     interconnect: float | None = None
-    """Bytes per second that a process receives from the others. None: 1.25e9 over gloo, and 10e9 between JAX's accelerators."""
+    """Bytes per second that a process receives from the others. None: 1.25e9 over gloo, and 10e9
+    between JAX's accelerators."""
     latency: float = 0.05
     """Seconds of overhead per round of messages between the processes."""
     gain: float = 1.5
-    """Minimum speed-up at which processes read together. It is above 1 because the rates are rough."""
+    """Minimum speed-up at which processes read together. It is above 1 because the rates are
+    rough."""
 
     def __post_init__(self) -> None:
         """Refuse invalid rates."""
@@ -54,7 +60,11 @@ class Bandwidths:
             if field.name == "interconnect" and value is None:
                 continue
             least = field.name == "latency" and value == 0
-            if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf or least):
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not (0 < value < math.inf or least)
+            ):
                 raise OptionError(f"Bandwidths({field.name}={value!r}): give a positive number.")
 
     def estimate(self, *, nbytes: int, readers: int, processes: int, rounds: int) -> Estimate:

@@ -1,8 +1,9 @@
 """Blocks: the boxes of chunks that a process copies and writes at a time. Pure.
 
-A process writes a run of a shard's chunks. The chunks that are copied at once should form a box: then one copy is enough, and if
-the box is complete rows of the shard, the copy is contiguous in memory. So a run is cut into boxes (`cut_run`), its *blocks*.
-Blocks can be cut further when they are written (`parts_of`).
+A process writes a run of a shard's chunks. The chunks that are copied at once should form a box:
+then one copy is enough, and if the box is complete rows of the shard, the copy is contiguous in
+memory. So a run is cut into boxes (`cut_run`), its *blocks*. Blocks can be cut further when they
+are written (`parts_of`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Block:
     def __post_init__(self) -> None:
         """Count its bytes once: a plan is used for many saves."""
         object.__setattr__(self, "nbytes", self.box.size * self.itemsize)
-        object.__setattr__(self, "padded_bytes", padded_size(self.box.shape, self.piece.chunks) * self.itemsize)
+        object.__setattr__(
+            self, "padded_bytes", padded_size(self.box.shape, self.piece.chunks) * self.itemsize
+        )
 
     @property
     def chunk_bytes(self) -> int:
@@ -62,7 +65,13 @@ class Block:
 
 
 def blocks_of(
-    held: int, corner: tuple[int, ...], piece: Piece, part: Box, run: range, itemsize: int, most: int | None = None
+    held: int,
+    corner: tuple[int, ...],
+    piece: Piece,
+    part: Box,
+    run: range,
+    itemsize: int,
+    most: int | None = None,
 ) -> Iterator[Block]:
     """Yield the blocks of a run of chunks, in order.
 
@@ -75,11 +84,20 @@ def blocks_of(
         itemsize: as in `Block`.
         most: maximum bytes of a block, unless a single chunk is larger.
     """
-    first = [(a - start) // side * side + start for a, start, side in zip(part.start, piece.start, piece.chunks, strict=True)]
-    borders = [range(a, b + side, side) for a, b, side in zip(first, part.stop, piece.chunks, strict=True)]
-    for box in cut_run(borders, run, len(run) * prod(piece.chunks) if most is None else most // itemsize):
+    first = [
+        (a - start) // side * side + start
+        for a, start, side in zip(part.start, piece.start, piece.chunks, strict=True)
+    ]
+    borders = [
+        range(a, b + side, side) for a, b, side in zip(first, part.stop, piece.chunks, strict=True)
+    ]
+    for box in cut_run(
+        borders, run, len(run) * prod(piece.chunks) if most is None else most // itemsize
+    ):
         # The last chunk of a dimension may extend beyond the piece.
-        yield Block(held, corner, piece, Box(box.start, tuple(map(min, box.stop, part.stop))), itemsize)
+        yield Block(
+            held, corner, piece, Box(box.start, tuple(map(min, box.stop, part.stop))), itemsize
+        )
 
 
 def smaller(block: Block, most: int) -> Iterator[Block]:
@@ -107,8 +125,13 @@ def parts_of(block: Block, most: int) -> Iterator[tuple[Box, Index]]:
         yield part.box, _index(part.box.start, part.box.stop, block.box.start)
 
 
-def cut_elements(blocks: Sequence[tuple[Block, NDArray[Any]]], most: int) -> Iterator[tuple[Piece, Box, NDArray[Any]]]:
-    """The parts of blocks, see `parts_of`: the array, the box, and the elements; those of small blocks are not indexed."""
+def cut_elements(
+    blocks: Sequence[tuple[Block, NDArray[Any]]], most: int
+) -> Iterator[tuple[Piece, Box, NDArray[Any]]]:
+    """The parts of blocks, see `parts_of`: the array, the box, and the elements.
+
+    Those of small blocks are not indexed.
+    """
     for block, elements in blocks:
         if block.padded_bytes <= most:
             yield block.piece, block.box, elements
@@ -117,6 +140,11 @@ def cut_elements(blocks: Sequence[tuple[Block, NDArray[Any]]], most: int) -> Ite
                 yield block.piece, box, elements[index]
 
 
-def _index(start: list[int] | tuple[int, ...], stop: list[int] | tuple[int, ...], corner: tuple[int, ...]) -> Index:
-    """The index of a box in an array that begins at `corner`. The ellipsis keeps a 0-d array an array."""
+def _index(
+    start: list[int] | tuple[int, ...], stop: list[int] | tuple[int, ...], corner: tuple[int, ...]
+) -> Index:
+    """The index of a box in an array that begins at `corner`.
+
+    The ellipsis keeps a 0-d array an array.
+    """
     return (*(slice(a - o, b - o) for a, b, o in zip(start, stop, corner, strict=True)), ...)

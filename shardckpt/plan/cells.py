@@ -1,17 +1,20 @@
 """Cells: boxes of a tensor that are read and written together, so that each stored byte is read once.
 
-One writer writes each complete target chunk, and source chunks are read completely. Where the end of a box is a chunk border of
-both source and target, its neighbour does not read any source chunk again.
+One writer writes each complete target chunk, and source chunks are read completely. Where the end
+of a box is a chunk border of both source and target, its neighbour does not read any source chunk
+again.
 
-1. `plan_cells`: per dimension, finds the borders that no chunk of the target or the source straddles, in any array. Cells lie between
-   these borders. Small cells are joined, along the last dimensions first, which is the order of chunks in files.
-   Where grids share few borders and a cell would be too large for one task, the cell is cut between target chunks anyway, and
-   source chunks that straddle that border are read on both sides.
+1. `plan_cells`: per dimension, finds the borders that no chunk of the target or the source
+   straddles, in any array. Cells lie between these borders. Small cells are joined, along the last
+   dimensions first, which is the order of chunks in files. Where grids share few borders and a cell
+   would be too large for one task, the cell is cut between target chunks anyway, and source chunks
+   that straddle that border are read on both sides.
 2. Cells are numbered in row-major order; a task handles a run of them (`plan`).
-3. A cell is read in steps, such that the target chunks being filled fit the available memory (`cut.Order.OPEN`). Most cells fit
-   completely.
+3. A cell is read in steps, such that the target chunks being filled fit the available memory
+   (`cut.Order.OPEN`). Most cells fit completely.
 
-Pure: shapes in, integers out. Cost is proportional to the borders per dimension and to the requested cells, never to chunks.
+Pure: shapes in, integers out. Cost is proportional to the borders per dimension and to the
+requested cells, never to chunks.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ if TYPE_CHECKING:
 CELL_BYTES = 8 << 20
 """Bytes to which small cells are joined."""
 LARGEST_CELL = 4 << 30
-"""Bytes above which a cell is cut even through source chunks. With chunks of a few MiB, few chunks of a cell of this size are cut."""
+"""Bytes above which a cell is cut even through source chunks. With chunks of a few MiB, few chunks
+of a cell of this size are cut."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,14 +74,19 @@ class Cells:
         return _largest(self.borders)
 
     def boxes(self, run: range, most: int) -> Iterator[Box]:
-        """Yield a run of cells as boxes in the tensor's indices; a box is one cell, or several with at most `most` elements together."""
+        """Yield a run of cells as boxes in the tensor's indices.
+
+        A box is one cell, or several with at most `most` elements together.
+        """
         if self.count == 1:
             yield Box((0,) * len(self.borders), tuple(int(b[-1]) for b in self.borders))
             return
         yield from cut_run([b.tolist() for b in self.borders], run, most)
 
 
-def plan_cells(targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int, joined: int = CELL_BYTES) -> Cells:
+def plan_cells(
+    targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int, joined: int = CELL_BYTES
+) -> Cells:
     """Cut a tensor into cells.
 
     Args:
@@ -86,8 +95,14 @@ def plan_cells(targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int
         itemsize: bytes of an element.
         joined: bytes to which small cells are joined, `CELL_BYTES` at most.
     """
-    shape = tuple(map(max, *(piece.box.stop for piece in targets))) if len(targets) > 1 else targets[0].shape
-    if prod(shape) * itemsize <= min(joined, CELL_BYTES):  # true of most tensors: all cells would be joined
+    shape = (
+        tuple(map(max, *(piece.box.stop for piece in targets)))
+        if len(targets) > 1
+        else targets[0].shape
+    )
+    if prod(shape) * itemsize <= min(
+        joined, CELL_BYTES
+    ):  # true of most tensors: all cells would be joined
         return Cells(tuple(np.array([0, n], np.int64) for n in shape))
     every = [unbroken(targets, d) for d in range(len(targets[0].shape))]
     free = [undivided(borders, d, sources) for d, borders in enumerate(every)]
@@ -96,7 +111,8 @@ def plan_cells(targets: Sequence[Piece], sources: Sequence[Piece], itemsize: int
         able = [d for d in range(len(free)) if len(halves[d]) > len(free[d])]
         if not able:
             break
-        # A border costs the chunks that straddle it; that is the smallest share where cells, in units of source chunks, are longest.
+        # A border costs the chunks that straddle it; that is the smallest share where cells, in
+        # units of source chunks, are longest.
         d = max(able, key=lambda d: int(np.diff(free[d]).max()) / longest_side(sources, d))
         free[d] = halves[d]
     for d in reversed(range(len(free))):
@@ -120,7 +136,10 @@ def _halve(every: Ints, borders: Ints) -> Ints:
 
 
 def _thin(borders: Ints, least: int) -> Ints:
-    """A subset of the borders with intervals of at least `least` elements where possible; the first and the last stay."""
+    """A subset of the borders with intervals of at least `least` elements where possible.
+
+    The first and the last stay.
+    """
     if len(borders) <= 2 or int(np.diff(borders).min()) >= least:
         return borders
     following = np.searchsorted(borders, borders[:-1] + least)
@@ -134,4 +153,6 @@ def _thin(borders: Ints, least: int) -> Ints:
 def read_bytes(box: Box, sources: Sequence[Piece], itemsize: int, checksum: int) -> int:
     """Bytes of the source chunks that a box needs: uncompressed chunks with their checksums."""
     near = pieces_at(sources, box)
-    return sum(count_chunks(piece, box) * (prod(piece.chunks) * itemsize + checksum) for piece in near)
+    return sum(
+        count_chunks(piece, box) * (prod(piece.chunks) * itemsize + checksum) for piece in near
+    )

@@ -1,30 +1,36 @@
 """The choice of a chunk shape, for readers with unknown layouts.
 
-A tensor is stored as regular grids of chunks. A chunk never crosses a border between shards (so it has one writer).
-Hence, in a dimension that is split, the chunk side divides the tile; in other dimensions any side is allowed.
+A tensor is stored as regular grids of chunks. A chunk never crosses a border between shards (so it
+has one writer). Hence, in a dimension that is split, the chunk side divides the tile; in other
+dimensions any side is allowed.
 
-A later reader splits the tensor differently and reads complete chunks. The amplification is the ratio of bytes read to bytes
-needed: along one dimension, a part of n elements that overlaps k chunks of side c has an amplification of k × c / n. Over
-several dimensions the factors multiply. So, per tensor:
+A later reader splits the tensor differently and reads complete chunks. The amplification is the
+ratio of bytes read to bytes needed: along one dimension, a part of n elements that overlaps k
+chunks of side c has an amplification of k × c / n. Over several dimensions the factors multiply.
+So, per tensor:
 
-1. Per dimension, list the possible sides of a chunk, and for each side the amplification of the worst part, when the
-   *tensor* is later split 2, 4 or 8 ways; when it is split 3, 5, 6 or 7 ways; and when each *tile* is split 2, 4 or 8
-   ways, for layouts that become finer still.
-2. Every combination of sides has a score: the product of all of these amplifications, each raised to its weight,
-   and of a chunk's fixed cost relative to its size, 1 + OVERHEAD / size. Splits of the tensor by 2, 4 and 8 weigh most: they
-   fall on chunk borders wherever that is possible with chunks of 64 KiB. The other splits break ties.
-3. Combinations below 64 KiB are excluded (16 KiB for tensors under 4 MiB, which cannot have 64 chunks otherwise), and
-   combinations above 2 MiB get a penalty. The lowest score wins.
-4. A tile of prime length, or nearly so, has no useful side: 32003 rows over 8 devices make tiles of 4001. Where the score
-   improves enough, such a dimension is stored in *pieces*, one array per tile, in which any side is allowed.
-5. A dimension that is cut into unequal tiles, for example by nested DTensor splits, is divided into runs of equal tiles
-   (`even_runs`), and each run is stored separately.
+1. Per dimension, list the possible sides of a chunk, and for each side the amplification of the
+   worst part, when the *tensor* is later split 2, 4 or 8 ways; when it is split 3, 5, 6 or 7 ways;
+   and when each *tile* is split 2, 4 or 8 ways, for layouts that become finer still.
+2. Every combination of sides has a score: the product of all of these amplifications, each raised
+   to its weight, and of a chunk's fixed cost relative to its size, 1 + OVERHEAD / size. Splits of
+   the tensor by 2, 4 and 8 weigh most: they fall on chunk borders wherever that is possible with
+   chunks of 64 KiB. The other splits break ties.
+3. Combinations below 64 KiB are excluded (16 KiB for tensors under 4 MiB, which cannot have 64
+   chunks otherwise), and combinations above 2 MiB get a penalty. The lowest score wins.
+4. A tile of prime length, or nearly so, has no useful side: 32003 rows over 8 devices make tiles of
+   4001. Where the score improves enough, such a dimension is stored in *pieces*, one array per
+   tile, in which any side is allowed.
+5. A dimension that is cut into unequal tiles, for example by nested DTensor splits, is divided into
+   runs of equal tiles (`even_runs`), and each run is stored separately.
 
-A very large checkpoint gets larger chunks (`smallest_chunk`), so that it has at most about 4 million chunks, or as
-many as there are shards. If each chunk is a file, no chunk is cut below 1 MiB; if chunks may be differences, none below 128 KiB.
+A very large checkpoint gets larger chunks (`smallest_chunk`), so that it has at most about 4
+million chunks, or as many as there are shards. If each chunk is a file, no chunk is cut below 1
+MiB; if chunks may be differences, none below 128 KiB.
 
-Every host computes the choice alone, and all hosts must agree. So scores use only IEEE additions, multiplications and
-divisions in a fixed order, which give the same result on every machine; logarithms and powers do not.
+Every host computes the choice alone, and all hosts must agree. So scores use only IEEE additions,
+multiplications and divisions in a fixed order, which give the same result on every machine;
+logarithms and powers do not.
 """
 
 from __future__ import annotations
@@ -49,7 +55,8 @@ SMALLEST_CHUNK = 64 << 10
 SMALL_TENSOR_CHUNK = 16 << 10
 """Bytes below which no chunk is cut, in tensors too small for 64 chunks of `SMALLEST_CHUNK`."""
 SMALLEST_DIFFERENCE = 128 << 10
-"""Bytes below which no chunk is cut, in any tensor, if chunks are stored as differences: each is compressed by itself."""
+"""Bytes below which no chunk is cut, in any tensor, if chunks are stored as differences: each is
+compressed by itself."""
 SMALLEST_FILE = 1 << 20
 """Bytes below which no chunk is cut, in any tensor, if each chunk is a file or an object."""
 MOST_CHUNKS = 4_000_000
@@ -65,14 +72,17 @@ SMALLEST_PIECE = 1 << 20
 
 _TENSOR_SPLITS, _ODD_SPLITS, _TILE_SPLITS = (2, 4, 8), (3, 5, 6, 7), (2, 4, 8)
 _TENSOR_WEIGHT, _OVERHEAD_WEIGHT, _EXCESS_WEIGHT = 16, 10, 3
-"""Weights relative to splits by 3, 5, 6 or 7, and splits of tiles. Found by experiment: tools/amplification.py."""
+"""Weights relative to splits by 3, 5, 6 or 7, and splits of tiles. Found by experiment:
+tools/amplification.py."""
 _EXCESS_COST = 2.0
 """Penalty factor for a chunk above the largest size, by however little."""
 _PIECES_COST = 4.0
-"""Factor by which a score must improve for each dimension that is stored in pieces: one array is simpler."""
+"""Factor by which a score must improve for each dimension that is stored in pieces: one array is
+simpler."""
 _MOST_COMBINATIONS = 1 << 18
 _MOST_SIDES = 2048
-"""Maximum number of compared sides of one dimension; numbers below 2^32 have at most 1,536 divisors."""
+"""Maximum number of compared sides of one dimension; numbers below 2^32 have at most 1,536
+divisors."""
 
 
 class Floor(NamedTuple):
@@ -91,8 +101,8 @@ class Chunking:
     """The pieces and chunks of a stored tensor."""
 
     piece: tuple[int, ...]
-    """Shape of the arrays: the tensor's side in each dimension, or the tile's side in a dimension that is stored in pieces.
-    The last piece of a dimension ends where the tensor ends."""
+    """Shape of the arrays: the tensor's side in each dimension, or the tile's side in a dimension
+    that is stored in pieces. The last piece of a dimension ends where the tensor ends."""
     chunks: tuple[int, ...]
     """Shape of the arrays' chunks: one side per dimension, at least 1."""
 
@@ -106,8 +116,10 @@ def smallest_chunk(total_bytes: int, *, files: bool = False, differences: bool =
         files: each chunk is a separate file.
         differences: chunks may be stored as differences.
 
-    >>> smallest_chunk(10**9).nbytes, smallest_chunk(2 * 10**12).nbytes, smallest_chunk(10**9, files=True).nbytes
-    (65536, 524288, 1048576)
+    >>> smallest_chunk(10**9).nbytes, smallest_chunk(2 * 10**12).nbytes
+    (65536, 524288)
+    >>> smallest_chunk(10**9, files=True).nbytes
+    1048576
     """
     needed = 1 << max(0, -(-total_bytes // MOST_CHUNKS) - 1).bit_length()
     if files or differences:
@@ -116,13 +128,16 @@ def smallest_chunk(total_bytes: int, *, files: bool = False, differences: bool =
     return Floor(max(SMALLEST_CHUNK, needed))
 
 
-def chunk_shape(shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *, smallest: Floor = _FLOOR) -> tuple[int, ...]:
+def chunk_shape(
+    shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *, smallest: Floor = _FLOOR
+) -> tuple[int, ...]:
     """The chunk shape of a tensor that is stored as one array, split into `parts` tiles per dimension.
 
     Args:
         shape: the tensor's shape, elements.
         itemsize: stored bytes per element.
-        parts: tiles per dimension; each tile is ceil(n / parts) long (XLA's and torch.chunk's rule).
+        parts: tiles per dimension; each tile is ceil(n / parts) long (XLA's and torch.chunk's
+            rule).
         smallest: see `smallest_chunk`.
 
     Returns:
@@ -137,7 +152,9 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *
 
 
 @lru_cache(maxsize=4096)
-def chunking(shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *, smallest: Floor = _FLOOR) -> Chunking:
+def chunking(
+    shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *, smallest: Floor = _FLOOR
+) -> Chunking:
     """Pieces and chunks of a tensor split into `parts` tiles per dimension; for the arguments see `chunk_shape`.
 
     >>> chunking((32000, 4096), 4, (8, 1))
@@ -160,7 +177,9 @@ def chunking(shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *, s
             score *= _PIECES_COST
         if score < best:
             best, chunks = score, sides
-            piece = tuple(-(-n // p) if alone else n for n, p, alone in zip(shape, parts, apart, strict=True))
+            piece = tuple(
+                -(-n // p) if alone else n for n, p, alone in zip(shape, parts, apart, strict=True)
+            )
     return Chunking(piece, chunks)
 
 
@@ -168,7 +187,8 @@ def even_runs(cuts: NDArray[np.int64]) -> list[tuple[int, int, int]]:
     """The runs of a dimension with tiles of one length; the last tile of a run may be shorter.
 
     Args:
-        cuts: (tiles + 1,) ends of the tiles: ascending, from 0 to the dimension's length, which is not 0.
+        cuts: (tiles + 1,) ends of the tiles: ascending, from 0 to the dimension's length, which is
+            not 0.
 
     Returns:
         First index, length n and number of tiles p of each run, whose tiles are ceil(n / p) long.
@@ -184,7 +204,9 @@ def even_runs(cuts: NDArray[np.int64]) -> list[tuple[int, int, int]]:
         if first == end:  # the only tile of this length was the end of the previous run
             continue
         stop, tile = end, int(tiles[first])
-        if end < len(tiles) and tiles[end] < tile == -(-int(cuts[end + 1] - cuts[first]) // (end + 1 - first)):
+        if end < len(tiles) and tiles[end] < tile == -(
+            -int(cuts[end + 1] - cuts[first]) // (end + 1 - first)
+        ):
             stop = end + 1
         runs.append((int(cuts[first]), int(cuts[stop] - cuts[first]), stop - first))
         first = stop
@@ -193,9 +215,16 @@ def even_runs(cuts: NDArray[np.int64]) -> list[tuple[int, int, int]]:
 
 @lru_cache(maxsize=4096)
 def _best(
-    shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], apart: tuple[bool, ...], smallest: Floor
+    shape: tuple[int, ...],
+    itemsize: int,
+    parts: tuple[int, ...],
+    apart: tuple[bool, ...],
+    smallest: Floor,
 ) -> tuple[float, tuple[int, ...]]:
-    """The lowest score and its chunk shape; `apart` marks the dimensions that are stored in pieces."""
+    """The lowest score and its chunk shape.
+
+    `apart` marks the dimensions that are stored in pieces.
+    """
     axes = _thin([_Axis.of(*args) for args in zip(shape, parts, apart, strict=True)])
     sizes = np.full((1,) * len(shape), float(itemsize))
     scores = np.ones_like(sizes)
@@ -206,7 +235,11 @@ def _best(
     scores = scores * _power(1.0 + OVERHEAD / sizes, _OVERHEAD_WEIGHT)
     excess = sizes / max(LARGEST_CHUNK, 2 * smallest.nbytes)
     scores = np.where(excess > 1.0, scores * _EXCESS_COST * _power(excess, _EXCESS_WEIGHT), scores)
-    floor = smallest.nbytes if prod(shape) * itemsize >= 64 * smallest.nbytes else smallest.in_small_tensors
+    floor = (
+        smallest.nbytes
+        if prod(shape) * itemsize >= 64 * smallest.nbytes
+        else smallest.in_small_tensors
+    )
     scores[sizes < min(floor, float(sizes.max()))] = np.inf
     # Sides ascend, so equal scores select the longest rows, which are contiguous in memory.
     at = np.unravel_index(int(np.argmin(scores)), scores.shape)
@@ -224,13 +257,18 @@ class _Axis:
 
     @classmethod
     def of(cls, length: int, parts: int, apart: bool) -> _Axis:
-        """Score a dimension that is split into `parts` tiles; `apart`: each tile is a separate array."""
+        """Score a dimension that is split into `parts` tiles.
+
+        `apart`: each tile is a separate array.
+        """
         tile = -(-length // parts)
         sides = divisors(tile) if parts > 1 and not apart else _free_sides(tile)
         array = tile if apart else length
         scores = _power(_worst(length, _TENSOR_SPLITS, sides, array), _TENSOR_WEIGHT)
         scores = scores * _worst(length, _ODD_SPLITS, sides, array)
-        return cls(sides, scores * _worst(length, tuple(s * parts for s in _TILE_SPLITS), sides, array))
+        return cls(
+            sides, scores * _worst(length, tuple(s * parts for s in _TILE_SPLITS), sides, array)
+        )
 
 
 def _thin(axes: list[_Axis]) -> list[_Axis]:
@@ -257,7 +295,8 @@ def _free_sides(length: int) -> tuple[int, ...]:
 def divisors(n: int) -> tuple[int, ...]:
     """Divisors of n, ascending: all of them where n is below 2^32.
 
-    For a larger number, prime factors above 2^16 stay together, and at most `_MOST_SIDES` divisors are kept, the largest among them.
+    For a larger number, prime factors above 2^16 stay together, and at most `_MOST_SIDES` divisors
+    are kept, the largest among them.
     """
     primes, rest, numbers = _primes(), n, [1]
     for prime in primes[n % primes == 0].tolist():
@@ -288,14 +327,17 @@ def _primes() -> NDArray[np.int64]:
     return np.flatnonzero(sieve)
 
 
-def _worst(length: int, splits: Sequence[int], sides: tuple[int, ...], array: int) -> NDArray[np.float64]:
+def _worst(
+    length: int, splits: Sequence[int], sides: tuple[int, ...], array: int
+) -> NDArray[np.float64]:
     """Per side, the amplification of the worst part over all the splits.
 
     Args:
         length: length of the dimension.
         splits: numbers of parts; numbers above `length` are ignored.
         sides: sides of chunks.
-        array: length of the consecutive arrays that store the dimension; a chunk at an array's end is padded.
+        array: length of the consecutive arrays that store the dimension; a chunk at an array's end
+            is padded.
     """
     side = np.array(sides, np.int64)[:, None]
     worst = np.ones(len(sides))

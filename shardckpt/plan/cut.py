@@ -1,15 +1,18 @@
 """Cuts of a box into parts that each fit the memory, so that few chunks are needed for two parts.
 
-`cut` takes the arrays whose chunks a part must not divide (`pieces`), those whose chunks it should not divide (`sources`), and the
-order of the parts:
+`cut` takes the arrays whose chunks a part must not divide (`pieces`), those whose chunks it should
+not divide (`sources`), and the order of the parts:
 
-- *Rows*: in row-major order. A part is a row of chunks, or several rows, or a stretch of one. It ends where no source chunk is divided,
-  if such a border is within reach.
-- *Halves*: halves of halves. A size other than the number of elements can decide which part is small enough.
-- *Open*: parts may also end inside chunks of `pieces`, along one dimension, where no source chunk is divided. The next part finishes
-  the chunk, which stays in memory until then, so nothing is read twice. Where the cross-section is too large for that, the box is halved.
+- *Rows*: in row-major order. A part is a row of chunks, or several rows, or a stretch of one. It
+  ends where no source chunk is divided, if such a border is within reach.
+- *Halves*: halves of halves. A size other than the number of elements can decide which part is
+  small enough.
+- *Open*: parts may also end inside chunks of `pieces`, along one dimension, where no source chunk
+  is divided. The next part finishes the chunk, which stays in memory until then, so nothing is read
+  twice. Where the cross-section is too large for that, the box is halved.
 
-Pure: shapes in, boxes out. Cost is proportional to the borders per dimension and to the parts, never to chunks.
+Pure: shapes in, boxes out. Cost is proportional to the borders per dimension and to the parts,
+never to chunks.
 """
 
 from __future__ import annotations
@@ -51,8 +54,9 @@ class Step:
     box: Box
     """The part, in the tensor's indices."""
     along: int = 0
-    """The dimension of the traversal: a later step finishes the chunks that extend beyond the box along it. In all other
-    dimensions the box consists of complete chunks. 0 for a box of complete chunks, where it makes no difference."""
+    """The dimension of the traversal: a later step finishes the chunks that extend beyond the box
+    along it. In all other dimensions the box consists of complete chunks. 0 for a box of complete
+    chunks, where it makes no difference."""
 
 
 def cut(
@@ -68,13 +72,15 @@ def cut(
     """Cut a box.
 
     Args:
-        box: a part of a tensor, in the tensor's indices. For `OPEN`, it consists of complete chunks of the pieces.
+        box: a part of a tensor, in the tensor's indices. For `OPEN`, it consists of complete chunks
+            of the pieces.
         pieces: arrays whose chunks are not divided; empty: a part may end at any index.
-        room: most elements of a part; for `OPEN`, of all chunks that the part overlaps, with their padding. A part that is a single
-            chunk may have more.
+        room: most elements of a part; for `OPEN`, of all chunks that the part overlaps, with their
+            padding. A part that is a single chunk may have more.
         order: the order of the parts.
         sources: arrays whose chunks are divided only where the room does not suffice otherwise.
-        joined: elements up to which parts are joined, in row-major order; a larger part ends at the first border of sources.
+        joined: elements up to which parts are joined, in row-major order; a larger part ends at the
+            first border of sources.
         size: what is compared with the room in place of the number of elements; for `HALVES`.
     """
     if order is Order.ROWS:
@@ -87,8 +93,9 @@ def cut(
 def cut_run(borders: Sequence[Sequence[int]], run: range, room: int) -> Iterator[Box]:
     """Cut a run of the cells of a grid into consecutive boxes.
 
-    From the current position, choose the largest box of complete rows (of cells, of rows of cells, …) that begins there, fits in
-    the rest of the run, and is not too large; continue after it. At most two boxes per dimension are smaller than the room allows.
+    From the current position, choose the largest box of complete rows (of cells, of rows of cells,
+    …) that begins there, fits in the rest of the run, and is not too large; continue after it. At
+    most two boxes per dimension are smaller than the room allows.
 
     Args:
         borders: ends of the cells per dimension, ascending.
@@ -104,15 +111,25 @@ def cut_run(borders: Sequence[Sequence[int]], run: range, room: int) -> Iterator
 def unbroken(pieces: Sequence[Piece], d: int) -> Ints:
     """The borders along dimension d at which chunks end and that no chunk straddles."""
     axes = {(p.start[d], p.shape[d], p.chunks[d]) for p in pieces}
-    borders = [np.append(np.arange(start, start + length, side, dtype=np.int64), start + length) for start, length, side in axes]
-    return undivided(borders[0] if len(borders) == 1 else np.unique(np.concatenate(borders)), d, pieces)
+    borders = [
+        np.append(np.arange(start, start + length, side, dtype=np.int64), start + length)
+        for start, length, side in axes
+    ]
+    return undivided(
+        borders[0] if len(borders) == 1 else np.unique(np.concatenate(borders)), d, pieces
+    )
 
 
 def undivided(borders: Ints, d: int, pieces: Sequence[Piece]) -> Ints:
-    """The borders that no chunk of some arrays straddles in dimension d; the first and the last are always included."""
+    """The borders that no chunk of some arrays straddles in dimension d.
+
+    The first and the last are always included.
+    """
     straddled = np.zeros(len(borders), bool)
     for start, length, side in {(p.start[d], p.shape[d], p.chunks[d]) for p in pieces}:
-        straddled |= (borders > start) & (borders < start + length) & ((borders - start) % side != 0)
+        straddled |= (
+            (borders > start) & (borders < start + length) & ((borders - start) % side != 0)
+        )
     straddled[[0, -1]] = False
     return borders[~straddled]
 
@@ -137,7 +154,9 @@ def walk(borders: Sequence[int] | Ints, reach: int) -> Iterator[int]:
     yield end
 
 
-def _rows_of(box: Box, pieces: Sequence[Piece], room: int, sources: Sequence[Piece], joined: int) -> Iterator[Box]:
+def _rows_of(
+    box: Box, pieces: Sequence[Piece], room: int, sources: Sequence[Piece], joined: int
+) -> Iterator[Box]:
     """Parts in row-major order."""
     if box.size <= joined or not box.ndim:
         yield box
@@ -155,7 +174,13 @@ def _rows_of(box: Box, pieces: Sequence[Piece], room: int, sources: Sequence[Pie
     yield from _rows(borders, range(prod(len(b) - 1 for b in borders)), room, wished, joined)
 
 
-def _rows(borders: Sequence[Sequence[int]], run: range, room: int, wished: Sequence[Sequence[int]] | None, joined: int) -> Iterator[Box]:
+def _rows(
+    borders: Sequence[Sequence[int]],
+    run: range,
+    room: int,
+    wished: Sequence[Sequence[int]] | None,
+    joined: int,
+) -> Iterator[Box]:
     """Boxes of complete rows of a grid, one after another.
 
     Args:
@@ -183,24 +208,45 @@ def _rows(borders: Sequence[Sequence[int]], run: range, room: int, wished: Seque
                 continue
             # One cell along a dimension is a part only if it need not be cut further.
             most = room if grid[along] > 1 or along == last else joined
-            reached = bisect_right(ends, ends[first] + most // slab, first, min(grid[along], first + (end - at) // count) + 1) - 1
+            reached = (
+                bisect_right(
+                    ends,
+                    ends[first] + most // slab,
+                    first,
+                    min(grid[along], first + (end - at) // count) + 1,
+                )
+                - 1
+            )
             if reached > first:
-                d, stop = along, reached if wished is None else _best_border(ends, first, reached, wished[along], joined // slab)
+                d, stop = (
+                    along,
+                    reached
+                    if wished is None
+                    else _best_border(ends, first, reached, wished[along], joined // slab),
+                )
                 break
         yield Box(
             tuple(borders[k][i if k <= d else 0] for k, i in enumerate(corner)),
-            tuple(borders[k][i + 1 if k < d else stop if k == d else -1] for k, i in enumerate(corner)),
+            tuple(
+                borders[k][i + 1 if k < d else stop if k == d else -1] for k, i in enumerate(corner)
+            ),
         )
         at += (stop - corner[d]) * cells[d] if corner else 1
 
 
-def _best_border(ends: Sequence[int], first: int, reached: int, wished: Sequence[int], joined: int) -> int:
+def _best_border(
+    ends: Sequence[int], first: int, reached: int, wished: Sequence[int], joined: int
+) -> int:
     """The border at which a part ends that begins at border `first` and can reach border `reached`."""
     begin = ends[first]
     near = bisect_right(wished, begin + joined) - 1
     if wished[near] <= begin:
         near += 1
-    return bisect_left(ends, min(wished[near], ends[reached])) if wished[near] <= ends[reached] else reached
+    return (
+        bisect_left(ends, min(wished[near], ends[reached]))
+        if wished[near] <= ends[reached]
+        else reached
+    )
 
 
 def _halves(
@@ -214,13 +260,22 @@ def _halves(
 ) -> Iterator[Step]:
     """Halves of halves; with `opens`, the parts of a traversal where there is room for one."""
     into, of = pieces_at(pieces, box), pieces_at(sources, box)
-    elements = sum(count_chunks(p, box) * prod(p.chunks) for p in into) if opens else box.size if size is None else size(box)
+    elements = (
+        sum(count_chunks(p, box) * prod(p.chunks) for p in into)
+        if opens
+        else box.size
+        if size is None
+        else size(box)
+    )
     if elements <= room:
         yield Step(box)
         return
     if opens:
-        # Elements that a step may advance: up to one chunk at each end of the step is overlapped only partly.
-        reaches = [room // -(-elements // n) - 2 * longest_side(into, d) for d, n in enumerate(box.shape)]
+        # Elements that a step may advance: up to one chunk at each end of the step is overlapped
+        # only partly.
+        reaches = [
+            room // -(-elements // n) - 2 * longest_side(into, d) for d, n in enumerate(box.shape)
+        ]
         along = max(range(box.ndim), key=lambda d: reaches[d] / longest_side(of, d))
         if reaches[along] >= longest_side(of, along):
             for first, last in pairwise(walk(_borders(of, box, along), reaches[along])):
@@ -231,7 +286,8 @@ def _halves(
     if not able:
         yield Step(box)
         return
-    # The first dimension, so that a part is contiguous; but the one in which a cut divides the smallest share of the sources.
+    # The first dimension, so that a part is contiguous; but the one in which a cut divides the
+    # smallest share of the sources.
     longest = max(able, key=lambda d: box.shape[d] / longest_side(of, d)) if of else able[0]
     middle = borders[longest][len(borders[longest]) // 2]
     for first, last in pairwise((box.start[longest], middle, box.stop[longest])):

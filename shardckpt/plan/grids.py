@@ -1,20 +1,22 @@
 """Regular grids of blocks, in which an output is written.
 
-A reader of a format that consists of blocks has its own layout, most often the one that the tensor was saved in. So a block is a shard of
-the recorded layout (`block_shape`), or several adjacent shards if they are small, or some rows or planes of a shard if it is too
-large.
+A reader of a format that consists of blocks has its own layout, most often the one that the tensor
+was saved in. So a block is a shard of the recorded layout (`block_shape`), or several adjacent
+shards if they are small, or some rows or planes of a shard if it is too large.
 
-In a file that holds the output row by row, blocks are chosen so that each stored byte is read once (`cut_into_grids`). A block is
-written when all its elements are read. So all source chunks that overlap it are in memory together, including their other elements: a
-slab.
+In a file that holds the output row by row, blocks are chosen so that each stored byte is read once
+(`cut_into_grids`). A block is written when all its elements are read. So all source chunks that
+overlap it are in memory together, including their other elements: a slab.
 
-1. The output is cut along its first dimension where separately stored parts meet (shards of different lengths, tensors that are
-   joined). Each part has its own grid of blocks.
-2. *Rows*: as many complete rows, or planes, as make `BLOCK_BYTES`; one run of bytes in the file. If the source is cut in the dimension
-   in which rows are counted, their number divides the source's side or is a multiple of it, so that slabs do not overlap.
-3. If the slab of rows does not fit the room (chunks that are tall columns of a large matrix), and the file may be written in any
-   order, *blocks*: as tall as the source's chunks, and as long as the room allows. Each row of a block is a run of bytes of at least
-   `LEAST_RUN`, since every run is a system call.
+1. The output is cut along its first dimension where separately stored parts meet (shards of
+   different lengths, tensors that are joined). Each part has its own grid of blocks.
+2. *Rows*: as many complete rows, or planes, as make `BLOCK_BYTES`; one run of bytes in the file. If
+   the source is cut in the dimension in which rows are counted, their number divides the source's
+   side or is a multiple of it, so that slabs do not overlap.
+3. If the slab of rows does not fit the room (chunks that are tall columns of a large matrix), and
+   the file may be written in any order, *blocks*: as tall as the source's chunks, and as long as
+   the room allows. Each row of a block is a run of bytes of at least `LEAST_RUN`, since every run
+   is a system call.
 4. Otherwise rows are used in spite of this, and source chunks are read again for each slab.
 
 Pure.
@@ -55,8 +57,12 @@ def one_grid(path: str, shape: Sequence[int], chunks: Sequence[int]) -> list[Pie
     return [Piece(path, (0,) * len(shape), tuple(shape), tuple(chunks))]
 
 
-def block_shape(shape: Sequence[int], layout: Layout | Placements | None, itemsize: int, room: int) -> tuple[int, ...]:
-    """The shape of a block that is a shard, or several, or a part of one; blocks at the end of a dimension may be clipped.
+def block_shape(
+    shape: Sequence[int], layout: Layout | Placements | None, itemsize: int, room: int
+) -> tuple[int, ...]:
+    """The shape of a block that is a shard, or several, or a part of one.
+
+    Blocks at the end of a dimension may be clipped.
 
     Args:
         shape: shape of the output.
@@ -80,7 +86,14 @@ def block_shape(shape: Sequence[int], layout: Layout | Placements | None, itemsi
     return tuple(sides)
 
 
-def cut_into_grids(path: str, shape: tuple[int, ...], stored: Sequence[Piece], itemsize: int, room: int, order: Order) -> list[Piece]:
+def cut_into_grids(
+    path: str,
+    shape: tuple[int, ...],
+    stored: Sequence[Piece],
+    itemsize: int,
+    room: int,
+    order: Order,
+) -> list[Piece]:
     """Grids of blocks that together are an output.
 
     Args:
@@ -89,8 +102,8 @@ def cut_into_grids(path: str, shape: tuple[int, ...], stored: Sequence[Piece], i
         stored: the arrays from which it is made, in the output's indices.
         itemsize: written bytes of an element.
         room: most bytes of a block.
-        order: `ROWS`: blocks are complete rows, and the grids are in row-major order; otherwise blocks are parts of rows where only these
-            read each stored byte once.
+        order: `ROWS`: blocks are complete rows, and the grids are in row-major order; otherwise
+            blocks are parts of rows where only these read each stored byte once.
     """
     grids = []
     for whole, near in _parts(path, shape, stored, itemsize):
@@ -102,12 +115,17 @@ def cut_into_grids(path: str, shape: tuple[int, ...], stored: Sequence[Piece], i
     return grids
 
 
-def _parts(path: str, shape: tuple[int, ...], stored: Sequence[Piece], itemsize: int) -> Iterator[tuple[Piece, list[Piece]]]:
+def _parts(
+    path: str, shape: tuple[int, ...], stored: Sequence[Piece], itemsize: int
+) -> Iterator[tuple[Piece, list[Piece]]]:
     """Yield each part of an output that is stored separately along its first dimension, as one block, and its source arrays."""
     if not shape:
         yield Piece(path, (), (), ()), list(stored)
         return
-    n, spans = shape[0], sorted({(piece.start[0], piece.start[0] + piece.shape[0]) for piece in stored})
+    n, spans = (
+        shape[0],
+        sorted({(piece.start[0], piece.start[0] + piece.shape[0]) for piece in stored}),
+    )
     borders, reached, least = [0], 0, -(-_LEAST_PART * n // (prod(shape) * itemsize))
     for start, stop in spans:
         if reached <= start and borders[-1] + least <= start <= n - least:
@@ -119,7 +137,9 @@ def _parts(path: str, shape: tuple[int, ...], stored: Sequence[Piece], itemsize:
         yield Piece(f"{path}={i}", (a, *[0] * (len(shape) - 1)), part, part), near
 
 
-def _rows(shape: tuple[int, ...], stored: Sequence[Piece], itemsize: int, room: int) -> tuple[int, ...]:
+def _rows(
+    shape: tuple[int, ...], stored: Sequence[Piece], itemsize: int, room: int
+) -> tuple[int, ...]:
     chunks, most = [1] * len(shape), max(1, min(BLOCK_BYTES, room // 4) // itemsize)
     for d in reversed(range(len(shape))):
         chunks[d] = _fit(min(shape[d], most), shape[d], {piece.chunks[d] for piece in stored})
@@ -133,7 +153,10 @@ def _slab(rows: Piece, stored: Sequence[Piece]) -> int:
     """Elements that are in memory together for a block of complete rows."""
     shape, chunks = rows.shape, rows.chunks
     split = next((d for d, n in enumerate(shape) if chunks[d] < n), 0)
-    return prod(max(chunks[d], min(n, longest_side(stored, d))) if d <= split else n for d, n in enumerate(shape))
+    return prod(
+        max(chunks[d], min(n, longest_side(stored, d))) if d <= split else n
+        for d, n in enumerate(shape)
+    )
 
 
 def _blocks(whole: Piece, stored: Sequence[Piece], itemsize: int, room: int) -> list[Piece]:
@@ -164,7 +187,10 @@ def _fit(most: int, length: int, sides: set[int]) -> int:
 
 
 def _divisor(side: int, most: int, share: int) -> int:
-    """The largest divisor of a side up to `most`; `most` itself unless the divisor is more than one in `share` of it."""
+    """The largest divisor of a side up to `most`.
+
+    `most` itself unless the divisor is more than one in `share` of it.
+    """
     largest = max((n for n in divisors(side) if n <= most), default=1)
     return largest if share * largest > most else most
 

@@ -1,10 +1,10 @@
 """The pieces of a stored tensor, their chunks, and the chunks that a set of boxes needs. Pure.
 
-A tensor is stored in pieces: usually one that covers it, and several where no common grid suits its shards. Every piece has a
-regular grid of chunks.
+A tensor is stored in pieces: usually one that covers it, and several where no common grid suits its
+shards. Every piece has a regular grid of chunks.
 
-For a set of boxes that one process needs, `overlaps` lists each (chunk, box) pair that has elements in common, in closed form on
-the grid of a piece:
+For a set of boxes that one process needs, `overlaps` lists each (chunk, box) pair that has elements
+in common, in closed form on the grid of a piece:
 
 1. per box and dimension, the first and one past the last chunk that it touches;
 2. all combinations of those, enumerated for all boxes at once (mixed radix over the ranges);
@@ -52,9 +52,15 @@ class Piece:
     def __post_init__(self) -> None:
         """Refuse ranks that differ and sides that are not positive."""
         if not len(self.start) == len(self.shape) == len(self.chunks):
-            raise FormatError(f"{self.path}: start {self.start}, shape {self.shape} and chunks {self.chunks} differ in rank.")
+            raise FormatError(
+                f"{self.path}: start {self.start}, shape {self.shape} and chunks {self.chunks} "
+                "differ in rank."
+            )
         if self.shape and min(*self.start, *self.shape, min(self.chunks) - 1) < 0:
-            raise FormatError(f"{self.path}: start {self.start} and shape {self.shape} must be >= 0, chunks {self.chunks} >= 1.")
+            raise FormatError(
+                f"{self.path}: start {self.start} and shape {self.shape} must be >= 0, chunks "
+                f"{self.chunks} >= 1."
+            )
 
     @property
     def box(self) -> Box:
@@ -76,7 +82,8 @@ class Piece:
 
 
 _FORMS = 1 << 12
-"""Most pairs of a shape and a chunk's shape whose grids are kept; a hundred thousand tensors have a few dozen of them."""
+"""Most pairs of a shape and a chunk's shape whose grids are kept; a hundred thousand tensors have a
+few dozen of them."""
 
 
 @lru_cache(_FORMS)
@@ -111,10 +118,13 @@ def whole_chunks(piece: Piece, box: Box) -> list[range]:
     """
     spans = chunk_spans(piece, box)
     if all(spans):
-        for span, start, n, side, a, b in zip(spans, piece.start, piece.shape, piece.chunks, box.start, box.stop, strict=True):
+        for span, start, n, side, a, b in zip(
+            spans, piece.start, piece.shape, piece.chunks, box.start, box.stop, strict=True
+        ):
             if start + span.start * side < a or start + min(span.stop * side, n) > b:
                 raise FormatError(
-                    f"{piece.path}: chunks of {piece.chunks} cross the border of the shard {box}; a chunk must have one writer."
+                    f"{piece.path}: chunks of {piece.chunks} cross the border of the shard {box}; "
+                    "a chunk must have one writer."
                 )
     return spans
 
@@ -127,7 +137,9 @@ def count_chunks(piece: Piece, box: Box) -> int:
 def chunk_spans(piece: Piece, box: Box) -> list[range]:
     """Per dimension, the grid positions of chunks that overlap a box; empty if there are none."""
     spans = []
-    for start, n, chunk, a, b in zip(piece.start, piece.shape, piece.chunks, box.start, box.stop, strict=True):
+    for start, n, chunk, a, b in zip(
+        piece.start, piece.shape, piece.chunks, box.start, box.stop, strict=True
+    ):
         first, last = max(a - start, 0), min(b - start, n)
         spans.append(range(first // chunk, -(-last // chunk)) if first < last else range(0))
     return spans
@@ -176,8 +188,8 @@ def overlaps_of(pieces: Sequence[Piece], boxes: BoxArray, owner: Ints) -> Overla
 
     Args:
         pieces: pieces of any tensors.
-        boxes: boxes in the indices of their tensors. A box with fewer dimensions than others is extended by leading dimensions
-            from 0 to 1.
+        boxes: boxes in the indices of their tensors. A box with fewer dimensions than others is
+            extended by leading dimensions from 0 to 1.
         owner: (n,) the piece of each box.
 
     Returns:
@@ -185,8 +197,15 @@ def overlaps_of(pieces: Sequence[Piece], boxes: BoxArray, owner: Ints) -> Overla
     """
     ndim = boxes.start.shape[1]
     start, shape, chunks = (
-        np.array([row if len(row) == ndim else (fill,) * (ndim - len(row)) + row for row in rows], np.int64).reshape(len(pieces), ndim)
-        for rows, fill in (([p.start for p in pieces], 0), ([p.shape for p in pieces], 1), ([p.chunks for p in pieces], 1))
+        np.array(
+            [row if len(row) == ndim else (fill,) * (ndim - len(row)) + row for row in rows],
+            np.int64,
+        ).reshape(len(pieces), ndim)
+        for rows, fill in (
+            ([p.start for p in pieces], 0),
+            ([p.shape for p in pieces], 1),
+            ([p.chunks for p in pieces], 1),
+        )
     )
     grid = -(-shape // chunks)
     first = np.maximum(boxes.start - start[owner], 0)
@@ -216,12 +235,17 @@ def overlaps_of(pieces: Sequence[Piece], boxes: BoxArray, owner: Ints) -> Overla
 
 
 def chunk_runs(piece: Piece, boxes: BoxArray) -> tuple[Ints, Ints]:
-    """Runs of consecutive chunks in grid order that together are the chunks of `overlaps`; O(runs), however long they are.
+    """Runs of consecutive chunks in grid order that together are the chunks of `overlaps`.
+
+    O(runs), however long they are.
 
     Returns:
-        (n,) first chunk and end (exclusive) of each run, by box; runs of different boxes may share chunks.
+        (n,) first chunk and end (exclusive) of each run, by box; runs of different boxes may share
+        chunks.
     """
-    start, shape, chunks, grid = (np.array(v, np.int64) for v in (piece.start, piece.shape, piece.chunks, piece.grid))
+    start, shape, chunks, grid = (
+        np.array(v, np.int64) for v in (piece.start, piece.shape, piece.chunks, piece.grid)
+    )
     first = np.maximum(boxes.start - start, 0)
     last = np.minimum(boxes.stop - start, shape)
     touching = (first < last).all(axis=1)
@@ -239,9 +263,14 @@ def chunk_runs(piece: Piece, boxes: BoxArray) -> tuple[Ints, Ints]:
 def touched(pieces: Sequence[Piece], boxes: BoxArray) -> list[Piece]:
     """The pieces that hold elements of any of the boxes, in their order.
 
-    A tensor may have thousands of pieces, and `overlaps` of each would take longer than reading the few relevant ones.
+    A tensor may have thousands of pieces, and `overlaps` of each would take longer than reading the
+    few relevant ones.
     """
-    return list(pieces) if len(pieces) == 1 else [pieces[k] for k in np.unique(touching(pieces, boxes)[0]).tolist()]
+    return (
+        list(pieces)
+        if len(pieces) == 1
+        else [pieces[k] for k in np.unique(touching(pieces, boxes)[0]).tolist()]
+    )
 
 
 def touching(pieces: Sequence[Piece], boxes: BoxArray) -> tuple[Ints, Ints]:
@@ -250,7 +279,9 @@ def touching(pieces: Sequence[Piece], boxes: BoxArray) -> tuple[Ints, Ints]:
         return np.zeros(len(boxes), np.int64), np.arange(len(boxes))
     held = BoxArray.of([piece.box for piece in pieces], boxes.start.shape[1])
     near = [held.overlapping(boxes[i]) for i in range(len(boxes))]
-    return np.concatenate([*near, np.empty(0, np.int64)]), np.repeat(np.arange(len(boxes)), [len(of_box) for of_box in near])
+    return np.concatenate([*near, np.empty(0, np.int64)]), np.repeat(
+        np.arange(len(boxes)), [len(of_box) for of_box in near]
+    )
 
 
 def _enumerate(low: Ints, counts: Ints) -> tuple[Ints, Ints]:
@@ -258,7 +289,9 @@ def _enumerate(low: Ints, counts: Ints) -> tuple[Ints, Ints]:
     ndim = low.shape[1]
     sizes = np.prod(counts, axis=1, dtype=np.int64)
     owner = np.repeat(np.arange(len(low), dtype=np.int64), sizes)
-    within = np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    within = np.arange(int(sizes.sum()), dtype=np.int64) - np.repeat(
+        np.cumsum(sizes) - sizes, sizes
+    )
     coords = np.empty((len(owner), ndim), np.int64)
     for d in reversed(range(ndim)):
         radix = counts[owner, d]
@@ -302,13 +335,16 @@ _PRIME = (1 << 127) - 1
 
 
 def _same_elements(whole: Box, parts: Sequence[Box]) -> bool:
-    """Whether `parts` hold each element of `whole` exactly once, and no others; linear in the number of parts.
+    """Whether `parts` hold each element of `whole` exactly once, and no others.
 
-    Let the element i stand for the monomial x0^i0 · x1^i1 · … and a box for the sum of its elements, which is the
-    product over d of (xd^start - xd^stop) / (1 - xd). Two collections of boxes hold the same elements equally often
-    if and only if these polynomials are equal. They are compared at a random point modulo a prime, where different polynomials
-    of degree below 2^63 agree with a probability of at most 2^-64 (Schwartz and Zippel). Comparing boxes with
-    each other would take minutes for a malicious record of a few megabytes.
+    Linear in the number of parts.
+
+    Let the element i stand for the monomial x0^i0 · x1^i1 · … and a box for the sum of its
+    elements, which is the product over d of (xd^start - xd^stop) / (1 - xd). Two collections of
+    boxes hold the same elements equally often if and only if these polynomials are equal. They are
+    compared at a random point modulo a prime, where different polynomials of degree below 2^63
+    agree with a probability of at most 2^-64 (Schwartz and Zippel). Comparing boxes with each other
+    would take minutes for a malicious record of a few megabytes.
     """
     point = [2 + secrets.randbelow(_PRIME - 2) for _ in range(whole.ndim)]
 
@@ -329,7 +365,9 @@ def _same_elements(whole: Box, parts: Sequence[Box]) -> bool:
 
 
 def large_parts(shape: Sequence[int], nbytes: int, most: int) -> Iterator[tuple[slice, ...]]:
-    """Cut an array of more than `most` bytes along its first dimension that is longer than one; yield indices of the parts.
+    """Cut an array of more than `most` bytes along its first dimension that is longer than one.
+
+    Yield indices of the parts.
 
     A part has more than `most` bytes if one index along that dimension has.
 
@@ -342,8 +380,12 @@ def large_parts(shape: Sequence[int], nbytes: int, most: int) -> Iterator[tuple[
         yield (*(slice(None),) * axis, slice(begin, begin + side))
 
 
-def batches(items: Iterable[T], costs: Callable[[T], tuple[int, ...]], limits: tuple[int, ...]) -> Iterator[list[T]]:
-    """Group consecutive items so that each group stays within all limits; a single item may exceed them.
+def batches(
+    items: Iterable[T], costs: Callable[[T], tuple[int, ...]], limits: tuple[int, ...]
+) -> Iterator[list[T]]:
+    """Group consecutive items so that each group stays within all limits.
+
+    A single item may exceed them.
 
     Args:
         items: Items in order; consumed one by one, as batches are requested.

@@ -2,12 +2,14 @@
 
 The counterpart of `writers`, for all hosts at once and without communication.
 
-1. `host_boxes`: a host reads the distinct boxes of its devices. Hosts whose devices hold the same boxes form a *group*: they
-   read the same chunks, so each count is made once per group.
-2. `chunks_read`: per group, the chunks that its boxes overlap, each once, however many of the boxes share it.
+1. `host_boxes`: a host reads the distinct boxes of its devices. Hosts whose devices hold the same
+   boxes form a *group*: they read the same chunks, so each count is made once per group.
+2. `chunks_read`: per group, the chunks that its boxes overlap, each once, however many of the boxes
+   share it.
 
-Both depend on a tensor's shape, chunks and layout alone, not on its name: among a thousand tensors of a model, a few dozen
-differ. Cost is proportional to the devices, and to the pairs of a group and a chunk that it reads.
+Both depend on a tensor's shape, chunks and layout alone, not on its name: among a thousand tensors
+of a model, a few dozen differ. Cost is proportional to the devices, and to the pairs of a group and
+a chunk that it reads.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class HostBoxes:
 
     def elements(self) -> Ints:
         """(groups,) elements that each host of a group needs."""
-        return np.bincount(self.held_by, self.boxes.sizes()[self.held], self.groups).astype(np.int64)
+        return np.bincount(self.held_by, self.boxes.sizes()[self.held], self.groups).astype(
+            np.int64
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +70,9 @@ class ChunksRead:
     """(n,) number of the chunk, counted through all pieces in order, in grid order within each."""
 
 
-def host_boxes(layout: Layout | Placements | None, shape: tuple[int, ...], owners: DeviceOwners, hosts: int) -> HostBoxes:
+def host_boxes(
+    layout: Layout | Placements | None, shape: tuple[int, ...], owners: DeviceOwners, hosts: int
+) -> HostBoxes:
     """Find the boxes that each host's devices hold.
 
     Args:
@@ -124,7 +130,11 @@ def chunks_read(pieces: Sequence[Piece], held: HostBoxes) -> ChunksRead:
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         chunk = pairs.chunk[order][np.repeat(begin[held.held], counts) + within]
         # A group's boxes may share chunks; each is read once.
-        keys_of_pieces.append(np.unique(np.repeat(held.held_by, counts) * int(begins[-1]) + number[piece.path] + chunk))
+        keys_of_pieces.append(
+            np.unique(
+                np.repeat(held.held_by, counts) * int(begins[-1]) + number[piece.path] + chunk
+            )
+        )
     keys = np.sort(np.concatenate([*keys_of_pieces, np.empty(0, np.int64)]))
     group, chunk = np.divmod(keys, max(int(begins[-1]), 1))
     return ChunksRead(group, chunk)

@@ -2,14 +2,17 @@
 
 The method is the same as for writing (`plan.writers`), and every process computes the same result:
 
-1. All chunks that the boxes overlap form one sequence (the *tape*), ordered by tensor, piece and position. If the boxes of a tensor fill
-   at least half of their bounding box, as the boxes of one process's devices do, they count as one box: they may share chunks.
-2. The sequence is cut into rounds of a fixed number of bytes: the data in flight between processes at once.
+1. All chunks that the boxes overlap form one sequence (the *tape*), ordered by tensor, piece and
+   position. If the boxes of a tensor fill at least half of their bounding box, as the boxes of one
+   process's devices do, they count as one box: they may share chunks.
+2. The sequence is cut into rounds of a fixed number of bytes: the data in flight between processes
+   at once.
 3. In each round every process reads one part, a run of chunks, assigned as for writing (`deal`).
 4. A run of chunks is cut into few boxes (`cut_run`), and these are clipped to the needed boxes.
 
-So exactly one process reads each element of each box, and each chunk is read once. The exception: if boxes lie far apart, with other
-processes' boxes between them, a chunk at their border may be read once for each box.
+So exactly one process reads each element of each box, and each chunk is read once. The exception:
+if boxes lie far apart, with other processes' boxes between them, a chunk at their border may be
+read once for each box.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ if TYPE_CHECKING:
 
 
 MOST_READERS = 64
-"""Maximum number of processes that share the reads; more processes form several such groups, each of which reads everything once."""
+"""Maximum number of processes that share the reads; more processes form several such groups, each
+of which reads everything once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +63,24 @@ class Region:
 
 
 def peers_sharing_reads(sharers: tuple[int, ...], process: int) -> tuple[int, ...]:
-    """Peers that split the reads with `process`, including itself; all sharers form groups of nearly equal size.
+    """Peers that split the reads with `process`, including itself.
+
+    All sharers form groups of nearly equal size.
 
     >>> len(peers_sharing_reads(tuple(range(130)), 129))
     43
     """
     at, groups = sharers.index(process), -(-len(sharers) // MOST_READERS)
-    return next(tuple(group.tolist()) for group in np.array_split(np.array(sharers), groups) if sharers[at] in group)
+    return next(
+        tuple(group.tolist())
+        for group in np.array_split(np.array(sharers), groups)
+        if sharers[at] in group
+    )
 
 
-def rounds(tensors: Sequence[SharedBoxes], readers: int, limit: int) -> Iterator[list[list[Region]]]:
+def rounds(
+    tensors: Sequence[SharedBoxes], readers: int, limit: int
+) -> Iterator[list[list[Region]]]:
     """Yield the rounds; each has, per reader, the regions to read.
 
     Args:
@@ -77,7 +89,10 @@ def rounds(tensors: Sequence[SharedBoxes], readers: int, limit: int) -> Iterator
         limit: maximum bytes of a round; a larger chunk makes a separate round.
     """
     for stretches in _cut(list(_parts(tensors)), limit):
-        dealt = [Part(f"{i:08}", "", (), tuple(range(readers)), len(which), part.chunk_bytes) for i, (part, which) in enumerate(stretches)]
+        dealt = [
+            Part(f"{i:08}", "", (), tuple(range(readers)), len(which), part.chunk_bytes)
+            for i, (part, which) in enumerate(stretches)
+        ]
         shares = [deal(dealt, reader) for reader in range(readers)]
         yield [
             [
@@ -108,7 +123,9 @@ class _TapePart:
     def regions(self, which: range) -> Iterator[Region]:
         """Yield the regions of a run of the chunks."""
         axes = zip(self.piece.start, self.spans, self.piece.chunks, strict=True)
-        borders = [range(start + span.start * n, start + span.stop * n + 1, n) for start, span, n in axes]
+        borders = [
+            range(start + span.start * n, start + span.stop * n + 1, n) for start, span, n in axes
+        ]
         for cells in cut_run(borders, which, len(which) * prod(self.piece.chunks)):
             held = cells.overlap(self.piece.box)
             assert held is not None
@@ -131,7 +148,11 @@ def _together(boxes: BoxArray) -> list[tuple[Box, list[tuple[int, Box]]]]:
     """Bounding boxes, each with the numbered boxes that count as one."""
     numbered = [(b, boxes[b]) for b in range(len(boxes))]
     span = Box(tuple(boxes.start.min(axis=0).tolist()), tuple(boxes.stop.max(axis=0).tolist()))
-    return [(span, numbered)] if 2 * int(boxes.sizes().sum()) >= span.size else [(box, [(b, box)]) for b, box in numbered]
+    return (
+        [(span, numbered)]
+        if 2 * int(boxes.sizes().sum()) >= span.size
+        else [(box, [(b, box)]) for b, box in numbered]
+    )
 
 
 def _cut(parts: Sequence[_TapePart], limit: int) -> Iterator[list[tuple[_TapePart, range]]]:

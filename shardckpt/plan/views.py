@@ -1,8 +1,9 @@
 """The position of a tensor's elements in an output that is made from it.
 
-A `View` places a box of a tensor in an output, with its dimensions in another order and dimensions of length 1 removed or added.
-A caller requests boxes of the output. `View.back` gives the boxes of the tensor to read, and `View.part` gives the output memory
-for each, without a copy. `View.pieces` describes the stored tensor in the output's indices, for planning the reads.
+A `View` places a box of a tensor in an output, with its dimensions in another order and dimensions
+of length 1 removed or added. A caller requests boxes of the output. `View.back` gives the boxes of
+the tensor to read, and `View.part` gives the output memory for each, without a copy. `View.pieces`
+describes the stored tensor in the output's indices, for planning the reads.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 class View:
     """A box of a tensor and its position in an output.
 
-    >>> View("w", Box((0, 4, 0), (8, 5, 6)), (2, 0), (10, 0)).inside  # the transpose of w[:, 4, :], from row 10 on
+    The transpose of w[:, 4, :], from row 10 on:
+
+    >>> View("w", Box((0, 4, 0), (8, 5, 6)), (2, 0), (10, 0)).inside
     Box(start=(10, 0), stop=(16, 8))
     """
 
@@ -38,24 +41,30 @@ class View:
     box: Box
     """The elements, as a box in the tensor's indices."""
     permutation: tuple[int | None, ...]
-    """Per dimension of the output, the tensor's dimension, as in `numpy.transpose`; None for a dimension of length 1 that the
-    tensor lacks. Dimensions of the tensor that are not named must have length 1 in the box, and are left out."""
+    """Per dimension of the output, the tensor's dimension, as in `numpy.transpose`; None for a
+    dimension of length 1 that the tensor lacks. Dimensions of the tensor that are not named must
+    have length 1 in the box, and are left out."""
     start: tuple[int, ...]
     """The output's index of the first element."""
 
     def __post_init__(self) -> None:
         """Refuse ranks that differ, and dimensions that are named twice or lost."""
         named = [d for d in self.permutation if d is not None]
-        if len(self.permutation) != len(self.start) or len(set(named)) != len(named) or any(not 0 <= d < self.box.ndim for d in named):
+        if (
+            len(self.permutation) != len(self.start)
+            or len(set(named)) != len(named)
+            or any(not 0 <= d < self.box.ndim for d in named)
+        ):
             raise OptionError(
-                f"View of {self.tensor}: permutation {self.permutation} must name dimensions of the box {self.box}, each once, and start "
-                f"{self.start} must have as many."
+                f"View of {self.tensor}: permutation {self.permutation} must name dimensions of "
+                f"the box {self.box}, each once, and start {self.start} must have as many."
             )
         lost = [d for d, n in enumerate(self.box.shape) if d not in named and n != 1]
         if lost:
             raise OptionError(
-                f"View of {self.tensor}: dimension {lost[0]} of the box {self.box} has {self.box.shape[lost[0]]} elements and is not in "
-                f"permutation {self.permutation}; only dimensions of length 1 can be left out."
+                f"View of {self.tensor}: dimension {lost[0]} of the box {self.box} has "
+                f"{self.box.shape[lost[0]]} elements and is not in permutation "
+                f"{self.permutation}; only dimensions of length 1 can be left out."
             )
 
     @classmethod
@@ -89,7 +98,10 @@ class View:
         return BoxArray(start, stop)
 
     def part(self, elements: Array) -> Array:
-        """The memory of a box of the output, with the tensor's dimensions; a numpy view, without a copy."""
+        """The memory of a box of the output, with the tensor's dimensions.
+
+        A numpy view, without a copy.
+        """
         kept = [d for d in self.permutation if d is not None]
         if kept == list(range(self.box.ndim)) and len(kept) == len(self.permutation):
             return elements
@@ -100,7 +112,8 @@ class View:
     def pieces(self, stored: Sequence[Piece]) -> list[Piece]:
         """The stored arrays of the tensor inside the view, in the output's indices.
 
-        A chunk that the view clips is shorter there; if it is the first along a dimension, it becomes a separate array.
+        A chunk that the view clips is shorter there; if it is the first along a dimension, it
+        becomes a separate array.
         """
         if self._is_in_place and all(self.box.contains(piece.box) for piece in stored):
             return [piece for piece in stored if all(piece.shape)]
@@ -117,6 +130,17 @@ class View:
                 first, last, side = common.start[d], common.stop[d], piece.chunks[d]
                 border = min(last, piece.start[d] + -(-(first - piece.start[d]) // side) * side)
                 shift = self.start[out] - self.box.start[d]
-                sides.append([(a + shift, b - a, side) for a, b in ((first, border), (border, last)) if a < b])
-            inside += [Piece(piece.path, *(tuple(of_dimension[i] for of_dimension in part) for i in range(3))) for part in product(*sides)]
+                sides.append(
+                    [
+                        (a + shift, b - a, side)
+                        for a, b in ((first, border), (border, last))
+                        if a < b
+                    ]
+                )
+            inside += [
+                Piece(
+                    piece.path, *(tuple(of_dimension[i] for of_dimension in part) for i in range(3))
+                )
+                for part in product(*sides)
+            ]
         return inside

@@ -1,10 +1,12 @@
 """Lookup of tensors that a checkpoint has left in other checkpoints, its bases, and of chunks that its own are differences from.
 
-Each request gets the attempt that holds its tensor, and the names of the tensor's arrays there. Everything else reads all
-requests alike. An attempt is opened when the first of its tensors is needed, and stays open.
+Each request gets the attempt that holds its tensor, and the names of the tensor's arrays there.
+Everything else reads all requests alike. An attempt is opened when the first of its tensors is
+needed, and stays open.
 
-`Differences` is the codec of an attempt whose chunks are differences. It reads the same chunk of the checkpoint before, whose codec may
-be another one of this kind, and applies the difference. So a reader of any box need not know of it.
+`Differences` is the codec of an attempt whose chunks are differences. It reads the same chunk of
+the checkpoint before, whose codec may be another one of this kind, and applies the difference. So a
+reader of any box need not know of it.
 """
 
 from __future__ import annotations
@@ -44,7 +46,12 @@ AT_A_TIME = 4 << 20
 class Bases:
     """The attempts that hold the tensors of a checkpoint: its own and its bases'. A `Resolver`."""
 
-    def __init__(self, place: Store, record: CheckpointRecord, open_one: Callable[[Store, CheckpointRecord], ReadableChunks]) -> None:
+    def __init__(
+        self,
+        place: Store,
+        record: CheckpointRecord,
+        open_one: Callable[[Store, CheckpointRecord], ReadableChunks],
+    ) -> None:
         """Nothing is read yet.
 
         Args:
@@ -62,7 +69,10 @@ class Bases:
         self._opening = Lock()
 
     def resolve(self, requests: Sequence[Request]) -> list[Request]:
-        """The requests with the attempts that hold their tensors, and the arrays there; these attempts are opened."""
+        """The requests with the attempts that hold their tensors, and the arrays there.
+
+        These attempts are opened.
+        """
         resolved = []
         for request in requests:
             tensor = self._record.structure.tensors[request.name]
@@ -70,23 +80,37 @@ class Bases:
             pieces = request.pieces
             if held is not tensor:
                 whole = pieces is tensor.pieces
-                pieces = held.pieces if whole else [held.pieces[tensor.pieces.index(piece)] for piece in pieces]
+                pieces = (
+                    held.pieces
+                    if whole
+                    else [held.pieces[tensor.pieces.index(piece)] for piece in pieces]
+                )
             resolved.append(replace(request, pieces=pieces, source=source))
         return resolved
 
     def check_places(self, requests: Sequence[Request]) -> None:
         """See `Resolver`."""
-        tensors = {_base(tensor): tensor for tensor in (self._record.structure.tensors[request.name] for request in requests)}
+        tensors = {
+            _base(tensor): tensor
+            for tensor in (self._record.structure.tensors[request.name] for request in requests)
+        }
         for base, tensor in tensors.items():
             if base is not None:
                 base_record(self._checkpoint, base, shown(tensor.name))
 
     def _holder(self, tensor: TensorRecord) -> tuple[ReadableChunks, TensorRecord]:
-        """The attempt that holds a tensor, and the tensor's record there; opens the attempt if necessary."""
+        """The attempt that holds a tensor, and the tensor's record there.
+
+        Opens the attempt if necessary.
+        """
         base = _base(tensor)
         with self._opening:
             if base not in self._open_older:
-                at = (self.place, self._record) if base is None else base_record(self._checkpoint, base, shown(tensor.name))
+                at = (
+                    (self.place, self._record)
+                    if base is None
+                    else base_record(self._checkpoint, base, shown(tensor.name))
+                )
                 self._open_older[base] = self._open_one(*at), at[1]
             source, record = self._open_older[base]
         if tensor.base is None:
@@ -111,11 +135,17 @@ class _Chunk(NamedTuple):
 class Differences:
     """Codec of an attempt whose chunks are differences. Safe to use from several threads.
 
-    Each thread makes the elements of some chunks at a time in one memory, whatever the length of the chain: those of the oldest checkpoint
-    first, to which the differences of the others are applied.
+    Each thread makes the elements of some chunks at a time in one memory, whatever the length of
+    the chain: those of the oldest checkpoint first, to which the differences of the others are
+    applied.
     """
 
-    def __init__(self, place: Store, record: CheckpointRecord, open_one: Callable[[Store, CheckpointRecord], ReadableChunks]) -> None:
+    def __init__(
+        self,
+        place: Store,
+        record: CheckpointRecord,
+        open_one: Callable[[Store, CheckpointRecord], ReadableChunks],
+    ) -> None:
         """Nothing is read yet; for the arguments see `Bases`."""
         parent = place.location.parent
         assert parent is not None
@@ -124,18 +154,29 @@ class Differences:
         self._open_one = open_one
         self._older: tuple[ReadableChunks, CheckpointRecord] | None = None
         self._opening = Lock()
-        self._of_path = {piece.path: (tensor, i) for tensor in record.structure.tensors.values() for i, piece in enumerate(tensor.pieces)}
+        self._of_path = {
+            piece.path: (tensor, i)
+            for tensor in record.structure.tensors.values()
+            for i, piece in enumerate(tensor.pieces)
+        }
 
     def __call__(self, task: ReadTask, read: ReadStored) -> Iterator[BandOfElements]:
         """See `Codec`."""
         requested, stored = task.chunks.requested, _payloads(task, read)
         rows = zip(range(task.begin, task.end), stored, strict=True)
-        for group in batches(rows, lambda row: (requested.part_of(row[0]).chunk_bytes,), (AT_A_TIME,)):
+        for group in batches(
+            rows, lambda row: (requested.part_of(row[0]).chunk_bytes,), (AT_A_TIME,)
+        ):
             chunks = []
             for row, payload in group:
                 array = requested.part_of(row)
                 elements = np.zeros(array.chunk_bytes, np.uint8)
-                chunks.append((_Chunk(array.request, array.piece, int(requested.position[row]), elements), payload))
+                chunks.append(
+                    (
+                        _Chunk(array.request, array.piece, int(requested.position[row]), elements),
+                        payload,
+                    )
+                )
             self.fill(chunks, read)
             for (row, _), (chunk, _) in zip(group, chunks, strict=True):
                 alone = Band(task.chunks, row, row + 1)
@@ -147,22 +188,34 @@ class Differences:
         if older:
             self._read_older(older, read)
         for chunk, stored in chunks:
-            where = f"{chunk.request.name}, chunk {chunk.position} of {chunk.piece.path} in {self._checkpoint}"
+            where = (
+                f"{chunk.request.name}, chunk {chunk.position} of {chunk.piece.path} in "
+                f"{self._checkpoint}"
+            )
             apply(stored, chunk.elements, chunk.request.dtype.itemsize, where)
 
     def _read_older(self, chunks: Sequence[_Chunk], read: ReadStored) -> None:
         """Read the elements that chunks differ from, each into its memory."""
         older: dict[tuple[int, int], _Chunk] = {}
         requests = []
-        for (_, path), group in groupby(chunks, key=lambda chunk: (id(chunk.request), chunk.piece.path)):
+        for (_, path), group in groupby(
+            chunks, key=lambda chunk: (id(chunk.request), chunk.piece.path)
+        ):
             of_array = [*group]
             source, piece = self._open_older(path)
             dtype = of_array[0].request.dtype
             boxes = chunk_boxes(piece, np.array([chunk.position for chunk in of_array]))
             buffers = [chunk.elements.view(dtype).reshape(piece.chunks) for chunk in of_array]
-            request = Request(of_array[0].request.name, dtype, [piece], boxes, buffers, source=source)
+            request = Request(
+                of_array[0].request.name, dtype, [piece], boxes, buffers, source=source
+            )
             requests.append(request)
-            older |= {(id(request), chunk.position): _Chunk(request, piece, chunk.position, chunk.elements) for chunk in of_array}
+            older |= {
+                (id(request), chunk.position): _Chunk(
+                    request, piece, chunk.position, chunk.elements
+                )
+                for chunk in of_array
+            }
         finder = ChunkFinder(source)
         finder.prepare(requests)
         located = finder.located(RequestedChunks.of_boxes(requests))
@@ -175,8 +228,15 @@ class Differences:
                     band.scatter(elements, places)
                 continue
             requested = task.chunks.requested
-            for row, payload in zip(range(task.begin, task.end), _payloads(task, read), strict=True):
-                stored.append((older[id(requested.part_of(row).request), int(requested.position[row])], payload))
+            for row, payload in zip(
+                range(task.begin, task.end), _payloads(task, read), strict=True
+            ):
+                stored.append(
+                    (
+                        older[id(requested.part_of(row).request), int(requested.position[row])],
+                        payload,
+                    )
+                )
         if isinstance(source.codec, Differences):
             source.codec.fill(sorted(stored, key=lambda one: id(one[0].request)), read)
 
@@ -184,19 +244,23 @@ class Differences:
         """The attempt that holds what the chunks of an array differ from, opened if necessary; and the array there.
 
         Raises:
-            MissingDataError, FormatError: the checkpoint is gone, has other contents, or does not hold the tensor.
+            MissingDataError, FormatError: the checkpoint is gone, has other contents, or does not
+                hold the tensor.
         """
         tensor, i = self._of_path[path]
         base = self._record.structure.chain[0]
         if not tensor.difference:
-            raise FormatError(f"{shown(tensor.name)}: by the record of {self._checkpoint}, none of its chunks is a difference, and one is.")
+            raise FormatError(
+                f"{shown(tensor.name)}: by the record of {self._checkpoint}, none of its chunks "
+                "is a difference, and one is."
+            )
         with self._opening:
             if self._older is None:
                 place, record = base_record(self._checkpoint, base, shown(tensor.name))
                 if len(record.structure.chain) >= len(self._record.structure.chain):
                     raise FormatError(
-                        f"{self._checkpoint}: its base {base.url} needs as many checkpoints as itself; one of the two records was not "
-                        f"written by shardckpt."
+                        f"{self._checkpoint}: its base {base.url} needs as many checkpoints as "
+                        "itself; one of the two records was not written by shardckpt."
                     )
                 self._older = self._open_one(place, record), record
             source, record = self._older
@@ -205,4 +269,6 @@ class Differences:
 
 def _payloads(task: ReadTask, read: ReadStored) -> list[NDArray[np.uint8]]:
     """Copies of the stored bytes of a task's chunks, because the next read takes the thread's memory."""
-    return [np.frombuffer(bytes(payload), np.uint8) for payload in read(task, direct=False).payloads]
+    return [
+        np.frombuffer(bytes(payload), np.uint8) for payload in read(task, direct=False).payloads
+    ]

@@ -65,8 +65,8 @@ if TYPE_CHECKING:
 
 
 _FOR_USERS = (
-    "bases", "fingerprint", "format", "info", "location", "metadata", "names", "notes", "read", "record", "stats", "stock_spec",
-    "stock_url", "tree", "verify", "zarr_store",
+    "bases", "fingerprint", "format", "info", "location", "metadata", "names", "notes", "read",
+    "record", "stats", "stock_spec", "stock_url", "tree", "verify", "zarr_store",
 )  # fmt: skip
 """Members of a `Checkpoint` that docs and users refer to."""
 _opened: WeakSet[Checkpoint] = WeakSet()
@@ -81,8 +81,8 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: DType
     layout: StoredLayout | None
-    """Layout at the save: a `Sharding` with mesh and spec, or an `OpSharding`, or DTensor `Placements` that neither can express. None
-    for a plain tensor."""
+    """Layout at the save: a `Sharding` with mesh and spec, or an `OpSharding`, or DTensor
+    `Placements` that neither can express. None for a plain tensor."""
     chunks: tuple[int, ...]
     """Shape of one chunk, in elements; of the first piece, if the tensor has several."""
     num_chunks: int
@@ -110,7 +110,8 @@ class Checkpoint:
     """A committed checkpoint, open for reading."""
 
     native = True
-    """Whether it is stored in shardckpt's own format; a checkpoint of another format can be read, and has no attempts."""
+    """Whether it is stored in shardckpt's own format; a checkpoint of another format can be read,
+    and has no attempts."""
 
     def __init__(self, url: str | os.PathLike[str] | Location) -> None:
         """Read the commit record; see `shardckpt.open`."""
@@ -141,8 +142,11 @@ class Checkpoint:
         self.record = record
         with collector_paused():
             self.parsed_tree = record.structure.nodes
-            """The parsed tree for functions of `shardckpt.state`, so that each need not parse it again."""
-            self._stored_name = {**{name: name for name in record.structure.tensors}, **alias_map(self.parsed_tree)}
+            """The tree for functions of `shardckpt.state`, so that each need not parse it again."""
+            self._stored_name = {
+                **{name: name for name in record.structure.tensors},
+                **alias_map(self.parsed_tree),
+            }
 
     @property
     def format(self) -> str:
@@ -151,7 +155,10 @@ class Checkpoint:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Messages about what was found and what cannot be shown, a line each; only checkpoints of other formats have some."""
+        """Messages about what was found and what cannot be shown, a line each.
+
+        Only checkpoints of other formats have some.
+        """
         return ()
 
     @property
@@ -176,11 +183,16 @@ class Checkpoint:
             OptionError: `name` is not a str.
         """
         if not isinstance(name, str):
-            raise OptionError(f"{self.location}: {shorten(name)} is not a name of a tensor; give one of its names, as a str.")
+            raise OptionError(
+                f"{self.location}: {shorten(name)} is not a name of a tensor; give one of its "
+                "names, as a str."
+            )
         stored = self._stored_name.get(name)
         if stored is None:
             raise NamesMismatchError(
-                f"{self.location}: no tensor {name!r}{naming.did_you_mean(name, self._stored_name)}; `shardckpt info` lists its names."
+                f"{self.location}: no tensor "
+                f"{name!r}{naming.did_you_mean(name, self._stored_name)}; `shardckpt info` lists "
+                "its names."
             )
         return self.record.structure.tensors[stored]
 
@@ -207,14 +219,24 @@ class Checkpoint:
             ShapeMismatchError: the box lies outside the tensor.
             OptionError: `box` is not a Box.
             CorruptionError: stored bytes are damaged or missing.
-            MissingDataError: the base that holds the tensor is gone, or another checkpoint has replaced it.
+            MissingDataError: the base that holds the tensor is gone, or another checkpoint has
+                replaced it.
         """
         t = self.tensor(name)
         box = Box.full(t.shape) if box is None else box
         if not isinstance(box, Box):
-            raise OptionError(f"{name}: {shorten(box)} is not a box; give shardckpt.Box((first, …), (one past the last, …)).")
-        if box.ndim != len(t.shape) or not Box.full(t.shape).contains(box) or any(b > n for b, n in zip(box.stop, t.shape, strict=True)):
-            raise ShapeMismatchError(f"{name}: the box {box} lies outside its shape {t.shape} in {self.location}.")
+            raise OptionError(
+                f"{name}: {shorten(box)} is not a box; give shardckpt.Box((first, …), (one past "
+                "the last, …))."
+            )
+        if (
+            box.ndim != len(t.shape)
+            or not Box.full(t.shape).contains(box)
+            or any(b > n for b, n in zip(box.stop, t.shape, strict=True))
+        ):
+            raise ShapeMismatchError(
+                f"{name}: the box {box} lies outside its shape {t.shape} in {self.location}."
+            )
         out = empty(name, box.shape, t.dtype.storage)
         self._read_boxes(t, [box], [out])
         return out.view(t.dtype.numpy)
@@ -222,8 +244,9 @@ class Checkpoint:
     def __getitem__(self, name: str) -> Any:
         """A tensor, a container or another value by its name; no element of a tensor is read.
 
-        A tensor is a `LazyArray`: indexing it reads only the selected part, as in `checkpoint["model/w"][8:16]`. A container is made of
-        plain dicts, lists and tuples of such arrays and of small values, as in `checkpoint["model"]["w"]`; values that each process has
+        A tensor is a `LazyArray`: indexing it reads only the selected part, as in
+        `checkpoint["model/w"][8:16]`. A container is made of plain dicts, lists and tuples of such
+        arrays and of small values, as in `checkpoint["model"]["w"]`; values that each process has
         for itself are left out.
 
         Raises:
@@ -240,7 +263,9 @@ class Checkpoint:
 
     def __contains__(self, name: object) -> bool:
         """Whether a tensor, a container or another value has this name."""
-        return isinstance(name, str) and (name in self._stored_name or (name in self._nodes and name != ""))
+        return isinstance(name, str) and (
+            name in self._stored_name or (name in self._nodes and name != "")
+        )
 
     def __len__(self) -> int:
         """Number of names of tensors."""
@@ -257,14 +282,18 @@ class Checkpoint:
     def _lazy(self, name: str) -> LazyArray:
         """A tensor as a lazy array."""
         t = self.tensor(name)
-        return LazyArray(name, t.shape, t.dtype, t.layout, partial(self._read_boxes, t), t.pieces[0].chunks)
+        return LazyArray(
+            name, t.shape, t.dtype, t.layout, partial(self._read_boxes, t), t.pieces[0].chunks
+        )
 
     @cached_property
     def _nodes(self) -> dict[str, Node]:
         """Tensors, containers and other values by name; "" is the state itself."""
         return nodes_of(self.parsed_tree)
 
-    def _read_boxes(self, t: TensorRecord, boxes: Sequence[Box], memory: Sequence[NDArray[Any]]) -> None:
+    def _read_boxes(
+        self, t: TensorRecord, boxes: Sequence[Box], memory: Sequence[NDArray[Any]]
+    ) -> None:
         """Read boxes of a tensor into arrays of their shapes, of the tensor's dtype or its storage type."""
         with self.reading():
             self.reader.read([Request.of(t, BoxArray.of(list(boxes), len(t.shape)), memory)])
@@ -282,7 +311,8 @@ class Checkpoint:
         """A context for reads that raises a ReplacedError if data is missing because the checkpoint was replaced or deleted.
 
         Raises:
-            ReplacedError: instead of a MissingDataError inside, if the checkpoint was replaced or deleted.
+            ReplacedError: instead of a MissingDataError inside, if the checkpoint was replaced or
+                deleted.
             StorageError: Python is shutting down, and starts no threads to read with.
         """
         try:
@@ -297,19 +327,30 @@ class Checkpoint:
             if isinstance(now, CheckpointRecord) and now.attempt == self.record.attempt:
                 raise
             what = "replaced" if isinstance(now, CheckpointRecord) else "deleted"
-            raise ReplacedError(f"{self.location}: the checkpoint was {what} while it was being read; open it again.") from e
+            raise ReplacedError(
+                f"{self.location}: the checkpoint was {what} while it was being read; open it "
+                "again."
+            ) from e
 
     def bases(self) -> list[str]:
-        """Paths or urls of the checkpoints that hold tensors of this one. They are opened when such a tensor is read."""
+        """Paths or urls of the checkpoints that hold tensors of this one.
+
+        They are opened when such a tensor is read.
+        """
         return [str(base_location(self.location, base)) for base in self.record.structure.bases]
 
     def open_bases(self, tensors: Iterable[TensorRecord]) -> None:
         """Open the bases of some tensors, so that errors of a base come before anything is read.
 
         Raises:
-            MissingDataError, FormatError: a base is gone, was replaced, or does not hold the tensor.
+            MissingDataError, FormatError: a base is gone, was replaced, or does not hold the
+                tensor.
         """
-        requests = [Request.of(tensor, BoxArray.of([], len(tensor.shape)), []) for tensor in tensors if tensor.base is not None]
+        requests = [
+            Request.of(tensor, BoxArray.of([], len(tensor.shape)), [])
+            for tensor in tensors
+            if tensor.base is not None
+        ]
         if requests:
             self.reader.source.resolve(requests)
 
@@ -320,7 +361,10 @@ class Checkpoint:
 
     @property
     def reader(self) -> ChunkReader:
-        """The reader of chunks, which all threads share. It reads the chunk table's header at first use."""
+        """The reader of chunks, which all threads share.
+
+        It reads the chunk table's header at first use.
+        """
         check_fork(self.location)
         with self._opening:
             if self._opened is None:
@@ -343,7 +387,8 @@ class Checkpoint:
 
         Args:
             threads: maximum number of threads that read; None lets `ChunkReader` choose.
-            memory: maximum bytes in flight. A lower limit means smaller reads, and fewer at a time from an object store.
+            memory: maximum bytes in flight. A lower limit means smaller reads, and fewer at a time
+                from an object store.
         """
         assert self._opened is None, "its reader is at work already"
         self._reading = threads, memory
@@ -374,7 +419,10 @@ class Checkpoint:
 
     def has_stock_reader(self, name: str) -> bool:
         """Whether TensorStore alone can open a tensor: it has a driver for the storage, and a codec for the chunks."""
-        return kind_of(self.location).has_driver and self._compression(self.tensor(name)) != "difference"
+        return (
+            kind_of(self.location).has_driver
+            and self._compression(self.tensor(name)) != "difference"
+        )
 
     def _compression(self, t: TensorRecord) -> str | None:
         """The form of a tensor's chunks."""
@@ -386,14 +434,20 @@ class Checkpoint:
         piece = t.pieces[0]
         if self._compression(t) == "difference":
             raise FormatError(
-                f"{self.location}: its chunks are differences from those of another version, which TensorStore cannot read; use "
-                f"zarr_store(), or reshard it to a checkpoint of its own."
+                f"{self.location}: its chunks are differences from those of another version, "
+                "which TensorStore cannot read; use zarr_store(), or reshard it to a checkpoint "
+                "of its own."
             )
         if t.base is None:
             return self.location, self.record.attempt, piece.path, self.record.layout
         whole = piece.path == array_path(t.name)
         path = array_path(t.base.name) if whole else piece_path(t.base.name, t.shape, piece.start)
-        return base_location(self.location, t.base.base), t.base.base.attempt, path, t.base.base.layout
+        return (
+            base_location(self.location, t.base.base),
+            t.base.base.attempt,
+            path,
+            t.base.base.layout,
+        )
 
     @out_of_memory_is_typed
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
@@ -403,21 +457,28 @@ class Checkpoint:
             progress: called with chunks checked so far and in all.
 
         Returns:
-            The number of checked chunks, and the damage: by tensor and index range for chunks, by file for metadata. The check covers
-            every chunk and its position (also of tensors in bases), the host records, the chunk tables, and the metadata for zarr
-            readers (the merged index, or the zarr.json documents).
+            The number of checked chunks, and the damage: by tensor and index range for chunks, by
+            file for metadata. The check covers every chunk and its position (also of tensors in
+            bases), the host records, the chunk tables, and the metadata for zarr readers (the
+            merged index, or the zarr.json documents).
         """
         check_fork(self.location)  # its errors would be reported as damage
         with reading_takes_threads(self.location):
-            return verify(self._store, self.record, progress and (lambda done, total, _read: progress(done, total)))
+            return verify(
+                self._store,
+                self.record,
+                progress and (lambda done, total, _read: progress(done, total)),
+            )
 
     @out_of_memory_is_typed
-    def fingerprint(self, *, recorded: bool = True, progress: Callable[[int, int], None] | None = None) -> Fingerprint:
+    def fingerprint(
+        self, *, recorded: bool = True, progress: Callable[[int, int], None] | None = None
+    ) -> Fingerprint:
         """The fingerprint of the tensors, equal to `shardckpt.fingerprint` of the state that was saved.
 
         Args:
-            recorded: use the values that `SaveOptions(fingerprint=True)` recorded, and read only the other tensors. False reads and
-                verifies all tensors.
+            recorded: use the values that `SaveOptions(fingerprint=True)` recorded, and read only
+                the other tensors. False reads and verifies all tensors.
             progress: called with bytes read so far, and in all.
 
         Raises:
@@ -430,7 +491,9 @@ class Checkpoint:
         host = read_host_files(self._place, self.record.hosts[process])
         if host.values is None:
             return {}
-        return host.values.open(self._place.read(host.values.key), self._place.path_of(host.values.key)).mapping("values")
+        return host.values.open(
+            self._place.read(host.values.key), self._place.path_of(host.values.key)
+        ).mapping("values")
 
     def __dir__(self) -> list[str]:
         """Members for users; all others are internal."""
@@ -464,4 +527,7 @@ def empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[An
     try:
         return np.empty(shape, dtype)
     except (MemoryError, ValueError) as e:
-        raise BudgetError(f"{name}: there is no memory for an array of {shape} ({e}); read a box of it, or leave it out with only=.") from e
+        raise BudgetError(
+            f"{name}: there is no memory for an array of {shape} ({e}); read a box of it, or "
+            "leave it out with only=."
+        ) from e

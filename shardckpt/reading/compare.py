@@ -1,12 +1,14 @@
 """Comparison of the states in two checkpoints.
 
-1. Structure, from the two records alone: every place of both trees is looked up by name. The comparison covers names that only one
-   has, kinds, ties, shapes, dtypes, small leaves and layouts. How the bytes are stored (chunks,
-   compression, packed or plain) is not part of the state and never a difference.
-2. Values of all tensors that both have with the same shape and dtype, bit by bit, block after block within a memory
-   limit (`compare_values`).
+1. Structure, from the two records alone: every place of both trees is looked up by name. The
+   comparison covers names that only one has, kinds, ties, shapes, dtypes, small leaves and layouts.
+   How the bytes are stored (chunks, compression, packed or plain) is not part of the state and
+   never a difference.
+2. Values of all tensors that both have with the same shape and dtype, bit by bit, block after block
+   within a memory limit (`compare_values`).
 
-Different layouts over devices are reported, but are not a difference by themselves: restoring works from any layout.
+Different layouts over devices are reported, but are not a difference by themselves: restoring works
+from any layout.
 """
 
 from __future__ import annotations
@@ -22,7 +24,18 @@ from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.placements import Placements
 from shardckpt.options import parse_bytes
 from shardckpt.reading.compare_values import DEFAULT_MEMORY_LIMIT, Pair, ValueChange, compare_values
-from shardckpt.state.document import Branch, Composite, Custom, Node, Owned, Small, Tensor, Tied, leaves_of, write
+from shardckpt.state.document import (
+    Branch,
+    Composite,
+    Custom,
+    Node,
+    Owned,
+    Small,
+    Tensor,
+    Tied,
+    leaves_of,
+    write,
+)
 from shardckpt.state.leaves import describe
 from shardckpt.text import Message, clip, count, file_size, named_size, visible
 
@@ -48,9 +61,9 @@ class Change:
     name: str
     aspect: Aspect
     a: object
-    """In the first checkpoint. kind: text; tied: the first name of the same tensor, or None; shape: tuple; dtype: name;
-    leaf: the value as text, and its type where types differ; layout: the `Layout`, or None; context: everything except the tensors of a
-    composite tensor, as text."""
+    """In the first checkpoint. kind: text; tied: the first name of the same tensor, or None; shape:
+    tuple; dtype: name; leaf: the value as text, and its type where types differ; layout: the
+    `Layout`, or None; context: everything except the tensors of a composite tensor, as text."""
     b: object
     """The same for the second checkpoint."""
 
@@ -76,7 +89,9 @@ class Comparison:
 
     def equal(self, *, layout: bool = False) -> bool:
         """Whether nothing differs; with `layout`, different layouts count as well."""
-        return not (self.only_a or self.only_b or self.changes or self.values or (layout and self.layouts))
+        return not (
+            self.only_a or self.only_b or self.changes or self.values or (layout and self.layouts)
+        )
 
     def __str__(self) -> str:
         """The differences, a line each."""
@@ -87,17 +102,26 @@ class Comparison:
         from shardckpt.reading.inspection.display import framed
         from shardckpt.reading.inspection.markup import el
 
-        return framed(el("div", el("strong", self._verdict())), el("ul", [el("li", line) for line in self._lines()]))
+        return framed(
+            el("div", el("strong", self._verdict())),
+            el("ul", [el("li", line) for line in self._lines()]),
+        )
 
     def _verdict(self) -> str:
-        compared = f"{count(self.tensors_compared, 'tensor')}, {file_size(self.bytes_compared)} compared bit by bit"
+        compared = (
+            f"{count(self.tensors_compared, 'tensor')}, {file_size(self.bytes_compared)} compared "
+            "bit by bit"
+        )
         return f"{'equal' if self.equal() else 'different'}: {compared}"
 
     def _lines(self) -> Iterator[str]:
         """The differences, a line each, and the number of those that are not shown."""
         lines = [f"only in a: {name}" for name in self.only_a]
         lines += [f"only in b: {name}" for name in self.only_b]
-        lines += [f"{change.name}: another {change.aspect}: {change.a} → {change.b}" for change in self.changes]
+        lines += [
+            f"{change.name}: another {change.aspect}: {change.a} → {change.b}"
+            for change in self.changes
+        ]
         for value in self.values:
             by = "" if value.largest is None else f", by up to {value.largest:.6g}"
             lines.append(f"{value.name}: {value.differing:,} of {value.size:,} elements differ{by}")
@@ -119,10 +143,10 @@ def compare(
     Args:
         a: One.
         b: The other.
-        values: Also compare the tensors' elements, bit by bit: NaNs with the same payload are equal, 0.0 and -0.0 are not. Tensors whose
-            recorded fingerprints are equal are not read.
-        memory_limit: Bytes (or text such as "512MiB") for elements of both in memory at once, at least 1 MiB.
-            Reader threads need a few MiB each in addition.
+        values: Also compare the tensors' elements, bit by bit: NaNs with the same payload are
+            equal, 0.0 and -0.0 are not. Tensors whose recorded fingerprints are equal are not read.
+        memory_limit: Bytes (or text such as "512MiB") for elements of both in memory at once, at
+            least 1 MiB. Reader threads need a few MiB each in addition.
         progress: Called with bytes compared so far and in all.
 
     Raises:
@@ -132,13 +156,20 @@ def compare(
     """
     limit = parse_bytes(memory_limit, "memory_limit")
     if limit < LEAST_MEMORY_LIMIT:
-        raise OptionError(Message(named_size("memory_limit", limit), f": comparing takes at least {file_size(LEAST_MEMORY_LIMIT)}."))
+        raise OptionError(
+            Message(
+                named_size("memory_limit", limit),
+                f": comparing takes at least {file_size(LEAST_MEMORY_LIMIT)}.",
+            )
+        )
     structure = _Structure(a, b)
     structure.compare()
     pairs = list(structure.pairs.values()) if values else []
     compared = _unlike(a, b, pairs)
     with reading_takes_threads(a.location):
-        differing = tuple(compare_values(a.reader, b.reader, compared, limit, progress) if compared else ())
+        differing = tuple(
+            compare_values(a.reader, b.reader, compared, limit, progress) if compared else ()
+        )
     return Comparison(
         only_a=tuple(structure.only_a),
         only_b=tuple(structure.only_b),
@@ -155,7 +186,11 @@ def _unlike(a: Checkpoint, b: Checkpoint, pairs: list[Pair]) -> list[Pair]:
     if a.record.fingerprint is None or b.record.fingerprint is None:
         return pairs
     one, other = (recorded_fingerprint(of.place, of.record) for of in (a, b))
-    return [pair for pair in pairs if pair.a.name not in one or one[pair.a.name] != other.get(pair.b.name)]
+    return [
+        pair
+        for pair in pairs
+        if pair.a.name not in one or one[pair.a.name] != other.get(pair.b.name)
+    ]
 
 
 class _Structure:
@@ -164,8 +199,16 @@ class _Structure:
     def __init__(self, a: Checkpoint, b: Checkpoint) -> None:
         self.nodes_a, self.nodes_b = _nodes(a), _nodes(b)
         self.tensors_a, self.tensors_b = a.record.structure.tensors, b.record.structure.tensors
-        self.only_a = [name for name, node in self.nodes_a.items() if name not in self.nodes_b and _counts(node)]
-        self.only_b = [name for name, node in self.nodes_b.items() if name not in self.nodes_a and _counts(node)]
+        self.only_a = [
+            name
+            for name, node in self.nodes_a.items()
+            if name not in self.nodes_b and _counts(node)
+        ]
+        self.only_b = [
+            name
+            for name, node in self.nodes_b.items()
+            if name not in self.nodes_a and _counts(node)
+        ]
         self.changes: list[Change] = []
         self.layouts: list[Change] = []
         self.pairs: dict[tuple[str, str], Pair] = {}
@@ -183,20 +226,38 @@ class _Structure:
                 self.leaf(name, node_a, node_b)
             elif _kinds_differ(node_a, node_b):
                 self.changes.append(Change(name, "kind", _kind(node_a), _kind(node_b)))
-            elif isinstance(node_a, Branch) and isinstance(node_b, Branch) and node_a.composite and node_b.composite:
+            elif (
+                isinstance(node_a, Branch)
+                and isinstance(node_b, Branch)
+                and node_a.composite
+                and node_b.composite
+            ):
                 self.composite(name, node_a.composite, node_b.composite)
             elif isinstance(node_a, Tensor | Tied) and isinstance(node_b, Tensor | Tied):
                 self.tensor(name, node_a, node_b)
-            elif isinstance(node_a, Owned) and (values_of_both := [of.get(name, []) for of in self.owned])[0] != values_of_both[1]:
+            elif (
+                isinstance(node_a, Owned)
+                and (values_of_both := [of.get(name, []) for of in self.owned])[0]
+                != values_of_both[1]
+            ):
                 self.changes.append(
-                    Change(name, "per process", *(f"{len(values)} value{'s'[: len(values) != 1]}" for values in values_of_both))
+                    Change(
+                        name,
+                        "per process",
+                        *(
+                            f"{len(values)} value{'s'[: len(values) != 1]}"
+                            for values in values_of_both
+                        ),
+                    )
                 )
 
     def leaf(self, name: str, a: Small | Custom, b: Small | Custom) -> None:
         """Compare two small leaves, including their types."""
         kinds = _kind(a), _kind(b)
         if kinds[0] != kinds[1]:
-            self.changes.append(Change(name, "leaf", f"{_value(a)} {kinds[0]}", f"{_value(b)} {kinds[1]}"))
+            self.changes.append(
+                Change(name, "leaf", f"{_value(a)} {kinds[0]}", f"{_value(b)} {kinds[1]}")
+            )
         elif _content(a) != _content(b):
             self.changes.append(Change(name, "leaf", _value(a), _value(b)))
 
@@ -210,7 +271,9 @@ class _Structure:
 
     def tensor(self, name: str, node_a: Tensor | Tied, node_b: Tensor | Tied) -> None:
         """Compare everything except the values of a tensor."""
-        first_a, first_b = (node.stored if isinstance(node, Tied) else None for node in (node_a, node_b))
+        first_a, first_b = (
+            node.stored if isinstance(node, Tied) else None for node in (node_a, node_b)
+        )
         if first_a != first_b:
             self.changes.append(Change(name, "tied", first_a, first_b))
         a, b = self.tensors_a[node_a.stored], self.tensors_b[node_b.stored]
@@ -223,7 +286,9 @@ class _Structure:
         if a.shape == b.shape and a.dtype == b.dtype and a.nbytes:
             self.pairs.setdefault((a.name, b.name), Pair(name, a, b))
 
-    def same_layout(self, a: StoredLayout | None, b: StoredLayout | None, ndim_a: int, ndim_b: int) -> bool:
+    def same_layout(
+        self, a: StoredLayout | None, b: StoredLayout | None, ndim_a: int, ndim_b: int
+    ) -> bool:
         """Whether every device holds the same part, regardless of the names of the mesh's axes."""
         if a is None or b is None or ndim_a != ndim_b:
             return a is b or (a == b and ndim_a == ndim_b)
@@ -238,7 +303,10 @@ def _equivalent(a: StoredLayout, b: StoredLayout, ndim: int) -> bool:
     if isinstance(a, Placements) or isinstance(b, Placements):
         return False
     try:
-        one, other = (layout if isinstance(layout, OpSharding) else layout.op_sharding(ndim) for layout in (a, b))
+        one, other = (
+            layout if isinstance(layout, OpSharding) else layout.op_sharding(ndim)
+            for layout in (a, b)
+        )
     except ShardingError:
         return False
     return one.equivalent(other)
@@ -272,7 +340,12 @@ def _counts(node: Node) -> bool:
 
 
 def _kinds_differ(a: Node, b: Node) -> bool:
-    if isinstance(a, Branch) and isinstance(b, Branch) and a.form == b.form and not (a.children and b.children):
+    if (
+        isinstance(a, Branch)
+        and isinstance(b, Branch)
+        and a.form == b.form
+        and not (a.children and b.children)
+    ):
         return False  # an empty dict has keys of no type
     return _kind(a) != _kind(b)
 
@@ -294,7 +367,8 @@ def _kind(node: Node) -> str:
 
 
 def _content(leaf: Small | Custom) -> str:
-    # The repr, because to Python's == the leaves 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+    # The repr, because to Python's == the leaves 1, 1.0 and True are equal, and so are 0.0 and
+    # -0.0.
     return repr(leaf.content)
 
 

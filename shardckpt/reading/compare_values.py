@@ -1,7 +1,7 @@
 """Comparison of the elements of pairs of tensors in bounded memory.
 
-1. Every pair is cut into blocks: boxes within the memory limit that divide no chunk of either tensor if such
-   borders are within reach, so that each stored chunk is read once.
+1. Every pair is cut into blocks: boxes within the memory limit that divide no chunk of either
+   tensor if such borders are within reach, so that each stored chunk is read once.
 2. Blocks are read in batches, small tensors many at a time, with one call per checkpoint and batch.
 3. Elements are compared as bits. Only differing elements are compared as numbers.
 """
@@ -57,15 +57,16 @@ class ValueChange:
     size: int
     """Number of all elements."""
     largest: float | None
-    """The largest absolute difference (exact for integers; 0 if only 0.0 and -0.0 differ; infinite beside an infinity)
-    among differing elements that are not NaN in either tensor; None if there are none."""
+    """The largest absolute difference (exact for integers; 0 if only 0.0 and -0.0 differ; infinite
+    beside an infinity) among differing elements that are not NaN in either tensor; None if there
+    are none."""
     nans: int
     """Number of differing elements that are NaN in one or both."""
     first: tuple[int, ...]
     """Index of the first differing element, in row-major order."""
     relative: float | None = None
-    """`largest`, divided by the largest magnitude among the differing elements of the first tensor; None: one of them is not
-    finite, or the divisor is 0."""
+    """`largest`, divided by the largest magnitude among the differing elements of the first tensor;
+    None: one of them is not finite, or the divisor is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +103,14 @@ def compare_values(
     total = sum(pair.a.nbytes for pair in pairs)
     done = 0
     tally: _Tally | None = None
-    for batch in batches(cut_pairs(pairs, limit // 2), lambda block: (block.nbytes, 1), (limit // 2, MOST_BLOCKS)):
+    for batch in batches(
+        cut_pairs(pairs, limit // 2), lambda block: (block.nbytes, 1), (limit // 2, MOST_BLOCKS)
+    ):
         if progress is not None:
             progress(done, total)
-        for block, one, other in zip(batch, read_blocks(a, batch, "a"), read_blocks(b, batch, "b"), strict=True):
+        for block, one, other in zip(
+            batch, read_blocks(a, batch, "a"), read_blocks(b, batch, "b"), strict=True
+        ):
             if tally is None:
                 tally = _Tally(block.pair)
             tally.add(block.box, one, other)
@@ -125,10 +130,17 @@ def cut_pairs(pairs: Sequence[Pair], nbytes: int) -> Iterator[BlockOfPair]:
         pieces = [piece for piece in pair.a.pieces if prod(piece.shape)]
         most = max(1, nbytes // pair.a.dtype.itemsize)
         for piece in pieces:
-            # Chunks of `b` are divided where no common border is within reach, those of `a` only if one is too large.
-            whole, others = ([piece], pair.b.pieces) if prod(piece.chunks) <= most else ([], [piece, *pair.b.pieces])
+            # Chunks of `b` are divided where no common border is within reach, those of `a` only if
+            # one is too large.
+            whole, others = (
+                ([piece], pair.b.pieces)
+                if prod(piece.chunks) <= most
+                else ([], [piece, *pair.b.pieces])
+            )
             for step in cut(piece.box, whole, most, Order.ROWS, sources=others, joined=most):
-                yield BlockOfPair(pair, step.box, last=piece is pieces[-1] and step.box.stop == piece.box.stop)
+                yield BlockOfPair(
+                    pair, step.box, last=piece is pieces[-1] and step.box.stop == piece.box.stop
+                )
 
 
 def read_blocks(reader: ChunkReader, batch: Sequence[BlockOfPair], side: str) -> list[NDArray[Any]]:
@@ -167,7 +179,10 @@ class _Tally:
     def _differ(self, box: Box, position: int, one: NDArray[Any], other: NDArray[Any]) -> None:
         """Count elements that differ; the first is at `position` of the block."""
         self.differing += len(one)
-        first = tuple(int(i) + start for i, start in zip(np.unravel_index(position, box.shape), box.start, strict=True))
+        first = tuple(
+            int(i) + start
+            for i, start in zip(np.unravel_index(position, box.shape), box.start, strict=True)
+        )
         self.first = first if self.first is None else min(self.first, first)
         largest, nans = _distance(one, other, self.pair.a.dtype)
         self.nans += nans
@@ -179,8 +194,14 @@ class _Tally:
         """The result, after all blocks were added."""
         assert self.first is not None
         size, finite = prod(self.pair.a.shape), self.largest is not None and isfinite(self.largest)
-        relative = self.largest / self.scale if finite and self.largest is not None and self.scale else None
-        return ValueChange(self.pair.name, self.differing, size, self.largest, self.nans, self.first, relative)
+        relative = (
+            self.largest / self.scale
+            if finite and self.largest is not None and self.scale
+            else None
+        )
+        return ValueChange(
+            self.pair.name, self.differing, size, self.largest, self.nans, self.first, relative
+        )
 
 
 def _bits(array: NDArray[Any]) -> Bits:
@@ -210,7 +231,8 @@ def _distance(one: NDArray[Any], other: NDArray[Any], dtype: DType) -> tuple[flo
     wide = np.complex128 if "complex" in dtype.name else np.float64
     with np.errstate(all="ignore"):
         difference = np.abs(one.astype(wide) - other.astype(wide))
-        # Infinities of one sign have equal bits and do not get here, unless the type is complex; their difference is NaN.
+        # Infinities of one sign have equal bits and do not get here, unless the type is complex;
+        # their difference is NaN.
         is_nan = np.isnan(one.astype(wide)) | np.isnan(other.astype(wide))
     known = difference[~is_nan]
     largest = float(np.where(np.isnan(known), np.inf, known).max()) if len(known) else None

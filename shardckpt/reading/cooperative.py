@@ -1,18 +1,22 @@
 """Cooperative restore: each of several processes reads a part of the data that all of them need, and sends it to the others.
 
-Without it every process reads what its own devices need, so with R replicas the storage serves every byte R times.
-With it the storage serves every byte once:
+Without it every process reads what its own devices need, so with R replicas the storage serves
+every byte R times. With it the storage serves every byte once:
 
-1. Tensors are grouped by the processes that need the same boxes of them (`Sink.sharers`). With data-parallel replicas these are all
-   processes, or the processes at one position of the model's mesh.
-2. If the caller leaves the choice, `Bandwidths` estimates for each group whether a shared read is faster.
-3. All processes of the job exchange once the digests of the groups that they propose to share: a digest covers the tensors,
-   boxes, dtypes and sizes. A group is shared if and only if all its members proposed the same digest. All processes see the same
-   proposals and come to the same result, so no process enters a collective that another one does not.
-4. Group after group, in the same order everywhere, is read together (`shared_reading`); the rest each process reads alone.
+1. Tensors are grouped by the processes that need the same boxes of them (`Sink.sharers`). With
+   data-parallel replicas these are all processes, or the processes at one position of the model's
+   mesh.
+2. If the caller leaves the choice, `Bandwidths` estimates for each group whether a shared read is
+   faster.
+3. All processes of the job exchange once the digests of the groups that they propose to share: a
+   digest covers the tensors, boxes, dtypes and sizes. A group is shared if and only if all its
+   members proposed the same digest. All processes see the same proposals and come to the same
+   result, so no process enters a collective that another one does not.
+4. Group after group, in the same order everywhere, is read together (`shared_reading`); the rest
+   each process reads alone.
 
-A process that fails before the exchange sends its error instead of digests, and all raise it. A process that fails later announces
-its error to the groups that it has not finished.
+A process that fails before the exchange sends its error instead of digests, and all raise it. A
+process that fails later announces its error to the groups that it has not finished.
 """
 
 from __future__ import annotations
@@ -51,13 +55,18 @@ _log = logging.getLogger("shardckpt")
 
 
 def check_choice(choice: object) -> None:
-    """Refuse an invalid choice; call it inside the meeting, so that the other processes learn of the error.
+    """Refuse an invalid choice.
+
+    Call it inside the meeting, so that the other processes learn of the error.
 
     Raises:
         OptionError: not a bool, "auto" or bandwidths.
     """
     if not _is_choice(choice):
-        raise OptionError(f'restore(cooperative={shorten(choice)}): use True, False, "auto", or shardckpt.Bandwidths(…).')
+        raise OptionError(
+            f'restore(cooperative={shorten(choice)}): use True, False, "auto", or '
+            "shardckpt.Bandwidths(…)."
+        )
 
 
 def _is_choice(choice: object) -> bool:
@@ -72,12 +81,15 @@ def exchange_bytes(limit: int) -> int:
 class Meeting:
     """One restore, in which all processes of the job agree on the reads to share.
 
-    A context manager around all code that may fail: an error inside is announced to the others, so that they do not wait.
-    There is no communication if the choice is False, the job has one process, or nothing connects its processes; nor if
-    the choice is "auto" and the checkpoint is on a path, whose speed is not known.
+    A context manager around all code that may fail: an error inside is announced to the others, so
+    that they do not wait. There is no communication if the choice is False, the job has one
+    process, or nothing connects its processes; nor if the choice is "auto" and the checkpoint is on
+    a path, whose speed is not known.
     """
 
-    def __init__(self, choice: Choice, coordinator: Coordinator | None, location: Location | None = None) -> None:
+    def __init__(
+        self, choice: Choice, coordinator: Coordinator | None, location: Location | None = None
+    ) -> None:
         """Prepare without communication.
 
         Args:
@@ -85,7 +97,9 @@ class Meeting:
             coordinator: coordinator of the job; None: detected.
             location: location of the checkpoint; None: not known yet.
         """
-        self._choice: Choice = choice if _is_choice(choice) else True  # with an invalid choice the others expect this process
+        self._choice: Choice = (
+            choice if _is_choice(choice) else True
+        )  # with an invalid choice the others expect this process
         self._given = coordinator
         self.location = location
         self._met = False
@@ -95,13 +109,22 @@ class Meeting:
         """The meeting itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Announce the error, if any, to the others."""
         if error is None or self._choice is False:
             return
         for reading in self._readings:
             reading.give_up(error)
-        if not self._met and isinstance(error, Exception) and not isinstance(error, CoordinationError):
+        if (
+            not self._met
+            and isinstance(error, Exception)
+            and not isinstance(error, CoordinationError)
+        ):
             try:
                 connection = self._connection()
                 if not isinstance(connection, str):
@@ -109,8 +132,12 @@ class Meeting:
             except ShardckptError as e:
                 _log.debug("%s: the others have not heard of the failure: %s", self.location, e)
 
-    def divide(self, checkpoint: Checkpoint, jobs: Sequence[RestoreJob], limit: int) -> tuple[list[RestoreJob], list[SharedReading]]:
-        """Agree with all other processes of the job on the reads to share. Blocks until all of them have called it.
+    def divide(
+        self, checkpoint: Checkpoint, jobs: Sequence[RestoreJob], limit: int
+    ) -> tuple[list[RestoreJob], list[SharedReading]]:
+        """Agree with all other processes of the job on the reads to share.
+
+        Blocks until all of them have called it.
 
         Args:
             checkpoint: the source.
@@ -118,7 +145,8 @@ class Meeting:
             limit: bytes of host staging; `exchange_bytes` of them are for a round.
 
         Returns:
-            The jobs that this process reads alone, and the shared reads in an order that all processes use.
+            The jobs that this process reads alone, and the shared reads in an order that all
+            processes use.
 
         Raises:
             CoordinationError: not all processes called it in time.
@@ -133,21 +161,50 @@ class Meeting:
         groups = _groups(checkpoint, jobs, coordinator.world, limit)
         if self._choice is not True:
             rates = self._choice if isinstance(self._choice, Bandwidths) else Bandwidths()
-            rates = rates if rates.interconnect is not None else replace(rates, interconnect=link.bandwidth)
+            rates = (
+                rates
+                if rates.interconnect is not None
+                else replace(rates, interconnect=link.bandwidth)
+            )
             for group in groups:
-                counts = {"readers": len(group.members), "processes": coordinator.world.processes, "nbytes": group.nbytes}
-                group.estimate = rates.estimate(rounds=-(-group.nbytes // max(exchange_bytes(limit), 1)), **counts)
+                counts = {
+                    "readers": len(group.members),
+                    "processes": coordinator.world.processes,
+                    "nbytes": group.nbytes,
+                }
+                group.estimate = rates.estimate(
+                    rounds=-(-group.nbytes // max(exchange_bytes(limit), 1)), **counts
+                )
         proposed = [group for group in groups if group.estimate is None or group.estimate.together]
         self._met = True
-        answers = coordinator.share("cooperative", {"call": secrets.token_hex(8), "groups": [group.digest for group in proposed]})
+        answers = coordinator.share(
+            "cooperative",
+            {"call": secrets.token_hex(8), "groups": [group.digest for group in proposed]},
+        )
         for process, one in enumerate(answers):
             if "failure" in one:
-                raise errors.by_code(one["failure"]["code"])(f"process {process} could not restore: {one['failure']['message']}")
-        agreed = [group for group in proposed if all(group.digest in answers[member]["groups"] for member in group.members)]
+                raise errors.by_code(one["failure"]["code"])(
+                    f"process {process} could not restore: {one['failure']['message']}"
+                )
+        agreed = [
+            group
+            for group in proposed
+            if all(group.digest in answers[member]["groups"] for member in group.members)
+        ]
         _tell(checkpoint, groups, proposed, agreed)
         for group in agreed:
             key = f"{answers[0]['call']}/{group.digest}"
-            self._readings.append(SharedReading(checkpoint, coordinator, link, group.members, group.jobs, key, exchange_bytes(limit)))
+            self._readings.append(
+                SharedReading(
+                    checkpoint,
+                    coordinator,
+                    link,
+                    group.members,
+                    group.jobs,
+                    key,
+                    exchange_bytes(limit),
+                )
+            )
         shared = {id(job) for group in agreed for job in group.jobs}
         return [job for job in jobs if id(job) not in shared], self._readings
 
@@ -156,10 +213,17 @@ class Meeting:
         if self._choice is False:
             return "cooperative=False"
         if self._choice == "auto" and (self.location is None or kind_of(self.location).near):
-            return "the speed of a file system is not known; to read together, give cooperative=True or shardckpt.Bandwidths(…)"
+            return (
+                "the speed of a file system is not known; to read together, give "
+                "cooperative=True or shardckpt.Bandwidths(…)"
+            )
         coordinator = Coordinator.current() if self._given is None else self._given
         note_local_processes(coordinator.world.sharing)
-        link = interconnect_of(coordinator) if coordinator.world.processes > 1 else "the job has one process"
+        link = (
+            interconnect_of(coordinator)
+            if coordinator.world.processes > 1
+            else "the job has one process"
+        )
         return link if isinstance(link, str) else (coordinator, link)
 
 
@@ -178,17 +242,30 @@ class _Group:
         return sum(job.nbytes for job in self.jobs)
 
 
-def _groups(checkpoint: Checkpoint, jobs: Sequence[RestoreJob], world: World, limit: int) -> list[_Group]:
-    """The tensors that this process needs together with others, grouped by those processes; in the same order on all of them."""
+def _groups(
+    checkpoint: Checkpoint, jobs: Sequence[RestoreJob], world: World, limit: int
+) -> list[_Group]:
+    """The tensors that this process needs together with others, grouped by those processes.
+
+    In the same order on all of them.
+    """
     by_members: dict[tuple[int, ...], list[RestoreJob]] = {}
     for job in jobs:
         alone = len(job.landings) > 1 or not job.nbytes or isinstance(job.tensor, MadeTensor)
         sharers = None if alone else job.landings[0].sink.sharers(world)
         if sharers is not None and len(sharers) > 1 and world.process in sharers:
             by_members.setdefault(peers_sharing_reads(sharers, world.process), []).append(job)
-    groups = [_Group(members, sorted(by_members[members], key=lambda job: job.tensor.name)) for members in sorted(by_members)]
+    groups = [
+        _Group(members, sorted(by_members[members], key=lambda job: job.tensor.name))
+        for members in sorted(by_members)
+    ]
     for group in groups:
-        description = [checkpoint.record.attempt, limit, group.members, [_description_of(job) for job in group.jobs]]
+        description = [
+            checkpoint.record.attempt,
+            limit,
+            group.members,
+            [_description_of(job) for job in group.jobs],
+        ]
         group.digest = document_digest(description)[:32]
     return groups
 
@@ -198,21 +275,37 @@ def _description_of(job: RestoreJob) -> list[Any]:
     (landing,) = job.landings
     kinds = [array.dtype.str for array in landing.destinations or ()]
     boxes = [landing.boxes.start.tolist(), landing.boxes.stop.tolist()]
-    return [job.tensor.name, boxes, landing.sink.dtype.name, kinds, job.staged_bytes, job.placing_bytes, job.nbytes]
+    return [
+        job.tensor.name,
+        boxes,
+        landing.sink.dtype.name,
+        kinds,
+        job.staged_bytes,
+        job.placing_bytes,
+        job.nbytes,
+    ]
 
 
 def _say(checkpoint: Checkpoint, why: str) -> None:
     _log.info("%s: every process reads by itself: %s", checkpoint.location, why)
 
 
-def _tell(checkpoint: Checkpoint, groups: Sequence[_Group], proposed: Sequence[_Group], agreed: Sequence[_Group]) -> None:
+def _tell(
+    checkpoint: Checkpoint,
+    groups: Sequence[_Group],
+    proposed: Sequence[_Group],
+    agreed: Sequence[_Group],
+) -> None:
     """Log the choice and its reason."""
     if not groups:
         _say(checkpoint, "no tensor is needed by several processes")
     for group in groups:
         why = ""
         if group.estimate is not None:
-            why = f" (estimate: {group.estimate.together_s:.2g} s together, {group.estimate.alone_s:.2g} s alone)"
+            why = (
+                f" (estimate: {group.estimate.together_s:.2g} s together, "
+                f"{group.estimate.alone_s:.2g} s alone)"
+            )
         together = any(group is other for other in agreed)
         if not together and any(group is other for other in proposed):
             why = " (not all of them restore into the same layouts, with the same options)"

@@ -43,20 +43,30 @@ def find_node(checkpoint: Checkpoint, name: str | None) -> Node:
         if isinstance(node, Branch):
             stack.extend(node.children)
     raise NamesMismatchError(
-        f"{checkpoint.location}: no tensor, leaf or container {name!r}{did_you_mean(name, names)}; `info` without a name lists all."
+        f"{checkpoint.location}: no tensor, leaf or container "
+        f"{name!r}{did_you_mean(name, names)}; `info` without a name lists all."
     )
 
 
 def choose_nodes(node: Node, selects: Callable[[str], bool]) -> Node | None:
-    """The node without its unselected leaves, and without containers that held only those; None if nothing is left."""
+    """The node without its unselected leaves, and without containers that held only those.
+
+    None if nothing is left.
+    """
     if not isinstance(node, Branch):
         return node if selects(node.name) else None
     if not node.children:
         return node if selects(node.name) else None
     kept = [
-        (key, chosen) for key, child in zip(node.keys, node.children, strict=True) if (chosen := choose_nodes(child, selects)) is not None
+        (key, chosen)
+        for key, child in zip(node.keys, node.children, strict=True)
+        if (chosen := choose_nodes(child, selects)) is not None
     ]
-    return replace(node, keys=[key for key, _ in kept], children=[child for _, child in kept]) if kept else None
+    return (
+        replace(node, keys=[key for key, _ in kept], children=[child for _, child in kept])
+        if kept
+        else None
+    )
 
 
 def checkpoint_json(checkpoint: Checkpoint, node: Node) -> dict[str, Any]:
@@ -123,7 +133,9 @@ def tensor_json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         "bytes": info.nbytes,
         "chunk_shape": list(info.chunks),
         "chunks": info.num_chunks,
-        "pieces": [{"start": list(piece.start), "shape": list(piece.shape)} for piece in tensor.pieces],
+        "pieces": [
+            {"start": list(piece.start), "shape": list(piece.shape)} for piece in tensor.pieces
+        ],
         "mesh": None,
         "spec": None,
         "placements": None,
@@ -131,14 +143,23 @@ def tensor_json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
         "tied": list(info.tied_names),
         "base": info.base,
         "difference": tensor.difference,
-        "tensorstore": without_secrets(checkpoint.stock_spec(name)) if checkpoint.has_stock_reader(name) else None,
+        "tensorstore": without_secrets(checkpoint.stock_spec(name))
+        if checkpoint.has_stock_reader(name)
+        else None,
     }
     if isinstance(info.layout, Sharding):
         doc["mesh"], doc["spec"] = info.layout.mesh.to_json(), info.layout.spec.to_json()
     if isinstance(info.layout, Placements):
-        doc["mesh"], doc["placements"] = info.layout.mesh.to_json(), list(map(str, info.layout.placements))
+        doc["mesh"], doc["placements"] = (
+            info.layout.mesh.to_json(),
+            list(map(str, info.layout.placements)),
+        )
     elif info.layout is not None:
-        op_sharding = info.layout.op_sharding(len(info.shape)) if isinstance(info.layout, Sharding) else info.layout
+        op_sharding = (
+            info.layout.op_sharding(len(info.shape))
+            if isinstance(info.layout, Sharding)
+            else info.layout
+        )
         doc["op_sharding"] = op_sharding.to_hlo()
     return doc
 
@@ -147,7 +168,9 @@ def without_secrets(spec: Any) -> Any:
     """A spec of TensorStore to show: headers, which may have a token, only by name."""
     if isinstance(spec, dict):
         return {
-            key: [f"{header.partition(':')[0]}: …" for header in value] if key == "headers" else without_secrets(value)
+            key: [f"{header.partition(':')[0]}: …" for header in value]
+            if key == "headers"
+            else without_secrets(value)
             for key, value in spec.items()
         }
     return spec
@@ -168,7 +191,12 @@ def comparison_json(comparison: Comparison, *, structure: bool, layout: bool) ->
 
 
 def _change_document(change: Change) -> dict[str, Any]:
-    return {"name": change.name, "aspect": change.aspect, "a": _side_document(change.a), "b": _side_document(change.b)}
+    return {
+        "name": change.name,
+        "aspect": change.aspect,
+        "a": _side_document(change.a),
+        "b": _side_document(change.b),
+    }
 
 
 def _side_document(side: Any) -> object:

@@ -1,11 +1,13 @@
 """Reads of a task's bytes from the storage, and the elements in them.
 
-`ReadableChunks` are what holds chunks: an attempt, or a checkpoint of another format (`convert.foreign_chunks`). Their lookup says where
-they lie. Their codec, a function, gives the elements of a task's chunks: it asks for their stored bytes, verified, and decodes them.
+`ReadableChunks` are what holds chunks: an attempt, or a checkpoint of another format
+(`convert.foreign_chunks`). Their lookup says where they lie. Their codec, a function, gives the
+elements of a task's chunks: it asks for their stored bytes, verified, and decodes them.
 
-A chunk that is contiguous in its destination is read directly into it, any other chunk into the thread's scratch buffer. On a local
-disk that is a positional scatter read, on an object store one ranged request. The extension reads raw chunks of an attempt on a local disk,
-verifies them and copies them to their destinations in one call (`Fetch.move`).
+A chunk that is contiguous in its destination is read directly into it, any other chunk into the
+thread's scratch buffer. On a local disk that is a positional scatter read, on an object store one
+ranged request. The extension reads raw chunks of an attempt on a local disk, verifies them and
+copies them to their destinations in one call (`Fetch.move`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from typing import TYPE_CHECKING, Protocol
 import crc32c
 import numpy as np
 
-from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError, StorageError, of_one_tensor
+from shardckpt.errors import (
+    CorruptionError,
+    MissingDataError,
+    ShardckptError,
+    StorageError,
+    of_one_tensor,
+)
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, decompress
 from shardckpt.io import extension
 from shardckpt.io.buffers import MOST_VECTORS, after
@@ -38,15 +46,19 @@ if TYPE_CHECKING:
     from shardckpt.reading.runs import ChunkRun, Place, ReadTask
 
     Ints = NDArray[np.int64]
-    BandOfChunks = tuple[int, int, int, tuple[int, ...], tuple[tuple[NDArray[np.generic], tuple[int, ...], int], ...]]
-    """Offset of the first chunk in the file, number of chunks, bytes of an element, shape of a chunk; and for each place of the band memory
-    for the elements of all its chunks, their first index in each chunk, and the dimension along which chunks follow."""
+    BandOfChunks = tuple[
+        int, int, int, tuple[int, ...], tuple[tuple[NDArray[np.generic], tuple[int, ...], int], ...]
+    ]
+    """Offset of the first chunk in the file, number of chunks, bytes of an element, chunk's shape;
+    and for each place of the band memory for the elements of all its chunks, their first index in
+    each chunk, and the dimension along which chunks follow."""
     BandOfElements = tuple[Band, Sequence[Place], NDArray[np.uint8]]
     """A band, its destinations, and (chunks, bytes) the elements of its chunks."""
     Codec = Callable[[ReadTask, "ReadStored"], Iterator[BandOfElements]]
-    """Gives the elements of a task's chunks, except those that were read directly into their destination.
+    """Gives the elements of a task's chunks, except those that were read to their destination.
 
-    It may ask for the stored bytes of any other task, too: elements may be stored as differences from another chunk.
+    It may ask for the stored bytes of any other task, too: elements may be stored as differences
+    from another chunk.
     """
 
 
@@ -58,21 +70,28 @@ class FetchedChunks:
     payloads: Sequence[memoryview]
     """For each chunk its stored bytes without the checksum."""
     data: NDArray[np.uint8]
-    """The bytes of all runs, one after another, without the elements that were read directly into their destination."""
+    """The bytes of all runs, one after another, without the elements that were read directly into
+    their destination."""
     at: Ints
-    """For each chunk its offset in `data`; for a chunk read into its destination the offset at which only its checksum ends the chunk."""
+    """For each chunk its offset in `data`; for a chunk read into its destination the offset at
+    which only its checksum ends the chunk."""
     bands: Sequence[tuple[Band, Sequence[Place]]]
     """The bands that were not read into their destinations, and their destinations."""
 
     def checksums(self) -> NDArray[np.uint32]:
         """For each chunk the checksum at its end."""
         last = self.at + self.task.chunks.length[self.task.begin : self.task.end] - CHECKSUM_BYTES
-        checksums: NDArray[np.uint32] = self.data[last[:, np.newaxis] + np.arange(CHECKSUM_BYTES)].view("<u4")[:, 0]
+        checksums: NDArray[np.uint32] = self.data[
+            last[:, np.newaxis] + np.arange(CHECKSUM_BYTES)
+        ].view("<u4")[:, 0]
         return checksums
 
     def stored(self, band: Band) -> NDArray[np.uint8]:
         """(chunks, bytes) stored bytes of a band's chunks, which have equal lengths, without their checksums."""
-        begin, length = int(self.at[band.begin - self.task.begin]), int(self.task.chunks.length[band.begin])
+        begin, length = (
+            int(self.at[band.begin - self.task.begin]),
+            int(self.task.chunks.length[band.begin]),
+        )
         rows = self.data[begin : begin + (band.end - band.begin) * length].reshape(-1, length)
         return rows[:, : length - self.task.source.checksum_bytes]
 
@@ -97,9 +116,16 @@ def zstd(task: ReadTask, read: ReadStored) -> Iterator[BandOfElements]:
     for band, places in fetched.bands:
         part = band.chunks.requested.part_of(band.begin)
         for row in range(band.begin, band.end if places else band.begin):
-            where, alone = f"{band.chunks.requested.where(row)}, {task.file}", Band(band.chunks, row, row + 1)
+            where, alone = (
+                f"{band.chunks.requested.where(row)}, {task.file}",
+                Band(band.chunks, row, row + 1),
+            )
             stored = np.asarray(fetched.payloads[row - task.begin])
-            yield alone, places_of([alone])[0], decompress(stored, part.chunk_bytes, where)[np.newaxis]
+            yield (
+                alone,
+                places_of([alone])[0],
+                decompress(stored, part.chunk_bytes, where)[np.newaxis],
+            )
 
 
 CODECS: Mapping[str | None, Codec] = {None: raw, "zstd": zstd}
@@ -107,7 +133,10 @@ CODECS: Mapping[str | None, Codec] = {None: raw, "zstd": zstd}
 
 
 class Resolver(Protocol):
-    """Turns requests for tensors of a checkpoint into requests for stored tensors. Safe to use from several threads."""
+    """Turns requests for tensors of a checkpoint into requests for stored tensors.
+
+    Safe to use from several threads.
+    """
 
     place: Store
     """The place of the checkpoint's own chunks."""
@@ -116,7 +145,8 @@ class Resolver(Protocol):
         """The requests for the stored tensors, each with the source of its chunks, unless that is the reader's own.
 
         Raises:
-            MissingDataError, FormatError: a place that holds chunks is gone, was replaced, or does not hold the tensor.
+            MissingDataError, FormatError: a place that holds chunks is gone, was replaced, or does
+                not hold the tensor.
         """
 
     def check_places(self, requests: Sequence[Request]) -> None:
@@ -138,12 +168,17 @@ class ReadableChunks:
         return requests
 
     def check_places(self, requests: Sequence[Request]) -> None:
-        """See `Resolver`; the attempt was opened by the caller, who compares it with the checkpoint."""
+        """See `Resolver`.
+
+        The attempt was opened by the caller, who compares it with the checkpoint.
+        """
 
     def lengths(self, nbytes: int) -> tuple[int, int]:
         """See `ChunkSource`."""
         most = nbytes + CHECKSUM_BYTES
-        return (most, most) if self.codec is raw else (CHECKSUM_BYTES, most + (most >> 8) + 64)  # ZSTD_compressBound
+        return (
+            (most, most) if self.codec is raw else (CHECKSUM_BYTES, most + (most >> 8) + 64)
+        )  # ZSTD_compressBound
 
     def read_into(self, task: ReadTask, vectors: Sequence[Sequence[memoryview]]) -> None:
         """Read the bytes of each run of a task into its memory, one vector after another.
@@ -168,7 +203,10 @@ class ReadableChunks:
             raise _typed_error(e, task, run) from e
 
     def verify(self, fetched: FetchedChunks) -> None:
-        """Compare each chunk with the table and with its own checksum; CorruptionError if one differs."""
+        """Compare each chunk with the table and with its own checksum.
+
+        CorruptionError if one differs.
+        """
         task = fetched.task
         expected = task.chunks.crc[task.begin : task.end]
         actual = np.fromiter(map(crc32c.crc32c, fetched.payloads), np.uint32, len(expected))
@@ -189,7 +227,8 @@ def damaged_chunk(task: ReadTask, row: int) -> ShardckptError:
     place = f"{task.source.place}/{task.file}, bytes {chunks.offset[row]} to {chunks.stop(row)}"
     return of_one_tensor(
         CorruptionError(
-            f"{chunks.requested.where(row)} is damaged: {place}, do not have the checksum that was written. Replace the file with a backup."
+            f"{chunks.requested.where(row)} is damaged: {place}, do not have the checksum that "
+            "was written. Replace the file with a backup."
         )
     )
 
@@ -209,7 +248,9 @@ class Fetch:
 
     def __call__(self, task: ReadTask, *, direct: bool) -> FetchedChunks:
         """Read a task, as `ReadStored`, but verify nothing."""
-        fetched, vectors = _lay_out(task, _scratch_buffer(self._scratch, task.nbytes, self._least), direct=direct)
+        fetched, vectors = _lay_out(
+            task, _scratch_buffer(self._scratch, task.nbytes, self._least), direct=direct
+        )
         as_readable(task.source).read_into(task, vectors)
         return fetched
 
@@ -220,7 +261,8 @@ class Fetch:
             The row of the first chunk that is damaged; None: all are right.
 
         Raises:
-            MissingDataError, CorruptionError, StorageError: the file is missing or too short, or cannot be read.
+            MissingDataError, CorruptionError, StorageError: the file is missing or too short, or
+                cannot be read.
         """
         chunks, path = task.chunks, task.source.place.local_path(task.file)
         scratch = _scratch_buffer(self._scratch, extension.SCRATCH_BYTES, extension.SCRATCH_BYTES)
@@ -251,12 +293,15 @@ def _read_bands(
         scratch: memory for this call.
 
     Returns:
-        The number of chunks that were read: all of them, or those before the first that cannot be read. And the reason: the system's
-        error, or the end of the file, or None: it does not have its checksum.
+        The number of chunks that were read: all of them, or those before the first that cannot be
+        read. And the reason: the system's error, or the end of the file, or None: it does not have
+        its checksum.
     """
     done = 0
     while done < len(crcs):
-        how, done, error = extension.moving.read_chunks(fd, bands, done, crcs, scratch, extension.LONGEST_S)
+        how, done, error = extension.moving.read_chunks(
+            fd, bands, done, crcs, scratch, extension.LONGEST_S
+        )
         if how == extension.SYSTEM_ERROR:
             return done, OSError(error, os.strerror(error))
         if how == extension.END_OF_FILE:
@@ -275,26 +320,41 @@ def _describe(bands: Sequence[Band]) -> tuple[BandOfChunks, ...]:
         row, array = band.begin - rows.start, chunks.requested.parts[part[band.begin - rows.start]]
         itemsize, sides = array.request.dtype.itemsize, array.piece.chunks
         kind = extension.KINDS[itemsize]
-        to = tuple([(memory.view(kind), _corner(in_chunk, sides), along) for memory, in_chunk, along in places])
+        to = tuple(
+            [
+                (memory.view(kind), _corner(in_chunk, sides), along)
+                for memory, in_chunk, along in places
+            ]
+        )
         described.append((offset[row], band.end - band.begin, itemsize, sides, to))
     return tuple(described)
 
 
 def _corner(in_chunk: Index, chunks: tuple[int, ...]) -> tuple[int, ...]:
     """The first index of a part of a chunk."""
-    return (0,) * len(chunks) if in_chunk is EVERYTHING else tuple(side.start for side in in_chunk if isinstance(side, slice))
+    return (
+        (0,) * len(chunks)
+        if in_chunk is EVERYTHING
+        else tuple(side.start for side in in_chunk if isinstance(side, slice))
+    )
 
 
-def _lay_out(task: ReadTask, data: NDArray[np.uint8], *, direct: bool) -> tuple[FetchedChunks, list[list[memoryview]]]:
+def _lay_out(
+    task: ReadTask, data: NDArray[np.uint8], *, direct: bool
+) -> tuple[FetchedChunks, list[list[memoryview]]]:
     """Assign memory to each byte of a task before it is read: by chunk, and for each run one vector after another.
 
     Args:
         task: the task.
         data: scratch memory, of at least the bytes of the task.
-        direct: whether a chunk's stored bytes are its elements, so that they may be read into their destination.
+        direct: whether a chunk's stored bytes are its elements, so that they may be read into their
+            destination.
     """
     stored, checksum_bytes = data.data, task.source.checksum_bytes
-    offset, length = (column[task.begin : task.end].tolist() for column in (task.chunks.offset, task.chunks.length))
+    offset, length = (
+        column[task.begin : task.end].tolist()
+        for column in (task.chunks.offset, task.chunks.length)
+    )
     places = iter(places_of([band for run in task.runs for band in run.bands]))
     payloads: list[memoryview] = []
     at: list[int] = []
@@ -321,7 +381,9 @@ def _lay_out(task: ReadTask, data: NDArray[np.uint8], *, direct: bool) -> tuple[
                     into.append(stored[kept:free])
                 payloads.append(place[begin : begin + nbytes])
                 into.append(payloads[-1])
-                at.append(free - nbytes)  # only its checksum gets memory: fresh memory costs as much as reading into it
+                at.append(
+                    free - nbytes
+                )  # only its checksum gets memory: fresh memory costs as much as reading into it
                 kept, free = free, free + checksum_bytes
         if kept < free:
             into.append(stored[kept:free])
@@ -361,11 +423,23 @@ def _typed_error(error: Exception, task: ReadTask, run: ChunkRun) -> ShardckptEr
     if isinstance(error, (FileNotFoundError, MissingDataError)):
         return of_one_tensor(MissingDataError(f"{first} is missing; put it back from a backup."))
     if isinstance(error, (EOFError, CorruptionError)):
-        # Chunks are in order of offset; the error names the first one that reaches beyond the end of the file.
-        row = bisect_left(range(run.begin, run.end - 1), True, key=lambda row: not place.is_longer(task.file, chunks.stop(row) - 1))
+        # Chunks are in order of offset; the error names the first one that reaches beyond the end
+        # of the file.
+        row = bisect_left(
+            range(run.begin, run.end - 1),
+            True,
+            key=lambda row: not place.is_longer(task.file, chunks.stop(row) - 1),
+        )
         row += run.begin
         where = f"{chunks.requested.where(row)}: {place}/{task.file}"
-        return of_one_tensor(CorruptionError(f"{where} is cut off before byte {chunks.stop(row)}; replace it with a backup."))
+        return of_one_tensor(
+            CorruptionError(
+                f"{where} is cut off before byte {chunks.stop(row)}; replace it with a backup."
+            )
+        )
     if not isinstance(error, ShardckptError):
-        return StorageError(f"{chunks.requested.where(run.begin)}: cannot read {failure_at(f'{place}/{task.file}', error)}")
+        return StorageError(
+            f"{chunks.requested.where(run.begin)}: cannot read "
+            f"{failure_at(f'{place}/{task.file}', error)}"
+        )
     return StorageError(f"{first} cannot be read ({error}).")

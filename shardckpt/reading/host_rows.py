@@ -1,16 +1,20 @@
 """Rows of the table of all chunks, read from the hosts' own chunk tables.
 
-In the table of all hosts, a tensor's rows lie together, whichever host wrote its chunks. A process that needs a little of each of a
-thousand tensors finds a row or two in each of a thousand places. A host's own table has the rows of everything that the host wrote
-side by side. A process that needs a little of everything mostly needs all that one host or a few hosts wrote, which takes two
-requests per host: its record and its table.
+In the table of all hosts, a tensor's rows lie together, whichever host wrote its chunks. A process
+that needs a little of each of a thousand tensors finds a row or two in each of a thousand places. A
+host's own table has the rows of everything that the host wrote side by side. A process that needs a
+little of everything mostly needs all that one host or a few hosts wrote, which takes two requests
+per host: its record and its table.
 
 1. A known row shows which host wrote a chunk: its data file lies in the host's folder.
-2. The record is compared with its digest in the commit record, the table with its digest in the record, each block with the table's
-   header, and every row with its array in the table of all hosts.
-3. A row's number in the table of all hosts is its array's first row plus its position. Rows are looked up here by that number.
+2. The record is compared with its digest in the commit record, the table with its digest in the
+   record, each block with the table's header, and every row with its array in the table of all
+   hosts.
+3. A row's number in the table of all hosts is its array's first row plus its position. Rows are
+   looked up here by that number.
 
-A host whose record or table is gone, damaged or refused has no rows here; the table of all hosts has the same rows.
+A host whose record or table is gone, damaged or refused has no rows here; the table of all hosts
+has the same rows.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ REQUEST_BYTES = 1 << 20
 MOST_BYTES = 32 << 20
 """Most bytes of rows from hosts' tables that are kept at a time."""
 _SKIPPED_ERRORS = (CorruptionError, FormatError, StorageError)
-"""Errors after which a host is skipped: a storage may refuse its files alone; if all fails, the table of all hosts fails too."""
+"""Errors after which a host is skipped: a storage may refuse its files alone; if all fails, the
+table of all hosts fails too."""
 _FOLDER = re.compile(r"hosts/(\d{1,9})(?:-[^/]*)?/")
 
 
@@ -58,7 +63,12 @@ class HostRows:
     """Rows of some hosts. Safe to use from several threads."""
 
     def __init__(
-        self, place: Store, records: Sequence[FileReference], header: TableHeader, first: Mapping[str, int], count: Callable[[int], object]
+        self,
+        place: Store,
+        records: Sequence[FileReference],
+        header: TableHeader,
+        first: Mapping[str, int],
+        count: Callable[[int], object],
     ) -> None:
         """Nothing is read yet.
 
@@ -81,12 +91,18 @@ class HostRows:
 
     def least_cost(self, hosts: Sequence[int]) -> float:
         """Estimated cost of reading these hosts' tables, in requests, for tables of average size."""
-        return cost(2 * len(hosts), len(hosts) * self._header.rows * ROW.itemsize // len(self._records))
+        return cost(
+            2 * len(hosts), len(hosts) * self._header.rows * ROW.itemsize // len(self._records)
+        )
 
     def hosts_of(self, files: NDArray[np.uint32]) -> list[int]:
         """Hosts that wrote some of those files of the table of all hosts and have not been read, the one with the most rows first."""
         number, times = np.unique(files, return_counts=True)
-        names = (self._header.files[i] for i in number[np.argsort(-times, kind="stable")].tolist() if i < len(self._header.files))
+        names = (
+            self._header.files[i]
+            for i in number[np.argsort(-times, kind="stable")].tolist()
+            if i < len(self._header.files)
+        )
         hosts = dict.fromkeys(int(match[1]) for match in map(_FOLDER.match, names) if match)
         return [host for host in hosts if host < len(self._records) and host not in self._asked]
 
@@ -123,20 +139,27 @@ class HostRows:
         room = self._make_room(nbytes, hosts, needed)
         ends = accumulate(record.table.size for record in records.values())
         left_out = {host for host, end in zip(records, ends, strict=True) if end > room}
-        tables = map_on_threads(self._table, [record for host, record in records.items() if host not in left_out])
+        tables = map_on_threads(
+            self._table, [record for host, record in records.items() if host not in left_out]
+        )
         with self._lock:
             self._asked -= left_out
             self._add([table for table in tables if table is not None])
         return inf if left_out else spent + costs
 
     def _make_room(self, nbytes: int, hosts: Sequence[int], needed: NDArray[np.int64]) -> int:
-        """Drop rows that are not needed if `nbytes` more bytes do not fit; return how many bytes fit then."""
+        """Drop rows that are not needed if `nbytes` more bytes do not fit.
+
+        Return how many bytes fit then.
+        """
         with self._lock:
             numbers, rows = self._known
             if rows.nbytes + nbytes > MOST_BYTES:
                 kept = np.isin(numbers, needed)
                 numbers, rows = self._known = numbers[kept], rows[kept]
-                self._asked = set(hosts)  # rows of other hosts may be dropped, so those hosts may be read again
+                self._asked = set(
+                    hosts
+                )  # rows of other hosts may be dropped, so those hosts may be read again
             return MOST_BYTES - rows.nbytes
 
     def _record(self, host: int) -> HostFiles | None:
@@ -155,15 +178,29 @@ class HostRows:
             return None
 
     def _renumber(self, table: Table) -> tuple[NDArray[np.int64], NDArray[np.void]] | None:
-        """The rows of a host's table, renumbered for the table of all hosts; None if that table lacks some of them."""
+        """The rows of a host's table, renumbered for the table of all hosts.
+
+        None if that table lacks some of them.
+        """
         counts = np.fromiter(table.counts.values(), np.int64, len(table.counts))
         first, end = (
-            np.repeat(np.fromiter(map(column.get, table.counts, [0] * len(counts)), np.int64, len(counts)), counts)
+            np.repeat(
+                np.fromiter(
+                    map(column.get, table.counts, [0] * len(counts)), np.int64, len(counts)
+                ),
+                counts,
+            )
             for column in (self._first, self._header.counts)
         )
-        files = np.fromiter((self._file.get(name, -1) for name in table.files), np.int64, len(table.files))
+        files = np.fromiter(
+            (self._file.get(name, -1) for name in table.files), np.int64, len(table.files)
+        )
         rows = table.rows
-        if (files < 0).any() or (rows.file >= len(files)).any() or (rows.chunk >= end.astype(np.uint64)).any():
+        if (
+            (files < 0).any()
+            or (rows.file >= len(files)).any()
+            or (rows.chunk >= end.astype(np.uint64)).any()
+        ):
             return None
         renumbered = np.empty(len(rows), ROW)
         for name in ROW.names or ():

@@ -1,10 +1,10 @@
 """Landings: the places that stored tensors go to, checked before anything is read.
 
-A `RestoreJob` is one stored tensor with a `Landing` for every place that it goes to. A landing has the needed boxes and provides memory
-for them. At the end the elements go to its sink.
+A `RestoreJob` is one stored tensor with a `Landing` for every place that it goes to. A landing has
+the needed boxes and provides memory for them. At the end the elements go to its sink.
 
-With `naming.adapt` a job may also be a tensor that is made of several stored ones, and a landing may have another size than the
-tensor: it needs what both have, and the rest of it is zero.
+With `naming.adapt` a job may also be a tensor that is made of several stored ones, and a landing
+may have another size than the tensor: it needs what both have, and the rest of it is zero.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.generic]
 SLOTS, COPIED = 5, 2
-"""Most batches in memory at a time where devices copy; and those of them that are being copied, or about to be, while others are read."""
+"""Most batches in memory at a time where devices copy; and those of them that are being copied, or
+about to be, while others are read."""
 
 
 class Landing:
@@ -57,12 +58,15 @@ class Landing:
         self.buffers: list[Array] = self.destinations or []
         """One buffer per box of the sink: the leaf's own memory, or what `prepare` provides."""
         self.filled: list[int] | None = None
-        """The sink's boxes that have elements of the tensor, if the sink is larger than that: those that `boxes` has, cut. None: all."""
+        """The sink's boxes that have elements of the tensor, if the sink is larger than that: those
+        that `boxes` has, cut. None: all."""
         if sink.shape != tensor.shape and any(map(gt, sink.shape, tensor.shape)):
             stop = np.minimum(sink.boxes.stop, tensor.shape)
             self.filled = np.flatnonzero((sink.boxes.start < stop).all(axis=1)).tolist()
             self.boxes = BoxArray(sink.boxes.start[self.filled], stop[self.filled])
-        self.memory: Sequence[Array] = sink.memory if self.destinations is None else self.destinations
+        self.memory: Sequence[Array] = (
+            sink.memory if self.destinations is None else self.destinations
+        )
         """The leaf's own memory: only to compare addresses, as it may be on a device."""
         same = sink.dtype is tensor.dtype or sink.dtype == tensor.dtype
         self.converts = not same or not all([v.dtype.isnative for v in self.destinations or ()])  # noqa: C419  (faster than a generator)
@@ -70,7 +74,9 @@ class Landing:
         self.staged_bytes = 0
         """Host bytes that it needs in addition to its own memory."""
         if self.destinations is None and not sink.adopts:
-            self.staged_bytes = sum(round_up(prod(shape) * sink.dtype.numpy.itemsize) for shape in sink.buffer_shapes)
+            self.staged_bytes = sum(
+                round_up(prod(shape) * sink.dtype.numpy.itemsize) for shape in sink.buffer_shapes
+            )
 
     @property
     def fills_leaf(self) -> bool:
@@ -91,10 +97,15 @@ class Landing:
         """Provide buffers in the sink's dtype, unless the leaf has its own memory: memory that the sink keeps, or leased memory."""
         if self.destinations is None:
             memory = arena if self.sink.adopts else lease
-            self.buffers = [memory.array(shape, self.sink.dtype.numpy) for shape in self.sink.buffer_shapes]
+            self.buffers = [
+                memory.array(shape, self.sink.dtype.numpy) for shape in self.sink.buffer_shapes
+            ]
 
     def within(self, part: Box) -> Landing | None:
-        """The landing of the elements inside a part of the tensor; None if it needs none of them. Only for `divisible` sinks."""
+        """The landing of the elements inside a part of the tensor; None if it needs none of them.
+
+        Only for `divisible` sinks.
+        """
         sink = self.sink.within(part)
         if sink is None:
             return None
@@ -136,27 +147,40 @@ class RestoreJob:
     @property
     def is_in_place(self) -> bool:
         """Whether chunks are read straight into the leaves' own memory, and nothing remains to be copied."""
-        return not self.placing_bytes and all(landing.destinations is not None for landing in self.landings)
+        return not self.placing_bytes and all(
+            landing.destinations is not None for landing in self.landings
+        )
 
     def divided(self, room: int) -> list[RestoreJob]:
         """The job in parts that need `room` bytes of staging, if all its sinks can be filled in parts; no chunk is read for two parts.
 
         A part needs more if its chunks do, or if pieces of the tensor divide each other.
         """
-        if self.staged_bytes <= room or not all(one.sink.divisible and one.filled is None for one in self.landings):
+        if self.staged_bytes <= room or not all(
+            one.sink.divisible and one.filled is None for one in self.landings
+        ):
             return [self]
         boxes = [landing.boxes for landing in self.landings]
-        start, stop = np.concatenate([b.start for b in boxes]).min(axis=0), np.concatenate([b.stop for b in boxes]).max(axis=0)
+        start, stop = (
+            np.concatenate([b.start for b in boxes]).min(axis=0),
+            np.concatenate([b.stop for b in boxes]).max(axis=0),
+        )
         around = Box(tuple(start.tolist()), tuple(stop.tolist()))
         parts = cut(around, self.tensor.pieces, room, Order.HALVES, size=self._needs)
-        inside = ([inner for landing in self.landings if (inner := landing.within(part.box)) is not None] for part in parts)
+        inside = (
+            [inner for landing in self.landings if (inner := landing.within(part.box)) is not None]
+            for part in parts
+        )
         return [RestoreJob(self.tensor, landings) for landings in inside if landings]
 
     def _needs(self, part: Box) -> int:
         """Bytes of staging for a part of the tensor."""
         needed = 0
         for landing in self.landings:
-            start, stop = np.maximum(landing.boxes.start, part.start), np.minimum(landing.boxes.stop, part.stop)
+            start, stop = (
+                np.maximum(landing.boxes.start, part.start),
+                np.minimum(landing.boxes.stop, part.stop),
+            )
             sizes = np.maximum(stop - start, 0).prod(axis=1) * landing.sink.dtype.numpy.itemsize
             needed += sum(map(round_up, sizes.tolist()))
         return needed
@@ -164,13 +188,19 @@ class RestoreJob:
     @property
     def stored(self) -> tuple[TensorRecord, ...]:
         """The stored tensors that are read."""
-        return tuple(record for _, record in self.tensor.sources) if isinstance(self.tensor, MadeTensor) else (self.tensor,)
+        return (
+            tuple(record for _, record in self.tensor.sources)
+            if isinstance(self.tensor, MadeTensor)
+            else (self.tensor,)
+        )
 
     def requests(self) -> list[Request]:
         """Requests for all boxes of all landings, so that a chunk that several of them need is read once."""
         if len(self.landings) == 1 and not isinstance(self.tensor, MadeTensor):
             (landing,) = self.landings
-            return [Request.of(self.tensor, landing.boxes, landing.targets, converts=landing.converts)]
+            return [
+                Request.of(self.tensor, landing.boxes, landing.targets, converts=landing.converts)
+            ]
         converts = any(landing.converts for landing in self.landings)
         boxes = BoxArray.concatenate([landing.boxes for landing in self.landings])
         buffers = [buffer for landing in self.landings for buffer in landing.targets]
@@ -182,13 +212,20 @@ class RestoreJob:
 class Staging:
     """The buffers of batches: leased, filled, handed to sinks, and given back when no device copies from them any more."""
 
-    def __init__(self, pool: BufferPool | None, placers: Mapping[type[Placer], Placer], least: int, placed: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        pool: BufferPool | None,
+        placers: Mapping[type[Placer], Placer],
+        least: int,
+        placed: Callable[[int], None],
+    ) -> None:
         """Lease nothing yet.
 
         Args:
             pool: leases the buffers; None: none are needed.
             placers: copy to devices, by the class that sinks name.
-            least: least bytes of a buffer that a placer copies from: buffers of one size are reused.
+            least: least bytes of a buffer that a placer copies from: buffers of one size are
+                reused.
             placed: called with the bytes of each batch that has arrived.
         """
         self._pool = pool
@@ -201,7 +238,10 @@ class Staging:
         self._under_way: deque[tuple[list[Lease], list[Transfer], int]] = deque()
 
     def lend(self, batch: Sequence[RestoreJob], wait: bool) -> list[Lease] | None:
-        """Provide buffers for a batch, and return their leases, of which it may need none. None: there is no room, and `wait` is False."""
+        """Provide buffers for a batch, and return their leases, of which it may need none.
+
+        None: there is no room, and `wait` is False.
+        """
         if self._pool is None or self._arena is None:
             return []
         nbytes = max(self._least, sum(job.staged_bytes for job in batch))
@@ -221,7 +261,10 @@ class Staging:
         return [lease]
 
     def place(self, batch: Sequence[RestoreJob], leases: list[Lease]) -> dict[str, object]:
-        """Hand the elements of a batch to the sinks, and return the restored leaves by name; the buffers are released."""
+        """Hand the elements of a batch to the sinks, and return the restored leaves by name.
+
+        The buffers are released.
+        """
         restored: dict[str, object] = {}
         groups: dict[type[Placer], list[Landing]] = {}
         for job in batch:
@@ -237,7 +280,9 @@ class Staging:
                 landing.buffers = []
         arrivals = []
         for kind, landings in groups.items():
-            leaves, arrival = self._placers[kind].place([(landing.sink, landing.buffers) for landing in landings])
+            leaves, arrival = self._placers[kind].place(
+                [(landing.sink, landing.buffers) for landing in landings]
+            )
             arrivals.append(arrival)
             for landing, leaf in zip(landings, leaves, strict=True):
                 restored |= dict.fromkeys(landing.names, leaf)
@@ -292,13 +337,21 @@ def sinks_of(
     frameworks.settle(leaf for targets in leaves.values() for _, leaf in targets)
     for stored, targets in leaves.items():
         tensor = record(stored)
-        yield stored, [(name, frameworks.target(name, leaf, tensor.shape, tensor.dtype)) for name, leaf in targets]
+        yield (
+            stored,
+            [
+                (name, frameworks.target(name, leaf, tensor.shape, tensor.dtype))
+                for name, leaf in targets
+            ],
+        )
 
 
 def sink_of_number(name: str, leaf: object, number: object) -> tuple[Sink, Array]:
     """The place of a tensor for which a number is stored, and what goes there."""
     natural = np.asarray(number).dtype
-    sink = frameworks.target(name, leaf, (), by_name("int64") if natural.kind == "O" else of_numpy(natural))
+    sink = frameworks.target(
+        name, leaf, (), by_name("int64") if natural.kind == "O" else of_numpy(natural)
+    )
     return sink, array_of_number(number, sink.dtype.numpy, name)
 
 
@@ -324,23 +377,31 @@ def restore_jobs(
         tensor = record(stored)
         landings: dict[Hashable, Landing] = {}
         for name, sink in sinks:
-            if sink.shape != tensor.shape and not (adaptation is not None and adaptation.fits(name, tensor, sink)):
-                words = getattr(sink, "word_dims", 0)  # of JAX keys, whose own shape has no dimensions of words
-                stored_shape, own_shape = (shape[: len(shape) - words] for shape in (tensor.shape, sink.shape))
+            if sink.shape != tensor.shape and not (
+                adaptation is not None and adaptation.fits(name, tensor, sink)
+            ):
+                words = getattr(
+                    sink, "word_dims", 0
+                )  # of JAX keys, whose own shape has no dimensions of words
+                stored_shape, own_shape = (
+                    shape[: len(shape) - words] for shape in (tensor.shape, sink.shape)
+                )
                 raise ShapeMismatchError(
-                    f"{name}: {checkpoint.location} has shape {stored_shape}, the leaf to restore into has {own_shape}; "
-                    f"make them equal, {_fit_advice(name, tensor.shape, sink.shape, words)}or leave the tensor out with only=."
+                    f"{name}: {checkpoint.location} has shape {stored_shape}, the leaf to restore "
+                    f"into has {own_shape}; make them equal, "
+                    f"{_fit_advice(name, tensor.shape, sink.shape, words)}or leave the tensor out "
+                    "with only=."
                 )
             same = sink.dtype is tensor.dtype or sink.dtype == tensor.dtype
             if not same and not cast:
                 raise DtypeMismatchError(
-                    f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, the leaf to restore into has {sink.dtype.name}; "
-                    f"pass cast=True to convert."
+                    f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, the leaf to "
+                    f"restore into has {sink.dtype.name}; pass cast=True to convert."
                 )
             if not same and not castable(tensor.dtype, sink.dtype):
                 raise DtypeMismatchError(
-                    f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, which cannot be converted to {sink.dtype.name}; "
-                    f"restore it as it is."
+                    f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, which cannot "
+                    f"be converted to {sink.dtype.name}; restore it as it is."
                 )
             # Tied leaves with equal sinks get one object, because they were one object when saved.
             if sink.tie_key not in landings:
@@ -357,12 +418,18 @@ def _fit_advice(name: str, stored: Sequence[int], own: Sequence[int], words: int
         return ""
     if all(a <= b for a, b in zip(stored, own, strict=True)):
         return f"pass fit={{'{name}': 'pad'}} to fill the rest with zeros, "
-    return f"pass fit={{'{name}': 'slice'}} to restore its first part, " if all(map(ge, stored, own)) else ""
+    return (
+        f"pass fit={{'{name}': 'slice'}} to restore its first part, "
+        if all(map(ge, stored, own))
+        else ""
+    )
 
 
 def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:
     """Raise if two destinations that are filled in place share memory: several threads write, in no particular order."""
-    arrays = [(array, landing) for job in jobs for landing in job.landings for array in landing.memory]
+    arrays = [
+        (array, landing) for job in jobs for landing in job.landings for array in landing.memory
+    ]
     bounds = np.array([_bounds(array) for array, _ in arrays], np.int64).reshape(-1, 2)
     order = np.lexsort((bounds[:, 1], bounds[:, 0]))
     bounds = bounds[order]
@@ -376,9 +443,10 @@ def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:
             same_view = landing.tensor is before.tensor and landing.view == before.view
             if not same_view and share_memory(array, other):
                 raise StructureMismatchError(
-                    f"{landing.names[0]}: in `like` it shares memory with {before.names[0]}, so both cannot be restored in place; give "
-                    f"each a tensor of its own. If they are one tied parameter that an imported file stored twice, import the file "
-                    f"again with exclude= for one of the names, and restore with strict=False."
+                    f"{landing.names[0]}: in `like` it shares memory with {before.names[0]}, so "
+                    "both cannot be restored in place; give each a tensor of its own. If they "
+                    "are one tied parameter that an imported file stored twice, import the file "
+                    "again with exclude= for one of the names, and restore with strict=False."
                 )
         open_until.append((stop, array, landing))
 
@@ -392,7 +460,10 @@ def _bounds(array: Array) -> tuple[int, int]:
 
 
 def share_memory(a: Array, b: Array) -> bool:
-    """Whether an element of one array lies in the memory of the other; True if that cannot be decided quickly."""
+    """Whether an element of one array lies in the memory of the other.
+
+    True if that cannot be decided quickly.
+    """
     try:
         return bool(np.shares_memory(a, b, max_work=100_000))  # type: ignore[arg-type]  # numpy takes any number here
     except np.exceptions.TooHardError:

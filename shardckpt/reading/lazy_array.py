@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     """Fills memory with the elements of boxes."""
 
 MOST_BOXES = 1 << 16
-"""Most boxes of one read. An index with steps that selects more is read together with what lies between."""
+"""Most boxes of one read. An index with steps that selects more is read together with what lies
+between."""
 
 
 class LazyArray:
-    """A tensor of which indexing reads the selected part, as a numpy array. Read-only, and safe to use from several threads.
+    """A tensor of which indexing reads the selected part, as a numpy array.
+
+    Read-only, and safe to use from several threads.
 
     >>> import shardckpt, numpy as np, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -35,9 +38,18 @@ class LazyArray:
     """
 
     def __init__(
-        self, name: str, shape: tuple[int, ...], dtype: DType, sharding: StoredLayout | None, read: ReadBoxes, chunks: tuple[int, ...]
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: DType,
+        sharding: StoredLayout | None,
+        read: ReadBoxes,
+        chunks: tuple[int, ...],
     ) -> None:
-        """See `Checkpoint.__getitem__`; `read` gets memory with the dtype's numpy type, `chunks` is the shape of a chunk."""
+        """See `Checkpoint.__getitem__`.
+
+        `read` gets memory with the dtype's numpy type, `chunks` is the shape of a chunk.
+        """
         self.name = name
         self.shape = shape
         self.sharding = sharding
@@ -82,16 +94,27 @@ class LazyArray:
         """Read a part, selected by integers, slices (with steps) and an ellipsis, as in numpy.
 
         Raises:
-            IndexError: the index lies outside the array, or has too many entries or others than these.
-            CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or cannot be read.
+            IndexError: the index lies outside the array, or has too many entries or others than
+                these.
+            CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or
+                cannot be read.
         """
-        chosen = [_choose(entry, n, self.name) for entry, n in zip(self._entries(index), self.shape, strict=True)]
+        chosen = [
+            _choose(entry, n, self.name)
+            for entry, n in zip(self._entries(index), self.shape, strict=True)
+        ]
         out = np.empty([len(indices) for indices, _ in chosen], self.dtype)
         runs = [_runs(indices) for indices, _ in chosen]
-        if out.size and np.prod([len(runs_of_dimension) for runs_of_dimension in runs], dtype=float) <= MOST_BOXES:
+        if (
+            out.size
+            and np.prod([len(runs_of_dimension) for runs_of_dimension in runs], dtype=float)
+            <= MOST_BOXES
+        ):
             boxes, places = [], []
             for run in product(*runs):
-                boxes.append(Box(tuple(first for first, _, _ in run), tuple(last for _, last, _ in run)))
+                boxes.append(
+                    Box(tuple(first for first, _, _ in run), tuple(last for _, last, _ in run))
+                )
                 inside: Any = (*(where for _, _, where in run), ...)
                 places.append(out[inside])
             self._read(boxes, places)
@@ -100,13 +123,20 @@ class LazyArray:
             box = Box(start, tuple(max(indices) + 1 for indices, _ in chosen))
             whole = np.empty(box.shape, self.dtype)
             self._read([box], [whole])
-            out = whole[np.ix_(*(np.array(indices) - a for (indices, _), a in zip(chosen, start, strict=True)))]
+            out = whole[
+                np.ix_(
+                    *(np.array(indices) - a for (indices, _), a in zip(chosen, start, strict=True))
+                )
+            ]
         return out[tuple(0 if scalar else slice(None) for _, scalar in chosen)]
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         """All elements."""
         if copy is False:
-            raise ValueError(f"{self.name}: its elements are in a storage, so numpy must copy them; leave out copy=False")
+            raise ValueError(
+                f"{self.name}: its elements are in a storage, so numpy must copy them; leave out "
+                "copy=False"
+            )
         elements: NDArray[Any] = np.asarray(self[...])
         return elements if dtype is None else elements.astype(dtype, copy=False)
 
@@ -136,7 +166,11 @@ class LazyArray:
         if len(dots) > 1 or len(entries) - len(dots) > self.ndim:
             raise IndexError(f"{self.name}: too many indices for the shape {self.shape}")
         at = dots[0] if dots else len(entries)
-        return [*entries[:at], *[slice(None)] * (self.ndim - len(entries) + len(dots)), *entries[at + len(dots) :]]
+        return [
+            *entries[:at],
+            *[slice(None)] * (self.ndim - len(entries) + len(dots)),
+            *entries[at + len(dots) :],
+        ]
 
 
 def _choose(entry: Any, n: int, name: str) -> tuple[range, bool]:
@@ -145,7 +179,9 @@ def _choose(entry: Any, n: int, name: str) -> tuple[range, bool]:
         return range(*entry.indices(n)), False
     if isinstance(entry, int | np.integer) and not isinstance(entry, bool | np.bool_):
         if not -n <= entry < n:
-            raise IndexError(f"{name}: index {entry} is out of bounds for a dimension of length {n}")
+            raise IndexError(
+                f"{name}: index {entry} is out of bounds for a dimension of length {n}"
+            )
         at = int(entry) % n
         return range(at, at + 1), True
     raise IndexError(f"{name}: index with integers, slices and ..., or read a part and index that")

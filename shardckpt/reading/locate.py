@@ -1,14 +1,17 @@
 """Locating: which stored chunks some boxes of some tensors need, where their elements go, and where the chunks lie.
 
-All data is in columns with a row per chunk. A restore of small tensors reads tens of thousands of chunks, and Python code that
-runs once per chunk would slow it down.
+All data is in columns with a row per chunk. A restore of small tensors reads tens of thousands of
+chunks, and Python code that runs once per chunk would slow it down.
 
-1. The boxes of all requests are concatenated, each with the array that it is read from. `plan.pieces.overlaps_of` pairs the chunks of
-   all arrays with the boxes that they touch.
-2. The pairs of one chunk become its *targets*: for each box that needs a part of the chunk, which part, and where it goes.
-3. The chunk table (`Lookup`) gives the file, offset, length and checksum of each chunk. The table is untrusted input. The code
-   checks that it has every chunk, and that no length is impossible, before it allocates memory.
-4. Rows are selected, sorted and cut as arrays. The names for a message are built from a row only when there is a message.
+1. The boxes of all requests are concatenated, each with the array that it is read from.
+   `plan.pieces.overlaps_of` pairs the chunks of all arrays with the boxes that they touch.
+2. The pairs of one chunk become its *targets*: for each box that needs a part of the chunk, which
+   part, and where it goes.
+3. The chunk table (`Lookup`) gives the file, offset, length and checksum of each chunk. The table
+   is untrusted input. The code checks that it has every chunk, and that no length is impossible,
+   before it allocates memory.
+4. Rows are selected, sorted and cut as arrays. The names for a message are built from a row only
+   when there is a message.
 """
 
 from __future__ import annotations
@@ -66,19 +69,35 @@ class Request:
     boxes: BoxArray
     """The requested boxes, in the tensor's indices."""
     buffers: Sequence[Array]
-    """One array per box, with the box at its start (the array may be larger). Its dtype is `dtype`, or any other if elements convert."""
+    """One array per box, with the box at its start (the array may be larger). Its dtype is `dtype`,
+    or any other if elements convert."""
     convert_from: np.dtype[np.generic] | None = None
-    """dtype that the stored elements mean, if buffers have another dtype; None: all buffers have `dtype`."""
+    """dtype that the stored elements mean, if buffers have another dtype; None: all buffers have
+    `dtype`."""
     source: ChunkSource | None = None
     """The attempt that holds the chunks; None: the reader's own."""
 
     @classmethod
-    def of(cls, tensor: TensorRecord, boxes: BoxArray, buffers: Sequence[Array], *, converts: bool = False) -> Request:
-        """A request for boxes of a tensor. Buffers have its dtype, in memory or as stored; or any other, if elements are converted."""
+    def of(
+        cls,
+        tensor: TensorRecord,
+        boxes: BoxArray,
+        buffers: Sequence[Array],
+        *,
+        converts: bool = False,
+    ) -> Request:
+        """A request for boxes of a tensor.
+
+        Buffers have its dtype, in memory or as stored; or any other, if elements are converted.
+        """
         stored = tensor.dtype.storage
         if converts:
-            return cls(tensor.name, stored, tensor.pieces, boxes, buffers, convert_from=tensor.dtype.numpy)
-        stored_buffers = [buffer if buffer.dtype == stored else buffer.view(stored) for buffer in buffers]
+            return cls(
+                tensor.name, stored, tensor.pieces, boxes, buffers, convert_from=tensor.dtype.numpy
+            )
+        stored_buffers = [
+            buffer if buffer.dtype == stored else buffer.view(stored) for buffer in buffers
+        ]
         return cls(tensor.name, stored, tensor.pieces, boxes, stored_buffers)
 
 
@@ -89,24 +108,34 @@ class TensorBoxes:
         self.boxes: list[BoxArray] = []
         self.buffers: list[Array] = []
 
-    def add(self, view: View, boxes: BoxArray, buffers: Sequence[Array], begins: Ints | None = None) -> None:
+    def add(
+        self, view: View, boxes: BoxArray, buffers: Sequence[Array], begins: Ints | None = None
+    ) -> None:
         """Add what a view of the tensor has of some boxes.
 
         Args:
             view: places a box of the tensor in an output.
             boxes: boxes of the output.
             buffers: for each an array that holds the box.
-            begins: (n, ndim) index of each array's first element in the output; None: the box is at its start.
+            begins: (n, ndim) index of each array's first element in the output; None: the box is at
+                its start.
         """
         inside, which = view.inside, boxes.overlapping(view.inside)
         if not len(which):
             return
         first = boxes.start[which]
-        common = BoxArray(np.maximum(first, inside.start), np.minimum(boxes.stop[which], inside.stop))
+        common = BoxArray(
+            np.maximum(first, inside.start), np.minimum(boxes.stop[which], inside.stop)
+        )
         self.boxes.append(view.back(common))
         if begins is not None:
             first = begins[which]
-        for i, begin, end in zip(which.tolist(), (common.start - first).tolist(), (common.stop - first).tolist(), strict=True):
+        for i, begin, end in zip(
+            which.tolist(),
+            (common.start - first).tolist(),
+            (common.stop - first).tolist(),
+            strict=True,
+        ):
             part: Any = (*map(slice, begin, end), ...)
             self.buffers.append(view.part(buffers[i][part]))
 
@@ -127,17 +156,26 @@ class ReadList:
 
     def requests(self) -> list[Request]:
         """A request for each tensor of which anything is needed."""
-        return [parts.request(tensor, converts=converts) for (_, converts), (tensor, parts) in self._parts.items() if parts.boxes]
+        return [
+            parts.request(tensor, converts=converts)
+            for (_, converts), (tensor, parts) in self._parts.items()
+            if parts.boxes
+        ]
 
 
 @record
 class MadeTensor(TensorRecord):
-    """A tensor that is made of stored ones, which no checkpoint has by itself; its pieces are those of these, in its own indices."""
+    """A tensor that is made of stored ones, which no checkpoint has by itself.
+
+    Its pieces are those of these, in its own indices.
+    """
 
     sources: tuple[tuple[View, TensorRecord], ...] = ()
     """The stored tensors, and which of its elements each has."""
 
-    def requests(self, boxes: BoxArray, buffers: Sequence[Array], *, converts: bool) -> list[Request]:
+    def requests(
+        self, boxes: BoxArray, buffers: Sequence[Array], *, converts: bool
+    ) -> list[Request]:
         """Requests for the stored elements of boxes; for the arguments see `Request.of`."""
         reads = ReadList()
         for view, stored in self.sources:
@@ -169,9 +207,11 @@ class CopyTargets:
     count: Ints
     """(n,) number of pairs of each chunk."""
     box: Ints
-    """(p,) index of the box, and so of the buffer. This field and the next two have a row per pair."""
+    """(p,) index of the box, and so of the buffer. This field and the next two have a row per
+    pair."""
     in_chunk: BoxArray
-    """Common part, in the chunk. A tensor with fewer dimensions than others has leading dimensions 0 to 1 added."""
+    """Common part, in the chunk. A tensor with fewer dimensions than others has leading dimensions
+    0 to 1 added."""
     in_box: BoxArray
     """Common part, in the box and so in the buffer; dimensions are padded like in `in_chunk`."""
 
@@ -186,7 +226,10 @@ class CopyTargets:
         count = self.count[rows]
         first = np.cumsum(count) - count
         pairs = np.repeat(self.first[rows] - first, count) + np.arange(int(count.sum()))
-        in_chunk, in_box = (BoxArray(boxes.start[pairs], boxes.stop[pairs]) for boxes in (self.in_chunk, self.in_box))
+        in_chunk, in_box = (
+            BoxArray(boxes.start[pairs], boxes.stop[pairs])
+            for boxes in (self.in_chunk, self.in_box)
+        )
         return CopyTargets(self.buffers, first, count, self.box[pairs], in_chunk, in_box)
 
     def target(self, pair: int, ndim: int) -> CopyTarget:
@@ -194,7 +237,10 @@ class CopyTargets:
         own = slice(self.in_box.start.shape[1] - ndim, None)
 
         def index(boxes: BoxArray) -> Index:
-            return (*map(slice, boxes.start[pair, own].tolist(), boxes.stop[pair, own].tolist()), ...)
+            return (
+                *map(slice, boxes.start[pair, own].tolist(), boxes.stop[pair, own].tolist()),
+                ...,
+            )
 
         return self.buffers[int(self.box[pair])], index(self.in_box), index(self.in_chunk)
 
@@ -215,7 +261,9 @@ class RequestedChunks:
         """The chunks that the requests' boxes touch, each once even if several boxes share it, in the requests' order."""
         together = _together([request.boxes for request in requests])
         counts = np.array([len(request.boxes) for request in requests], np.int64)
-        if all(len(request.pieces) == 1 for request in requests):  # nearly always: every box touches the one piece of its tensor
+        if all(
+            len(request.pieces) == 1 for request in requests
+        ):  # nearly always: every box touches the one piece of its tensor
             parts = [RequestedArray(request, request.pieces[0]) for request in requests]
             of_part, of_box = np.repeat(np.arange(len(parts)), counts), np.arange(len(together))
         else:
@@ -229,18 +277,36 @@ class RequestedChunks:
                 parts += [RequestedArray(request, request.pieces[k]) for k in held.tolist()]
             of_part, of_box = np.concatenate(owner), np.concatenate(box)
         buffers = [buffer for request in requests for buffer in request.buffers]
-        pairs = overlaps_of([part.piece for part in parts], BoxArray(together.start[of_box], together.stop[of_box]), of_part)
+        pairs = overlaps_of(
+            [part.piece for part in parts],
+            BoxArray(together.start[of_box], together.stop[of_box]),
+            of_part,
+        )
         part = of_part[pairs.box]
         first = np.flatnonzero(np.diff(part, prepend=-1) | np.diff(pairs.chunk, prepend=-1))
-        targets = CopyTargets(buffers, first, np.diff(first, append=len(part)), of_box[pairs.box], pairs.in_chunk, pairs.in_box)
+        targets = CopyTargets(
+            buffers,
+            first,
+            np.diff(first, append=len(part)),
+            of_box[pairs.box],
+            pairs.in_chunk,
+            pairs.in_box,
+        )
         return cls(parts, part[first], pairs.chunk[first], targets)
 
     @classmethod
     def of_positions(cls, places: Sequence[tuple[Request, Piece, Ints]]) -> RequestedChunks:
         """Chunks given by their positions in arrays, in that order; their elements go nowhere."""
         part = np.repeat(np.arange(len(places)), [len(positions) for _, _, positions in places])
-        position = np.concatenate([*(positions for _, _, positions in places), np.empty(0, np.int64)])
-        return cls([RequestedArray(request, piece) for request, piece, _ in places], part, position, CopyTargets.none(len(part)))
+        position = np.concatenate(
+            [*(positions for _, _, positions in places), np.empty(0, np.int64)]
+        )
+        return cls(
+            [RequestedArray(request, piece) for request, piece, _ in places],
+            part,
+            position,
+            CopyTargets.none(len(part)),
+        )
 
     def __len__(self) -> int:
         """Number of chunks."""
@@ -248,7 +314,9 @@ class RequestedChunks:
 
     def take(self, rows: Ints) -> RequestedChunks:
         """The chunks in `rows`, in that order."""
-        return RequestedChunks(self.parts, self.part[rows], self.position[rows], self.targets.take(rows))
+        return RequestedChunks(
+            self.parts, self.part[rows], self.position[rows], self.targets.take(rows)
+        )
 
     def between(self, begin: int, end: int) -> RequestedChunks:
         """Consecutive chunks, with no other parts than theirs."""
@@ -256,7 +324,9 @@ class RequestedChunks:
         if len(part) == len(self):
             return self
         first, last = int(part.part.min()), int(part.part.max())
-        return RequestedChunks(self.parts[first : last + 1], part.part - first, part.position, part.targets)
+        return RequestedChunks(
+            self.parts[first : last + 1], part.part - first, part.position, part.targets
+        )
 
     def part_of(self, row: int) -> RequestedArray:
         """The request and array that a chunk belongs to."""
@@ -273,11 +343,17 @@ class RequestedChunks:
     def targets_of(self, row: int) -> list[CopyTarget]:
         """The destinations of a chunk's elements."""
         first, ndim = int(self.targets.first[row]), len(self.part_of(row).piece.shape)
-        return [self.targets.target(pair, ndim) for pair in range(first, first + int(self.targets.count[row]))]
+        return [
+            self.targets.target(pair, ndim)
+            for pair in range(first, first + int(self.targets.count[row]))
+        ]
 
 
 def _together(boxes: Sequence[BoxArray]) -> BoxArray:
-    """Concatenate boxes; tensors with fewer dimensions than others get leading dimensions of one element."""
+    """Concatenate boxes.
+
+    Tensors with fewer dimensions than others get leading dimensions of one element.
+    """
     own = [array.start.shape[1] for array in boxes]
     ndim = max(own, default=0)
     if own.count(ndim) == len(own):
@@ -331,7 +407,9 @@ class Located:
         """A chunk's file, relative to the attempt."""
         if not self.is_own_object(row):
             return self.files[int(self.file[row])]
-        return plain_key(chunk_object_key(self.requested.part_of(row).piece, int(self.requested.position[row])))
+        return plain_key(
+            chunk_object_key(self.requested.part_of(row).piece, int(self.requested.position[row]))
+        )
 
     def stop(self, row: int) -> int:
         """Offset one past a chunk's last byte."""
@@ -364,7 +442,8 @@ class ChunkFinder:
     def check_table(self, request: Request) -> None:
         """Raise MissingDataError unless the table has every chunk of the pieces (a commit makes sure that it has).
 
-        This check comes first: a record that claims a trillion chunks must not make the process enumerate them.
+        This check comes first: a record that claims a trillion chunks must not make the process
+        enumerate them.
         """
         table = self.source(request).table
         for piece in request.pieces:
@@ -376,60 +455,97 @@ class ChunkFinder:
         """Read the tables' rows for the chunks of all requests together, then call `check_table` for each request."""
         for source in dict.fromkeys([request.source for request in requests]):
             of_source = [request for request in requests if request.source is source]
-            self.source(of_source[0]).table.prepare([(piece, r.boxes) for r in of_source for piece in touched(r.pieces, r.boxes)])
+            self.source(of_source[0]).table.prepare(
+                [(piece, r.boxes) for r in of_source for piece in touched(r.pieces, r.boxes)]
+            )
         for request in requests:
             self.check_table(request)
 
     def needed(self, requests: Sequence[Request]) -> Iterator[Located]:
-        """Yield batches of the chunks that the requests' boxes touch; each chunk comes once even if several boxes share it."""
+        """Yield batches of the chunks that the requests' boxes touch.
+
+        Each chunk comes once even if several boxes share it.
+        """
         requested = RequestedChunks.of_boxes(requests)
         for i in range(0, len(requested), MOST_CHUNKS):
             yield self.located(requested.between(i, i + MOST_CHUNKS))
 
-    def every(self, requests: Sequence[Request], damaged: Damaged, *, after: int, most: int) -> Iterator[tuple[int, Located]]:
+    def every(
+        self, requests: Sequence[Request], damaged: Damaged, *, after: int, most: int
+    ) -> Iterator[tuple[int, Located]]:
         """Yield groups of all chunks of the requests' pieces that the table has, each with the number of chunks up to its end.
 
-        The numbers count missing chunks, too; `damaged` is called for each of those when its group comes. This call reads the table.
+        The numbers count missing chunks, too; `damaged` is called for each of those when its group
+        comes. This call reads the table.
         """
-        tables = {source: source.table.whole() for source in dict.fromkeys(map(self.source, requests))}
+        tables = {
+            source: source.table.whole() for source in dict.fromkeys(map(self.source, requests))
+        }
 
         def ranges() -> Iterator[_Range]:
             passed = 0
-            for array in [RequestedArray(request, piece) for request in requests for piece in request.pieces]:
+            for array in [
+                RequestedArray(request, piece) for request in requests for piece in request.pieces
+            ]:
                 table = tables[self.source(array.request)]
-                for chunks, held in table.ranges(array.piece, max(0, after - passed), min(most // array.chunk_bytes, MOST_CHUNKS)):
+                for chunks, held in table.ranges(
+                    array.piece, max(0, after - passed), min(most // array.chunk_bytes, MOST_CHUNKS)
+                ):
                     yield _Range(array, chunks, held, passed + chunks.stop)
                 passed += array.piece.num_chunks
 
         def groups() -> Iterator[tuple[int, Located]]:
             array, left = None, 0
-            for group in batches(ranges(), lambda r: (len(r.held) * r.array.chunk_bytes, len(r.held)), (most, MOST_CHUNKS)):
+            for group in batches(
+                ranges(),
+                lambda r: (len(r.held) * r.array.chunk_bytes, len(r.held)),
+                (most, MOST_CHUNKS),
+            ):
                 for stretch in group:
                     array, left = stretch.array, left if array is stretch.array else MOST_REPORTED
                     left -= self._report_missing(stretch, left, damaged)
-                yield group[-1].end, self.located(RequestedChunks.of_positions([(r.array.request, r.array.piece, r.held) for r in group]))
+                yield (
+                    group[-1].end,
+                    self.located(
+                        RequestedChunks.of_positions(
+                            [(r.array.request, r.array.piece, r.held) for r in group]
+                        )
+                    ),
+                )
 
         return groups()
 
     def _report_missing(self, stretch: _Range, most: int, damaged: Damaged) -> int:
-        """Call `damaged` for the chunks that a range lacks, one by one for the first `most`; return the number of those."""
+        """Call `damaged` for the chunks that a range lacks, one by one for the first `most`.
+
+        Return the number of those.
+        """
         request, piece, chunks = stretch.array.request, stretch.array.piece, stretch.chunks
         missing = chunks.stop - chunks.start - len(stretch.held)
         if not missing:
             return 0
-        # The first missing chunks lie within this range, even if the rest of the grid is missing too.
-        positions = np.arange(chunks.start, min(chunks.stop, chunks.start + len(stretch.held) + most))
+        # The first missing chunks lie within this range, even if the rest of the grid is missing
+        # too.
+        positions = np.arange(
+            chunks.start, min(chunks.stop, chunks.start + len(stretch.held) + most)
+        )
         first = np.setdiff1d(positions, stretch.held)[:most]
         boxes = chunk_boxes(piece, first)
         for i in range(len(boxes)):
             damaged(request.name, boxes[i], piece.path, self._lost_error(request, boxes[i]))
         if missing > len(first):
-            error = MissingDataError(f"{request.name}: {missing - len(first)} more of its chunks are in no host's chunk table.")
+            error = MissingDataError(
+                f"{request.name}: {missing - len(first)} more of its chunks are in no host's "
+                "chunk table."
+            )
             damaged(request.name, piece.box, piece.path, error)
         return len(first)
 
     def at_positions(self, places: Iterable[tuple[Request, Piece, Ints]]) -> Iterator[Located]:
-        """Yield batches of chunks given by their positions; the chunks of a batch are read together."""
+        """Yield batches of chunks given by their positions.
+
+        The chunks of a batch are read together.
+        """
         batch: list[tuple[Request, Piece, Ints]] = []
         room = MOST_CHUNKS
         for request, piece, positions in places:
@@ -455,7 +571,9 @@ class ChunkFinder:
         for source, i in distinct.items():
             rows = np.flatnonzero(number == i)
             try:
-                named, places = source.table.find(paths, requested.part[rows], requested.position[rows])
+                named, places = source.table.find(
+                    paths, requested.part[rows], requested.position[rows]
+                )
             except KeyError as e:
                 row = int(rows[e.args[0]])
                 raise self._lost_error(requested.part_of(row).request, requested.box(row)) from None
@@ -469,7 +587,10 @@ class ChunkFinder:
     def impossible(self, chunks: Located) -> Ints:
         """Rows of the chunks whose length is impossible for that chunk."""
         forms = [(array.request.source, array.chunk_bytes) for array in chunks.requested.parts]
-        known = {form: self._lengths(array) for form, array in dict(zip(forms, chunks.requested.parts, strict=True)).items()}
+        known = {
+            form: self._lengths(array)
+            for form, array in dict(zip(forms, chunks.requested.parts, strict=True)).items()
+        }
         least, most = np.array([known[form] for form in forms], np.int64).reshape(-1, 2).T
         part = chunks.requested.part
         return np.flatnonzero((chunks.length < least[part]) | (chunks.length > most[part]))
@@ -479,16 +600,20 @@ class ChunkFinder:
         least, most = self._lengths(chunks.requested.part_of(row))
         return FormatError(
             f"{chunks.requested.where(row)}: the chunk table says {chunks.length[row]} bytes in "
-            f"{chunks.source_of(row).place}/{chunks.file_of(row)}, not {least}{f' to {most}' if most > least else ''}; the "
-            f"checkpoint was not written by shardckpt, or by a faulty version."
+            f"{chunks.source_of(row).place}/{chunks.file_of(row)}, not "
+            f"{least}{f' to {most}' if most > least else ''}; the checkpoint was not written by "
+            "shardckpt, or by a faulty version."
         )
 
     def _lengths(self, array: RequestedArray) -> tuple[int, int]:
-        """Least and most stored bytes of a chunk of an array; hostile chunk sizes give lengths that no table has."""
+        """Least and most stored bytes of a chunk of an array.
+
+        Hostile chunk sizes give lengths that no table has.
+        """
         return self.source(array.request).lengths(min(array.chunk_bytes, _FARTHEST))
 
     def _lost_error(self, request: Request, box: Box) -> MissingDataError:
         return MissingDataError(
-            f"{request.name}{box} at {self.source(request).place}: no host's chunk table has this chunk; run `shardckpt verify` for "
-            f"the full list."
+            f"{request.name}{box} at {self.source(request).place}: no host's chunk table has this "
+            "chunk; run `shardckpt verify` for the full list."
         )

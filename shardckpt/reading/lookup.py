@@ -1,6 +1,7 @@
 """Lookup of chunks: the interface of a chunk table, and an implementation for a table in memory.
 
-`TableBlocks` is a lookup that does not read the complete table, and `convert.foreign_chunks` has one for checkpoints of other formats.
+`TableBlocks` is a lookup that does not read the complete table, and `convert.foreign_chunks` has
+one for checkpoints of other formats.
 """
 
 from __future__ import annotations
@@ -27,12 +28,20 @@ class Lookup(Protocol):
     """Finds chunks. Safe to use from several threads."""
 
     def first_missing(self, path: str, num_chunks: int) -> int | None:
-        """The first chunk of a grid that an array lacks, None if it has all; cheap however large the grid claims to be."""
+        """The first chunk of a grid that an array lacks, None if it has all.
+
+        Cheap however large the grid claims to be.
+        """
 
     def prepare(self, boxes: Iterable[tuple[Piece, BoxArray]]) -> None:
-        """Prepare `find` for all chunks of the pieces that the boxes touch; reads what is missing together."""
+        """Prepare `find` for all chunks of the pieces that the boxes touch.
 
-    def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
+        Reads what is missing together.
+        """
+
+    def find(
+        self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]
+    ) -> tuple[Sequence[str], ArrayChunks]:
         """The data files, and each chunk's row, which refers to them.
 
         Args:
@@ -49,7 +58,10 @@ class Lookup(Protocol):
 
 
 class ChunkSource(Protocol):
-    """A place with chunks and the table of them: what is needed to find chunks. `ReadableChunks` also reads them."""
+    """A place with chunks and the table of them: what is needed to find chunks.
+
+    `ReadableChunks` also reads them.
+    """
 
     place: Store
     """Data files are relative to it."""
@@ -90,17 +102,24 @@ class WholeTable:
     def prepare(self, boxes: Iterable[tuple[Piece, BoxArray]]) -> None:
         """See `Lookup`; nothing to do."""
 
-    def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
+    def find(
+        self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]
+    ) -> tuple[Sequence[str], ArrayChunks]:
         """See `Lookup`."""
         row = self.table.find(paths, array, chunks)
         if (row < 0).any():
             raise KeyError(int(np.argmax(row < 0)))
         return self.files, self.table.rows.take(row)
 
-    def ranges(self, piece: Piece, begin: int, most: int) -> Iterator[tuple[range, NDArray[np.int64]]]:
-        """Cut the grid of an array into ranges with at most `most` chunks that the table has; yield each, and those chunks.
+    def ranges(
+        self, piece: Piece, begin: int, most: int
+    ) -> Iterator[tuple[range, NDArray[np.int64]]]:
+        """Cut the grid of an array into ranges with at most `most` chunks that the table has.
 
-        The number of ranges follows from the table, which is in memory, and not from the grid, which may claim any number of chunks.
+        Yield each, and those chunks.
+
+        The number of ranges follows from the table, which is in memory, and not from the grid,
+        which may claim any number of chunks.
 
         Args:
             piece: the array.
@@ -110,7 +129,11 @@ class WholeTable:
         chunk = self.table.chunks_of(piece.path)
         num_chunks = piece.num_chunks
         most = max(1, most)
-        if begin == 0 and num_chunks == len(chunk) <= most and (num_chunks == 0 or chunk[-1] == num_chunks - 1):
+        if (
+            begin == 0
+            and num_chunks == len(chunk) <= most
+            and (num_chunks == 0 or chunk[-1] == num_chunks - 1)
+        ):
             if num_chunks:  # of small tensors nearly all
                 yield range(num_chunks), np.arange(num_chunks)
             return

@@ -41,7 +41,8 @@ _MOST_LOOKS = 16
 def no_checkpoint(store: Store, tombstone: Tombstone | None) -> ShardckptError:
     """The error that says what is at a place without a commit record, or with a tombstone.
 
-    NotFoundError names the nearest checkpoints; UncommittedError says that a save began there and did not finish.
+    NotFoundError names the nearest checkpoints; UncommittedError says that a save began there and
+    did not finish.
     """
     try:
         names = store.list_children()
@@ -55,41 +56,61 @@ def no_checkpoint(store: Store, tombstone: Tombstone | None) -> ShardckptError:
         return NotFoundError(f"{store}: the checkpoint was deleted ({tombstone.reason}).")
     if any(is_attempt(store, child) for child in children):
         return UncommittedError(
-            f"{store}: a save was begun there and never committed; if its data is complete, `shardckpt commit` commits it."
+            f"{store}: a save was begun there and never committed; if its data is complete, "
+            "`shardckpt commit` commits it."
         )
     inside = [child for child in children if store.exists(f"{child}/{RECORD}")]
     if inside:
-        return NotFoundError(f"{store}: no checkpoint there; did you mean {store}/{max(inside, key=naming.natural_key)}?")
+        return NotFoundError(
+            f"{store}: no checkpoint there; did you mean "
+            f"{store}/{max(inside, key=naming.natural_key)}?"
+        )
     if other := other_format(names):
         return _foreign(store, other)
     beside = _steps_beside(store)
-    hint = f"; the nearest {'step is' if len(beside) == 1 else 'steps are'} {few(beside)}" if beside else ""
+    hint = (
+        f"; the nearest {'step is' if len(beside) == 1 else 'steps are'} {few(beside)}"
+        if beside
+        else ""
+    )
     if children and not hint:
         hint = f"; `shardckpt ls {quote(str(store))}` lists what is directly below it"
     return NotFoundError(f"{store}: no checkpoint there{hint}.")
 
 
 def _steps_beside(store: Store) -> list[str]:
-    """The steps that are nearest to a missing one; none if the place is not named like a step, or the storage cannot be listed."""
+    """The steps that are nearest to a missing one.
+
+    None if the place is not named like a step, or the storage cannot be listed.
+    """
     step, parent = step_of(store.location.name), store.location.parent
     if step is None or parent is None:
         return []
     with suppress(ShardckptError):
         root = Store.open(parent)
-        there = [other for child in root.list_children() if (other := step_of(child.removesuffix("/"))) is not None]
+        there = [
+            other
+            for child in root.list_children()
+            if (other := step_of(child.removesuffix("/"))) is not None
+        ]
         nearest = sorted(there, key=lambda other: abs(other - step))[:_MOST_LOOKS]
-        published = islice((other for other in nearest if published_attempt(root.sub(str(other))) is not None), _NEAREST)
+        published = islice(
+            (other for other in nearest if published_attempt(root.sub(str(other))) is not None),
+            _NEAREST,
+        )
         return [str(other) for other in sorted(published)]
     return []
 
 
 def other_format(names: Iterable[str]) -> str | None:
     """The format of another program, by the names of files; None: not known."""
-    return next((what for end, what in _OTHERS.items() for name in names if name.endswith(end)), None)
+    return next(
+        (what for end, what in _OTHERS.items() for name in names if name.endswith(end)), None
+    )
 
 
 def _foreign(store: Store, what: str) -> ShardckptError:
     return NotFoundError(
-        f"{store}: no checkpoint of shardckpt there, but {what}: shardckpt.open reads it where it lies, and `shardckpt import` makes a "
-        "checkpoint of it that restores onto any mesh."
+        f"{store}: no checkpoint of shardckpt there, but {what}: shardckpt.open reads it where it "
+        "lies, and `shardckpt import` makes a checkpoint of it that restores onto any mesh."
     )

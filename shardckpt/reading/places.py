@@ -1,7 +1,8 @@
 """The file, offset and writing host of every chunk of a checkpoint.
 
-The table of all chunks names each chunk's data file, and a host's files lie below a prefix of its own. If chunks are
-objects of their own (layout "zarr"), their names do not show the host, but each host's own table lists the chunks that it wrote.
+The table of all chunks names each chunk's data file, and a host's files lie below a prefix of its
+own. If chunks are objects of their own (layout "zarr"), their names do not show the host, but each
+host's own table lists the chunks that it wrote.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class ChunkPlaces:
     """The chunks of some pieces, one after another, each in grid order."""
 
     file: Ints
-    """(n,) number of the data file; each chunk that is an object of its own has a different number."""
+    """(n,) number of the data file; each chunk that is an object of its own has a different
+    number."""
     offset: Ints
     """(n,) offset of the first byte."""
     length: Ints
@@ -67,7 +69,9 @@ class Places:
             MissingDataError: the table lacks some of its chunks.
         """
         of_pieces = [self._of_piece(name, piece) for piece in pieces]
-        file, offset, length, host = (np.concatenate(columns) for columns in zip(*of_pieces, strict=True))
+        file, offset, length, host = (
+            np.concatenate(columns) for columns in zip(*of_pieces, strict=True)
+        )
         own = file == OWN_OBJECT
         file[own] = len(self.host_of_file) + np.arange(int(own.sum()))
         return ChunkPlaces(file, offset, length, host)
@@ -77,8 +81,14 @@ class Places:
         if piece.num_chunks == 0:
             return tuple(np.empty(0, np.int64) for _ in range(4))  # type: ignore[return-value]
         if rows is None or rows.first_missing(piece.num_chunks) is not None:
-            raise MissingDataError(f"{name}: the chunk table lacks chunks of it; run `shardckpt verify` for the full list.")
-        file, offset, length = (np.asarray(column[: piece.num_chunks], np.int64) for column in (rows.file, rows.offset, rows.length))
+            raise MissingDataError(
+                f"{name}: the chunk table lacks chunks of it; run `shardckpt verify` for the full "
+                "list."
+            )
+        file, offset, length = (
+            np.asarray(column[: piece.num_chunks], np.int64)
+            for column in (rows.file, rows.offset, rows.length)
+        )
         own = file == OWN_OBJECT
         host = np.full(len(file), _NOBODY, np.int64)
         host[~own] = self.host_of_file[file[~own]]
@@ -95,12 +105,18 @@ def read_places(place: Store, record: CheckpointRecord, table: WholeTable) -> Pl
         record: the checkpoint's commit record.
         table: the table of all chunks.
     """
-    of_files = np.array([int(m[1]) if (m := _OF_HOST.match(file)) else _NOBODY for file in table.files], np.int64)
+    of_files = np.array(
+        [int(m[1]) if (m := _OF_HOST.match(file)) else _NOBODY for file in table.files], np.int64
+    )
     of_objects: dict[str, Ints] = {}
     if record.layout == "zarr":
-        references = [host.table for host in map_on_threads(partial(read_host_files, place), record.hosts)]
+        references = [
+            host.table for host in map_on_threads(partial(read_host_files, place), record.hosts)
+        ]
         for host, written in enumerate(map_on_threads(partial(read_table, place), references)):
             for path, rows in written.arrays().items():
-                known = of_objects.setdefault(path, np.full(len(table.arrays[path]), _NOBODY, np.int64))
+                known = of_objects.setdefault(
+                    path, np.full(len(table.arrays[path]), _NOBODY, np.int64)
+                )
                 known[rows.chunk.astype(np.int64)] = host
     return Places(table, of_files, of_objects)

@@ -1,20 +1,25 @@
 """Verified reads of chunks straight from the data files, with the help of the chunk table.
 
-1. `locate` finds the chunks that the boxes of a batch of tensors touch, where their elements go, and where the chunks lie, in columns
-   with a row per chunk.
-2. The chunks are sorted by file and offset, adjacent ones are joined into `runs`, and runs into tasks.
-3. Threads take tasks and `fetch` their bytes: one positional scatter read per run on a local disk, one ranged read per run on object
-   stores. There more threads with larger runs are used, because a request costs milliseconds.
-   The extension, where it is there, reads, verifies and copies the raw chunks of a task with one call.
-4. Every chunk's crc32c is compared with the table's before the chunk counts as read. Chunks that were not read straight into their
-   destination are then copied to each box that needs them, in bands: as many chunks as one copy can move.
+1. `locate` finds the chunks that the boxes of a batch of tensors touch, where their elements go,
+   and where the chunks lie, in columns with a row per chunk.
+2. The chunks are sorted by file and offset, adjacent ones are joined into `runs`, and runs into
+   tasks.
+3. Threads take tasks and `fetch` their bytes: one positional scatter read per run on a local disk,
+   one ranged read per run on object stores. There more threads with larger runs are used, because a
+   request costs milliseconds. The extension, where it is there, reads, verifies and copies the raw
+   chunks of a task with one call.
+4. Every chunk's crc32c is compared with the table's before the chunk counts as read. Chunks that
+   were not read straight into their destination are then copied to each box that needs them, in
+   bands: as many chunks as one copy can move.
 
-`open_reader` makes the reader of a committed attempt. It uses the table of all hosts, or the hosts' own tables if that one is damaged.
-If the checkpoint has bases, `bases` gives each request the attempt that holds its tensor. One call reads from all of them. Checkpoints of
-other formats are read in the same way, with the lookup of `convert.foreign_chunks`.
+`open_reader` makes the reader of a committed attempt. It uses the table of all hosts, or the hosts'
+own tables if that one is damaged. If the checkpoint has bases, `bases` gives each request the
+attempt that holds its tensor. One call reads from all of them. Checkpoints of other formats are
+read in the same way, with the lookup of `convert.foreign_chunks`.
 
-Every chunk is read once, even if several boxes share it. Memory besides the destinations: on a local disk a scratch buffer
-of 4 to 8 MiB per thread, which is kept; on object stores `memory`. A chunk larger than a run needs memory of its own size.
+Every chunk is read once, even if several boxes share it. Memory besides the destinations: on a
+local disk a scratch buffer of 4 to 8 MiB per thread, which is kept; on object stores `memory`. A
+chunk larger than a run needs memory of its own size.
 """
 
 from __future__ import annotations
@@ -29,7 +34,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
-from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ShardckptError, StorageError
+from shardckpt.errors import (
+    CorruptionError,
+    FormatError,
+    MissingDataError,
+    ShardckptError,
+    StorageError,
+)
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, close, largest_chunk, room_for
 from shardckpt.io import extension
 from shardckpt.io.cores import cores
@@ -62,22 +73,26 @@ if TYPE_CHECKING:
 
 
 LOCAL_RUN = (4 << 20, 8 << 20)
-"""Least and most bytes of a run of adjacent chunks on a local disk; the value depends on memory and threads."""
+"""Least and most bytes of a run of adjacent chunks on a local disk; the value depends on memory and
+threads."""
 LOCAL_CHUNKS = 1 << 10
 """Most chunks of a run on a local disk."""
 TASK_RUNS = 64
 """Most runs of a task on a local disk; the file is opened once for all of them."""
 OBJECT_THREADS = 32
-"""Most requests at a time on an object store; a single stream uses a small part of a host's bandwidth."""
+"""Most requests at a time on an object store; a single stream uses a small part of a host's
+bandwidth."""
 NEAR = 0.005
-"""Seconds. Where a request waits less for an object store, twice as many streams as cores use them fully; more of them would get in each
-other's way: on two cores, 4 streams read 1.50 GB/s, and 16 streams 1.11 GB/s, with a third more processor time."""
+"""Seconds. Where a request waits less for an object store, twice as many streams as cores use them
+fully; more of them would get in each other's way: on two cores, 4 streams read 1.50 GB/s, and 16
+streams 1.11 GB/s, with a third more processor time."""
 LEAST_THREADS = 4
 """Least requests at a time on a near object store."""
 OBJECT_MEMORY = 256 << 20
 """Bytes in flight on an object store; enough for 25 requests."""
 OBJECT_RUN = (10 << 20, 16 << 20)
-"""Least and most bytes of a run on an object store, by memory and threads; a run of complete chunks then has at least 8 MiB."""
+"""Least and most bytes of a run on an object store, by memory and threads; a run of complete chunks
+then has at least 8 MiB."""
 OBJECT_GAP = 64 << 10
 """Most bytes between two chunks that are read along instead of starting another request."""
 CHECKED_BYTES = 512 << 20
@@ -121,7 +136,9 @@ def reading_limits(*, local: bool, threads: int | None, memory: int) -> tuple[Ru
     least, most = LOCAL_RUN if local else OBJECT_RUN
     if local:
         threads = threads or max(2, min(cores(), memory // least))
-        return RunLimits(max(least, min(most, memory // threads)), gap=0, chunks=LOCAL_CHUNKS, runs=TASK_RUNS), threads
+        return RunLimits(
+            max(least, min(most, memory // threads)), gap=0, chunks=LOCAL_CHUNKS, runs=TASK_RUNS
+        ), threads
     wished = threads or OBJECT_THREADS
     run = max(least, min(most, memory // wished))
     return RunLimits(run, OBJECT_GAP, MOST_CHUNKS), max(1, min(wished, memory // run))
@@ -143,10 +160,11 @@ class ChunkReader:
         """Nothing is read yet.
 
         Args:
-            source: what holds the chunks, if it is one; or the resolver that gives each request its source.
+            source: what holds the chunks, if it is one; or the resolver that gives each request its
+                source.
             stats: counts the reads; None: a new one.
-            threads: number of concurrent reads; by default `cores()`, but at least two, and no more than `memory` allows. On object
-                stores up to 32, or fewer if they are near.
+            threads: number of concurrent reads; by default `cores()`, but at least two, and no more
+                than `memory` allows. On object stores up to 32, or fewer if they are near.
             memory: bytes in flight; less means smaller reads, and fewer threads on object stores.
             workers: the threads, as many as `reading_limits` says. None: new ones.
             limits: limits for joining chunks into one read; None: by threads and memory.
@@ -158,7 +176,8 @@ class ChunkReader:
         self._finder = ChunkFinder(self._own)
         default, threads = reading_limits(local=source.place.near, threads=threads, memory=memory)
         self._limits = limits or default
-        # One pool for all reads, because its threads keep scratch buffers, and fresh memory is slow.
+        # One pool for all reads, because its threads keep scratch buffers, and fresh memory is
+        # slow.
         self._workers = workers or Workers(threads, "shardckpt-read")
         self._fetch = Fetch(scratch=self._limits.nbytes, of_thread=self._workers.local)
 
@@ -190,9 +209,12 @@ class ChunkReader:
         _make_bools_plain(requests)
 
     def reads(self, groups: Sequence[Sequence[Request]]) -> list[Callable[[], None]]:
-        """Plan several calls of `read`, one per group of requests; planning them together costs less.
+        """Plan several calls of `read`, one per group of requests.
 
-        Buffers are looked up at planning, and filled when the group's call is made. A chunk that two groups need is read for each.
+        Planning them together costs less.
+
+        Buffers are looked up at planning, and filled when the group's call is made. A chunk that
+        two groups need is read for each.
 
         Returns:
             A callable for each group; it raises what `read` raises.
@@ -207,7 +229,10 @@ class ChunkReader:
             of_part = np.array([group_of[id(part.request)] for part in chunks.requested.parts])
             for task in self._tasks(chunks, of_part[chunks.requested.part]):
                 tasks_of[of_part[task.chunks.requested.part[task.begin]]].append(task)
-        return [partial(self._read_planned, group, of_group) for group, of_group in zip(groups, tasks_of, strict=True)]
+        return [
+            partial(self._read_planned, group, of_group)
+            for group, of_group in zip(groups, tasks_of, strict=True)
+        ]
 
     def _read_planned(self, group: Sequence[Request], planned: Sequence[ReadTask]) -> None:
         self.stats.count(needed=_needed_bytes(group))
@@ -215,14 +240,24 @@ class ChunkReader:
             self._workers.do(self._read_task, planned)
         _make_bools_plain(group)
 
-    def check(self, requests: Sequence[Request], damaged: Damaged, *, after: int = 0, most: int = CHECKED_BYTES) -> Iterator[int]:
-        """Read every chunk of the requests' pieces and compare it with the table; buffers are not used.
+    def check(
+        self,
+        requests: Sequence[Request],
+        damaged: Damaged,
+        *,
+        after: int = 0,
+        most: int = CHECKED_BYTES,
+    ) -> Iterator[int]:
+        """Read every chunk of the requests' pieces and compare it with the table.
+
+        Buffers are not used.
 
         The chunk table is read by this call, and chunks group by group as the iterator is consumed.
 
         Args:
             requests: tensors; `boxes` and `buffers` may be empty.
-            damaged: called with tensor name, index range, file and error for each damaged or missing chunk, by several threads.
+            damaged: called with tensor name, index range, file and error for each damaged or
+                missing chunk, by several threads.
             after: number of chunks that are left out at the begin; one that the iterator yielded.
             most: most bytes of elements that are checked at a time, unless one chunk has more.
 
@@ -231,7 +266,12 @@ class ChunkReader:
         """
 
         def report(chunks: Located, row: int, error: ShardckptError) -> None:
-            damaged(chunks.requested.part_of(row).request.name, chunks.requested.box(row), chunks.file_of(row), error)
+            damaged(
+                chunks.requested.part_of(row).request.name,
+                chunks.requested.box(row),
+                chunks.file_of(row),
+                error,
+            )
 
         def check_task(task: ReadTask) -> None:
             try:
@@ -242,10 +282,16 @@ class ChunkReader:
                         self._read_task(one)
                     except ShardckptError as e:
                         report(one.chunks, one.begin, e)
-            chunks, row = task.chunks, task.begin  # a chunk that is an object of its own is a task of its own
+            chunks, row = (
+                task.chunks,
+                task.begin,
+            )  # a chunk that is an object of its own is a task of its own
             place = task.source.place
             if chunks.is_own_object(row) and place.is_longer(task.file, chunks.stop(row)):
-                longer = f"{chunks.requested.where(row)}: {place}/{task.file} is longer than what was written."
+                longer = (
+                    f"{chunks.requested.where(row)}: {place}/{task.file} is longer than what was "
+                    "written."
+                )
                 report(chunks, row, CorruptionError(longer))
 
         def check_groups(groups: Iterator[tuple[int, Located]]) -> Iterator[int]:
@@ -257,45 +303,70 @@ class ChunkReader:
                 self._workers.do(check_task, tasks(possible, self._joining(possible)))
                 yield done
 
-        return check_groups(self._finder.every(self.source.resolve(requests), damaged, after=after, most=most))
+        return check_groups(
+            self._finder.every(self.source.resolve(requests), damaged, after=after, most=most)
+        )
 
     def confirm(self, places: Iterable[tuple[Request, Piece, NDArray[np.int64]]]) -> None:
         """Read some chunks and compare them with the table.
 
         Args:
-            places: requests, whose boxes and buffers are not used, each with an array and positions of chunks in it.
+            places: requests, whose boxes and buffers are not used, each with an array and positions
+                of chunks in it.
 
         Raises:
             MissingDataError, CorruptionError: a chunk is missing or damaged.
         """
         self._read_all(self._finder.at_positions(places))
 
-    def read_stored(self, requests: Sequence[Request], take: Callable[[Request, int, NDArray[np.uint8]], None]) -> None:
-        """Read the chunks that the requests' boxes touch, in their stored form; buffers are not used.
+    def read_stored(
+        self, requests: Sequence[Request], take: Callable[[Request, int, NDArray[np.uint8]], None]
+    ) -> None:
+        """Read the chunks that the requests' boxes touch, in their stored form.
+
+        Buffers are not used.
 
         Args:
             requests: each for a part of one array.
-            take: called by several threads with request, position of the chunk, and its bytes without the checksum, which are verified and
-                valid until it returns.
+            take: called by several threads with request, position of the chunk, and its bytes
+                without the checksum, which are verified and valid until it returns.
         """
         requests = self.source.resolve(requests)
 
         def read(task: ReadTask) -> None:
             requested = task.chunks.requested
-            for row, stored in zip(range(task.begin, task.end), self._read_stored(task, direct=False).payloads, strict=True):
-                take(requested.part_of(row).request, int(requested.position[row]), np.frombuffer(stored, np.uint8))
+            for row, stored in zip(
+                range(task.begin, task.end),
+                self._read_stored(task, direct=False).payloads,
+                strict=True,
+            ):
+                take(
+                    requested.part_of(row).request,
+                    int(requested.position[row]),
+                    np.frombuffer(stored, np.uint8),
+                )
 
         with self._may_be_gone(requests):
             self._finder.prepare(requests)
-            self._workers.do(read, chain.from_iterable(map(self._tasks, self._finder.needed(requests))))
+            self._workers.do(
+                read, chain.from_iterable(map(self._tasks, self._finder.needed(requests)))
+            )
 
     def longer_files(self) -> Iterator[tuple[str, ShardckptError]]:
-        """The data files with more bytes than their chunks, between them or at the end. Readers never read those bytes."""
+        """The data files with more bytes than their chunks, between them or at the end.
+
+        Readers never read those bytes.
+        """
         place = self.source.place
         for file, nbytes in self.whole_table().bytes_in_files().items():
             try:
                 if place.is_longer(file, nbytes):
-                    yield file, CorruptionError(f"{place}/{file} has more bytes than the {nbytes} of its chunks.")
+                    yield (
+                        file,
+                        CorruptionError(
+                            f"{place}/{file} has more bytes than the {nbytes} of its chunks."
+                        ),
+                    )
             except StorageError as e:
                 yield file, e
 
@@ -309,7 +380,9 @@ class ChunkReader:
         assert self._own is not None, "several attempts have several tables"
         return self._own.table.whole()
 
-    def stored_chunk(self, name: str, dtype: np.dtype[np.generic], piece: Piece, position: int) -> bytes:
+    def stored_chunk(
+        self, name: str, dtype: np.dtype[np.generic], piece: Piece, position: int
+    ) -> bytes:
         """A chunk's stored bytes with the checksum, verified, for readers that decode chunks themselves.
 
         Args:
@@ -318,24 +391,47 @@ class ChunkReader:
             piece: the array.
             position: the chunk's position in grid order.
         """
-        (request,) = self.source.resolve([Request(name, dtype, [piece], BoxArray.of([], len(piece.shape)), [])])
-        if as_readable(self._finder.source(request)).codec not in CODECS.values():  # differences, which zarr has no codec for
+        (request,) = self.source.resolve(
+            [Request(name, dtype, [piece], BoxArray.of([], len(piece.shape)), [])]
+        )
+        if (
+            as_readable(self._finder.source(request)).codec not in CODECS.values()
+        ):  # differences, which zarr has no codec for
             rows = np.zeros((1, room_for(piece.chunks, dtype.itemsize)), np.uint8)
             elements = rows[:, :-CHECKSUM_BYTES].view(dtype).reshape(piece.chunks)
-            self.read([Request(name, dtype, [piece], chunk_boxes(piece, np.array([position])), [elements])])
+            self.read(
+                [
+                    Request(
+                        name, dtype, [piece], chunk_boxes(piece, np.array([position])), [elements]
+                    )
+                ]
+            )
             return close(rows, None)[0].tobytes()
         self._finder.check_table(request)
-        chunks = self._finder.located(RequestedChunks.of_positions([(request, request.pieces[0], np.array([position]))]))
+        chunks = self._finder.located(
+            RequestedChunks.of_positions([(request, request.pieces[0], np.array([position]))])
+        )
         (task,) = self._tasks(chunks)
         fetched = self._read_stored(task, direct=False)
         return bytes(fetched.payloads[0]) + fetched.checksums().astype("<u4").tobytes()
 
     def _read_all(self, located: Iterable[Located], at_once: int = 1) -> None:
-        """Read chunks, verify them, and copy them to their destinations; threads go on with the next batch before all of one is read."""
-        self._workers.do(self._read_task, chain.from_iterable(map(partial(self._tasks, at_once=at_once), located)))
+        """Read chunks, verify them, and copy them to their destinations.
 
-    def _tasks(self, chunks: Located, group: NDArray[np.int64] | None = None, *, at_once: int = 1) -> Iterator[ReadTask]:
-        """The tasks that read a batch of chunks; FormatError for an impossible length, before memory is allocated for it."""
+        Threads go on with the next batch before all of one is read.
+        """
+        self._workers.do(
+            self._read_task,
+            chain.from_iterable(map(partial(self._tasks, at_once=at_once), located)),
+        )
+
+    def _tasks(
+        self, chunks: Located, group: NDArray[np.int64] | None = None, *, at_once: int = 1
+    ) -> Iterator[ReadTask]:
+        """The tasks that read a batch of chunks.
+
+        FormatError for an impossible length, before memory is allocated for it.
+        """
         for row in self._finder.impossible(chunks)[:1].tolist():
             raise self._finder.refusal(chunks, row)
         return tasks(chunks, self._joining(chunks, at_once), group)
@@ -343,7 +439,9 @@ class ChunkReader:
     def _read_task(self, task: ReadTask) -> None:
         """Read chunks of one file, verify each and copy it to its destinations."""
         requested = task.chunks.requested
-        if self._moves(requested.parts[i] for i in {*requested.part[task.begin : task.end].tolist()}):
+        if self._moves(
+            requested.parts[i] for i in {*requested.part[task.begin : task.end].tolist()}
+        ):
             damaged = self._fetch.move(task)
             self.stats.count(reads=len(task.runs), read=task.nbytes)
             if damaged is not None:
@@ -395,14 +493,21 @@ def _needed_bytes(requests: Sequence[Request]) -> int:
     return sum(request.boxes.elements * request.dtype.itemsize for request in requests)
 
 
-def open_reader(place: Store, record: CheckpointRecord, *, threads: int | None = None, memory: int = OBJECT_MEMORY) -> ChunkReader:
+def open_reader(
+    place: Store,
+    record: CheckpointRecord,
+    *,
+    threads: int | None = None,
+    memory: int = OBJECT_MEMORY,
+) -> ChunkReader:
     """Open a reader for the chunks of a checkpoint's attempt and its bases.
 
     Args:
         place: the attempt.
         record: the checkpoint's commit record.
         threads: as for `ChunkReader`.
-        memory: as for `ChunkReader`; on a local disk with a given number of threads it includes the chunks that they decompress.
+        memory: as for `ChunkReader`; on a local disk with a given number of threads it includes the
+            chunks that they decompress.
     """
     stats = ReadStats()
     _, most = reading_limits(local=place.near, threads=threads, memory=memory)
@@ -421,14 +526,23 @@ def open_reader(place: Store, record: CheckpointRecord, *, threads: int | None =
     return ChunkReader(source, stats=stats, threads=threads, memory=left, workers=workers)
 
 
-def open_chunks(place: Store, record: CheckpointRecord, stats: ReadStats, table: Lookup | None = None) -> ReadableChunks:
-    """Open the chunks of an attempt; reads the header of its table, unless the caller has the table."""
+def open_chunks(
+    place: Store, record: CheckpointRecord, stats: ReadStats, table: Lookup | None = None
+) -> ReadableChunks:
+    """Open the chunks of an attempt.
+
+    Reads the header of its table, unless the caller has the table.
+    """
     older = partial(open_chunks, stats=stats)
-    codec = Differences(place, record, older) if record.structure.chain else CODECS[record.compression]
+    codec = (
+        Differences(place, record, older) if record.structure.chain else CODECS[record.compression]
+    )
     return ReadableChunks(place, table or _lookup(place, record, stats), codec)
 
 
-def memory_of_runs(location: Location, record: CheckpointRecord, threads: int | None, memory: int) -> int:
+def memory_of_runs(
+    location: Location, record: CheckpointRecord, threads: int | None, memory: int
+) -> int:
     """A reader's memory that is left for runs: on a local disk each thread also decompresses a chunk beside its run."""
     codecs = {record.compression, *(base.compression for base in record.structure.bases)}
     if threads is None or codecs == {None} or not kind_of(location).near:
@@ -443,9 +557,13 @@ def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:
     if record.table is None:
         return of_hosts()
     try:
-        return TableBlocks(place, record.table, stats.count_index, of_hosts if record.hosts else None, record.hosts)
+        return TableBlocks(
+            place, record.table, stats.count_index, of_hosts if record.hosts else None, record.hosts
+        )
     except (CorruptionError, FormatError, StorageError) as e:
-        damaged = not isinstance(e, StorageError) or is_directory(place.local_path(record.table.key))
+        damaged = not isinstance(e, StorageError) or is_directory(
+            place.local_path(record.table.key)
+        )
         if not record.hosts or not damaged:
             raise
         return of_hosts()
@@ -453,7 +571,13 @@ def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:
 
 def _read_host_tables(place: Store, record: CheckpointRecord, stats: ReadStats) -> WholeTable:
     """The chunks of all hosts, from each host's own table and the committer's table of small tensors."""
-    references = [host.table for host in map_on_threads(partial(read_host_files, place), record.hosts)]
+    references = [
+        host.table for host in map_on_threads(partial(read_host_files, place), record.hosts)
+    ]
     if record.small_table is not None:
         references.append(record.small_table)
-    return WholeTable(merge_tables(map_on_threads(partial(read_table, place, count=stats.count_index), references)))
+    return WholeTable(
+        merge_tables(
+            map_on_threads(partial(read_table, place, count=stats.count_index), references)
+        )
+    )

@@ -1,14 +1,17 @@
 """Restoring: from stored chunks to the leaves of a state, whatever layout they were saved in.
 
-1. Match `like` with the stored tree and check everything: names, kinds, shapes, dtypes (`state.match`, `restore_jobs`). No chunk has
-   been read yet.
-2. Each leaf says which distinct boxes of its tensor this process needs. It provides memory to read into, or asks for staging
-   buffers (`frameworks.target`). Buffers for CUDA devices are pinned, and such tensors are read in parts.
-3. Batch after batch within the memory limit: read the chunks that the boxes touch, each once, straight into place
-   or into staging (`Checkpoint.reader`). While one batch is placed on the devices the next one may be read (`read_ahead`).
+1. Match `like` with the stored tree and check everything: names, kinds, shapes, dtypes
+   (`state.match`, `restore_jobs`). No chunk has been read yet.
+2. Each leaf says which distinct boxes of its tensor this process needs. It provides memory to read
+   into, or asks for staging buffers (`frameworks.target`). Buffers for CUDA devices are pinned, and
+   such tensors are read in parts.
+3. Batch after batch within the memory limit: read the chunks that the boxes touch, each once,
+   straight into place or into staging (`Checkpoint.reader`). While one batch is placed on the
+   devices the next one may be read (`read_ahead`).
 4. Rebuild `like`'s containers around the leaves.
 
-Only a `cooperative` restore communicates with other processes: reads that several of them need are then shared.
+Only a `cooperative` restore communicates with other processes: reads that several of them need are
+then shared.
 """
 
 from __future__ import annotations
@@ -41,7 +44,15 @@ from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, leaves_out_with,
 from shardckpt.plan.pieces import batches
 from shardckpt.reading.checkpoint import Checkpoint, empty
 from shardckpt.reading.cooperative import Choice, Meeting, check_choice, exchange_bytes
-from shardckpt.reading.landing import COPIED, SLOTS, RestoreJob, Staging, restore_jobs, sink_of_number, sinks_of
+from shardckpt.reading.landing import (
+    COPIED,
+    SLOTS,
+    RestoreJob,
+    Staging,
+    restore_jobs,
+    sink_of_number,
+    sinks_of,
+)
 from shardckpt.state import match, per_process_names, stored_names, unflatten
 from shardckpt.state.document import Branch, leaves_of, local_branches, of_process
 from shardckpt.state.flatten import StateOwner
@@ -70,17 +81,19 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("shardckpt")
 LARGEST_BATCH = 256 << 20
-"""Most bytes of a batch without staging; smaller batches join fewer adjacent chunks. A batch of files has more on a host of many cores,
-`_OF_CORE` for each: its plan takes milliseconds, in which the threads would run out of work."""
+"""Most bytes of a batch without staging; smaller batches join fewer adjacent chunks. A batch of
+files has more on a host of many cores, `_OF_CORE` for each: its plan takes milliseconds, in which
+the threads would run out of work."""
 STAGED_BATCH = 64 << 20
-"""Bytes of staging for one batch that is read from files; for devices at least a quarter of `_OF_CORE` for each core. A few such buffers
-are reused and stay warm, where larger ones would be fresh memory for most of a state. From an object store many requests at a time matter
-more."""
+"""Bytes of staging for one batch that is read from files; for devices at least a quarter of
+`_OF_CORE` for each core. A few such buffers are reused and stay warm, where larger ones would be
+fresh memory for most of a state. From an object store many requests at a time matter more."""
 _OF_CORE = 64 << 20
 MOST_NOTES = 20
 """Most tensors with another name, shape or size that the log names."""
 READ_AHEAD = 2
-"""Most batches that are read at a time: a thread that finds nothing left in one goes on with the next one."""
+"""Most batches that are read at a time: a thread that finds nothing left in one goes on with the
+next one."""
 
 
 @leaves_out_with("only")
@@ -104,53 +117,74 @@ def restore(
 
     Args:
         source: path or url of the checkpoint, or an open `Checkpoint`.
-        like: the destinations, in the structure of the state. Torch tensors, Parameters and DTensors on CPU and CUDA, and ndarrays
-            are filled in place and returned as the same objects. Meta tensors give new CPU tensors. Torch_xla tensors (also lazy ones),
-            JAX arrays, `jax.ShapeDtypeStruct`s and `shardckpt.Target`s give new device tensors with the same sharding. A `train_state`
-            loads the state into its objects. None gives numpy arrays of all complete tensors in dicts, lists and tuples.
-        only: name patterns (`"model/**"`), or a function of a name, for the leaves to restore. All others keep their value in `like`.
-            The names are those of the checkpoint.
-        rename: `s/regex/replacement/`, one or several: names in the checkpoint become names in `like`, as in `export_safetensors`. In a
-            `train_state`, the optimizer's state follows the names of the parameters.
-        mapping: rules that join, split or transpose tensors: a file, or the name of a built-in mapping (docs/mapping.md). It applies after
-            `rename`; in a `train_state` to the names inside of each module (`layers.0.w`), and the optimizer's state follows.
+        like: the destinations, in the structure of the state. Torch tensors, Parameters and
+            DTensors on CPU and CUDA, and ndarrays are filled in place and returned as the same
+            objects. Meta tensors give new CPU tensors. Torch_xla tensors (also lazy ones), JAX
+            arrays, `jax.ShapeDtypeStruct`s and `shardckpt.Target`s give new device tensors with the
+            same sharding. A `train_state` loads the state into its objects. None gives numpy arrays
+            of all complete tensors in dicts, lists and tuples.
+        only: name patterns (`"model/**"`), or a function of a name, for the leaves to restore. All
+            others keep their value in `like`. The names are those of the checkpoint.
+        rename: `s/regex/replacement/`, one or several: names in the checkpoint become names in
+            `like`, as in `export_safetensors`. In a `train_state`, the optimizer's state follows
+            the names of the parameters.
+        mapping: rules that join, split or transpose tensors: a file, or the name of a built-in
+            mapping (docs/mapping.md). It applies after `rename`; in a `train_state` to the names
+            inside of each module (`layers.0.w`), and the optimizer's state follows.
         invert_mapping: apply the mapping from its `to` to its `from`.
-        fit: pattern of names → "pad" or "slice", for tensors of another size in `like`. "pad": the stored tensor is restored into the
-            first part, and the rest becomes zero. "slice": the first part of the stored tensor is restored. In a `train_state`, a
-            pattern that selects a parameter selects its optimizer state of the same shape, too. The log names every such tensor.
-        strict: True: it is an error if only the checkpoint or only `like` has a name, or if a pattern of `only` selects no stored name.
-            "like": further names in the checkpoint are skipped, so that `like` may be a part of it, such as a pipeline stage.
-            False: names and patterns of one side are skipped, and one warning in the log lists the names. It is an error if both have
-            tensors and share none, or if no stored name is left to restore.
-        cast: whether to convert tensors to the dtype of their leaf, as `numpy.astype` does: floats round to the nearest, integers wrap.
-            Complex to real is an error, and so are dtypes without a conversion.
+        fit: pattern of names → "pad" or "slice", for tensors of another size in `like`. "pad": the
+            stored tensor is restored into the first part, and the rest becomes zero. "slice": the
+            first part of the stored tensor is restored. In a `train_state`, a pattern that selects
+            a parameter selects its optimizer state of the same shape, too. The log names every such
+            tensor.
+        strict: True: it is an error if only the checkpoint or only `like` has a name, or if a
+            pattern of `only` selects no stored name. "like": further names in the checkpoint are
+            skipped, so that `like` may be a part of it, such as a pipeline stage. False: names and
+            patterns of one side are skipped, and one warning in the log lists the names. It is an
+            error if both have tensors and share none, or if no stored name is left to restore.
+        cast: whether to convert tensors to the dtype of their leaf, as `numpy.astype` does: floats
+            round to the nearest, integers wrap. Complex to real is an error, and so are dtypes
+            without a conversion.
         memory_limit: bytes of host staging; at least this process's shards of one tensor.
-        cooperative: whether processes that need the same bytes read a part each and send it to the others, so that the storage serves
-            each byte once. All processes of the job must then make this call, with the same options. "auto" does so where the
-            default `Bandwidths` predict a gain, and never from a path; a `Bandwidths` does so where it predicts a gain.
-        coordinator: the process's number, for `PerProcess` values in `like`, and the connection to the others for `cooperative`. It is
-            detected by default.
+        cooperative: whether processes that need the same bytes read a part each and send it to the
+            others, so that the storage serves each byte once. All processes of the job must then
+            make this call, with the same options. "auto" does so where the default `Bandwidths`
+            predict a gain, and never from a path; a `Bandwidths` does so where it predicts a gain.
+        coordinator: the process's number, for `PerProcess` values in `like`, and the connection to
+            the others for `cooperative`. It is detected by default.
         progress: called with the bytes that this process has restored so far, and in all.
 
     Returns:
-        `like`'s containers with the restored leaves; the stored tree's containers if `like` is None.
+        `like`'s containers with the restored leaves; the stored tree's containers if `like` is
+        None.
 
     Raises:
         NotFoundError: there is no committed checkpoint.
-        MismatchError: names, structure, shape or dtype differ from `like`; nothing was read. After the reading: an object of a
-            `train_state` refuses its state, or does not take all of it (NamesMismatchError).
-        LeafError, ShardingError: a leaf of `like` is not a valid destination; the error names it. Nothing was read.
+        MismatchError: names, structure, shape or dtype differ from `like`; nothing was read. After
+            the reading: an object of a `train_state` refuses its state, or does not take all of it
+            (NamesMismatchError).
+        LeafError, ShardingError: a leaf of `like` is not a valid destination; the error names it.
+            Nothing was read.
         OptionError: an option is invalid.
         ReplacedError: the checkpoint was replaced or deleted while it was being read.
-        CorruptionError: stored bytes are damaged or missing. The contents of leaves that are filled in place are undefined.
+        CorruptionError: stored bytes are damaged or missing. The contents of leaves that are filled
+            in place are undefined.
         MissingDataError: a base is gone or was replaced; nothing was read.
         StorageError: the storage failed, or Python is shutting down.
-        CoordinationError: with `cooperative`, another process failed or does not answer. If a process cannot read, all processes that share
-            its reads raise its error.
+        CoordinationError: with `cooperative`, another process failed or does not answer. If a
+            process cannot read, all processes that share its reads raise its error.
     """
     adaptation = adaptation_of(rename, mapping, invert_mapping=invert_mapping, fit=fit)
-    options: dict[str, Any] = {"only": only, "strict": strict, "cast": cast, "cooperative": cooperative, "coordinator": coordinator}
-    state: T = restore_adapted(source, like, adaptation, memory_limit=memory_limit, progress=progress, **options)
+    options: dict[str, Any] = {
+        "only": only,
+        "strict": strict,
+        "cast": cast,
+        "cooperative": cooperative,
+        "coordinator": coordinator,
+    }
+    state: T = restore_adapted(
+        source, like, adaptation, memory_limit=memory_limit, progress=progress, **options
+    )
     return state
 
 
@@ -183,17 +217,26 @@ def restore_adapted(
     progress: Callable[[int, int], None] | None,
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
 ) -> Any:
-    """Restore a state; see `restore`. `adaptation` has its options for names and sizes, and afterwards what was done."""
+    """Restore a state; see `restore`.
+
+    `adaptation` has its options for names and sizes, and afterwards what was done.
+    """
     if coordinator is not None:
-        check_coordinator(coordinator)  # before the meeting: without a coordinator no other process can learn of the error
+        check_coordinator(
+            coordinator
+        )  # before the meeting: without a coordinator no other process can learn of the error
     place = source.location if isinstance(source, Checkpoint) else source
     meeting = None if cooperative is False else Meeting(cooperative, coordinator)
     try:
         with ExitStack() as pause, meeting or nullcontext(), reading_takes_threads(place):
-            pause.enter_context(collector_paused())  # a single pause: after each of several, the collector would visit all that is new
+            pause.enter_context(
+                collector_paused()
+            )  # a single pause: after each of several, the collector would visit all that is new
             if meeting is not None:
                 pause.close()
-                meeting.location = source.location if isinstance(source, Checkpoint) else parse(source)
+                meeting.location = (
+                    source.location if isinstance(source, Checkpoint) else parse(source)
+                )
                 check_choice(cooperative)
             if not callable(strict) and strict != "like":
                 check_flag(strict, "strict")
@@ -205,27 +248,47 @@ def restore_adapted(
             if adaptation is not None:
                 adaptation.begin(checkpoint, like, only)
             elif only is not None:
-                check_selection(only, checkpoint.parsed_tree, str(checkpoint.location), each=strict is not False)
+                check_selection(
+                    only, checkpoint.parsed_tree, str(checkpoint.location), each=strict is not False
+                )
             steps = restoring(
-                checkpoint, checkpoint.parsed_tree, like, adaptation, only=only, strict=strict, cast=cast, coordinator=coordinator
+                checkpoint,
+                checkpoint.parsed_tree,
+                like,
+                adaptation,
+                only=only,
+                strict=strict,
+                cast=cast,
+                coordinator=coordinator,
             )
-            alone = cooperative is False and kind_of(checkpoint.location).near  # waits neither for others nor for a network
+            alone = (
+                cooperative is False and kind_of(checkpoint.location).near
+            )  # waits neither for others nor for a network
             if not (alone and lasts_seconds(checkpoint.record.totals["bytes"])):
                 pause.close()
             state = _carried_out(
                 steps,
-                lambda jobs, in_place: read_all(checkpoint, jobs, limit, in_place=in_place, meeting=meeting, progress=progress),
+                lambda jobs, in_place: read_all(
+                    checkpoint, jobs, limit, in_place=in_place, meeting=meeting, progress=progress
+                ),
             )
             if adaptation is not None and (notes := adaptation.notes()):
                 more = f"\n… and {len(notes) - MOST_NOTES} more" if len(notes) > MOST_NOTES else ""
-                _log.warning("%s: restore(): %s%s", checkpoint.location, "\n".join(notes[:MOST_NOTES]), more)
+                _log.warning(
+                    "%s: restore(): %s%s", checkpoint.location, "\n".join(notes[:MOST_NOTES]), more
+                )
             return state
     except MemoryError as e:
         raise out_of_memory(str(place), e) from e
 
 
-def _carried_out(steps: Restoring, read: Callable[[Sequence[RestoreJob], bool], dict[str, object]]) -> Any:
-    """The state, after `read` has filled what the first step asks for. All that is made per tensor is gone when this returns."""
+def _carried_out(
+    steps: Restoring, read: Callable[[Sequence[RestoreJob], bool], dict[str, object]]
+) -> Any:
+    """The state, after `read` has filled what the first step asks for.
+
+    All that is made per tensor is gone when this returns.
+    """
     return finished(steps, read(*next(steps)))
 
 
@@ -251,8 +314,8 @@ def restoring(
 ) -> Restoring:
     """Restore from an open checkpoint, in two steps: everything is checked, and planned; then the state is built.
 
-    It yields once: the jobs to read and place (`read_all`), and whether the filled memory belongs to the caller. It is sent the leaves that
-    these have made, and returns the state.
+    It yields once: the jobs to read and place (`read_all`), and whether the filled memory belongs
+    to the caller. It is sent the leaves that these have made, and returns the state.
 
     Args:
         checkpoint: the source.
@@ -272,10 +335,14 @@ def restoring(
     if like is None:
         stored = stored_names(tree, selects)
         leaves: dict[str, list[tuple[str, object]]] = {
-            name: [(name, empty(name, t.shape, t.dtype.numpy))] for name, t in ((name, record(name)) for name in stored)
+            name: [(name, empty(name, t.shape, t.dtype.numpy))]
+            for name, t in ((name, record(name)) for name in stored)
         }
         own = _all_values(checkpoint, per_process_names(tree, selects))
-        read = yield restore_jobs(checkpoint, sinks_of(leaves, record), cast=False, adaptation=adaptation), False
+        read = yield (
+            restore_jobs(checkpoint, sinks_of(leaves, record), cast=False, adaptation=adaptation),
+            False,
+        )
         if adaptation is not None:
             adaptation.restored(read)
         return unflatten(tree, {**read, **own}, selects)
@@ -285,16 +352,37 @@ def restoring(
         tree = like.arranged(tree, selects, adaptation)
         if adaptation is not None:
             adaptation.settle(tree, only, each=strict is not False)
-        into = [like.like(tree, record, selects, lambda: (coordinator or Coordinator.current()).world, adaptation)]
+        into = [
+            like.like(
+                tree,
+                record,
+                selects,
+                lambda: (coordinator or Coordinator.current()).world,
+                adaptation,
+            )
+        ]
         restored = yield from restoring(
-            checkpoint, tree, into.pop(), adaptation, only=only, strict=strict, cast=cast, coordinator=coordinator
+            checkpoint,
+            tree,
+            into.pop(),
+            adaptation,
+            only=only,
+            strict=strict,
+            cast=cast,
+            coordinator=coordinator,
         )
         like.load_state_dict(restored, strict=strict is not False)
         return like
     try:
         with collector_paused():
             matched = match(
-                like, tree, frameworks.is_tensor, only=selects, strict=strict, meaning=frameworks.meaning, composite=frameworks.composite
+                like,
+                tree,
+                frameworks.is_tensor,
+                only=selects,
+                strict=strict,
+                meaning=frameworks.meaning,
+                composite=frameworks.composite,
             )
         chosen = chosen_values(checkpoint, matched.per_process, coordinator)
     except MismatchError as e:
@@ -302,18 +390,34 @@ def restoring(
     if matched.missing or matched.unexpected:
         _log.warning("%s: restore(strict=False): %s", checkpoint.location, matched.skipped())
     numbers = _numbers(checkpoint, matched, record)
-    filled = {name: sink_of_number(name, leaf, number) for name, (leaf, number) in matched.filled.items()}
-    places = {**matched.tensors, **{stored: [*matched.tensors.get(stored, ()), *arrays] for stored, arrays in numbers.items()}}
-    restored = yield restore_jobs(checkpoint, sinks_of(places, record), cast=cast, adaptation=adaptation), True
+    filled = {
+        name: sink_of_number(name, leaf, number) for name, (leaf, number) in matched.filled.items()
+    }
+    places = {
+        **matched.tensors,
+        **{
+            stored: [*matched.tensors.get(stored, ()), *arrays]
+            for stored, arrays in numbers.items()
+        },
+    }
+    restored = yield (
+        restore_jobs(checkpoint, sinks_of(places, record), cast=cast, adaptation=adaptation),
+        True,
+    )
     if adaptation is not None:
         adaptation.restored(restored)
     for name, number in chain.from_iterable(matched.numbers.values()):
         restored[name] = number_like(np.asarray(restored[name]), number)
-    placed = {name: sink.place([array] if len(sink.boxes) else []) for name, (sink, array) in filled.items()}
+    placed = {
+        name: sink.place([array] if len(sink.boxes) else [])
+        for name, (sink, array) in filled.items()
+    }
     return matched.build({**restored, **placed, **chosen})
 
 
-def _numbers(checkpoint: Checkpoint, matched: Matched, record: Callable[[str], TensorRecord]) -> dict[str, list[tuple[str, object]]]:
+def _numbers(
+    checkpoint: Checkpoint, matched: Matched, record: Callable[[str], TensorRecord]
+) -> dict[str, list[tuple[str, object]]]:
     """Arrays to read stored tensors into where `like` has numbers."""
     arrays: dict[str, list[tuple[str, object]]] = {}
     for stored, names in matched.numbers.items():
@@ -321,29 +425,36 @@ def _numbers(checkpoint: Checkpoint, matched: Matched, record: Callable[[str], T
         for name, number in names:
             if tensor.shape:
                 raise StructureMismatchError(
-                    f"{checkpoint.location}: {shown(name)} is a tensor of shape {tensor.shape} in the checkpoint, and in `like` a number "
-                    f"({type(number).__qualname__}); pass a tensor, an ndarray or a shardckpt.Target there."
+                    f"{checkpoint.location}: {shown(name)} is a tensor of shape {tensor.shape} in "
+                    f"the checkpoint, and in `like` a number ({type(number).__qualname__}); pass "
+                    "a tensor, an ndarray or a shardckpt.Target there."
                 )
             arrays.setdefault(stored, []).append((name, empty(name, (), tensor.dtype.numpy)))
     return arrays
 
 
-def _own_tree(checkpoint: Checkpoint, tree: Node, only: Only | None, coordinator: Coordinator | None) -> Node:
+def _own_tree(
+    checkpoint: Checkpoint, tree: Node, only: Only | None, coordinator: Coordinator | None
+) -> Node:
     """The stored state as this process has it.
 
     Raises:
-        MismatchError: another number of processes saved a requested value that belongs to each of them.
+        MismatchError: another number of processes saved a requested value that belongs to each of
+            them.
     """
     local = list(local_branches(tree))
     if not local:
         return tree
     world = (Coordinator.current() if coordinator is None else coordinator).world
     saved, selects = checkpoint.record.processes, selector(only)
-    asked = next((node.name for node in local if any(selects(leaf.name) for leaf in leaves_of(node))), None)
+    asked = next(
+        (node.name for node in local if any(selects(leaf.name) for leaf in leaves_of(node))), None
+    )
     if asked is not None and saved != world.processes:
         raise MismatchError(
-            f"{checkpoint.location}: {shown(asked)} belongs to each process alone; {saved} process{'es' if saved > 1 else ''} saved it, "
-            f"and {world.processes} restore. Restore in as many processes, or leave it out with only=."
+            f"{checkpoint.location}: {shown(asked)} belongs to each process alone; {saved} "
+            f"process{'es' if saved > 1 else ''} saved it, and {world.processes} restore. Restore "
+            "in as many processes, or leave it out with only=."
         )
     return of_process(tree, world.process) or Branch("", "dict", [], [])
 
@@ -353,13 +464,20 @@ def fill(checkpoint: Checkpoint, places: Mapping[str, Sequence[tuple[str, Sink]]
 
     Args:
         checkpoint: the source.
-        places: stored name → (name for messages, sink) of every destination of the tensor. Destinations differ in their tie keys.
+        places: stored name → (name for messages, sink) of every destination of the tensor.
+            Destinations differ in their tie keys.
 
     Raises:
-        MismatchError: a sink has another shape or dtype than its tensor, or two different sinks share memory; nothing was read.
+        MismatchError: a sink has another shape or dtype than its tensor, or two different sinks
+            share memory; nothing was read.
         ReplacedError, CorruptionError: as in `restore`.
     """
-    read_all(checkpoint, restore_jobs(checkpoint, places.items(), cast=False), DEFAULT_MEMORY_LIMIT, in_place=True)
+    read_all(
+        checkpoint,
+        restore_jobs(checkpoint, places.items(), cast=False),
+        DEFAULT_MEMORY_LIMIT,
+        in_place=True,
+    )
 
 
 def _all_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, object]:
@@ -367,10 +485,15 @@ def _all_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, objec
     if not names:
         return {}
     stored = [checkpoint.process_values(process) for process in range(checkpoint.record.processes)]
-    return {name: [decode_value(values[name], name) for values in stored if name in values] for name in names}
+    return {
+        name: [decode_value(values[name], name) for values in stored if name in values]
+        for name in names
+    }
 
 
-def chosen_values(checkpoint: Checkpoint, leaves: Mapping[str, PerProcess], coordinator: Coordinator | None) -> dict[str, object]:
+def chosen_values(
+    checkpoint: Checkpoint, leaves: Mapping[str, PerProcess], coordinator: Coordinator | None
+) -> dict[str, object]:
     """This process's value for each per-process name."""
     if not leaves:
         return {}
@@ -381,11 +504,21 @@ def chosen_values(checkpoint: Checkpoint, leaves: Mapping[str, PerProcess], coor
     chosen = {}
     for name, leaf in leaves.items():
         own = stored.get(world.process, {}).get(name)
-        by_axis = leaf.axis is not None or (own is not None and recorded_axis(own, name) is not None)
+        by_axis = leaf.axis is not None or (
+            own is not None and recorded_axis(own, name) is not None
+        )
         if len(stored) < saved and (by_axis or (leaf.choose is not None and own is None)):
             stored = {p: checkpoint.process_values(p) for p in range(saved)}
-        axes = {p: axis for p, documents in stored.items() if name in documents and (axis := recorded_axis(documents[name], name))}
-        values = {p: decode_value(documents[name], name) for p, documents in stored.items() if name in documents}
+        axes = {
+            p: axis
+            for p, documents in stored.items()
+            if name in documents and (axis := recorded_axis(documents[name], name))
+        }
+        values = {
+            p: decode_value(documents[name], name)
+            for p, documents in stored.items()
+            if name in documents
+        }
         chosen[name] = choose_value(values, leaf, name, saved=saved, world=world, axes=axes)
     return chosen
 
@@ -399,7 +532,9 @@ def read_all(
     meeting: Meeting | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, object]:
-    """Read and place everything, together with other processes or alone; return the restored leaves by name.
+    """Read and place everything, together with other processes or alone.
+
+    Return the restored leaves by name.
 
     Args:
         checkpoint: the source.
@@ -419,14 +554,20 @@ def read_all(
 
     def read_alone(batch: Sequence[RestoreJob]) -> None:
         with checkpoint.reading():
-            checkpoint.reader.read([request for job in batch for request in job.requests()], at_once=ahead if placers else 1)
+            checkpoint.reader.read(
+                [request for job in batch for request in job.requests()],
+                at_once=ahead if placers else 1,
+            )
 
     def fetch(read: Callable[[Sequence[RestoreJob]], None], batch: Sequence[RestoreJob]) -> None:
         try:
             read(batch)
         except ShardckptError as e:
             if in_place:
-                raise type(e)(f"{e} The contents of tensors of `like` that are restored in place are undefined now.") from e
+                raise type(e)(
+                    f"{e} The contents of tensors of `like` that are restored in place are "
+                    "undefined now."
+                ) from e
             raise
 
     near = kind_of(checkpoint.location).near
@@ -435,12 +576,18 @@ def read_all(
     checkpoint.open_bases(tensor for job in jobs for tensor in job.stored)
     in_place = in_place and any(landing.fills_leaf for job in jobs for landing in job.landings)
     alone, shared = (list(jobs), []) if meeting is None else meeting.divide(checkpoint, jobs, limit)
-    pool, placers = (None, {}) if all(job.is_in_place for job in jobs) else _staging_of(jobs, limit - exchange_bytes(limit) * bool(shared))
+    pool, placers = (
+        (None, {})
+        if all(job.is_in_place for job in jobs)
+        else _staging_of(jobs, limit - exchange_bytes(limit) * bool(shared))
+    )
     ahead = READ_AHEAD
     if pool is not None and placers:
         staged, ahead = min(max(staged, largest // 4), pool.limit // SLOTS), SLOTS - COPIED
         alone = [part for job in alone for part in job.divided(staged)]
-    read_and_place = partial(_read_and_place, pool=pool, placers=placers, largest=largest, staged=staged, placed=placed)
+    read_and_place = partial(
+        _read_and_place, pool=pool, placers=placers, largest=largest, staged=staged, placed=placed
+    )
     restored: dict[str, object] = {}
     for group in shared:  # its reads are collectives, which all processes make in the same order
         restored |= read_and_place(group.jobs, partial(fetch, group.read), ahead=1)
@@ -450,7 +597,9 @@ def read_all(
     return restored
 
 
-def _staging_of(jobs: Sequence[RestoreJob], limit: int) -> tuple[BufferPool | None, dict[type[Placer], Placer]]:
+def _staging_of(
+    jobs: Sequence[RestoreJob], limit: int
+) -> tuple[BufferPool | None, dict[type[Placer], Placer]]:
     """The pool of the buffers, and the objects that copy from them to devices."""
     placers = frameworks.placers(landing.sink for job in jobs for landing in job.landings)
     return BufferPool(limit, frameworks.pinning(placers.values())), placers
@@ -472,7 +621,8 @@ def _read_and_place(
     Args:
         jobs: the tensors and their destinations.
         fetch: fills the buffers of a batch.
-        pool: leases the buffers; None: all tensors are read straight into the memory of their leaves.
+        pool: leases the buffers; None: all tensors are read straight into the memory of their
+            leaves.
         largest: bytes of one batch, unless one tensor has more.
         staged: bytes of staging for one batch, unless one tensor needs more.
         ahead: most batches that are read at a time.
@@ -480,12 +630,20 @@ def _read_and_place(
         placers: copy to devices, while other batches are read.
     """
     restored: dict[str, object] = {}
-    staging = Staging(pool, placers or {}, min(staged, sum(job.staged_bytes for job in jobs)), placed)
+    staging = Staging(
+        pool, placers or {}, min(staged, sum(job.staged_bytes for job in jobs)), placed
+    )
     if pool is None:
         groups = batches(jobs, lambda job: (job.nbytes,), (largest,))
-    else:  # batches have at most half of the limit each: one batch is placed while the next one is read
+    else:
+        # Batches have at most half of the limit each: one batch is placed while the next one is
+        # read.
         limits = (pool.limit // 2, largest, staged)
-        groups = batches(jobs, lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes, job.staged_bytes), limits)
+        groups = batches(
+            jobs,
+            lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes, job.staged_bytes),
+            limits,
+        )
     copies = any(job.placing_bytes for job in jobs)
     try:
         with closing(read_ahead(groups, staging.lend, fetch, ahead=ahead, copies=copies)) as coming:

@@ -1,16 +1,19 @@
 """Runs of adjacent chunks that are read with one request, and bands of chunks that are moved with one copy.
 
-A read call costs microseconds on a local disk, and a request milliseconds on an object store. So chunks that are
-adjacent in a data file are read as one *run*. If requests are expensive, small gaps between chunks are read along. Consecutive runs of
-one file that one thread reads are a *task*; the Python code runs once for all of them.
+A read call costs microseconds on a local disk, and a request milliseconds on an object store. So
+chunks that are adjacent in a data file are read as one *run*. If requests are expensive, small gaps
+between chunks are read along. Consecutive runs of one file that one thread reads are a *task*; the
+Python code runs once for all of them.
 
-Chunks of one array that are adjacent in a file, and go one after another to the same boxes, are a *band*. In the file
-their elements are an array [chunks, *chunk shape]. In memory they are a box that is as many times longer in one dimension.
-One copy moves all of them, without Python code for each.
+Chunks of one array that are adjacent in a file, and go one after another to the same boxes, are a
+*band*. In the file their elements are an array [chunks, *chunk shape]. In memory they are a box
+that is as many times longer in one dimension. One copy moves all of them, without Python code for
+each.
 
-A chunk continues a band if it is the next one in the grid, has as many bytes, and for each box the same part of it continues in the
-box. That part must not step back, as it does at the end of a row of the grid. Then it lies beside the chunk before it along the last
-grid dimension with more than one chunk. A box that overlaps both chunks in the same part covers all of both along that dimension.
+A chunk continues a band if it is the next one in the grid, has as many bytes, and for each box the
+same part of it continues in the box. That part must not step back, as it does at the end of a row
+of the grid. Then it lies beside the chunk before it along the last grid dimension with more than
+one chunk. A box that overlaps both chunks in the same part covers all of both along that dimension.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ if TYPE_CHECKING:
     Array = NDArray[np.generic]
     Ints = NDArray[np.int64]
     Place = tuple[Array, Index, int]
-    """Destination of elements of a band: memory for all of them, their index in each chunk, and the dimension along which chunks follow."""
+    """Destination of elements of a band: memory for all of them, their index in each chunk, and the
+    dimension along which chunks follow."""
 
 
 EVERYTHING: Index = (...,)
@@ -46,7 +50,10 @@ EVERYTHING: Index = (...,)
 
 
 def continues(chunks: Located) -> NDArray[np.bool_]:
-    """(n,) whether each chunk continues the band of the chunk before it; chunks are in order of their place."""
+    """(n,) whether each chunk continues the band of the chunk before it.
+
+    Chunks are in order of their place.
+    """
     requested, targets = chunks.requested, chunks.requested.targets
     follows = np.zeros(len(chunks), bool)
     follows[1:] = (
@@ -57,7 +64,8 @@ def continues(chunks: Located) -> NDArray[np.bool_]:
         & (chunks.length[1:] == chunks.length[:-1])
         & (targets.count[1:] == targets.count[:-1])
     )
-    # Pairs are in the order of their chunks, so the matching pair of the chunk before is `count` rows back.
+    # Pairs are in the order of their chunks, so the matching pair of the chunk before is `count`
+    # rows back.
     of = np.repeat(np.arange(len(chunks)), targets.count)
     pair = np.flatnonzero(follows[of])
     before = pair - targets.count[of[pair]]
@@ -87,7 +95,10 @@ class Band:
             places: destinations of the band.
             nbytes: bytes of a chunk's elements.
         """
-        if len(places) != 1 or self.chunks.requested.part_of(self.begin).request.convert_from is not None:
+        if (
+            len(places) != 1
+            or self.chunks.requested.part_of(self.begin).request.convert_from is not None
+        ):
             return None
         place, _, along = places[0]
         if place.nbytes != (self.end - self.begin) * nbytes or not place.flags.c_contiguous:
@@ -104,12 +115,15 @@ class Band:
             places: destinations of the band.
         """
         request = self.chunks.requested.part_of(self.begin).request
-        # An overflow becomes infinite, and NaN any integer: the user asked for the conversion, so there is no warning.
+        # An overflow becomes infinite, and NaN any integer: the user asked for the conversion, so
+        # there is no warning.
         with np.errstate(all="ignore") if request.convert_from is not None else nullcontext():
             for place, elements in self.copies(raw, places):
                 np.copyto(place, elements, casting="unsafe")
 
-    def copies(self, raw: NDArray[np.uint8], places: Sequence[Place]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    def copies(
+        self, raw: NDArray[np.uint8], places: Sequence[Place]
+    ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
         """For each destination its memory and the elements to copy there, in one shape; for the arguments see `scatter`."""
         part = self.chunks.requested.part_of(self.begin)
         request, shape, n = part.request, part.piece.chunks, len(raw)
@@ -120,7 +134,11 @@ class Band:
             elements = with_plain_bools(elements)
         for place, in_chunk, along in places:
             # Split the dimension along which chunks follow into chunks and elements.
-            cut = place.reshape(*place.shape[:along], n, -1, *place.shape[along + 1 :]) if n > 1 else place[np.newaxis]
+            cut = (
+                place.reshape(*place.shape[:along], n, -1, *place.shape[along + 1 :])
+                if n > 1
+                else place[np.newaxis]
+            )
             axes = (*range(1, along + 1), 0, *range(along + 1, cut.ndim))
             yield cut, elements[:, *in_chunk].transpose(axes)
 
@@ -144,15 +162,25 @@ def places_of(bands: Sequence[Band]) -> list[list[Place]]:
     for band in bands:
         chunks = requested.part_of(band.begin).piece.chunks
         n, each = band.end - band.begin, count[band.begin - begin]
-        if each == n == 1 and (buffer := targets.buffers[box[pair]]).size == elements[pair] == prod(chunks):
-            by_band.append([(buffer, EVERYTHING, 0)])  # a small tensor is one chunk, and nearly always read as a whole
+        if each == n == 1 and (buffer := targets.buffers[box[pair]]).size == elements[pair] == prod(
+            chunks
+        ):
+            by_band.append(
+                [(buffer, EVERYTHING, 0)]
+            )  # a small tensor is one chunk, and nearly always read as a whole
             pair += 1
             continue
         if not sides:
-            # Convert all columns to Python numbers at once; single array accesses would cost more than the rest of the function.
+            # Convert all columns to Python numbers at once; single array accesses would cost more
+            # than the rest of the function.
             sides = [
                 column[pairs].tolist()
-                for column in (targets.in_box.start, targets.in_box.stop, targets.in_chunk.start, targets.in_chunk.stop)
+                for column in (
+                    targets.in_box.start,
+                    targets.in_box.stop,
+                    targets.in_chunk.start,
+                    targets.in_chunk.stop,
+                )
             ]
         own = slice(len(sides[0][pair]) - len(chunks), None) if sides[0] else slice(None)
         places: list[Place] = []
@@ -160,9 +188,21 @@ def places_of(bands: Sequence[Band]) -> list[list[Place]]:
             start, stop, first, last = (side[at][own] for side in sides)
             along = 0
             if n > 1:
-                along = next(d for d, (here, there) in enumerate(zip(start, sides[0][at + each][own], strict=True)) if there > here)
+                along = next(
+                    d
+                    for d, (here, there) in enumerate(
+                        zip(start, sides[0][at + each][own], strict=True)
+                    )
+                    if there > here
+                )
                 stop[along] = start[along] + n * chunks[along]
-            places.append((targets.buffers[box[at]][(*map(slice, start, stop), ...)], (*map(slice, first, last), ...), along))
+            places.append(
+                (
+                    targets.buffers[box[at]][(*map(slice, start, stop), ...)],
+                    (*map(slice, first, last), ...),
+                    along,
+                )
+            )
         by_band.append(places)
         pair += each * n
     return by_band
@@ -223,7 +263,13 @@ class ReadTask:
     def alone(self) -> Iterator[ReadTask]:
         """Yield each of its chunks as a task of its own."""
         for row in range(self.begin, self.end):
-            run = ChunkRun(row, row + 1, int(self.chunks.offset[row]), self.chunks.stop(row), [Band(self.chunks, row, row + 1)])
+            run = ChunkRun(
+                row,
+                row + 1,
+                int(self.chunks.offset[row]),
+                self.chunks.stop(row),
+                [Band(self.chunks, row, row + 1)],
+            )
             yield ReadTask(self.chunks, [run])
 
 
@@ -244,7 +290,9 @@ class RunLimits:
 
 
 def tasks(chunks: Located, limits: RunLimits, group: Ints | None = None) -> Iterator[ReadTask]:
-    """Make tasks of all chunks in order of their place, with neighbours joined; groups come one after the other and are not mixed.
+    """Make tasks of all chunks in order of their place, with neighbours joined.
+
+    Groups come one after the other and are not mixed.
 
     Args:
         chunks: in any order.
@@ -262,12 +310,22 @@ def tasks(chunks: Located, limits: RunLimits, group: Ints | None = None) -> Iter
     last = np.append(begins[1:], len(chunks))[: len(begins)] - 1
     groups = repeat(0) if group is None else group[order][begins].tolist()
     files = zip(groups, chunks.file[begins].tolist(), strict=False)
-    where = zip(files, chunks.offset[begins].tolist(), (chunks.offset + chunks.length)[last].tolist(), strict=True)
+    where = zip(
+        files,
+        chunks.offset[begins].tolist(),
+        (chunks.offset + chunks.length)[last].tolist(),
+        strict=True,
+    )
     task: list[ChunkRun] = []
     nbytes, before = 0, (0, OWN_OBJECT)
     for (first, after), (file, start, stop) in zip(pairwise(firsts), where, strict=True):
         nbytes += stop - start
-        if task and (file != before or file[1] == OWN_OBJECT or nbytes > max(limits.nbytes, limits.task) or len(task) == limits.runs):
+        if task and (
+            file != before
+            or file[1] == OWN_OBJECT
+            or nbytes > max(limits.nbytes, limits.task)
+            or len(task) == limits.runs
+        ):
             yield ReadTask(chunks, task)
             task, nbytes = [], stop - start
         before = file
@@ -277,7 +335,9 @@ def tasks(chunks: Located, limits: RunLimits, group: Ints | None = None) -> Iter
         yield ReadTask(chunks, task)
 
 
-def join(file: Ints, offset: Ints, length: Ints, limits: RunLimits, group: Ints | None = None) -> tuple[Ints, Ints]:
+def join(
+    file: Ints, offset: Ints, length: Ints, limits: RunLimits, group: Ints | None = None
+) -> tuple[Ints, Ints]:
     """Join chunks into runs.
 
     Args:
@@ -285,10 +345,12 @@ def join(file: Ints, offset: Ints, length: Ints, limits: RunLimits, group: Ints 
         offset: (n,) first byte.
         length: (n,) bytes.
         limits: limits for joining.
-        group: (n,) number of each chunk's group; only chunks of one group are joined, and lower groups come first.
+        group: (n,) number of each chunk's group; only chunks of one group are joined, and lower
+            groups come first.
 
     Returns:
-        (n,) the chunks in order of group and place, and (runs,) the position in that order at which each run begins.
+        (n,) the chunks in order of group and place, and (runs,) the position in that order at which
+        each run begins.
     """
     order = np.lexsort((offset, file) if group is None else (offset, file, group))
     file, offset, stop = file[order], offset[order], (offset + length)[order]
@@ -303,8 +365,11 @@ def join(file: Ints, offset: Ints, length: Ints, limits: RunLimits, group: Ints 
     for begin, after in zip(first[long].tolist(), last[long].tolist(), strict=True):
         at = begin
         while True:
-            # Chunks of such a stretch are adjacent, so the end of a run depends only on its own length.
-            end = int(np.searchsorted(stop[at:after], offset[at] + limits.nbytes, side="right")) + at
+            # Chunks of such a stretch are adjacent, so the end of a run depends only on its own
+            # length.
+            end = (
+                int(np.searchsorted(stop[at:after], offset[at] + limits.nbytes, side="right")) + at
+            )
             at = min(max(end, at + 1), at + limits.chunks)
             if at == after:
                 break

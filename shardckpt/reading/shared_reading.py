@@ -1,13 +1,15 @@
 """One process's part in a shared read: data that several processes need is read once and exchanged.
 
-1. The needed data is read in rounds (`plan.shares`). In each round every member reads its part into its destinations,
-   packs it, and announces that it is ready.
-2. When all are ready, they send each other their parts (`interconnect`), and unpack the others' parts. Meanwhile the next round is
-   read.
-3. A member that fails announces its error instead, and all members raise it. The death of a member is detected: a missing
-   announcement by the coordinator's timeout, missing bytes by the interconnect.
+1. The needed data is read in rounds (`plan.shares`). In each round every member reads its part into
+   its destinations, packs it, and announces that it is ready.
+2. When all are ready, they send each other their parts (`interconnect`), and unpack the others'
+   parts. Meanwhile the next round is read.
+3. A member that fails announces its error instead, and all members raise it. The death of a member
+   is detected: a missing announcement by the coordinator's timeout, missing bytes by the
+   interconnect.
 
-Memory: one round, besides the destinations. The exchanged bytes have no dtype, so every dtype works.
+Memory: one round, besides the destinations. The exchanged bytes have no dtype, so every dtype
+works.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ _log = logging.getLogger("shardckpt")
 
 def error_document(error: BaseException) -> dict[str, Any]:
     """An error as a document for other processes."""
-    return {"code": error.code if isinstance(error, ShardckptError) else None, "message": str(error) or type(error).__name__}
+    return {
+        "code": error.code if isinstance(error, ShardckptError) else None,
+        "message": str(error) or type(error).__name__,
+    }
 
 
 @dataclass(slots=True)
@@ -67,13 +72,17 @@ class SharedReading:
     """Buffer for sending and receiving, reused by each round."""
 
     def read(self, batch: Sequence[RestoreJob]) -> None:
-        """Fill the buffers of some tensors, which all members pass in the same order. A collective of the members.
+        """Fill the buffers of some tensors, which all members pass in the same order.
+
+        A collective of the members.
 
         Raises:
             CoordinationError: a member is gone.
             ShardckptError: the error of this process's or another member's read.
         """
-        tensors = [SharedBoxes(job.tensor.pieces, job.landings[0].boxes, _itemsize(job)) for job in batch]
+        tensors = [
+            SharedBoxes(job.tensor.pieces, job.landings[0].boxes, _itemsize(job)) for job in batch
+        ]
         me = self.members.index(self.coordinator.world.process)
         planned = rounds(tensors, len(self.members), self.limit)
         with ThreadPoolExecutor(1, "shardckpt-share") as ahead:
@@ -84,9 +93,13 @@ class SharedReading:
                 coming.result()
                 parts = self._pack(batch, shares, me)
                 following = next(planned, None)
-                coming = None if following is None else ahead.submit(self._read, batch, following[me])
+                coming = (
+                    None if following is None else ahead.submit(self._read, batch, following[me])
+                )
                 self._all_are_ready()
-                self.interconnect.all_gather(self.members, self.coordinator.world.process, [part.memory for part in parts])
+                self.interconnect.all_gather(
+                    self.members, self.coordinator.world.process, [part.memory for part in parts]
+                )
                 for m, part in enumerate(parts):
                     if m != me:
                         part.unpack()
@@ -111,14 +124,22 @@ class SharedReading:
         with self.checkpoint.reading():
             self.checkpoint.reader.read(requests)
 
-    def _pack(self, batch: Sequence[RestoreJob], shares: Sequence[Sequence[Region]], me: int) -> list[_Packed]:
+    def _pack(
+        self, batch: Sequence[RestoreJob], shares: Sequence[Sequence[Region]], me: int
+    ) -> list[_Packed]:
         """Allocate memory for all members' parts, and pack this member's part."""
-        views = [[_view(batch[region.tensor].landings[0], region) for region in share] for share in shares]
+        views = [
+            [_view(batch[region.tensor].landings[0], region) for region in share]
+            for share in shares
+        ]
         sizes = [sum(round_up(view.nbytes) for view in of_member) for of_member in views]
         if self._memory.size < sum(sizes):
             self._memory = np.empty(sum(sizes), np.uint8)
         stops = np.cumsum(sizes).tolist()
-        parts = [_Packed(self._memory[stop - n : stop], of_member) for stop, n, of_member in zip(stops, sizes, views, strict=True)]
+        parts = [
+            _Packed(self._memory[stop - n : stop], of_member)
+            for stop, n, of_member in zip(stops, sizes, views, strict=True)
+        ]
         parts[me].pack()
         return parts
 
@@ -134,9 +155,13 @@ class SharedReading:
         From here to the end of the exchange this process does nothing else that could fail.
         """
         key = self._announce(None)
-        for member, failure in zip(self.members, self.coordinator.listen(key, self.members), strict=True):
+        for member, failure in zip(
+            self.members, self.coordinator.listen(key, self.members), strict=True
+        ):
             if failure is not None:
-                raise errors.by_code(failure["code"])(f"process {member} could not read its part: {failure['message']}")
+                raise errors.by_code(failure["code"])(
+                    f"process {member} could not read its part: {failure['message']}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +190,10 @@ class _Packed:
 def _view(landing: Landing, region: Region) -> Array:
     """The part of a landing's buffer for a region."""
     origin = landing.boxes[region.box].start
-    inside: tuple[Any, ...] = tuple(slice(a - o, b - o) for a, b, o in zip(region.part.start, region.part.stop, origin, strict=True))
+    inside: tuple[Any, ...] = tuple(
+        slice(a - o, b - o)
+        for a, b, o in zip(region.part.start, region.part.stop, origin, strict=True)
+    )
     view: Array = landing.targets[region.box][(*inside, ...)]
     return view
 

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.format.fingerprint import Fingerprint, StateSums
 from shardckpt.plan.pieces import batches
-from shardckpt.reading.compare_values import DEFAULT_MEMORY_LIMIT, MOST_BLOCKS, Pair, cut_pairs, read_blocks
+from shardckpt.reading.compare_values import (
+    DEFAULT_MEMORY_LIMIT,
+    MOST_BLOCKS,
+    Pair,
+    cut_pairs,
+    read_blocks,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,16 +21,23 @@ if TYPE_CHECKING:
     from shardckpt.reading.checkpoint import Checkpoint
 
 
-def stored_fingerprint(checkpoint: Checkpoint, *, recorded: bool, progress: Callable[[int, int], None] | None = None) -> Fingerprint:
+def stored_fingerprint(
+    checkpoint: Checkpoint, *, recorded: bool, progress: Callable[[int, int], None] | None = None
+) -> Fingerprint:
     """The fingerprint of all tensors of a checkpoint.
 
     Args:
         checkpoint: the checkpoint.
-        recorded: take what was recorded, and read only tensors of which nothing was. False: read all.
+        recorded: take what was recorded, and read only tensors of which nothing was. False: read
+            all.
         progress: called with bytes read so far, and in all.
     """
     tensors = checkpoint.record.structure.tensors
-    known = recorded_fingerprint(checkpoint.place, checkpoint.record) if recorded and checkpoint.native else {}
+    known = (
+        recorded_fingerprint(checkpoint.place, checkpoint.record)
+        if recorded and checkpoint.native
+        else {}
+    )
     missing = [tensor for name, tensor in tensors.items() if name not in known]
     checkpoint.open_bases(missing)
     sums, done, total = StateSums(missing), 0, sum(tensor.nbytes for tensor in missing)

@@ -1,20 +1,24 @@
 """Chunk lookup in a table of which only the needed blocks are read.
 
-1. The header is read once. It has the number of chunks of each array. The table of all hosts has every chunk of every array's
-   grid, so a chunk's row number is the array's first row plus the chunk's position.
-2. Rows are read in *units* of complete blocks. A unit is one block on a local disk. On object stores, where a request costs
-   milliseconds, a unit is as many blocks as make 256 KiB. A table of at most that size is read at once with its header.
-3. `prepare` takes the boxes of many tensors and reads the missing rows of all of them together: adjacent units in one request,
-   several requests at a time. On object stores, a caller that goes through the table call by call, as a restore does with its
-   batches, gets read-ahead: each call reads twice as far as the call before, because a request costs the time of about a megabyte.
-4. On object stores, if many requests would be needed, it first reads the one unit that has most of the needed rows. The data
-   files in those rows show which host wrote them, and that host's own table (`host_rows`) is read. This repeats for the rows
-   that are still missing: with more hosts at a time if a host had many of them; it stops if hosts had few.
+1. The header is read once. It has the number of chunks of each array. The table of all hosts has
+   every chunk of every array's grid, so a chunk's row number is the array's first row plus the
+   chunk's position.
+2. Rows are read in *units* of complete blocks. A unit is one block on a local disk. On object
+   stores, where a request costs milliseconds, a unit is as many blocks as make 256 KiB. A table of
+   at most that size is read at once with its header.
+3. `prepare` takes the boxes of many tensors and reads the missing rows of all of them together:
+   adjacent units in one request, several requests at a time. On object stores, a caller that goes
+   through the table call by call, as a restore does with its batches, gets read-ahead: each call
+   reads twice as far as the call before, because a request costs the time of about a megabyte.
+4. On object stores, if many requests would be needed, it first reads the one unit that has most of
+   the needed rows. The data files in those rows show which host wrote them, and that host's own
+   table (`host_rows`) is read. This repeats for the rows that are still missing: with more hosts at
+   a time if a host had many of them; it stops if hosts had few.
 5. Every block is compared with its digest in the header, and every row with its expected position.
 6. If the table is damaged, it is given up, and the other tables (`spare`) are used from then on.
 
-The most recently used units are kept, up to 32 MiB. All units of one call are kept, however large. Another 32 MiB are kept of
-hosts' tables.
+The most recently used units are kept, up to 32 MiB. All units of one call are kept, however large.
+Another 32 MiB are kept of hosts' tables.
 """
 
 from __future__ import annotations
@@ -50,13 +54,15 @@ LEAST_REQUEST = 256 << 10
 LARGEST_REQUEST = 4 << 20
 """Most bytes per request; a longer range is split into several requests that run at a time."""
 NEAR_BYTES = 1 << 20
-"""Most bytes of the table between the reads of two calls for the second call to count as a continuation of the first."""
+"""Most bytes of the table between the reads of two calls for the second call to count as a
+continuation of the first."""
 KEPT_BYTES = 32 << 20
 """Bytes of rows that are kept for later calls."""
 FEW_REQUESTS = 8
 """Number of requests below which it does not pay to read hosts' tables."""
 MOST_WASTED = 1 / 16
-"""Share of the remaining cost that may be wasted on hosts whose tables turn out to have few of the needed rows."""
+"""Share of the remaining cost that may be wasted on hosts whose tables turn out to have few of the
+needed rows."""
 MOST_ROWS = 1 << 20
 """Most rows of one call for which hosts' tables are considered, because each row is examined."""
 
@@ -89,16 +95,22 @@ class _Source:
         nbytes = self.rows * ROW.itemsize
         start = self.header.nbytes + units.start * nbytes
         stop = min(self.header.nbytes + units.stop * nbytes, self.reference.size)
-        return self.parse(_read(self.place, self.reference.key, start, stop, self.count), units.start)
+        return self.parse(
+            _read(self.place, self.reference.key, start, stop, self.count), units.start
+        )
 
     def parse(self, data: bytes | memoryview, unit: int) -> NDArray[np.void]:
         """Parse rows from the start of a unit on, and check that each row is at its expected position."""
         rows = self.header.read_rows(data, unit * self.rows // self.header.block, self.where)
         row = np.arange(unit * self.rows, unit * self.rows + len(rows))
-        # Arrays without chunks begin at the same row as the next array; side="right" selects the last array that begins there.
+        # Arrays without chunks begin at the same row as the next array; side="right" selects the
+        # last array that begins there.
         position = row - self.begins[np.searchsorted(self.begins, row, side="right") - 1]
         if (rows["chunk"] != position.astype(np.uint64)).any():
-            raise FormatError(f"{self.where}: the chunk table lacks chunks, or has them in the wrong order; it is damaged.")
+            raise FormatError(
+                f"{self.where}: the chunk table lacks chunks, or has them in the wrong order; it "
+                "is damaged."
+            )
         return rows
 
 
@@ -123,12 +135,15 @@ class TableBlocks:
             hosts: references to the host records, which refer to the hosts' own tables.
 
         Raises:
-            FormatError: the file is not the table that the record refers to; MissingDataError, CorruptionError: it is gone, or too short.
+            FormatError: the file is not the table that the record refers to; MissingDataError,
+                CorruptionError: it is gone, or too short.
         """
         where = place.path_of(reference.key)
         check_sizes(reference, where)
         all_of_it = reference.size <= LEAST_REQUEST
-        data = _read(place, reference.key, 0, reference.size if all_of_it else reference.header, count)
+        data = _read(
+            place, reference.key, 0, reference.size if all_of_it else reference.header, count
+        )
         header = TableHeader.vouched(data, reference, where)
         blocks = 1 if place.near else max(1, LEAST_REQUEST // (header.block * ROW.itemsize))
         counts = np.fromiter(header.counts.values(), np.int64, len(header.counts))
@@ -136,7 +151,11 @@ class TableBlocks:
         self._source = _Source(place, reference, header, header.block * blocks, begins, count)
         self._first = dict(zip(header.counts, begins.tolist(), strict=True))
         # A chunk that is an object of its own does not show which host wrote it.
-        self._hosts = None if place.near or not header.files or not hosts else HostRows(place, hosts, header, self._first, count)
+        self._hosts = (
+            None
+            if place.near or not header.files or not hosts
+            else HostRows(place, hosts, header, self._first, count)
+        )
         """Rows from hosts' own tables; None if hosts' tables are not used."""
         self._units: dict[int, NDArray[np.void]] = {}
         """Kept units by number, the most recently used last."""
@@ -146,7 +165,9 @@ class TableBlocks:
         self._spare = spare
         self._lock = Lock()
         if all_of_it:
-            self._keep(range(self._source.units), self._source.parse(memoryview(data)[header.nbytes :], 0))
+            self._keep(
+                range(self._source.units), self._source.parse(memoryview(data)[header.nbytes :], 0)
+            )
 
     def first_missing(self, path: str, num_chunks: int) -> int | None:
         """See `Lookup`."""
@@ -161,7 +182,9 @@ class TableBlocks:
             return
         self._load(self._units_to_read(boxes))
 
-    def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
+    def find(
+        self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]
+    ) -> tuple[Sequence[str], ArrayChunks]:
         """See `Lookup`."""
         if self._instead is None:
             counts = np.array([self._source.header.counts.get(path, 0) for path in paths], np.int64)
@@ -170,7 +193,11 @@ class TableBlocks:
                 raise KeyError(int(beyond[0]))
             first = np.array([self._first.get(path, 0) for path in paths], np.int64)
             number = first[array] + chunks
-            rows = self._rows(number) if self._hosts is None else self._rows_with_hosts(number, self._hosts)
+            rows = (
+                self._rows(number)
+                if self._hosts is None
+                else self._rows_with_hosts(number, self._hosts)
+            )
             if rows is not None:
                 return self._source.header.files, ArrayChunks.of_records(rows)
         assert self._instead is not None
@@ -188,7 +215,9 @@ class TableBlocks:
         rows: NDArray[np.void] = read[nth * self._source.rows + within]
         return rows
 
-    def _rows_with_hosts(self, number: NDArray[np.int64], hosts: HostRows) -> NDArray[np.void] | None:
+    def _rows_with_hosts(
+        self, number: NDArray[np.int64], hosts: HostRows
+    ) -> NDArray[np.void] | None:
         """Like `_rows`, but rows known from hosts' tables are not read."""
         rows, known = hosts.take(number)
         others = self._rows(number[~known])
@@ -200,11 +229,16 @@ class TableBlocks:
     def whole(self) -> WholeTable:
         """See `Lookup`."""
         if self._instead is None:
-            return WholeTable(read_table(self._source.place, self._source.reference, self._source.count))
+            return WholeTable(
+                read_table(self._source.place, self._source.reference, self._source.count)
+            )
         return self._instead
 
     def _units_of(self, piece: Piece, boxes: BoxArray) -> Iterable[int]:
-        """Units with the rows of the chunks that the boxes touch; a unit may occur more than once."""
+        """Units with the rows of the chunks that the boxes touch.
+
+        A unit may occur more than once.
+        """
         num_chunks, rows = piece.num_chunks, self._source.rows
         if not 0 < num_chunks <= self._source.header.counts.get(piece.path, 0):
             return ()
@@ -213,7 +247,9 @@ class TableBlocks:
         if high - low < 2:
             return (low, high)
         starts, stops = chunk_runs(piece, boxes)
-        units: list[int] = _spread((first + starts) // self._source.rows, (first + stops - 1) // self._source.rows + 1).tolist()
+        units: list[int] = _spread(
+            (first + starts) // self._source.rows, (first + stops - 1) // self._source.rows + 1
+        ).tolist()
         return units
 
     def _units_to_read(self, pieces: Iterable[tuple[Piece, BoxArray]]) -> list[int]:
@@ -228,30 +264,41 @@ class TableBlocks:
         starts, stops = np.concatenate(runs, axis=1)
         if (stops - starts).sum() <= MOST_ROWS:
             return self._ask_hosts(np.unique(_spread(starts, stops)), self._hosts)
-        units: list[int] = np.unique(_spread(starts // self._source.rows, (stops - 1) // self._source.rows + 1)).tolist()
+        units: list[int] = np.unique(
+            _spread(starts // self._source.rows, (stops - 1) // self._source.rows + 1)
+        ).tolist()
         return units
 
     def _ask_hosts(self, number: NDArray[np.int64], host_rows: HostRows) -> list[int]:
-        """Read hosts' tables as long as that pays off; return the units that must still be read for the given rows."""
+        """Read hosts' tables as long as that pays off.
+
+        Return the units that must still be read for the given rows.
+        """
         wasted, several, needed = 0.0, 1, number
         while True:
             number = number[~host_rows.take(number)[1]]
             unit = number // self._source.rows
             units: list[int] = np.unique(unit).tolist()
             missing = [u for u in units if u not in self._units]
-            costs = cost(len(list(self._spans(missing))), len(missing) * self._source.rows * ROW.itemsize)
+            costs = cost(
+                len(list(self._spans(missing))), len(missing) * self._source.rows * ROW.itemsize
+            )
             if costs < FEW_REQUESTS or wasted > costs * MOST_WASTED:
                 return units
             fullest = missing[int(np.argmax(np.bincount(unit)[missing]))]
             rows = self._load([fullest])
             if rows is None:
                 return []
-            hosts = host_rows.hosts_of(rows[0]["file"][number[unit == fullest] - fullest * self._source.rows])[:several]
+            hosts = host_rows.hosts_of(
+                rows[0]["file"][number[unit == fullest] - fullest * self._source.rows]
+            )[:several]
             if host_rows.least_cost(hosts) > costs / 2:
                 return units
             spent = host_rows.read(hosts, costs / 2, needed)
             new = int(host_rows.take(number)[1].sum())
-            if spent * (len(number) - new) < costs * new:  # the remaining rows cost less from hosts at this rate than from units
+            if (
+                spent * (len(number) - new) < costs * new
+            ):  # the remaining rows cost less from hosts at this rate than from units
                 several *= 4
             else:
                 wasted, several = wasted + spent + 1, 1
@@ -292,16 +339,26 @@ class TableBlocks:
     def _read_on(self, spans: list[range]) -> list[range]:
         """The spans to read: a single span that continues the last read is extended to at least twice the length of that read."""
         unit = self._source.rows * ROW.itemsize
-        if not self._source.place.near and len(spans) == 1 and 0 <= spans[0].start - self._last.stop < NEAR_BYTES // unit:
+        if (
+            not self._source.place.near
+            and len(spans) == 1
+            and 0 <= spans[0].start - self._last.stop < NEAR_BYTES // unit
+        ):
             (span,) = spans
-            far = min(span.start + min(2 * len(self._last), LARGEST_REQUEST // unit), self._source.units)
+            far = min(
+                span.start + min(2 * len(self._last), LARGEST_REQUEST // unit), self._source.units
+            )
             spans = [range(span.start, max(span.stop, far))]
         self._last = spans[-1] if spans else self._last
         return spans
 
     def _read(self, spans: Sequence[range]) -> None:
         """Read spans of adjacent units, and keep them."""
-        read = [self._source.read(span) for span in spans] if self._source.place.near else map_on_threads(self._source.read, spans)
+        read = (
+            [self._source.read(span) for span in spans]
+            if self._source.place.near
+            else map_on_threads(self._source.read, spans)
+        )
         for span, rows in zip(spans, read, strict=True):
             self._keep(span, rows)
 

@@ -1,6 +1,7 @@
 """Verification that everything in a checkpoint is as it was written.
 
-1. The records and all chunk tables are compared with the digests that refer to them, and the table of all hosts with the hosts' own.
+1. The records and all chunk tables are compared with the digests that refer to them, and the table
+   of all hosts with the hosts' own.
 2. Every chunk is compared with the table; a chunk of a tensor in a base with the base's table.
 3. The metadata for stock zarr readers is compared with record and table.
 
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
     """Called with chunks checked so far and in all, and bytes of chunks that were read."""
 
 _GROUP_TENSORS = 4096
-"""Most tensors that are checked together: the data kept for each is small, but for 100,000 tensors it is not."""
+"""Most tensors that are checked together: the data kept for each is small, but for 100,000 tensors
+it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ class Damage:
     box: Box | None
     """Index range of the damaged part of the tensor."""
     file: str
-    """File relative to the checkpoint; for a tensor in a base, the base's url or a file below it."""
+    """File relative to the checkpoint; for a tensor in a base, the base's url or a file below
+    it."""
     reason: str
 
 
@@ -68,9 +71,11 @@ class VerifyReport:
     bytes_read: int = 0
     damage: list[Damage] = field(default_factory=list)
     checked: bool = True
-    """Whether everything was compared with checksums. False for formats without: everything could be read, and may still be damaged."""
+    """Whether everything was compared with checksums. False for formats without: everything could
+    be read, and may still be damaged."""
     compared: int = 0
-    """Number of tensors of another format that were compared with checksums which that format has."""
+    """Number of tensors of another format that were compared with checksums which that format
+    has."""
 
     @property
     def ok(self) -> bool:
@@ -94,23 +99,32 @@ def verify(
 ) -> VerifyReport:
     """Read everything and compare it with what was written; see `Checkpoint.verify`.
 
-    A verification can be stopped by an exception of `progress` or `on_damage`, and resumed by another call with `after`. The
-    order of chunks follows from the record alone. All metadata is checked by each call.
+    A verification can be stopped by an exception of `progress` or `on_damage`, and resumed by
+    another call with `after`. The order of chunks follows from the record alone. All metadata is
+    checked by each call.
 
     Args:
         store: the checkpoint's place.
         record: its record at the time it was opened.
-        progress: called before the first chunk and after each group, by the calling thread, with the number of chunks up to there, the
-            number of all chunks, and the bytes of chunks that this call has read.
-        after: number of chunks that need no check: one that an earlier call for the same record told `progress`.
-        group_bytes: most bytes of elements that are checked between two calls of `progress`, unless one chunk has more.
-        on_damage: called at once with each damage, by one thread at a time. Damage that was found in a group that did not end is found
-            again by a call that resumes, and damage to metadata by each call.
+        progress: called before the first chunk and after each group, by the calling thread, with
+            the number of chunks up to there, the number of all chunks, and the bytes of chunks that
+            this call has read.
+        after: number of chunks that need no check: one that an earlier call for the same record
+            told `progress`.
+        group_bytes: most bytes of elements that are checked between two calls of `progress`, unless
+            one chunk has more.
+        on_damage: called at once with each damage, by one thread at a time. Damage that was found
+            in a group that did not end is found again by a call that resumes, and damage to
+            metadata by each call.
 
     Raises:
         OptionError: `after` is not a number of chunks of the checkpoint.
     """
-    with collector_paused() if store.near and lasts_seconds(record.totals["bytes"]) else nullcontext():
+    with (
+        collector_paused()
+        if store.near and lasts_seconds(record.totals["bytes"])
+        else nullcontext()
+    ):
         return _Verification(store, record, progress, on_damage, after, group_bytes).run()
 
 
@@ -144,7 +158,8 @@ class _Verification:
         total = sum(t.num_chunks for t in self.record.structure.tensors.values())
         if not 0 <= self.after <= total:
             raise OptionError(
-                f"{self.store}: after={self.after} is not a number from 0 to {total}, the number of its chunks; begin again with 0."
+                f"{self.store}: after={self.after} is not a number from 0 to {total}, the number "
+                "of its chunks; begin again with 0."
             )
         version = self._record()
         table = self._table()
@@ -160,7 +175,8 @@ class _Verification:
         self.report.chunks = total - self.after
         for file, error in reader.longer_files():
             self._damaged_file(file, error)
-        # There is no index of differences. With an incomplete table the index would seem to have extra entries.
+        # There is no index of differences. With an incomplete table the index would seem to have
+        # extra entries.
         if complete and self.record.compression != "difference":
             self._index(table)
         return self.report
@@ -169,7 +185,8 @@ class _Verification:
         """Compare all chunks with the tables that have them: this checkpoint's own chunks, then those in bases, base by base.
 
         Returns:
-            For each group, the number of chunks up to its end, and the bytes of chunks that were read so far.
+            For each group, the number of chunks up to its end, and the bytes of chunks that were
+            read so far.
         """
         held: dict[Base | None, list[TensorRecord]] = {None: []}
         for tensor in self.record.structure.tensors.values():
@@ -184,8 +201,12 @@ class _Verification:
                     yield done, sum(one.stats.bytes_read for one in readers)
                 begin += sum(t.num_chunks for t in tensors)
 
-    def _check(self, reader: ChunkReader, place: str, tensors: Sequence[TensorRecord], begin: int) -> Iterator[int]:
-        """Compare the chunks of tensors that one checkpoint holds, in groups; yield the number of all chunks up to the end of each.
+    def _check(
+        self, reader: ChunkReader, place: str, tensors: Sequence[TensorRecord], begin: int
+    ) -> Iterator[int]:
+        """Compare the chunks of tensors that one checkpoint holds, in groups.
+
+        Yield the number of all chunks up to the end of each.
 
         A tensor whose base cannot be read is damaged.
 
@@ -205,7 +226,9 @@ class _Verification:
         no_boxes = {ndim: BoxArray.of([], ndim) for ndim in {len(t.shape) for t in tensors}}
         requests = [Request.of(t, no_boxes[len(t.shape)], []) for t in tensors]
         try:
-            groups = reader.check(requests, damaged, after=max(0, self.after - begin), most=self.group_bytes)
+            groups = reader.check(
+                requests, damaged, after=max(0, self.after - begin), most=self.group_bytes
+            )
         except ShardckptError as e:
             if len(tensors) == 1:
                 self._report(Damage(tensors[0].name, Box.full(tensors[0].shape), place, str(e)))
@@ -221,20 +244,28 @@ class _Verification:
     def _record(self) -> tuple[int, int] | None:
         """Compare the current commit record with the opened one; return its format version.
 
-        No digest covers the version. But digests cover the hosts' files completely, and the newest version among them is the record's.
+        No digest covers the version. But digests cover the hosts' files completely, and the newest
+        version among them is the record's.
         """
         try:
             data = self.store.read(RECORD)
-            same = self.record.sha256 is not None and self.record.sha256 == envelope_digest(data, RECORD)
+            same = self.record.sha256 is not None and self.record.sha256 == envelope_digest(
+                data, RECORD
+            )
             if not same and parse_checkpoint(data, RECORD) != self.record:
-                self._damaged_record("it is not the record that was there when the checkpoint was opened")
+                self._damaged_record(
+                    "it is not the record that was there when the checkpoint was opened"
+                )
             return format_version(data, RECORD)
         except ShardckptError as e:
             self._damaged_record(str(e))
             return None
 
     def _table(self) -> WholeTable:
-        """The chunk table of all hosts, compared with the hosts' own; the merged hosts' tables if it cannot be read."""
+        """The chunk table of all hosts, compared with the hosts' own.
+
+        The merged hosts' tables if it cannot be read.
+        """
         own = self._host_tables()
         if self.record.table is None:
             return own
@@ -246,15 +277,25 @@ class _Verification:
         for path in _moved_arrays(own.table, table):
             self._damaged_file(
                 self.record.table.key,
-                FormatError(f"{path}: the merged chunk table and the hosts' tables have its chunks at different places."),
+                FormatError(
+                    f"{path}: the merged chunk table and the hosts' tables have its chunks at "
+                    "different places."
+                ),
             )
         return WholeTable(table)
 
     def _host_tables(self) -> WholeTable:
-        """Merge all hosts' readable chunk tables and the committer's table of small tensors; damage to hosts' files is reported."""
+        """Merge all hosts' readable chunk tables and the committer's table of small tensors.
+
+        Damage to hosts' files is reported.
+        """
         own = [] if self.record.small_table is None else [self.record.small_table]
-        others: dict[FileReference, None] = {}  # each once, because hosts with the same contents share a file
-        own_version: set[FileReference | None] = set()  # the record need not have the version of hosts' values
+        others: dict[
+            FileReference, None
+        ] = {}  # each once, because hosts with the same contents share a file
+        own_version: set[FileReference | None] = (
+            set()
+        )  # the record need not have the version of hosts' values
         for reference in self.record.hosts:
             with self._reporting(reference.key):
                 host = read_host_files(self.place, reference)
@@ -284,7 +325,9 @@ class _Verification:
         """Compare the metadata for stock zarr readers with the record and the table."""
         structure = self.record.structure
         document = document_encoder(structure, self.record.compression)
-        arrays = {p.path: (t, p) for t in structure.tensors.values() if t.base is None for p in t.pieces}
+        arrays = {
+            p.path: (t, p) for t in structure.tensors.values() if t.base is None for p in t.pieces
+        }
         pieces = {path: piece for path, (_, piece) in arrays.items()}
         check = IndexCheck(self.place, lambda path: document(*arrays[path]), pieces, table.table)
         faults = check.packed(self.lanes) if self.record.layout == "packed" else check.plain()
@@ -321,10 +364,17 @@ def _moved_arrays(own: Table, table: Table) -> list[str]:
     other = table.rows.take(row[same])
     numbers = {file: i for i, file in enumerate(dict.fromkeys([*own.files, *table.files]))}
     file, other_file = (
-        np.array([*map(numbers.__getitem__, files), -1])[np.minimum(column, np.uint32(len(files)))]  # the last: objects of their own
+        np.array([*map(numbers.__getitem__, files), -1])[
+            np.minimum(column, np.uint32(len(files)))
+        ]  # the last: objects of their own
         for files, column in ((own.files, rows.file[same]), (table.files, other.file))
     )
     mine = rows.take(np.flatnonzero(same))
-    same[same] = (mine.offset == other.offset) & (mine.length == other.length) & (mine.crc == other.crc) & (file == other_file)
+    same[same] = (
+        (mine.offset == other.offset)
+        & (mine.length == other.length)
+        & (mine.crc == other.crc)
+        & (file == other_file)
+    )
     wrong = set(array[~same].tolist())
     return [path for i, path in enumerate(paths) if i in wrong or path not in table.counts]

@@ -3,7 +3,8 @@
 1. `zarr.json` documents are made from the commit record, never read from the storage.
 2. Chunks come from a `ChunkReader`: found with the chunk table, compared with its checksums.
 
-Names become nested groups at their slashes. A tensor that is stored in pieces appears as the arrays of its pieces.
+Names become nested groups at their slashes. A tensor that is stored in pieces appears as the arrays
+of its pieces.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ import json
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, group_json, parent_groups, zarr_documents
+from shardckpt.format.zarr_arrays import (
+    CHECKSUM_BYTES,
+    chunk_object_key,
+    group_json,
+    parent_groups,
+    zarr_documents,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,14 +37,21 @@ class ZarrKeys:
     """Documents and chunks by key. Safe to use from several threads."""
 
     def __init__(self, record: CheckpointRecord, reader: ChunkReader) -> None:
-        """Show the checkpoint of a commit record; `reader` reads its chunks, also those in bases."""
+        """Show the checkpoint of a commit record.
+
+        `reader` reads its chunks, also those in bases.
+        """
         self._record = record
         self._reader = reader
-        self._arrays: dict[str, tuple[TensorRecord, Piece]] = {p.path: (t, p) for t in record.structure.tensors.values() for p in t.pieces}
+        self._arrays: dict[str, tuple[TensorRecord, Piece]] = {
+            p.path: (t, p) for t in record.structure.tensors.values() for p in t.pieces
+        }
         documents = dict(zarr_documents(record.structure, record.compression, in_bases=True))
         groups = {path: group_json() for path in parent_groups(documents)}
         self._documents = {**groups, **documents}
-        self._documents[""] = group_json(members={path: document for path, document in self._documents.items() if path})
+        self._documents[""] = group_json(
+            members={path: document for path, document in self._documents.items() if path}
+        )
         self._children: dict[str, list[str]] = {path: [] for path in groups}
         for path in self._documents:
             if path:
@@ -75,9 +89,14 @@ class ZarrKeys:
         return self.document(key) is not None or self._chunk(key) is not None
 
     def size(self, key: str) -> int | None:
-        """Bytes of a document or chunk; None if there is none. A compressed chunk is read for that."""
+        """Bytes of a document or chunk; None if there is none.
+
+        A compressed chunk is read for that.
+        """
         chunk = self._chunk(key)
-        compression = chunk and (self._record if chunk[0].base is None else chunk[0].base.base).compression
+        compression = (
+            chunk and (self._record if chunk[0].base is None else chunk[0].base.base).compression
+        )
         if chunk is None or compression is not None:
             data = self.read(key)
             return None if data is None else len(data)
@@ -85,7 +104,10 @@ class ZarrKeys:
         return prod(piece.chunks) * tensor.dtype.storage.itemsize + CHECKSUM_BYTES
 
     def children(self, path: str) -> list[str] | None:
-        """The names directly below a path; None if the path is not a group, array, or directory of chunks."""
+        """The names directly below a path.
+
+        None if the path is not a group, array, or directory of chunks.
+        """
         if path in self._children:
             return [DOCUMENT, *self._children[path]]
         array = self._array(path)
@@ -136,9 +158,14 @@ class ZarrKeys:
 
 
 def _index(parts: Sequence[str], grid: tuple[int, ...]) -> list[int] | None:
-    """The coordinates in `c/0/1`, in zarr's form and inside the grid; None if the parts are invalid."""
+    """The coordinates in `c/0/1`, in zarr's form and inside the grid.
+
+    None if the parts are invalid.
+    """
     if not parts or parts[0] != "c" or len(parts) != len(grid) + 1:
         return None
     index = [int(part) if part.isdecimal() and len(part) < 20 else -1 for part in parts[1:]]
-    inside = all(0 <= i < n and str(i) == part for i, n, part in zip(index, grid, parts[1:], strict=True))
+    inside = all(
+        0 <= i < n and str(i) == part for i, n, part in zip(index, grid, parts[1:], strict=True)
+    )
     return index if inside else None

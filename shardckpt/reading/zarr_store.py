@@ -1,7 +1,10 @@
-"""A zarr-python store over a checkpoint of either layout; it verifies each chunk before zarr-python sees it.
+"""A zarr-python store over a checkpoint of either layout.
 
-zarr-python reads keys and bytes through a `Store`. `CheckpointStore` takes them from `ZarrKeys`. Missing chunks are errors. (Other stores
-return None for a key without bytes, and zarr-python then fills with zeros. This store returns None only for keys that belong to no chunk.)
+It verifies each chunk before zarr-python sees it.
+
+zarr-python reads keys and bytes through a `Store`. `CheckpointStore` takes them from `ZarrKeys`.
+Missing chunks are errors. (Other stores return None for a key without bytes, and zarr-python then
+fills with zeros. This store returns None only for keys that belong to no chunk.)
 """
 
 from __future__ import annotations
@@ -11,7 +14,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numcodecs  # noqa: F401  (before zarr and modules of both, for other threads that import them)
 import zarr  # noqa: F401
-from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.abc.store import (
+    ByteRequest,
+    OffsetByteRequest,
+    RangeByteRequest,
+    Store,
+    SuffixByteRequest,
+)
 
 from shardckpt.errors import OptionError
 from shardckpt.io.store import Store as Place
@@ -36,7 +45,10 @@ class CheckpointStore(Store):
     supports_listing = True
 
     def __init__(self, record: CheckpointRecord, reader: ChunkReader) -> None:
-        """Show the checkpoint of a commit record; `reader` reads its chunks, also those in bases."""
+        """Show the checkpoint of a commit record.
+
+        `reader` reads its chunks, also those in bases.
+        """
         super().__init__(read_only=True)
         self._record = record
         self._reader = reader
@@ -50,11 +62,16 @@ class CheckpointStore(Store):
 
     def __eq__(self, value: object) -> bool:
         """Whether both show the same attempt of the same place; attempt names are never reused."""
-        return isinstance(value, CheckpointStore) and (self._place, self._record.attempt) == (value._place, value._record.attempt)
+        return isinstance(value, CheckpointStore) and (self._place, self._record.attempt) == (
+            value._place,
+            value._record.attempt,
+        )
 
     __hash__ = None  # type: ignore[assignment]  # like zarr's own stores
 
-    def __reduce__(self) -> tuple[Callable[..., CheckpointStore], tuple[Location, CheckpointRecord]]:
+    def __reduce__(
+        self,
+    ) -> tuple[Callable[..., CheckpointStore], tuple[Location, CheckpointRecord]]:
         """Pickle place and record; the unpickled store reads the chunk tables again."""
         return _reopen, (self._place, self._record)
 
@@ -67,10 +84,14 @@ class CheckpointStore(Store):
         """Location of the attempt."""
         return self._reader.source.place.location
 
-    # --- reading ----------------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
-    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        """The bytes of a document or of a chunk, or a part of them; None for a key that names neither.
+    async def get(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """The bytes of a document or of a chunk, or a part of them.
+
+        None for a key that names neither.
 
         Raises:
             MissingDataError: a chunk is gone.
@@ -85,20 +106,27 @@ class CheckpointStore(Store):
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
     ) -> list[Buffer | None]:
         """Call `get` for several keys and ranges."""
-        return list(await asyncio.gather(*(self.get(key, prototype, byte_range) for key, byte_range in key_ranges)))
+        return list(
+            await asyncio.gather(
+                *(self.get(key, prototype, byte_range) for key, byte_range in key_ranges)
+            )
+        )
 
     async def exists(self, key: str) -> bool:
         """Whether the checkpoint has such a document or chunk, according to its record, in which every chunk of a grid exists."""
         return self._keys.exists(key)
 
     async def getsize(self, key: str) -> int:
-        """Bytes of a document or chunk; a compressed chunk is read for that. FileNotFoundError if there is none."""
+        """Bytes of a document or chunk; a compressed chunk is read for that.
+
+        FileNotFoundError if there is none.
+        """
         nbytes = await asyncio.to_thread(self._keys.size, key)
         if nbytes is None:
             raise FileNotFoundError(key)
         return nbytes
 
-    # --- listing ----------------------------------------------------------------------------------------------------
+    # --- listing ----------------------------------------------------------------------------------
 
     async def list(self) -> AsyncIterator[str]:
         """All keys."""
@@ -115,10 +143,13 @@ class CheckpointStore(Store):
         for name in self._keys.children(prefix.strip("/")) or ():
             yield name
 
-    # --- refusing to write ------------------------------------------------------------------------------------------
+    # --- refusing to write ------------------------------------------------------------------------
 
     def _check_writable(self) -> NoReturn:
-        raise OptionError(f"{self._place}: a checkpoint is read-only; open it with mode='r', or copy what you want to change.")
+        raise OptionError(
+            f"{self._place}: a checkpoint is read-only; open it with mode='r', or copy what you "
+            "want to change."
+        )
 
     async def set(self, key: str, value: Buffer) -> None:
         """Refuse: OptionError."""
@@ -148,4 +179,7 @@ def _part(data: bytes, request: ByteRequest | None) -> bytes:
         case SuffixByteRequest(suffix):
             return data[max(0, len(data) - suffix) :]
         case _:
-            raise OptionError(f"{request!r} is not a byte range of zarr's; use RangeByteRequest, OffsetByteRequest or SuffixByteRequest.")
+            raise OptionError(
+                f"{request!r} is not a byte range of zarr's; use RangeByteRequest, "
+                "OffsetByteRequest or SuffixByteRequest."
+            )

@@ -1,10 +1,12 @@
 """Common base of Ray and Dask clusters, as a `concurrent.futures.Executor`.
 
-1. `ray://HOST:PORT` and `dask://HOST:PORT` name a running cluster. `ray://auto` and `dask://auto` name the cluster given by the
-   environment, as inside a job of that cluster. shardckpt neither starts nor stops anything in the cluster.
-2. The cluster schedules. It is asked periodically for its number of places, so that it gets more tasks as it grows.
-3. Losing a worker process or its machine breaks the future of its task with a `WorkerLostError`. A task's own error is raised
-   unchanged. Any other failure is raised as an error of shardckpt.
+1. `ray://HOST:PORT` and `dask://HOST:PORT` name a running cluster. `ray://auto` and `dask://auto`
+   name the cluster given by the environment, as inside a job of that cluster. shardckpt neither
+   starts nor stops anything in the cluster.
+2. The cluster schedules. It is asked periodically for its number of places, so that it gets more
+   tasks as it grows.
+3. Losing a worker process or its machine breaks the future of its task with a `WorkerLostError`. A
+   task's own error is raised unchanged. Any other failure is raised as an error of shardckpt.
 4. A cluster without any worker may still be starting: the job waits for it, for a limited time.
 """
 
@@ -29,7 +31,8 @@ T = TypeVar("T")
 AUTO = "auto"
 """In place of an address: the cluster that the environment names."""
 WORKER_TIMEOUT = 300
-"""Seconds that a cluster may be without any worker; a cluster that grows on demand has to start a machine."""
+"""Seconds that a cluster may be without any worker; a cluster that grows on demand has to start a
+machine."""
 _LOOK_EVERY = 1
 """Seconds between two queries of a cluster's size."""
 EXTRAS = {"ray": "ray", "dask": "distributed"}
@@ -56,7 +59,9 @@ class ClusterExecutor(Executor, ABC):
         self._alive = time.monotonic()
 
     @abstractmethod
-    def start(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[T]:
+    def start(
+        self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[T]:
         """Submit a function call to the cluster and return the cluster's own future."""
 
     @abstractmethod
@@ -103,8 +108,9 @@ class ClusterExecutor(Executor, ABC):
                 self._alive = now
             elif now > self._alive + WORKER_TIMEOUT:
                 raise CoordinationError(
-                    f"{self._url} has had no worker {self.requirements()}for {WORKER_TIMEOUT} s. Finished tasks are kept; repeat the call "
-                    f"when there are workers, and it continues from there."
+                    f"{self._url} has had no worker {self.requirements()}for {WORKER_TIMEOUT} s. "
+                    "Finished tasks are kept; repeat the call when there are workers, and it "
+                    "continues from there."
                 )
         return max(1, self._places)
 
@@ -115,13 +121,15 @@ class ClusterExecutor(Executor, ABC):
     def lost(self) -> CoordinationError:
         """The error for a lost connection."""
         return CoordinationError(
-            f"{self._url}: the connection to the cluster was lost. Finished tasks are kept; the same call continues from there."
+            f"{self._url}: the connection to the cluster was lost. Finished tasks are kept; the "
+            "same call continues from there."
         )
 
     def absent(self, who: str = "a worker") -> MissingExtraError:
         """The error for a cluster in which shardckpt is not installed everywhere."""
         return MissingExtraError(
-            f"{self._url}: {who} cannot import shardckpt; install shardckpt {__version__} wherever the cluster runs Python."
+            f"{self._url}: {who} cannot import shardckpt; install shardckpt {__version__} "
+            "wherever the cluster runs Python."
         )
 
     def _explain(self, error: BaseException) -> BaseException:
@@ -148,5 +156,11 @@ def address_of(url: str) -> tuple[str, str]:
     match = _URL.fullmatch(url)
     if match is None or match[1] not in EXTRAS:
         known = ": give ray://HOST:PORT, dask://HOST:PORT, ray://auto or dask://auto; "
-        raise OptionError(Message(named("engine", url), known, "without an engine, processes of this machine do the work."))
+        raise OptionError(
+            Message(
+                named("engine", url),
+                known,
+                "without an engine, processes of this machine do the work.",
+            )
+        )
     return match[1], match[2]

@@ -1,11 +1,12 @@
 """The dtype of each tensor in a new checkpoint or an export, with a summary by subtree.
 
-1. The first pattern that matches a tensor's name decides. The pattern "" stands for all tensors that no other pattern matches; a dtype
-   alone is short for `{"": dtype}`.
-2. The pattern "" converts floating-point tensors only. It skips tensors without dimensions (step counts) and optimizer state:
-   rounding those changes the training.
-3. Any other pattern converts every tensor that it matches. It converts integers and tensors without dimensions only if the pattern's
-   last part, after the last "/" or ".", has no wildcard: `optimizer/**` leaves each `step` unchanged, and `optimizer/**/step` converts it.
+1. The first pattern that matches a tensor's name decides. The pattern "" stands for all tensors
+   that no other pattern matches; a dtype alone is short for `{"": dtype}`.
+2. The pattern "" converts floating-point tensors only. It skips tensors without dimensions (step
+   counts) and optimizer state: rounding those changes the training.
+3. Any other pattern converts every tensor that it matches. It converts integers and tensors without
+   dimensions only if the pattern's last part, after the last "/" or ".", has no wildcard:
+   `optimizer/**` leaves each `step` unchanged, and `optimizer/**/step` converts it.
 """
 
 from __future__ import annotations
@@ -92,25 +93,39 @@ class DtypePlan:
     dtypes: Mapping[str, DType]
     """Tensor name → its new dtype."""
     subtrees: tuple[ConvertedSubtree, ...]
-    """Converted and unconverted tensors by subtree, in the state's order; empty if nothing is to be converted."""
+    """Converted and unconverted tensors by subtree, in the state's order; empty if nothing is to be
+    converted."""
 
 
 def check_dtypes(requested: object) -> None:
     """Check that a value is a `DtypeOption`.
 
     Raises:
-        OptionError: it is not, it names an unknown dtype, or its dtype for all tensors is not a floating-point dtype.
+        OptionError: it is not, it names an unknown dtype, or its dtype for all tensors is not a
+            floating-point dtype.
     """
     if requested is not None and not isinstance(requested, str | Mapping):
-        raise OptionError(Message(named("dtype", requested), ": give a dtype's name, or a dict of pattern → name."))
+        raise OptionError(
+            Message(
+                named("dtype", requested), ": give a dtype's name, or a dict of pattern → name."
+            )
+        )
     for pattern, dtype in _rules(requested).items():
         if pattern == _ALL and not _is_floating(dtype):
-            advice = ": a dtype without a pattern must be a floating-point dtype; give a pattern for the tensors to convert, as in "
+            advice = (
+                ": a dtype without a pattern must be a floating-point dtype; give a pattern for "
+                "the tensors to convert, as in "
+            )
             example = named("dtype", {"**/position_ids": dtype.name})
             raise OptionError(Message(named("dtype", dtype.name), advice, example, "."))
 
 
-def plan_dtypes(tensors: Mapping[str, _Typed], requested: DtypeOption, meaning: Mapping[str, str], optimizer: Container[str]) -> DtypePlan:
+def plan_dtypes(
+    tensors: Mapping[str, _Typed],
+    requested: DtypeOption,
+    meaning: Mapping[str, str],
+    optimizer: Container[str],
+) -> DtypePlan:
     """Decide the dtype of each tensor.
 
     Args:
@@ -126,24 +141,51 @@ def plan_dtypes(tensors: Mapping[str, _Typed], requested: DtypeOption, meaning: 
     rules = _rules(requested)
     for pattern in rules:
         if pattern != _ALL and not any(matches(pattern, name) for name in tensors):
-            raise OptionError(Message(_DTYPE, f": {pattern!r} matches no tensor; patterns are matched with whole names."))
+            raise OptionError(
+                Message(
+                    _DTYPE,
+                    f": {pattern!r} matches no tensor; patterns are matched with whole names.",
+                )
+            )
     dtypes, converted, left = {}, dict[str, Counter[str]](), dict[str, Counter[str]]()
     for name, tensor in tensors.items():
         pattern = next((p for p in rules if p != _ALL and matches(p, name)), _ALL)
         new = rules.get(pattern, tensor.dtype)
-        reason = "matched by no pattern" if pattern not in rules else _stays(pattern, name, tensor, new, meaning, optimizer)
+        reason = (
+            "matched by no pattern"
+            if pattern not in rules
+            else _stays(pattern, name, tensor, new, meaning, optimizer)
+        )
         dtypes[name] = tensor.dtype if reason else new
         if not reason and (name in meaning or not castable(tensor.dtype, new)):
-            has = f"dtype {tensor.dtype}" if name not in meaning else f"dtype {tensor.dtype} and means {meaning[name]}"
-            advice = f"{shown(name)} has {has}, which cannot be converted to {new}; leave it out of "
+            has = (
+                f"dtype {tensor.dtype}"
+                if name not in meaning
+                else f"dtype {tensor.dtype} and means {meaning[name]}"
+            )
+            advice = (
+                f"{shown(name)} has {has}, which cannot be converted to {new}; leave it out of "
+            )
             raise DtypeMismatchError(Message(advice, named("dtype", pattern), "."))
         subtree = _subtree(name)
         converted.setdefault(subtree, Counter()).update([] if reason else [new.name])
         left.setdefault(subtree, Counter()).update([reason] if reason else [])
-    return DtypePlan(dtypes, tuple(ConvertedSubtree(key, converted[key], left[key]) for key in converted) if rules else ())
+    return DtypePlan(
+        dtypes,
+        tuple(ConvertedSubtree(key, converted[key], left[key]) for key in converted)
+        if rules
+        else (),
+    )
 
 
-def _stays(pattern: str, name: str, tensor: _Typed, new: DType, meaning: Mapping[str, str], optimizer: Container[str]) -> str | None:
+def _stays(
+    pattern: str,
+    name: str,
+    tensor: _Typed,
+    new: DType,
+    meaning: Mapping[str, str],
+    optimizer: Container[str],
+) -> str | None:
     """The reason why a tensor that a pattern matches keeps its dtype; None: it is converted."""
     integer, named = tensor.dtype.name.startswith(_INTEGER), bool(_LITERAL_END.fullmatch(pattern))
     reason = None
@@ -182,7 +224,12 @@ def _dtype_of(name: object) -> DType:
     close = get_close_matches(name, [*DTYPES, *SHORT_NAMES], n=3)
     if not close and any(character in name for character in "*/"):
         example = shorten(f"{name}=bfloat16")
-        raise OptionError(Message(_DTYPE, f": unknown dtype {shorten(name)}; after a pattern comes =DTYPE, as in {example}."))
+        raise OptionError(
+            Message(
+                _DTYPE,
+                f": unknown dtype {shorten(name)}; after a pattern comes =DTYPE, as in {example}.",
+            )
+        )
     advice = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(DTYPES)}."
     raise OptionError(Message(_DTYPE, f": unknown dtype {shorten(name)}; {advice}"))
 

@@ -1,10 +1,12 @@
 """Engines that run the tasks: anything that is a `concurrent.futures.Executor`.
 
 - None: this process alone for one worker, and local processes for several.
-- a URL such as "ray://head:10001" or "dask://scheduler:8786": the workers of a cluster, see `clusters`.
+- a URL such as "ray://head:10001" or "dask://scheduler:8786": the workers of a cluster, see
+  `clusters`.
 - any Executor; its workers must reach source and destination by the same URLs.
 
-A lost worker breaks the futures of its calls with a `BrokenExecutor`; the job then hands the task to another worker.
+A lost worker breaks the futures of its calls with a `BrokenExecutor`; the job then hands the task
+to another worker.
 """
 
 from __future__ import annotations
@@ -52,12 +54,17 @@ def check_engine(engine: object) -> None:
     if isinstance(engine, str):
         address_of(engine)
     elif engine is not None and not isinstance(engine, Executor):
-        advice = ": give a concurrent.futures.Executor, a url such as ray://HOST:PORT, or None for this machine's processes."
+        advice = (
+            ": give a concurrent.futures.Executor, a url such as ray://HOST:PORT, or None for "
+            "this machine's processes."
+        )
         raise OptionError(Message(named("engine", engine), advice))
 
 
 @contextmanager
-def start_engine(engine: Executor | str | None, workers: int | None, at_once: int, memory: int) -> Iterator[Engine]:
+def start_engine(
+    engine: Executor | str | None, workers: int | None, at_once: int, memory: int
+) -> Iterator[Engine]:
     """Context manager of an engine; resources that existed before it stay unchanged afterwards.
 
     Args:
@@ -71,13 +78,19 @@ def start_engine(engine: Executor | str | None, workers: int | None, at_once: in
         CoordinationError: the cluster does not answer.
     """
     if isinstance(engine, Executor):
-        # An Executor does not expose its number of workers; if there are fewer, the remaining tasks wait in its queue.
+        # An Executor does not expose its number of workers; if there are fewer, the remaining tasks
+        # wait in its queue.
         yield Engine(engine, lambda: at_once)
         return
     if isinstance(engine, str):
         cluster = _connect(engine, memory + PROCESS_BYTES)
         own: Executor = cluster
-        made = Engine(own, lambda: min(cluster.places(), workers or MOST_PLACES), 2 if workers is None else 1, changes=True)
+        made = Engine(
+            own,
+            lambda: min(cluster.places(), workers or MOST_PLACES),
+            2 if workers is None else 1,
+            changes=True,
+        )
     else:
         own = _Inline() if at_once == 1 else LocalProcesses(at_once)
         made = Engine(own, lambda: at_once, 2)
@@ -90,7 +103,10 @@ def start_engine(engine: Executor | str | None, workers: int | None, at_once: in
 
 
 def _connect(url: str, memory: int) -> ClusterExecutor:
-    """Connect to a running cluster; `memory` is the bytes that a task uses, for a cluster that schedules by memory."""
+    """Connect to a running cluster.
+
+    `memory` is the bytes that a task uses, for a cluster that schedules by memory.
+    """
     kind, address = address_of(url)
     try:
         if kind == "ray":
@@ -103,14 +119,19 @@ def _connect(url: str, memory: int) -> ClusterExecutor:
     except ModuleNotFoundError as e:
         if (e.name or "").partition(".")[0] != EXTRAS[kind]:
             raise
-        raise MissingExtraError(f"{url} needs {EXTRAS[kind]}; install it with `{install_command(kind)}`.") from None
+        raise MissingExtraError(
+            f"{url} needs {EXTRAS[kind]}; install it with `{install_command(kind)}`."
+        ) from None
 
 
 class _Inline(Executor):
     """Executor that runs each call immediately, in the submitting thread."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Call the function; an interrupt of the thread is raised here, any other error through the future."""
+        """Call the function.
+
+        An interrupt of the thread is raised here, any other error through the future.
+        """
         future: Future[T] = Future()
         try:
             future.set_result(fn(*args, **kwargs))

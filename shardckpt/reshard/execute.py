@@ -1,11 +1,12 @@
 """A complete reshard: plan it, have its tasks done, and commit their output.
 
 1. The source, the options, the memory and the destination are checked before anything is written.
-2. Tasks without a record are submitted, a few more than there are workers at a time. A task whose worker dies is
-   submitted again, a few times.
-   A job that is already committed is done: repeating the call does nothing.
-3. When all records exist they are committed like the records of a save by many hosts. Until then the destination shows no new
-   checkpoint. An interrupted job leaves its finished tasks, and repeating the call continues from there.
+2. Tasks without a record are submitted, a few more than there are workers at a time. A task whose
+   worker dies is submitted again, a few times. A job that is already committed is done: repeating
+   the call does nothing.
+3. When all records exist they are committed like the records of a save by many hosts. Until then
+   the destination shows no new checkpoint. An interrupted job leaves its finished tasks, and
+   repeating the call continues from there.
 
 One of N externally started workers (`worker=(K, N)`) does every N-th task and commits nothing.
 """
@@ -56,7 +57,9 @@ if TYPE_CHECKING:
 
 MOST_LOSSES = 3
 """Maximum number of workers lost over one task."""
-_LINKED = "no chunk changed: the new files are hard links to the source's, so damage to one damages both"
+_LINKED = (
+    "no chunk changed: the new files are hard links to the source's, so damage to one damages both"
+)
 _ENGINE_WORKERS = 64
 """Assumed number of workers of an Executor, if `workers` is not given."""
 _LOOK_EVERY = 1.0
@@ -88,7 +91,8 @@ class ReshardReport:
     conversions: tuple[ConvertedSubtree, ...] = field(kw_only=True, default=())
     """Tensors that `dtype` converts and leaves, by subtree; empty if `dtype` was not given."""
     notices: tuple[str, ...] = field(kw_only=True, default=())
-    """Possible surprises: in the new layouts, such as a mesh that lacks an axis, and hard links to the source; one line each."""
+    """Possible surprises: in the new layouts, such as a mesh that lacks an axis, and hard links to
+    the source; one line each."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON."""
@@ -133,8 +137,9 @@ def reshard(  # noqa: D417  (the other arguments are documented where they are d
 ) -> ReshardReport:
     """Rewrite a checkpoint for another mesh, layout, dtype or storage.
 
-    Only `dtype` changes elements; everything else stays bit for bit. No devices are needed, and memory for only a few chunks, however
-    large a tensor is. The source is only read. After an interruption, repeat the call: it continues where it stopped.
+    Only `dtype` changes elements; everything else stays bit for bit. No devices are needed, and
+    memory for only a few chunks, however large a tensor is. The source is only read. After an
+    interruption, repeat the call: it continues where it stopped.
 
     Args:
         src: the checkpoint to read: a path or URL.
@@ -146,15 +151,19 @@ def reshard(  # noqa: D417  (the other arguments are documented where they are d
 
     Raises:
         NotFoundError: there is no committed checkpoint at `src`.
-        AlreadyExistsError: a checkpoint is committed at `dst` and `overwrite` is not set; or another job committed one during the call.
-        OptionError, ShardingError, NamesMismatchError, DtypeMismatchError, LeafError: the options do not fit the source.
+        AlreadyExistsError: a checkpoint is committed at `dst` and `overwrite` is not set; or
+            another job committed one during the call.
+        OptionError, ShardingError, NamesMismatchError, DtypeMismatchError, LeafError: the options
+        do not fit the source.
         BudgetError: the memory limit is too small; the message names a sufficient one.
         CorruptionError: stored bytes of the source are damaged or missing.
         ReplacedError: the source was replaced or deleted during the call.
         CommitError: three workers died over one task, or the tasks' records contradict each other.
         CoordinationError: the cluster does not answer, or has lost all its workers.
-        MissingExtraError: the cluster's package is not installed here, or shardckpt is not installed on the cluster.
-        StorageError: a storage failed or is full; or the interpreter is shutting down and cannot start reader threads.
+        MissingExtraError: the cluster's package is not installed here, or shardckpt is not
+            installed on the cluster.
+        StorageError: a storage failed or is full; or the interpreter is shutting down and cannot
+            start reader threads.
     """
     options = ReshardOptions.of(locals())
     source, destination = parse(src), parse(dst)
@@ -172,18 +181,31 @@ def run_job(
 ) -> ReshardReport:
     """Reshard any source; `checkpoint` is the source if the caller has opened it."""
     began, destination = time.monotonic(), parse(dst)
-    private = next((place for place in (place_of(source), destination) if not kind_of(place).shared), None)
+    private = next(
+        (place for place in (place_of(source), destination) if not kind_of(place).shared), None
+    )
     on_cluster = isinstance(options.engine, str)
     if on_cluster and private is not None:
-        advice = f": a cluster cannot reach a {private.scheme}:// url, which exists only in this process; choose another place."
+        advice = (
+            f": a cluster cannot reach a {private.scheme}:// url, which exists only in this "
+            "process; choose another place."
+        )
         raise OptionError(Message(named("engine", options.engine), advice))
     each = options.of_job()
     if on_cluster:  # each worker has the memory for itself
         each = replace(each, workers=1)
-    job = Job(source, str(destination), each, call=secrets.token_hex(8), alone=options.worker is None and options.engine is None)
+    job = Job(
+        source,
+        str(destination),
+        each,
+        call=secrets.token_hex(8),
+        alone=options.worker is None and options.engine is None,
+    )
     opened, done = OpenJob(job, checkpoint), None
     dependants = Dependants(opened.store)
-    first = options.worker is None or options.worker[0] == 0  # one call of the job reads the checkpoints beside the destination
+    first = (
+        options.worker is None or options.worker[0] == 0
+    )  # one call of the job reads the checkpoints beside the destination
     if first and opened.prior.is_checkpoint and not opened.committed:
         dependants.check_replaceable(opened.prior.attempt)
     if opened.reuse:
@@ -248,7 +270,9 @@ def _run_tasks(opened: OpenJob, options: ReshardOptions, *, in_one_memory: bool)
         at_once = min(own if options.engine is None else workers or _ENGINE_WORKERS, len(left))
         keep_open(job, opened)  # for tasks that run in this thread
         try:
-            with start_engine(options.engine, workers, at_once, plan.memory.peak // plan.memory.workers) as engine:
+            with start_engine(
+                options.engine, workers, at_once, plan.memory.peak // plan.memory.workers
+            ) as engine:
                 for report in _run_on_engine(engine, job, left, sharing):
                     reports.append(report)
                     missing -= report.nbytes
@@ -263,7 +287,9 @@ def _run_tasks(opened: OpenJob, options: ReshardOptions, *, in_one_memory: bool)
     )
 
 
-def _run_on_engine(engine: Engine, job: Job, tasks: Sequence[Task], sharing: int) -> Iterator[TaskReport]:
+def _run_on_engine(
+    engine: Engine, job: Job, tasks: Sequence[Task], sharing: int
+) -> Iterator[TaskReport]:
     """Run tasks, and yield their reports as they arrive; `sharing` calls work on the same job."""
     waiting, losses = deque(tasks), Counter[int]()
     under_way: dict[Future[TaskReport], Task] = {}
@@ -272,9 +298,13 @@ def _run_on_engine(engine: Engine, job: Job, tasks: Sequence[Task], sharing: int
             places = engine.places()
             while waiting and len(under_way) < engine.ahead * places:
                 task = waiting.popleft()
-                under_way[engine.executor.submit(run_task, job, task.number, sharing * places)] = task
+                under_way[engine.executor.submit(run_task, job, task.number, sharing * places)] = (
+                    task
+                )
             done = wait(under_way, _LOOK_EVERY if engine.changes else None, FIRST_COMPLETED).done
-            for future in [future for future in under_way if future in done]:  # the error of the first call explains those of later ones
+            for future in [
+                future for future in under_way if future in done
+            ]:  # the error of the first call explains those of later ones
                 task = under_way.pop(future)
                 try:
                     report = future.result()
@@ -292,10 +322,15 @@ def _run_on_engine(engine: Engine, job: Job, tasks: Sequence[Task], sharing: int
 
 def _lost_error(task: Task, times: int, error: BaseException) -> CommitError:
     names = [share.tensor for share in task.shares]
-    what = f"{shown(names[0])}{f' to {shown(names[-1])}' if len(set(names)) > 1 else ''}" if names else "nothing but small values"
+    what = (
+        f"{shown(names[0])}{f' to {shown(names[-1])}' if len(set(names)) > 1 else ''}"
+        if names
+        else "nothing but small values"
+    )
     return CommitError(
-        f"Task {task.number} ({what}) lost its worker {times} times, most recently: {error} If memory is short, lower memory_limit "
-        f"or workers. Finished tasks are kept; the same call continues from there."
+        f"Task {task.number} ({what}) lost its worker {times} times, most recently: {error} If "
+        "memory is short, lower memory_limit or workers. Finished tasks are kept; the same call "
+        "continues from there."
     )
 
 

@@ -1,9 +1,11 @@
 """Opening a job: all workers find the same attempt to write into, without talking to each other.
 
-The attempt's name is derived from the input and the output of the job: the source's attempt, or the identity of a foreign source
-(`Foreign.identity`); the new structure, layout and compression; how the work is cut into tasks; and the commit record that the
-destination had before. So a worker on another machine, or a restarted job, finds the data that the other workers wrote. With
-other options, or after another commit at the destination, the attempt is a different one, and nothing is mixed up.
+The attempt's name is derived from the input and the output of the job: the source's attempt, or the
+identity of a foreign source (`Foreign.identity`); the new structure, layout and compression; how
+the work is cut into tasks; and the commit record that the destination had before. So a worker on
+another machine, or a restarted job, finds the data that the other workers wrote. With other
+options, or after another commit at the destination, the attempt is a different one, and nothing is
+mixed up.
 """
 
 from __future__ import annotations
@@ -70,9 +72,11 @@ class Job:
     """URL of the new checkpoint."""
     options: ReshardOptions
     attempt: str | None = None
-    """The attempt of all workers, for a worker to compare; None: no comparison, the attempt follows from the other fields."""
+    """The attempt of all workers, for a worker to compare; None: no comparison, the attempt follows
+    from the other fields."""
     call: str = ""
-    """Identifies one call of the job: what a worker remembers from an earlier call may have been removed since."""
+    """Identifies one call of the job: what a worker remembers from an earlier call may have been
+    removed since."""
     alone: bool = False
     """Whether this process does the complete job, and so may reuse the source's files."""
 
@@ -89,9 +93,11 @@ class OpenJob:
 
         Raises:
             NotFoundError: there is no source.
-            AlreadyExistsError: a checkpoint is committed at the destination, and `overwrite` is not set.
+            AlreadyExistsError: a checkpoint is committed at the destination, and `overwrite` is not
+                set.
             StorageError: the destination is a file.
-            OptionError: the source reuses tensors stored at the destination, which would be replaced.
+            OptionError: the source reuses tensors stored at the destination, which would be
+                replaced.
             CommitError: this process makes a different plan than the process that began the job.
         """
         self.job = job
@@ -99,29 +105,40 @@ class OpenJob:
         check_destination(location)
         self.checkpoint: OpenSource = open_source(job.source) if checkpoint is None else checkpoint
         self.plan: ReshardPlan = plan_reshard(self.checkpoint, job.options, location)
-        self.checkpoint.limit_reading(threads=readers(self.checkpoint.location), memory=self.plan.memory.reading)
+        self.checkpoint.limit_reading(
+            threads=readers(self.checkpoint.location), memory=self.plan.memory.reading
+        )
         self.store = Store.open(location)
         self.reuse: ReuseMethod | None = None
-        """The method by which the source's files are reused unchanged (`reuse_files`); None: its tensors are read and written."""
-        self.prior: Prior = hold_place(self.store, read_prior(self.store, overwrite=True), overwrite=True)
+        """The method by which the source's files are reused unchanged (`reuse_files`); None: its
+        tensors are read and written."""
+        self.prior: Prior = hold_place(
+            self.store, read_prior(self.store, overwrite=True), overwrite=True
+        )
         self.attempt, self.committed = self._attempt()
-        """`committed`: whether the job is done: the checkpoint at the destination is this job's result from the earlier state."""
+        """`committed`: whether the job is done: the checkpoint at the destination is this job's
+        result from the earlier state."""
         unchanged = self.checkpoint.native and self.plan.unchanged
         if job.alone and unchanged and (method := reuse_method(self.source_place, self.store)):
-            begun = self.committed or finished_hosts(self.store.sub(self.attempt))  # by workers started elsewhere: continue their attempt
+            begun = self.committed or finished_hosts(
+                self.store.sub(self.attempt)
+            )  # by workers started elsewhere: continue their attempt
             self.reuse = None if begun else method
             self.attempt, self.committed = self._attempt()
         if not self.committed and not job.options.overwrite and not self.prior.holds:
             self._refuse_to_replace()
-        if not self.committed and any(base.attempt == self.prior.attempt for base in self.plan.source.structure.bases):
+        if not self.committed and any(
+            base.attempt == self.prior.attempt for base in self.plan.source.structure.bases
+        ):
             raise OptionError(
-                f"{self.store}: this checkpoint is the base of {self.checkpoint.location}, which reads tensors from it and could not be "
-                f"read without it; choose another place."
+                f"{self.store}: this checkpoint is the base of {self.checkpoint.location}, which "
+                "reads tensors from it and could not be read without it; choose another place."
             )
         if job.attempt not in (None, self.attempt):
             raise CommitError(
-                f"{self.store}: this worker would write into attempt {self.attempt}, but the job writes into {job.attempt}: the source or "
-                f"the destination has changed since the job began, or the job runs another shardckpt than {__version__}; start it again."
+                f"{self.store}: this worker would write into attempt {self.attempt}, but the job "
+                f"writes into {job.attempt}: the source or the destination has changed since the "
+                f"job began, or the job runs another shardckpt than {__version__}; start it again."
             )
         self.place = self.store.sub(self.attempt)
 
@@ -134,11 +151,17 @@ class OpenJob:
     def contents(self) -> Contents:
         """Contents of the new checkpoint; the records of all hosts agree on them."""
         record, small = self.plan.source, dict[str, bytes]()
-        if self.reuse and record.small_table is not None:  # no host has these; the committer rewrites them
+        if (
+            self.reuse and record.small_table is not None
+        ):  # no host has these; the committer rewrites them
             assert isinstance(self.checkpoint, Checkpoint)
             written = read_table(self.source_place, record.small_table).counts
             tensors = record.structure.tensors
-            small = {name: self.checkpoint.read(name).tobytes() for name in tensors if tensors[name].pieces[0].path in written}
+            small = {
+                name: self.checkpoint.read(name).tobytes()
+                for name in tensors
+                if tensors[name].pieces[0].path in written
+            }
         by_processes = bool(self.plan.values) or record.processes < len(self.plan.tasks)
         saved_by = record.saved_by if self.reuse else record.processes if by_processes else None
         return Contents(self.plan.target, small, record.metadata, processes=saved_by)
@@ -146,27 +169,33 @@ class OpenJob:
     @cached_property
     def described(self) -> FileReference:
         """A reference to the file of the `contents`; the file is written first if necessary."""
-        # Another call of the job may have failed to make that file durable, so on a disk it is written again.
+        # Another call of the job may have failed to make that file durable, so on a disk it is
+        # written again.
         return describe(self.place, self.contents, always=not self.place.durable_when_visible)
 
     def finished_tasks(self) -> set[int]:
         """Numbers of the tasks whose record exists, with all files that it names.
 
-        A record whose files were removed since proves nothing: it is removed, and the task is done again. One listing of the hosts' files
-        shows what exists. In the plain layout, which stores chunks as thousands of objects, the check covers only tables and values.
+        A record whose files were removed since proves nothing: it is removed, and the task is done
+        again. One listing of the hosts' files shows what exists. In the plain layout, which stores
+        chunks as thousands of objects, the check covers only tables and values.
         """
         recorded = finished_hosts(self.place)
         if not recorded:
             return set()
         there = {key for key, _ in self.place.modification_times("hosts/")}
         complete = map_on_threads(lambda number: _is_complete(self.place, number, there), recorded)
-        finished = {number for number, is_complete in zip(recorded, complete, strict=True) if is_complete}
+        finished = {
+            number for number, is_complete in zip(recorded, complete, strict=True) if is_complete
+        }
         for number in set(recorded) - finished:
             self.place.delete(host_record_key(number))
         return finished
 
     def read_back(self, table: Table, place: Store) -> int:
-        """Compare the data in an attempt (the new one, or the source's) with a chunk table; return the bytes read.
+        """Compare the data in an attempt (the new one, or the source's) with a chunk table.
+
+        Return the bytes read.
 
         Raises:
             CorruptionError, MissingDataError: a chunk differs from the table.
@@ -177,9 +206,24 @@ class OpenJob:
             threads=readers(place.location),
             memory=plan.memory.writing,
         )
-        pieces = {piece.path: (tensor, piece) for tensor in plan.target.tensors.values() for piece in tensor.pieces if piece.path in arrays}
+        pieces = {
+            piece.path: (tensor, piece)
+            for tensor in plan.target.tensors.values()
+            for piece in tensor.pieces
+            if piece.path in arrays
+        }
         reader.confirm(
-            (Request(tensor.name, tensor.dtype.storage, [piece], BoxArray.of([], len(piece.shape)), []), piece, rows.chunk.astype(np.int64))
+            (
+                Request(
+                    tensor.name,
+                    tensor.dtype.storage,
+                    [piece],
+                    BoxArray.of([], len(piece.shape)),
+                    [],
+                ),
+                piece,
+                rows.chunk.astype(np.int64),
+            )
             for (tensor, piece), rows in ((pieces[path], rows) for path, rows in arrays.items())
         )
         return reader.stats.bytes_read
@@ -202,7 +246,9 @@ class OpenJob:
         there = self.prior.record
         if isinstance(there, CheckpointRecord) and RESHARD in there.attempt:
             with suppress(ShardckptError):  # damaged: not this job's result
-                before = read_host_record(self.store.sub(there.attempt), 0)[0].prior  # the commit record from when that attempt began
+                before = read_host_record(self.store.sub(there.attempt), 0)[
+                    0
+                ].prior  # the commit record from when that attempt began
                 if there.attempt == self._name(before):
                     return there.attempt, True
         return self._name(self.prior.digest), False
@@ -215,8 +261,15 @@ class OpenJob:
             "source": plan.source.attempt,
             "target": plan.target.to_json(),
             "layout": plan.layout,
-            "compression": [plan.compression, _compressor() if plan.compression is not None else None],
-            "tasks": self.reuse is not None or [[(s.tensor, s.cells.start, s.cells.stop) for s in task.shares] for task in plan.tasks],
+            "compression": [
+                plan.compression,
+                _compressor() if plan.compression is not None else None,
+            ],
+            "tasks": self.reuse is not None
+            or [
+                [(s.tensor, s.cells.start, s.cells.stop) for s in task.shares]
+                for task in plan.tasks
+            ],
             "metadata": plan.source.metadata,
             "prior": prior,
         }
@@ -228,7 +281,11 @@ def _is_complete(place: Store, number: int, there: set[str]) -> bool:
     """Whether all files that a host's record names exist."""
     try:
         files = read_host_record(place, number)[0].files
-        named = [files.table.key, *read_table(place, files.table).files, *(f"{lane}/manifest.ocdbt" for lane in files.lanes)]
+        named = [
+            files.table.key,
+            *read_table(place, files.table).files,
+            *(f"{lane}/manifest.ocdbt" for lane in files.lanes),
+        ]
     except (MissingDataError, CorruptionError, FormatError):
         return False
     return there.issuperset([*named, files.values.key] if files.values else named)
@@ -243,7 +300,9 @@ def check_destination(location: Location) -> None:
     path = location.local_path
     if exists(path, follow=False) and not is_directory(path):
         what = "a broken symbolic link" if is_link(path) else "a file"
-        raise StorageError(f"{location}: {what} is at the place of the new checkpoint; choose another place.")
+        raise StorageError(
+            f"{location}: {what} is at the place of the new checkpoint; choose another place."
+        )
 
 
 def _compressor() -> str:
@@ -254,7 +313,10 @@ def _compressor() -> str:
 
 
 def _when(source: CheckpointRecord) -> str:
-    """Creation time of the source in the format that begins attempt names; the record's text is not trusted."""
+    """Creation time of the source in the format that begins attempt names.
+
+    The record's text is not trusted.
+    """
     try:
         created = dt.datetime.fromisoformat(source.created).astimezone(dt.UTC)
     except (ValueError, OverflowError):

@@ -1,10 +1,12 @@
 """Execution of tasks by the workers of a Dask cluster.
 
-A worker thread runs a task, so a cluster has as many places as its workers have threads. If a worker dies, Dask itself gives its
-task to another worker, until it blames the task (its setting `distributed.scheduler.allowed-failures`).
+A worker thread runs a task, so a cluster has as many places as its workers have threads. If a
+worker dies, Dask itself gives its task to another worker, until it blames the task (its setting
+`distributed.scheduler.allowed-failures`).
 
-A worker that cannot import the function it receives does not answer with an error: the worker ends, and its nanny with it (2026.8).
-So every call depends on a first call to a function that every worker has, and that first call fails if shardckpt is not installed.
+A worker that cannot import the function it receives does not answer with an error: the worker ends,
+and its nanny with it (2026.8). So every call depends on a first call to a function that every
+worker has, and that first call fails if shardckpt is not installed.
 """
 
 from __future__ import annotations
@@ -38,11 +40,18 @@ class OnDask(ClusterExecutor):
         super().__init__(url)
         scheduler = config.get("scheduler-address", None) if address == AUTO else f"tcp://{address}"
         if scheduler is None:
-            raise OptionError(f"{url}: Dask knows of no scheduler; set DASK_SCHEDULER_ADDRESS, or give dask://HOST:PORT.")
+            raise OptionError(
+                f"{url}: Dask knows of no scheduler; set DASK_SCHEDULER_ADDRESS, or give "
+                "dask://HOST:PORT."
+            )
         try:
-            self._client = distributed.Client(scheduler, timeout=_CONNECT, set_as_default=False, name="shardckpt")
+            self._client = distributed.Client(
+                scheduler, timeout=_CONNECT, set_as_default=False, name="shardckpt"
+            )
         except (OSError, ValueError) as e:
-            raise CoordinationError(f"{url}: no Dask scheduler answers there ({e}); check the address.") from e
+            raise CoordinationError(
+                f"{url}: no Dask scheduler answers there ({e}); check the address."
+            ) from e
         self._calls = self._client.get_executor(pure=False)
         try:
             self._client.run_on_scheduler(resolve_name, _VERSION)
@@ -51,7 +60,9 @@ class OnDask(ClusterExecutor):
             raise self.absent("the scheduler") from e
         self._first = self._client.submit(resolve_name, _VERSION, pure=False)
 
-    def start(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[T]:
+    def start(
+        self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[T]:
         """Submit a call."""
         future: Future[T] = self._calls.submit(_call, self._first, fn, args, kwargs)
         return future
@@ -67,12 +78,18 @@ class OnDask(ClusterExecutor):
         return error
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Leave the cluster; the scheduler then drops all calls that have not begun, whatever the arguments."""
+        """Leave the cluster.
+
+        The scheduler then drops all calls that have not begun, whatever the arguments.
+        """
         del wait, cancel_futures
         self._client.close()
 
 
 def _call(first: str, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-    """The function that Dask runs as a task; `first` is the result of the first call, on which the task depends."""
+    """The function that Dask runs as a task.
+
+    `first` is the result of the first call, on which the task depends.
+    """
     del first
     return fn(*args, **kwargs)

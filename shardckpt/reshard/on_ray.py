@@ -1,10 +1,11 @@
 """Execution of tasks by a Ray cluster.
 
-A task reserves one CPU and the maximum memory that it uses, so that Ray gives no machine more tasks than fit. Ray
-runs each in a process. Ray does not retry a task by itself: losses are reported here, and counted.
+A task reserves one CPU and the maximum memory that it uses, so that Ray gives no machine more tasks
+than fit. Ray runs each in a process. Ray does not retry a task by itself: losses are reported here,
+and counted.
 
-`ray://HOST:PORT` is Ray's client: this process need not be in the cluster. `ray://auto` is a driver within the cluster. A program
-that is already connected to Ray uses its existing connection.
+`ray://HOST:PORT` is Ray's client: this process need not be in the cluster. `ray://auto` is a driver
+within the cluster. A program that is already connected to Ray uses its existing connection.
 """
 
 from __future__ import annotations
@@ -47,16 +48,35 @@ class OnRay(ClusterExecutor):
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # failures are raised too
-                    ray.init(AUTO if address == AUTO else url, log_to_driver=False, logging_level=logging.ERROR)
-            except (ConnectionError, TimeoutError, RuntimeError, ValueError, exceptions.RayError) as e:
+                    ray.init(
+                        AUTO if address == AUTO else url,
+                        log_to_driver=False,
+                        logging_level=logging.ERROR,
+                    )
+            except (
+                ConnectionError,
+                TimeoutError,
+                RuntimeError,
+                ValueError,
+                exceptions.RayError,
+            ) as e:
                 raise CoordinationError(
-                    f"{url}: no Ray cluster answers there ({(str(e).strip().splitlines() or [type(e).__name__])[-1]}); check the address."
+                    f"{url}: no Ray cluster answers there "
+                    f"({(str(e).strip().splitlines() or [type(e).__name__])[-1]}); check the "
+                    "address."
                 ) from e
-        options = {"num_cpus": 1, "memory": memory, "max_retries": 0, "scheduling_strategy": "SPREAD"}
+        options = {
+            "num_cpus": 1,
+            "memory": memory,
+            "max_retries": 0,
+            "scheduling_strategy": "SPREAD",
+        }
         self._call = ray.remote(**options)(_call)
         self._refs: dict[Future[Any], Any] = {}
 
-    def start(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[T]:
+    def start(
+        self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[T]:
         """Submit a call, spread over all machines: they share the storage, and each machine has its own network."""
         ref = self._call.remote(fn, args, kwargs)
         future: Future[T] = ref.future()
@@ -67,7 +87,9 @@ class OnRay(ClusterExecutor):
     def count(self) -> int:
         """Number of tasks for which all machines together have CPUs and memory."""
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        return int(sum(min(has.get("CPU", 0), has.get("memory", 0) // self._memory) for has in nodes))
+        return int(
+            sum(min(has.get("CPU", 0), has.get("memory", 0) // self._memory) for has in nodes)
+        )
 
     def requirements(self) -> str:
         """Resources that a machine needs for a task."""
@@ -82,7 +104,11 @@ class OnRay(ClusterExecutor):
             return WorkerLostError(_first_line(error))
         if isinstance(error, ConnectionError):
             return self.lost()
-        return CoordinationError(f"{self._url}: {_first_line(error)}") if isinstance(error, exceptions.RayError) else error
+        return (
+            CoordinationError(f"{self._url}: {_first_line(error)}")
+            if isinstance(error, exceptions.RayError)
+            else error
+        )
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Leave the cluster; with `cancel_futures`, unfinished calls are cancelled."""

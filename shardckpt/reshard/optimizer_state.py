@@ -1,9 +1,11 @@
 """The tensors of a state that are optimizer state, as far as containers and names show it.
 
-1. Everything below `state` or `param_groups`, in a dict that has both: torch's `Optimizer.state_dict`, and what `train_state` makes
-   of it. DCP and Megatron may have flattened both into names with dots.
+1. Everything below `state` or `param_groups`, in a dict that has both: torch's
+   `Optimizer.state_dict`, and what `train_state` makes of it. DCP and Megatron may have flattened
+   both into names with dots.
 2. Everything below a key such as `optimizer`, `optim` or `opt_state` (optax).
-3. Tensors with the names that torch's optimizers use for their moments: `exp_avg`, `momentum_buffer`.
+3. Tensors with the names that torch's optimizers use for their moments: `exp_avg`,
+   `momentum_buffer`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ def optimizer_state(tree: Tree) -> frozenset[str]:
     """Names of all tensors that are optimizer state, including the other names of tied tensors."""
     root = parse(tree)
     below = [leaf.name for branch in _optimizers(root) for leaf in leaves_of(branch)]
-    return frozenset(below) | {leaf.name for leaf in leaves_of(root) if isinstance(leaf, Tensor | Tied) and _BY_NAME.search(leaf.name)}
+    return frozenset(below) | {
+        leaf.name
+        for leaf in leaves_of(root)
+        if isinstance(leaf, Tensor | Tied) and _BY_NAME.search(leaf.name)
+    }
 
 
 def _optimizers(node: Node) -> Iterator[Node]:
@@ -41,7 +47,11 @@ def _optimizers(node: Node) -> Iterator[Node]:
     texts = [key if node.form == "dict" and isinstance(key, str) else "" for key in node.keys]
     for prefix in {match[1] for text in texts if (match := _GROUPS.fullmatch(text))}:
         own = re.compile(re.escape(prefix) + r"(?:state|param_groups)(?:\..*)?", re.DOTALL)
-        parts = [(text, child) for text, child in zip(texts, node.children, strict=True) if own.fullmatch(text)]
+        parts = [
+            (text, child)
+            for text, child in zip(texts, node.children, strict=True)
+            if own.fullmatch(text)
+        ]
         if any(text.startswith(f"{prefix}state") for text, _ in parts):
             yield from (child for _, child in parts)
     for child in node.children:

@@ -2,11 +2,13 @@
 
 1. `targets`: how each tensor will be stored.
 2. `plan.cells`: each tensor is cut into boxes that can be read and written independently.
-3. All cells, in the order of the tensors, form one sequence. It is cut into *tasks* of equal length; a cell belongs to the task that
-   contains its middle. A task is one host of the new attempt: it writes its own data and a record, and knows nothing of the
-   other tasks. The cut depends on sizes alone, not on workers or memory, so a job that is restarted elsewhere
-   finds the same tasks.
-4. `streaming.memory`: what each worker may use. A task handles its cells in steps that fit (`ReshardPlan.steps`).
+3. All cells, in the order of the tensors, form one sequence. It is cut into *tasks* of equal
+   length; a cell belongs to the task that contains its middle. A task is one host of the new
+   attempt: it writes its own data and a record, and knows nothing of the other tasks. The cut
+   depends on sizes alone, not on workers or memory, so a job that is restarted elsewhere finds the
+   same tasks.
+4. `streaming.memory`: what each worker may use. A task handles its cells in steps that fit
+   (`ReshardPlan.steps`).
 """
 
 from __future__ import annotations
@@ -41,10 +43,11 @@ if TYPE_CHECKING:
 MOST_TASKS = 4096
 """Approximate maximum number of tasks of a job."""
 _ENOUGH_TASKS = 8
-"""Desired minimum number of tasks: a smaller job gets shorter tasks, so that several workers have work and progress is visible."""
+"""Desired minimum number of tasks: a smaller job gets shorter tasks, so that several workers have
+work and progress is visible."""
 _SHORTEST_TASK = 64 << 20
-"""Minimum bytes of a task that is shortened for this reason: its start and end, without reads or writes, take the time of about
-10 MiB."""
+"""Minimum bytes of a task that is shortened for this reason: its start and end, without reads or
+writes, take the time of about 10 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,14 @@ class ReshardPlan(Targets):
 
     def __repr__(self) -> str:
         """Tensors, bytes and tasks in short."""
-        work = f"{count(len(self.tasks), 'task')}, {file_size(self.read_bytes)} read, {file_size(self.written_bytes)} written"
-        return f"<ReshardPlan of {count(len(self.target.tensors), 'tensor')}, {file_size(self.nbytes)}: {work}>"
+        work = (
+            f"{count(len(self.tasks), 'task')}, {file_size(self.read_bytes)} read, "
+            f"{file_size(self.written_bytes)} written"
+        )
+        return (
+            f"<ReshardPlan of {count(len(self.target.tensors), 'tensor')}, "
+            f"{file_size(self.nbytes)}: {work}>"
+        )
 
     @property
     def unchanged(self) -> bool:
@@ -101,7 +110,10 @@ class ReshardPlan(Targets):
             (self.layout, self.compression) == (self.source.layout, self.source.compression)
             and self.target.tree == self.source.structure.tree
             and not self.source.structure.bases
-            and all(t.dtype == self.sources[n].dtype and t.pieces == self.sources[n].pieces for n, t in self.target.tensors.items())
+            and all(
+                t.dtype == self.sources[n].dtype and t.pieces == self.sources[n].pieces
+                for n, t in self.target.tensors.items()
+            )
         )
 
     @property
@@ -113,7 +125,10 @@ class ReshardPlan(Targets):
             for notice in decision.notices:
                 counts[notice] += 1
                 first.setdefault(notice, name)
-        return [{"notice": notice, "tensors": n, "first": first[notice]} for notice, n in counts.most_common()]
+        return [
+            {"notice": notice, "tensors": n, "first": first[notice]}
+            for notice, n in counts.most_common()
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -152,7 +167,9 @@ class ReshardPlan(Targets):
         for cells in task.shares:
             tensor, source = self.target.tensors[cells.tensor], self.sources[cells.tensor]
             view = View.whole(source.name, source.shape)
-            target = ChunkTarget(tensor.name, tensor.dtype, tensor.pieces, [(source, view)], as_stored=True)
+            target = ChunkTarget(
+                tensor.name, tensor.dtype, tensor.pieces, [(source, view)], as_stored=True
+            )
             for step in self.steps(cells):
                 yield PlannedStep(target, step)
 
@@ -161,32 +178,51 @@ class ReshardPlan(Targets):
         return sum(self._share_read_bytes(share) for share in task.shares)
 
     def _share_read_bytes(self, share: TaskShare) -> int:
-        target, source, cells = self.target.tensors[share.tensor], self.sources[share.tensor], self._cells[share.tensor]
-        # No source chunk is read twice between cells of one task, but each step of a large cell counts by itself.
+        target, source, cells = (
+            self.target.tensors[share.tensor],
+            self.sources[share.tensor],
+            self._cells[share.tensor],
+        )
+        # No source chunk is read twice between cells of one task, but each step of a large cell
+        # counts by itself.
         if 2 * cells.largest() * target.dtype.itemsize <= self.memory.room:
             boxes = cells.boxes(share.cells, prod(target.shape))
         else:
             boxes = (step.box for step in self.steps(share))
-        return sum(read_bytes(box, source.pieces, source.dtype.itemsize, CHECKSUM_BYTES) for box in boxes)
+        return sum(
+            read_bytes(box, source.pieces, source.dtype.itemsize, CHECKSUM_BYTES) for box in boxes
+        )
 
 
-def plan_reshard(source: OpenSource, options: ReshardOptions, destination: Location | None = None) -> ReshardPlan:
+def plan_reshard(
+    source: OpenSource, options: ReshardOptions, destination: Location | None = None
+) -> ReshardPlan:
     """Plan a reshard from the source's record, which is already in memory; nothing is read.
 
     Args:
         source: the checkpoint to read.
         options: the requested result.
-        destination: place of the new checkpoint, which determines the memory for writing; None: a local disk.
+        destination: place of the new checkpoint, which determines the memory for writing; None: a
+            local disk.
 
     Raises:
-        OptionError, ShardingError, NamesMismatchError, DtypeMismatchError, LeafError: the request does not fit the source.
+        OptionError, ShardingError, NamesMismatchError, DtypeMismatchError, LeafError: the request
+        does not fit the source.
         BudgetError: the memory limit is too small; names it, and a sufficient one.
     """
     record, native = source.record, source.native
     layout = options.layout or record.layout
     keep_chunks = native and layout == record.layout
-    made = targets(record.structure, options, str(source.location), files=layout == "zarr", keep_chunks=keep_chunks)
-    compression = {None: record.compression, "none": None}.get(options.compression, options.compression)
+    made = targets(
+        record.structure,
+        options,
+        str(source.location),
+        files=layout == "zarr",
+        keep_chunks=keep_chunks,
+    )
+    compression = {None: record.compression, "none": None}.get(
+        options.compression, options.compression
+    )
     if compression == "difference":  # the new checkpoint has all elements
         compression = None
     sizes = Sizes(
@@ -195,15 +231,20 @@ def plan_reshard(source: OpenSource, options: ReshardOptions, destination: Locat
         source_local=kind_of(source.location).near,
         target_local=destination is None or kind_of(destination).near,
         # The decoding of foreign formats is unknown; bases are not known yet either.
-        source_compressed=record.compression is not None or bool(record.structure.bases) or not native,
+        source_compressed=record.compression is not None
+        or bool(record.structure.bases)
+        or not native,
         target_compressed=compression is not None,
     )
-    # Check before cells are cut: their number grows with the number of elements that a file claims to have.
+    # Check before cells are cut: their number grows with the number of elements that a file claims
+    # to have.
     check_limit(options.budget, options.workers or 1, sizes, str(source.location))
     least = record.processes if made.values else 1
     length = _task_length(made.target, options.task_length)
     cells = {
-        name: plan_cells(tensor.pieces, made.sources[name].pieces, made.sources[name].dtype.itemsize, length // 4)
+        name: plan_cells(
+            tensor.pieces, made.sources[name].pieces, made.sources[name].dtype.itemsize, length // 4
+        )
         for name, tensor in made.target.tensors.items()
         if tensor.nbytes
     }
@@ -218,28 +259,44 @@ def plan_reshard(source: OpenSource, options: ReshardOptions, destination: Locat
         layout=layout,
         compression=compression,
         tasks=tasks,
-        memory=share(options.budget, options.workers, len(tasks), length, sizes, str(source.location)),
+        memory=share(
+            options.budget, options.workers, len(tasks), length, sizes, str(source.location)
+        ),
         _cells=cells,
     )
 
 
 def _stored_bytes(tensors: Iterable[TensorRecord]) -> int:
     """Bytes of all chunks of some tensors, uncompressed, with their checksums."""
-    return sum(p.num_chunks * (prod(p.chunks) * t.dtype.itemsize + CHECKSUM_BYTES) for t in tensors for p in t.pieces)
+    return sum(
+        p.num_chunks * (prod(p.chunks) * t.dtype.itemsize + CHECKSUM_BYTES)
+        for t in tensors
+        for p in t.pieces
+    )
 
 
 def _task_length(structure: Structure, most: int) -> int:
-    """Bytes that a task writes: at most `most`, unless that makes too many tasks; less if there are few tasks."""
+    """Bytes that a task writes: at most `most`, unless that makes too many tasks.
+
+    Less if there are few tasks.
+    """
     total = sum(t.nbytes for t in structure.tensors.values())
     return max(min(most, max(_SHORTEST_TASK, -(-total // _ENOUGH_TASKS))), -(-total // MOST_TASKS))
 
 
-def _tasks(cells: Mapping[str, Cells], structure: Structure, length: int, least: int) -> tuple[Task, ...]:
-    """Cut the sequence of all cells into tasks of `length` bytes; at least `least` tasks, the last of them empty if necessary."""
+def _tasks(
+    cells: Mapping[str, Cells], structure: Structure, length: int, least: int
+) -> tuple[Task, ...]:
+    """Cut the sequence of all cells into tasks of `length` bytes.
+
+    At least `least` tasks, the last of them empty if necessary.
+    """
     if not cells:
         return tuple(Task(number, ()) for number in range(least))
     names, grids = list(cells), list(cells.values())
-    sizes = np.concatenate([grid.sizes() * structure.tensors[name].dtype.itemsize for name, grid in cells.items()])
+    sizes = np.concatenate(
+        [grid.sizes() * structure.tensors[name].dtype.itemsize for name, grid in cells.items()]
+    )
     counts = np.array([grid.count for grid in grids])
     tensor, begins = np.repeat(np.arange(len(grids)), counts), np.cumsum(counts) - counts
     which = (np.cumsum(sizes) - sizes // 2) // length
@@ -247,7 +304,13 @@ def _tasks(cells: Mapping[str, Cells], structure: Structure, length: int, least:
     by_task: dict[int, list[TaskShare]] = {}
     of, nbytes = tensor[first], np.add.reduceat(sizes, first)
     runs = (first - begins[of], np.append(first[1:], len(sizes)) - begins[of])
-    for task, k, a, b, n in zip(which[first].tolist(), of.tolist(), *(run.tolist() for run in runs), nbytes.tolist(), strict=True):
+    for task, k, a, b, n in zip(
+        which[first].tolist(),
+        of.tolist(),
+        *(run.tolist() for run in runs),
+        nbytes.tolist(),
+        strict=True,
+    ):
         by_task.setdefault(task, []).append(TaskShare(names[k], range(a, b), n))
     shares = [*by_task.values(), *([[]] * (least - len(by_task)))]
     return tuple(Task(number, tuple(of_task)) for number, of_task in enumerate(shares))

@@ -2,10 +2,12 @@
 
 This `Executor` has properties that the standard library's process pool lacks:
 
-1. A process that dies (for example, the kernel kills it for lack of memory) breaks only the future of its own call, with a
-   `BrokenExecutor`. The next call starts another process.
-2. Processes are spawned, not forked, and import nothing of the calling program, which need not guard its main module.
-3. Processes end immediately when the program that started them ends. Only the program handles Ctrl-C.
+1. A process that dies (for example, the kernel kills it for lack of memory) breaks only the future
+   of its own call, with a `BrokenExecutor`. The next call starts another process.
+2. Processes are spawned, not forked, and import nothing of the calling program, which need not
+   guard its main module.
+3. Processes end immediately when the program that started them ends. Only the program handles
+   Ctrl-C.
 
 Functions and arguments are pickled over a pipe to child processes, as in `multiprocessing`.
 """
@@ -96,13 +98,25 @@ class _Process:
         self._pipe, other_end = Pipe()
         with other_end:
             code = f"from shardckpt.reshard.processes import serve; serve({other_end.fileno()})"
-            # BLAS starts a thread per core, which takes a third of numpy's import time, and the threads would be idle.
-            environment = {"PYTHONPATH": os.pathsep.join(_module_paths()), "OPENBLAS_NUM_THREADS": "1"}
+            # BLAS starts a thread per core, which takes a third of numpy's import time, and the
+            # threads would be idle.
+            environment = {
+                "PYTHONPATH": os.pathsep.join(_module_paths()),
+                "OPENBLAS_NUM_THREADS": "1",
+            }
             command = [sys.executable, "-c", code]
-            self._process = subprocess.Popen(command, pass_fds=[other_end.fileno()], stdin=subprocess.DEVNULL, env=os.environ | environment)  # noqa: S603
+            self._process = subprocess.Popen(  # noqa: S603
+                command,
+                pass_fds=[other_end.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | environment,
+            )
 
     def ask(self, *call: object) -> tuple[bool, Any]:
-        """Run a call; return whether it succeeded, and its result or error; EOFError or OSError if the process ends instead."""
+        """Run a call; return whether it succeeded, and its result or error.
+
+        EOFError or OSError if the process ends instead.
+        """
         self._pipe.send(call)
         answer: tuple[bool, Any] = self._pipe.recv()
         return answer

@@ -1,16 +1,19 @@
 """Reuse of the source's files (hard links, server-side copies) where no chunk changes.
 
-This applies when layout, compression, dtypes, names and all chunk grids equal the source's, and both places are on one file system
-or in buckets of one object store that can copy by itself. Each host of the source then becomes a host of the new attempt, with its
-own record that describes the new checkpoint. Its chunks are read back and compared with their checksums, like the chunks of a task.
+This applies when layout, compression, dtypes, names and all chunk grids equal the source's, and
+both places are on one file system or in buckets of one object store that can copy by itself. Each
+host of the source then becomes a host of the new attempt, with its own record that describes the
+new checkpoint. Its chunks are read back and compared with their checksums, like the chunks of a
+task.
 
-Data files and the indexes beside them never change once written, and they name each other relative to their own folder. So a host
-of one attempt becomes a host of another by linking its files. Only its chunk table holds paths from the top of the attempt, and is
-rewritten. A linked file has two names and needs no additional space; each attempt can be removed without the other.
+Data files and the indexes beside them never change once written, and they name each other relative
+to their own folder. So a host of one attempt becomes a host of another by linking its files. Only
+its chunk table holds paths from the top of the attempt, and is rewritten. A linked file has two
+names and needs no additional space; each attempt can be removed without the other.
 
-Where a disk cannot link (or has reached its link limit), the kernel copies: it shares blocks where the file system can, and
-otherwise moves the bytes without passing them through this process where it can. An object store copies server-side
-(`object_copies`).
+Where a disk cannot link (or has reached its link limit), the kernel copies: it shares blocks where
+the file system can, and otherwise moves the bytes without passing them through this process where
+it can. An object store copies server-side (`object_copies`).
 """
 
 from __future__ import annotations
@@ -26,7 +29,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.commit.assemble import read_host_files, read_table, write_table
-from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ShardckptError, of_one_tensor
+from shardckpt.errors import (
+    CorruptionError,
+    FormatError,
+    MissingDataError,
+    ShardckptError,
+    of_one_tensor,
+)
 from shardckpt.format.documents import FileReference
 from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.table import OWN_OBJECT
@@ -46,7 +55,8 @@ if TYPE_CHECKING:
     from shardckpt.reshard.job import OpenJob
 
 _NO_RANGES = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""Errors of the kernel where it cannot copy between two files, although both can be read and written."""
+"""Errors of the kernel where it cannot copy between two files, although both can be read and
+written."""
 
 
 def reuse_files(opened: OpenJob, progress: Callable[[int, int], None]) -> tuple[int, int]:
@@ -57,10 +67,12 @@ def reuse_files(opened: OpenJob, progress: Callable[[int, int], None]) -> tuple[
         progress: called with the bytes of elements done so far, and in all.
 
     Returns:
-        The number of hosts that an earlier call had linked or copied, and the stored bytes that were read back.
+        The number of hosts that an earlier call had linked or copied, and the stored bytes that
+        were read back.
 
     Raises:
-        CorruptionError, MissingDataError: a linked or copied file differs from the recorded checksums.
+        CorruptionError, MissingDataError: a linked or copied file differs from the recorded
+            checksums.
         StorageError: the storage failed.
         NotImplementedError: the object store cannot copy.
     """
@@ -85,7 +97,11 @@ def _reuse_host(opened: OpenJob, number: int, reference: FileReference) -> int:
         if plan.layout == "packed":
             lanes, table = reuse_lanes(source, place, files.lanes, table, folder)
         else:
-            pieces = {piece.path: piece for tensor in plan.target.tensors.values() for piece in tensor.pieces}
+            pieces = {
+                piece.path: piece
+                for tensor in plan.target.tensors.values()
+                for piece in tensor.pieces
+            }
             reuse_chunks(source, place, table, pieces, f"{folder}/drafts")
         values = None
         if files.values is not None:
@@ -94,7 +110,9 @@ def _reuse_host(opened: OpenJob, number: int, reference: FileReference) -> int:
             values = FileReference.of(f"{folder}/values.json", data)
             place.write(values.key, data)
         read = _read_back(opened, table, old) if opened.job.options.verify else 0
-        written = HostFiles(write_table(place, f"{folder}/table", table), tuple(lanes), described, values)
+        written = HostFiles(
+            write_table(place, f"{folder}/table", table), tuple(lanes), described, values
+        )
     except BaseException:
         with suppress(ShardckptError):
             place.delete_prefix(f"{folder}/")
@@ -117,10 +135,13 @@ def _reuse_host(opened: OpenJob, number: int, reference: FileReference) -> int:
 
 
 def _read_back(opened: OpenJob, table: Table, old: Table) -> int:
-    """Compare what was linked or copied with its chunk table; return the bytes read. `old` is the source's table.
+    """Compare what was linked or copied with its chunk table; return the bytes read.
+
+    `old` is the source's table.
 
     Raises:
-        CorruptionError, MissingDataError: they differ. If the source's file is damaged as well, the error names that one.
+        CorruptionError, MissingDataError: they differ. If the source's file is damaged as well, the
+            error names that one.
     """
     try:
         return opened.read_back(table, opened.place)
@@ -129,7 +150,9 @@ def _read_back(opened: OpenJob, table: Table, old: Table) -> int:
         raise
 
 
-def reuse_lanes(source: Store, target: Store, lanes: Sequence[str], table: Table, folder: str) -> tuple[list[str], Table]:
+def reuse_lanes(
+    source: Store, target: Store, lanes: Sequence[str], table: Table, folder: str
+) -> tuple[list[str], Table]:
     """Reuse the files of a host's packed chunks.
 
     Args:
@@ -148,23 +171,38 @@ def reuse_lanes(source: Store, target: Store, lanes: Sequence[str], table: Table
         StorageError: the storage failed.
         NotImplementedError: an object store cannot copy.
     """
-    foreign = [file for file in table.files if not any(file.startswith(f"{lane}/") for lane in lanes)]
+    foreign = [
+        file for file in table.files if not any(file.startswith(f"{lane}/") for lane in lanes)
+    ]
     if foreign:
         raise FormatError(
-            f"{source}: a host's chunk table names {foreign[0]!r}, which is in none of its databases; it was not written by shardckpt."
+            f"{source}: a host's chunk table names {foreign[0]!r}, which is in none of its "
+            "databases; it was not written by shardckpt."
         )
     new = {lane: f"{folder}/{number}" for number, lane in enumerate(lanes)}
-    files = {file: f"{name}{file.removeprefix(lane)}" for lane, name in new.items() for file in _below(source, lane)}
+    files = {
+        file: f"{name}{file.removeprefix(lane)}"
+        for lane, name in new.items()
+        for file in _below(source, lane)
+    }
     for file in table.files:
         if file not in files:
             raise _missing(source.path_of(file))
     _link_or_copy(source, target, files.items())
-    moved = [next(f"{new[lane]}{file.removeprefix(lane)}" for lane in new if file.startswith(f"{lane}/")) for file in table.files]
+    moved = [
+        next(f"{new[lane]}{file.removeprefix(lane)}" for lane in new if file.startswith(f"{lane}/"))
+        for file in table.files
+    ]
     return list(new.values()), replace(table, files=moved)
 
 
-def reuse_chunks(source: Store, target: Store, table: Table, pieces: Mapping[str, Piece], drafts: str) -> None:
-    """Reuse a host's chunks that are separate objects; `drafts` is a folder for incomplete files."""
+def reuse_chunks(
+    source: Store, target: Store, table: Table, pieces: Mapping[str, Piece], drafts: str
+) -> None:
+    """Reuse a host's chunks that are separate objects.
+
+    `drafts` is a folder for incomplete files.
+    """
     keys = (
         plain_key(chunk_object_key(pieces[path], position))
         for path, rows in table.arrays().items()
@@ -180,10 +218,14 @@ def _below(store: Store, lane: str) -> list[str]:
     if top is None:
         return store.list(f"{lane}/")
     with storage_errors("read", top):
-        return [f"{lane}/{path.relative_to(top)}" for path in sorted(top.rglob("*")) if is_file(path)]
+        return [
+            f"{lane}/{path.relative_to(top)}" for path in sorted(top.rglob("*")) if is_file(path)
+        ]
 
 
-def _link_or_copy(source: Store, target: Store, files: Iterable[tuple[str, str]], drafts: str | None = None) -> None:
+def _link_or_copy(
+    source: Store, target: Store, files: Iterable[tuple[str, str]], drafts: str | None = None
+) -> None:
     """Link or copy files (old key, new key), durably; with `drafts`, replace existing files."""
     if target.copies_from(source):
         target.copy_from(source, files)
@@ -191,7 +233,11 @@ def _link_or_copy(source: Store, target: Store, files: Iterable[tuple[str, str]]
     changed: set[Path] = set()
     for number, (old, new) in enumerate(files):
         draft = new if drafts is None else f"{drafts}/{number}"
-        first, path, final = source.local_path(old), target.local_path(draft), target.local_path(new)
+        first, path, final = (
+            source.local_path(old),
+            target.local_path(draft),
+            target.local_path(new),
+        )
         assert first is not None
         assert path is not None
         assert final is not None
@@ -206,7 +252,9 @@ def _link_or_copy(source: Store, target: Store, files: Iterable[tuple[str, str]]
                 _copy(first, path)
             if path != final:
                 path.replace(final)
-                path.unlink(missing_ok=True)  # replacing one name of a file by another name of it removes neither
+                path.unlink(
+                    missing_ok=True
+                )  # replacing one name of a file by another name of it removes neither
         changed.add(final.parent)
     for directory in changed:
         with storage_errors("write", directory):

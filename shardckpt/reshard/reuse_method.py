@@ -20,25 +20,33 @@ ReuseMethod = Literal["links", "copies"]
 def reuse_method(source: Store, target: Store) -> ReuseMethod | None:
     """The method for reusing files at another place without passing their bytes through this process; None: there is no method.
 
-    "links": both places are on one file system of this machine; the target's need not exist yet. Links are refused if the source has
-    symbolic links: a link made by somebody else could lead to any file of this user, and that file would become part of the
-    target. Tasks, in contrast, reuse only chunks that have the right checksums.
-    "copies": both places are in buckets of one service.
+    "links": both places are on one file system of this machine; the target's need not exist yet.
+    Links are refused if the source has symbolic links: a link made by somebody else could lead to
+    any file of this user, and that file would become part of the target. Tasks, in contrast, reuse
+    only chunks that have the right checksums. "copies": both places are in buckets of one service.
     """
     if target.copies_from(source):
         return "copies"
     old, new = source.local_path(""), target.local_path("")
     if old is None or new is None:
         return None
-    existing = next((entry for path in (new, *new.parents) if (entry := status(path)) is not None), None)
+    existing = next(
+        (entry for path in (new, *new.parents) if (entry := status(path)) is not None), None
+    )
     read = status(old)
     one = existing is not None and read is not None and read.st_dev == existing.st_dev
     return "links" if one and not _has_links(old) else None
 
 
 def _has_links(directory: Path) -> bool:
-    """Whether the directory is a symbolic link or has one anywhere below it; files are not opened."""
+    """Whether the directory is a symbolic link or has one anywhere below it.
+
+    Files are not opened.
+    """
     if is_link(directory):
         return True
     with storage_errors("list", directory), os.scandir(directory) as entries:
-        return any(entry.is_symlink() or (entry.is_dir() and _has_links(directory / entry.name)) for entry in entries)
+        return any(
+            entry.is_symlink() or (entry.is_dir() and _has_links(directory / entry.name))
+            for entry in entries
+        )

@@ -1,9 +1,10 @@
 """The structure of the new checkpoint, and the source tensor of each of its tensors.
 
-The layout of each tensor is decided first. With rules, the rules decide; with a mesh alone, the spec that the source recorded, as far as
-the mesh has its axes; with neither, the layout stays. Each tensor is stored as a save would store it if devices had it in the new
-layout (`save_plan`). A tensor of a shardckpt checkpoint that keeps its layout and element size also keeps its arrays and chunks,
-whatever their shapes.
+The layout of each tensor is decided first. With rules, the rules decide; with a mesh alone, the
+spec that the source recorded, as far as the mesh has its axes; with neither, the layout stays. Each
+tensor is stored as a save would store it if devices had it in the new layout (`save_plan`). A
+tensor of a shardckpt checkpoint that keeps its layout and element size also keeps its arrays and
+chunks, whatever their shapes.
 """
 
 from __future__ import annotations
@@ -50,7 +51,14 @@ class Targets:
     """Tensors that `dtype` converts and leaves, by subtree."""
 
 
-def targets(source: Structure, options: ReshardOptions, where: str, *, files: bool = False, keep_chunks: bool = True) -> Targets:
+def targets(
+    source: Structure,
+    options: ReshardOptions,
+    where: str,
+    *,
+    files: bool = False,
+    keep_chunks: bool = True,
+) -> Targets:
     """Work out the new checkpoint from the structure of the source.
 
     Args:
@@ -61,7 +69,8 @@ def targets(source: Structure, options: ReshardOptions, where: str, *, files: bo
         keep_chunks: whether a tensor that can keep its arrays and chunks does so.
 
     Raises:
-        NamesMismatchError, OptionError, ShardingError, DtypeMismatchError, LeafError: the request does not fit the source.
+        NamesMismatchError, OptionError, ShardingError, DtypeMismatchError, LeafError: the request
+        does not fit the source.
     """
     check_selection(options.only, source.tree, where)
     tree, stored = select(source.tree, selector(options.only))
@@ -70,7 +79,9 @@ def targets(source: Structure, options: ReshardOptions, where: str, *, files: bo
     optimizer = optimizer_state(source.tree) if options.dtype else ()
     planned = plan_dtypes(sources, options.dtype, meanings(tree), optimizer)
     types = planned.dtypes
-    smallest = smallest_chunk(sum(prod(t.shape) * types[name].itemsize for name, t in sources.items()), files=files)
+    smallest = smallest_chunk(
+        sum(prod(t.shape) * types[name].itemsize for name, t in sources.items()), files=files
+    )
     tensors = {}
     for name, old in sources.items():
         layout, dtype = decisions[name].layout, types[name]
@@ -78,40 +89,88 @@ def targets(source: Structure, options: ReshardOptions, where: str, *, files: bo
             tensors[name] = renamed(old, name, dtype)
         else:
             tensors[name] = tensor_record(name, old.shape, dtype, layout, smallest)
-    return Targets(Structure(tree, tensors), sources, decisions, frozenset(per_process_names(tree)), planned.subtrees)
+    return Targets(
+        Structure(tree, tensors),
+        sources,
+        decisions,
+        frozenset(per_process_names(tree)),
+        planned.subtrees,
+    )
 
 
 def renamed(tensor: TensorRecord, name: str, dtype: DType) -> TensorRecord:
     """The record of a tensor that keeps its chunks, under the same name or another one."""
     if name == tensor.name:
-        return replace(tensor, dtype=dtype, base=None, difference=False)  # the new checkpoint has all elements
+        return replace(
+            tensor, dtype=dtype, base=None, difference=False
+        )  # the new checkpoint has all elements
     whole = len(tensor.pieces) == 1 and tensor.pieces[0].path == array_path(tensor.name)
-    paths = [array_path(name)] if whole else [piece_path(name, tensor.shape, piece.start) for piece in tensor.pieces]
-    pieces = tuple(replace(piece, path=path) for piece, path in zip(tensor.pieces, paths, strict=True))
+    paths = (
+        [array_path(name)]
+        if whole
+        else [piece_path(name, tensor.shape, piece.start) for piece in tensor.pieces]
+    )
+    pieces = tuple(
+        replace(piece, path=path) for piece, path in zip(tensor.pieces, paths, strict=True)
+    )
     return TensorRecord(name, tensor.shape, dtype, tensor.layout, pieces)
 
 
-def _decide_layouts(tensors: Mapping[str, TensorRecord], options: ReshardOptions) -> dict[str, Decision]:
+def _decide_layouts(
+    tensors: Mapping[str, TensorRecord], options: ReshardOptions
+) -> dict[str, Decision]:
     """The layout of every tensor; `tensors` are source tensors by their names in the target."""
     if options.decided is not None:
-        return options.decided.decide_all({name: tensor.shape for name, tensor in tensors.items()}, options.mesh)
+        return options.decided.decide_all(
+            {name: tensor.shape for name, tensor in tensors.items()}, options.mesh
+        )
     if options.mesh is not None:
         plain = all(tensor.layout is None for tensor in tensors.values())
-        notices = ("no tensor has a sharding that the mesh could apply to; a rule says which dimensions to cut",) if plain else ()
+        notices = (
+            (
+                (
+                    "no tensor has a sharding that the mesh could apply to; a rule says which "
+                    "dimensions to cut"
+                ),
+            )
+            if plain
+            else ()
+        )
         return {name: _over(options.mesh, tensor, notices) for name, tensor in tensors.items()}
-    return {name: Decision(tensor.layout, "", "The layout stays: neither a mesh nor a rule is given.") for name, tensor in tensors.items()}
+    return {
+        name: Decision(tensor.layout, "", "The layout stays: neither a mesh nor a rule is given.")
+        for name, tensor in tensors.items()
+    }
 
 
 def _over(mesh: Mesh, tensor: TensorRecord, of_plain: tuple[str, ...]) -> Decision:
     """The recorded spec over another mesh; `of_plain` are the notices about a plain tensor."""
     layout = tensor.layout
     if layout is None:
-        return Decision(None, "", "The tensor was saved as a plain tensor, and stays one.", of_plain)
+        return Decision(
+            None, "", "The tensor was saved as a plain tensor, and stays one.", of_plain
+        )
     sharding = layout.as_sharding(tensor.shape) if isinstance(layout, Placements) else layout
     if not isinstance(sharding, Sharding):
         notice = "its recorded layout names no axes, so it is replicated; a rule can cut it"
-        return Decision(Sharding(mesh, PartitionSpec()), "", "The recorded layout cannot be applied to another mesh.", (notice,))
-    kept = PartitionSpec(*(tuple(a for a in axes if a in mesh.axis_names) for axes in sharding.spec.axes))
+        return Decision(
+            Sharding(mesh, PartitionSpec()),
+            "",
+            "The recorded layout cannot be applied to another mesh.",
+            (notice,),
+        )
+    kept = PartitionSpec(
+        *(tuple(a for a in axes if a in mesh.axis_names) for axes in sharding.spec.axes)
+    )
     lost = [str(a) for axes in sharding.spec.axes for a in axes if a not in mesh.axis_names]
-    notices = (f"the mesh has no axis {', '.join(lost)}, which cut the tensor in the source",) if lost else ()
-    return Decision(Sharding(mesh, kept), "", "The tensor keeps its recorded spec, over the given mesh.", notices)
+    notices = (
+        (f"the mesh has no axis {', '.join(lost)}, which cut the tensor in the source",)
+        if lost
+        else ()
+    )
+    return Decision(
+        Sharding(mesh, kept),
+        "",
+        "The tensor keeps its recorded spec, over the given mesh.",
+        notices,
+    )

@@ -3,11 +3,13 @@
 1. If a record already exists, the task is done; nothing else is checked.
 2. The task's steps are read into the chunks of the target (`streaming.assemble`).
 3. Meanwhile chunks of earlier steps are finished (checksum, compression) and written.
-4. Once all data is durable, it is read back and compared with the chunk table. Then the record is written, if none exists.
+4. Once all data is durable, it is read back and compared with the chunk table. Then the record is
+   written, if none exists.
 
-A task may run twice, even at the same time, for example if a worker was wrongly considered dead. Each run writes below its own
-name, the first record counts, and the other run removes its own files. In the plain layout, where a chunk has one name, both
-runs write the same bytes there, each chunk atomically.
+A task may run twice, even at the same time, for example if a worker was wrongly considered dead.
+Each run writes below its own name, the first record counts, and the other run removes its own
+files. In the plain layout, where a chunk has one name, both runs write the same bytes there, each
+chunk atomically.
 
 The function is idempotent, and all its arguments can be pickled: engines run it.
 """
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
     from shardckpt.reshard.plan import Task
 
 _PAGES = 64 << 20
-"""Bytes of local files that are flushed to disk at a time. These pages belong to the kernel, not to this process."""
+"""Bytes of local files that are flushed to disk at a time. These pages belong to the kernel, not to
+this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +60,14 @@ def run_task(job: Job, number: int, at_once: int = 1) -> TaskReport:
     Args:
         job: the job; the same for all its tasks.
         number: number of the task, from 0.
-        at_once: number of tasks of the job that run at a time, everywhere: they share the request rate of a bucket.
+        at_once: number of tasks of the job that run at a time, everywhere: they share the request
+            rate of a bucket.
 
     Raises:
         CorruptionError: the source is damaged; or the written data differs when read back.
         ReplacedError: the source was replaced or deleted meanwhile.
-        CommitError, NotFoundError, AlreadyExistsError: the source or the destination is no longer what the job began with.
+        CommitError, NotFoundError, AlreadyExistsError: the source or the destination is no longer
+            what the job began with.
         StorageError: the storage failed.
     """
     opened = _open(job)
@@ -118,21 +123,38 @@ def _run(opened: OpenJob, task: Task, place: Store) -> tuple[bool, int]:
     )
     try:
         # Each batch is written while the next one is read.
-        with closing(assemble_chunks(opened.checkpoint, plan.planned_steps(task), plan.memory.batch, _here.memory)) as batches:
+        with closing(
+            assemble_chunks(
+                opened.checkpoint, plan.planned_steps(task), plan.memory.batch, _here.memory
+            )
+        ) as batches:
             for batch in batches:
-                writer.append_laid_out([(chunk.piece, chunk.position, chunk.raw) for chunk in batch.whole])
-        described, hosts, values = opened.described, len(plan.tasks), _process_values(opened, task.number)
-        record, table = writer.complete(described, hosts=hosts, prior=opened.prior.digest, values=values)
+                writer.append_laid_out(
+                    [(chunk.piece, chunk.position, chunk.raw) for chunk in batch.whole]
+                )
+        described, hosts, values = (
+            opened.described,
+            len(plan.tasks),
+            _process_values(opened, task.number),
+        )
+        record, table = writer.complete(
+            described, hosts=hosts, prior=opened.prior.digest, values=values
+        )
         if opened.job.options.verify:
             try:
                 opened.read_back(table, place)
             except CorruptionError as e:
-                raise CommitError(f"{place}: task {task.number} read back other data than it wrote ({e}) Nothing was published.") from e
+                raise CommitError(
+                    f"{place}: task {task.number} read back other data than it wrote ({e}) "
+                    "Nothing was published."
+                ) from e
     except BaseException:
         writer.abort()
         _remove(writer, place)
         raise
-    writer.vouches = True  # the record may exist even if the answer is lost; then its files must stay
+    writer.vouches = (
+        True  # the record may exist even if the answer is lost; then its files must stay
+    )
     first = write_record(place, record, first=True)
     if not first:
         _remove(writer, place)
@@ -140,7 +162,10 @@ def _run(opened: OpenJob, task: Task, place: Store) -> tuple[bool, int]:
 
 
 def _remove(writer: HostWriter, place: Store) -> None:
-    """Remove a run's own files; files that cannot be removed are collected later with other unreferenced files."""
+    """Remove a run's own files.
+
+    Files that cannot be removed are collected later with other unreferenced files.
+    """
     with suppress(ShardckptError):
         place.delete_prefix(f"{writer.folder}/")
 
@@ -149,5 +174,9 @@ def _process_values(opened: OpenJob, process: int) -> bytes | None:
     """The file with the own values of a process of the source; None: it has none."""
     if not opened.plan.values or process >= opened.plan.source.processes:
         return None
-    values = {name: value for name, value in opened.checkpoint.process_values(process).items() if name in opened.plan.values}
+    values = {
+        name: value
+        for name, value in opened.checkpoint.process_values(process).items()
+        if name in opened.plan.values
+    }
     return values_file(values)

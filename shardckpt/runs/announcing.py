@@ -1,9 +1,11 @@
 """Messages of a run to the service (`shardckpt serve`), and its answers, if `SHARDCKPT_SERVER` has its url.
 
-- `Announcer`: committed steps, so that the service need not wait for its next look. A thread of its own sends each once, with a time limit.
-  Training neither waits for it nor learns whether it arrived. While one is on its way, only the last of those that follow is kept.
-- `Listener`: a thread that hears at once of versions that were announced. Where there is no service, or it does not answer, nothing is
-  heard, and its owner looks at the storage from time to time, as ever.
+- `Announcer`: committed steps, so that the service need not wait for its next look. A thread of its
+  own sends each once, with a time limit. Training neither waits for it nor learns whether it
+  arrived. While one is on its way, only the last of those that follow is kept.
+- `Listener`: a thread that hears at once of versions that were announced. Where there is no
+  service, or it does not answer, nothing is heard, and its owner looks at the storage from time to
+  time, as ever.
 - `ask`: one request.
 """
 
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 VARIABLE = "SHARDCKPT_SERVER"
 _SECONDS = 5.0
 SILENCE = 15.0
-"""Seconds after which a stream of events without a sign of life has ended; the service sends one every 10 s."""
+"""Seconds after which a stream of events without a sign of life has ended; the service sends one
+every 10 s."""
 _PAUSES = 1.0, 60.0
 """Seconds before the service is asked for events again: least and most; they double."""
 _log = logging.getLogger("shardckpt")
@@ -127,7 +130,9 @@ class Listener:
         pause = _PAUSES[0]
         while not self._over.wait(pause if pause > _PAUSES[0] else 0):
             try:
-                with _request(self._service, f"/v1/versions?url={quote(self._url, safe='')}", timeout=SILENCE) as reply:
+                with _request(
+                    self._service, f"/v1/versions?url={quote(self._url, safe='')}", timeout=SILENCE
+                ) as reply:
                     self.connected, pause = True, _PAUSES[0]
                     self._news.set()  # there may be a version since the last look
                     for line in reply:

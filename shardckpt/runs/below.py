@@ -64,9 +64,12 @@ def runs_below(root: str | os.PathLike[str], known: Collection[str] = ()) -> lis
     names = [name.removesuffix("/") for name in store.list_children() if name.endswith("/")]
     with reading_takes_threads(store):
         summaries = map_on_threads(
-            lambda name: _summary(store, name), [name for name in names if name not in known and not is_attempt_name(name)]
+            lambda name: _summary(store, name),
+            [name for name in names if name not in known and not is_attempt_name(name)],
         )
-    return sorted((one for one in summaries if one is not None), key=lambda one: natural_key(one.run))
+    return sorted(
+        (one for one in summaries if one is not None), key=lambda one: natural_key(one.run)
+    )
 
 
 def _summary(store: Store, name: str) -> RunSummary | None:
@@ -77,6 +80,15 @@ def _summary(store: Store, name: str) -> RunSummary | None:
     steps = [entry for entry in entries if entry.state == "committed" and entry.name != "."]
     if not steps:
         return None
-    newest = max(steps, key=lambda entry: (-1 if entry.step is None else entry.step, entry.created or ""))
+    newest = max(
+        steps, key=lambda entry: (-1 if entry.step is None else entry.step, entry.created or "")
+    )
     created = max((entry.created for entry in steps if entry.created is not None), default=None)
-    return RunSummary(name, len(steps), newest.step, newest.name, sum(entry.stored_bytes or 0 for entry in steps), created)
+    return RunSummary(
+        name,
+        len(steps),
+        newest.step,
+        newest.name,
+        sum(entry.stored_bytes or 0 for entry in steps),
+        created,
+    )

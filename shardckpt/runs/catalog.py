@@ -1,8 +1,9 @@
 """Listing the checkpoints in a directory.
 
-A checkpoint is a directory whose `checkpoint.json` names an attempt. Only that record is read, and only the fields that a
-list shows are parsed: the tensors of a large record are not. A directory beside it that is an attempt (`commit.attempts`) is
-an unfinished save, or the rest of one. All other files and directories are ignored.
+A checkpoint is a directory whose `checkpoint.json` names an attempt. Only that record is read, and
+only the fields that a list shows are parsed: the tensors of a large record are not. A directory
+beside it that is an attempt (`commit.attempts`) is an unfinished save, or the rest of one. All
+other files and directories are ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from shardckpt.commit.assemble import finished_hosts, read_host_record
 from shardckpt.commit.attempts import attempts, is_attempt_name, places
 from shardckpt.commit.markers import PINNED, SUPERSEDED, Protection, is_superseded, protection
 from shardckpt.commit.publish import RECORD, record_digest
-from shardckpt.errors import FormatError, MissingDataError, NotFoundError, ShardckptError, StorageError
+from shardckpt.errors import (
+    FormatError,
+    MissingDataError,
+    NotFoundError,
+    ShardckptError,
+    StorageError,
+)
 from shardckpt.format.bases import bases_of
 from shardckpt.format.documents import LARGEST_DIMENSION, open_envelope
 from shardckpt.io.ages import last_written
@@ -36,9 +43,13 @@ if TYPE_CHECKING:
 
 
 State = Literal["committed", "uncommitted", "deleted", "unreadable"]
-"""State of a checkpoint or an attempt: published; begun and not published; tombstone; a record that cannot be read."""
+"""State of a checkpoint or an attempt: published; begun and not published; tombstone; a record that
+cannot be read."""
 
-_STEP = re.compile(r"(?:(?<![0-9A-Za-z])|(?<=step)|(?<=checkpoint)|(?<=ckpt)|(?<=epoch))\d{1,19}$", re.ASCII | re.IGNORECASE)
+_STEP = re.compile(
+    r"(?:(?<![0-9A-Za-z])|(?<=step)|(?<=checkpoint)|(?<=ckpt)|(?<=epoch))\d{1,19}$",
+    re.ASCII | re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +73,24 @@ class CatalogEntry:
     stored_bytes: int | None = None
     """Bytes of all chunks as stored, with padding and checksums, after compression."""
     changed_bytes: int | None = None
-    """Bytes of the elements that differ from the version that was published before; of versions with differences only."""
+    """Bytes of the elements that differ from the version that was published before; of versions
+    with differences only."""
     reason: str | None = None
     """Reason of the deletion, or of being unreadable."""
     finished: int | None = None
     """Number of hosts that have finished writing, for an unfinished attempt."""
     hosts: int | None = None
-    """Number of hosts of an unfinished attempt. None if no host has finished: only host records have this number."""
+    """Number of hosts of an unfinished attempt. None if no host has finished: only host records
+    have this number."""
     committable: bool = False
-    """Whether an unfinished attempt lacks only its commit, and no check forbids that (`leftover`)."""
+    """Whether an unfinished attempt lacks only its commit, and no check forbids that
+    (`leftover`)."""
     metrics: Mapping[str, float | str] = field(default_factory=dict)
-    """A checkpoint's metrics, as given to `CheckpointManager.save(metrics=…)`; non-finite numbers are text."""
+    """A checkpoint's metrics, as given to `CheckpointManager.save(metrics=…)`; non-finite numbers
+    are text."""
     bases: tuple[str, ...] = ()
-    """Urls of the checkpoints that hold some of a checkpoint's tensors, as in its record: `../0` is the checkpoint 0 beside it."""
+    """Urls of the checkpoints that hold some of a checkpoint's tensors, as in its record: `../0` is
+    the checkpoint 0 beside it."""
     pinned: bool = False
     """Whether a checkpoint is pinned. A pin protects it against deletion, and so does a tag."""
     tags: tuple[str, ...] = ()
@@ -82,11 +98,15 @@ class CatalogEntry:
     superseded: bool = False
     """Whether training went back to a step before this checkpoint."""
     idle: float | None = None
-    """Seconds since the last write into an unfinished attempt, by this machine's clock. None if the storage keeps no times."""
+    """Seconds since the last write into an unfinished attempt, by this machine's clock. None if the
+    storage keeps no times."""
 
     @property
     def step(self) -> int | None:
-        """The number at the end of the name: 100 of `100`, `step_100`, `epoch100` and `run-b-0100`; None of `run-tp4`."""
+        """The number at the end of the name: 100 of `100`, `step_100`, `epoch100` and `run-b-0100`.
+
+        None of `run-tp4`.
+        """
         match = _STEP.search(self.name)
         return int(match[0]) if match else None
 
@@ -95,7 +115,19 @@ class CatalogEntry:
         """The entry that `to_json` has written, perhaps on another machine."""
         names = {"nbytes": "bytes"}
         plain = (
-            *("name", "state", "attempt", "created", "layout", "tensors", "nbytes", "stored_bytes", "metrics", "reason", "finished"),
+            *(
+                "name",
+                "state",
+                "attempt",
+                "created",
+                "layout",
+                "tensors",
+                "nbytes",
+                "stored_bytes",
+                "metrics",
+                "reason",
+                "finished",
+            ),
             *("hosts", "committable", "pinned", "superseded", "idle"),
         )
         tags = tuple(doc.get("tags", ()))  # earlier versions wrote none
@@ -143,7 +175,8 @@ def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[C
         everything: Also list unfinished attempts and deleted checkpoints.
 
     Returns:
-        Entries in natural order of their names (9 before 10), `root` itself first; each checkpoint before its unfinished attempts.
+        Entries in natural order of their names (9 before 10), `root` itself first; each checkpoint
+        before its unfinished attempts.
 
     Raises:
         UrlError: `root` is not a valid path or url.
@@ -153,7 +186,10 @@ def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[C
     location = parse(root)
     store = Store.open(location)
     if not store.lists:
-        raise StorageError(f"{location}: a web server does not list what it has; give the url of a checkpoint to `shardckpt info`.")
+        raise StorageError(
+            f"{location}: a web server does not list what it has; give the url of a checkpoint to "
+            "`shardckpt info`."
+        )
     children = store.list_children()
     if not children and not exists(store.local_path("")):
         raise NotFoundError(f"{location}: no such directory.")
@@ -166,10 +202,14 @@ def catalog(root: str | os.PathLike[str], *, everything: bool = False) -> list[C
             return [CatalogEntry(name, place.location, "unreadable", reason=str(e))]
 
     with reading_takes_threads(store):
-        return [entry for entries in map_on_threads(at, places(store, children)) for entry in entries]
+        return [
+            entry for entries in map_on_threads(at, places(store, children)) for entry in entries
+        ]
 
 
-def entries_at(place: Store, name: str, children: Sequence[str], *, everything: bool) -> list[CatalogEntry]:
+def entries_at(
+    place: Store, name: str, children: Sequence[str], *, everything: bool
+) -> list[CatalogEntry]:
     """The checkpoint at a place, and its other attempts.
 
     Args:
@@ -191,29 +231,46 @@ def entries_at(place: Store, name: str, children: Sequence[str], *, everything: 
         superseded = SUPERSEDED in children and is_superseded(place, entry.attempt)
         entry = replace(entry, pinned=marks.pinned, tags=marks.tags, superseded=superseded)
     begun = entry is not None and entry.state == "deleted" and entry.reason is None
-    entries = [] if entry is None or begun or (entry.state == "deleted" and not everything) else [entry]
+    entries = (
+        [] if entry is None or begun or (entry.state == "deleted" and not everything) else [entry]
+    )
     if everything:
         published = None if entry is None else entry.attempt
         digest = record_digest(data)
         entries += [
-            _unfinished_entry(place, name, attempt, published, digest) for attempt in attempts(place, children) if attempt != published
+            _unfinished_entry(place, name, attempt, published, digest)
+            for attempt in attempts(place, children)
+            if attempt != published
         ]
     return entries
 
 
-def _unfinished_entry(place: Store, name: str, attempt: str, published: str | None, digest: str | None) -> CatalogEntry:
-    """The state of an attempt. `published` is the attempt that the commit record names now; `digest` is the digest of that record."""
+def _unfinished_entry(
+    place: Store, name: str, attempt: str, published: str | None, digest: str | None
+) -> CatalogEntry:
+    """The state of an attempt.
+
+    `published` is the attempt that the commit record names now; `digest` is the digest of that
+    record.
+    """
     inside = place.sub(attempt)
     last = last_written(place, f"{attempt}/")
     finished = finished_hosts(inside)
     hosts, committable = None, False
-    with contextlib.suppress(ShardckptError):  # `shardckpt commit` reports what is wrong with the records
+    with contextlib.suppress(
+        ShardckptError
+    ):  # `shardckpt commit` reports what is wrong with the records
         if finished:
             first, _ = read_host_record(inside, finished[0])
             hosts = first.hosts
             if finished == list(range(hosts)) and first.prior == digest:
                 contents = first.files.contents
-                metadata = _require(open_envelope(inside.read(contents.key), inside.path_of(contents.key)), "metadata", dict, name)
+                metadata = _require(
+                    open_envelope(inside.read(contents.key), inside.path_of(contents.key)),
+                    "metadata",
+                    dict,
+                    name,
+                )
                 check_leftover(place, attempt, metadata, published)
                 committable = True
     return CatalogEntry(
@@ -239,9 +296,13 @@ def _committed_entry(data: bytes, place: Store, name: str) -> CatalogEntry:
 
 def _summary(doc: dict[str, Any], name: str, location: Location, where: str) -> CatalogEntry:
     if doc.get("begun") is True:
-        return CatalogEntry(name, location, "deleted")  # a placeholder: there has never been a checkpoint here
+        return CatalogEntry(
+            name, location, "deleted"
+        )  # a placeholder: there has never been a checkpoint here
     if "tombstone" in doc:
-        return CatalogEntry(name, location, "deleted", reason=_require(doc, "tombstone", str, where))
+        return CatalogEntry(
+            name, location, "deleted", reason=_require(doc, "tombstone", str, where)
+        )
     totals = _require(doc, "totals", dict, where)
     return CatalogEntry(
         name,
@@ -253,7 +314,9 @@ def _summary(doc: dict[str, Any], name: str, location: Location, where: str) -> 
         tensors=_require(totals, "tensors", int, where),
         nbytes=_require(totals, "bytes", int, where),
         stored_bytes=_require(totals, "stored_bytes", int, where),
-        changed_bytes=_require(totals, "changed_bytes", int, where) if "changed_bytes" in totals else None,
+        changed_bytes=_require(totals, "changed_bytes", int, where)
+        if "changed_bytes" in totals
+        else None,
         metrics=_metrics(doc),
         bases=tuple(base.url for base in bases_of(doc, where)),
     )
@@ -266,7 +329,8 @@ def _metrics(doc: dict[str, Any]) -> dict[str, float | str]:
     return {
         name: value if isinstance(value, str) else _as_float(value)
         for name, value in (metrics.items() if isinstance(metrics, dict) else ())
-        if (isinstance(value, int | float) and not isinstance(value, bool)) or value in ("nan", "inf", "-inf")
+        if (isinstance(value, int | float) and not isinstance(value, bool))
+        or value in ("nan", "inf", "-inf")
     }
 
 
@@ -282,14 +346,19 @@ def _as_float(value: float) -> float | str:
 def _attempt(doc: dict[str, Any], where: str) -> str:
     attempt: str = _require(doc, "attempt", str, where)
     if not is_attempt_name(attempt):
-        raise FormatError(f"{where}: 'attempt' is {shorten(attempt)}, which no attempt is called; the record was not written by shardckpt.")
+        raise FormatError(
+            f"{where}: 'attempt' is {shorten(attempt)}, which no attempt is called; the record "
+            "was not written by shardckpt."
+        )
     return attempt
 
 
 def _time(text: str) -> str | None:
     """A time as records have it; None: the text is another one."""
     try:
-        return text if text.isascii() and dt.datetime.fromisoformat(text).tzinfo is not None else None
+        return (
+            text if text.isascii() and dt.datetime.fromisoformat(text).tzinfo is not None else None
+        )
     except ValueError:
         return None
 
@@ -297,5 +366,8 @@ def _time(text: str) -> str | None:
 def _require(doc: dict[str, Any], key: str, kind: type, where: str) -> Any:
     value = doc.get(key)
     if type(value) is not kind or (isinstance(value, int) and not 0 <= value <= LARGEST_DIMENSION):
-        raise FormatError(f"{where}: {key!r} is not a valid {kind.__name__}; the record was not written by shardckpt.")
+        raise FormatError(
+            f"{where}: {key!r} is not a valid {kind.__name__}; the record was not written by "
+            "shardckpt."
+        )
     return value

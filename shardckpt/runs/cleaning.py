@@ -1,13 +1,15 @@
 """Deletion of steps that no rule keeps: on the leader, in the background.
 
 1. Check that no other job has taken over the root (`job`).
-2. Ask the retention rule which live steps to keep. Six kinds of step stay in any case: the newest live step, the steps
-   that this process is reading, pinned and tagged steps (the deletion itself finds them), steps with a lease (`leases`), the steps that
-   running saves name as their base, and the bases of all existing steps (`skipping`). A base is deleted after the steps that name it.
+2. Ask the retention rule which live steps to keep. Six kinds of step stay in any case: the newest
+   live step, the steps that this process is reading, pinned and tagged steps (the deletion itself
+   finds them), steps with a lease (`leases`), the steps that running saves name as their base, and
+   the bases of all existing steps (`skipping`). A base is deleted after the steps that name it.
 3. Superseded steps are deleted once training has passed them: until then a rollback can be undone.
-4. Each deletion replaces the commit record with a tombstone before it removes data, and removes the tombstone at the end
-   (`commit.remove`). Leftovers of a killed process or of an earlier version (attempts without a checkpoint, tombstones) are
-   collected once nothing has been written into them for a grace period; a complete one is published instead.
+4. Each deletion replaces the commit record with a tombstone before it removes data, and removes the
+   tombstone at the end (`commit.remove`). Leftovers of a killed process or of an earlier version
+   (attempts without a checkpoint, tombstones) are collected once nothing has been written into them
+   for a grace period; a complete one is published instead.
 
 A step whose deletion failed is tried again after each save.
 """
@@ -36,24 +38,34 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("shardckpt")
 _DELETED = "deleted.json"
-"""A file in the run's root on object stores: earlier versions list the deleted steps in it, and skip the steps that it names."""
+"""A file in the run's root on object stores: earlier versions list the deleted steps in it, and
+skip the steps that it names."""
 
 
 class Cleaner:
     """Deletes the steps of one run that are not kept. Safe to use from several threads."""
 
     def __init__(
-        self, root: Store, rule: Retention | None, *, grace: float, deleted: Callable[[int], None], bases: frozenset[int] = frozenset()
+        self,
+        root: Store,
+        rule: Retention | None,
+        *,
+        grace: float,
+        deleted: Callable[[int], None],
+        bases: frozenset[int] = frozenset(),
     ) -> None:
         """Nothing is deleted before `clean`.
 
         Args:
             root: of the run.
             root: the root of the run.
-            rule: which steps to keep; None: all, so that only the leftovers of unfinished saves are removed.
-            grace: seconds without a write after which the leftovers of an unfinished save may be removed.
+            rule: which steps to keep; None: all, so that only the leftovers of unfinished saves are
+                removed.
+            grace: seconds without a write after which the leftovers of an unfinished save may be
+                removed.
             deleted: called with each deleted step.
-            bases: steps that the run's saves name as their base, the running save included; they stay.
+            bases: steps that the run's saves name as their base, the running save included; they
+                stay.
         """
         self._root = root
         self._rule = rule
@@ -88,7 +100,10 @@ class Cleaner:
             self._steps = None
 
     def clean(self, committed: StepInfo) -> None:
-        """Delete the steps that are no longer kept, after `committed` was saved. Refused deletions are tried again in the next round."""
+        """Delete the steps that are no longer kept, after `committed` was saved.
+
+        Refused deletions are tried again in the next round.
+        """
         with self._one_at_a_time:
             self.failure = None
             with self._guard:
@@ -100,12 +115,16 @@ class Cleaner:
                 self._note_failure(e)
                 return
             steps[committed.step] = committed
-            later = max((info.step for info in steps.values() if info.state == "committed"), default=committed.step)
+            later = max(
+                (info.step for info in steps.values() if info.state == "committed"),
+                default=committed.step,
+            )
             if later > committed.step and not self._warned:
                 self._warned = True
                 _log.warning(
-                    "%s: step %d is saved, but a restart would resume from the later step %d of an earlier run. Call restore(step=…) first "
-                    "to go back, or give a new training another root.",
+                    "%s: step %d is saved, but a restart would resume from the later step %d of "
+                    "an earlier run. Call restore(step=…) first to go back, or give a new "
+                    "training another root.",
                     self._root,
                     committed.step,
                     later,
@@ -135,7 +154,8 @@ class Cleaner:
         if unknown and not self._missed:
             self._missed = True
             _log.warning(
-                "%s: keep= ranks steps by %s, and no step has that metric%s; pass save(metrics={%r: …}), or steps are deleted unranked.",
+                "%s: keep= ranks steps by %s, and no step has that metric%s; pass "
+                "save(metrics={%r: …}), or steps are deleted unranked.",
                 self._root,
                 few([repr(name) for name in unknown], 3),
                 f", only {few(sorted(recorded), 3)}" if recorded else "",
@@ -164,7 +184,9 @@ class Cleaner:
         steps.pop(step, None)
         for one in left:
             if one.outcome == "failed":
-                self._note_failure(StorageError(f"{place}: deleted, but its data cannot be removed: {one.reason}"))
+                self._note_failure(
+                    StorageError(f"{place}: deleted, but its data cannot be removed: {one.reason}")
+                )
         self._deleted(step)
 
     def _note_failure(self, error: StorageError) -> None:
@@ -174,15 +196,17 @@ class Cleaner:
     def _collect(self, newest: int) -> None:
         """Publish or remove the leftovers of unfinished saves and deletions.
 
-        Steps after the newest are from before a rollback. If a complete one was published now, a restart would continue from it, so it
-        stays as it is.
+        Steps after the newest are from before a rollback. If a complete one was published now, a
+        restart would continue from it, so it stays as it is.
         """
         try:
             if not self._root.has_paths:
                 self._root.delete(_DELETED)
             held = leased_steps(self._root)
             for step in step_numbers(self._root):
-                self._collect_step(self._root.sub(str(step)), publishes=step <= newest, held=step in held)
+                self._collect_step(
+                    self._root.sub(str(step)), publishes=step <= newest, held=step in held
+                )
         except StorageError as e:
             self._warn_once(self._root, str(e))
 
@@ -194,7 +218,9 @@ class Cleaner:
             collected = []
         for failed in (one.reason for one in collected if one.outcome == "failed"):
             self._warn_once(place, str(failed))
-        removed, published = (sum(one.outcome == outcome for one in collected) for outcome in ("removed", "published"))
+        removed, published = (
+            sum(one.outcome == outcome for one in collected) for outcome in ("removed", "published")
+        )
         if removed or published:
             _log.info("%s: unfinished saves: %d removed, %d published", place, removed, published)
         if published:
@@ -205,7 +231,12 @@ class Cleaner:
         """Say once that leftovers at a place cannot be collected; the next rounds try again."""
         if str(place) not in self._uncollected:
             self._uncollected.add(str(place))
-            _log.warning("%s: the leftovers of unfinished saves there cannot be collected, and take space: %s", place, why)
+            _log.warning(
+                "%s: the leftovers of unfinished saves there cannot be collected, and take "
+                "space: %s",
+                place,
+                why,
+            )
 
 
 def doomed(
@@ -228,5 +259,7 @@ def doomed(
         return []
     newest = live[-1].step
     kept = {newest, *rule.kept([saved(info) for info in live])}
-    passed = {info.step for info in steps.values() if info.state == "superseded" and info.step < newest}
+    passed = {
+        info.step for info in steps.values() if info.state == "superseded" and info.step < newest
+    }
     return sorted(({info.step for info in live} - kept | passed) - {committed})

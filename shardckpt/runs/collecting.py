@@ -1,21 +1,22 @@
 """Removal of unfinished attempts and of checkpoints, and publication of attempts that are complete.
 
-`commit.remove` explains why removed data can never be published afterwards. To collect a checkpoint's orphaned attempts
-(`collect_place`):
+`commit.remove` explains why removed data can never be published afterwards. To collect a
+checkpoint's orphaned attempts (`collect_place`):
 
 1. Read the record with the storage's version of it, and list the attempts that it does not name.
-2. Choose the attempts without any write for a grace period, by the storage's clock. If another attempt, or a placeholder,
-   is younger, a save may be in progress, and the fence would make it fail: then choose none.
-3. Publish the newest attempt that is complete (`committing`): its own committer may have failed, and its data may be the only copy. If
-   that succeeds, start again. If the storage fails, the attempt stays. Only an attempt that is incomplete, or was refused just now, is
-   collected.
-4. Fence, on condition that the record still has that version. A record gets a new mark. A tombstone replaces a placeholder,
-   another tombstone or a missing file. Every mark is unique, because some storages derive the version from the
-   contents. If the record has changed, start again.
-5. List again: remove the attempts that are still orphans and still without a write for the grace period. Host records go
-   first, because a commit needs them.
-6. If only that tombstone is left, delete it too, on condition that it still has that version: a save that began
-   meanwhile has put its placeholder there.
+2. Choose the attempts without any write for a grace period, by the storage's clock. If another
+   attempt, or a placeholder, is younger, a save may be in progress, and the fence would make it
+   fail: then choose none.
+3. Publish the newest attempt that is complete (`committing`): its own committer may have failed,
+   and its data may be the only copy. If that succeeds, start again. If the storage fails, the
+   attempt stays. Only an attempt that is incomplete, or was refused just now, is collected.
+4. Fence, on condition that the record still has that version. A record gets a new mark. A tombstone
+   replaces a placeholder, another tombstone or a missing file. Every mark is unique, because some
+   storages derive the version from the contents. If the record has changed, start again.
+5. List again: remove the attempts that are still orphans and still without a write for the grace
+   period. Host records go first, because a commit needs them.
+6. If only that tombstone is left, delete it too, on condition that it still has that version: a
+   save that began meanwhile has put its placeholder there.
 """
 
 from __future__ import annotations
@@ -59,20 +60,26 @@ _LEASED = "a reader holds a lease on it"
 _FOREIGN = "it contains something that no save has written"
 
 
-def collect(root: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool = False) -> list[Collected]:
-    """Remove the attempts at `root` and directly below it that no save will finish; publish those that are complete.
+def collect(
+    root: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool = False
+) -> list[Collected]:
+    """Remove the attempts at `root` and directly below it that no save will finish.
 
-    An attempt is removed if no commit record names it and nothing has been written into it for the grace period, by the
-    storage's own clock. If another attempt of the same checkpoint is younger, a save may be in progress, and all stay.
+    Publish those that are complete.
+
+    An attempt is removed if no commit record names it and nothing has been written into it for the
+    grace period, by the storage's own clock. If another attempt of the same checkpoint is younger,
+    a save may be in progress, and all stay.
 
     Args:
         root: a checkpoint, or a directory of them: a path or url.
-        grace: seconds; longer than any pause between the writes of a save. 0 removes all attempts, even those of saves in progress.
+        grace: seconds; longer than any pause between the writes of a save. 0 removes all attempts,
+            even those of saves in progress.
         dry_run: only report what would be done.
 
     Returns:
-        The outcome for each attempt that is not a checkpoint. A place that could not be read is one entry without an attempt,
-        and does not stop the collection of the others.
+        The outcome for each attempt that is not a checkpoint. A place that could not be read is one
+        entry without an attempt, and does not stop the collection of the others.
 
     Raises:
         UrlError: `root` is not a valid path or url.
@@ -93,20 +100,35 @@ def collect(root: str | os.PathLike[str], *, grace: float = GRACE, dry_run: bool
 
     def at(place: Store) -> list[Collected]:
         try:
-            return collect_place(place, grace=grace, dry_run=dry_run, held=step_of(place.location.name) in held)
+            return collect_place(
+                place, grace=grace, dry_run=dry_run, held=step_of(place.location.name) in held
+            )
         except FormatError as e:
             return [Collected(place.location, None, "kept", reason=str(e))]
         except StorageError as e:
             return [Collected(place.location, None, "failed", reason=str(e))]
 
     with reading_takes_threads(store):
-        return [one for outcomes in map_on_threads(at, (place for _, place in places(store, children))) for one in outcomes]
+        return [
+            one
+            for outcomes in map_on_threads(at, (place for _, place in places(store, children)))
+            for one in outcomes
+        ]
 
 
-def delete(url: str | os.PathLike[str], *, reason: str = "on request", grace: float = GRACE, attempt: str | None = None) -> list[Collected]:
-    """Delete a checkpoint. Saves to the same place that began before it can publish nothing any more.
+def delete(
+    url: str | os.PathLike[str],
+    *,
+    reason: str = "on request",
+    grace: float = GRACE,
+    attempt: str | None = None,
+) -> list[Collected]:
+    """Delete a checkpoint.
 
-    Also collects the attempts there that are older than the grace period; if none is younger, nothing stays.
+    Saves to the same place that began before it can publish nothing any more.
+
+    Also collects the attempts there that are older than the grace period; if none is younger,
+    nothing stays.
 
     Args:
         url: location of the checkpoint.
@@ -115,14 +137,17 @@ def delete(url: str | os.PathLike[str], *, reason: str = "on request", grace: fl
         attempt: the attempt that is to be deleted; None: whichever is there.
 
     Returns:
-        The outcome for other attempts there; and for the checkpoint's own data, if it could not be removed.
+        The outcome for other attempts there; and for the checkpoint's own data, if it could not be
+        removed.
 
     Raises:
         NotFoundError: no checkpoint there.
-        OptionError: it is pinned or tagged, or checkpoints beside it have left tensors in it; the message names them.
+        OptionError: it is pinned or tagged, or checkpoints beside it have left tensors in it; the
+            message names them.
         ReplacedError: another checkpoint has replaced it; nothing was deleted.
         VersionError: it was written by a newer version.
-        StorageError: the storage failed; unless the message is about deleting the record, the record is deleted and data may be left.
+        StorageError: the storage failed; unless the message is about deleting the record, the
+            record is deleted and data may be left.
     """
     _check_seconds(grace)
     store = Store.open(parse(url))
@@ -131,12 +156,17 @@ def delete(url: str | os.PathLike[str], *, reason: str = "on request", grace: fl
     return delete_place(store, reason=reason, grace=grace, attempt=attempt)
 
 
-def collect_place(store: Store, *, grace: float, dry_run: bool = False, publishes: bool = True, held: bool = False) -> list[Collected]:
-    """Publish the complete attempt at one place, if there is one; remove the attempts that no process will commit any more.
+def collect_place(
+    store: Store, *, grace: float, dry_run: bool = False, publishes: bool = True, held: bool = False
+) -> list[Collected]:
+    """Publish the complete attempt at one place, if there is one.
+
+    Remove the attempts that no process will commit any more.
 
     Args:
         store: the checkpoint's place.
-        grace: seconds without any write that make an attempt removable. 0 removes all, even those of saves in progress.
+        grace: seconds without any write that make an attempt removable. 0 removes all, even those
+            of saves in progress.
         dry_run: only report what would be done.
         publishes: whether to publish a complete attempt; otherwise all stay if there is one.
         held: whether a reader holds a lease on the step (`leases`); then all stay.
@@ -145,39 +175,59 @@ def collect_place(store: Store, *, grace: float, dry_run: bool = False, publishe
         The outcome for each attempt that the commit record does not name.
 
     Raises:
-        FormatError: the commit record cannot be read, so it is not known which attempt it names; nothing was removed.
-        StorageError: the storage failed, perhaps while a complete attempt was published; nothing was removed.
+        FormatError: the commit record cannot be read, so it is not known which attempt it names;
+            nothing was removed.
+        StorageError: the storage failed, perhaps while a complete attempt was published; nothing
+            was removed.
     """
     published: list[Collected] = []
     for _ in range(ROUNDS):
         orphans, record = list_orphans(store, grace)
         if record is None or any(one.outcome == "kept" for one in orphans):
             return published + orphans
-        complete = publishable(store) if orphans and not held and (dry_run or not publishes) else None
+        complete = (
+            publishable(store) if orphans and not held and (dry_run or not publishes) else None
+        )
         stays = _LEASED if held else _COMPLETE if complete is not None and not publishes else None
         if orphans and stays is not None:
             return [replace(one, outcome="kept", reason=stays) for one in orphans]
         if dry_run:
-            return [replace(one, outcome="published" if one.attempt == complete else one.outcome) for one in orphans]
+            return [
+                replace(one, outcome="published" if one.attempt == complete else one.outcome)
+                for one in orphans
+            ]
         if not orphans:
             clear_tombstone(store, record, grace)
             return published
         ages = {one.attempt: one.idle for one in orphans}
-        committed = [one.attempt for one in commit_place("", store, denied_raises=True) if one.state == "committed"]
-        published += [Collected(store.location, attempt, "published", ages.get(attempt)) for attempt in committed]
+        committed = [
+            one.attempt
+            for one in commit_place("", store, denied_raises=True)
+            if one.state == "committed"
+        ]
+        published += [
+            Collected(store.location, attempt, "published", ages.get(attempt))
+            for attempt in committed
+        ]
         if not committed and record.fence(store):
             break
     else:
         return published + [replace(one, outcome="kept", reason=CONTENDED) for one in orphans]
     fenced = {one.attempt for one in orphans}
     left, record = list_orphans(store, grace)
-    done = [remove_attempt(store, one) if is_idle(one.idle, grace) else one for one in left if one.attempt in fenced]
+    done = [
+        remove_attempt(store, one) if is_idle(one.idle, grace) else one
+        for one in left
+        if one.attempt in fenced
+    ]
     if record is not None:
         clear_tombstone(store, record, grace)
     return published + done
 
 
-def delete_place(store: Store, *, reason: str, grace: float, attempt: str | None = None) -> list[Collected]:
+def delete_place(
+    store: Store, *, reason: str, grace: float, attempt: str | None = None
+) -> list[Collected]:
     """Delete the checkpoint at one place; then collect everything else there.
 
     If the deletion of a checkpoint was interrupted, this finishes it.
@@ -189,11 +239,13 @@ def delete_place(store: Store, *, reason: str, grace: float, attempt: str | None
         attempt: the attempt that is to be deleted; None: whichever the record names.
 
     Returns:
-        The outcome for all attempts there except the checkpoint's own; that one is included if it could not be removed.
+        The outcome for all attempts there except the checkpoint's own; that one is included if it
+        could not be removed.
 
     Raises:
         NotFoundError: there is no checkpoint.
-        ReplacedError: another checkpoint has just replaced it, or `attempt` is not there; nothing was deleted.
+        ReplacedError: another checkpoint has just replaced it, or `attempt` is not there; nothing
+            was deleted.
         VersionError: the checkpoint there comes from a newer version.
         OptionError: it is pinned or tagged.
         StorageError: the storage failed.
@@ -204,7 +256,11 @@ def delete_place(store: Store, *, reason: str, grace: float, attempt: str | None
     left = []
     if named is not None and f"{named}/" in store.list_children():
         data = Collected(store.location, named, "removed")
-        data = remove_attempt(store, data) if is_attempt(store, named) else replace(data, outcome="kept", reason=_FOREIGN)
+        data = (
+            remove_attempt(store, data)
+            if is_attempt(store, named)
+            else replace(data, outcome="kept", reason=_FOREIGN)
+        )
         left = [data] if data.outcome != "removed" else []
     return left + [one for one in collect_place(store, grace=grace) if one.attempt != named]
 
@@ -221,7 +277,10 @@ def check_exists(url: str | os.PathLike[str]) -> None:
 
 
 def _check_no_base(store: Store) -> None:
-    """Refuse to delete a checkpoint that others in the same directory name as their base. Others elsewhere are not found."""
+    """Refuse to delete a checkpoint that others in the same directory name as their base.
+
+    Others elsewhere are not found.
+    """
     try:
         attempt = published_attempt(store)
         if attempt is None:

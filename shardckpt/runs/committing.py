@@ -1,12 +1,14 @@
 """Commits of attempts that a save has left complete and unpublished.
 
-The process that commits may die after all hosts have finished. The attempt then lacks nothing, and the host records contain
-everything that a commit needs. So any process can commit it later from the records alone. If one place has several attempts,
-the newest complete one is committed. If it has several complete reshards, none is, because their names give no order. An attempt is
-overtaken when the place no longer has the commit record that the save found: another attempt was committed there since, or the attempt's
-place was collected. Some attempts may have been refused publication: an attempt of a run that no longer saves there, and an
-attempt that would replace a pinned or tagged checkpoint. Such attempts are not committed (`leftover`).
-Before the first save after a rollback is published, the steps that it supersedes are marked (`rollback`).
+The process that commits may die after all hosts have finished. The attempt then lacks nothing, and
+the host records contain everything that a commit needs. So any process can commit it later from the
+records alone. If one place has several attempts, the newest complete one is committed. If it has
+several complete reshards, none is, because their names give no order. An attempt is overtaken when
+the place no longer has the commit record that the save found: another attempt was committed there
+since, or the attempt's place was collected. Some attempts may have been refused publication: an
+attempt of a run that no longer saves there, and an attempt that would replace a pinned or tagged
+checkpoint. Such attempts are not committed (`leftover`). Before the first save after a rollback is
+published, the steps that it supersedes are marked (`rollback`).
 """
 
 from __future__ import annotations
@@ -57,9 +59,12 @@ class Outcome:
 
 
 def commit(root: str | os.PathLike[str]) -> list[Outcome]:
-    """Commit the complete attempts whose committer has died. Call it when a job starts, before looking for its latest step.
+    """Commit the complete attempts whose committer has died.
 
-    A concurrent commit of the same attempt by another process does no harm: one of the two publishes it.
+    Call it when a job starts, before looking for its latest step.
+
+    A concurrent commit of the same attempt by another process does no harm: one of the two
+    publishes it.
 
     Args:
         root: a checkpoint, or a directory of checkpoints.
@@ -69,7 +74,8 @@ def commit(root: str | os.PathLike[str]) -> list[Outcome]:
 
     Raises:
         NotFoundError: the place has no checkpoint and no attempt.
-        StorageError: the storage failed, or Python is shutting down and starts no threads to read with.
+        StorageError: the storage failed, or Python is shutting down and starts no threads to read
+            with.
     """
     store = Store.open(parse(root))
     check_fork(store)  # its errors would be reported as refusals
@@ -83,7 +89,8 @@ def commit_places(root: Store, named: Sequence[tuple[str, Store]]) -> list[Outco
     """Commit the complete attempts at some named places below one root.
 
     Raises:
-        StorageError: the storage failed at one of them, or Python is shutting down; the others were committed.
+        StorageError: the storage failed at one of them, or Python is shutting down; the others were
+            committed.
     """
     with reading_takes_threads(root), ThreadPoolExecutor(_AT_ONCE, "shardckpt-commit") as pool:
         futures = [pool.submit(commit_place, name, place) for name, place in named]
@@ -93,7 +100,8 @@ def commit_places(root: Store, named: Sequence[tuple[str, Store]]) -> list[Outco
 def commit_place(name: str, store: Store, *, denied_raises: bool = False) -> list[Outcome]:
     """Commit the newest complete attempt at one checkpoint, called `name` in the outcomes.
 
-    A lack of permission is an outcome, or, with `denied_raises`, a StorageError like any other failure of the storage.
+    A lack of permission is an outcome, or, with `denied_raises`, a StorageError like any other
+    failure of the storage.
 
     Raises:
         StorageError: the storage failed.
@@ -112,17 +120,24 @@ def commit_place(name: str, store: Store, *, denied_raises: bool = False) -> lis
     rivals = _rivals(store, candidates, prior)
     for attempt in candidates:
         if len(rivals) > 1 and attempt in rivals:
-            reason = "several reshards with different options are complete; to commit one, repeat its call without worker="
+            reason = (
+                "several reshards with different options are complete; to commit one, repeat its "
+                "call without worker="
+            )
             outcomes.append(Outcome(name, store.location, attempt, "refused", reason))
         elif any(outcome.state == "committed" for outcome in outcomes):
-            outcomes.append(Outcome(name, store.location, attempt, "overtaken", "a later attempt was committed"))
+            outcomes.append(
+                Outcome(name, store.location, attempt, "overtaken", "a later attempt was committed")
+            )
         else:
             outcomes.append(_try_commit(name, store, attempt, prior, denied_raises=denied_raises))
     return outcomes
 
 
 def publishable(store: Store) -> str | None:
-    """The attempt that `commit_place` would try to publish first; None: no attempt there is complete. Nothing is written.
+    """The attempt that `commit_place` would try to publish first.
+
+    None: no attempt there is complete. Nothing is written.
 
     Raises:
         StorageError: the storage failed.
@@ -136,13 +151,19 @@ def publishable(store: Store) -> str | None:
         return None
     rivals = _rivals(store, candidates, prior)
     refused = rivals if len(rivals) > 1 else []
-    left = (attempt for attempt in candidates if attempt != prior.attempt and attempt not in refused)
+    left = (
+        attempt for attempt in candidates if attempt != prior.attempt and attempt not in refused
+    )
     return next((attempt for attempt in left if _complete(store.sub(attempt), prior)), None)
 
 
 def _rivals(store: Store, candidates: Sequence[str], prior: Prior) -> list[str]:
     """The complete reshards among some attempts."""
-    return [attempt for attempt in candidates if is_reshard(attempt) and _complete(store.sub(attempt), prior)]
+    return [
+        attempt
+        for attempt in candidates
+        if is_reshard(attempt) and _complete(store.sub(attempt), prior)
+    ]
 
 
 def _lacks(place: Store, prior: Prior) -> tuple[Literal["incomplete", "overtaken"], str] | None:
@@ -154,9 +175,17 @@ def _lacks(place: Store, prior: Prior) -> tuple[Literal["incomplete", "overtaken
     missing = sorted(set(range(first.hosts)) - set(present))
     if missing:
         return "incomplete", f"{numbered('host', missing)} (of {first.hosts}) did not finish"
-    begun_free = first.prior is None and (prior.digest is None or prior.holds)  # by an earlier version, which left no placeholder
+    begun_free = first.prior is None and (
+        prior.digest is None or prior.holds
+    )  # by an earlier version, which left no placeholder
     if first.prior != prior.digest and not begun_free:
-        return "overtaken", "another save was committed there since, or the place was deleted or collected, or its record is damaged"
+        return (
+            "overtaken",
+            (
+                "another save was committed there since, or the place was deleted or collected, or "
+                "its record is damaged"
+            ),
+        )
     return None
 
 
@@ -170,17 +199,23 @@ def _complete(place: Store, prior: Prior) -> bool:
         return False
 
 
-def _try_commit(name: str, store: Store, attempt: str, prior: Prior, *, denied_raises: bool) -> Outcome:
+def _try_commit(
+    name: str, store: Store, attempt: str, prior: Prior, *, denied_raises: bool
+) -> Outcome:
     """Commit one attempt, if possible."""
 
-    def outcome(state: Literal["committed", "incomplete", "overtaken", "refused"], reason: str = "") -> Outcome:
+    def outcome(
+        state: Literal["committed", "incomplete", "overtaken", "refused"], reason: str = ""
+    ) -> Outcome:
         return Outcome(name, store.location, attempt, state, reason)
 
     place = store.sub(attempt)
     try:
         lacks = _lacks(place, prior)
         if lacks is None and prior.digest is None:
-            prior = hold_place(store, prior, overwrite=True)  # before the check, so that it notices a removal since then
+            prior = hold_place(
+                store, prior, overwrite=True
+            )  # before the check, so that it notices a removal since then
             lacks = _lacks(place, prior)
         if lacks is not None:
             return outcome(*lacks)
@@ -198,11 +233,14 @@ def _try_commit(name: str, store: Store, attempt: str, prior: Prior, *, denied_r
     return outcome("committed")
 
 
-def _publish(store: Store, attempt: str, prior: Prior, *, denied_raises: bool) -> tuple[str | None, bool]:
+def _publish(
+    store: Store, attempt: str, prior: Prior, *, denied_raises: bool
+) -> tuple[str | None, bool]:
     """Publish an attempt that lacks nothing else.
 
     Returns:
-        The reason if this process has no permission to write there, and whether this process published the attempt.
+        The reason if this process has no permission to write there, and whether this process
+        published the attempt.
     """
     place = store.sub(attempt)
     try:

@@ -1,8 +1,9 @@
 """Ended runs: an operator's mark that nobody saves to a root any more.
 
-The service deletes steps by rules only in runs with this mark (`serve.jobs.retention`). The mark is `ended.json` in the root. It names the
-run that `job.json` named when the mark was set, and the checkpoints that were there. So whatever is saved later is detected
-without a comparison of clocks, and a pin or a tag, which rewrites a commit record, is not taken for a save.
+The service deletes steps by rules only in runs with this mark (`serve.jobs.retention`). The mark is
+`ended.json` in the root. It names the run that `job.json` named when the mark was set, and the
+checkpoints that were there. So whatever is saved later is detected without a comparison of clocks,
+and a pin or a tag, which rewrites a commit record, is not taken for a save.
 """
 
 from __future__ import annotations
@@ -55,9 +56,11 @@ class _Place:
 
     name: str
     attempt: str | None
-    """The attempt that is the checkpoint; `_UNREADABLE` if the record cannot be read; None: there is no checkpoint."""
+    """The attempt that is the checkpoint; `_UNREADABLE` if the record cannot be read; None: there
+    is no checkpoint."""
     others: tuple[str, ...]
-    """Keys, relative to the root, of other attempts (ending in a slash) and of the placeholder of a save."""
+    """Keys, relative to the root, of other attempts (ending in a slash) and of the placeholder of a
+    save."""
 
 
 def mark_ended(root: Store, by: str) -> None:
@@ -73,7 +76,9 @@ def mark_ended(root: Store, by: str) -> None:
         StorageError: the storage failed.
     """
     if not isinstance(by, str) or not 0 < len(by) <= _LONGEST_NAME:
-        raise OptionError(f"by={shorten(by)}: give the name of the operator, 1 to {_LONGEST_NAME} characters.")
+        raise OptionError(
+            f"by={shorten(by)}: give the name of the operator, 1 to {_LONGEST_NAME} characters."
+        )
     root.check_replaces("end the run at")
     for _ in range(_ROUNDS):
         data, generation = root.read_versioned(ENDED)
@@ -81,12 +86,20 @@ def mark_ended(root: Store, by: str) -> None:
         names = _names(root)
         if not names and data is None and run is None:
             raise NotFoundError(f"{root}: there is no run here; give the root of a run.")
-        there = {place.name: place.attempt for place in _look(root, names) if place.attempt is not None}
+        there = {
+            place.name: place.attempt for place in _look(root, names) if place.attempt is not None
+        }
         when = utc_now()
         document = seal({"run": run, "by": by, "when": when, "checkpoints": there})
-        if root.create(ENDED, document) if data is None else root.replace(ENDED, document, generation):
+        if (
+            root.create(ENDED, document)
+            if data is None
+            else root.replace(ENDED, document, generation)
+        ):
             return
-    raise StorageError(f"cannot write {root.path_of(ENDED)}: other processes keep changing it; try again.")
+    raise StorageError(
+        f"cannot write {root.path_of(ENDED)}: other processes keep changing it; try again."
+    )
 
 
 def unmark_ended(root: Store) -> bool:
@@ -108,7 +121,9 @@ def ended(root: Store) -> EndedMark | None:
         return None
     checkpoints = read.mapping("checkpoints")
     run = read.value("run")
-    if not all(isinstance(attempt, str) for attempt in checkpoints.values()) or not (run is None or isinstance(run, str)):
+    if not all(isinstance(attempt, str) for attempt in checkpoints.values()) or not (
+        run is None or isinstance(run, str)
+    ):
         read.fail("it does not say which run and which checkpoints were there")
     return EndedMark(run, read.string("by"), read.string("when"), checkpoints)
 
@@ -120,37 +135,54 @@ def check_idle(root: Store, known: frozenset[str] = frozenset()) -> frozenset[st
 
     Args:
         root: the run's root.
-        known: what an earlier call returned; only `job.json`, the mark and places with other names are read again.
+        known: what an earlier call returned; only `job.json`, the mark and places with other names
+            are read again.
 
     Returns:
         The names of all places in the root.
 
     Raises:
         OptionError: the run is not marked as ended.
-        CommitError: another run claimed the root, a checkpoint was saved after the mark, or a save may be in flight.
+        CommitError: another run claimed the root, a checkpoint was saved after the mark, or a save
+            may be in flight.
         FormatError: the mark is damaged.
         StorageError: the storage failed.
     """
     mark = ended(root)
     if mark is None:
-        raise OptionError(f"{root}: the run is not marked as ended, so no rule deletes its steps; mark it when it has ended.")
+        raise OptionError(
+            f"{root}: the run is not marked as ended, so no rule deletes its steps; mark it when "
+            "it has ended."
+        )
     since = f"marked as ended by {shorten(mark.by)} at {shorten(mark.when)}"
     run = holder(root)
     if run != mark.run:
-        raise CommitError(f"{root}: {_run(run)} saves there now, but {_run(mark.run)} did when the run was {since}; mark it again.")
+        raise CommitError(
+            f"{root}: {_run(run)} saves there now, but {_run(mark.run)} did when the run was "
+            f"{since}; mark it again."
+        )
     names = _names(root)
     listing = _look(root, names - known)
     for place in listing:
         if place.attempt is not None and mark.checkpoints.get(place.name) != place.attempt:
-            raise CommitError(f"{root}: {place.name} was saved after the run was {since}; mark it again when it has ended.")
+            raise CommitError(
+                f"{root}: {place.name} was saved after the run was {since}; mark it again when it "
+                "has ended."
+            )
     of_the_run = {*mark.checkpoints.values()}
-    unfinished = [key for place in listing for key in place.others if key.rstrip("/").rpartition("/")[2] not in of_the_run]
+    unfinished = [
+        key
+        for place in listing
+        for key in place.others
+        if key.rstrip("/").rpartition("/")[2] not in of_the_run
+    ]
     for key, idle in (idle_seconds(root, unfinished) if unfinished else {}).items():
         if idle is None or idle < GRACE:
             age = "at an unknown time" if idle is None else f"{duration_text(idle)} ago"
             raise CommitError(
-                f"{root}: an unfinished save wrote to {key} {age} and may still be running, so nothing is deleted; try again "
-                f"when it has ended. `shardckpt gc` removes abandoned saves."
+                f"{root}: an unfinished save wrote to {key} {age} and may still be running, so "
+                "nothing is deleted; try again when it has ended. `shardckpt gc` removes "
+                "abandoned saves."
             )
     return names
 

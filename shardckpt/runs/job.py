@@ -1,19 +1,22 @@
 """The lease of a root: the one job that saves there.
 
-Two jobs that save to one root would disturb each other, for example after a restart while the old job still lives. `job.json` in
-the root names the run that saves there.
+Two jobs that save to one root would disturb each other, for example after a restart while the old
+job still lives. `job.json` in the root names the run that saves there.
 
 1. A run writes its id there with its first save, by compare-and-swap, in place of any earlier id.
-2. Before it publishes or deletes anything, it checks that its id is still there. If another id is there, a later job controls
-   the root; this one then raises and changes nothing any more.
-3. A run's checkpoints have its id in the metadata. A process that commits complete attempts of others (`committing`) leaves
-   attempts of any other run than the one in `job.json` alone, because that run may have been refused publication.
+2. Before it publishes or deletes anything, it checks that its id is still there. If another id is
+   there, a later job controls the root; this one then raises and changes nothing any more.
+3. A run's checkpoints have its id in the metadata. A process that commits complete attempts of
+   others (`committing`) leaves attempts of any other run than the one in `job.json` alone, because
+   that run may have been refused publication.
 
-This does not prevent one save of either job from being published between the check and the publication. If two jobs save one
-step at the same time, the conditional write of the commit record decides: no data of either is lost. The job that
-comes second finds the other one's step, and its error names that run (`of_other_job`).
+This does not prevent one save of either job from being published between the check and the
+publication. If two jobs save one step at the same time, the conditional write of the commit record
+decides: no data of either is lost. The job that comes second finds the other one's step, and its
+error names that run (`of_other_job`).
 
-Managers of one process have the same run id, so `job.json` does not tell them apart: `ProcessClaim` does.
+Managers of one process have the same run id, so `job.json` does not tell them apart: `ProcessClaim`
+does.
 """
 
 from __future__ import annotations
@@ -26,7 +29,14 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from shardckpt.commit.publish import RECORD
-from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, OptionError, OtherJobError, StorageError
+from shardckpt.errors import (
+    AlreadyExistsError,
+    CommitError,
+    FormatError,
+    OptionError,
+    OtherJobError,
+    StorageError,
+)
 from shardckpt.format.documents import Fields, open_envelope, seal, utc_now
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 from shardckpt.runs.steps import step_numbers
@@ -39,7 +49,8 @@ JOB = "job.json"
 RUN = "run_id"
 """The member of a checkpoint's metadata that names its run."""
 PUBLISHED = "published"
-"""The member of a version's metadata that its `Publisher` writes: an object with `began`, the time at which process 0 began it."""
+"""The member of a version's metadata that its `Publisher` writes: an object with `began`, the time
+at which process 0 began it."""
 _ROUNDS = 10
 _log = logging.getLogger("shardckpt")
 _claims: WeakValueDictionary[tuple[str, str, int], ProcessClaim] = WeakValueDictionary()
@@ -82,8 +93,9 @@ def of_other_job(root: Store, step: int, run_id: str, error: BaseException) -> O
     if run in (None, run_id):
         return None
     return OtherJobError(
-        f"{place}: run {run} has saved this step, and this job, run {run_id}, saves there, too; end one of the two, or give it a "
-        f"root of its own. If run {run} has ended, go on from its latest step with restore(). Nothing of this save was published."
+        f"{place}: run {run} has saved this step, and this job, run {run_id}, saves there, too; "
+        f"end one of the two, or give it a root of its own. If run {run} has ended, go on from "
+        "its latest step with restore(). Nothing of this save was published."
     )
 
 
@@ -96,7 +108,10 @@ class JobFence:
         self._claimed = False
 
     def check(self) -> None:
-        """Check that the root is still this run's, if it was claimed; raises the errors of `hold`."""
+        """Check that the root is still this run's, if it was claimed.
+
+        Raises the errors of `hold`.
+        """
         if self._claimed:
             self.hold()
 
@@ -117,18 +132,29 @@ class JobFence:
                     return
                 if self._claimed:
                     raise OtherJobError(
-                        f"{self._root}: run {run_id} ({where_from}) saves there now, and took over from run {self._run_id}, which is this "
-                        f"job; end one of the two, or give it a root of its own. Nothing more is published here, and what is there stays."
+                        f"{self._root}: run {run_id} ({where_from}) saves there now, and took "
+                        f"over from run {self._run_id}, which is this job; end one of the two, or "
+                        "give it a root of its own. Nothing more is published here, and what is "
+                        "there stays."
                     )
             if data is None:
                 check_root(self._root)
             document = self._document()
-            if self._root.create(JOB, document) if data is None else self._root.replace(JOB, document, generation):
+            if (
+                self._root.create(JOB, document)
+                if data is None
+                else self._root.replace(JOB, document, generation)
+            ):
                 self._claimed = True
                 if data is None:
-                    _log.info("%s: a new run begins there; no manager has saved there before.", self._root)
+                    _log.info(
+                        "%s: a new run begins there; no manager has saved there before.", self._root
+                    )
                 return
-        raise StorageError(f"cannot claim {self._root.path_of(JOB)}: other jobs keep changing it; let only one job save there.")
+        raise StorageError(
+            f"cannot claim {self._root.path_of(JOB)}: other jobs keep changing it; let only one "
+            "job save there."
+        )
 
     def _document(self) -> bytes:
         since = utc_now()
@@ -143,13 +169,17 @@ class ProcessClaim:
         self._claimed = False
 
     def check(self) -> None:
-        """Check that no other open manager has claimed the root since this one did; raises OtherJobError if one has."""
+        """Check that no other open manager has claimed the root since this one did.
+
+        Raises OtherJobError if one has.
+        """
         if self._is_taken():
             gc.collect()  # that manager may be gone: managers are in cycles of references
         if self._is_taken():
             raise OtherJobError(
-                f"{self._key[0]}: another CheckpointManager of this process has begun to save there; use one manager for each root, or "
-                "close that one first. This one saves and deletes nothing more there."
+                f"{self._key[0]}: another CheckpointManager of this process has begun to save "
+                "there; use one manager for each root, or close that one first. This one saves "
+                "and deletes nothing more there."
             )
 
     def _is_taken(self) -> bool:
@@ -170,7 +200,8 @@ class ProcessClaim:
 def check_root(root: Store) -> None:
     """Refuse a place whose newest step is a version of a `Publisher`, or a checkpoint of another program such as Orbax.
 
-    The rules of a manager would delete versions that others follow. Beside steps of another program it would begin anew.
+    The rules of a manager would delete versions that others follow. Beside steps of another program
+    it would begin anew.
 
     Raises:
         OptionError: it is one of these.
@@ -185,7 +216,8 @@ def check_root(root: Store) -> None:
             if isinstance(record, CheckpointRecord):
                 if PUBLISHED in record.metadata:
                     raise OptionError(
-                        f"{root}: a Publisher keeps its versions there; save to a directory of its own. Nothing was published or deleted."
+                        f"{root}: a Publisher keeps its versions there; save to a directory of "
+                        "its own. Nothing was published or deleted."
                     )
                 return
 
@@ -195,13 +227,17 @@ def _check_own(root: Store, place: Store) -> None:
 
     if other := other_format(place.list_children()):
         raise OptionError(
-            f"{root}: step {place.location.name} there is {other}, which a CheckpointManager does not continue; import it (`shardckpt "
-            f"import {place} URL`), or give the manager a directory of its own. Nothing was published."
+            f"{root}: step {place.location.name} there is {other}, which a CheckpointManager does "
+            f"not continue; import it (`shardckpt import {place} URL`), or give the manager a "
+            "directory of its own. Nothing was published."
         )
 
 
 def _read(root: Store, data: bytes) -> tuple[str, str] | None:
-    """The run that a file names, and details for people; None: the file is damaged, and claims nothing."""
+    """The run that a file names, and details for people.
+
+    None: the file is damaged, and claims nothing.
+    """
     where = root.path_of(JOB)
     try:
         read = Fields(open_envelope(data, where), where)

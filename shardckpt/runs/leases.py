@@ -1,9 +1,11 @@
 """Leases of readers: while one lasts, the steps that it names are neither pruned nor collected.
 
-A lease is a small object below the root, `leases/<id>.json`, with the steps. It lasts for `SECONDS` after it was written. A follower writes
-one before it reads the steps, and again and again while it reads. So the lease of a reader that dies ends by itself.
+A lease is a small object below the root, `leases/<id>.json`, with the steps. It lasts for `SECONDS`
+after it was written. A follower writes one before it reads the steps, and again and again while it
+reads. So the lease of a reader that dies ends by itself.
 
-Rules of retention and collections ask for leases before they delete. A deletion on request (`shardckpt rm`) and a save over a step do not.
+Rules of retention and collections ask for leases before they delete. A deletion on request
+(`shardckpt rm`) and a save over a step do not.
 """
 
 from __future__ import annotations
@@ -45,19 +47,27 @@ _log = logging.getLogger("shardckpt")
 
 
 class ReaderLease:
-    """A reader's lease, which lasts until `close`. Between its reads it holds no steps, and says that the reader is there."""
+    """A reader's lease, which lasts until `close`.
+
+    Between its reads it holds no steps, and says that the reader is there.
+    """
 
     def __init__(self, root: Store, service: str | None = None) -> None:
         """Write nothing yet.
 
         Args:
             root: the place of all steps.
-            service: url of a service that is asked to write the lease, where this process cannot; None: there is none.
+            service: url of a service that is asked to write the lease, where this process cannot;
+                None: there is none.
         """
         self._root = root
         self._service = service
         self._id = secrets.token_hex(8)
-        self._document: dict[str, Any] = {"steps": [], "holder": socket.gethostname(), "version": None}
+        self._document: dict[str, Any] = {
+            "steps": [],
+            "holder": socket.gethostname(),
+            "version": None,
+        }
         self._writes = root.writable
         """Whether this process writes it, and not the service."""
         self._over = threading.Event()
@@ -111,11 +121,16 @@ class ReaderLease:
             if str(self._root) not in _refused:
                 _refused.add(str(self._root))
                 _log.warning(
-                    "%s: no lease can be written there, so what this process reads may be pruned while it reads: %s", self._root.location, e
+                    "%s: no lease can be written there, so what this process reads may be pruned "
+                    "while it reads: %s",
+                    self._root.location,
+                    e,
                 )
             return False
         if self._renewing is None:
-            self._renewing = threading.Thread(target=self._renew, name="shardckpt-lease", daemon=True)
+            self._renewing = threading.Thread(
+                target=self._renew, name="shardckpt-lease", daemon=True
+            )
             self._renewing.start()
         return True
 
@@ -123,14 +138,21 @@ class ReaderLease:
         if self._writes:
             self._root.write(f"{LEASES}{self._id}.json", seal(self._document))
         elif self._service is None:
-            raise StorageError(f"{self._root.location} is read only, and {VARIABLE} names no service that could write a lease.")
+            raise StorageError(
+                f"{self._root.location} is read only, and {VARIABLE} names no service that could "
+                "write a lease."
+            )
         else:
             self._ask(self._document)
 
     def _ask(self, document: dict[str, Any] | None) -> None:
         """Have the service write the lease; or remove it."""
         assert self._service is not None
-        ask(self._service, "/v1/leases", {"url": str(self._root.location), "id": self._id, "lease": document})
+        ask(
+            self._service,
+            "/v1/leases",
+            {"url": str(self._root.location), "id": self._id, "lease": document},
+        )
 
     def _renew(self) -> None:
         while not self._over.wait(SECONDS / 3):
@@ -186,7 +208,9 @@ def held_leases(root: Store) -> list[HeldLease]:
         StorageError: the storage failed.
     """
     now, written = time.time(), {key: last_written(root, key) for key in _keys(root)}
-    return _lasting(root, {key: None if then is None else now - then for key, then in written.items()})
+    return _lasting(
+        root, {key: None if then is None else now - then for key, then in written.items()}
+    )
 
 
 def _keys(root: Store) -> list[str]:
@@ -207,22 +231,44 @@ def write_lease(root: Store, ident: str, document: object) -> None:
         StorageError: it cannot be written, or there are too many.
     """
     if not _ID.fullmatch(ident):
-        raise FormatError(f"{shorten(ident)} is not the id of a lease; it has 16 hexadecimal digits.")
+        raise FormatError(
+            f"{shorten(ident)} is not the id of a lease; it has 16 hexadecimal digits."
+        )
     key = f"{LEASES}{ident}.json"
     if document is None:
         root.delete(key)
         return
     lease: dict[str, Any] = document if isinstance(document, dict) else {}
     steps, holder, version = lease.get("steps"), lease.get("holder"), lease.get("version")
-    whole = isinstance(steps, list) and len(steps) <= _MOST_STEPS and all(type(step) is int for step in steps)
-    if not (whole and isinstance(holder, str) and len(holder) <= _LONGEST_NAME and (version is None or type(version) is int)):
-        raise FormatError(f'a lease is {{"steps": […], "holder": "host", "version": 7}}, with at most {_MOST_STEPS} steps.')
+    whole = (
+        isinstance(steps, list)
+        and len(steps) <= _MOST_STEPS
+        and all(type(step) is int for step in steps)
+    )
+    if not (
+        whole
+        and isinstance(holder, str)
+        and len(holder) <= _LONGEST_NAME
+        and (version is None or type(version) is int)
+    ):
+        raise FormatError(
+            'a lease is {"steps": […], "holder": "host", "version": 7}, with at most '
+            f"{_MOST_STEPS} steps."
+        )
     assert isinstance(steps, list)
     there = step_numbers(root)
-    if not {*steps} <= {*there} or not any(root.exists(f"{step}/{RECORD}") for step in steps or reversed(there)):
-        raise NotFoundError(f"{root.location} does not have the steps that the lease names; give the url of a run, and steps of it.")
+    if not {*steps} <= {*there} or not any(
+        root.exists(f"{step}/{RECORD}") for step in steps or reversed(there)
+    ):
+        raise NotFoundError(
+            f"{root.location} does not have the steps that the lease names; give the url of a "
+            "run, and steps of it."
+        )
     if key not in (held := _keys(root)) and len(held) >= _MOST_LEASES:
-        raise StorageError(f"{root.location} has {_MOST_LEASES:,} leases; they end ten minutes after their readers.")
+        raise StorageError(
+            f"{root.location} has {_MOST_LEASES:,} leases; they end ten minutes after their "
+            "readers."
+        )
     root.write(key, seal({"steps": steps, "holder": holder, "version": version}))
 
 

@@ -1,7 +1,7 @@
 """Refusal to publish a complete but unpublished save if that would undo something newer.
 
-Its own committer may have been refused for the same reasons: another run saves to the root now (`job`), or the
-checkpoint that would be replaced is pinned or tagged (`markers`).
+Its own committer may have been refused for the same reasons: another run saves to the root now
+(`job`), or the checkpoint that would be replaced is pinned or tagged (`markers`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def run_root(place: Store, attempt: str, metadata: Mapping[str, Any]) -> Store | None:
-    """The root directory of the run that saved a checkpoint; None if no run saved it, or if it comes from a reshard.
+    """The root directory of the run that saved a checkpoint.
+
+    None if no run saved it, or if it comes from a reshard.
 
     Args:
         place: the checkpoint's place.
@@ -27,10 +29,14 @@ def run_root(place: Store, attempt: str, metadata: Mapping[str, Any]) -> Store |
         metadata: the checkpoint's metadata.
     """
     above = place.location.parent
-    return None if above is None or RUN not in metadata or is_reshard(attempt) else Store.open(above)
+    return (
+        None if above is None or RUN not in metadata or is_reshard(attempt) else Store.open(above)
+    )
 
 
-def check_leftover(place: Store, attempt: str, metadata: Mapping[str, Any], replaces: str | None) -> None:
+def check_leftover(
+    place: Store, attempt: str, metadata: Mapping[str, Any], replaces: str | None
+) -> None:
     """Refuse an attempt for reasons for which its own committer may have been refused.
 
     Args:
@@ -48,7 +54,11 @@ def check_leftover(place: Store, attempt: str, metadata: Mapping[str, Any], repl
     saved_by, saves = metadata.get(RUN), None if root is None else holder(root)
     if saves not in (None, saved_by):
         raise OtherJobError(
-            f"{place}: the attempt {attempt} belongs to run {saved_by}, but run {saves} saves there now; it is not published."
+            f"{place}: the attempt {attempt} belongs to run {saved_by}, but run {saves} saves "
+            "there now; it is not published."
         )
     if replaces is not None and (protected := protection(place, replaces)):
-        raise CommitError(f"{place}: the attempt {attempt} would replace a checkpoint that is {protected}; {protected.undo} it first.")
+        raise CommitError(
+            f"{place}: the attempt {attempt} would replace a checkpoint that is {protected}; "
+            f"{protected.undo} it first."
+        )

@@ -1,8 +1,9 @@
 """The steps of the current training: the steps that no rollback has superseded.
 
-After a restore of step s, all later steps are superseded: they are replaced when training reaches them again. The manager
-knows this at once; the storage records it just before the next save is published (`rollback`), so that a restore
-alone changes nothing. A superseded step that is restored belongs to the training again.
+After a restore of step s, all later steps are superseded: they are replaced when training reaches
+them again. The manager knows this at once; the storage records it just before the next save is
+published (`rollback`), so that a restore alone changes nothing. A superseded step that is restored
+belongs to the training again.
 """
 
 from __future__ import annotations
@@ -40,20 +41,25 @@ class Resumed:
     later: dict[int, str | None]
     """Steps after it, with the attempt in each one's record (None if unreadable)."""
     kept: frozenset[int]
-    """Later steps that are pinned or tagged, or hold tensors of such a step, or of a checkpoint that is not superseded."""
+    """Later steps that are pinned or tagged, or hold tensors of such a step, or of a checkpoint
+    that is not superseded."""
     notes: tuple[str, ...] = ()
     """As in `shardckpt.Restored`."""
 
 
 class Lineage:
-    """The effects of the last restore; the same on all processes, except that only the leader writes them to the storage."""
+    """The effects of the last restore.
+
+    The same on all processes, except that only the leader writes them to the storage.
+    """
 
     def __init__(self, root: Store, *, overwrites: bool = False) -> None:
         """Begin without a restore; `overwrites`: saves may replace any step."""
         self._root = root
         self._overwrites = overwrites
         self.later: dict[int, str | None] = {}
-        """Steps after the restored one that have not been replaced yet, with the attempt in each one's record (None if unreadable)."""
+        """Steps after the restored one that have not been replaced yet, with the attempt in each
+        one's record (None if unreadable)."""
         self._kept: frozenset[int] = frozenset()
         self._pending: Rollback | None = None
         """The rollback that is not recorded in the storage yet."""
@@ -62,7 +68,9 @@ class Lineage:
         """Continue after a step that was restored."""
         self.later, self._kept = dict(restored.later), restored.kept
         self._pending = (
-            Rollback(restored.step, restored.was_superseded, restored.later) if restored.was_superseded or restored.later else None
+            Rollback(restored.step, restored.was_superseded, restored.later)
+            if restored.was_superseded or restored.later
+            else None
         )
 
     def metadata(self) -> dict[str, Any]:
@@ -75,11 +83,16 @@ class Lineage:
         return step in self.later
 
     def protects(self, step: int) -> bool:
-        """Whether, at the restore, the old step was pinned, tagged, or a base of others. The save itself finds later changes."""
+        """Whether, at the restore, the old step was pinned, tagged, or a base of others.
+
+        The save itself finds later changes.
+        """
         return step in self._kept
 
     def tell_storage(self, step: int) -> None:
-        """Mark the superseded steps in the storage; runs on the leader just before a step is published.
+        """Mark the superseded steps in the storage.
+
+        Runs on the leader just before a step is published.
 
         Raises:
             OptionError: the step would replace one that is pinned or tagged.
@@ -87,7 +100,11 @@ class Lineage:
         """
         place = self._root.sub(str(step))
         if step in self.later or self._overwrites:  # before a rollback is marked
-            check_unprotected(place, self.later[step] if step in self.later else published_attempt(place), "replaced")
+            check_unprotected(
+                place,
+                self.later[step] if step in self.later else published_attempt(place),
+                "replaced",
+            )
         if self._pending is not None:
             self._pending.tell(self._root)
             self._pending = None
@@ -97,7 +114,9 @@ class Lineage:
         if step in self.later:
             self.later = {later: attempt for later, attempt in self.later.items() if later != step}
             if leads:
-                with suppress(ShardckptError):  # the marker names the replaced attempt, so it does no harm if it stays
+                with suppress(
+                    ShardckptError
+                ):  # the marker names the replaced attempt, so it does no harm if it stays
                     unmark(self._root.sub(str(step)), SUPERSEDED)
 
     def seen(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
@@ -130,7 +149,9 @@ class RunSteps:
         return str(self._root.location.join(str(check_step(step))))
 
     def steps(self) -> list[StepInfo]:
-        """All steps that hold a checkpoint, ascending, with information about each; read from the storage now.
+        """All steps that hold a checkpoint, ascending, with information about each.
+
+        Read from the storage now.
 
         Raises:
             StorageError: the storage failed, or the interpreter is shutting down.
@@ -146,24 +167,34 @@ class RunSteps:
         """The latest step that is not superseded; None if there is none."""
         return max(self.all_steps(), default=None)
 
-    def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
+    def best_step(
+        self, metric: str | None = None, mode: Literal["min", "max"] | None = None
+    ) -> int | None:
         """The step with the best metric; None if no step has the metric.
 
         Args:
             metric: the name of the metric; None: the metric of the `Best` rule in `keep`.
-            mode: whether the smallest or the largest value is best; None: the mode of that rule, or the smallest.
+            mode: whether the smallest or the largest value is best; None: the mode of that rule, or
+                the smallest.
 
         Raises:
             OptionError: neither the argument nor `keep` names a metric.
         """
-        rules = [] if self._rule is None else [rule for rule in self._rule.measures if metric in (None, rule.metric)]
+        rules = (
+            []
+            if self._rule is None
+            else [rule for rule in self._rule.measures if metric in (None, rule.metric)]
+        )
         if metric is None and not rules:
             raise OptionError(
-                'best_step(): no metric is known; give its name, as in best_step("loss"), or make the manager with keep=Best(…).'
+                'best_step(): no metric is known; give its name, as in best_step("loss"), or '
+                "make the manager with keep=Best(…)."
             )
         metric = metric or rules[0].metric
         mode = mode or (rules[0].mode if rules else "min")
-        return best([info.saved() for info in self.steps() if info.state == "committed"], metric, mode)
+        return best(
+            [info.saved() for info in self.steps() if info.state == "committed"], metric, mode
+        )
 
     def pin(self, step: int) -> None:
         """Protect a step from deletion. One process suffices."""

@@ -20,7 +20,8 @@ def encode_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
     {'loss': 0.25, 'grad_norm': 'inf'}
 
     Raises:
-        OptionError: a name that is not text, or a value that is not a number; a tensor of one element counts as a number.
+        OptionError: a name that is not text, or a value that is not a number; a tensor of one
+            element counts as a number.
     """
     if not isinstance(metrics, Mapping):
         raise OptionError(f"metrics={shorten(metrics)}: give a dict of numbers by name.")
@@ -31,7 +32,10 @@ def encode_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as e:
-            raise OptionError(f"metrics[{shorten(name)}]={shorten(value)}: no number ({e}); give one, or a tensor of one element.") from e
+            raise OptionError(
+                f"metrics[{shorten(name)}]={shorten(value)}: no number ({e}); give one, or a "
+                "tensor of one element."
+            ) from e
         encoded[name] = number if isfinite(number) else str(number)
     return encoded
 

@@ -1,8 +1,9 @@
 """Pins and tags: neither a `CheckpointManager` nor `shardckpt rm` deletes a checkpoint that has one.
 
-A tag is a name for people and programs, such as `best`. See `commit.markers` for why a pin that was set is effective. The marker is
-read before the commit record, and written on condition that it has not changed since. So a call that is slow cannot overwrite
-the marker of a checkpoint that took the place meanwhile.
+A tag is a name for people and programs, such as `best`. See `commit.markers` for why a pin that was
+set is effective. The marker is read before the commit record, and written on condition that it has
+not changed since. So a call that is slow cannot overwrite the marker of a checkpoint that took the
+place meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _ROUNDS = 20
-"""Number of new starts because the marker has changed; each change means that another process made progress."""
+"""Number of new starts because the marker has changed; each change means that another process made
+progress."""
 _RESERVED = re.compile(r"main|pinned|superseded|(?:step-)?\d+|[0-9a-f]{40}", re.ASCII)
 """Words of the service: revisions and filters that are not tags."""
 
@@ -50,7 +52,9 @@ def unpin(url: str | os.PathLike[str]) -> bool:
         FormatError: its record is damaged, and it is tagged, too; or it is not pinned.
         StorageError: the storage failed.
     """
-    _, before = _change(Store.open(parse(url)), "unpin", lambda before: replace(before, pinned=False))
+    _, before = _change(
+        Store.open(parse(url)), "unpin", lambda before: replace(before, pinned=False)
+    )
     return before.pinned
 
 
@@ -59,7 +63,8 @@ def tag(url: str | os.PathLike[str], name: str) -> None:
 
     Args:
         url: the checkpoint: a path or url.
-        name: at most 64 letters, digits, dots, dashes and underscores; the first is a letter or a digit.
+        name: at most 64 letters, digits, dots, dashes and underscores; the first is a letter or a
+            digit.
 
     Raises:
         OptionError: the name is invalid or reserved, or the checkpoint has 32 tags.
@@ -71,14 +76,18 @@ def tag(url: str | os.PathLike[str], name: str) -> None:
     def tagged(before: Protection) -> Protection:
         tags = tuple(sorted({*before.tags, name}))
         if len(tags) > MOST_TAGS:
-            raise OptionError(f"{store} has {MOST_TAGS} tags, which is the limit; `shardckpt untag` one first.")
+            raise OptionError(
+                f"{store} has {MOST_TAGS} tags, which is the limit; `shardckpt untag` one first."
+            )
         return replace(before, tags=tags)
 
     _protect(store, "tag", tagged)
 
 
 def untag(url: str | os.PathLike[str], name: str) -> bool:
-    """Remove a tag from a checkpoint; return whether it had the tag. Its pin and other tags stay, and protect it.
+    """Remove a tag from a checkpoint; return whether it had the tag.
+
+    Its pin and other tags stay, and protect it.
 
     Raises:
         OptionError: a tag cannot have this name.
@@ -97,13 +106,17 @@ def check_tag(name: str) -> None:
     """Refuse a name that no tag can be given: OptionError."""
     _check_form(name)
     if _RESERVED.fullmatch(name):
-        raise OptionError(f"the tag {shorten(name)} is reserved (a step, a commit, or a word of the service); choose another tag.")
+        raise OptionError(
+            f"the tag {shorten(name)} is reserved (a step, a commit, or a word of the service); "
+            "choose another tag."
+        )
 
 
 def _check_form(name: object) -> None:
     if not isinstance(name, str) or not TAG.fullmatch(name):
         raise OptionError(
-            f"{shorten(name)} is not a tag; give 1 to 64 letters, digits, dots, dashes and underscores that begin with a letter or a digit."
+            f"{shorten(name)} is not a tag; give 1 to 64 letters, digits, dots, dashes and "
+            "underscores that begin with a letter or a digit."
         )
 
 
@@ -119,8 +132,12 @@ def _protect(store: Store, verb: str, change: Callable[[Protection], Protection]
     raise _nothing(store, verb)
 
 
-def _change(store: Store, verb: str, change: Callable[[Protection], Protection]) -> tuple[str, Protection]:
-    """Change the marker of the checkpoint at a place; return its attempt, and its earlier protection.
+def _change(
+    store: Store, verb: str, change: Callable[[Protection], Protection]
+) -> tuple[str, Protection]:
+    """Change the marker of the checkpoint at a place.
+
+    Return its attempt, and its earlier protection.
 
     If the commit record is damaged, the marker can only be removed; the attempt is empty then.
     """
@@ -145,8 +162,12 @@ def _change(store: Store, verb: str, change: Callable[[Protection], Protection])
         marker = after.sealed(attempt)
         if data == marker or store.replace(PINNED, marker, generation):
             return attempt, before
-    raise StorageError(f"cannot write {store.path_of(PINNED)}: other processes keep changing it; try again.")
+    raise StorageError(
+        f"cannot write {store.path_of(PINNED)}: other processes keep changing it; try again."
+    )
 
 
 def _nothing(store: Store, verb: str) -> NotFoundError:
-    return NotFoundError(f"{store}: there is no checkpoint to {verb}; `shardckpt ls` lists the checkpoints.")
+    return NotFoundError(
+        f"{store}: there is no checkpoint to {verb}; `shardckpt ls` lists the checkpoints."
+    )

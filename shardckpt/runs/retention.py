@@ -1,8 +1,8 @@
 """Rules that decide which steps to keep.
 
-A rule gets all steps that could be deleted and returns the steps to keep; `any_of` keeps every step that one of several rules
-keeps. Rules are values without side effects: `cleaning` adds the steps that are never deleted.
-A custom rule derives from `Retention`.
+A rule gets all steps that could be deleted and returns the steps to keep; `any_of` keeps every step
+that one of several rules keeps. Rules are values without side effects: `cleaning` adds the steps
+that are never deleted. A custom rule derives from `Retention`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ from shardckpt.text import shorten
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Best", "EveryKth", "KeepAnyOf", "Latest", "Retention", "SavedStep", "Younger", "any_of", "as_retention", "best"]
+__all__ = [
+    "Best",
+    "EveryKth",
+    "KeepAnyOf",
+    "Latest",
+    "Retention",
+    "SavedStep",
+    "Younger",
+    "any_of",
+    "as_retention",
+    "best",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +84,8 @@ class Latest(Retention):
 class Best(Retention):
     """Keep the best `n` steps by a metric.
 
-    Of equal steps the later is better. The rule does not keep steps without the metric, or with NaN.
+    Of equal steps the later is better. The rule does not keep steps without the metric, or with
+    NaN.
     """
 
     n: int
@@ -132,8 +144,14 @@ class Younger(Retention):
 
     def __post_init__(self) -> None:
         """Check the seconds."""
-        if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not 0 < self.seconds < inf:
-            raise OptionError(f"Younger(seconds={shorten(self.seconds)}): give a positive number of seconds.")
+        if (
+            isinstance(self.seconds, bool)
+            or not isinstance(self.seconds, int | float)
+            or not 0 < self.seconds < inf
+        ):
+            raise OptionError(
+                f"Younger(seconds={shorten(self.seconds)}): give a positive number of seconds."
+            )
 
     def kept(self, steps: Sequence[SavedStep]) -> set[int]:
         """The steps younger than `seconds`."""
@@ -170,7 +188,8 @@ def any_of(*rules: Retention | int) -> Retention:
     made = tuple(rule for rule in map(as_retention, rules) if rule is not None)
     if not made or len(made) < len(rules):
         raise OptionError(
-            f"any_of{rules!r:.200}: give rules, each a number of steps or one of shardckpt.training.retention; None would keep all."
+            f"any_of{rules!r:.200}: give rules, each a number of steps or one of "
+            "shardckpt.training.retention; None would keep all."
         )
     return KeepAnyOf(made)
 
@@ -189,7 +208,8 @@ def as_retention(keep: Retention | int | None) -> Retention | None:
     if isinstance(keep, int) and not isinstance(keep, bool):
         return Latest(keep)
     raise OptionError(
-        f"keep={shorten(keep)}: a {type(keep).__name__} is not a rule; give a number of steps, or one of shardckpt.training.retention."
+        f"keep={shorten(keep)}: a {type(keep).__name__} is not a rule; give a number of steps, or "
+        "one of shardckpt.training.retention."
     )
 
 

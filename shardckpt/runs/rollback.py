@@ -1,8 +1,9 @@
 """Rollbacks, which the first save afterwards declares, so that the process that publishes the save makes it known.
 
-Training that continues from an earlier step supersedes the later steps. The first save after the rollback declares this in its
-metadata. Just before that save is published, by the run itself or by a process that found it complete, each later step gets
-its marker (`markers`), in ascending order: while one of them lacks it, the latest step stays the one from before the rollback.
+Training that continues from an earlier step supersedes the later steps. The first save after the
+rollback declares this in its metadata. Just before that save is published, by the run itself or by
+a process that found it complete, each later step gets its marker (`markers`), in ascending order:
+while one of them lacks it, the latest step stays the one from before the rollback.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Rollback:
     revived: bool
     """Whether that step was superseded before."""
     later: Mapping[int, str | None]
-    """The later steps → the attempt that each one's record names, None if the record is unreadable."""
+    """The later steps → the attempt that each one's record names, None if the record is
+    unreadable."""
 
     @property
     def neighbours(self) -> dict[str, str | None]:
@@ -44,11 +46,19 @@ class Rollback:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Self | None:
-        """Read the rollback in a checkpoint's metadata; None if there is none, or the member is a user's own."""
+        """Read the rollback in a checkpoint's metadata.
+
+        None if there is none, or the member is a user's own.
+        """
         match metadata.get(ROLLBACK):
             case {"to": int(step), "revived": bool(revived), "supersedes": dict(supersedes)}:
-                named = ((step_of(key), attempt if isinstance(attempt, str) else None) for key, attempt in supersedes.items())
-                return cls(step, revived, {later: attempt for later, attempt in named if later is not None})
+                named = (
+                    (step_of(key), attempt if isinstance(attempt, str) else None)
+                    for key, attempt in supersedes.items()
+                )
+                return cls(
+                    step, revived, {later: attempt for later, attempt in named if later is not None}
+                )
         return None
 
     def tell(self, root: Store) -> None:

@@ -1,7 +1,7 @@
 """Listing the steps of a run.
 
-A step is a checkpoint at `<root>/<step>`, where the number is plain decimal. Only the commit record and two markers of each
-step are read; directories with other names are ignored.
+A step is a checkpoint at `<root>/<step>`, where the number is plain decimal. Only the commit record
+and two markers of each step are read; directories with other names are ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class StepInfo:
 
     step: int
     state: Literal["committed", "superseded", "unreadable"]
-    """`superseded`: training went back to an earlier step. `unreadable`: the commit record is damaged, or its version is newer."""
+    """`superseded`: training went back to an earlier step. `unreadable`: the commit record is
+    damaged, or its version is newer."""
     attempt: str | None = None
     """The attempt in the commit record; None if that is unreadable."""
     created: str = ""
@@ -84,7 +85,9 @@ def steps_among(root: Store, urls: Iterable[str | os.PathLike[str]]) -> frozense
         OptionError: a checkpoint is in another kind of storage.
     """
     relative = (base_url(root.location.join("step"), parse(url)) for url in urls)
-    return frozenset(steps_named(unquote(url.removeprefix(BESIDE)) for url in relative if url.startswith(BESIDE)))
+    return frozenset(
+        steps_named(unquote(url.removeprefix(BESIDE)) for url in relative if url.startswith(BESIDE))
+    )
 
 
 def steps_named(names: Iterable[str]) -> Iterator[int]:
@@ -101,10 +104,15 @@ def list_steps(root: Store) -> list[StepInfo]:
     numbers = step_numbers(root)
     with reading_takes_threads(root):
         while True:
-            steps = [info for info in map_on_threads(partial(read_step, root), numbers) if info is not None]
+            steps = [
+                info
+                for info in map_on_threads(partial(read_step, root), numbers)
+                if info is not None
+            ]
             if steps or not numbers:
                 return steps
-            # The run may have deleted them in the meantime, which it does only after it has saved another step.
+            # The run may have deleted them in the meantime, which it does only after it has saved
+            # another step.
             listed, numbers = numbers, step_numbers(root)
             if numbers == listed:
                 return steps
@@ -117,14 +125,25 @@ def read_step(root: Store, step: int) -> StepInfo | None:
         record = read_sealed(store, RECORD)
         if record is None or "tombstone" in record.doc:
             return None
-        attempt, created, metadata = record.string("attempt"), record.string("created"), record.mapping("metadata")
+        attempt, created, metadata = (
+            record.string("attempt"),
+            record.string("created"),
+            record.mapping("metadata"),
+        )
         bases = frozenset(steps_named(names_beside(bases_of(record.doc, record.where))))
     except FormatError:
-        state: Literal["committed", "superseded", "unreadable"] = "superseded" if is_superseded(store, None) else "unreadable"
+        state: Literal["committed", "superseded", "unreadable"] = (
+            "superseded" if is_superseded(store, None) else "unreadable"
+        )
         marks = protection(store, None)
         return StepInfo(step, state, pinned=marks.pinned, tags=marks.tags)
-    state, marks = "superseded" if is_superseded(store, attempt) else "committed", protection(store, attempt)
-    return StepInfo(step, state, attempt, created, decode_metrics(metadata), marks.pinned, marks.tags, bases)
+    state, marks = (
+        "superseded" if is_superseded(store, attempt) else "committed",
+        protection(store, attempt),
+    )
+    return StepInfo(
+        step, state, attempt, created, decode_metrics(metadata), marks.pinned, marks.tags, bases
+    )
 
 
 def check_step(step: object) -> int:
@@ -134,7 +153,11 @@ def check_step(step: object) -> int:
         OptionError: `step` is not an integer from 0 to 2**63 - 1.
     """
     number = -1
-    if not isinstance(step, bool) and getattr(step, "shape", ()) == () and "bool" not in str(getattr(step, "dtype", "")):
+    if (
+        not isinstance(step, bool)
+        and getattr(step, "shape", ()) == ()
+        and "bool" not in str(getattr(step, "dtype", ""))
+    ):
         with suppress(TypeError, RuntimeError):
             number = operator.index(step)  # type: ignore[arg-type]
     if not 0 <= number <= LARGEST_STEP:

@@ -1,4 +1,7 @@
-"""The endpoints of `/v1`: what programs, the command line and the pages ask for. Each is a function of the library's results."""
+"""The endpoints of `/v1`: what programs, the command line and the pages ask for.
+
+Each is a function of the library's results.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +43,25 @@ _STEPS = re.compile(r"(\d{1,16})?(:)?(\d{1,16})?", re.ASCII)
 _SIDE = re.compile(r"\s*(\d{1,16})?\s*(?::\s*(\d{1,16})?\s*)?", re.ASCII)
 
 
-def runs(service: Service, *, text: str | None, sort: str, order: str, limit: int, cursor: str | None) -> dict[str, Any]:
+def runs(
+    service: Service, *, text: str | None, sort: str, order: str, limit: int, cursor: str | None
+) -> dict[str, Any]:
     """List runs: directories of checkpoints."""
-    page, following = service.catalogue.runs(text, limit, cursor, sort=sort, descending=order == "descending")
+    page, following = service.catalogue.runs(
+        text, limit, cursor, sort=sort, descending=order == "descending"
+    )
     scanner, without_places = service.scanner, service.roots.without_places
     return {
         "runs": with_damaged(service, page),
         "next": following,
         "complete": scanner.complete.is_set(),
-        "unreachable": {name: without_places(why) for name, why in only_readable(scanner.problems).items()},
-        "passed_over": {ident: without_places(why) for ident, why in islice(only_readable(scanner.passed_over).items(), _MOST_PASSED_OVER)},
+        "unreachable": {
+            name: without_places(why) for name, why in only_readable(scanner.problems).items()
+        },
+        "passed_over": {
+            ident: without_places(why)
+            for ident, why in islice(only_readable(scanner.passed_over).items(), _MOST_PASSED_OVER)
+        },
     }
 
 
@@ -84,7 +96,9 @@ def checkpoints(
     return {"checkpoints": with_verifications(service, page), "next": following}
 
 
-def checkpoint(service: Service, ident: str, *, only: list[str] | None, depth: int | None) -> dict[str, Any]:
+def checkpoint(
+    service: Service, ident: str, *, only: list[str] | None, depth: int | None
+) -> dict[str, Any]:
     """Describe a checkpoint: its tensors, small leaves, meshes, layouts, sizes, metrics and bases."""
     if only is None:
         document = described(service.opened, ident, only=None, depth=depth)
@@ -105,17 +119,24 @@ def tensor(service: Service, ident: str, name: str, *, box: str | None, format: 
     info = ckpt.info(name)
     if format == "json":
         if box is not None:
-            raise OptionError(f"{name}: box= selects elements, and format=json has none; add format=npy, raw or safetensors.")
+            raise OptionError(
+                f"{name}: box= selects elements, and format=json has none; add format=npy, raw or "
+                "safetensors."
+            )
         return {"id": ident, **documents.tensor_json(ckpt, name)}
     part = parse_box(box, info.shape, name)
     nbytes = prod(part.shape) * info.dtype.itemsize
     if nbytes > LARGEST_BOX:
         raise BudgetError(
-            f"{name}: the box {part} has {file_size(nbytes)}, and a response at most {file_size(LARGEST_BOX)}; ask for smaller boxes, or "
-            f"for ranges of /files/{ident}/model.safetensors."
+            f"{name}: the box {part} has {file_size(nbytes)}, and a response at most "
+            f"{file_size(LARGEST_BOX)}; ask for smaller boxes, or for ranges of "
+            f"/files/{ident}/model.safetensors."
         )
     opened.check_chunks(name)
-    head, kind = header_of(name, part.shape, info.dtype) if format == "safetensors" else b"", "application/octet-stream"
+    head, kind = (
+        header_of(name, part.shape, info.dtype) if format == "safetensors" else b"",
+        "application/octet-stream",
+    )
     if format == "npy":
         head, kind = _npy_header(name, info.dtype.numpy, part.shape), "application/x-npy"
 
@@ -124,7 +145,10 @@ def tensor(service: Service, ident: str, name: str, *, box: str | None, format: 
         if nbytes:
             into[len(head) :] = ckpt.read(name, part).reshape(-1).view(np.uint8).data
 
-    headers = {"X-Shardckpt-Dtype": info.dtype.name, "X-Shardckpt-Shape": ",".join(map(str, part.shape))}
+    headers = {
+        "X-Shardckpt-Dtype": info.dtype.name,
+        "X-Shardckpt-Shape": ",".join(map(str, part.shape)),
+    }
     etag = service.tag(opened.attempt, name, str(part), format)
     return ByteSource(len(head) + nbytes, etag, read_into, kind, headers, whole=True)
 
@@ -133,7 +157,20 @@ def layout(service: Service, ident: str, name: str) -> dict[str, Any]:
     """Describe the layout of a tensor: which device held which box."""
     ckpt = service.opened.get(ident).checkpoint
     boxes, described = device_boxes(ckpt, name), documents.tensor_json(ckpt, name)
-    kept = {key: described[key] for key in ("name", "shape", "dtype", "chunk_shape", "pieces", "mesh", "spec", "placements", "op_sharding")}
+    kept = {
+        key: described[key]
+        for key in (
+            "name",
+            "shape",
+            "dtype",
+            "chunk_shape",
+            "pieces",
+            "mesh",
+            "spec",
+            "placements",
+            "op_sharding",
+        )
+    }
     return {"id": ident, **kept, "text": layout_text(ckpt.tensor(name).layout), "devices": boxes}
 
 
@@ -144,8 +181,15 @@ def device_boxes(ckpt: Checkpoint, name: str) -> list[dict[str, Any]]:
         return []
     tiles = tensor.layout.tiling(len(tensor.shape)).device_boxes(tensor.shape)
     if len(tiles.device_ids) > MOST_ROWS * 16:
-        raise BudgetError(f"{name}: its layout has {len(tiles.device_ids)} devices; read its OpSharding instead.")
-    devices = zip(tiles.device_ids.tolist(), tiles.boxes.start.tolist(), tiles.boxes.stop.tolist(), strict=True)
+        raise BudgetError(
+            f"{name}: its layout has {len(tiles.device_ids)} devices; read its OpSharding instead."
+        )
+    devices = zip(
+        tiles.device_ids.tolist(),
+        tiles.boxes.start.tolist(),
+        tiles.boxes.stop.tolist(),
+        strict=True,
+    )
     return [{"device": device, "start": start, "stop": stop} for device, start, stop in devices]
 
 
@@ -156,7 +200,9 @@ def statistics(service: Service, ident: str, name: str, *, budget: int) -> bytes
 
 def diff(service: Service, *, a: str, b: str, values: bool, layouts: bool) -> bytes:
     """Compare two checkpoints, values bit by bit."""
-    return service.calculations.run("_compare", service.exactly(a), service.exactly(b), values=values, layouts=layouts)
+    return service.calculations.run(
+        "_compare", service.exactly(a), service.exactly(b), values=values, layouts=layouts
+    )
 
 
 def plan(service: Service, ident: str, **asked: Any) -> bytes:
@@ -165,7 +211,9 @@ def plan(service: Service, ident: str, **asked: Any) -> bytes:
 
 
 def parse_box(text: str | None, shape: tuple[int, ...], name: str) -> Box:
-    """A box such as "0:8,:,3" of a tensor; None: all of it. A single number keeps its dimension, with one row.
+    """A box such as "0:8,:,3" of a tensor; None: all of it.
+
+    A single number keeps its dimension, with one row.
 
     Raises:
         ShapeMismatchError: the box lies outside the tensor, or is not one.
@@ -177,23 +225,35 @@ def parse_box(text: str | None, shape: tuple[int, ...], name: str) -> Box:
     for side, n in zip(sides, shape, strict=False):
         match = _SIDE.fullmatch(side)
         if match is None or (match[1] is None and ":" not in side):
-            raise ShapeMismatchError(f"{name}: box={shorten(text)}: write START:STOP for each dimension, as in 0:8,0:64.")
+            raise ShapeMismatchError(
+                f"{name}: box={shorten(text)}: write START:STOP for each dimension, as in 0:8,0:64."
+            )
         first = int(match[1] or 0)
         if match[2] is not None and int(match[2]) < first:
-            raise ShapeMismatchError(f"{name}: box={shorten(text)}: the start {first} is after the stop {match[2]}; write START:STOP.")
+            raise ShapeMismatchError(
+                f"{name}: box={shorten(text)}: the start {first} is after the stop {match[2]}; "
+                "write START:STOP."
+            )
         start.append(first)
         stop.append((n if match[2] is None else int(match[2])) if ":" in side else first + 1)
     inside = all(0 <= a <= b <= n for a, b, n in zip(start, stop, shape, strict=False))
     if len(sides) != len(shape) or not inside:
-        raise ShapeMismatchError(f"{name}: box={shorten(text)} lies outside its shape {shape}; write START:STOP for each dimension.")
+        raise ShapeMismatchError(
+            f"{name}: box={shorten(text)} lies outside its shape {shape}; write START:STOP for "
+            "each dimension."
+        )
     return Box(tuple(start), tuple(stop))
 
 
 def _npy_header(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     if dtype.isbuiltin != 1:
-        raise DtypeError(f"{name}: npy files have no {dtype.name}; ask for format=safetensors or raw.")
+        raise DtypeError(
+            f"{name}: npy files have no {dtype.name}; ask for format=safetensors or raw."
+        )
     out = io.BytesIO()
-    np.lib.format.write_array_header_1_0(out, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape})
+    np.lib.format.write_array_header_1_0(
+        out, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    )
     return out.getvalue()
 
 
@@ -208,12 +268,17 @@ def _steps(text: str | None) -> tuple[int | None, int | None]:
     low = None if first is None else int(first)
     high = low if not colon else None if last is None else int(last)
     if low is not None and high is not None and low > high:
-        raise OptionError(f"step={shorten(text)}: the first step is after the last; give a range such as 100:200.")
+        raise OptionError(
+            f"step={shorten(text)}: the first step is after the last; give a range such as 100:200."
+        )
     return low, high
 
 
 def _time(text: str | None, what: str) -> str | None:
-    """A date or time as records have it; a date without a time is its beginning, or with `until` its end."""
+    """A date or time as records have it.
+
+    A date without a time is its beginning, or with `until` its end.
+    """
     if text is None:
         return None
     try:
@@ -222,7 +287,10 @@ def _time(text: str | None, what: str) -> str | None:
         days = int(what == "until" and len(text) == len("2026-01-01"))
         return (time.astimezone(dt.UTC) + dt.timedelta(days=days)).isoformat(timespec="seconds")
     except (ValueError, OverflowError):
-        raise OptionError(f"{what}={shorten(text)}: give a date, as in 2026-01-31, or a time, as in 2026-01-31T12:00.") from None
+        raise OptionError(
+            f"{what}={shorten(text)}: give a date, as in 2026-01-31, or a time, as in "
+            "2026-01-31T12:00."
+        ) from None
 
 
 def _metric(text: str | None) -> tuple[str, str, float] | None:
@@ -230,17 +298,32 @@ def _metric(text: str | None) -> tuple[str, str, float] | None:
         return None
     match = _METRIC.fullmatch(text)
     if match is None:
-        raise OptionError(f"metric={shorten(text)}: give a name, a comparison and a number, as in loss<2.5.")
+        raise OptionError(
+            f"metric={shorten(text)}: give a name, a comparison and a number, as in loss<2.5."
+        )
     return match[1], match[2], number(match[3], f"metric={shorten(text)}")
 
 
 _CURSOR = Parameter(name="cursor", about="The `next` of the last page.")
-_ORDER = Parameter(name="order", about="Order.", choices=("ascending", "descending"), default="ascending")
-_LIMIT = Parameter(name="limit", kind="integer", about="Most rows of a page.", least=1, most=MOST_ROWS, default=100)
+_ORDER = Parameter(
+    name="order", about="Order.", choices=("ascending", "descending"), default="ascending"
+)
+_LIMIT = Parameter(
+    name="limit", kind="integer", about="Most rows of a page.", least=1, most=MOST_ROWS, default=100
+)
 PLAN = (
     *parameters(ReshardOptions, without=("compression", "overwrite")),
-    Parameter(name="devices_per_host", kind="integer", about="Devices per restoring host.", least=1, most=1 << 20),
-    Parameter(name="rate", about="READ[,WRITE] in bytes per second, as in 2GiB,800MiB; nothing is measured."),
+    Parameter(
+        name="devices_per_host",
+        kind="integer",
+        about="Devices per restoring host.",
+        least=1,
+        most=1 << 20,
+    ),
+    Parameter(
+        name="rate",
+        about="READ[,WRITE] in bytes per second, as in 2GiB,800MiB; nothing is measured.",
+    ),
 )
 ENDPOINTS = (
     Endpoint(
@@ -249,7 +332,10 @@ ENDPOINTS = (
         (
             Parameter(name="text", about="A part of the id."),
             Parameter(
-                name="sort", about="Key: id, time of the last commit, or stored bytes.", choices=("run", "created", "size"), default="run"
+                name="sort",
+                about="Key: id, time of the last commit, or stored bytes.",
+                choices=("run", "created", "size"),
+                default="run",
             ),
             _ORDER,
             _LIMIT,
@@ -262,14 +348,30 @@ ENDPOINTS = (
         (
             Parameter(name="run", about="Id of a run."),
             Parameter(name="step", about="A step, or a range such as 100:200."),
-            Parameter(name="state", about="State.", choices=("committed", "uncommitted", "deleted", "unreadable")),
+            Parameter(
+                name="state",
+                about="State.",
+                choices=("committed", "uncommitted", "deleted", "unreadable"),
+            ),
             Parameter(name="tag", about="A tag, or pinned or superseded.", example="best"),
-            Parameter(name="metric", about="A name, a comparison and a number, as in loss<2.5.", example="loss<2.5"),
+            Parameter(
+                name="metric",
+                about="A name, a comparison and a number, as in loss<2.5.",
+                example="loss<2.5",
+            ),
             Parameter(name="text", about="A part of the id."),
-            Parameter(name="since", about="Committed at this date or time, or later.", example="2026-01-31"),
+            Parameter(
+                name="since",
+                about="Committed at this date or time, or later.",
+                example="2026-01-31",
+            ),
             Parameter(name="until", about="Committed at this date or time, or earlier."),
             Parameter(name="larger", about="Least stored bytes, as in 10GiB.", example="10GiB"),
-            Parameter(name="sort", about="created, size or metric:NAME; default: run and step.", example="metric:loss"),
+            Parameter(
+                name="sort",
+                about="created, size or metric:NAME; default: run and step.",
+                example="metric:loss",
+            ),
             _ORDER,
             _LIMIT,
             _CURSOR,
@@ -280,7 +382,9 @@ ENDPOINTS = (
         checkpoint,
         (
             Parameter(name="only", kind="texts", about="Describe only names that match a pattern."),
-            Parameter(name="depth", kind="integer", about="Most components of a name.", least=1, most=1000),
+            Parameter(
+                name="depth", kind="integer", about="Most components of a name.", least=1, most=1000
+            ),
         ),
         long=True,
     ),
@@ -288,8 +392,15 @@ ENDPOINTS = (
         "/v1/checkpoints/{checkpoint}/tensors/{name}",
         tensor,
         (
-            Parameter(name="box", about="START:STOP for each dimension; default: all.", example="0:8,0:64"),
-            Parameter(name="format", about="Form of the answer.", choices=("json", "npy", "raw", "safetensors"), default="json"),
+            Parameter(
+                name="box", about="START:STOP for each dimension; default: all.", example="0:8,0:64"
+            ),
+            Parameter(
+                name="format",
+                about="Form of the answer.",
+                choices=("json", "npy", "raw", "safetensors"),
+                default="json",
+            ),
         ),
         ("application/json", "application/octet-stream", "application/x-npy"),
     ),
@@ -297,7 +408,16 @@ ENDPOINTS = (
     Endpoint(
         "/v1/checkpoints/{checkpoint}/statistics/{name}",
         statistics,
-        (Parameter(name="budget", kind="integer", about="Most bytes to read.", least=1, most=256 << 20, default=16 << 20),),
+        (
+            Parameter(
+                name="budget",
+                kind="integer",
+                about="Most bytes to read.",
+                least=1,
+                most=256 << 20,
+                default=16 << 20,
+            ),
+        ),
         long=True,
     ),
     Endpoint("/v1/checkpoints/{checkpoint}/plan", plan, PLAN, long=True),
@@ -308,12 +428,20 @@ ENDPOINTS = (
             Parameter(name="a", about="Id of a checkpoint.", required=True),
             Parameter(name="b", about="Id of the checkpoint to compare with.", required=True),
             Parameter(name="values", kind="boolean", about="Also compare elements.", default=True),
-            Parameter(name="layouts", kind="boolean", about="Count other layouts as a difference.", default=False),
+            Parameter(
+                name="layouts",
+                kind="boolean",
+                about="Count other layouts as a difference.",
+                default=False,
+            ),
         ),
         long=True,
     ),
 )
-OF_CHECKPOINT = {endpoint.path.split("/")[4] if endpoint.path.count("/") > 3 else "": endpoint for endpoint in ENDPOINTS[2:7]}
+OF_CHECKPOINT = {
+    endpoint.path.split("/")[4] if endpoint.path.count("/") > 3 else "": endpoint
+    for endpoint in ENDPOINTS[2:7]
+}
 """Endpoints about one checkpoint, by the word after its id."""
 
 

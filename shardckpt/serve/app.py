@@ -36,9 +36,14 @@ if TYPE_CHECKING:
     from shardckpt.serve.options import ServeOptions
     from shardckpt.serve.service import Service
 
-_ANNOUNCED = (Parameter(name="url", about="Place of a checkpoint.", required=True, example="gs://bucket/run/100"),)
+_ANNOUNCED = (
+    Parameter(
+        name="url", about="Place of a checkpoint.", required=True, example="gs://bucket/run/100"
+    ),
+)
 _THREADS, _DISTANT_THREADS = 8, 32
-"""Requests that read at a time; others wait. Object stores answer late, so that more of them wait for one."""
+"""Requests that read at a time; others wait. Object stores answer late, so that more of them wait
+for one."""
 
 
 def application(service: Service, options: ServeOptions) -> Guard:
@@ -47,7 +52,9 @@ def application(service: Service, options: ServeOptions) -> Guard:
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         distant = any(not kind_of(place).near for place in service.roots.places.values())
-        to_thread.current_default_thread_limiter().total_tokens = _DISTANT_THREADS if distant else _THREADS
+        to_thread.current_default_thread_limiter().total_tokens = (
+            _DISTANT_THREADS if distant else _THREADS
+        )
         service.start()
         yield
         await to_thread.run_sync(service.close)
@@ -66,13 +73,20 @@ def application(service: Service, options: ServeOptions) -> Guard:
         *(Route(one.path, _Endpoint(service, one)) for one in jobs.ENDPOINTS),
         *(Route(one.path, _Endpoint(service, one)) for one in api.ENDPOINTS if "{" not in one.path),
         Route("/v1/checkpoints/{path:path}", partial(_of_checkpoint, service)),
-        *(Route(one.path.replace("{path}", "{path:path}"), _Endpoint(service, one)) for one in files.ENDPOINTS),
+        *(
+            Route(one.path.replace("{path}", "{path:path}"), _Endpoint(service, one))
+            for one in files.ENDPOINTS
+        ),
         *ui.routes(service),
         Route("/api/models/{path:path}", partial(_hub_api, service)),
         Route("/{ident:path}/resolve/{rest:path}", partial(_hub_file, service)),
     ]
     of_error = partial(problems.of_request, service.roots, service.scanner.watch)
-    handlers: dict[Any, Any] = {ShardckptError: of_error, HTTPException: of_error, Exception: failed}
+    handlers: dict[Any, Any] = {
+        ShardckptError: of_error,
+        HTTPException: of_error,
+        Exception: failed,
+    }
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
     app.router.redirect_slashes = False
     app.router.default = problems.problem(404, "not-found", "there is no such path.")
@@ -91,17 +105,27 @@ class _Endpoint:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         request = Request(scope, receive)
         if request.method not in self.methods:
-            raise HTTPException(405, f"use {' or '.join(sorted(self.methods))}.", {"Allow": "GET, HEAD"})
+            raise HTTPException(
+                405, f"use {' or '.join(sorted(self.methods))}.", {"Allow": "GET, HEAD"}
+            )
         path = tuple(request.path_params.values())
-        response = await on_thread(_answer, self._service, self._endpoint, path, request, long=self._endpoint.long)
+        response = await on_thread(
+            _answer, self._service, self._endpoint, path, request, long=self._endpoint.long
+        )
         await response(scope, receive, send)
 
 
-def _answer(service: Service, endpoint: Endpoint, path: tuple[str, ...], request: Request) -> Response | SourceResponse:
+def _answer(
+    service: Service, endpoint: Endpoint, path: tuple[str, ...], request: Request
+) -> Response | SourceResponse:
     content = endpoint.answer(service, *path, **endpoint.parse(request))
     if isinstance(content, bytes):
         return Response(content, media_type="application/json")
-    return SourceResponse(content, sends=request.method == "GET") if isinstance(content, ByteSource) else DocumentResponse(content)
+    return (
+        SourceResponse(content, sends=request.method == "GET")
+        if isinstance(content, ByteSource)
+        else DocumentResponse(content)
+    )
 
 
 async def _of_checkpoint(service: Service, request: Request) -> Any:
@@ -114,7 +138,11 @@ async def _hub_api(service: Service, request: Request) -> Any:
 
 
 async def _hub_file(service: Service, request: Request) -> Any:
-    return SourceResponse(await on_thread(hub.resolve, service, request.path_params["ident"], request.path_params["rest"]))
+    return SourceResponse(
+        await on_thread(
+            hub.resolve, service, request.path_params["ident"], request.path_params["rest"]
+        )
+    )
 
 
 async def _healthz(_request: Request) -> Response:
@@ -127,14 +155,17 @@ async def _readyz(service: Service, _request: Request) -> Response:
     notes = "".join(f"root {name} has vanished\n" for name in known)
     others = len(gone) - len(known)
     notes += f"{others} other root{'s have' if others > 1 else ' has'} vanished\n" if others else ""
-    return PlainTextResponse(f"ready\n{notes}" if ready else "the roots are being scanned\n", 200 if ready else 503)
+    return PlainTextResponse(
+        f"ready\n{notes}" if ready else "the roots are being scanned\n", 200 if ready else 503
+    )
 
 
 async def _metrics(service: Service, _request: Request) -> Response:
     def text() -> bytes:
         scanner = service.scanner
         numbers: dict[str, Any] = {
-            "checkpoints": dict.fromkeys(("committed", "uncommitted", "unreadable", "deleted"), 0) | service.catalogue.totals(),
+            "checkpoints": dict.fromkeys(("committed", "uncommitted", "unreadable", "deleted"), 0)
+            | service.catalogue.totals(),
             "unreachable_roots": len(only_readable(scanner.problems)),
             "vanished_roots": len(only_readable(scanner.watch.vanished)),
             "passed_over_directories": len(only_readable(scanner.passed_over)),
@@ -144,14 +175,19 @@ async def _metrics(service: Service, _request: Request) -> Response:
             numbers["damaged_checkpoints"] = len(damaged_checkpoints(service))
             if upkeep.scrubber is not None:
                 numbers["scrub_due_bytes"] = upkeep.scrubber.status()["due_bytes"]
-        service.metrics.bad_token_lines.set(0 if service.tokens is None else service.tokens.bad_lines)
+        service.metrics.bad_token_lines.set(
+            0 if service.tokens is None else service.tokens.bad_lines
+        )
         return service.metrics.text(numbers, traffic=WHO.get().roots is None)
 
     return Response(await on_thread(text), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _openapi(service: Service, _request: Request) -> Response:
-    posts: dict[str, tuple[Any, Any]] = {"/v1/announcements": (_announce, _ANNOUNCED), "/v1/jobs/{job}/cancel": (jobs.cancel, None)}
+    posts: dict[str, tuple[Any, Any]] = {
+        "/v1/announcements": (_announce, _ANNOUNCED),
+        "/v1/jobs/{job}/cancel": (jobs.cancel, None),
+    }
     posts["/v1/leases"] = following.lease, following.LEASE
     posts |= {f"/v1/jobs/{one.name}": (one.run, one.parameters) for one in OPERATIONS.values()}
     endpoints = [*api.ENDPOINTS, *jobs.ENDPOINTS, *files.ENDPOINTS]
@@ -160,12 +196,17 @@ async def _openapi(service: Service, _request: Request) -> Response:
 
 
 async def _announce(service: Service, request: Request) -> Response:
-    """Look at a place that a manager names, `{"url": …}`, now. Nothing is written; a place outside of the roots is ignored."""
+    """Look at a place that a manager names, `{"url": …}`, now.
+
+    Nothing is written; a place outside of the roots is ignored.
+    """
     try:
         announcement = await request.json()
         place = parse(announcement["url"])
     except (ValueError, KeyError, TypeError, RecursionError, UrlError) as e:
-        raise OptionError('an announcement is a JSON document {"url": "gs://bucket/run/100"}.') from e
+        raise OptionError(
+            'an announcement is a JSON document {"url": "gs://bucket/run/100"}.'
+        ) from e
     ident = service.roots.ident(place)
     if ident is None or not may_read(ident):
         return DocumentResponse({"id": None}, 202)

@@ -1,7 +1,8 @@
 """Answers that may take long: plans, statistics, comparisons, and what matches patterns.
 
-Each is computed in a process of its own, forked from one that has the modules loaded. It has a limit of memory, and ends at its deadline,
-whatever it is doing. Few run at a time, and at most half of them for one user. The other threads of the service stay free meanwhile.
+Each is computed in a process of its own, forked from one that has the modules loaded. It has a
+limit of memory, and ends at its deadline, whatever it is doing. Few run at a time, and at most half
+of them for one user. The other threads of the service stay free meanwhile.
 """
 
 from __future__ import annotations
@@ -80,7 +81,11 @@ class Calculations:
         with self._place(WHO.get().name):
             receiver, sender = _context.Pipe(duplex=False)
             given = self._roots.given, self._roots.given_bases, WHO.get()
-            process = _context.Process(target=_calculate, args=(sender, given, (SECONDS, _MEMORY), name, path, asked), daemon=True)
+            process = _context.Process(
+                target=_calculate,
+                args=(sender, given, (SECONDS, _MEMORY), name, path, asked),
+                daemon=True,
+            )
             process.start()
             try:
                 sender.close()
@@ -90,7 +95,8 @@ class Calculations:
                 data = receiver.recv_bytes()
             except (EOFError, OSError):
                 raise BudgetError(
-                    "The process of this calculation ended; it may take too much memory. Ask for less, or use the command line."
+                    "The process of this calculation ended; it may take too much memory. Ask for "
+                    "less, or use the command line."
                 ) from None
             finally:
                 process.kill()
@@ -123,28 +129,45 @@ class Calculations:
                 self._changed.notify_all()
 
 
-def described(opened: OpenCheckpoints, ident: str, *, only: list[str] | None, depth: int | None) -> dict[str, Any]:
+def described(
+    opened: OpenCheckpoints, ident: str, *, only: list[str] | None, depth: int | None
+) -> dict[str, Any]:
     """The description of a checkpoint, of names that match patterns; without patterns it takes no calculation."""
     checkpoint = opened.get(ident).checkpoint
     node = documents.choose_nodes(checkpoint.parsed_tree, selector(only))
     empty: dict[str, Any] = {"tensors": [], "leaves": []}
-    document = documents.checkpoint_json(checkpoint, node if node is not None else checkpoint.parsed_tree)
+    document = documents.checkpoint_json(
+        checkpoint, node if node is not None else checkpoint.parsed_tree
+    )
     if depth is not None:
         document["tensors"] = [one for one in document["tensors"] if one["name"].count("/") < depth]
     return {"id": ident, **document, **(empty if node is None else {})}
 
 
 def _statistics(opened: OpenCheckpoints, ident: str, name: str, *, budget: int) -> dict[str, Any]:
-    return {"id": ident, "name": name, **tensor_statistics(opened.get(ident).checkpoint, name, budget)}
+    return {
+        "id": ident,
+        "name": name,
+        **tensor_statistics(opened.get(ident).checkpoint, name, budget),
+    }
 
 
-def _compare(opened: OpenCheckpoints, a: str, b: str, *, values: bool, layouts: bool) -> dict[str, Any]:
+def _compare(
+    opened: OpenCheckpoints, a: str, b: str, *, values: bool, layouts: bool
+) -> dict[str, Any]:
     first, second = (opened.get(ident).checkpoint for ident in (a, b))
     nbytes = first.record.totals["bytes"]
     if values and nbytes > LARGEST_DIFF:
-        raise BudgetError(f"{a}: {file_size(nbytes)} are too many to compare here; ask for values=false, or use `shardckpt diff`.")
+        raise BudgetError(
+            f"{a}: {file_size(nbytes)} are too many to compare here; ask for values=false, or use "
+            "`shardckpt diff`."
+        )
     comparison = compare(first, second, values=values, memory_limit="64MiB")
-    return {"a": a, "b": b, **documents.comparison_json(comparison, structure=not values, layout=layouts)}
+    return {
+        "a": a,
+        "b": b,
+        **documents.comparison_json(comparison, structure=not values, layout=layouts),
+    }
 
 
 def _plan(opened: OpenCheckpoints, ident: str, **asked: Any) -> dict[str, Any]:
@@ -156,19 +179,42 @@ def _plan_page(opened: OpenCheckpoints, ident: str, **asked: Any) -> list[str]:
     return [str(part) for part in plan_parts(plan, forecast_document(plan))]
 
 
-def _forecast(opened: OpenCheckpoints, ident: str, *, devices_per_host: int | None, rate: str | None, **asked: Any) -> Forecast:
+def _forecast(
+    opened: OpenCheckpoints,
+    ident: str,
+    *,
+    devices_per_host: int | None,
+    rate: str | None,
+    **asked: Any,
+) -> Forecast:
     """The forecast of a reshard of a checkpoint."""
     checkpoint = opened.get(ident).checkpoint
     options = ReshardOptions(**ReshardOptions.arguments(asked), workers=1)
     planned = plan_reshard(checkpoint, options, None)
     rates = Rates() if rate is None else given_rates(rate)
-    return forecast(checkpoint, planned, rates, options=options, devices_per_host=devices_per_host, places=known_places(checkpoint))
+    return forecast(
+        checkpoint,
+        planned,
+        rates,
+        options=options,
+        devices_per_host=devices_per_host,
+        places=known_places(checkpoint),
+    )
 
 
-_CALCULATED: dict[str, Callable[..., Any]] = {one.__name__: one for one in (described, _statistics, _compare, _plan, _plan_page)}
+_CALCULATED: dict[str, Callable[..., Any]] = {
+    one.__name__: one for one in (described, _statistics, _compare, _plan, _plan_page)
+}
 
 
-def _calculate(sender: Connection, given: Any, limits: tuple[float, int], name: str, path: tuple[str, ...], asked: dict[str, Any]) -> None:
+def _calculate(
+    sender: Connection,
+    given: Any,
+    limits: tuple[float, int],
+    name: str,
+    path: tuple[str, ...],
+    asked: dict[str, Any],
+) -> None:
     """Compute an answer, in the process that was forked for it."""
     seconds, memory = limits
     signal.alarm(round(seconds) + 1)  # the service may have gone
@@ -184,7 +230,10 @@ def _calculate(sender: Connection, given: Any, limits: tuple[float, int], name: 
     except ShardckptError as e:
         kind, data = e.code, text_of(e).encode("utf-8", "backslashreplace")
     except MemoryError:
-        message = f"This calculation takes more than {memory >> 20} MiB of memory; ask for less, or use the command line."
+        message = (
+            f"This calculation takes more than {memory >> 20} MiB of memory; ask for less, or use "
+            "the command line."
+        )
         kind, data = BudgetError.code, message.encode()
     except Exception:  # noqa: BLE001  (a bug, of which the service tells)
         kind, data = _BUG, traceback.format_exc().encode("utf-8", "backslashreplace")

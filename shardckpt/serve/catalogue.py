@@ -1,7 +1,9 @@
 """The catalogue: what a scan of the roots has found, in a SQLite database that can be deleted at any time.
 
-1. One process writes to a state directory, which it holds by a lock. One thread of it writes, and any thread reads.
-2. Where the database is deleted, damaged, or made by another version, it is made anew, and the next scan fills it.
+1. One process writes to a state directory, which it holds by a lock. One thread of it writes, and
+   any thread reads.
+2. Where the database is deleted, damaged, or made by another version, it is made anew, and the next
+   scan fills it.
 """
 
 from __future__ import annotations
@@ -34,15 +36,18 @@ PRAGMA journal_mode = WAL;
 PRAGMA synchronous = OFF;
 CREATE TABLE IF NOT EXISTS checkpoints (
   id TEXT PRIMARY KEY, run TEXT NOT NULL, step INTEGER NOT NULL, state TEXT NOT NULL, created TEXT,
-  bytes INTEGER, stored_bytes INTEGER, pinned INTEGER NOT NULL, superseded INTEGER NOT NULL, entry TEXT NOT NULL
+  bytes INTEGER, stored_bytes INTEGER, pinned INTEGER NOT NULL, superseded INTEGER NOT NULL,
+  entry TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE UNIQUE INDEX IF NOT EXISTS in_order ON checkpoints (run, step, id);
 CREATE TABLE IF NOT EXISTS metrics (
-  id TEXT NOT NULL REFERENCES checkpoints ON DELETE CASCADE, name TEXT NOT NULL, value REAL NOT NULL, PRIMARY KEY (id, name)
+  id TEXT NOT NULL REFERENCES checkpoints ON DELETE CASCADE, name TEXT NOT NULL,
+  value REAL NOT NULL, PRIMARY KEY (id, name)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_value ON metrics (name, value);
 CREATE TABLE IF NOT EXISTS tags (
-  tag TEXT NOT NULL, id TEXT NOT NULL REFERENCES checkpoints ON DELETE CASCADE, PRIMARY KEY (tag, id)
+  tag TEXT NOT NULL, id TEXT NOT NULL REFERENCES checkpoints ON DELETE CASCADE,
+  PRIMARY KEY (tag, id)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS tags_of ON tags (id);
 PRAGMA user_version = {_VERSION};
@@ -76,7 +81,8 @@ class CheckpointQuery:
     larger: int | None = None
     """Least number of stored bytes."""
     sort: str | None = None
-    """"created", "size", or "metric:NAME", which leaves out those without the metric; None: run and step."""
+    """"created", "size", or "metric:NAME", which leaves out those without the metric; None: run and
+    step."""
     descending: bool = False
     limit: int = 100
     cursor: str | None = None
@@ -98,16 +104,22 @@ class Catalogue:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as e:
-            raise StorageError(f"cannot write to the state directory {directory} ({e.strerror}); give --state another one.") from e
+            raise StorageError(
+                f"cannot write to the state directory {directory} ({e.strerror}); give --state "
+                "another one."
+            ) from e
         try:
             lock_whole(self._lock, directory / "lock")
         except BlockingIOError:
             os.close(self._lock)
-            raise OptionError(f"another server uses the state directory {directory}; give --state another one.") from None
+            raise OptionError(
+                f"another server uses the state directory {directory}; give --state another one."
+            ) from None
         except OSError as e:
             os.close(self._lock)
             raise StorageError(
-                f"cannot lock the state directory {directory} ({e.strerror}); give --state one on another file system."
+                f"cannot lock the state directory {directory} ({e.strerror}); give --state one on "
+                "another file system."
             ) from e
         self._idle: list[sqlite3.Connection] = []
         """Connections for reading that no thread uses."""
@@ -154,8 +166,14 @@ class Catalogue:
         """
         try:
             with self._writer as db:
-                db.executemany("DELETE FROM checkpoints WHERE id = ?", [(ident,) for ident in (*gone, *entries)])
-                db.executemany("INSERT INTO checkpoints VALUES (?,?,?,?,?,?,?,?,?,?)", [_row(*one) for one in entries.items()])
+                db.executemany(
+                    "DELETE FROM checkpoints WHERE id = ?",
+                    [(ident,) for ident in (*gone, *entries)],
+                )
+                db.executemany(
+                    "INSERT INTO checkpoints VALUES (?,?,?,?,?,?,?,?,?,?)",
+                    [_row(*one) for one in entries.items()],
+                )
                 db.executemany(
                     "INSERT INTO metrics VALUES (?,?,?)",
                     [
@@ -169,20 +187,30 @@ class Catalogue:
                 db.executemany("INSERT INTO tags VALUES (?,?)", tags)
         except sqlite3.Error as e:
             self._damaged = not isinstance(e, sqlite3.OperationalError)
-            raise StorageError(f"the catalogue {self._path} cannot be written ({e}); the next scan tries again.") from e
+            raise StorageError(
+                f"the catalogue {self._path} cannot be written ({e}); the next scan tries again."
+            ) from e
 
     def _make(self) -> sqlite3.Connection:
-        """Open the database for writing; one that is damaged, or of another version, is deleted first."""
+        """Open the database for writing.
+
+        One that is damaged, or of another version, is deleted first.
+        """
         for last in (False, True):
             try:
                 db = sqlite3.connect(self._path, check_same_thread=False)
                 db.execute("PRAGMA foreign_keys = ON")
                 current = db.execute("PRAGMA user_version").fetchone()[0] in (0, _VERSION)
-                db.executescript(_SCHEMA if current else "SELECT * FROM no_such_table")  # fails like a damaged one
+                db.executescript(
+                    _SCHEMA if current else "SELECT * FROM no_such_table"
+                )  # fails like a damaged one
                 db.execute("SELECT count(*) FROM checkpoints").fetchone()
             except sqlite3.DatabaseError as e:
                 if last:
-                    raise StorageError(f"the catalogue {self._path} cannot be made ({e}); give --state another directory.") from e
+                    raise StorageError(
+                        f"the catalogue {self._path} cannot be made ({e}); give --state another "
+                        "directory."
+                    ) from e
                 for suffix in ("", "-wal", "-shm"):
                     self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
             else:
@@ -199,7 +227,8 @@ class Catalogue:
         """Sums over a run, over runs whose id contains a text, or over all.
 
         Returns:
-            `runs`, `checkpoints`, `stored_bytes`, `unfinished_bytes`, `pinned`, and `today`, the commits of the last 24 hours.
+            `runs`, `checkpoints`, `stored_bytes`, `unfinished_bytes`, `pinned`, and `today`, the
+            commits of the last 24 hours.
 
         Raises:
             StorageError: the database cannot be read.
@@ -207,17 +236,28 @@ class Catalogue:
         mine, names = readable("id")
         yesterday = dt.datetime.now(dt.UTC) - dt.timedelta(days=1)
         rows = self._read(
-            f"SELECT count(DISTINCT run), count(*), {_STORED}, {_UNFINISHED}, total(pinned), total(created > ?) FROM checkpoints "  # noqa: S608
+            f"SELECT count(DISTINCT run), count(*), {_STORED}, {_UNFINISHED}, total(pinned), "  # noqa: S608
+            "total(created > ?) FROM checkpoints "
             f"WHERE run LIKE ? ESCAPE '\\' AND run = coalesce(?, run) AND {mine}",
             (yesterday.isoformat(timespec="seconds"), _like(text), run, *names),
         )
         return {
             name: int(n)
-            for name, n in zip(("runs", "checkpoints", "stored_bytes", "unfinished_bytes", "pinned", "today"), rows[0], strict=True)
+            for name, n in zip(
+                ("runs", "checkpoints", "stored_bytes", "unfinished_bytes", "pinned", "today"),
+                rows[0],
+                strict=True,
+            )
         }
 
     def runs(
-        self, text: str | None = None, limit: int = 100, cursor: str | None = None, *, sort: str = "run", descending: bool = False
+        self,
+        text: str | None = None,
+        limit: int = 100,
+        cursor: str | None = None,
+        *,
+        sort: str = "run",
+        descending: bool = False,
     ) -> tuple[list[dict[str, Any]], str | None]:
         """Runs in order, and the cursor of the next page (None: there is none).
 
@@ -236,15 +276,25 @@ class Catalogue:
         after = _position(cursor, (int if sort == "size" else str, str))
         sign, order = ("<", "DESC") if descending else (">", "ASC")
         rows = self._read(
-            f"SELECT *, {key} FROM (SELECT run, count(*), sum(state = 'committed'), sum(state = 'uncommitted'), "  # noqa: S608
-            "sum(state = 'unreadable'), min(nullif(step, -1)), max(nullif(step, -1)), CAST(total(bytes) AS INTEGER), "
-            f"{_STORED} AS stored, {_UNFINISHED}, sum(pinned), max(created) AS created FROM checkpoints "
-            f"WHERE run LIKE ? ESCAPE '\\' AND {mine} GROUP BY run) "
-            f"{f'WHERE ({key}, run) {sign} (?, ?) ' if after else ''}ORDER BY {key} {order}, run {order} LIMIT ?",
+            f"SELECT *, {key} FROM (SELECT run, count(*), sum(state = 'committed'), sum(state = "  # noqa: S608
+            "'uncommitted'), "
+            "sum(state = 'unreadable'), min(nullif(step, -1)), max(nullif(step, -1)), "
+            f"CAST(total(bytes) AS INTEGER), {_STORED} AS stored, {_UNFINISHED}, sum(pinned), "
+            f"max(created) AS created FROM checkpoints WHERE run LIKE ? ESCAPE '\\' AND {mine} "
+            f"GROUP BY run) {f'WHERE ({key}, run) {sign} (?, ?) ' if after else ''}ORDER BY {key} "
+            f"{order}, run {order} LIMIT ?",
             (_like(text), *names, *(after or ()), limit + 1),
         )
         keys = (
-            *("run", "checkpoints", "committed", "uncommitted", "unreadable", "first_step", "last_step"),
+            *(
+                "run",
+                "checkpoints",
+                "committed",
+                "uncommitted",
+                "unreadable",
+                "first_step",
+                "last_step",
+            ),
             *("bytes", "stored_bytes", "unfinished_bytes", "pinned", "created"),
         )
         page = [dict(zip(keys, row[:-1], strict=True)) for row in rows[:limit]]
@@ -267,12 +317,16 @@ class Catalogue:
         """
         mine, names = readable("id")
         rows = self._read(
-            "SELECT id, nullif(step, -1), created, json_extract(entry, '$.metrics') FROM checkpoints "  # noqa: S608
-            f"WHERE run = ? AND state = 'committed' AND NOT superseded AND {mine} ORDER BY step DESC, id DESC LIMIT ?",
+            "SELECT id, nullif(step, -1), created, json_extract(entry, '$.metrics') FROM "  # noqa: S608
+            "checkpoints "
+            f"WHERE run = ? AND state = 'committed' AND NOT superseded AND {mine} ORDER BY step "
+            "DESC, id DESC LIMIT ?",
             (run, *names, most),
         )
         keys = ("id", "step", "created", "metrics")
-        return [dict(zip(keys, (*row[:3], json.loads(row[3])), strict=True)) for row in reversed(rows)]
+        return [
+            dict(zip(keys, (*row[:3], json.loads(row[3])), strict=True)) for row in reversed(rows)
+        ]
 
     def checkpoints(self, query: CheckpointQuery) -> tuple[list[dict[str, Any]], str | None]:
         """Checkpoints in order of run and step, and the cursor of the next page (None: there is none).
@@ -304,19 +358,37 @@ class Catalogue:
             values.append(query.tag)
         if query.metric is not None:
             name, comparison, number = query.metric
-            terms.append(f"id IN (SELECT id FROM metrics WHERE name = ? AND value {_COMPARISONS[comparison]} ?)")  # noqa: S608
+            terms.append(
+                "id IN (SELECT id FROM metrics WHERE name = ? AND value "  # noqa: S608
+                f"{_COMPARISONS[comparison]} ?)"
+            )
             values += [name, number]
         kind, _, metric = (query.sort or "").partition(":")
-        key = {"": "run, step", "created": "coalesce(created, '')", "size": "coalesce(stored_bytes, 0)", "metric": "sorted.value"}[kind]
+        key = {
+            "": "run, step",
+            "created": "coalesce(created, '')",
+            "size": "coalesce(stored_bytes, 0)",
+            "metric": "sorted.value",
+        }[kind]
         joined = "JOIN metrics AS sorted USING (id) " if kind == "metric" else ""
         if kind == "metric":
             terms.append("sorted.name = ?")
             values.append(metric)
-        after = _position(query.cursor, {"": (str, int, str), "created": (str, str), "size": (int, str), "metric": (float, str)}[kind])
+        after = _position(
+            query.cursor,
+            {
+                "": (str, int, str),
+                "created": (str, str),
+                "size": (int, str),
+                "metric": (float, str),
+            }[kind],
+        )
         if after is not None:
             terms.append(f"({key}, id) {sign} ({', '.join('?' * len(after))})")
             values += after
-        in_order = f"run {order}, step {order}, id {order}" if not kind else f"{key} {order}, id {order}"
+        in_order = (
+            f"run {order}, step {order}, id {order}" if not kind else f"{key} {order}, id {order}"
+        )
         rows = self._read(
             f"SELECT run, entry, {key}, id FROM checkpoints {joined}WHERE {' AND '.join(terms)} "  # noqa: S608
             f"ORDER BY {in_order} LIMIT ?",
@@ -334,7 +406,8 @@ class Catalogue:
         idents = [one for one in idents if may_read(one)]
         marks = ",".join("?" * len(idents))
         rows = self._read(
-            f"SELECT run, id, entry FROM checkpoints WHERE id IN ({marks}) ORDER BY length(id) DESC",  # noqa: S608
+            f"SELECT run, id, entry FROM checkpoints WHERE id IN ({marks}) ORDER BY length(id) "  # noqa: S608
+            "DESC",
             tuple(idents),
         )
         return [{"id": row[1], "run": row[0], **json.loads(row[2])} for row in rows]
@@ -346,21 +419,30 @@ class Catalogue:
             StorageError: the database cannot be read.
         """
         return {
-            row[0] for row in self._read("SELECT id FROM checkpoints WHERE id = ? OR (id >= ? AND id < ?)", (root, f"{root}/", f"{root}0"))
+            row[0]
+            for row in self._read(
+                "SELECT id FROM checkpoints WHERE id = ? OR (id >= ? AND id < ?)",
+                (root, f"{root}/", f"{root}0"),
+            )
         }
 
     def committed(self) -> list[dict[str, Any]]:
-        """`id`, `attempt`, `created` and `stored_bytes` of all checkpoints; the attempt of an unreadable one is empty.
+        """`id`, `attempt`, `created` and `stored_bytes` of all checkpoints.
+
+        The attempt of an unreadable one is empty.
 
         Raises:
             StorageError: the database cannot be read.
         """
         rows = self._read(
-            "SELECT id, coalesce(json_extract(entry, '$.attempt'), ''), created, stored_bytes FROM checkpoints "
-            "WHERE state IN ('committed', 'unreadable')",
+            "SELECT id, coalesce(json_extract(entry, '$.attempt'), ''), created, stored_bytes "
+            "FROM checkpoints WHERE state IN ('committed', 'unreadable')",
             (),
         )
-        return [dict(zip(("id", "attempt", "created", "stored_bytes"), row, strict=True)) for row in rows]
+        return [
+            dict(zip(("id", "attempt", "created", "stored_bytes"), row, strict=True))
+            for row in rows
+        ]
 
     def totals(self) -> dict[str, int]:
         """Number of checkpoints by state.
@@ -369,7 +451,12 @@ class Catalogue:
             StorageError: the database cannot be read.
         """
         mine, names = readable("id")
-        return dict(self._read(f"SELECT state, count(*) FROM checkpoints WHERE {mine} GROUP BY state", names))  # noqa: S608
+        return dict(
+            self._read(
+                f"SELECT state, count(*) FROM checkpoints WHERE {mine} GROUP BY state",  # noqa: S608
+                names,
+            )
+        )
 
     def _read(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         for last in (False, True):
@@ -382,7 +469,9 @@ class Catalogue:
                     db.close()
                 self._damaged |= not isinstance(e, sqlite3.OperationalError)
                 if last:
-                    raise StorageError(f"the catalogue cannot be read now ({e}); the next scan makes it anew.") from e
+                    raise StorageError(
+                        f"the catalogue cannot be read now ({e}); the next scan makes it anew."
+                    ) from e
                 continue
             if generation == self._generation and len(self._idle) < _MOST_IDLE:
                 self._idle.append(db)
@@ -401,7 +490,18 @@ def _row(ident: str, checkpoint: tuple[str, CatalogEntry]) -> tuple[Any, ...]:
     run, entry = checkpoint
     step = _NO_STEP if entry.step is None or entry.step >= 1 << 63 else entry.step
     document = json.dumps(entry.to_json())
-    return (ident, run, step, entry.state, entry.created, entry.nbytes, entry.stored_bytes, entry.pinned, entry.superseded, document)
+    return (
+        ident,
+        run,
+        step,
+        entry.state,
+        entry.created,
+        entry.nbytes,
+        entry.stored_bytes,
+        entry.pinned,
+        entry.superseded,
+        document,
+    )
 
 
 def _has_encoding(text: str) -> bool:
@@ -411,7 +511,9 @@ def _has_encoding(text: str) -> bool:
 
 def _like(text: str | None) -> str:
     """A pattern of LIKE for names that contain a text."""
-    return "%" if text is None else "%" + "".join(f"\\{c}" if c in "%_\\" else c for c in text) + "%"
+    return (
+        "%" if text is None else "%" + "".join(f"\\{c}" if c in "%_\\" else c for c in text) + "%"
+    )
 
 
 def _cursor(values: Sequence[Any]) -> str:
@@ -425,7 +527,11 @@ def _position(cursor: str | None, kinds: tuple[type, ...]) -> list[Any] | None:
         values = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
     except (binascii.Error, ValueError, RecursionError):
         values = None
-    sound = type(values) is list and tuple(map(type, values)) == kinds and all(_has_encoding(str(one)) for one in values)
+    sound = (
+        type(values) is list
+        and tuple(map(type, values)) == kinds
+        and all(_has_encoding(str(one)) for one in values)
+    )
     if not sound or any(type(one) is int and not _NO_STEP <= one < 1 << 63 for one in values):
         raise OptionError(f"cursor={shorten(cursor)}: give the `next` of the last page.")
     position: list[Any] = values

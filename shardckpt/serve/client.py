@@ -1,7 +1,7 @@
 """A client of the service, for programs: `shardckpt.Client("https://host:8470")`.
 
-The service verifies each chunk before it sends elements; the client does not verify them again. `open` reads stored bytes through `/raw`,
-and verifies them in the client.
+The service verifies each chunk before it sends elements; the client does not verify them again.
+`open` reads stored bytes through `/raw`, and verifies them in the client.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ from urllib.parse import quote
 
 import numpy as np
 
-from shardckpt.errors import CommitError, CoordinationError, MissingExtraError, OptionError, ShardckptError, StorageError, UrlError, by_code
+from shardckpt.errors import (
+    CommitError,
+    CoordinationError,
+    MissingExtraError,
+    OptionError,
+    ShardckptError,
+    StorageError,
+    UrlError,
+    by_code,
+)
 from shardckpt.io.buckets.cloud import web_headers
 from shardckpt.layout.dtypes import by_name
 from shardckpt.reading.checkpoint import Checkpoint
@@ -34,11 +43,15 @@ _PAGE = 500
 _PAUSE = 0.5
 """Seconds between two looks at a job that cannot be followed."""
 _SILENCE = 15.0
-"""Seconds after which a stream of events without a sign of life has ended; the service sends one every 10 s."""
+"""Seconds after which a stream of events without a sign of life has ended; the service sends one
+every 10 s."""
 
 
 class RunEntry(TypedDict):
-    """A run. Bytes are sums over its checkpoints; `created` is in ISO 8601. None: no checkpoint has a value."""
+    """A run.
+
+    Bytes are sums over its checkpoints; `created` is in ISO 8601. None: no checkpoint has a value.
+    """
 
     run: str
     checkpoints: int
@@ -55,7 +68,10 @@ class RunEntry(TypedDict):
 
 
 class VerificationEntry(TypedDict):
-    """A verification that has ended. `job` is None for the scrub. `error` is the reason if it could not finish."""
+    """A verification that has ended.
+
+    `job` is None for the scrub. `error` is the reason if it could not finish.
+    """
 
     number: int
     attempt: str
@@ -100,7 +116,11 @@ class CheckpointEntry(TypedDict):
 
 
 class JobEntry(TypedDict):
-    """A job. `done` and `total` are its progress; `result` is set when it has succeeded, `error` (`code`, `message`) when it has failed."""
+    """A job.
+
+    `done` and `total` are its progress; `result` is set when it has succeeded, `error` (`code`,
+    `message`) when it has failed.
+    """
 
     number: int
     operation: str
@@ -126,9 +146,12 @@ class _NoAnswerError(StorageError):
 
 
 class Client:
-    """A client of the service that `shardckpt serve` runs; a context manager that several threads may use.
+    """A client of the service that `shardckpt serve` runs.
 
-    Each method raises the ShardckptError that the service answers with, and StorageError if the service does not answer.
+    A context manager that several threads may use.
+
+    Each method raises the ShardckptError that the service answers with, and StorageError if the
+    service does not answer.
     """
 
     def __init__(self, url: str, *, token: str | None = None, timeout: float = 120.0) -> None:
@@ -146,10 +169,18 @@ class Client:
         try:
             import httpx
         except ImportError:
-            raise MissingExtraError(f"shardckpt.Client needs httpx; install it with `{install_command('serve')}`.") from None
+            raise MissingExtraError(
+                f"shardckpt.Client needs httpx; install it with `{install_command('serve')}`."
+            ) from None
         self.url = url.rstrip("/")
         scheme, separator, host = self.url.partition("://")
-        if scheme not in ("http", "https") or not separator or not host or "/" in host or "@" in host:
+        if (
+            scheme not in ("http", "https")
+            or not separator
+            or not host
+            or "/" in host
+            or "@" in host
+        ):
             raise UrlError(f"{shorten(url)} is not a service; write https://host:port.")
         headers = web_headers(self.url) if token is None else {"Authorization": f"Bearer {token}"}
         self._failures = httpx.HTTPError, httpx.InvalidURL
@@ -160,7 +191,12 @@ class Client:
         """Return itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Close the connections."""
         self.close()
 
@@ -194,7 +230,15 @@ class Client:
             text: text that the id contains.
             order: order of runs and steps.
         """
-        asked = {"run": run, "step": step, "state": state, "tag": tag, "metric": metric, "text": text, "order": order}
+        asked = {
+            "run": run,
+            "step": step,
+            "state": state,
+            "tag": tag,
+            "metric": metric,
+            "text": text,
+            "order": order,
+        }
         return self._pages("/v1/checkpoints", "checkpoints", asked)
 
     def checkpoint(self, ident: str) -> dict[str, Any]:
@@ -211,14 +255,22 @@ class Client:
 
     def read(self, ident: str, name: str, box: Box | None = None) -> NDArray[Any]:
         """Read a tensor, or a box of it, of at most 16 MiB. bfloat16 and fp8 have the dtypes of ml_dtypes."""
-        text = None if box is None else ",".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True))
+        text = (
+            None
+            if box is None
+            else ",".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True))
+        )
         reply = self._get(_path(ident, "tensors", name), {"format": "raw", "box": text})
         shape = [int(side) for side in reply.headers["X-Shardckpt-Shape"].split(",") if side]
-        return np.frombuffer(reply.content, by_name(reply.headers["X-Shardckpt-Dtype"]).numpy).reshape(shape)
+        return np.frombuffer(
+            reply.content, by_name(reply.headers["X-Shardckpt-Dtype"]).numpy
+        ).reshape(shape)
 
     def diff(self, a: str, b: str, *, values: bool = True, layouts: bool = False) -> dict[str, Any]:
         """Compare two checkpoints on the service: the document of `shardckpt diff --json`."""
-        return self._json("/v1/diff", a=a, b=b, values=str(values).lower(), layouts=str(layouts).lower())
+        return self._json(
+            "/v1/diff", a=a, b=b, values=str(values).lower(), layouts=str(layouts).lower()
+        )
 
     def plan(self, ident: str, **options: Any) -> dict[str, Any]:
         """Forecast a reshard (`mesh=`, `rule=[…]`, `preset=`, `dtype=` …): the document of `shardckpt plan --json`."""
@@ -229,17 +281,23 @@ class Client:
         return f"{self.url}/raw/{quote(ident)}"
 
     def open(self, ident: str) -> Checkpoint:
-        """Open a checkpoint through the service, as `shardckpt.open`. The token must be in `SHARDCKPT_HTTP_HEADERS`."""
+        """Open a checkpoint through the service, as `shardckpt.open`.
+
+        The token must be in `SHARDCKPT_HTTP_HEADERS`.
+        """
         return Checkpoint(self.raw_url(ident))
 
     def start(self, operation: str, /, *, key: str | None = None, **arguments: Any) -> JobEntry:
         """Start a job, and return it.
 
-        If the connection is lost, the request is sent once more. The service starts the job only once.
+        If the connection is lost, the request is sent once more. The service starts the job only
+        once.
 
         Args:
-            operation: name of the operation, such as "verify" or "copy"; `operations` lists all names.
-            key: idempotency key: a later call with the same key returns the same job. None: a random key.
+            operation: name of the operation, such as "verify" or "copy"; `operations` lists all
+                names.
+            key: idempotency key: a later call with the same key returns the same job. None: a
+                random key.
             arguments: arguments of the operation; `from_` stands for the argument `from`.
 
         Raises:
@@ -249,8 +307,14 @@ class Client:
         try:
             body = json.dumps(given, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as e:
-            raise OptionError(f"{operation}: the arguments cannot be sent as JSON ({e}); give texts, integers, booleans and lists.") from e
-        headers = {"Content-Type": "application/json", "Idempotency-Key": uuid.uuid4().hex if key is None else key}
+            raise OptionError(
+                f"{operation}: the arguments cannot be sent as JSON ({e}); give texts, integers, "
+                "booleans and lists."
+            ) from e
+        headers = {
+            "Content-Type": "application/json",
+            "Idempotency-Key": uuid.uuid4().hex if key is None else key,
+        }
         path = f"/v1/jobs/{quote(operation, safe='')}"
         try:
             return self._entry("POST", path, content=body, headers=headers)
@@ -263,34 +327,53 @@ class Client:
         for path, methods in self._json("/v1/openapi.json")["paths"].items():
             above, _, name = path.rpartition("/")
             if above == "/v1/jobs" and "requestBody" in methods.get("post", {}):
-                schemas[name] = methods["post"]["requestBody"]["content"]["application/json"]["schema"]
+                schemas[name] = methods["post"]["requestBody"]["content"]["application/json"][
+                    "schema"
+                ]
         return schemas
 
     def job(self, number: int) -> JobEntry:
         """The job with this number."""
         return self._entry("GET", f"/v1/jobs/{number}")
 
-    def jobs(self, state: str | None = None, *, operation: str | None = None, subject: str | None = None) -> Iterator[JobEntry]:
+    def jobs(
+        self, state: str | None = None, *, operation: str | None = None, subject: str | None = None
+    ) -> Iterator[JobEntry]:
         """List jobs, the latest first: all, or those of a state, an operation, or a subject (id of a checkpoint, run or place)."""
-        return self._pages("/v1/jobs", "jobs", {"state": state, "operation": operation, "subject": subject}, "before")
+        return self._pages(
+            "/v1/jobs",
+            "jobs",
+            {"state": state, "operation": operation, "subject": subject},
+            "before",
+        )
 
     def cancel(self, number: int) -> JobEntry:
-        """Cancel a job, and return it. Its process may take a moment to end. OptionError: the job has ended already."""
+        """Cancel a job, and return it.
+
+        Its process may take a moment to end. OptionError: the job has ended already.
+        """
         return self._entry("POST", f"/v1/jobs/{number}/cancel")
 
-    def wait(self, number: int, timeout: float | None = None, progress: Callable[[int, int], None] | None = None) -> JobEntry:
+    def wait(
+        self,
+        number: int,
+        timeout: float | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> JobEntry:
         """Wait for the end of a job, and return it.
 
         Args:
             number: number of the job.
-            timeout: seconds to wait; the job continues after that. None: no limit while the service answers.
+            timeout: seconds to wait; the job continues after that. None: no limit while the service
+                answers.
             progress: called with the amount done and the total amount.
 
         Raises:
             ShardckptError: the job failed; the class is that of the job's error.
             CommitError: the job was cancelled.
             CoordinationError: the job has not ended within `timeout`.
-            StorageError: the service has not answered for the `timeout` of the client. A shorter restart of the service is no error.
+            StorageError: the service has not answered for the `timeout` of the client. A shorter
+                restart of the service is no error.
         """
         lost: float | None = None
         end = None if timeout is None else time.monotonic() + timeout
@@ -299,7 +382,11 @@ class Client:
                 with closing(self._follow(number, end)) as events:
                     for job in events:
                         lost = None
-                        if progress is not None and job["done"] is not None and job["total"] is not None:
+                        if (
+                            progress is not None
+                            and job["done"] is not None
+                            and job["total"] is not None
+                        ):
                             progress(job["done"], job["total"])
                         if job["state"] in ("done", "failed", "cancelled"):
                             return _outcome(job)
@@ -309,7 +396,8 @@ class Client:
                     raise
             if end is not None and time.monotonic() >= end:
                 raise CoordinationError(
-                    f"{self.url}: job {number} has not ended within {timeout:g} s; it is still running: wait again, or cancel it."
+                    f"{self.url}: job {number} has not ended within {timeout:g} s; it is still "
+                    "running: wait again, or cancel it."
                 )
             time.sleep(_PAUSE if end is None else max(0.0, min(_PAUSE, end - time.monotonic())))
 
@@ -324,11 +412,16 @@ class Client:
                             yield json.loads(line[6:])
                         if _seconds_left(end, 2 * _SILENCE) <= _SILENCE:
                             break
-            except (*self._failures, ValueError):  # it was cut off, perhaps in a line; the job itself says more
+            except (
+                *self._failures,
+                ValueError,
+            ):  # it was cut off, perhaps in a line; the job itself says more
                 pass
         yield self._entry("GET", path, timeout=_seconds_left(end, self._timeout))
 
-    def _pages(self, path: str, what: str, asked: Mapping[str, Any], by: str = "cursor") -> Iterator[Any]:
+    def _pages(
+        self, path: str, what: str, asked: Mapping[str, Any], by: str = "cursor"
+    ) -> Iterator[Any]:
         following = None
         while True:
             page = self._json(path, **asked, limit=_PAGE, **{by: following})
@@ -347,10 +440,14 @@ class Client:
         try:
             return reply.json()
         except ValueError as e:
-            raise StorageError(f"{self.url}{path}: the answer is not JSON; is that a shardckpt service?") from e
+            raise StorageError(
+                f"{self.url}{path}: the answer is not JSON; is that a shardckpt service?"
+            ) from e
 
     def _get(self, path: str, asked: Mapping[str, Any]) -> httpx.Response:
-        return self._send("GET", path, params={key: value for key, value in asked.items() if value is not None})
+        return self._send(
+            "GET", path, params={key: value for key, value in asked.items() if value is not None}
+        )
 
     def _send(self, method: str, path: str, **how: Any) -> httpx.Response:
         try:
@@ -363,7 +460,9 @@ class Client:
 
 
 def _path(ident: str, *words: str) -> str:
-    return "/".join(["/v1/checkpoints", *(quote(word, errors="surrogatepass") for word in (ident, *words))])
+    return "/".join(
+        ["/v1/checkpoints", *(quote(word, errors="surrogatepass") for word in (ident, *words))]
+    )
 
 
 def _seconds_left(end: float | None, most: float) -> float:
@@ -377,7 +476,9 @@ def _error(reply: httpx.Response, where: str) -> ShardckptError:
         problem = reply.json()
         code, detail = str(problem["code"]), str(problem["detail"])
     except (ValueError, KeyError, TypeError):
-        kind = _NoAnswerError if reply.status_code in (502, 503, 504) else StorageError  # a proxy answers for the service
+        kind = (
+            _NoAnswerError if reply.status_code in (502, 503, 504) else StorageError
+        )  # a proxy answers for the service
         return kind(f"{where}: {reply.status_code} {reply.reason_phrase}")
     return _error_of_code(code, detail, f"{where}: {detail}")
 

@@ -34,11 +34,16 @@ def file(service: Service, path: str, **asked: Any) -> Any:
     opened = service.opened.get(ident)
     view = service.opened.view(opened, SafetensorsOptions.arguments(asked))
     if not name:
-        return {"id": ident, "files": [{"name": one, "bytes": size} for one, size in view.sizes.items()]}
+        return {
+            "id": ident,
+            "files": [{"name": one, "bytes": size} for one, size in view.sizes.items()],
+        }
     return view_source(service, view, name)
 
 
-def view_source(service: Service, view: ModelView, name: str, headers: Mapping[str, str] | None = None) -> ByteSource:
+def view_source(
+    service: Service, view: ModelView, name: str, headers: Mapping[str, str] | None = None
+) -> ByteSource:
     """A file of a view.
 
     Raises:
@@ -95,8 +100,13 @@ def raw(service: Service, path: str) -> ByteSource:
     return source
 
 
-def stored_file(service: Service, store: Store, key: str, kind: str, headers: Mapping[str, str] | None = None) -> ByteSource | None:
-    """A file that may be replaced while it is sent; None: there is none. Only a small one is held in memory."""
+def stored_file(
+    service: Service, store: Store, key: str, kind: str, headers: Mapping[str, str] | None = None
+) -> ByteSource | None:
+    """A file that may be replaced while it is sent; None: there is none.
+
+    Only a small one is held in memory.
+    """
     token, size = store.change_token(key), store.size(key)
     if size is None:
         return None
@@ -109,7 +119,9 @@ def stored_file(service: Service, store: Store, key: str, kind: str, headers: Ma
         if store.change_token(key) != token:
             raise ReplacedError(f"{store}: {key} was replaced while it was sent; ask again.")
 
-    return ByteSource(size, service.tag(str(store), key, repr(token)), read_into, kind, headers or {})
+    return ByteSource(
+        size, service.tag(str(store), key, repr(token)), read_into, kind, headers or {}
+    )
 
 
 ENDPOINTS = (

@@ -34,7 +34,9 @@ _MOST_FIELDS, _LONGEST_KEY = 300, 100
 
 def html(text: str, status: int = 200, retry: str | None = None) -> HTMLResponse:
     """A page as a response; `retry`: seconds after which to ask again."""
-    headers = {"Content-Security-Policy": POLICY} | ({} if retry is None else {"Retry-After": retry})
+    headers = {"Content-Security-Policy": POLICY} | (
+        {} if retry is None else {"Retry-After": retry}
+    )
     # Lone surrogates in names, which no encoding has, are shown escaped.
     return HTMLResponse(text.encode("utf-8", "backslashreplace"), status, headers)
 
@@ -47,10 +49,17 @@ def viewer_of(service: Service, request: Request) -> Viewer:
     return Viewer(identity, signed_in=signed_in, jobs=service.upkeep is not None, vanished=gone)
 
 
-def refused(service: Service, request: Request, error: ShardckptError | HTTPException, back: Html | None = None) -> HTMLResponse:
+def refused(
+    service: Service,
+    request: Request,
+    error: ShardckptError | HTTPException,
+    back: Html | None = None,
+) -> HTMLResponse:
     """The page that says what went wrong."""
     problem = problems.of_request(service.roots, service.scanner.watch, request, error)
-    page = error_page(problem.status_code, *problems.words(problem), viewer_of(service, request), back)
+    page = error_page(
+        problem.status_code, *problems.words(problem), viewer_of(service, request), back
+    )
     return html(page, problem.status_code, problem.headers.get("Retry-After"))
 
 
@@ -70,7 +79,11 @@ class PageSession:
             return html(login_page(None))
         guard: Guard = request.app.state.guard
         address = "" if request.client is None else request.client.host
-        given = parse_qs((await request.body()).decode("utf-8", "replace")).get("token", [""])[0].strip()
+        given = (
+            parse_qs((await request.body()).decode("utf-8", "replace"))
+            .get("token", [""])[0]
+            .strip()
+        )
         who = tokens.identity(given)
         note(who=None if who is None else who.name)
         if who is None:
@@ -82,7 +95,15 @@ class PageSession:
         response = RedirectResponse("/ui/runs", 303)
         secure = request.scope["scheme"] == "https"
         path, secret = PREFIX.get() or "/", tokens.begin_session(given)
-        response.set_cookie(COOKIE, secret, max_age=12 * 3600, path=path, httponly=True, samesite="strict", secure=secure)
+        response.set_cookie(
+            COOKIE,
+            secret,
+            max_age=12 * 3600,
+            path=path,
+            httponly=True,
+            samesite="strict",
+            secure=secure,
+        )
         return response
 
     async def logout(self, request: Request) -> Response:
@@ -114,10 +135,19 @@ def _start(service: Service, request: Request, body: bytes) -> Response:
             back = link("checkpoint", ident, f"Back to {ident}")
         operation = operation_of(request.path_params["operation"])
         # The key includes the form's contents: an edited form starts a new job.
-        key = f"{key_of(fields.pop(KEY, [''])[0])[:_LONGEST_KEY]}.{hashlib.sha256(body).hexdigest()[:16]}"
-        if operation.name == "delete" and fields.pop(CONFIRM, [""])[0].strip() != visible(ident).strip():
-            raise OptionError(f"nothing was deleted: type {ident} to confirm that it is to be deleted.")
-        given = {parameter.name: parameter.parse(_values(parameter, fields.pop(parameter.name, []))) for parameter in operation.parameters}
+        given, digest = key_of(fields.pop(KEY, [""])[0]), hashlib.sha256(body).hexdigest()
+        key = f"{given[:_LONGEST_KEY]}.{digest[:16]}"
+        if (
+            operation.name == "delete"
+            and fields.pop(CONFIRM, [""])[0].strip() != visible(ident).strip()
+        ):
+            raise OptionError(
+                f"nothing was deleted: type {ident} to confirm that it is to be deleted."
+            )
+        given = {
+            parameter.name: parameter.parse(_values(parameter, fields.pop(parameter.name, [])))
+            for parameter in operation.parameters
+        }
         job, _ = upkeep.start_job(request.state.identity, operation, given | fields, key)
     except (ShardckptError, HTTPException) as e:
         return refused(service, request, e, back)
@@ -137,10 +167,15 @@ def _cancel(service: Service, request: Request) -> Response:
 
 def _fields(request: Request, body: bytes) -> dict[str, list[str]]:
     """The fields of a form, without those that are empty."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/x-www-form-urlencoded":
+    if (
+        request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        != "application/x-www-form-urlencoded"
+    ):
         raise HTTPException(415, "send a form, as application/x-www-form-urlencoded.")
     try:
-        return parse_qs(body.decode("ascii"), encoding="utf-8", errors="strict", max_num_fields=_MOST_FIELDS)
+        return parse_qs(
+            body.decode("ascii"), encoding="utf-8", errors="strict", max_num_fields=_MOST_FIELDS
+        )
     except ValueError as e:
         raise OptionError(f"the body is not a form ({e}).") from e
 

@@ -16,7 +16,19 @@ if TYPE_CHECKING:
     from shardckpt.serve.service import Service
 
 _MOST_LATEST = 50
-_KEPT = ("number", "attempt", "begun", "ended", "job", "chunks", "total", "bytes", "damaged", "error", "ok")
+_KEPT = (
+    "number",
+    "attempt",
+    "begun",
+    "ended",
+    "job",
+    "chunks",
+    "total",
+    "bytes",
+    "damaged",
+    "error",
+    "ok",
+)
 
 
 def with_verifications(service: Service, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -25,14 +37,20 @@ def with_verifications(service: Service, entries: Sequence[dict[str, Any]]) -> l
     `vanished` says whether their root has vanished.
     """
     idents = [one["id"] for one in entries]
-    latest = {} if service.upkeep is None or not idents else service.upkeep.journal.latest_verifications(idents)
+    latest = (
+        {}
+        if service.upkeep is None or not idents
+        else service.upkeep.journal.latest_verifications(idents)
+    )
     gone, sees_all = service.scanner.watch.vanished, WHO.get().roots is None
     return [
         one
         | {
             "verification": _of_attempt(latest.get(one["id"]), one["attempt"]),
             "vanished": one["id"].partition("/")[0] in gone,
-            "bases": one["bases"] if sees_all else [url for url in one["bases"] if not service.roots.hides(url)],
+            "bases": one["bases"]
+            if sees_all
+            else [url for url in one["bases"] if not service.roots.hides(url)],
             "reason": one["reason"] and service.roots.without_places(one["reason"]),
         }
         for one in entries
@@ -44,15 +62,28 @@ def verifications(service: Service, ident: str | None, *, limit: int) -> list[Ve
     assert service.upkeep is not None, "they are only asked for where there is a journal"
     without_places = service.roots.without_places
     return [
-        replace(one, damage=damage_without_places(service, one.damage), error=one.error and without_places(one.error))
+        replace(
+            one,
+            damage=damage_without_places(service, one.damage),
+            error=one.error and without_places(one.error),
+        )
         for one in service.upkeep.journal.verifications(ident, limit=limit)
     ]
 
 
-def damage_without_places(service: Service, damage: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def damage_without_places(
+    service: Service, damage: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Damaged parts with names in place of the locations of roots."""
     without_places = service.roots.without_places
-    return [{**one, "file": one["file"] and without_places(one["file"]), "reason": without_places(one["reason"])} for one in damage]
+    return [
+        {
+            **one,
+            "file": one["file"] and without_places(one["file"]),
+            "reason": without_places(one["reason"]),
+        }
+        for one in damage
+    ]
 
 
 def damaged_checkpoints(service: Service) -> list[dict[str, Any]]:
@@ -73,7 +104,10 @@ def with_damaged(service: Service, runs: Iterable[dict[str, Any]]) -> list[dict[
     """Runs with `damaged`, the number of their checkpoints in which the latest verification found damage, and `vanished`."""
     counts = Counter(one["run"] for one in damaged_checkpoints(service))
     gone = service.scanner.watch.vanished
-    return [run | {"damaged": counts[run["run"]], "vanished": run["run"].partition("/")[0] in gone} for run in runs]
+    return [
+        run | {"damaged": counts[run["run"]], "vanished": run["run"].partition("/")[0] in gone}
+        for run in runs
+    ]
 
 
 def health(service: Service) -> dict[str, Any]:
@@ -81,7 +115,9 @@ def health(service: Service) -> dict[str, Any]:
     assert service.upkeep is not None, "the page is only asked for where there is a journal"
     scrubber = service.upkeep.scrubber
     counts = service.upkeep.tally.get()
-    unreadable, _ = service.catalogue.checkpoints(CheckpointQuery(state="unreadable", limit=MOST_ROWS))
+    unreadable, _ = service.catalogue.checkpoints(
+        CheckpointQuery(state="unreadable", limit=MOST_ROWS)
+    )
     return {
         "checkpoints": counts.checkpoints,
         "never_verified": counts.never_verified,

@@ -1,11 +1,13 @@
 """The endpoints that `huggingface_hub` asks for, so that `from_pretrained` loads a training checkpoint that was never exported.
 
-A run is a model: its id is that of the run, with `__` for each slash after the first. A revision is `main` (the highest committed step
-that no rollback superseded), `step-100`, the name of a checkpoint, a tag (the last step that has it), or a commit; `step-100+bfloat16`
-converts. A commit is a digest of the attempt and of the options, so it stands for the same bytes for ever. If the state has a key `model`,
-the model consists of the tensors below it.
+A run is a model: its id is that of the run, with `__` for each slash after the first. A revision is
+`main` (the highest committed step that no rollback superseded), `step-100`, the name of a
+checkpoint, a tag (the last step that has it), or a commit; `step-100+bfloat16` converts. A commit
+is a digest of the attempt and of the options, so it stands for the same bytes for ever. If the
+state has a key `model`, the model consists of the tensors below it.
 
-`config.json`, tokenizers and the like come from the checkpoint, if an import kept them there, or lie beside the checkpoints of the run.
+`config.json`, tokenizers and the like come from the checkpoint, if an import kept them there, or
+lie beside the checkpoints of the run.
 """
 
 from __future__ import annotations
@@ -32,8 +34,22 @@ if TYPE_CHECKING:
     from shardckpt.views.model_view import ModelView
 
 BESIDE = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja", "preprocessor_config.json"),
+    *(
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ),
+    *(
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "preprocessor_config.json",
+    ),
 )
 """Names of the files that may lie beside the checkpoints of a run."""
 _LARGEST_BESIDE = 64 << 20
@@ -66,9 +82,12 @@ def api(service: Service, path: str) -> Any:
     files = {**dict(_beside(service, model.run)), **model.view.sizes}
     if word == "tree":
         if folder:
-            raise _missing("EntryNotFound", f"{shorten(folder)}: a model has no folders.", model.commit)
+            raise _missing(
+                "EntryNotFound", f"{shorten(folder)}: a model has no folders.", model.commit
+            )
         return [
-            {"type": "file", "path": name, "size": size, "oid": service.tag(model.commit, name)} for name, size in sorted(files.items())
+            {"type": "file", "path": name, "size": size, "oid": service.tag(model.commit, name)}
+            for name, size in sorted(files.items())
         ]
     return {
         "id": ident,
@@ -88,7 +107,10 @@ def resolve(service: Service, ident: str, rest: str) -> ByteSource:
     """Read a file of a model: `<id>/resolve/<revision>/<file>`."""
     revision, _, name = rest.partition("/")
     model = _model(service, ident, revision)
-    headers = {"X-Repo-Commit": model.commit, "Content-Disposition": f'inline; filename="{re.sub(r"[^A-Za-z0-9._-]", "_", name)}"'}
+    headers = {
+        "X-Repo-Commit": model.commit,
+        "Content-Disposition": f'inline; filename="{re.sub(r"[^A-Za-z0-9._-]", "_", name)}"',
+    }
     if name in model.view.sizes:
         return view_source(service, model.view, name, headers)
     if name in BESIDE:
@@ -117,7 +139,9 @@ def _model(service: Service, ident: str, revision: str) -> _Model:
             options = part | ({"dtype": one} if one else {})
             commit = _commit(opened.attempt, options)
             if not _COMMIT.fullmatch(name) or commit == name:
-                return _Model(entry["id"], run, commit, entry["created"], service.opened.view(opened, options))
+                return _Model(
+                    entry["id"], run, commit, entry["created"], service.opened.view(opened, options)
+                )
     raise _missing("RevisionNotFound", f"{ident} has no commit {name}.")
 
 
@@ -136,12 +160,16 @@ def _at_revision(service: Service, run: str, revision: str) -> Iterator[dict[str
     """The checkpoints that a revision may stand for, the best first."""
     step = _STEP.fullmatch(revision)
     if step is not None:
-        query = CheckpointQuery(run=run, state="committed", first_step=int(step[1]), last_step=int(step[1]), limit=1)
+        query = CheckpointQuery(
+            run=run, state="committed", first_step=int(step[1]), last_step=int(step[1]), limit=1
+        )
         yield from service.catalogue.checkpoints(query)[0]
         return
     cursor = None
     while True:
-        query = CheckpointQuery(run=run, state="committed", descending=True, limit=MOST_ROWS, cursor=cursor)
+        query = CheckpointQuery(
+            run=run, state="committed", descending=True, limit=MOST_ROWS, cursor=cursor
+        )
         entries, cursor = service.catalogue.checkpoints(query)
         if revision == "main":
             yield from (one for one in entries if not one["superseded"])
@@ -168,4 +196,8 @@ def _beside(service: Service, run: str) -> Iterator[tuple[str, int]]:
 
 def _missing(code: str, message: str, commit: str | None = None) -> HTTPException:
     """A 404 as `huggingface_hub` tells them apart."""
-    return HTTPException(404, message, {"X-Error-Code": code, **({} if commit is None else {"X-Repo-Commit": commit})})
+    return HTTPException(
+        404,
+        message,
+        {"X-Error-Code": code, **({} if commit is None else {"X-Repo-Commit": commit})},
+    )

@@ -20,7 +20,11 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
-        fields = {"time": round(record.created, 3), "level": record.levelname.lower(), "event": record.getMessage()}
+        fields = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+        }
         fields |= {**self.fields, **getattr(record, "fields", {})}
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)

@@ -1,7 +1,8 @@
 """Open checkpoints and the views of them, kept for the next requests.
 
-A checkpoint that was replaced or deleted is noticed at the next request: on a disk when its record has another status and then
-another generation, elsewhere by the record's generation, which is asked for after `_TRUSTED` seconds.
+A checkpoint that was replaced or deleted is noticed at the next request: on a disk when its record
+has another status and then another generation, elsewhere by the record's generation, which is asked
+for after `_TRUSTED` seconds.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _MOST_VIEWS = 4
 _VIEW_BYTES = 32 << 20
 _MEMORY = 32 << 20
 _LARGEST_CHUNK = 64 << 20
-"""Most bytes of a chunk that is read as a whole, as compressed ones are; those of saves have some MiB."""
+"""Most bytes of a chunk that is read as a whole, as compressed ones are; those of saves have some
+MiB."""
 _TRUSTED = 10.0
 _MOST_PARTS = 64
 VIEW = parameters(SafetensorsOptions, without=("overwrite",), mapping=PRESETS)
@@ -79,14 +81,18 @@ class Opened:
             BudgetError: a compressed chunk is larger than what this service reads at once.
         """
         record = self.checkpoint.record
-        for tensor in map(self.checkpoint.tensor, names) if names else record.structure.tensors.values():
+        for tensor in (
+            map(self.checkpoint.tensor, names) if names else record.structure.tensors.values()
+        ):
             if (record if tensor.base is None else tensor.base.base).compression is not None:
                 check_chunk(f"{self.ident}: {tensor.name}", largest_chunk([tensor]))
 
     @property
     def keys(self) -> ZarrKeys:
         """The checkpoint as a zarr hierarchy."""
-        hierarchy: ZarrKeys = self.part("zarr", lambda: ZarrKeys(self.checkpoint.record, self.checkpoint.reader))
+        hierarchy: ZarrKeys = self.part(
+            "zarr", lambda: ZarrKeys(self.checkpoint.record, self.checkpoint.reader)
+        )
         return hierarchy
 
 
@@ -114,7 +120,10 @@ class OpenCheckpoints:
             known = self._catalogue.find(idents)
             ident = next((one["id"] for one in known if one["state"] != "deleted"), None)
         if ident is None:  # it may be new
-            ident = next((one for one in idents[:8] if Store.open(self._roots.locate(one)).exists(RECORD)), None)
+            ident = next(
+                (one for one in idents[:8] if Store.open(self._roots.locate(one)).exists(RECORD)),
+                None,
+            )
         if ident is None:
             raise NotFoundError(f"{shorten(path)}: there is no checkpoint.")
         return ident, path[len(ident) + 1 :]
@@ -123,8 +132,8 @@ class OpenCheckpoints:
         """An open checkpoint.
 
         Raises:
-            NotFoundError, FormatError: there is none; its record is damaged, or it needs something outside of the roots that the
-                user may read.
+            NotFoundError, FormatError: there is none; its record is damaged, or it needs something
+                outside of the roots that the user may read.
             StorageError: the storage failed.
         """
         self._roots.root(ident)
@@ -149,7 +158,8 @@ class OpenCheckpoints:
         status, version = _status(place), _version(place)
         checkpoint = Checkpoint(place)
         needs = self._roots.check(checkpoint)
-        # A disk is read by few threads per request, as there are many requests; an object store wants many reads at a time.
+        # A disk is read by few threads per request, as there are many requests; an object store
+        # wants many reads at a time.
         checkpoint.limit_reading(threads=2 if kind_of(place).near else None, memory=_MEMORY)
         opened = Opened(ident, checkpoint, status, version, now, needs)
         with self._lock:
@@ -164,7 +174,8 @@ class OpenCheckpoints:
 
         Raises:
             BudgetError: as for `Opened.check_chunks`.
-            OptionError, NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as for `ModelView`.
+            OptionError, NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as
+            for `ModelView`.
         """
         key = (opened.ident, opened.attempt, repr(sorted(options.items())))
         with self._lock:
@@ -185,13 +196,16 @@ def check_chunk(what: str, nbytes: int) -> None:
     """Check that memory has room for a chunk. Raises BudgetError."""
     if nbytes > _LARGEST_CHUNK:
         raise BudgetError(
-            f"{what} has chunks of {file_size(nbytes)}, and this service reads chunks of at most {file_size(_LARGEST_CHUNK)}; "
-            f"`shardckpt reshard` writes smaller ones."
+            f"{what} has chunks of {file_size(nbytes)}, and this service reads chunks of at most "
+            f"{file_size(_LARGEST_CHUNK)}; `shardckpt reshard` writes smaller ones."
         )
 
 
 def _status(place: Location) -> object:
-    """Size, time and inode number of the record on a disk; None: there is none, or the place is not on a disk."""
+    """Size, time and inode number of the record on a disk.
+
+    None: there is none, or the place is not on a disk.
+    """
     if (path := place.local_path) is None:
         return None
     try:

@@ -1,6 +1,7 @@
 """Threads that answer requests, some for short work and others for what may wait for a calculation; and streams of events.
 
-One user holds at most half of them, so that nobody waits for the requests of others. Without tokens there is only one user.
+One user holds at most half of them, so that nobody waits for the requests of others. Without tokens
+there is only one user.
 """
 
 from __future__ import annotations
@@ -41,16 +42,24 @@ async def on_thread(function: Callable[..., T], *args: Any, long: bool = False) 
     Raises:
         HTTPException: the user's other requests hold their share of the threads for too long.
     """
-    limiter = of_loop(_long, lambda: CapacityLimiter(_LONG)) if long else to_thread.current_default_thread_limiter()
+    limiter = (
+        of_loop(_long, lambda: CapacityLimiter(_LONG))
+        if long
+        else to_thread.current_default_thread_limiter()
+    )
     who = WHO.get().name
     if who == UNKNOWN:
         return await to_thread.run_sync(function, *args, limiter=limiter)
-    share = of_loop(_shares, dict).setdefault((who, long), asyncio.Semaphore(int(limiter.total_tokens) // 2))
+    share = of_loop(_shares, dict).setdefault(
+        (who, long), asyncio.Semaphore(int(limiter.total_tokens) // 2)
+    )
     try:
         async with asyncio.timeout(_WAIT_SECONDS):
             await share.acquire()
     except TimeoutError:
-        raise HTTPException(503, "too many requests with this token are at work; try again.", {"Retry-After": "5"}) from None
+        raise HTTPException(
+            503, "too many requests with this token are at work; try again.", {"Retry-After": "5"}
+        ) from None
     try:
         return await to_thread.run_sync(function, *args, limiter=limiter)
     finally:
@@ -67,7 +76,11 @@ def of_loop(variable: RunVar[T], make: Callable[[], T]) -> T:
 
 
 def event_stream(
-    events: AsyncGenerator[bytes | None], clients: Counter[str], most: int, busy: HTTPException, closing: threading.Event
+    events: AsyncGenerator[bytes | None],
+    clients: Counter[str],
+    most: int,
+    busy: HTTPException,
+    closing: threading.Event,
 ) -> StreamingResponse:
     """The response that sends events.
 

@@ -46,8 +46,14 @@ STATUS = {
     "storage": 502,
     "coordination": 503,
 }
-"""HTTP status of each error code; 500 for others. 422: what is stored is at fault; 502: the storage."""
-_TITLES = {"corrupt": "Damaged", "missing-data": "Incomplete", "format": "Unreadable", "version": "Of another version"}
+"""HTTP status of each error code; 500 for others. 422: what is stored is at fault; 502: the
+storage."""
+_TITLES = {
+    "corrupt": "Damaged",
+    "missing-data": "Incomplete",
+    "format": "Unreadable",
+    "version": "Of another version",
+}
 """Titles for what HTTP has no words."""
 _CODES = {400: "option", 404: "not-found", 405: "method", 413: "memory"}
 LONGEST = 2000
@@ -59,10 +65,17 @@ class DocumentResponse(JSONResponse):
     """A JSON document in ASCII: names of tensors may have lone surrogates, which UTF-8 has not."""
 
     def render(self, content: object) -> bytes:
-        """The document as bytes. A long list is encoded in parts: no other thread runs while `json` encodes one."""
-        if not isinstance(content, dict) or all(len(one) <= _PART for one in content.values() if isinstance(one, list)):
+        """The document as bytes.
+
+        A long list is encoded in parts: no other thread runs while `json` encodes one.
+        """
+        if not isinstance(content, dict) or all(
+            len(one) <= _PART for one in content.values() if isinstance(one, list)
+        ):
             return _encode(content)
-        fields = (_encode(str(name)) + b":" + b"".join(_list_parts(one)) for name, one in content.items())
+        fields = (
+            _encode(str(name)) + b":" + b"".join(_list_parts(one)) for name, one in content.items()
+        )
         return b"{" + b",".join(fields) + b"}"
 
 
@@ -79,7 +92,9 @@ def _list_parts(content: object) -> Iterator[bytes]:
     yield b"]"
 
 
-def problem(status: int, code: str, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
+def problem(
+    status: int, code: str, detail: str, headers: dict[str, str] | None = None
+) -> JSONResponse:
     """A problem as a response."""
     body = {
         "type": f"urn:shardckpt:error:{code}",
@@ -93,16 +108,29 @@ def problem(status: int, code: str, detail: str, headers: dict[str, str] | None 
 
 def text_of(error: ShardckptError) -> str:
     """An error's message, with the service's parameters instead of Python's arguments."""
-    return error.message.worded(lambda option: str(option._replace(field={"rules": "rule"}.get(option.field, option.field.strip("_")))))
+    return error.message.worded(
+        lambda option: str(
+            option._replace(field={"rules": "rule"}.get(option.field, option.field.strip("_")))
+        )
+    )
 
 
 def of_error(error: Exception, roots: Roots) -> JSONResponse:
     """The response for an error of the library, or one that an endpoint raised."""
     if isinstance(error, ShardckptError):
-        return problem(STATUS.get(error.code, 500), error.code, visible(roots.without_places(text_of(error)))[:LONGEST])
+        return problem(
+            STATUS.get(error.code, 500),
+            error.code,
+            visible(roots.without_places(text_of(error)))[:LONGEST],
+        )
     assert isinstance(error, HTTPException)
     headers = dict(error.headers) if error.headers else None
-    return problem(error.status_code, _CODES.get(error.status_code, f"http-{error.status_code}"), error.detail, headers)
+    return problem(
+        error.status_code,
+        _CODES.get(error.status_code, f"http-{error.status_code}"),
+        error.detail,
+        headers,
+    )
 
 
 def of_request(roots: Roots, watch: RootWatch, request: Request, error: Exception) -> JSONResponse:

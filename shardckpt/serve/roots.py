@@ -1,8 +1,9 @@
 """The named roots that the service serves. Nothing outside of them can be reached.
 
-A place has an id: the name of its root, and the names below it, as in `llama/run-7/100`. An id is checked twice: its names (`..` and the
-like are refused by `Location.join`), and on a disk the path with all links resolved. A checkpoint is refused if one of its bases, or a
-link below its directory, leads out of the roots; other checkpoints may be bases if their places were allowed.
+A place has an id: the name of its root, and the names below it, as in `llama/run-7/100`. An id is
+checked twice: its names (`..` and the like are refused by `Location.join`), and on a disk the path
+with all links resolved. A checkpoint is refused if one of its bases, or a link below its directory,
+leads out of the roots; other checkpoints may be bases if their places were allowed.
 """
 
 from __future__ import annotations
@@ -59,21 +60,31 @@ class Roots:
         for text in roots:
             name, equals, url = text.partition("=")
             if not equals or not _NAME.fullmatch(name) or name in _RESERVED:
-                raise OptionError(f"{shorten(text)}: write NAME=ROOT; a name has letters, digits, dots, dashes and underscores.")
+                raise OptionError(
+                    f"{shorten(text)}: write NAME=ROOT; a name has letters, digits, dots, dashes "
+                    "and underscores."
+                )
             if name in self.places:
                 raise OptionError(f"{name}= is given twice; give each root a name of its own.")
             place = parse(url)
             if not kind_of(place).lists:
-                raise OptionError(f"{text}: a web server does not list what it has; give a disk or a bucket.")
+                raise OptionError(
+                    f"{text}: a web server does not list what it has; give a disk or a bucket."
+                )
             if is_file(place.local_path):
                 raise OptionError(f"{name}: {place} is a file; give a directory of runs.")
             self.places[name] = place
         if not self.places:
             raise OptionError("there is nothing to serve; give NAME=ROOT.")
         self._bases = [*map(parse, bases)]
-        texts = {(str(place).rstrip("/") or "/", name) for name, root in self.places.items() for place in (root, root.resolved)}
+        texts = {
+            (str(place).rstrip("/") or "/", name)
+            for name, root in self.places.items()
+            for place in (root, root.resolved)
+        }
         self._written = sorted(texts, key=lambda one: (-len(one[0]), one))
-        """Locations as messages have them, also with links resolved, with the names of their roots; the longest first."""
+        """Locations as messages have them, also with links resolved, with the names of their roots;
+        the longest first."""
 
     def root(self, ident: str) -> Location:
         """The root that an id begins with.
@@ -87,7 +98,9 @@ class Roots:
             if root is not None:
                 note(refused=ident)
             known = few([one for one in self.places if may_read(one)])
-            raise NotFoundError(f"there is no root {shorten(name)}{known and '; there are '}{known}.")
+            raise NotFoundError(
+                f"there is no root {shorten(name)}{known and '; there are '}{known}."
+            )
         return root
 
     def locate(self, ident: str) -> Location:
@@ -102,7 +115,10 @@ class Roots:
         if why:
             raise NotFoundError(f"{shorten(ident)} is no place below {name}: {why}.")
         if kind_of(root).has_paths and (
-            len(below) > _LONGEST_PATH or any(len(part.encode("utf-8", "replace")) > _LONGEST_NAME for part in below.split("/"))
+            len(below) > _LONGEST_PATH
+            or any(
+                len(part.encode("utf-8", "replace")) > _LONGEST_NAME for part in below.split("/")
+            )
         ):
             raise NotFoundError(f"{shorten(ident)} is no place below {name}: a name is too long.")
         try:
@@ -117,7 +133,10 @@ class Roots:
     def ident(self, place: Location) -> str | None:
         """The id of a location; None if it is in no root."""
         for name, root in self.places.items():
-            if f"{place.path}/".startswith(f"{root.path.rstrip('/')}/") and place.scheme == root.scheme:
+            if (
+                f"{place.path}/".startswith(f"{root.path.rstrip('/')}/")
+                and place.scheme == root.scheme
+            ):
                 below = place.path[len(root.path.rstrip("/")) :].strip("/")
                 return f"{name}/{below}" if below else name
         return None
@@ -126,7 +145,8 @@ class Roots:
         """Check that a place has one id, so that what applies to an id applies to the place.
 
         Raises:
-            NotFoundError: it lies in no root. OptionError: a link, or another root, gives it another id.
+            NotFoundError: it lies in no root. OptionError: a link, or another root, gives it
+                another id.
         """
         place = self.locate(ident).resolved
         for name, root in self.places.items():
@@ -135,10 +155,14 @@ class Roots:
                 other = f"{name}/{below}" if below else name
                 if other != ident:
                     shown = shorten(other) if may_read(other) else "a place in another root"
-                    raise OptionError(f"{shorten(ident)} is also {shown}; rules apply only to a run with one id.")
+                    raise OptionError(
+                        f"{shorten(ident)} is also {shown}; rules apply only to a run with one id."
+                    )
 
     def check(self, checkpoint: Checkpoint) -> Needs:
-        """Check that all that a checkpoint needs lies below the roots and the allowed bases; return where, for `check_needs`.
+        """Check that all that a checkpoint needs lies below the roots and the allowed bases.
+
+        Return where, for `check_needs`.
 
         Raises:
             FormatError: a base or a link leads elsewhere.
@@ -146,7 +170,10 @@ class Roots:
         here, needs = checkpoint.location, Needs()
         for base in checkpoint.record.structure.bases:
             place = base_location(here, base)
-            message = f"{here}: its base {place} lies outside of the roots; serve it, or allow it with --allow-base."
+            message = (
+                f"{here}: its base {place} lies outside of the roots; serve it, or allow it with "
+                "--allow-base."
+            )
             self._need(needs, place, message, based=True)
             self._check_links(place, needs, based=True)
         self._check_links(here, needs, based=True)
@@ -197,7 +224,10 @@ class Roots:
         return text
 
     def _need(self, needs: Needs, place: Location, message: str, *, based: bool) -> None:
-        """Note the roots in which a place lies; `based`: it may also lie below an allowed base. Raises FormatError."""
+        """Note the roots in which a place lies; `based`: it may also lie below an allowed base.
+
+        Raises FormatError.
+        """
         names = frozenset(name for name, root in self.places.items() if place.is_within(root))
         if names:
             needs.setdefault(names, message)
@@ -213,7 +243,9 @@ class Roots:
             with storage_errors("list", below), os.scandir(below) as entries:
                 for entry in entries:
                     if entry.is_symlink():
-                        message = f"{place}: the link {shorten(entry.name)} in it leads out of the roots."
+                        message = (
+                            f"{place}: the link {shorten(entry.name)} in it leads out of the roots."
+                        )
                         self._need(needs, parse(os.path.realpath(entry.path)), message, based=based)
                     elif entry.is_dir(follow_symlinks=False):
                         stack.append(Path(entry.path))

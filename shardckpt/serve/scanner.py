@@ -1,10 +1,12 @@
 """The scanner: a thread that keeps the catalogue like the roots.
 
-A cycle goes through the directories below each root, level by level, and reads the commit records that are new or have changed. On a
-disk a record is read again when its time, or that of its directory, has changed. On an object store a committed checkpoint is looked at
-again after `_AGAIN` seconds, and a directory without checkpoints after `_EMPTY` seconds; announced ones at once.
+A cycle goes through the directories below each root, level by level, and reads the commit records
+that are new or have changed. On a disk a record is read again when its time, or that of its
+directory, has changed. On an object store a committed checkpoint is looked at again after `_AGAIN`
+seconds, and a directory without checkpoints after `_EMPTY` seconds; announced ones at once.
 
-A directory that cannot be read is passed over, and what was known of it stays. So do all rows of a root that has vanished.
+A directory that cannot be read is passed over, and what was known of it stays. So do all rows of a
+root that has vanished.
 """
 
 from __future__ import annotations
@@ -63,7 +65,12 @@ class _Seen:
 class Scanner(BackgroundWork):
     """Scans the roots in the background."""
 
-    def __init__(self, roots: Roots, catalogue: Catalogue, on_scan: Callable[[float], object] = lambda _: None) -> None:
+    def __init__(
+        self,
+        roots: Roots,
+        catalogue: Catalogue,
+        on_scan: Callable[[float], object] = lambda _: None,
+    ) -> None:
         """Nothing is scanned before `start` or `scan`.
 
         Args:
@@ -84,7 +91,8 @@ class Scanner(BackgroundWork):
         self._roots, self._catalogue, self._on_scan = roots, catalogue, on_scan
         self.root_names = tuple(roots.places)
         self._fresh = set(roots.places)
-        """Roots of which the catalogue may have rows of an earlier process, or of before they vanished."""
+        """Roots of which the catalogue may have rows of an earlier process, or of before they
+        vanished."""
         self._seen: dict[str, _Seen] = {}
         self._announced: set[str] = set()
 
@@ -126,7 +134,11 @@ class Scanner(BackgroundWork):
 
     def _settle(self, name: str, gone: set[str], *, lost: bool) -> None:
         """Remove the rows of what is gone from a root, unless all of the root has vanished."""
-        present = {one for one, seen in self._seen.items() if seen.entry is not None and _is_below(one, name)}
+        present = {
+            one
+            for one, seen in self._seen.items()
+            if seen.entry is not None and _is_below(one, name)
+        }
         over = [one for one in self.passed_over if _is_below(one, name)]
         if not present and over and not lost:  # nothing is known
             return
@@ -137,7 +149,11 @@ class Scanner(BackgroundWork):
             self._fresh.add(name)
             return
         if name in self._fresh:
-            gone |= {one for one in self._catalogue.idents(name) if not any(_is_below(one, above) for above in over)}
+            gone |= {
+                one
+                for one in self._catalogue.idents(name)
+                if not any(_is_below(one, above) for above in over)
+            }
         if gone - present:
             self._catalogue.replace({}, gone - present)
         self._fresh.discard(name)
@@ -162,12 +178,19 @@ class Scanner(BackgroundWork):
         return gone
 
     def _look_or_pass(self, ident: str, store: Store) -> _Seen:
-        """Look at a directory; if it cannot be read, keep what is known of it. Raises StorageError for a root."""
+        """Look at a directory; if it cannot be read, keep what is known of it.
+
+        Raises StorageError for a root.
+        """
         try:
             seen = self._look(ident, store)
         except (ShardckptError, OSError, ValueError, RecursionError) as e:
             if "/" not in ident:
-                raise StorageError(f"{store}: it cannot be listed ({e}).") if not isinstance(e, ShardckptError) else e from e
+                raise (
+                    StorageError(f"{store}: it cannot be listed ({e}).")
+                    if not isinstance(e, ShardckptError)
+                    else e
+                ) from e
             self._pass_over(ident, str(e))
             before = self._seen.get(ident, _Seen())
             return _Seen(before.children, before.entry, None, time.monotonic() + _LONGEST_PAUSE)
@@ -190,15 +213,30 @@ class Scanner(BackgroundWork):
         version = _version(store)
         listed = store.list_children()
         (self.ended.add if ENDED in listed else self.ended.discard)(ident)
-        children = {f"{ident}/{child}": place for child, place in places(store, listed) if child != "."}
-        for child in [child for child, place in children.items() if not self._is_inside(child, place)]:
+        children = {
+            f"{ident}/{child}": place for child, place in places(store, listed) if child != "."
+        }
+        for child in [
+            child for child, place in children.items() if not self._is_inside(child, place)
+        ]:
             del children[child]
         entry = self._entry(ident, store, listed)
         now = time.monotonic()
-        if version is not None and entry is not None and entry.state != "uncommitted" and _is_settled(version):
+        if (
+            version is not None
+            and entry is not None
+            and entry.state != "uncommitted"
+            and _is_settled(version)
+        ):
             due = inf  # or when its version changes
         elif version is None and (entry is not None or not children):
-            due = now + (_AGAIN if entry is not None and entry.state == "committed" else 0 if entry is not None else _EMPTY)
+            due = now + (
+                _AGAIN
+                if entry is not None and entry.state == "committed"
+                else 0
+                if entry is not None
+                else _EMPTY
+            )
         else:
             due = now
         return _Seen(children, entry, version, due)
@@ -211,12 +249,19 @@ class Scanner(BackgroundWork):
         for everything in (False, True):
             entries = entries_at(store, name, listed, everything=everything)
             if entries:
-                last = entries[0] if not everything else max(entries, key=lambda one: natural_key(one.attempt or ""))
+                last = (
+                    entries[0]
+                    if not everything
+                    else max(entries, key=lambda one: natural_key(one.attempt or ""))
+                )
                 return last if last.state != "uncommitted" else self._measure(ident, store, last)
         return None
 
     def _measure(self, ident: str, store: Store, last: CatalogEntry) -> CatalogEntry:
-        """An unfinished save with the bytes that it holds; in an object store, where that takes requests, once it is idle."""
+        """An unfinished save with the bytes that it holds.
+
+        In an object store, where that takes requests, once it is idle.
+        """
         before = self._seen.get(ident, _Seen()).entry
         known = None if before is None or before.attempt != last.attempt else before.stored_bytes
         if store.near or (known is None and (last.idle or 0) > _AGAIN):
@@ -230,7 +275,10 @@ class Scanner(BackgroundWork):
         return place.location.is_within(self._roots.places[ident.partition("/")[0]])
 
     def _note(self, looked: dict[str, _Seen]) -> set[str]:
-        """Put what was found into the catalogue; forget what is gone, and return the ids of that."""
+        """Put what was found into the catalogue.
+
+        Forget what is gone, and return the ids of that.
+        """
         changed: dict[str, tuple[str, CatalogEntry]] = {}
         gone: list[str] = []
         for ident, seen in looked.items():
@@ -252,13 +300,18 @@ class Scanner(BackgroundWork):
         return set(gone)
 
     def _put(self, changed: dict[str, tuple[str, CatalogEntry]]) -> list[str]:
-        """Put entries into the catalogue; return the ids of those that no row can hold, which are passed over."""
+        """Put entries into the catalogue.
+
+        Return the ids of those that no row can hold, which are passed over.
+        """
         try:
             self._catalogue.replace(changed, ())
         except (ValueError, OverflowError, TypeError) as e:
             if len(changed) > 1:
                 return [odd for ident, one in changed.items() for odd in self._put({ident: one})]
-            self._pass_over(next(iter(changed)), f"its record has values that no list can hold ({e})")
+            self._pass_over(
+                next(iter(changed)), f"its record has values that no list can hold ({e})"
+            )
             return list(changed)
         return []
 
@@ -272,7 +325,9 @@ def _bytes_below(store: Store, prefix: str, left: list[int]) -> int:
     """Bytes of the files below a directory, as far as so many directories have them."""
     left[0] -= 1
     inside = [f"{prefix}{child}" for child in store.list_children(prefix) if child.endswith("/")]
-    return sum(store.sizes(prefix).values()) + sum(_bytes_below(store, child, left) for child in inside if left[0] > 0)
+    return sum(store.sizes(prefix).values()) + sum(
+        _bytes_below(store, child, left) for child in inside if left[0] > 0
+    )
 
 
 def _is_settled(version: tuple[int, ...]) -> bool:

@@ -131,7 +131,8 @@ def serve(options: ServeOptions, started: Callable[[str], Any] = lambda _url: No
         started: called with the url when connections are accepted.
 
     Raises:
-        OptionError, UrlError, StorageError: an option is invalid, or names something that cannot be used.
+        OptionError, UrlError, StorageError: an option is invalid, or names something that cannot be
+            used.
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -178,7 +179,10 @@ def make_server(options: ServeOptions, started: Callable[[str], Any]) -> _Server
     try:
         config.load()
     except OSError as e:
-        raise OptionError(f"--ssl-certfile {options.certificate}, --ssl-keyfile {options.key}: these cannot be used for TLS ({e}).") from e
+        raise OptionError(
+            f"--ssl-certfile {options.certificate}, --ssl-keyfile {options.key}: these cannot be "
+            f"used for TLS ({e})."
+        ) from e
     if options.unix_socket is not None:
         _claim(Path(options.unix_socket))
     return _Server(config, started, service)
@@ -188,17 +192,22 @@ def _claim(path: Path) -> None:
     """Make a socket file with the mode that uvicorn then keeps.
 
     Raises:
-        OptionError: another file is there, or another server listens. StorageError: none can be made there.
+        OptionError: another file is there, or another server listens. StorageError: none can be
+            made there.
     """
     try:
         with socket.socket(socket.AF_UNIX) as one:
             socket_file = status(path)
             if (
-                socket_file is not None and stat.S_ISSOCK(socket_file.st_mode) and one.connect_ex(str(path)) != 0
+                socket_file is not None
+                and stat.S_ISSOCK(socket_file.st_mode)
+                and one.connect_ex(str(path)) != 0
             ):  # of a server that has ended
                 path.unlink()
         if exists(path):
-            raise OptionError(f"--unix-socket {path}: another server or a file is there; give another path.")
+            raise OptionError(
+                f"--unix-socket {path}: another server or a file is there; give another path."
+            )
         with socket.socket(socket.AF_UNIX) as one:
             before = os.umask(0o117)
             try:
@@ -206,7 +215,9 @@ def _claim(path: Path) -> None:
             finally:
                 os.umask(before)
     except OSError as e:
-        raise StorageError(f"--unix-socket {path}: it cannot be made ({e.strerror or e}); give another path.") from e
+        raise StorageError(
+            f"--unix-socket {path}: it cannot be made ({e.strerror or e}); give another path."
+        ) from e
 
 
 def _states(files: tuple[str, str]) -> list[tuple[int, int, int] | None]:
@@ -216,7 +227,9 @@ def _states(files: tuple[str, str]) -> list[tuple[int, int, int] | None]:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, started: Callable[[str], Any], service: Service) -> None:
+    def __init__(
+        self, config: uvicorn.Config, started: Callable[[str], Any], service: Service
+    ) -> None:
         super().__init__(config)
         self._on_start, self.service = started, service
 
@@ -225,7 +238,10 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _follow_certificate(self) -> None:
-        """Load the certificate and its key again when a file has changed; new connections get it."""
+        """Load the certificate and its key again when a file has changed.
+
+        New connections get it.
+        """
         files = str(self.config.ssl_certfile), str(self.config.ssl_keyfile)
         known = _states(files)
         while True:
@@ -237,7 +253,10 @@ class _Server(uvicorn.Server):
                 assert self.config.ssl is not None
                 self.config.ssl.load_cert_chain(*files)
             except OSError as e:
-                _log.warning("the certificate cannot be used; the one before holds", extra={"fields": {"reason": str(e)}})
+                _log.warning(
+                    "the certificate cannot be used; the one before holds",
+                    extra={"fields": {"reason": str(e)}},
+                )
             else:
                 _log.info("the certificate was loaded again", extra={"fields": {"file": files[0]}})
             known = now

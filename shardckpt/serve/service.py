@@ -35,13 +35,16 @@ class Service:
         """Open the catalogue; nothing is scanned before `start`.
 
         Raises:
-            OptionError, UrlError, StorageError: an option is invalid, or names something that cannot be used.
+            OptionError, UrlError, StorageError: an option is invalid, or names something that
+                cannot be used.
         """
         self.roots = Roots(options.roots, options.allow_base)
         self.tokens = None if options.token_file is None else Tokens(Path(options.token_file))
         self.metrics = ServeMetrics()
         self.audit = AuditLog(None if options.audit_log is None else Path(options.audit_log))
-        self._own = None if options.state is not None else Path(tempfile.mkdtemp(prefix="shardckpt-serve-"))
+        self._own = (
+            None if options.state is not None else Path(tempfile.mkdtemp(prefix="shardckpt-serve-"))
+        )
         self.catalogue = Catalogue(self._own or Path(options.state or ""))
         self.scanner = Scanner(self.roots, self.catalogue, self.metrics.note_scan)
         self.opened = OpenCheckpoints(self.roots, self.catalogue)
@@ -50,7 +53,14 @@ class Service:
         """Jobs, scrub and retention; None without a state directory."""
         if options.state is not None:
             try:
-                self.upkeep = Upkeep(Path(options.state), options, self.roots, self.catalogue, self.scanner, self.audit)
+                self.upkeep = Upkeep(
+                    Path(options.state),
+                    options,
+                    self.roots,
+                    self.catalogue,
+                    self.scanner,
+                    self.audit,
+                )
             except ShardckptError:
                 self.catalogue.close()
                 raise

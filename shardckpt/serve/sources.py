@@ -1,7 +1,8 @@
 """Bytes that are read when they are sent: ranges, validators and streaming (RFC 9110), whatever the bytes come from.
 
-A response reads one block while the one before it is sent, and has memory for a few, however slow its client is. Blocks are smaller where
-there are more responses, so that all of them together have a bounded amount.
+A response reads one block while the one before it is sent, and has memory for a few, however slow
+its client is. Blocks are smaller where there are more responses, so that all of them together have
+a bounded amount.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ _BLOCKS = ((4, 8 << 20), (16, 2 << 20), (32, 1 << 19), (1 << 30, 1 << 17))
 _READS = 6
 """Reads at a time: each may hold blocks of the view besides."""
 _WAIT_SECONDS, _SEND_SECONDS, _LEAST_RATE = 1.0, 60.0, 64 << 10
-"""Seconds that an answer waits for memory, seconds that its client may take, and least bytes per second of a large one."""
+"""Seconds that an answer waits for memory, seconds that its client may take, and least bytes per
+second of a large one."""
 _READ_SECONDS = 60.0
 """Most seconds before the first block, and between two."""
 PIECE = 1 << 18
 ABORT, STREAMED = "shardckpt.abort", "shardckpt.streamed"
-"""The extension of a request that ends its connection; the mark of the start of an answer that holds no more memory than it has taken."""
+"""The extension of a request that ends its connection; the mark of the start of an answer that
+holds no more memory than it has taken."""
 _RANGE = re.compile(r"bytes=(?:(\d{1,1000})-(\d{1,1000})?|-(\d{1,1000}))", re.ASCII)
 _CONDITIONS = (b"range", b"if-range", b"if-match", b"if-none-match")
 _streams = 0
@@ -53,7 +56,8 @@ class ByteSource:
     etag: str
     """Strong: differs for other bytes; without quotes."""
     read_into: Callable[[int, memoryview], object]
-    """Fills memory with the bytes from an offset on; called on other threads, one call at a time."""
+    """Fills memory with the bytes from an offset on; called on other threads, one call at a
+    time."""
     media_type: str = "application/octet-stream"
     headers: Mapping[str, str] = field(default_factory=dict)
     block_end: Callable[[int, int], int] | None = None
@@ -75,7 +79,9 @@ class AnswerMemory:
     def take(self, nbytes: int, seconds: float = 0.0) -> bool:
         """Take memory, once others have given back enough; return whether it was there in time."""
         with self._changed:
-            free = self._changed.wait_for(lambda: not self._held or self._held + nbytes <= self._total, seconds)
+            free = self._changed.wait_for(
+                lambda: not self._held or self._held + nbytes <= self._total, seconds
+            )
             self._held += nbytes if free else 0
             return free
 
@@ -106,20 +112,32 @@ def send_seconds(nbytes: int) -> float:
     return _SEND_SECONDS + nbytes / _LEAST_RATE
 
 
-def of_bytes(data: bytes, etag: str, media_type: str, headers: Mapping[str, str] | None = None, *, held: bool = False) -> ByteSource:
+def of_bytes(
+    data: bytes,
+    etag: str,
+    media_type: str,
+    headers: Mapping[str, str] | None = None,
+    *,
+    held: bool = False,
+) -> ByteSource:
     """Bytes in memory; `held`: nobody else holds them."""
 
     def read_into(offset: int, into: memoryview) -> None:
         into[:] = data[offset : offset + len(into)]
 
-    return ByteSource(len(data), etag, read_into, media_type, headers or {}, held=len(data) if held else 0)
+    return ByteSource(
+        len(data), etag, read_into, media_type, headers or {}, held=len(data) if held else 0
+    )
 
 
 class SourceResponse:
     """The response to a GET or HEAD request for bytes."""
 
     def __init__(self, source: ByteSource, *, sends: bool = True) -> None:
-        """Send nothing yet. What is read with one call, and will be sent, is read here, on the thread that calls."""
+        """Send nothing yet.
+
+        What is read with one call, and will be sent, is read here, on the thread that calls.
+        """
         self._source = source
         self._data: memoryview | None = None
         reads = source.whole and sends and source.size > 0
@@ -144,7 +162,9 @@ class SourceResponse:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         source = self._source
-        asked = {name: value.decode("latin-1") for name, value in scope["headers"] if name in _CONDITIONS}
+        asked = {
+            name: value.decode("latin-1") for name, value in scope["headers"] if name in _CONDITIONS
+        }
         headers = {
             "etag": f'"{source.etag}"',
             "content-type": source.media_type,
@@ -153,7 +173,12 @@ class SourceResponse:
             **source.headers,
         }
         if b"if-match" in asked and not _matches(asked[b"if-match"], source.etag, strongly=True):
-            refused = problem(412, "changed", "the file differs from that of If-Match; start again without it.", {"ETag": headers["etag"]})
+            refused = problem(
+                412,
+                "changed",
+                "the file differs from that of If-Match; start again without it.",
+                {"ETag": headers["etag"]},
+            )
             await refused(scope, receive, send)
             return
         if b"if-none-match" in asked and _matches(asked[b"if-none-match"], source.etag):
@@ -162,10 +187,19 @@ class SourceResponse:
             return
         status, begin, end = 200, 0, source.size
         condition = asked.get(b"if-range")
-        if b"range" in asked and not source.whole and (condition is None or condition == headers["etag"]):
+        if (
+            b"range" in asked
+            and not source.whole
+            and (condition is None or condition == headers["etag"])
+        ):
             span = _span(asked[b"range"], source.size)
             if span == (0, 0):
-                refused = problem(416, "range", f"there are {source.size} bytes.", {"Content-Range": f"bytes */{source.size}"})
+                refused = problem(
+                    416,
+                    "range",
+                    f"there are {source.size} bytes.",
+                    {"Content-Range": f"bytes */{source.size}"},
+                )
                 await refused(scope, receive, send)
                 return
             if span is not None:
@@ -179,8 +213,16 @@ class SourceResponse:
         if self._data is not None:
             async with asyncio.timeout(send_seconds(end)):
                 await _start(send, status, headers)
-                for at in range(0, end, PIECE):  # each waits until the client has read those before it
-                    await send({"type": "http.response.body", "body": self._data[at : at + PIECE], "more_body": at + PIECE < end})
+                for at in range(
+                    0, end, PIECE
+                ):  # each waits until the client has read those before it
+                    await send(
+                        {
+                            "type": "http.response.body",
+                            "body": self._data[at : at + PIECE],
+                            "more_body": at + PIECE < end,
+                        }
+                    )
             return
         gone = asyncio.create_task(until_gone(receive))
         try:
@@ -188,7 +230,15 @@ class SourceResponse:
         finally:
             gone.cancel()
 
-    async def _stream(self, send: Send, gone: asyncio.Task[None], status: int, headers: Mapping[str, str], begin: int, end: int) -> None:
+    async def _stream(
+        self,
+        send: Send,
+        gone: asyncio.Task[None],
+        status: int,
+        headers: Mapping[str, str],
+        begin: int,
+        end: int,
+    ) -> None:
         global _streams  # noqa: PLW0603  (of this process)
         _streams += 1
         reader = _Reader(self._source, end)
@@ -197,7 +247,9 @@ class SourceResponse:
             try:
                 data = await reader.read(begin)  # its errors come before the status is sent
             except TimeoutError:
-                raise HTTPException(503, "the storage does not answer in time; try again.", {"Retry-After": "5"}) from None
+                raise HTTPException(
+                    503, "the storage does not answer in time; try again.", {"Retry-After": "5"}
+                ) from None
             await _start(send, status, headers)
             at = begin
             while not gone.done():
@@ -220,7 +272,8 @@ class _Reader:
     def __init__(self, source: ByteSource, end: int) -> None:
         self._source, self._end = source, end
         self._buffers: list[tuple[NDArray[np.uint8], ref[NDArray[np.uint8]]]] = []
-        """Each with the part that was lent last: while that lives, the transport may still be sending it."""
+        """Each with the part that was lent last: while that lives, the transport may still be
+        sending it."""
 
     async def read(self, begin: int) -> memoryview:
         """The block from an offset on."""
@@ -231,7 +284,11 @@ class _Reader:
         part = self._part(stop - begin, most, last=stop == self._end)
         async with asyncio.timeout(_READ_SECONDS):
             await to_thread.run_sync(
-                self._source.read_into, begin, part, limiter=of_loop(_limit, lambda: CapacityLimiter(_READS)), abandon_on_cancel=True
+                self._source.read_into,
+                begin,
+                part,
+                limiter=of_loop(_limit, lambda: CapacityLimiter(_READS)),
+                abandon_on_cancel=True,
             )
         return part
 
@@ -257,18 +314,25 @@ async def until_gone(receive: Receive) -> None:
 
 
 async def _start(send: Send, status: int, headers: Mapping[str, str]) -> None:
-    raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    raw = [
+        (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()
+    ]
     await send({"type": "http.response.start", "status": status, "headers": raw, STREAMED: True})
 
 
 def _matches(condition: str, etag: str, *, strongly: bool = False) -> bool:
     """Whether If-Match or If-None-Match names the tag; strongly: a weak tag is another one."""
-    tags = (one.strip() if strongly else one.strip().removeprefix("W/") for one in condition.split(","))
+    tags = (
+        one.strip() if strongly else one.strip().removeprefix("W/") for one in condition.split(",")
+    )
     return condition.strip() == "*" or f'"{etag}"' in tags
 
 
 def _span(text: str, size: int) -> tuple[int, int] | None:
-    """The half-open range that a header asks for; (0, 0): there is none of it; None: a form that is ignored, as several ranges are."""
+    """The half-open range that a header asks for; (0, 0): there is none of it.
+
+    None: a form that is ignored, as several ranges are.
+    """
     match = _RANGE.fullmatch(text.strip())
     if match is None:
         return None

@@ -28,7 +28,15 @@ from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.jobs.rows import STATES
 from shardckpt.serve.openapi import Parameter
 from shardckpt.serve.pages.actions import actions_section, import_form, reshard_section
-from shardckpt.serve.pages.checkpoint import checkpoint_page, diff_page, found_names, plan_form, tensor_page, tree, unreadable_page
+from shardckpt.serve.pages.checkpoint import (
+    checkpoint_page,
+    diff_page,
+    found_names,
+    plan_form,
+    tensor_page,
+    tree,
+    unreadable_page,
+)
 from shardckpt.serve.pages.frame import STATIC, Viewer, crumbs, frame
 from shardckpt.serve.pages.health import health_page, verification_section
 from shardckpt.serve.pages.jobs import job_page, jobs_page, jobs_table
@@ -52,7 +60,11 @@ _Page: TypeAlias = "Callable[[Service, Request, Viewer], str]"
 _PAGE_RUNS, _PAGE_STEPS, _PAGE_JOBS = 200, 500, 100
 _CURVE_STEPS = 30
 _FEW_JOBS, _MOST_VERIFICATIONS = 10, 20
-_TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
+_TYPES = {
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
 
 
 def routes(service: Service) -> list[Route]:
@@ -83,10 +95,24 @@ def routes(service: Service) -> list[Route]:
 
 async def _render(page: _Page, service: Service, request: Request) -> Response:
     try:
-        return html(await on_thread(page, service, request, viewer_of(service, request), long=page in (_tensor, _diff, _plan)))
+        return html(
+            await on_thread(
+                page,
+                service,
+                request,
+                viewer_of(service, request),
+                long=page in (_tensor, _diff, _plan),
+            )
+        )
     except (ShardckptError, HTTPException) as e:
-        decided = isinstance(e, HTTPException) and e.status_code != 404  # then no storage is asked: perhaps no thread is free
-        return refused(service, request, e) if decided else await on_thread(refused, service, request, e)
+        decided = (
+            isinstance(e, HTTPException) and e.status_code != 404
+        )  # then no storage is asked: perhaps no thread is free
+        return (
+            refused(service, request, e)
+            if decided
+            else await on_thread(refused, service, request, e)
+        )
 
 
 def _text(request: Request, name: str) -> str | None:
@@ -94,7 +120,10 @@ def _text(request: Request, name: str) -> str | None:
 
 
 def _url(request: Request) -> str:
-    """The url by which a browser has reached the service, for commands on a page; nothing is decided by it."""
+    """The url by which a browser has reached the service, for commands on a page.
+
+    Nothing is decided by it.
+    """
     return f"{request.scope['scheme']}://{request.headers.get('host', '')}{PREFIX.get()}"
 
 
@@ -119,7 +148,10 @@ def _run(service: Service, request: Request, viewer: Viewer) -> str:
     sums = service.catalogue.sums(run)
     if not sums["checkpoints"]:
         raise NotFoundError(f"{run}: there is no such run.")
-    asked = {name: _text(request, name) for name in ("text", "step", "tag", "metric", "since", "until", "larger", "sort")}
+    asked = {
+        name: _text(request, name)
+        for name in ("text", "step", "tag", "metric", "since", "until", "larger", "sort")
+    }
     doc = api.checkpoints(
         service,
         run=run,
@@ -131,8 +163,13 @@ def _run(service: Service, request: Request, viewer: Viewer) -> str:
     )
     recent = service.catalogue.recent(run, COMMITS)
     state = run_state(recent, ended=run in service.scanner.ended)
-    newest = service.catalogue.checkpoints(CheckpointQuery(run=run, state="committed", descending=True, limit=MOST_SHOWN))[0]
-    sections = [versions_section(newest, began(service, newest), readers(service, run)), *_retention(service, run, viewer)]
+    newest = service.catalogue.checkpoints(
+        CheckpointQuery(run=run, state="committed", descending=True, limit=MOST_SHOWN)
+    )[0]
+    sections = [
+        versions_section(newest, began(service, newest), readers(service, run)),
+        *_retention(service, run, viewer),
+    ]
     return run_page(run, doc["checkpoints"], sums, doc["next"], asked, state, viewer, sections)
 
 
@@ -146,8 +183,18 @@ def _retention(service: Service, run: str, viewer: Viewer) -> list[Html | None]:
     looked = service.upkeep.journal.jobs(state="done", operation="retain", subject=run, limit=1)
     last = next((one for one in looked if one.result is not None), None)
     end = None if mark is None else {"by": mark.by, "when": mark.when}
-    ruled = service.upkeep.keeper is not None and service.upkeep.keeper.rules.rule_for(run) is not None
-    return [retention_section(run, end, None if last is None else endpoints.job_json(service, last), viewer, ruled=ruled)]
+    ruled = (
+        service.upkeep.keeper is not None and service.upkeep.keeper.rules.rule_for(run) is not None
+    )
+    return [
+        retention_section(
+            run,
+            end,
+            None if last is None else endpoints.job_json(service, last),
+            viewer,
+            ruled=ruled,
+        )
+    ]
 
 
 def _storage(service: Service, _request: Request, viewer: Viewer) -> str:
@@ -156,7 +203,12 @@ def _storage(service: Service, _request: Request, viewer: Viewer) -> str:
         looked = service.upkeep.journal.jobs(state="done", operation="retain", limit=MOST_ROWS)
         latest = {job.subject: job.result or {} for job in reversed(looked)}
         freed = {run: result["bytes"] for run, result in latest.items() if result.get("dry")}
-    return storage_page(service.catalogue.runs(limit=MOST_ROWS, sort="size", descending=True)[0], service.catalogue.sums(), freed, viewer)
+    return storage_page(
+        service.catalogue.runs(limit=MOST_ROWS, sort="size", descending=True)[0],
+        service.catalogue.sums(),
+        freed,
+        viewer,
+    )
 
 
 def _checkpoint(service: Service, request: Request, viewer: Viewer) -> str:
@@ -170,33 +222,79 @@ def _checkpoint(service: Service, request: Request, viewer: Viewer) -> str:
         sections = _upkeep_sections(service, ident, "", entry or {}, viewer)
         return unreadable_page(ident, service.roots.without_places(str(e)), viewer, sections)
     top = find_node(opened.checkpoint, _text(request, "under"))
-    sections = [] if top.name else _upkeep_sections(service, ident, opened.attempt, entry or {}, viewer)
+    sections = (
+        [] if top.name else _upkeep_sections(service, ident, opened.attempt, entry or {}, viewer)
+    )
     text = _text(request, "text")
     draw = partial(found_names, text=text) if text else tree
     make = partial(draw, ident, opened.checkpoint, top)
-    names = make() if text or top.name else opened.part(("tree", PREFIX.get()), make)  # of many names it takes long
-    return checkpoint_page(ident, opened.checkpoint, top, entry, text, names, viewer, sections, _url(request))
+    names = (
+        make() if text or top.name else opened.part(("tree", PREFIX.get()), make)
+    )  # of many names it takes long
+    return checkpoint_page(
+        ident, opened.checkpoint, top, entry, text, names, viewer, sections, _url(request)
+    )
 
 
-def _upkeep_sections(service: Service, ident: str, attempt: str, entry: dict[str, Any], viewer: Viewer) -> list[Html | None]:
+def _upkeep_sections(
+    service: Service, ident: str, attempt: str, entry: dict[str, Any], viewer: Viewer
+) -> list[Html | None]:
     """The parts of a checkpoint's page about verifications, jobs, and what a viewer may do."""
     if service.upkeep is None:
         return []
     journal = service.upkeep.journal
     history = verifications(service, ident, limit=_MOST_VERIFICATIONS)
-    about = [endpoints.job_json(service, one) for one in journal.jobs(subject=ident, limit=_FEW_JOBS)]
-    listed = jobs_table(about, _checkpoints_among(service, about), "jobs") if about else el("p", "There was no job about it.")
-    everything = el("p", el("a", "All jobs about it", href=f"/ui/jobs?{urlencode({'subject': ident}, errors='surrogatepass')}"))
+    about = [
+        endpoints.job_json(service, one) for one in journal.jobs(subject=ident, limit=_FEW_JOBS)
+    ]
+    listed = (
+        jobs_table(about, _checkpoints_among(service, about), "jobs")
+        if about
+        else el("p", "There was no job about it.")
+    )
+    everything = el(
+        "p",
+        el(
+            "a",
+            "All jobs about it",
+            href=f"/ui/jobs?{urlencode({'subject': ident}, errors='surrogatepass')}",
+        ),
+    )
     jobs = section("Jobs", listed, everything if len(about) == _FEW_JOBS else None)
-    return [verification_section(ident, attempt, history, viewer), jobs, actions_section(ident, attempt, entry, viewer)]
+    return [
+        verification_section(ident, attempt, history, viewer),
+        jobs,
+        actions_section(ident, attempt, entry, viewer),
+    ]
 
 
 def _jobs(service: Service, request: Request, viewer: Viewer) -> str:
     given = {name: _text(request, name) for name in ("state", "subject", "before")}
-    asked = {one.name: one.parse([text]) for one in endpoints.ENDPOINTS[0].parameters if (text := given.get(one.name)) is not None}
-    doc = endpoints.jobs(service, **{"state": None, "operation": None, "subject": None, "before": None, "limit": _PAGE_JOBS, **asked})
+    asked = {
+        one.name: one.parse([text])
+        for one in endpoints.ENDPOINTS[0].parameters
+        if (text := given.get(one.name)) is not None
+    }
+    doc = endpoints.jobs(
+        service,
+        **{
+            "state": None,
+            "operation": None,
+            "subject": None,
+            "before": None,
+            "limit": _PAGE_JOBS,
+            **asked,
+        },
+    )
     chosen = {"state": given["state"], "subject": given["subject"]}
-    return jobs_page(doc, _checkpoints_among(service, doc["jobs"]), chosen, STATES, import_form(PRESETS, viewer), viewer)
+    return jobs_page(
+        doc,
+        _checkpoints_among(service, doc["jobs"]),
+        chosen,
+        STATES,
+        import_form(PRESETS, viewer),
+        viewer,
+    )
 
 
 def _job(service: Service, request: Request, viewer: Viewer) -> str:
@@ -214,7 +312,9 @@ def _health(service: Service, _request: Request, viewer: Viewer) -> str:
 
 def _checkpoints_among(service: Service, docs: Sequence[dict[str, Any]]) -> set[str]:
     """The ids of those places of jobs that are checkpoints."""
-    places = {one[name] for one in docs for name in ("subject", "destination") if one[name] is not None}
+    places = {
+        one[name] for one in docs for name in ("subject", "destination") if one[name] is not None
+    }
     return {one["id"] for one in service.catalogue.find(sorted(places))}
 
 
@@ -224,13 +324,25 @@ def _tensor(service: Service, request: Request, viewer: Viewer) -> str:
     if name is None:
         raise NamesMismatchError(f"{ident}: name= is missing.")
     ckpt = service.opened.get(ident).checkpoint
-    values = json.loads(api.statistics(service, ident, name, budget=16 << 20)) if _text(request, "values") else None
+    values = (
+        json.loads(api.statistics(service, ident, name, budget=16 << 20))
+        if _text(request, "values")
+        else None
+    )
     return tensor_page(ident, ckpt, name, api.device_boxes(ckpt, name), values, viewer)
 
 
 def _diff(service: Service, request: Request, viewer: Viewer) -> str:
-    a, b, structure = _text(request, "a"), _text(request, "b"), _text(request, "structure") == "true"
-    doc = json.loads(api.diff(service, a=a, b=b, values=not structure, layouts=False)) if a and b else None
+    a, b, structure = (
+        _text(request, "a"),
+        _text(request, "b"),
+        _text(request, "structure") == "true",
+    )
+    doc = (
+        json.loads(api.diff(service, a=a, b=b, values=not structure, layouts=False))
+        if a and b
+        else None
+    )
     return diff_page(a, b, doc, structure=structure, viewer=viewer)
 
 
@@ -241,16 +353,31 @@ def _plan(service: Service, request: Request, viewer: Viewer) -> str:
     asked["rule"] = (_text(request, "rule") or "").split() or None
     per_host = _text(request, "devices_per_host")
     if per_host is not None:
-        asked["devices_per_host"] = next(one for one in api.PLAN if one.name == "devices_per_host").parse([per_host])
+        asked["devices_per_host"] = next(
+            one for one in api.PLAN if one.name == "devices_per_host"
+        ).parse([per_host])
     form = section("Reshard", plan_form(ident, asked))
     try:
         parts = json.loads(service.calculations.run("_plan_page", ident, **asked))
     except ShardckptError as e:
         notice = el("p", service.roots.without_places(text_of(e)), class_="bad", role="alert")
-        return frame("Plan", crumbs(ident, checkpoint=True), el("main", el("h1", "Reshard plan"), notice, form, id="main"), viewer=viewer)
+        return frame(
+            "Plan",
+            crumbs(ident, checkpoint=True),
+            el("main", el("h1", "Reshard plan"), notice, form, id="main"),
+            viewer=viewer,
+        )
     header, main, footer, flow = map(Html, parts)
     start = reshard_section(ident, asked, viewer)
-    shown = (crumbs(ident, checkpoint=True), header, form, el("div", main, id="main"), start, footer, flow)
+    shown = (
+        crumbs(ident, checkpoint=True),
+        header,
+        form,
+        el("div", main, id="main"),
+        start,
+        footer,
+        flow,
+    )
     return frame("Plan", *shown, here="/ui/runs", viewer=viewer, script="plan.js")
 
 
@@ -258,7 +385,12 @@ async def _static(request: Request) -> Response:
     name = request.path_params["name"]
     if name not in STATIC:
         raise HTTPException(404, "there is no such file.")
-    return Response(_file(name), 200, {"Cache-Control": "public, max-age=86400"}, _TYPES[name.rpartition(".")[2]])
+    return Response(
+        _file(name),
+        200,
+        {"Cache-Control": "public, max-age=86400"},
+        _TYPES[name.rpartition(".")[2]],
+    )
 
 
 @cache

@@ -1,7 +1,8 @@
 """Roots that have vanished, as a disk that is not mounted any more.
 
-The first job that writes to a root leaves a small file there, the marker. The journal remembers the places that had a marker or
-checkpoints. A root has vanished if its marker is gone, or if it never had one and all of its checkpoints are gone at once.
+The first job that writes to a root leaves a small file there, the marker. The journal remembers the
+places that had a marker or checkpoints. A root has vanished if its marker is gone, or if it never
+had one and all of its checkpoints are gone at once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("shardckpt.serve")
 MARKER = "shardckpt-root"
-_CONTENT = b"shardckpt serve writes below this directory. Without this file the service takes the directory for one that has vanished.\n"
+_CONTENT = (
+    b"shardckpt serve writes below this directory. Without this file the service takes the "
+    b"directory for one that has vanished.\n"
+)
 _RETRY = {"Retry-After": "30"}
 _LOOKS = 16
 """Most checkpoints that are looked for before the first write to a root."""
@@ -37,7 +41,8 @@ class RootWatch:
         self._roots, self._catalogue = roots, catalogue
         self._journal: Journal | None = None
         self._marked: dict[str, bool] = {}
-        """By place: whether it had a marker; places that had neither a marker nor checkpoints are not there."""
+        """By place: whether it had a marker; places that had neither a marker nor checkpoints are
+        not there."""
         self.vanished: dict[str, str] = {}
         """Reason by the root's name."""
 
@@ -68,8 +73,15 @@ class RootWatch:
             return None
         if known is None:
             return None
-        gone = f"the file {MARKER} in it is gone" if known else "all of its checkpoints are gone at once"
-        reason = f"it has vanished: {gone}. Mount it again, or make the file {MARKER} in it if it is to be empty."
+        gone = (
+            f"the file {MARKER} in it is gone"
+            if known
+            else "all of its checkpoints are gone at once"
+        )
+        reason = (
+            f"it has vanished: {gone}. Mount it again, or make the file {MARKER} in it if it is "
+            "to be empty."
+        )
         if name not in self.vanished:
             self.vanished[name] = reason
             _log.error("root vanished", extra={"fields": {"root": name, "reason": reason}})
@@ -78,7 +90,9 @@ class RootWatch:
         return reason
 
     def prepare(self, name: str, *, writes: bool) -> None:
-        """Check that a root has not vanished before a job uses it; leave the marker before the first write.
+        """Check that a root has not vanished before a job uses it.
+
+        Leave the marker before the first write.
 
         Raises:
             StorageError: it has vanished, or cannot be written.
@@ -86,8 +100,12 @@ class RootWatch:
         place = self._roots.places[name]
         known, store = self._marked.get(str(place)), Store.open(place)
         if self._is_gone(name):
-            raise StorageError(f"root {name}: it has vanished; nothing is read or written there. Mount it again.")
-        if writes and not known and not store.exists(RECORD):  # a root that is a checkpoint has no room for other files
+            raise StorageError(
+                f"root {name}: it has vanished; nothing is read or written there. Mount it again."
+            )
+        if (
+            writes and not known and not store.exists(RECORD)
+        ):  # a root that is a checkpoint has no room for other files
             store.create(MARKER, _CONTENT)
             self._remember(str(place), marked=True)
 
@@ -99,11 +117,20 @@ class RootWatch:
         """
         for name in sorted({one.partition("/")[0] for one in idents} & self._roots.places.keys()):
             if may_read(name) and self._is_gone(name):
-                raise HTTPException(503, f"root {name} has vanished, as a disk that is not mounted; ask again later.", _RETRY)
+                raise HTTPException(
+                    503,
+                    f"root {name} has vanished, as a disk that is not mounted; ask again later.",
+                    _RETRY,
+                )
 
     def _is_gone(self, name: str) -> bool:
-        known, store = self._marked.get(str(self._roots.places[name])), Store.open(self._roots.places[name])
-        return name in self.vanished or (not store.exists(MARKER) and (known or (known is False and self._none_left(name))))
+        known, store = (
+            self._marked.get(str(self._roots.places[name])),
+            Store.open(self._roots.places[name]),
+        )
+        return name in self.vanished or (
+            not store.exists(MARKER) and (known or (known is False and self._none_left(name)))
+        )
 
     def _none_left(self, name: str) -> bool:
         idents = sorted(self._catalogue.idents(name))[:_LOOKS]

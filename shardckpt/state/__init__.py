@@ -1,21 +1,25 @@
 """A state of nested containers as named tensors and one JSON document, and back.
 
-Everything here is pure and independent of any framework: the caller decides which leaves are tensors.
+Everything here is pure and independent of any framework: the caller decides which leaves are
+tensors.
 
 1. `flatten` walks a state once and returns its tensors by name, in order, and the tree document.
-2. `union` merges the documents of several processes: the merged state has every part that any process has.
+2. `union` merges the documents of several processes: the merged state has every part that any
+   process has.
 3. `unflatten` rebuilds a state from tensors and a document, as plain dicts, lists and tuples.
 4. `select` makes the document of a part of the state.
-5. `match` compares a `like` with a document, before anything is read: it pairs both by typed key path, determines which
-   stored tensor goes into which leaf, and then builds `like`'s own containers around the values that were read.
+5. `match` compares a `like` with a document, before anything is read: it pairs both by typed key
+   path, determines which stored tensor goes into which leaf, and then builds `like`'s own
+   containers around the values that were read.
 
-The tree document is strict JSON, of a size in proportion to the number of leaves. Equal states have equal documents,
-byte for byte (`json.dumps(tree, separators=(",", ":"), allow_nan=False)`, keys unsorted: their order is the dict's).
+The tree document is strict JSON, of a size in proportion to the number of leaves. Equal states have
+equal documents, byte for byte (`json.dumps(tree, separators=(",", ":"), allow_nan=False)`, keys
+unsorted: their order is the dict's).
 
     node      = leaf | tensor | [node, …] | {"$tuple": [node, …]} | dict
-              | {"$per_process": null}                 every process has its own value, which is stored elsewhere
+              | {"$per_process": null}                 a value per process, stored elsewhere
     tensor    = "$tensor"
-              | {"$tensor": meaning}                   its elements mean something to a framework: "jax.key:threefry2x32"
+              | {"$tensor": meaning}                   a framework's, as "jax.key:threefry2x32"
               | {"$tied": name}                        another name of the tensor `name`
     dict      = {text: node, …}                        all keys are str without surrogates
               | {"$dict": [[key, node], …]}            any other keys
@@ -25,9 +29,9 @@ byte for byte (`json.dumps(tree, separators=(",", ":"), allow_nan=False)`, keys 
     text      = a str; if it begins with "$", it is written with another "$" in front
     meaning   = a str of 1 to 256 printable characters
 
-A tensor's name is not written: it follows from the position of its node (`shardckpt.state.names`). The name in `$tied` is always
-the name of a tensor node. `flatten` stores a tied tensor under its first name; after a `union` the tensor node may come later. A node is
-nested in at most 200 others.
+A tensor's name is not written: it follows from the position of its node (`shardckpt.state.names`).
+The name in `$tied` is always the name of a tensor node. `flatten` stores a tied tensor under its
+first name; after a `union` the tensor node may come later. A node is nested in at most 200 others.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Tensors that are made of other tensors: quantized data and their scales, and other subclasses of a framework's tensor.
 
-A composite tensor is stored as its parts, which are ordinary tensors under its name, and a context: plain data that describes it
-completely otherwise (block sizes, dtypes, the kind of rounding). It is restored into a tensor of the same class in `like`, or made
-by a class in the register of this module. A class is never looked up by a name in a checkpoint in any other manner. Without `like`
-the parts come back in a dict.
+A composite tensor is stored as its parts, which are ordinary tensors under its name, and a context:
+plain data that describes it completely otherwise (block sizes, dtypes, the kind of rounding). It is
+restored into a tensor of the same class in `like`, or made by a class in the register of this
+module. A class is never looked up by a name in a checkpoint in any other manner. Without `like` the
+parts come back in a dict.
 
-A context may have members of enumerations, dataclasses and named tuples. They are stored as text and dicts, for comparison: the
-context of the tensor in `like` must be equal, and is the one that stays.
+A context may have members of enumerations, dataclasses and named tuples. They are stored as text
+and dicts, for comparison: the context of the tensor in `like` must be equal, and is the one that
+stays.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class CompositeTensor:
     parts: Mapping[str, Any]
     """Its tensors, by name; a part may be composite, too."""
     rebuild: Callable[[Sequence[Any]], Any]
-    """Makes a tensor of the same class from new parts; returns the tensor itself for its own parts."""
+    """Makes a tensor of the same class from new parts; returns the tensor itself for its own
+    parts."""
 
 
 # --- the register
@@ -76,24 +79,35 @@ def register_tensor(
 ) -> None:
     """Let tensors of exactly this class be stored as parts, and be made from them where `like` has none.
 
-    Classes with `__tensor_flatten__` are stored without a registration, and restored into tensors of the same class.
+    Classes with `__tensor_flatten__` are stored without a registration, and restored into tensors
+    of the same class.
 
     Args:
         type: a subclass of a framework's tensor.
-        name: name of the class in checkpoints, e.g. `"mypackage.Int4"`. A program that restores must register the same name.
-        split: returns the parts of a tensor by name, and its context: small leaves in dicts, lists and tuples. The parts must be
-            the tensor's own memory, because a restore fills them in place.
-        make: returns a tensor of parts, context and shape. The context may come from a checkpoint of another author.
-        shared: names of parts that all shards of a sharded tensor have alike, such as lookup tables.
+        name: name of the class in checkpoints, e.g. `"mypackage.Int4"`. A program that restores
+            must register the same name.
+        split: returns the parts of a tensor by name, and its context: small leaves in dicts, lists
+            and tuples. The parts must be the tensor's own memory, because a restore fills them in
+            place.
+        make: returns a tensor of parts, context and shape. The context may come from a checkpoint
+            of another author.
+        shared: names of parts that all shards of a sharded tensor have alike, such as lookup
+            tables.
 
     Raises:
         OptionError: the name belongs to another class, or is empty.
     """
     if not isinstance(name, str) or not name or not name.isprintable() or len(name) > _LONGEST_NAME:
         raise OptionError(
-            f"register_tensor({type.__qualname__}): name= takes 1 to {_LONGEST_NAME} printable characters, not {name!r:.300}."
+            f"register_tensor({type.__qualname__}): name= takes 1 to {_LONGEST_NAME} printable "
+            f"characters, not {name!r:.300}."
         )
-    leaves.register(TensorType(type, name, split, make, frozenset(shared)), _BY_TYPE, _BY_NAME, "register_tensor")
+    leaves.register(
+        TensorType(type, name, split, make, frozenset(shared)),
+        _BY_TYPE,
+        _BY_NAME,
+        "register_tensor",
+    )
 
 
 _LONGEST_NAME = 256
@@ -112,13 +126,16 @@ def tensor_type_named(name: str) -> TensorType | None:
 # --- contexts
 
 
-def plain_context(context: object, where: str, *, local: Sequence[int] = (), shape: Sequence[int] = ()) -> Any:
+def plain_context(
+    context: object, where: str, *, local: Sequence[int] = (), shape: Sequence[int] = ()
+) -> Any:
     """A context as plain data that can be compared, and decoded if it was plain data before.
 
     Args:
         context: the context.
         where: the tensor's name, for messages.
-        local: shape of the shard that has the context. A shape in the context that is equal to it is written as `shape`.
+        local: shape of the shard that has the context. A shape in the context that is equal to it
+            is written as `shape`.
         shape: shape of the complete tensor.
 
     Raises:
@@ -127,7 +144,9 @@ def plain_context(context: object, where: str, *, local: Sequence[int] = (), sha
     return _plain(context, where, tuple(local), tuple(shape), "the context")
 
 
-def _plain(value: Any, where: str, local: tuple[int, ...], shape: tuple[int, ...], path: str) -> Any:
+def _plain(
+    value: Any, where: str, local: tuple[int, ...], shape: tuple[int, ...], path: str
+) -> Any:
     """A part of a context, of small leaves, dicts, lists and tuples."""
     kind, of_torch = type(value), type(value).__module__.startswith("torch")
     fields = _fields(value)
@@ -143,15 +162,23 @@ def _plain(value: Any, where: str, local: tuple[int, ...], shape: tuple[int, ...
     elif leaves.is_small(value):
         plain = value
     elif fields is not None:
-        plain = {"class": kind.__qualname__, **{key: _plain(of, where, local, shape, f"{path}.{key}") for key, of in fields.items()}}
+        plain = {
+            "class": kind.__qualname__,
+            **{key: _plain(of, where, local, shape, f"{path}.{key}") for key, of in fields.items()},
+        }
     elif kind in (list, tuple):
-        plain = kind([_plain(of, where, local, shape, f"{path}[{i}]") for i, of in enumerate(value)])
+        plain = kind(
+            [_plain(of, where, local, shape, f"{path}[{i}]") for i, of in enumerate(value)]
+        )
     elif isinstance(value, dict) and all(isinstance(key, str | int | None) for key in value):
-        plain = {key: _plain(of, where, local, shape, f"{path}[{key!r}]") for key, of in value.items()}
+        plain = {
+            key: _plain(of, where, local, shape, f"{path}[{key!r}]") for key, of in value.items()
+        }
     else:
         raise LeafError(
-            f"{shown(where)}: {path} of this composite tensor is a {kind.__module__}.{kind.__qualname__}, which is not plain data; call "
-            f"shardckpt.register_tensor for the tensor's class, with a context of small leaves."
+            f"{shown(where)}: {path} of this composite tensor is a "
+            f"{kind.__module__}.{kind.__qualname__}, which is not plain data; call "
+            "shardckpt.register_tensor for the tensor's class, with a context of small leaves."
         )
     return plain
 
@@ -160,11 +187,18 @@ def _fields(value: Any) -> dict[str, Any] | None:
     """The fields of a dataclass or a named tuple; None for anything else."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return dict(zip(value._fields, value, strict=True)) if isinstance(value, tuple) and hasattr(value, "_fields") else None
+    return (
+        dict(zip(value._fields, value, strict=True))
+        if isinstance(value, tuple) and hasattr(value, "_fields")
+        else None
+    )
 
 
 def same_document(one: JSON, other: JSON) -> bool:
-    """Whether two documents are equal, whatever the order of keys; 1, 1.0 and true are three values."""
+    """Whether two documents are equal, whatever the order of keys.
+
+    1, 1.0 and true are three values.
+    """
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 

@@ -1,8 +1,8 @@
 """The tree document of a state as nodes: parsing it, with all checks, and writing it.
 
-`parse` checks the complete document and turns it into nodes, with names; all other functions walk the nodes. It limits the
-depth, checks the type of every part, and refuses two equal keys in a dict and a tied tensor whose stored name is not a tensor.
-`write` is its inverse.
+`parse` checks the complete document and turns it into nodes, with names; all other functions walk
+the nodes. It limits the depth, checks the type of every part, and refuses two equal keys in a dict
+and a tied tensor whose stored name is not a tensor. `write` is its inverse.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ MAX_DEPTH = 200
 """Most containers around a leaf: more is a mistake, or an attack on the reader's stack."""
 
 Meaning = Callable[[object], str | EllipsisType | None]
-"""Returns the meaning of a tensor leaf's elements to its framework: None for plain numbers, `...` for a leaf that does not say."""
+"""Returns the meaning of a tensor leaf's elements to its framework: None for plain numbers, `...`
+for a leaf that does not say."""
 
 
 @record
@@ -93,11 +94,13 @@ class Composite:
     """Description of a tensor that is made of other tensors, such as quantized data and their scales."""
 
     type_name: str
-    """The name of its class. It is compared and shown; a class is never looked up by it, except among registered ones."""
+    """The name of its class. It is compared and shown; a class is never looked up by it, except
+    among registered ones."""
     shape: tuple[int, ...]
     """Shape of the complete tensor."""
     context: Node
-    """Everything except the tensors: small leaves in dicts, lists and tuples; every node in it has the tensor's own name."""
+    """Everything except the tensors: small leaves in dicts, lists and tuples; every node in it has
+    the tensor's own name."""
 
 
 @record
@@ -113,17 +116,19 @@ class Branch:
     children: Sequence[Node]
     """In order."""
     composite: Composite | None = None
-    """Set if the container has the parts of one tensor, by the names of its attributes; the form is dict."""
+    """Set if the container has the parts of one tensor, by the names of its attributes; the form is
+    dict."""
     local: bool = False
     """Whether the children belong to the processes with the numbers in `keys`; the form is dict."""
 
 
 Node = Tensor | Tied | Small | Custom | Owned | Branch
 Tree: TypeAlias = "JSON | Node"
-"""A tree document, or its nodes as `parse` returns them, so that several queries need only one parse."""
+"""A tree document, or its nodes as `parse` returns them, so that several queries need only one
+parse."""
 
 
-# --- parsing --------------------------------------------------------------------------------------------------------
+# --- parsing --------------------------------------------------------------------------------------
 
 
 def parse(tree: Tree, root: str = "") -> Node:
@@ -145,7 +150,8 @@ def parse(tree: Tree, root: str = "") -> Node:
     for tied in parser.tied:
         if tied.stored not in parser.tensors:
             raise FormatError(
-                f"{shown(tied.name)} is tied to {tied.stored[:200]!r}, which is not a tensor; the checkpoint's record is damaged."
+                f"{shown(tied.name)} is tied to {tied.stored[:200]!r}, which is not a tensor; the "
+                "checkpoint's record is damaged."
             )
     return node
 
@@ -170,7 +176,9 @@ class _Parser:
             tag = next(iter(node), None) if len(node) == 1 else None
             if isinstance(tag, str) and tag.startswith("$") and not tag.startswith("$$"):
                 return self.tagged(tag, node[tag], node, name, depth)
-            return self.branch("dict", [_text(key, name) for key in node], list(node.values()), name, depth)
+            return self.branch(
+                "dict", [_text(key, name) for key in node], list(node.values()), name, depth
+            )
         if node == "$tensor" and not self.in_leaf:
             self.tensors.add(name)
             return Tensor(name)
@@ -192,7 +200,9 @@ class _Parser:
         if isinstance(content, list):
             if tag == "$tuple":
                 return self.branch("tuple", range(len(content)), content, name, depth)
-            if tag == "$dict" and all(isinstance(pair, list) and len(pair) == 2 for pair in content):
+            if tag == "$dict" and all(
+                isinstance(pair, list) and len(pair) == 2 for pair in content
+            ):
                 keys = [_key(pair[0], name) for pair in content]  # type: ignore[index]
                 return self.branch("dict", keys, [pair[1] for pair in content], name, depth)  # type: ignore[index]
             if tag == "$leaf" and len(content) == 2 and isinstance(content[0], str):
@@ -208,15 +218,19 @@ class _Parser:
             return self.tied[-1]
         return Owned(name) if tag == "$per_process" and content is None else None
 
-    def branch(self, form: Form, keys: Sequence[PathKey], nodes: Sequence[JSON], name: str, depth: int) -> Branch:
+    def branch(
+        self, form: Form, keys: Sequence[PathKey], nodes: Sequence[JSON], name: str, depth: int
+    ) -> Branch:
         if depth >= MAX_DEPTH:
             raise FormatError(
-                f"{shown(name)} lies in more than {MAX_DEPTH} containers; the checkpoint's record is damaged, or not written by shardckpt."
+                f"{shown(name)} lies in more than {MAX_DEPTH} containers; the checkpoint's record "
+                "is damaged, or not written by shardckpt."
             )
         # Keys are equal as in Python's dicts, where True == 1.
         if len(set(keys)) != len(keys):
             raise FormatError(
-                f"{shown(name)} is a dict with the same key twice; the checkpoint's record is damaged, or not written by shardckpt."
+                f"{shown(name)} is a dict with the same key twice; the checkpoint's record is "
+                "damaged, or not written by shardckpt."
             )
         children: list[Node] = []
         for component, node in zip(names.component_names(keys), nodes, strict=True):
@@ -228,18 +242,34 @@ class _Parser:
                 children.append(self.parse(node, own, depth + 1))
         return Branch(name, form, keys, children)
 
-    def described(self, tag: str, content: dict[str, JSON], node: JSON, name: str, depth: int) -> Branch:
+    def described(
+        self, tag: str, content: dict[str, JSON], node: JSON, name: str, depth: int
+    ) -> Branch:
         """A composite tensor, or the values of the processes."""
         if tag == "$local" and content and all(map(_PROCESS.fullmatch, content)):
-            branch = self.branch("dict", [int(process) for process in content], list(content.values()), name, depth)
+            branch = self.branch(
+                "dict", [int(process) for process in content], list(content.values()), name, depth
+            )
             return replace(branch, local=True)
         if tag != "$composite" or content.keys() != _OF_COMPOSITE:
             raise _refusal(node, name)
         kind, shape, parts = content["type"], content["shape"], content["parts"]
-        sizes = shape if isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in shape) else None
-        if not isinstance(kind, str) or not is_meaning(kind) or sizes is None or not isinstance(parts, dict) or not parts:
+        sizes = (
+            shape
+            if isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in shape)
+            else None
+        )
+        if (
+            not isinstance(kind, str)
+            or not is_meaning(kind)
+            or sizes is None
+            or not isinstance(parts, dict)
+            or not parts
+        ):
             raise _refusal(node, name)
-        branch = self.branch("dict", [_text(key, name) for key in parts], list(parts.values()), name, depth)
+        branch = self.branch(
+            "dict", [_text(key, name) for key in parts], list(parts.values()), name, depth
+        )
         context = self.custom(kind, content["context"], name, depth).content
         return replace(branch, composite=Composite(kind, tuple(sizes), context))  # type: ignore[arg-type]
 
@@ -258,11 +288,17 @@ _PROCESS = re.compile(r"0|[1-9][0-9]{0,6}", re.ASCII)
 
 def _text(node: JSON, name: str) -> str:
     """Decode a text; it is the str itself, unless it is escaped."""
-    return node if type(node) is str and not node.startswith("$") else leaves.decode_text(node, name)
+    return (
+        node if type(node) is str and not node.startswith("$") else leaves.decode_text(node, name)
+    )
 
 
 def _key(node: JSON, name: str) -> PathKey:
-    if node is None or isinstance(node, bool | int | str) or (isinstance(node, dict) and set(node) in ({"$int"}, {"$str"})):
+    if (
+        node is None
+        or isinstance(node, bool | int | str)
+        or (isinstance(node, dict) and set(node) in ({"$int"}, {"$str"}))
+    ):
         key = leaves.decode(node, name)
         assert key is None or isinstance(key, str | int)
         return key
@@ -277,7 +313,7 @@ def _refusal(node: JSON, name: str) -> FormatError:
     )
 
 
-# --- writing --------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 def write(node: Node) -> JSON:
@@ -301,7 +337,11 @@ def write(node: Node) -> JSON:
 def _write_branch(node: Branch) -> JSON:
     nodes = [write(child) for child in node.children]
     if node.composite is not None:
-        kind, shape, context = node.composite.type_name, list(node.composite.shape), write(node.composite.context)
+        kind, shape, context = (
+            node.composite.type_name,
+            list(node.composite.shape),
+            write(node.composite.context),
+        )
         return write_composite(kind, shape, context, node.keys, nodes)
     if node.local:
         return {"$local": dict(zip(map(str, node.keys), nodes, strict=True))}
@@ -319,36 +359,56 @@ def write_dict(keys: Sequence[PathKey], nodes: Sequence[JSON], name: str) -> JSO
     """The document of a dict called `name`."""
     if set(map(type, keys)) <= {str} and (text := "".join(keys)).isascii() and "$" not in text:  # type: ignore[arg-type]
         return dict(zip(keys, nodes, strict=True))  # type: ignore[arg-type]
-    written = [key if type(key) is str and _is_plain(key) else leaves.encode(key, name) for key in keys]
+    written = [
+        key if type(key) is str and _is_plain(key) else leaves.encode(key, name) for key in keys
+    ]
     if all(type(key) is str and type(text) is str for key, text in zip(keys, written, strict=True)):
         return dict(zip(written, nodes, strict=True))  # type: ignore[arg-type]
     return {"$dict": [[key, node] for key, node in zip(written, nodes, strict=True)]}
 
 
-def write_composite(kind: str, shape: Sequence[int], context: JSON, keys: Sequence[PathKey], nodes: Sequence[JSON]) -> JSON:
+def write_composite(
+    kind: str, shape: Sequence[int], context: JSON, keys: Sequence[PathKey], nodes: Sequence[JSON]
+) -> JSON:
     """The document of a composite tensor; all keys of its parts are str."""
     parts: JSON = dict(zip(map(leaves.encode_text, keys), nodes, strict=True))  # type: ignore[arg-type]
     return {"$composite": {"type": kind, "shape": [*shape], "context": context, "parts": parts}}
 
 
-# --- walking --------------------------------------------------------------------------------------------------------
+# --- walking --------------------------------------------------------------------------------------
 
 
 def child(node: Node | None, key: PathKey) -> Node | None:
     """The node under a key; None if there is none."""
     if not isinstance(node, Branch):
         return None
-    return next((below for k, below in zip(node.keys, node.children, strict=True) if type(k) is type(key) and k == key), None)
+    return next(
+        (
+            below
+            for k, below in zip(node.keys, node.children, strict=True)
+            if type(k) is type(key) and k == key
+        ),
+        None,
+    )
 
 
 def of_process(node: Node, process: int) -> Node | None:
-    """A state as one process has it: without the values that belong to other processes. None if nothing is left."""
+    """A state as one process has it: without the values that belong to other processes.
+
+    None if nothing is left.
+    """
     if not isinstance(node, Branch):
         return node
     if node.local:
         return child(node, process)
-    left = [(key, kept) for key, old in zip(node.keys, node.children, strict=True) if (kept := of_process(old, process)) is not None]
-    if len(left) == len(node.keys) and all(kept is old for (_, kept), old in zip(left, node.children, strict=True)):
+    left = [
+        (key, kept)
+        for key, old in zip(node.keys, node.children, strict=True)
+        if (kept := of_process(old, process)) is not None
+    ]
+    if len(left) == len(node.keys) and all(
+        kept is old for (_, kept), old in zip(left, node.children, strict=True)
+    ):
         return node
     return replace(node, keys=[key for key, _ in left], children=[kept for _, kept in left])
 
@@ -401,14 +461,29 @@ def leaf_names(tree: Tree) -> list[str]:
 
 def per_process_names(tree: Tree, only: Callable[[str], bool] | None = None) -> list[str]:
     """The names of the per-process leaves that `only` selects, in order."""
-    return [leaf.name for leaf in leaves_of(parse(tree)) if isinstance(leaf, Owned) and (only is None or only(leaf.name))]
+    return [
+        leaf.name
+        for leaf in leaves_of(parse(tree))
+        if isinstance(leaf, Owned) and (only is None or only(leaf.name))
+    ]
 
 
 def meanings(tree: Tree) -> dict[str, str]:
-    """Tensor name → meaning of its elements, for tensors with a meaning; a tied name has its tensor's meaning."""
+    """Tensor name → meaning of its elements, for tensors with a meaning.
+
+    A tied name has its tensor's meaning.
+    """
     ends_of_tree = list(leaves_of(parse(tree)))
-    stored = {leaf.name: leaf.meaning for leaf in ends_of_tree if isinstance(leaf, Tensor) and leaf.meaning is not None}
-    return {leaf.name: stored[leaf.stored] for leaf in ends_of_tree if isinstance(leaf, Tensor | Tied) and leaf.stored in stored}
+    stored = {
+        leaf.name: leaf.meaning
+        for leaf in ends_of_tree
+        if isinstance(leaf, Tensor) and leaf.meaning is not None
+    }
+    return {
+        leaf.name: stored[leaf.stored]
+        for leaf in ends_of_tree
+        if isinstance(leaf, Tensor | Tied) and leaf.stored in stored
+    }
 
 
 def alias_map(tree: Tree) -> dict[str, str]:
@@ -420,15 +495,20 @@ def stored_names(tree: Tree, only: Callable[[str], bool] | None = None) -> list[
     """The names of the stored tensors that `unflatten` needs with the same `only`, each once."""
     ends_of_tree = leaves_of(parse(tree))
     return list(
-        dict.fromkeys(leaf.stored for leaf in ends_of_tree if isinstance(leaf, Tensor | Tied) and (only is None or only(leaf.name)))
+        dict.fromkeys(
+            leaf.stored
+            for leaf in ends_of_tree
+            if isinstance(leaf, Tensor | Tied) and (only is None or only(leaf.name))
+        )
     )
 
 
 def iter_leaves(tree: Tree) -> Iterator[tuple[str, str, str]]:
     """Every leaf as (name, kind, short text of its value), for display.
 
-    The kind is `tensor` (its value is the meaning of its elements, if there is one), `tied`, `per process`, the leaf's type,
-    or the name of its registered type. No type needs to be registered and no framework installed.
+    The kind is `tensor` (its value is the meaning of its elements, if there is one), `tied`, `per
+    process`, the leaf's type, or the name of its registered type. No type needs to be registered
+    and no framework installed.
     """
     for leaf in leaves_of(parse(tree)):
         if isinstance(leaf, Tensor):

@@ -1,10 +1,13 @@
-"""Flattening a state into named tensors and one document; also the interface of states that collect themselves.
+"""Flattening a state into named tensors and one document.
 
-`flatten` walks a state once, depth first, in the order of the containers. Every value is, in this order: a tensor (the caller
-decides), a `PerProcess`, a leaf of a registered type, a small leaf, a container, or an error that names its place.
+Also the interface of states that collect themselves.
 
-A `StateOwner` (`shardckpt.TrainState`) collects its own state as plain containers, and provides the state that a stored one is
-restored into.
+`flatten` walks a state once, depth first, in the order of the containers. Every value is, in this
+order: a tensor (the caller decides), a `PerProcess`, a leaf of a registered type, a small leaf, a
+container, or an error that names its place.
+
+A `StateOwner` (`shardckpt.TrainState`) collects its own state as plain containers, and provides the
+state that a stored one is restored into.
 """
 
 from __future__ import annotations
@@ -44,11 +47,13 @@ class Flat:
     aliases: dict[str, str]
     """Further name of a tied tensor → the name under which the tensor is stored."""
     per_process: dict[str, Any] = field(default_factory=dict)
-    """This process's values of the `PerProcess` leaves by name, in tree order. The tree contains none of them."""
+    """This process's values of the `PerProcess` leaves by name, in tree order. The tree contains
+    none of them."""
     local: frozenset[str] | set[str] = frozenset()
     """Names of the tensors that belong to this process alone."""
     axes: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Positions of those values on an axis of the mesh, and the size of the axis, where they have any."""
+    """Positions of those values on an axis of the mesh, and the size of the axis, where they have
+    any."""
 
 
 def flatten(
@@ -66,22 +71,28 @@ def flatten(
     """Flatten a state into named tensors and the tree document.
 
     Args:
-        state: nested dicts, lists and tuples, and other containers (`shardckpt.state.names`), which come back as these.
+        state: nested dicts, lists and tuples, and other containers (`shardckpt.state.names`), which
+            come back as these.
         is_tensor: whether a value is a tensor leaf. Called first, for every value.
-        identity: returns equal values for tensors that are the same view of the same memory, None for a tensor that is never
-            shared. Tensors of equal identity are stored once.
-        meaning: returns the meaning of a tensor's elements to its framework, e.g. `jax.key:threefry2x32`.
+        identity: returns equal values for tensors that are the same view of the same memory, None
+            for a tensor that is never shared. Tensors of equal identity are stored once.
+        meaning: returns the meaning of a tensor's elements to its framework, e.g.
+            `jax.key:threefry2x32`.
         root: name of `state`, if it is a part of a larger state. All names begin with it.
-        composite: returns the parts of a value, by its name, if it is a composite tensor. Called before `is_tensor`.
-        local: whether the value of a name belongs to this process alone. Names of its tensors get the process's number.
+        composite: returns the parts of a value, by its name, if it is a composite tensor. Called
+            before `is_tensor`.
+        local: whether the value of a name belongs to this process alone. Names of its tensors get
+            the process's number.
         process: the number of this process.
-        addresses: by class, a function that returns the address of a tensor's memory, for tensors that are not composite and have no
-            meaning; 0 for any other value. The `identity` of such tensors, and of whatever else may share their memory, is a tuple whose
-            second item is the address. So the identity is computed only of tensors at an address where another one is.
+        addresses: by class, a function that returns the address of a tensor's memory, for tensors
+            that are not composite and have no meaning; 0 for any other value. The `identity` of
+            such tensors, and of whatever else may share their memory, is a tuple whose second item
+            is the address. So the identity is computed only of tensors at an address where another
+            one is.
 
     Raises:
-        LeafError: a value cannot be stored, a key is invalid, there is a cycle, or a value is nested in more than 200
-            containers; the message names the place.
+        LeafError: a value cannot be stored, a key is invalid, there is a cycle, or a value is
+            nested in more than 200 containers; the message names the place.
     """
     walk = _Walk(is_tensor, identity, meaning, composite, local, process, addresses or {})
     tree = walk.visit(state, root, 0)
@@ -146,7 +157,12 @@ class _Walk:
             registered = leaves.leaf_type(value)
             if registered is not None:
                 with _Inside(self, value, name, depth):
-                    return {"$leaf": [registered.name, self.encoded(registered.encode(value), name, depth + 1)]}
+                    return {
+                        "$leaf": [
+                            registered.name,
+                            self.encoded(registered.encode(value), name, depth + 1),
+                        ]
+                    }
             if leaves.is_small(value):
                 return leaves.encode(value, name)
         container = container_of(value, name)
@@ -180,7 +196,11 @@ class _Walk:
         identity = None if self.identity is None else self.identity(value)
         if identity is not None:
             assert self.identity is not None
-            if self.addresses and type(identity) is tuple and (other := self.at.setdefault(identity[1], name)) != name:
+            if (
+                self.addresses
+                and type(identity) is tuple
+                and (other := self.at.setdefault(identity[1], name)) != name
+            ):
                 self.first_names.setdefault(self.identity(self.tensors[other]), other)
             first = self.first_names.setdefault(identity, name)
             if first != name:
@@ -194,7 +214,8 @@ class _Walk:
             return "$tensor"
         if not is_meaning(meaning):
             raise LeafError(
-                f"{shown(name)} has the meaning {shorten(meaning)}, which is not a short printable text; store it as plain numbers."
+                f"{shown(name)} has the meaning {shorten(meaning)}, which is not a short "
+                "printable text; store it as plain numbers."
             )
         return {"$tensor": meaning}
 
@@ -202,8 +223,9 @@ class _Walk:
         """Raise LeafError for a value inside a registered leaf's encoded form."""
         if self.leaf is not None:
             raise LeafError(
-                f"{shown(self.leaf)}: the encode function of this registered leaf returned a {type(value).__qualname__}; "
-                f"it may return small leaves, dicts, lists and tuples of them only. Keep tensors and PerProcess in the state itself."
+                f"{shown(self.leaf)}: the encode function of this registered leaf returned a "
+                f"{type(value).__qualname__}; it may return small leaves, dicts, lists and tuples "
+                "of them only. Keep tensors and PerProcess in the state itself."
             )
 
     def encoded(self, value: object, name: str, depth: int) -> JSON:
@@ -216,10 +238,16 @@ class _Walk:
     def container(self, container: Container, name: str, depth: int) -> JSON:
         nodes: list[JSON] = []
         addresses, at = {} if self.leaf is not None else self.addresses, self.at
-        for component, child in zip(names.component_names(container.keys), container.children, strict=True):
+        for component, child in zip(
+            names.component_names(container.keys), container.children, strict=True
+        ):
             inside = f"{name}/{component}" if name else component
             address_of = addresses.get(type(child))
-            if address_of is not None and (address := address_of(child)) and at.setdefault(address, inside) is inside:
+            if (
+                address_of is not None
+                and (address := address_of(child))
+                and at.setdefault(address, inside) is inside
+            ):
                 self.tensors[inside] = child
                 nodes.append("$tensor")
             else:
@@ -230,7 +258,10 @@ class _Walk:
 
 
 def _too_deep(name: str) -> LeafError:
-    return LeafError(f"{shown(name)} lies in more than {MAX_DEPTH} containers, one within the other; flatten that part of the state.")
+    return LeafError(
+        f"{shown(name)} lies in more than {MAX_DEPTH} containers, one within the other; flatten "
+        "that part of the state."
+    )
 
 
 class _Inside:
@@ -240,7 +271,10 @@ class _Inside:
         if depth >= MAX_DEPTH:
             raise _too_deep(name)
         if id(value) in walk.inside:
-            raise LeafError(f"{shown(name)} is a {type(value).__qualname__} that contains itself; a state is a tree. Take the cycle out.")
+            raise LeafError(
+                f"{shown(name)} is a {type(value).__qualname__} that contains itself; a state is "
+                "a tree. Take the cycle out."
+            )
         self.inside, self.key = walk.inside, id(value)
 
     def __enter__(self) -> None:
@@ -254,7 +288,10 @@ def unsupported(value: object, name: str) -> LeafError:
     """The error for a value that is neither a tensor, a small leaf nor a container."""
     kind = type(value)
     type_name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-    what = f"{shown(name)} is {'an' if type_name[0] in 'aeio' else 'a'} {type_name}, which cannot be stored."
+    what = (
+        f"{shown(name)} is {'an' if type_name[0] in 'aeio' else 'a'} {type_name}, which cannot be "
+        "stored."
+    )
     base = next((base for base in kind.__mro__[1:] if base in _BASES), None)
     if isinstance(value, set | frozenset):
         return LeafError(f"{what} Sets have no order: store sorted(…) of it, a list.")
@@ -262,14 +299,24 @@ def unsupported(value: object, name: str) -> LeafError:
     if instead is not None:
         return LeafError(f"{what} Store {instead}.")
     if base is not None:
-        return LeafError(f"{what} Convert it with {base.__name__}(…), or keep its class: call shardckpt.register_leaf for it.")
+        return LeafError(
+            f"{what} Convert it with {base.__name__}(…), or keep its class: call "
+            "shardckpt.register_leaf for it."
+        )
     if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
         return LeafError(
-            f"{what} Store its state_dict(), or make the state with shardckpt.train_state(model=…), which also restores into it."
+            f"{what} Store its state_dict(), or make the state with "
+            "shardckpt.train_state(model=…), which also restores into it."
         )
     if callable(value):
-        return LeafError(f"{what} Leave functions and classes out of the state, and make them anew when restoring.")
-    return LeafError(f"{what} Store numbers, text or tensors that describe it, or call shardckpt.register_leaf for its class.")
+        return LeafError(
+            f"{what} Leave functions and classes out of the state, and make them anew when "
+            "restoring."
+        )
+    return LeafError(
+        f"{what} Store numbers, text or tensors that describe it, or call shardckpt.register_leaf "
+        "for its class."
+    )
 
 
 _INSTEAD: tuple[tuple[Any, str], ...] = (
@@ -308,7 +355,8 @@ class StateOwner(ABC):
         Args:
             tree: the stored state.
             wanted: whether a name is to be restored.
-            adaptation: the `Adaptation` of a restore that renames or joins tensors; the owner applies it.
+            adaptation: the `Adaptation` of a restore that renames or joins tensors; the owner
+                applies it.
         """
 
     @abstractmethod
@@ -326,7 +374,8 @@ class StateOwner(ABC):
             tree: the result of `arranged`.
             tensor: returns the record of a stored tensor, by its name.
             wanted: whether a name is to be restored.
-            world: returns this process's number and the number of processes; called if other processes saved.
+            world: returns this process's number and the number of processes; called if other
+                processes saved.
             adaptation: as for `arranged`.
         """
 
@@ -336,15 +385,24 @@ class StateOwner(ABC):
 
 
 def plain_state(state: Any) -> Any:
-    """The plain containers of a state: a `StateOwner` collects its own; any other state is returned unchanged."""
+    """The plain containers of a state: a `StateOwner` collects its own.
+
+    Any other state is returned unchanged.
+    """
     return state.state_dict() if isinstance(state, StateOwner) else state
 
 
 def local_names(state: Any) -> Callable[[str], bool] | None:
-    """The function that selects the values of a state that belong to each process alone; None if no value does."""
+    """The function that selects the values of a state that belong to each process alone.
+
+    None if no value does.
+    """
     return state.is_local if isinstance(state, StateOwner) else None
 
 
 def unused_local(state: Any) -> list[str]:
-    """The patterns of `local_names` that have selected no value of this process; call it after `flatten`."""
+    """The patterns of `local_names` that have selected no value of this process.
+
+    Call it after `flatten`.
+    """
     return state.unused_local() if isinstance(state, StateOwner) else []

@@ -1,22 +1,22 @@
 """Exact JSON encoding of leaves that are not tensors, and decoding.
 
-A value that JSON has is written as itself; any other is an object with one key that begins with "$". The JSON is strict: no NaN
-or Infinity tokens, no integer that another language would round, no lone surrogates.
+A value that JSON has is written as itself; any other is an object with one key that begins with
+"$". The JSON is strict: no NaN or Infinity tokens, no integer that another language would round, no
+lone surrogates.
 
-    null, true, false          None, bool
-    42                         int, absolute value below 2^53   {"$int": "-1f"} in hex beyond that
-    0.001, 1e-08, 1.0          float, always with a fraction or an exponent
-    {"$float": "7ff8…"}        float that is not finite: its 64 bits in hex, a NaN's payload included
-    {"$complex": [re, im]}     complex; both parts are written like floats
-    "text"                     str; if it begins with "$", another "$" comes first
-    {"$str": "6ced…"}          str with surrogates: its UTF-8 in hex, each surrogate as three bytes
-    {"$bytes": "…"}            bytes, base64
-    {"$numpy": ["int8", "ff"]} numpy or ml_dtypes scalar: dtype and little-endian bytes in hex; datetime64[unit],
+    null, true, false          None, bool 42                         int, absolute value below 2^53
+    {"$int": "-1f"} in hex beyond that 0.001, 1e-08, 1.0          float, always with a fraction or
+    an exponent {"$float": "7ff8…"}        float that is not finite: its 64 bits in hex, a NaN's
+    payload included {"$complex": [re, im]}     complex; both parts are written like floats "text"
+    str; if it begins with "$", another "$" comes first {"$str": "6ced…"}          str with
+    surrogates: its UTF-8 in hex, each surrogate as three bytes {"$bytes": "…"}            bytes,
+    base64 {"$numpy": ["int8", "ff"]} numpy or ml_dtypes scalar: dtype and little-endian bytes in
+    hex; datetime64[unit],
                                timedelta64[unit], str (UTF-8) and bytes likewise
     {"$torch.dtype": "int8"}, {"$torch.device": "cuda:0"}, {"$torch.Size": [2, 3]}
 
-Decoding trusts no input: anything unexpected is a FormatError. A leaf of a registered type (`register_leaf`) is encoded as a
-tree by `shardckpt.state.flatten`; this module keeps the register.
+Decoding trusts no input: anything unexpected is a FormatError. A leaf of a registered type
+(`register_leaf`) is encoded as a tree by `shardckpt.state.flatten`; this module keeps the register.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 T = TypeVar("T")
 
 
-# --- the register ---------------------------------------------------------------------------------------------------
+# --- the register ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,39 +82,62 @@ R = TypeVar("R", bound=_Named)
 
 
 def register(entry: R, by_type: dict[type, R], by_name: dict[str, R], function: str) -> None:
-    """Add a class to a registry. A new definition of the same class, and a new name of it, replace the earlier entry.
+    """Add a class to a registry.
+
+    A new definition of the same class, and a new name of it, replace the earlier entry.
 
     Raises:
         OptionError: the name belongs to another class; the message names the public `function`.
     """
     kind, registered = entry.type, by_name.get(entry.name)
-    if registered is not None and (registered.type.__module__, registered.type.__qualname__) != (kind.__module__, kind.__qualname__):
+    if registered is not None and (registered.type.__module__, registered.type.__qualname__) != (
+        kind.__module__,
+        kind.__qualname__,
+    ):
         other = f"{registered.type.__module__}.{registered.type.__qualname__}"
-        raise OptionError(f"{function}({kind.__qualname__}): the name {entry.name!r} belongs to {other}; choose another.")
+        raise OptionError(
+            f"{function}({kind.__qualname__}): the name {entry.name!r} belongs to {other}; choose "
+            "another."
+        )
     previous = by_type.pop(kind, None)
     if previous is not None:
         by_name.pop(previous.name, None)
     by_type[kind] = by_name[entry.name] = entry
 
 
-def register_leaf(type: type[T], *, name: str, encode: Callable[[T], object], decode: Callable[[Any], T]) -> None:  # noqa: A002
+def register_leaf(
+    type: type[T],  # noqa: A002
+    *,
+    name: str,
+    encode: Callable[[T], object],
+    decode: Callable[[Any], T],
+) -> None:
     """Let objects of exactly this type be leaves of a state.
 
     Registering a type again, or a new definition of the same class, replaces its functions.
 
     Args:
         type: the class; neither one that can be stored anyway nor a container.
-        name: name of the type in checkpoints, e.g. `"mypackage.Schedule"`. A program that restores must register the same name.
-        encode: returns a tree of small leaves, dicts, lists, tuples and bytes that describes the object completely.
-        decode: returns an equal object from such a tree. The tree may come from a checkpoint of another author.
+        name: name of the type in checkpoints, e.g. `"mypackage.Schedule"`. A program that restores
+            must register the same name.
+        encode: returns a tree of small leaves, dicts, lists, tuples and bytes that describes the
+            object completely.
+        decode: returns an equal object from such a tree. The tree may come from a checkpoint of
+            another author.
 
     Raises:
         OptionError: the name belongs to another type, or the type needs no registration.
     """
     if not isinstance(name, str) or not name:
-        raise OptionError(f"register_leaf({type.__qualname__}): name= takes a text that is not empty, not {name!r}.")
+        raise OptionError(
+            f"register_leaf({type.__qualname__}): name= takes a text that is not empty, not "
+            f"{name!r}."
+        )
     if type in {*_ENCODERS, tuple, list, dict} or issubclass(type, np.generic):
-        raise OptionError(f"register_leaf({type.__qualname__}): this type is supported already; register a class of your own.")
+        raise OptionError(
+            f"register_leaf({type.__qualname__}): this type is supported already; register a "
+            "class of your own."
+        )
     register(LeafType(type, name, encode, decode), _BY_TYPE, _BY_NAME, "register_leaf")
 
 
@@ -131,25 +154,35 @@ def leaf_type_named(name: str, where: str) -> LeafType:
     """
     registration = _BY_NAME.get(name)
     if registration is None:
-        raise FormatError(f"{shown(where)} is a leaf of a registered type; call shardckpt.register_leaf(…, name={name[:100]!r}) first.")
+        raise FormatError(
+            f"{shown(where)} is a leaf of a registered type; call shardckpt.register_leaf(…, "
+            f"name={name[:100]!r}) first."
+        )
     return registration
 
 
-# --- encoding -------------------------------------------------------------------------------------------------------
+# --- encoding -------------------------------------------------------------------------------------
 
 _LARGEST_BARE_INT = 2**53
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def is_small(value: object) -> bool:
-    """Whether `encode` can write a value. Subclasses of its types do not count: they would come back as another class."""
-    return type(value) in _ENCODERS or isinstance(value, np.generic) or _torch_kind(value) is not None
+    """Whether `encode` can write a value.
+
+    Subclasses of its types do not count: they would come back as another class.
+    """
+    return (
+        type(value) in _ENCODERS or isinstance(value, np.generic) or _torch_kind(value) is not None
+    )
 
 
 def is_number(value: object) -> bool:
     """Whether a value is a Python number or a numpy scalar of numbers; bools count."""
     return type(value) in (bool, int, float, complex) or (
-        isinstance(value, np.generic) and value.dtype.kind in "biufcV" and not isinstance(value, np.void)
+        isinstance(value, np.generic)
+        and value.dtype.kind in "biufcV"
+        and not isinstance(value, np.void)
     )
 
 
@@ -170,7 +203,11 @@ def number_like(array: NDArray[Any], like: object) -> object:
 
 def in_form_of(like: object, stored: object) -> object:
     """The stored value; as a Python number for a Python number, and as a numpy scalar for a numpy scalar, where both are numbers."""
-    if isinstance(like, np.generic) == isinstance(stored, np.generic) or not is_number(like) or not is_number(stored):
+    if (
+        isinstance(like, np.generic) == isinstance(stored, np.generic)
+        or not is_number(like)
+        or not is_number(stored)
+    ):
         return stored
     return number_like(np.asarray(stored), like)
 
@@ -182,14 +219,18 @@ def array_of_number(number: Any, dtype: np.dtype[Any], where: str) -> NDArray[An
         DtypeMismatchError: the dtype does not have this number; names the leaf.
     """
     exact = dtype.kind in "biu" or isinstance(number, complex | np.complexfloating)
-    with suppress(TypeError, ValueError, OverflowError), np.errstate(all="ignore"), warnings.catch_warnings():
+    with (
+        suppress(TypeError, ValueError, OverflowError),
+        np.errstate(all="ignore"),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         array: NDArray[Any] = np.asarray(np.asarray(number).astype(dtype))
         if not exact or array.item() == number:
             return array
     raise DtypeMismatchError(
-        f"{shown(where)} is the number {number!r} in the checkpoint, which {dtype.name} in `like` does not have; pass a tensor of "
-        f"another dtype there, or a Python number."
+        f"{shown(where)} is the number {number!r} in the checkpoint, which {dtype.name} in `like` "
+        "does not have; pass a tensor of another dtype there, or a Python number."
     )
 
 
@@ -209,7 +250,9 @@ def encode(value: object, where: str) -> JSON:
     if isinstance(value, np.generic):
         return {"$numpy": encode_scalar(value, where)}
     kind = _torch_kind(value)
-    assert kind is not None, f"{where!r}: encode() was given a {type(value).__qualname__}, of which is_small() is false"
+    assert kind is not None, (
+        f"{where!r}: encode() was given a {type(value).__qualname__}, of which is_small() is false"
+    )
     if kind == "Size":
         return {"$torch.Size": [int(extent) for extent in value]}  # type: ignore[attr-defined]
     return {f"$torch.{kind}": str(value).removeprefix("torch.")}
@@ -259,10 +302,13 @@ def _torch_kind(value: object) -> str | None:
     torch = imported_module("torch")
     if torch is None or not type(value).__module__.startswith("torch"):
         return None
-    return next((kind for kind in ("dtype", "device", "Size") if type(value) is getattr(torch, kind, None)), None)
+    return next(
+        (kind for kind in ("dtype", "device", "Size") if type(value) is getattr(torch, kind, None)),
+        None,
+    )
 
 
-# --- decoding -------------------------------------------------------------------------------------------------------
+# --- decoding -------------------------------------------------------------------------------------
 
 
 def decode(node: JSON, where: str) -> object:
@@ -300,7 +346,8 @@ def _refusal(node: object, where: str) -> FormatError:
     # Never use the node's repr: for a hostile node it may be endless.
     what = next(iter(node), "{}") if isinstance(node, dict) else type(node).__name__
     return FormatError(
-        f"{shown(where)}: {clip(str(what), _SHOWN)!r} is not a valid leaf; the checkpoint's record is damaged, or not written by shardckpt."
+        f"{shown(where)}: {clip(str(what), _SHOWN)!r} is not a valid leaf; the checkpoint's "
+        "record is damaged, or not written by shardckpt."
     )
 
 
@@ -395,7 +442,9 @@ def _word(content: object) -> str:
 
 
 def _extents(content: object) -> list[int]:
-    if not isinstance(content, list) or not all(type(extent) is int and abs(extent) < 2**63 for extent in content):
+    if not isinstance(content, list) or not all(
+        type(extent) is int and abs(extent) < 2**63 for extent in content
+    ):
         raise ValueError
     return content
 
@@ -435,7 +484,7 @@ TAGS = frozenset(_DECODERS)
 """The keys that mark a JSON object as a small leaf."""
 
 
-# --- showing --------------------------------------------------------------------------------------------------------
+# --- showing --------------------------------------------------------------------------------------
 
 
 def describe(node: JSON, where: str) -> tuple[str, str]:

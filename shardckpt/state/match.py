@@ -1,19 +1,23 @@
 """Match a stored tree with `like`: which stored tensor goes into which leaf, and the state that comes out.
 
-Both trees are walked side by side, paired by typed key (0 and "0" are two keys) and in sequences by index, before
-anything is read. Some formats write every key as text, so a stored text that is not a key of `like` matches the key of
-another type that has this text (`names.match_keys`).
+Both trees are walked side by side, paired by typed key (0 and "0" are two keys) and in sequences by
+index, before anything is read. Some formats write every key as text, so a stored text that is not a
+key of `like` matches the key of another type that has this text (`names.match_keys`).
 
 1. A tensor in `like` receives the stored tensor at its place, under whatever name that is stored.
-2. A small leaf in `like` is replaced by the stored one, of any type. Numbers, numpy scalars and tensors without dimensions match
-   each other: a counter may begin as a number and go on as an array. The result has `like`'s form.
-3. A `PerProcess` in `like` receives the value that one process stored at its place; the caller chooses the process.
-4. A composite tensor in `like` matches a stored one of the same class, shape and context, part by part.
-5. A container matches any stored one that is keyed the same way: dicts, dataclasses and named tuples by key, lists and
-   tuples by index. The result has `like`'s class. An empty container matches any empty one and None, because
-   neither holds anything, and formats keep no classes.
-6. Anything else at one place is a structure mismatch, and so are tensors whose elements mean different things. A leaf or
-   empty container that only one side has is a missing or unexpected name.
+2. A small leaf in `like` is replaced by the stored one, of any type. Numbers, numpy scalars and
+   tensors without dimensions match each other: a counter may begin as a number and go on as an
+   array. The result has `like`'s form.
+3. A `PerProcess` in `like` receives the value that one process stored at its place; the caller
+   chooses the process.
+4. A composite tensor in `like` matches a stored one of the same class, shape and context, part by
+   part.
+5. A container matches any stored one that is keyed the same way: dicts, dataclasses and named
+   tuples by key, lists and tuples by index. The result has `like`'s class. An empty container
+   matches any empty one and None, because neither holds anything, and formats keep no classes.
+6. Anything else at one place is a structure mismatch, and so are tensors whose elements mean
+   different things. A leaf or empty container that only one side has is a missing or unexpected
+   name.
 
 The walk produces a tree of steps, and `Matched.build` runs it with the values that were read.
 """
@@ -27,7 +31,20 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
 from shardckpt.state import leaves, names
 from shardckpt.state.composites import first_difference, same_document
-from shardckpt.state.document import MAX_DEPTH, Branch, Custom, Node, Owned, Small, Tensor, Tied, ends, leaves_of, parse, write
+from shardckpt.state.document import (
+    MAX_DEPTH,
+    Branch,
+    Custom,
+    Node,
+    Owned,
+    Small,
+    Tensor,
+    Tied,
+    ends,
+    leaves_of,
+    parse,
+    write,
+)
 from shardckpt.state.flatten import NEVER_LEAVES, unsupported
 from shardckpt.state.names import Container, container_of, shown
 from shardckpt.state.per_process import PerProcess
@@ -42,7 +59,8 @@ _Step = Callable[[Mapping[str, object]], object]
 """Builds one place of the new state from the values by name."""
 
 Agree = Callable[[list[str], list[str]], list[str]]
-"""Agrees with other processes on the names that none of them takes: from all stored names and those that this process does not take."""
+"""Agrees with other processes on the names that none of them takes: from all stored names and those
+that this process does not take."""
 Strict = bool | Literal["like"] | Agree
 """The treatment of names that only one side has; see `match`."""
 
@@ -56,15 +74,18 @@ class Matched:
     """The match of a `like` with a tree document."""
 
     tensors: dict[str, list[tuple[str, Any]]]
-    """Stored tensor that is needed → the names in `like` that receive it, with their leaves; in tree order of `like`."""
+    """Stored tensor that is needed → the names in `like` that receive it, with their leaves; in
+    tree order of `like`."""
     missing: list[str] = field(default_factory=list)
-    """Names in `like` that are not stored and keep `like`'s values; empty unless `strict` is False."""
+    """Names in `like` that are not stored and keep `like`'s values; empty unless `strict` is
+    False."""
     unexpected: list[str] = field(default_factory=list)
     """Stored names without a place in `like`; empty unless `strict` is False."""
     per_process: dict[str, PerProcess] = field(default_factory=dict)
     """The `PerProcess` leaves of `like` that need a value, by name, in tree order of `like`."""
     numbers: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
-    """Stored tensor → the names in `like` that have a number there, with these; the tensor must have no dimensions."""
+    """Stored tensor → the names in `like` that have a number there, with these; the tensor must
+    have no dimensions."""
     filled: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Names in `like` of tensors without dimensions for which a number is stored, with both."""
     _step: _Step = field(kw_only=True, repr=False)
@@ -73,16 +94,25 @@ class Matched:
         """Build a new state of `like`'s own containers around stored values; `like` is not changed.
 
         Args:
-            values: for every name of `like` in `tensors`, `numbers` and `filled`, what goes there; for every name in
-                `per_process`, the value, which comes back in a `PerProcess` like the one in `like`.
+            values: for every name of `like` in `tensors`, `numbers` and `filled`, what goes there;
+                for every name in `per_process`, the value, which comes back in a `PerProcess` like
+                the one in `like`.
         """
         return self._step(values)
 
     def skipped(self) -> str:
         """A text about the names that `strict=False` skipped."""
-        kept = f"; {_count(self.missing)} only in `like`, left unchanged: {_list_names(self.missing, [])}" if self.missing else ""
+        kept = (
+            f"; {_count(self.missing)} only in `like`, left unchanged: "
+            f"{_list_names(self.missing, [])}"
+            if self.missing
+            else ""
+        )
         left = (
-            f"; {_count(self.unexpected)} only in the checkpoint, not read: {_list_names(self.unexpected, [])}" if self.unexpected else ""
+            f"; {_count(self.unexpected)} only in the checkpoint, not read: "
+            f"{_list_names(self.unexpected, [])}"
+            if self.unexpected
+            else ""
         )
         return f"{kept}{left}".removeprefix("; ") + "."
 
@@ -102,19 +132,23 @@ def match(
     Args:
         like: a state whose tensor leaves say where tensors go.
         tree: the document.
-        is_tensor: whether a value is a tensor leaf, or another object that a tensor can go into. Called first.
-        only: selects the names to restore. At any other name, `like`'s value stays and the stored one is ignored.
-        strict: True: names that only one side has are an error. "like": so are names that only `like` has. A function: it is
-            called once, and names that only the checkpoint has are an error if it returns them. False: `like`'s value stays, or the
-            stored one is ignored; it is an error if no name is on both.
-        meaning: returns the meaning of the elements of a tensor leaf of `like` to its framework; None: do not compare
-            meanings.
-        composite: returns the parts of a value, by its name, if it is a composite tensor. Called before `is_tensor`.
+        is_tensor: whether a value is a tensor leaf, or another object that a tensor can go into.
+            Called first.
+        only: selects the names to restore. At any other name, `like`'s value stays and the stored
+            one is ignored.
+        strict: True: names that only one side has are an error. "like": so are names that only
+            `like` has. A function: it is called once, and names that only the checkpoint has are an
+            error if it returns them. False: `like`'s value stays, or the stored one is ignored; it
+            is an error if no name is on both.
+        meaning: returns the meaning of the elements of a tensor leaf of `like` to its framework;
+            None: do not compare meanings.
+        composite: returns the parts of a value, by its name, if it is a composite tensor. Called
+            before `is_tensor`.
 
     Raises:
         NamesMismatchError: names are missing from the checkpoint, or have no place in `like`.
-        StructureMismatchError: a tensor, a small leaf, a PerProcess or a container stands opposite another of these kinds,
-            or tensors have different meanings.
+        StructureMismatchError: a tensor, a small leaf, a PerProcess or a container stands opposite
+            another of these kinds, or tensors have different meanings.
         LeafError: `like` has a value that no state can have.
         FormatError: the document is invalid.
         MissingExtraError: a leaf is torch's, and torch is not installed.
@@ -127,13 +161,26 @@ def match(
     elif strict == "like":
         walk.unexpected = []
     if strict and (walk.missing or walk.unexpected):
-        like_alone = "" if walk.missing else ' or strict="like" if `like` is to be a part of the checkpoint,'
+        like_alone = (
+            "" if walk.missing else ' or strict="like" if `like` is to be a part of the checkpoint,'
+        )
         raise walk.names_mismatch(
-            f"Change `like`, map names with rename=, choose names with only=,{like_alone} or pass strict=False to skip all of these."
+            f"Change `like`, map names with rename=, choose names with only=,{like_alone} or pass "
+            "strict=False to skip all of these."
         )
     if walk.unexpected and walk.restores_nothing(root):
-        raise walk.names_mismatch("No name is in both, so nothing would be restored; change the names in `like`.")
-    return Matched(walk.tensors, walk.missing, walk.unexpected, walk.per_process, walk.numbers, walk.filled, _step=step)
+        raise walk.names_mismatch(
+            "No name is in both, so nothing would be restored; change the names in `like`."
+        )
+    return Matched(
+        walk.tensors,
+        walk.missing,
+        walk.unexpected,
+        walk.per_process,
+        walk.numbers,
+        walk.filled,
+        _step=step,
+    )
 
 
 class _Walk:
@@ -151,7 +198,11 @@ class _Walk:
         self.is_tensor = is_tensor
         self.selected = selected
         self.meaning = meaning
-        self.meanings = {} if meaning is None else {leaf.name: leaf.meaning for leaf in leaves_of(root) if isinstance(leaf, Tensor)}
+        self.meanings = (
+            {}
+            if meaning is None
+            else {leaf.name: leaf.meaning for leaf in leaves_of(root) if isinstance(leaf, Tensor)}
+        )
         """Meaning by stored name."""
         self.tensors: dict[str, list[tuple[str, Any]]] = {}
         self.per_process: dict[str, PerProcess] = {}
@@ -191,11 +242,18 @@ class _Walk:
             return self.number(value, node)
         if isinstance(node, Owned):
             raise _structure(node, f"{_description(value)}; {_WRAP}")
-        raise _structure(node, f"{_description(value)}; put a container of the same keys there, or leave it out with only=")
+        raise _structure(
+            node,
+            f"{_description(value)}; put a container of the same keys there, or leave it out with "
+            "only=",
+        )
 
     def number(self, value: object, node: Tensor | Tied) -> _Step:
         if not leaves.is_number(value):
-            raise _structure(node, f"{_description(value)}; pass a tensor, an ndarray or a shardckpt.Target there")
+            raise _structure(
+                node,
+                f"{_description(value)}; pass a tensor, an ndarray or a shardckpt.Target there",
+            )
         name = node.name
         self.numbers.setdefault(node.stored, []).append((name, value))
         return lambda values: values[name]
@@ -211,11 +269,15 @@ class _Walk:
             advice = _WRAP if isinstance(node, Owned) else "pass a value of the stored kind there"
             raise _structure(node, f"a tensor ({type(value).__qualname__}); {advice}")
         name = node.name
-        own, stored = ... if self.meaning is None else self.meaning(value), self.meanings.get(node.stored)
+        own, stored = (
+            ... if self.meaning is None else self.meaning(value),
+            self.meanings.get(node.stored),
+        )
         if own is not ... and own != stored:
             raise StructureMismatchError(
-                f"{shown(name)} holds {_meant(stored)} in the checkpoint, and in `like` {_meant(own)} ({type(value).__qualname__}); "
-                f"pass a tensor of the same meaning there, or a shardckpt.Target."
+                f"{shown(name)} holds {_meant(stored)} in the checkpoint, and in `like` "
+                f"{_meant(own)} ({type(value).__qualname__}); pass a tensor of the same meaning "
+                "there, or a shardckpt.Target."
             )
         self.tensors.setdefault(node.stored, []).append((name, value))
         return lambda values: values[name]
@@ -231,13 +293,26 @@ class _Walk:
         if not isinstance(node, Branch) or node.composite is None:
             raise _structure(node, f"{what}; pass what is stored there, and convert it afterwards")
         of, context = node.composite, write(node.composite.context)
-        if of.type_name.rpartition(".")[2] != made.type_name.rpartition(".")[2] or set(node.keys) != made.parts.keys():
-            raise _structure(node, f"{what} of {_parts(made.parts)}; make the tensor there as the saved one was made")
+        if (
+            of.type_name.rpartition(".")[2] != made.type_name.rpartition(".")[2]
+            or set(node.keys) != made.parts.keys()
+        ):
+            raise _structure(
+                node,
+                f"{what} of {_parts(made.parts)}; make the tensor there as the saved one was made",
+            )
         if of.shape != made.shape:
-            raise _structure(node, f"{what} of shape {made.shape}; make the tensor there as the saved one was made")
+            raise _structure(
+                node,
+                f"{what} of shape {made.shape}; make the tensor there as the saved one was made",
+            )
         if not same_document(context, made.context):
             contrast = first_difference(context, made.context)
-            raise _structure(node, f"{what} with another context: {contrast}; make the tensor there as the saved one was made")
+            raise _structure(
+                node,
+                f"{what} with another context: {contrast}; make the tensor there as the saved one "
+                "was made",
+            )
         stored = dict(zip(node.keys, node.children, strict=True))
         steps = [self.visit(part, stored[key], depth + 1) for key, part in made.parts.items()]
         return lambda values: made.rebuild([step(values) for step in steps])
@@ -246,30 +321,46 @@ class _Walk:
         if not self.any_selected(node):
             return _keep(value)
         if not isinstance(node, Owned):
-            raise _structure(node, "a shardckpt.PerProcess; pass what is stored, or any value of its kind, without it")
+            raise _structure(
+                node,
+                "a shardckpt.PerProcess; pass what is stored, or any value of its kind, without it",
+            )
         name = node.name
         self.per_process[name] = value
         return lambda values: replace(value, value=values[name])
 
     def container(self, value: object, container: Container, node: Node, depth: int) -> _Step:
         if depth >= MAX_DEPTH:
-            raise LeafError(f"{shown(node.name)} in `like` lies in more than {MAX_DEPTH} containers, or in itself.")
+            raise LeafError(
+                f"{shown(node.name)} in `like` lies in more than {MAX_DEPTH} containers, or in "
+                "itself."
+            )
         if not isinstance(node, Branch):
             if not container.keys and isinstance(node, Small) and node.content is None:
                 return _keep(value)
             if self.selected(node.name):
-                leaf = "a tensor, an ndarray or a shardckpt.Target" if isinstance(node, Tensor | Tied) else "a leaf"
+                leaf = (
+                    "a tensor, an ndarray or a shardckpt.Target"
+                    if isinstance(node, Tensor | Tied)
+                    else "a leaf"
+                )
                 advice = _WRAP if isinstance(node, Owned) else f"pass {leaf} there"
-                raise _structure(node, f"a {type(value).__qualname__} of {len(container.keys)} items; {advice}")
+                raise _structure(
+                    node, f"a {type(value).__qualname__} of {len(container.keys)} items; {advice}"
+                )
             return self.absent(value, node.name, depth)
         if (container.form == "dict") != (node.form == "dict") and (container.keys or node.keys):
             if self.any_selected(node):
-                raise _structure(node, f"a {type(value).__qualname__}; pass a container of the same kind")
+                raise _structure(
+                    node, f"a {type(value).__qualname__}; pass a container of the same kind"
+                )
             return self.absent(value, node.name, depth)
         keys = names.match_keys(node.keys, container.keys) if node.form == "dict" else node.keys
         stored = {(type(key), key): child for key, child in zip(keys, node.children, strict=True)}
         steps = []
-        for key, component, child in zip(container.keys, names.component_names(container.keys), container.children, strict=True):
+        for key, component, child in zip(
+            container.keys, names.component_names(container.keys), container.children, strict=True
+        ):
             stored_child = stored.pop((type(key), key), None)
             if stored_child is None:
                 steps.append(self.absent(child, names.child_name(node.name, component), depth + 1))
@@ -290,17 +381,30 @@ class _Walk:
                 self.misses_tensors |= is_tensor
             return _keep(value)
         if depth >= MAX_DEPTH:
-            raise LeafError(f"{shown(name)} in `like` lies in more than {MAX_DEPTH} containers, or in itself.")
-        for component, child in zip(names.component_names(container.keys), container.children, strict=True):
+            raise LeafError(
+                f"{shown(name)} in `like` lies in more than {MAX_DEPTH} containers, or in itself."
+            )
+        for component, child in zip(
+            names.component_names(container.keys), container.children, strict=True
+        ):
             self.absent(child, names.child_name(name, component), depth + 1)
         return _keep(value)
 
     def restores_nothing(self, root: Node) -> bool:
-        """Whether both sides have names, or both have tensors, and share none; only names that `only` selects count."""
+        """Whether both sides have names, or both have tensors, and share none.
+
+        Only names that `only` selects count.
+        """
         unexpected = set(self.unexpected)
         stored = [leaf for leaf in leaves_of(root) if self.selected(leaf.name)]
-        tensors = [leaf for leaf in stored if isinstance(leaf, Tensor | Tied)] if self.misses_tensors else []
-        return any(side and all(leaf.name in unexpected for leaf in side) for side in (stored, tensors))
+        tensors = (
+            [leaf for leaf in stored if isinstance(leaf, Tensor | Tied)]
+            if self.misses_tensors
+            else []
+        )
+        return any(
+            side and all(leaf.name in unexpected for leaf in side) for side in (stored, tensors)
+        )
 
     def any_selected(self, node: Node) -> bool:
         """Whether `only` selects a place, or anything below it."""
@@ -309,9 +413,15 @@ class _Walk:
     def names_mismatch(self, advice: str) -> NamesMismatchError:
         parts = []
         if self.missing:
-            parts.append(f"{_count(self.missing)} in `like` but not in the checkpoint: {_list_names(self.missing, self.unexpected)}")
+            parts.append(
+                f"{_count(self.missing)} in `like` but not in the checkpoint: "
+                f"{_list_names(self.missing, self.unexpected)}"
+            )
         if self.unexpected:
-            parts.append(f"{_count(self.unexpected)} in the checkpoint but not in `like`: {_list_names(self.unexpected, self.missing)}")
+            parts.append(
+                f"{_count(self.unexpected)} in the checkpoint but not in `like`: "
+                f"{_list_names(self.unexpected, self.missing)}"
+            )
         return NamesMismatchError(f"{'; '.join(parts)}. {advice}")
 
 
@@ -322,11 +432,19 @@ def _keep(value: object) -> _Step:
 def _is_leaf(value: object) -> bool:
     if type(value) in NEVER_LEAVES:
         return False
-    return isinstance(value, PerProcess) or leaves.leaf_type(value) is not None or leaves.is_small(value)
+    return (
+        isinstance(value, PerProcess)
+        or leaves.leaf_type(value) is not None
+        or leaves.is_small(value)
+    )
 
 
 def _container_of(value: object, name: str) -> Container | None:
-    """Split a container. None for a leaf, and for a value that fails to split: it is kept, or refused if `only` selects it."""
+    """Split a container.
+
+    None for a leaf, and for a value that fails to split: it is kept, or refused if `only` selects
+    it.
+    """
     try:
         return None if _is_leaf(value) else container_of(value, name)
     except LeafError:
@@ -353,7 +471,9 @@ def _stored_as(node: Node) -> str:
         return f"a {node.form} of {len(node.keys)} items"
     if isinstance(node, Owned):
         return "a value of each process's own"
-    kind = node.type_name if isinstance(node, Custom) else leaves.describe(node.content, node.name)[0]
+    kind = (
+        node.type_name if isinstance(node, Custom) else leaves.describe(node.content, node.name)[0]
+    )
     return f"a leaf of type {kind}"
 
 
@@ -366,7 +486,9 @@ def _meant(meaning: str | None) -> str:
 
 
 def _structure(node: Node, description: str) -> StructureMismatchError:
-    return StructureMismatchError(f"{shown(node.name)} is {_stored_as(node)} in the checkpoint, and in `like` {description}.")
+    return StructureMismatchError(
+        f"{shown(node.name)} is {_stored_as(node)} in the checkpoint, and in `like` {description}."
+    )
 
 
 def _count(missing: list[str]) -> str:
@@ -374,10 +496,15 @@ def _count(missing: list[str]) -> str:
 
 
 def _list_names(missing: list[str], others: list[str]) -> str:
-    # Suggestions come from the names that only the other side has: a name that both have is not a candidate.
+    # Suggestions come from the names that only the other side has: a name that both have is not a
+    # candidate.
     same_text = set(others)
     shown_names = []
     for name in missing[:_LISTED]:
-        hint = " (there it is a key of another type)" if name in same_text else names.did_you_mean(name, others, missing=missing)
+        hint = (
+            " (there it is a key of another type)"
+            if name in same_text
+            else names.did_you_mean(name, others, missing=missing)
+        )
         shown_names.append(shown(name) + hint)
     return ", ".join(shown_names) + (", …" if len(missing) > _LISTED else "")

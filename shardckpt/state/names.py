@@ -2,30 +2,32 @@
 
 `container_of` recognises these containers, in this order:
 
-1. dict, OrderedDict, defaultdict, Counter, and list, tuple, deque. Subclasses of these do not count, unless one of the
-   following applies: rebuilding them as the base class would lose what makes them different.
+1. dict, OrderedDict, defaultdict, Counter, and list, tuple, deque. Subclasses of these do not
+   count, unless one of the following applies: rebuilding them as the base class would lose what
+   makes them different.
 2. Named tuples: by field.
-3. Classes in the pytree registry of torch or JAX: by the registry's keys. The registries are looked up, never
-   imported: an object of a registered class exists only if its framework is imported.
-4. Dataclasses: by field. They come after the registries, because a registered dataclass (a flax TrainState, say) keeps
-   functions and other constants out of the tree.
+3. Classes in the pytree registry of torch or JAX: by the registry's keys. The registries are looked
+   up, never imported: an object of a registered class exists only if its framework is imported.
+4. Dataclasses: by field. They come after the registries, because a registered dataclass (a flax
+   TrainState, say) keeps functions and other constants out of the tree.
 
 A container of any class is stored in one of three plain forms: dict, list or tuple.
 
-A *name* is for people and for JSON: the keys that lead to a leaf, joined with "/", each rendered so that no two
-places of one state share a name (`component_names`).
+A *name* is for people and for JSON: the keys that lead to a leaf, joined with "/", each rendered so
+that no two places of one state share a name (`component_names`).
 
-    ~   → ~0        an empty key       → ~e
-    /   → ~1        a lone surrogate   → ~u and its four hex digits
-    a key that is not a string → its text (`0`, `True`, `None`), and "~" after it where a string key beside it reads the same
+    ~   → ~0        an empty key       → ~e /   → ~1        a lone surrogate   → ~u and its four hex
+    digits a key that is not a string → its text (`0`, `True`, `None`), and "~" after it where a
+    string key beside it reads the same
 
-An *array path* is for storages, which accept less: RFC 3986's unreserved characters only, in components of at most
-200 bytes, none of which is `.`, `..` or `zarr.json`, begins with `__` (reserved by zarr v3), `.` or `~`, or ends with
-a dot. `array_path` escapes any string into such a path, and `name_of_array_path` is its exact inverse:
+An *array path* is for storages, which accept less: RFC 3986's unreserved characters only, in
+components of at most 200 bytes, none of which is `.`, `..` or `zarr.json`, begins with `__`
+(reserved by zarr v3), `.` or `~`, or ends with a dot. `array_path` escapes any string into such a
+path, and `name_of_array_path` is its exact inverse:
 
-    any other character     → its UTF-8 bytes, each as "=" and two hex digits (URLs, shells and globs leave "=" alone)
-    an empty component      → =-
-    a component too long    → several, all but the last with "=" at their end
+    any other character     → its UTF-8 bytes, each as "=" and two hex digits (URLs, shells and
+    globs leave "=" alone) an empty component      → =- a component too long    → several, all but
+    the last with "=" at their end
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ PathKey = str | int | bool | None
 
 _UNSAFE_IN_NAME = re.compile("[~/\ud800-\udfff]")
 _LARGEST_DECIMAL = 10**20
-"""Larger integer keys are written in hex: Python converts long integers to decimal in quadratic time, or not at all."""
+"""Larger integer keys are written in hex: Python converts long integers to decimal in quadratic
+time, or not at all."""
 
 
 def component_names(keys: Sequence[PathKey]) -> list[str]:
@@ -61,15 +64,24 @@ def component_names(keys: Sequence[PathKey]) -> list[str]:
     >>> component_names(["a/b", "", "0", 0, True])
     ['a~1b', '~e', '0', '0~', 'True']
     """
-    if set(map(type, keys)) <= {str} and all(keys) and _UNSAFE_IN_NAME.search("".join(keys)) is None:  # type: ignore[arg-type]
+    if (
+        set(map(type, keys)) <= {str}
+        and all(keys)
+        and _UNSAFE_IN_NAME.search("".join(keys)) is None
+    ):  # type: ignore[arg-type]
         return list(keys)  # type: ignore[arg-type]
     strings = {key for key in keys if isinstance(key, str)}
-    return [_string_component(key) if isinstance(key, str) else _other_component(key, strings) for key in keys]
+    return [
+        _string_component(key) if isinstance(key, str) else _other_component(key, strings)
+        for key in keys
+    ]
 
 
 def _string_component(key: str) -> str:
     if _UNSAFE_IN_NAME.search(key):
-        return _UNSAFE_IN_NAME.sub(lambda match: {"~": "~0", "/": "~1"}.get(match[0]) or f"~u{ord(match[0]):04x}", key)
+        return _UNSAFE_IN_NAME.sub(
+            lambda match: {"~": "~0", "/": "~1"}.get(match[0]) or f"~u{ord(match[0]):04x}", key
+        )
     return key or "~e"
 
 
@@ -81,8 +93,8 @@ def _other_component(key: int | bool | None, strings: set[str]) -> str:
 def match_keys(stored: Sequence[PathKey], own: Sequence[PathKey]) -> Sequence[PathKey]:
     """The keys of a stored dict, each as the key of one's own dict that it matches, or else unchanged.
 
-    A stored text that is not among one's own keys matches the key of another type that has this text: formats that write
-    all keys as text cannot tell the two apart.
+    A stored text that is not among one's own keys matches the key of another type that has this
+    text: formats that write all keys as text cannot tell the two apart.
 
     >>> match_keys(["0", "1"], [0, "1", 1])
     [0, '1']
@@ -93,7 +105,9 @@ def match_keys(stored: Sequence[PathKey], own: Sequence[PathKey]) -> Sequence[Pa
     typed = {(type(key), key) for key in stored}
     texts = {_other_component(key, set()): key for key in others if (type(key), key) not in typed}  # type: ignore[arg-type]
     own_texts = {key for key in own if type(key) is str}
-    return [texts.get(key, key) if type(key) is str and key not in own_texts else key for key in stored]
+    return [
+        texts.get(key, key) if type(key) is str and key not in own_texts else key for key in stored
+    ]
 
 
 def child_name(parent: str, component: str) -> str:
@@ -119,7 +133,7 @@ def shown(name: str) -> str:
 _SHOWN = 300
 
 
-# --- containers ------------------------------------------------------------------------------------------------------
+# --- containers -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +191,9 @@ def _of_dict(value: dict[Any, object], where: str) -> Container:
             )
 
     def rebuild(children: list[object]) -> object:
-        new: dict[Any, object] = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
+        new: dict[Any, object] = (
+            defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
+        )
         # Attributes of the dict are kept: torch's Module.load_state_dict looks for `_metadata`.
         if hasattr(value, "__dict__"):
             vars(new).update(vars(value))
@@ -192,7 +208,9 @@ def _of_sequence(value: list[object] | tuple[object, ...] | deque[object]) -> Co
     def rebuild(children: list[object]) -> object:
         return deque(children, value.maxlen) if isinstance(value, deque) else type(value)(children)
 
-    return Container("tuple" if isinstance(value, tuple) else "list", range(len(value)), value, rebuild)
+    return Container(
+        "tuple" if isinstance(value, tuple) else "list", range(len(value)), value, rebuild
+    )
 
 
 def _of_dataclass(value: object) -> Container | None:
@@ -216,7 +234,9 @@ def _key_text(key: object) -> str:
 
 
 def imported_module(name: str) -> Any:
-    """A module that the program has imported; None if it has not, or if another thread is still importing it.
+    """A module that the program has imported.
+
+    None if it has not, or if another thread is still importing it.
 
     An object of the module's own types exists only after the import.
     """
@@ -241,24 +261,38 @@ def _of_torch_node(value: object, where: str) -> Container | None:
 
 def _of_jax_node(value: object, where: str) -> Container | None:
     tree_util = imported_module("jax.tree_util")
-    # Older versions of JAX without `is_tree_node` flatten any value; newer ones warn about iterators.
+    # Older versions of JAX without `is_tree_node` flatten any value; newer ones warn about
+    # iterators.
     if tree_util is None or not getattr(tree_util, "is_tree_node", lambda _kind: True)(type(value)):
         return None
-    pairs, structure = tree_util.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
+    pairs, structure = tree_util.tree_flatten_with_path(
+        value, is_leaf=lambda node: node is not value
+    )
     if any(not path for path, _ in pairs):  # JAX treats `value` as a leaf: the path is empty
         return None
-    return _of_node([path[0] for path, _ in pairs], [child for _, child in pairs], structure.unflatten, where)
+    return _of_node(
+        [path[0] for path, _ in pairs], [child for _, child in pairs], structure.unflatten, where
+    )
 
 
-def _of_node(entries: Iterable[object], children: Sequence[object], rebuild: Callable[[list[object]], object], where: str) -> Container:
+def _of_node(
+    entries: Iterable[object],
+    children: Sequence[object],
+    rebuild: Callable[[list[object]], object],
+    where: str,
+) -> Container:
     """A registered node: a list if its registry only numbers the children, otherwise a dict."""
     entries = list(entries)
-    if children and all(entry is None or hasattr(entry, "idx") or type(entry).__name__ == "FlattenedIndexKey" for entry in entries):
+    if children and all(
+        entry is None or hasattr(entry, "idx") or type(entry).__name__ == "FlattenedIndexKey"
+        for entry in entries
+    ):
         return Container("list", range(len(children)), children, rebuild)
     keys = [_plain_key(entry) for entry in entries]
     if len({(type(key), key) for key in keys}) != len(keys):
         raise LeafError(
-            f"{shown(where)} is a pytree node whose registry gives two children the same key: {keys[:10]!r}; give them different keys."
+            f"{shown(where)} is a pytree node whose registry gives two children the same key: "
+            f"{keys[:10]!r}; give them different keys."
         )
     return Container("dict", keys, children, rebuild)
 
@@ -271,7 +305,7 @@ def _plain_key(entry: object) -> PathKey:
     return str(entry)
 
 
-# --- array paths ----------------------------------------------------------------------------------------------------
+# --- array paths ----------------------------------------------------------------------------------
 
 _COMPONENT = r"(?!__)(?!zarr\.json(?:/|$))[A-Za-z0-9_-](?:[A-Za-z0-9._~-]{0,188}[A-Za-z0-9_~-])?"
 _PLAIN = re.compile(_COMPONENT, re.ASCII | re.IGNORECASE)
@@ -287,8 +321,8 @@ _LONGEST = 190
 def array_path(name: str) -> str:
     """The path of the array called `name`, relative to the group that holds all arrays.
 
-    Any string has a path, and different strings have different paths. (Paths may differ in case only, and a storage may
-    limit the length of a path: 1,024 bytes on GCS and S3.)
+    Any string has a path, and different strings have different paths. (Paths may differ in case
+    only, and a storage may limit the length of a path: 1,024 bytes on GCS and S3.)
 
     >>> array_path("model/layers.0.weight")
     'model/layers.0.weight'
@@ -301,9 +335,12 @@ def array_path(name: str) -> str:
 
 
 def piece_path(name: str, shape: Sequence[int], start: Sequence[int]) -> str:
-    """The path of a piece of a tensor that is stored in pieces. No tensor's `array_path` has such an ending.
+    """The path of a piece of a tensor that is stored in pieces.
 
-    The path contains the row-major position of the piece's first element, which every process knows of its own pieces.
+    No tensor's `array_path` has such an ending.
+
+    The path contains the row-major position of the piece's first element, which every process knows
+    of its own pieces.
 
     >>> piece_path("model/w", (4, 6), (2, 3))
     'model/w=p15'
@@ -337,7 +374,11 @@ def _guard(tokens: list[str]) -> str:
     """One component, with beginnings and endings escaped that a storage or zarr reserves."""
     if tokens[-1] == ".":
         tokens[-1] = _escape_of(".")
-    if tokens[0] in {".", "~"} or tokens[:2] == ["_", "_"] or "".join(tokens).lower() == "zarr.json":
+    if (
+        tokens[0] in {".", "~"}
+        or tokens[:2] == ["_", "_"]
+        or "".join(tokens).lower() == "zarr.json"
+    ):
         tokens[0] = _escape_of(tokens[0])
     return "".join(tokens)
 
@@ -350,7 +391,10 @@ def name_of_array_path(path: str) -> str:
     """
     name = "/".join(_unescape(part, path) for part in path.replace("=/", "").split("/"))
     if array_path(name) != path:
-        raise FormatError(f"Array path {path!r} is not how an array's name is escaped; shardckpt did not write it.")
+        raise FormatError(
+            f"Array path {path!r} is not how an array's name is escaped; shardckpt did not write "
+            "it."
+        )
     return name
 
 
@@ -358,15 +402,21 @@ def _unescape(component: str, path: str) -> str:
     if component == "=-":
         return ""
     if not _ESCAPED.fullmatch(component):
-        raise FormatError(f"Array path {path!r}: the component {component[:80]!r} is not an escaped name; shardckpt did not write it.")
+        raise FormatError(
+            f"Array path {path!r}: the component {component[:80]!r} is not an escaped name; "
+            "shardckpt did not write it."
+        )
     data = re.sub(rb"=(..)", lambda match: bytes.fromhex(match[1].decode()), component.encode())
     try:
         return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
-        raise FormatError(f"Array path {path!r}: the component {component[:80]!r} is not UTF-8; shardckpt did not write it.") from None
+        raise FormatError(
+            f"Array path {path!r}: the component {component[:80]!r} is not UTF-8; shardckpt did "
+            "not write it."
+        ) from None
 
 
-# --- suggestions ----------------------------------------------------------------------------------------------------
+# --- suggestions ----------------------------------------------------------------------------------
 
 _SHORTLIST = 100
 _COMPARED = 200
@@ -375,7 +425,8 @@ _COMPARED = 200
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate that is most similar to `name`, or None if none is similar.
 
-    A good comparison of texts is slow, so a shortlist comes first: the candidates with the most characters in common at both ends.
+    A good comparison of texts is slow, so a shortlist comes first: the candidates with the most
+    characters in common at both ends.
     """
     backwards = name[::-1]
 
@@ -384,14 +435,19 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
 
     best, best_ratio = None, 0.6
     for candidate in sorted(candidates, key=common_ends, reverse=True)[:_SHORTLIST]:
-        ratio = SequenceMatcher(None, name[-_COMPARED:], candidate[-_COMPARED:], autojunk=False).ratio()
+        ratio = SequenceMatcher(
+            None, name[-_COMPARED:], candidate[-_COMPARED:], autojunk=False
+        ).ratio()
         if ratio > best_ratio:
             best, best_ratio = candidate, ratio
     return best
 
 
 def _common_start(one: str, other: str) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
 
 
 def did_you_mean(name: str, candidates: Iterable[str], missing: Iterable[str] | None = None) -> str:
@@ -400,11 +456,14 @@ def did_you_mean(name: str, candidates: Iterable[str], missing: Iterable[str] | 
     Args:
         name: the missing name.
         candidates: the names that may have been meant.
-        missing: all missing names, if a candidate is to be suggested for the most similar one of them only.
+        missing: all missing names, if a candidate is to be suggested for the most similar one of
+            them only.
     """
     suggestion = nearest(name, candidates)
     return (
-        "" if suggestion is None or (missing is not None and nearest(suggestion, missing) != name) else f" (did you mean {suggestion!r}?)"
+        ""
+        if suggestion is None or (missing is not None and nearest(suggestion, missing) != name)
+        else f" (did you mean {suggestion!r}?)"
     )
 
 
@@ -414,4 +473,8 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
     >>> sorted(["10", "9", "step-2"], key=natural_key)
     ['9', '10', 'step-2']
     """
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
+    return [
+        (0, int(part), "") if part.isdecimal() else (1, 0, part)
+        for part in re.split(r"(\d+)", name)
+        if part
+    ]

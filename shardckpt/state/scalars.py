@@ -1,8 +1,8 @@
 """Bit-exact JSON encoding of numpy and ml_dtypes scalars.
 
-A scalar is written as two texts: its dtype, and its bytes in little-endian order in hex. The dtype is one that tensors can have
-(`shardckpt.layout.dtypes`), `datetime64[unit]` or `timedelta64[unit]`, or `str` (UTF-8, surrogates as three bytes each) or
-`bytes`, of any length.
+A scalar is written as two texts: its dtype, and its bytes in little-endian order in hex. The dtype
+is one that tensors can have (`shardckpt.layout.dtypes`), `datetime64[unit]` or `timedelta64[unit]`,
+or `str` (UTF-8, surrogates as three bytes each) or `bytes`, of any length.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def encode_scalar(value: np.generic, where: str) -> list[Any]:
         return ["bytes", bytes(value).hex()]
     array = np.asarray(value).reshape(1)
     if array.dtype.kind in "mM":
-        return [str(array.dtype.newbyteorder("=")), array.astype(array.dtype.newbyteorder("<")).tobytes().hex()]
+        return [
+            str(array.dtype.newbyteorder("=")),
+            array.astype(array.dtype.newbyteorder("<")).tobytes().hex(),
+        ]
     try:
         name = dtypes.of_numpy(array.dtype).name
     except DtypeError as error:
@@ -58,14 +61,21 @@ def decode_scalar(content: object) -> np.generic:
         return np.str_(data.decode("utf-8", "surrogatepass"))
     if name == "bytes":
         return np.bytes_(data)
-    scalar = _time(np.dtype(name), data) if _TIME.fullmatch(name) else _number(dtypes.by_name(name).numpy, data)
+    scalar = (
+        _time(np.dtype(name), data)
+        if _TIME.fullmatch(name)
+        else _number(dtypes.by_name(name).numpy, data)
+    )
     # Bytes that do not encode to themselves again, such as a bool of 2, are invalid.
     if encode_scalar(scalar, "") != content:
         raise ValueError
     return scalar
 
 
-_TIME = re.compile(r"(?:datetime|timedelta)64(?:\[(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?", re.ASCII)
+_TIME = re.compile(
+    r"(?:datetime|timedelta)64(?:\[(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?",
+    re.ASCII,
+)
 
 
 def _time(dtype: np.dtype[Any], data: bytes) -> np.generic:
@@ -85,7 +95,10 @@ def _only(values: Sequence[Any] | np.ndarray[Any, Any]) -> Any:
 
 
 def _swap(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The same bytes in little-endian order. They are swapped as bytes, because ml_dtypes have no dtypes of another byte order."""
+    """The same bytes in little-endian order.
+
+    They are swapped as bytes, because ml_dtypes have no dtypes of another byte order.
+    """
     if sys.byteorder == "little":
         return array
     part = array.dtype.itemsize // (2 if array.dtype.kind in "cW" else 1)

@@ -1,7 +1,7 @@
 """Rebuilding a state from tensors and a tree document, as plain dicts, lists and tuples.
 
-The state is built from the root down, leaves by their names and containers by their form. Names that are not selected are left out,
-and so are containers in which nothing is left.
+The state is built from the root down, leaves by their names and containers by their form. Names
+that are not selected are left out, and so are containers in which nothing is left.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def decode_leaf(leaf: Small | Custom) -> object:
     """Decode a leaf that is not a tensor.
 
     Raises:
-        FormatError: the leaf is invalid, its type is not registered, or its registered decode function fails on the stored
-            content.
+        FormatError: the leaf is invalid, its type is not registered, or its registered decode
+            function fails on the stored content.
         MissingExtraError: the leaf is torch's, and torch is not installed.
     """
     if isinstance(leaf, Small):
@@ -38,22 +38,27 @@ def decode_leaf(leaf: Small | Custom) -> object:
         raise
     except Exception as error:
         raise FormatError(
-            f"{shown(leaf.name)}: the decode function registered as {leaf.type_name!r} failed on what is stored "
-            f"({type(error).__name__}: {error}); register the one that belongs to the encode function it was saved with."
+            f"{shown(leaf.name)}: the decode function registered as {leaf.type_name!r} failed on "
+            f"what is stored ({type(error).__name__}: {error}); register the one that belongs to "
+            "the encode function it was saved with."
         ) from error
 
 
-def unflatten(tree: Tree, tensors: Mapping[str, Any], only: Callable[[str], bool] | None = None) -> Any:
+def unflatten(
+    tree: Tree, tensors: Mapping[str, Any], only: Callable[[str], bool] | None = None
+) -> Any:
     """Rebuild a state, of plain dicts, lists and tuples.
 
-    Names that `only` does not select are left out, and so are containers with nothing left in them. A list or tuple from
-    which an item is missing comes back as a dict from index to item, so that every item keeps its key. A container that was
-    stored empty is there if `only` selects its own name.
+    Names that `only` does not select are left out, and so are containers with nothing left in them.
+    A list or tuple from which an item is missing comes back as a dict from index to item, so that
+    every item keeps its key. A container that was stored empty is there if `only` selects its own
+    name.
 
     Args:
         tree: the document.
-        tensors: values by name, at least those of `stored_names(tree, only)` and `per_process_names(tree, only)`.
-            Tied names share one value. Meanings of tensors are ignored.
+        tensors: values by name, at least those of `stored_names(tree, only)` and
+            `per_process_names(tree, only)`. Tied names share one value. Meanings of tensors are
+            ignored.
         only: whether a name is selected; None: all.
 
     Returns:
@@ -66,7 +71,9 @@ def unflatten(tree: Tree, tensors: Mapping[str, Any], only: Callable[[str], bool
     return assemble(parse(tree), tensors, only)
 
 
-def assemble(node: Node, tensors: Mapping[str, Any], only: Callable[[str], bool] | None = None) -> Any:
+def assemble(
+    node: Node, tensors: Mapping[str, Any], only: Callable[[str], bool] | None = None
+) -> Any:
     """`unflatten` for a parsed document."""
     state = _Builder(tensors, only).build(node)
     return {} if state is _LEFT_OUT else state
@@ -91,7 +98,10 @@ class _Builder:
             stored = node.name if isinstance(node, Owned) else node.stored
             if stored not in self.tensors:
                 what = "per-process value" if isinstance(node, Owned) else "tensor"
-                raise FormatError(f"The tree names a {what} {stored!r} that the checkpoint does not have; its record is damaged.")
+                raise FormatError(
+                    f"The tree names a {what} {stored!r} that the checkpoint does not have; its "
+                    "record is damaged."
+                )
             return self.tensors[stored]
         if isinstance(node, Branch):
             return {"dict": dict, "list": list, "tuple": tuple}[node.form]()

@@ -1,11 +1,14 @@
 """Reading source tensors into target chunks, while the chunks read before are written.
 
-1. The work comes in steps (`plan.cells`). A step is a box of one target. Its chunks are complete, or a later step finishes them.
-2. Small steps are joined into *batches* that fit a processor cache. The caller's thread plans the reads of several batches at a time.
-   A second thread reads the batches one after another. It reads or scatters source chunks directly to their position in the target
-   chunks, and converts them where dtypes differ. A target may consist of parts of several tensors, transposed (`plan.views`). A source
-   chunk that several parts of a batch need is read once.
-3. Meanwhile the caller handles the chunks of the previous batch. A few batches are read ahead, so that neither thread waits.
+1. The work comes in steps (`plan.cells`). A step is a box of one target. Its chunks are complete,
+   or a later step finishes them.
+2. Small steps are joined into *batches* that fit a processor cache. The caller's thread plans the
+   reads of several batches at a time. A second thread reads the batches one after another. It reads
+   or scatters source chunks directly to their position in the target chunks, and converts them
+   where dtypes differ. A target may consist of parts of several tensors, transposed (`plan.views`).
+   A source chunk that several parts of a batch need is read once.
+3. Meanwhile the caller handles the chunks of the previous batch. A few batches are read ahead, so
+   that neither thread waits.
 """
 
 from __future__ import annotations
@@ -19,7 +22,16 @@ import numpy as np
 from shardckpt.io.threads import read_ahead
 from shardckpt.layout.box import BoxArray
 from shardckpt.reading.locate import ReadList
-from shardckpt.streaming.batches import Batch, BatchMemory, BatchPlace, ChunkTarget, Filled, PlannedStep, batches_of, batches_together
+from shardckpt.streaming.batches import (
+    Batch,
+    BatchMemory,
+    BatchPlace,
+    ChunkTarget,
+    Filled,
+    PlannedStep,
+    batches_of,
+    batches_together,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -37,23 +49,29 @@ _AHEAD = 2
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
-def assemble_chunks(source: OpenSource, steps: Iterable[PlannedStep], at_once: int, memory: BatchMemory) -> Generator[Batch]:
-    """Read all steps and yield batches of complete chunks; a batch is valid until the next one is requested.
+def assemble_chunks(
+    source: OpenSource, steps: Iterable[PlannedStep], at_once: int, memory: BatchMemory
+) -> Generator[Batch]:
+    """Read all steps and yield batches of complete chunks.
+
+    A batch is valid until the next one is requested.
 
     A caller that stops early closes the iterator, which waits for reads in progress.
 
     Args:
         source: the checkpoint to read.
         steps: what to read; all steps of one target are consecutive.
-        at_once: bytes up to which small steps are joined. Each of the two halves of the memory has `PARTS` times as much, or as much as
-            one larger step needs.
+        at_once: bytes up to which small steps are joined. Each of the two halves of the memory has
+            `PARTS` times as much, or as much as one larger step needs.
         memory: the batch memory; the caller keeps it.
 
     Raises:
         CorruptionError, ReplacedError, StorageError: the source could not be read.
     """
     reading = _Reading(source, at_once, memory)
-    coming = read_ahead(reading.draw(steps), reading.lend, reading.read, ahead=_AHEAD, threads=1, copies=False)
+    coming = read_ahead(
+        reading.draw(steps), reading.lend, reading.read, ahead=_AHEAD, threads=1, copies=False
+    )
     with source.reading(), closing(coming):
         for planned, place in coming:
             yield planned.batch
@@ -81,21 +99,29 @@ class _Reading:
         self._memory = memory
         self._lent: list[BatchPlace] = []
         self._open: dict[tuple[str, int], tuple[Batch, Bytes]] = {}
-        """Chunks that the last step began and did not finish, with their batch; keyed by array and position."""
+        """Chunks that the last step began and did not finish, with their batch; keyed by array and
+        position."""
 
     def draw(self, steps: Iterable[PlannedStep]) -> Iterator[_PlannedBatch]:
         """Yield the batches of steps, in order."""
         for batches in batches_together(batches_of(steps, self._at_once), self._at_once):
             group: list[_PlannedBatch] = []
-            group += [_PlannedBatch(batch, self._memory.next(batch.nbytes, self._at_once), group) for batch in batches]
+            group += [
+                _PlannedBatch(batch, self._memory.next(batch.nbytes, self._at_once), group)
+                for batch in batches
+            ]
             yield from tuple(group)
 
     def lend(self, planned: _PlannedBatch, _alone: bool) -> BatchPlace | None:
-        """Give a batch its place in the memory; None: another batch is there. The reads of its group are planned now, if they are not."""
+        """Give a batch its place in the memory; None: another batch is there.
+
+        The reads of its group are planned now, if they are not.
+        """
         if any(planned.place.meets(other) for other in self._lent):
             return None
         if planned.read is None:
-            # The memory of a batch that stands alone may be replaced by a larger one: nothing is there any more.
+            # The memory of a batch that stands alone may be replaced by a larger one: nothing is
+            # there any more.
             for one in planned.group:
                 one.batch.begin(self._memory.at(one.place, one.batch.nbytes, self._at_once))
             reads = self._source.reader.reads([self._requests(one.batch) for one in planned.group])
@@ -130,10 +156,18 @@ class _Reading:
         begun, self._open = self._open, {}
         for piece, pairs, boxes in planned.pairs:
             parts = BoxArray(boxes.start + pairs.in_chunk.start, boxes.start + pairs.in_chunk.stop)
-            raws, shapes = self._room(planned, piece, pairs, boxes, begun, batch), (boxes.stop - boxes.start).tolist()
+            raws, shapes = (
+                self._room(planned, piece, pairs, boxes, begun, batch),
+                (boxes.stop - boxes.start).tolist(),
+            )
             for tensor, view in planned.target.sources:
-                chunks = [planned.target.elements(raw, piece, shape, tensor) for raw, shape in zip(raws, shapes, strict=True)]
-                reads.of(tensor, converts=planned.target.dtype != tensor.dtype).add(view, parts, chunks, boxes.start)
+                chunks = [
+                    planned.target.elements(raw, piece, shape, tensor)
+                    for raw, shape in zip(raws, shapes, strict=True)
+                ]
+                reads.of(tensor, converts=planned.target.dtype != tensor.dtype).add(
+                    view, parts, chunks, boxes.start
+                )
 
     def _room(
         self,

@@ -1,6 +1,7 @@
 """Batches of steps that are read together into target chunks, and the memory that batches share.
 
-A step is a box of one target (`plan.cells`). Small steps are joined until a batch reaches its limit of bytes or steps.
+A step is a box of one target (`plan.cells`). Small steps are joined until a batch reaches its limit
+of bytes or steps.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
 
 _PLANNED = 64 << 20
-"""Bytes of the batches that are planned together; planning many costs little more than planning a few."""
+"""Bytes of the batches that are planned together; planning many costs little more than planning a
+few."""
 _PLANNED_STEPS = 4096
 """Steps that are planned together, and steps of one batch; each step needs a few objects."""
 _NOTHING: Bytes = np.empty(0, np.uint8)
@@ -46,7 +48,11 @@ class BatchPlace:
 
     def meets(self, other: BatchPlace) -> bool:
         """Whether the two places overlap."""
-        return self.half == other.half and self.parts.start < other.parts.stop and other.parts.start < self.parts.stop
+        return (
+            self.half == other.half
+            and self.parts.start < other.parts.stop
+            and other.parts.start < self.parts.stop
+        )
 
 
 class BatchMemory:
@@ -57,7 +63,9 @@ class BatchMemory:
         self._last = BatchPlace(1, range(PARTS))
 
     def next(self, nbytes: int, small: int) -> BatchPlace:
-        """Choose the place of the next batch; it never overlaps the previous one, whose unfinished chunks may still be copied.
+        """Choose the place of the next batch.
+
+        It never overlaps the previous one, whose unfinished chunks may still be copied.
 
         Args:
             nbytes: bytes that the batch needs.
@@ -66,7 +74,9 @@ class BatchMemory:
         half, parts = self._last.half, self._last.parts
         if nbytes > small or parts.stop == PARTS:
             half, parts = 1 - half, range(0)
-        self._last = BatchPlace(half, range(PARTS) if nbytes > small else range(parts.stop, parts.stop + 1))
+        self._last = BatchPlace(
+            half, range(PARTS) if nbytes > small else range(parts.stop, parts.stop + 1)
+        )
         return self._last
 
     def at(self, place: BatchPlace, nbytes: int, small: int) -> Bytes:
@@ -88,8 +98,8 @@ class ChunkTarget:
     sources: Sequence[tuple[TensorRecord, View]]
     """The source tensors, and the position of their elements in the target."""
     as_stored: bool
-    """Whether chunks are laid out as in a checkpoint: padded with zeros at edges, with room for a checksum at the end. Otherwise chunks
-    are cut off at edges and have no checksum."""
+    """Whether chunks are laid out as in a checkpoint: padded with zeros at edges, with room for a
+    checksum at the end. Otherwise chunks are cut off at edges and have no checksum."""
 
     @cached_property
     def is_one_chunk(self) -> bool:
@@ -98,12 +108,20 @@ class ChunkTarget:
 
     def nbytes(self, piece: Piece, shape: Sequence[int]) -> int:
         """Bytes in memory of a chunk with this shape of elements."""
-        return room_for(piece.chunks if self.as_stored else tuple(shape), self.dtype.itemsize) - CHECKSUM_BYTES * (not self.as_stored)
+        return room_for(
+            piece.chunks if self.as_stored else tuple(shape), self.dtype.itemsize
+        ) - CHECKSUM_BYTES * (not self.as_stored)
 
-    def elements(self, raw: Bytes, piece: Piece, shape: Sequence[int], tensor: TensorRecord) -> NDArray[Any]:
+    def elements(
+        self, raw: Bytes, piece: Piece, shape: Sequence[int], tensor: TensorRecord
+    ) -> NDArray[Any]:
         """A view of a chunk's bytes as an array, to copy the tensor's elements into."""
         kind = self.dtype.storage if self.dtype == tensor.dtype else self.dtype.numpy
-        return raw[:-CHECKSUM_BYTES].view(kind).reshape(piece.chunks) if self.as_stored else raw.view(kind).reshape(shape)
+        return (
+            raw[:-CHECKSUM_BYTES].view(kind).reshape(piece.chunks)
+            if self.as_stored
+            else raw.view(kind).reshape(shape)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +158,9 @@ class PlannedStep:
     @property
     def leaves_open(self) -> bool:
         """Whether this step leaves a chunk unfinished."""
-        return not self.target.is_one_chunk and any(bool(self.unfinished(boxes).any()) for _, _, boxes in self.pairs)
+        return not self.target.is_one_chunk and any(
+            bool(self.unfinished(boxes).any()) for _, _, boxes in self.pairs
+        )
 
     @cached_property
     def nbytes(self) -> int:
@@ -150,9 +170,13 @@ class PlannedStep:
         if self.target.as_stored:
             box = self.step.box
             near = touched(self.target.pieces, BoxArray.of([box], box.ndim))
-            return sum(count_chunks(piece, box) * round_up(self.target.nbytes(piece, ())) for piece in near)
+            return sum(
+                count_chunks(piece, box) * round_up(self.target.nbytes(piece, ())) for piece in near
+            )
         itemsize, page = self.target.dtype.itemsize, round_up(1)
-        return sum(int((-(-boxes.sizes() * itemsize // page) * page).sum()) for _, _, boxes in self.pairs)
+        return sum(
+            int((-(-boxes.sizes() * itemsize // page) * page).sum()) for _, _, boxes in self.pairs
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,7 +203,8 @@ class Batch:
     nbytes: int
     whole: list[Filled] = field(default_factory=list)
     first: list[tuple[Bytes, Bytes | int]] = field(default_factory=list)
-    """Memory of chunks, and its contents before the read: the elements that an earlier step read, or zeros."""
+    """Memory of chunks, and its contents before the read: the elements that an earlier step read,
+    or zeros."""
     _room: Bytes = field(default_factory=lambda: _NOTHING)
     """Memory for the batch's chunks."""
     _used: int = 0

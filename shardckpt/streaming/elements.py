@@ -1,10 +1,11 @@
 """The bytes of outputs, read on demand.
 
-An output is a run of bytes, row by row. It is cut into blocks of complete rows, as tall as stored chunks (`cut`), so that a
-sequential read needs most chunks once. Blocks that a read covers completely are read straight into the caller's memory, all with one
-call of the checkpoint's reader. Of another block, the first read of a small part reads only the rows that it needs. The next read of the
-same block puts it into a cache, because others are likely to follow. A read that continues where the last one ended puts it there at once,
-with blocks that follow.
+An output is a run of bytes, row by row. It is cut into blocks of complete rows, as tall as stored
+chunks (`cut`), so that a sequential read needs most chunks once. Blocks that a read covers
+completely are read straight into the caller's memory, all with one call of the checkpoint's reader.
+Of another block, the first read of a small part reads only the rows that it needs. The next read of
+the same block puts it into a cache, because others are likely to follow. A read that continues
+where the last one ended puts it there at once, with blocks that follow.
 
 Every stored chunk is verified before any of its bytes is returned.
 """
@@ -45,7 +46,8 @@ _SMALL = 64
 AHEAD_BYTES = 16 << 20
 """Most bytes that are read ahead of a sequential reader."""
 LARGEST_BLOCK = 64 << 20
-"""Most bytes of a block, unless a row has more. Of a larger slab, chunks are read for several blocks."""
+"""Most bytes of a block, unless a row has more. Of a larger slab, chunks are read for several
+blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,12 @@ class _Blocks:
 class OutputReader:
     """Reads bytes of outputs. Safe to use from several threads."""
 
-    def __init__(self, checkpoint: Checkpoint, outputs: Sequence[OutputTensor], cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        outputs: Sequence[OutputTensor],
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
         """Read outputs of a checkpoint; nothing is read yet.
 
         Args:
@@ -69,18 +76,24 @@ class OutputReader:
             cache_bytes: most bytes of blocks that are kept.
 
         Raises:
-            NamesMismatchError, ShapeMismatchError, DtypeMismatchError: an output cannot be made of the checkpoint's tensors.
+            NamesMismatchError, ShapeMismatchError, DtypeMismatchError: an output cannot be made of
+                the checkpoint's tensors.
         """
         self._checkpoint = checkpoint
         self._outputs = outputs
-        self._tensors = {view.tensor: checkpoint.tensor(view.tensor) for output in outputs for view in output.sources}
+        self._tensors = {
+            view.tensor: checkpoint.tensor(view.tensor)
+            for output in outputs
+            for view in output.sources
+        }
         for output in outputs:
             check(output, self._tensors)
         self._most = cache_bytes
         self._blocks: dict[int, _Blocks] = {}
         self._cache: OrderedDict[Key, Bytes] = OrderedDict()
         self._touched: OrderedDict[Key, int] = OrderedDict()
-        """Bytes of blocks of which parts were read lately; a block is kept when it is read again."""
+        """Bytes of blocks of which parts were read lately; a block is kept when it is read
+        again."""
         self._expected: tuple[int, int] | None = 0, 0
         """Output and byte at which a sequential reader continues."""
         self._lock = Lock()
@@ -89,7 +102,8 @@ class OutputReader:
         """Fill memory with bytes of outputs.
 
         Args:
-            ranges: consecutive ranges of bytes, at most one of each output: index of the output, first byte, and memory for the range.
+            ranges: consecutive ranges of bytes, at most one of each output: index of the output,
+                first byte, and memory for the range.
 
         Raises:
             CorruptionError, MissingDataError, ReplacedError: stored bytes are damaged or gone.
@@ -114,7 +128,9 @@ class OutputReader:
         if new:
             self._keep(new)
 
-    def _split(self, ranges: Sequence[tuple[int, int, memoryview]]) -> tuple[list[tuple[Key, Bytes]], list[tuple[Key, int, memoryview]]]:
+    def _split(
+        self, ranges: Sequence[tuple[int, int, memoryview]]
+    ) -> tuple[list[tuple[Key, Bytes]], list[tuple[Key, int, memoryview]]]:
         """Split ranges into complete blocks that are not kept, with memory for each, and parts of blocks."""
         direct: list[tuple[Key, Bytes]] = []
         parts: list[tuple[Key, int, memoryview]] = []
@@ -124,7 +140,10 @@ class OutputReader:
             while at < end:
                 stop = min(edges[block + 1], end)
                 part = into[at - begin : stop - begin]
-                if (at, stop) == (edges[block], edges[block + 1]) and (number, block) not in self._cache:
+                if (at, stop) == (edges[block], edges[block + 1]) and (
+                    number,
+                    block,
+                ) not in self._cache:
                     direct.append(((number, block), np.frombuffer(part, np.uint8)))
                 else:
                     parts.append(((number, block), at - edges[block], part))
@@ -132,7 +151,9 @@ class OutputReader:
         return direct, parts
 
     def _take_kept(
-        self, ranges: Sequence[tuple[int, int, memoryview]], parts: Sequence[tuple[Key, int, memoryview]]
+        self,
+        ranges: Sequence[tuple[int, int, memoryview]],
+        parts: Sequence[tuple[Key, int, memoryview]],
     ) -> tuple[dict[Key, Bytes], dict[Key, Bytes]]:
         """The blocks in the cache that parts are taken from, and memory for those that must be read, with blocks to read ahead."""
         with self._lock:
@@ -143,11 +164,22 @@ class OutputReader:
             number, begin, into = ranges[-1]
             self._expected = number, begin + len(into)
             if len(into) + begin == self._outputs[number].nbytes:
-                self._expected = next(((n, 0) for n in range(number + 1, len(self._outputs)) if self._outputs[n].nbytes), None)
+                self._expected = next(
+                    (
+                        (n, 0)
+                        for n in range(number + 1, len(self._outputs))
+                        if self._outputs[n].nbytes
+                    ),
+                    None,
+                )
             missing = [key for key in dict.fromkeys(key for key, *_ in parts) if key not in blocks]
             if missing and not continues:
                 small = {key for key, _, part in parts if len(part) * _SMALL <= self._nbytes(key)}
-                missing = [key for key in missing if key not in small or self._touched.pop(key, None) is not None]
+                missing = [
+                    key
+                    for key in missing
+                    if key not in small or self._touched.pop(key, None) is not None
+                ]
                 self._touch(small - blocks.keys() - set(missing))
         if missing and continues:
             missing += self._following(missing[-1])
@@ -168,9 +200,17 @@ class OutputReader:
         if along is not None:
             row = self._nbytes(key) // box.shape[along]
             first, last = begin // row, -(-(begin + nbytes) // row)
-            start[along], stop[along], before = start[along] + first, start[along] + last, first * row
+            start[along], stop[along], before = (
+                start[along] + first,
+                start[along] + last,
+                first * row,
+            )
         part = Box(tuple(start), tuple(stop))
-        return (number, part, np.empty(part.shape, self._outputs[number].dtype.numpy)), begin - before
+        return (
+            number,
+            part,
+            np.empty(part.shape, self._outputs[number].dtype.numpy),
+        ), begin - before
 
     def _following(self, key: Key) -> Iterator[Key]:
         """The blocks after a block, up to one that is kept."""
@@ -189,7 +229,10 @@ class OutputReader:
     def _keep(self, new: dict[Key, Bytes]) -> None:
         with self._lock:
             self._cache.update(new)
-            while len(self._cache) > 1 and sum(block.nbytes for block in self._cache.values()) > self._most:
+            while (
+                len(self._cache) > 1
+                and sum(block.nbytes for block in self._cache.values()) > self._most
+            ):
                 self._cache.popitem(last=False)
 
     def _nbytes(self, key: Key) -> int:
@@ -206,11 +249,21 @@ class OutputReader:
     def _cut(self, output: OutputTensor) -> _Blocks:
         if not output.nbytes:
             return _Blocks([0], BoxArray.of([], len(output.shape)))
-        stored = [piece for view in output.sources if prod(view.shape) for piece in view.pieces(self._tensors[view.tensor].pieces)]
+        stored = [
+            piece
+            for view in output.sources
+            if prod(view.shape)
+            for piece in view.pieces(self._tensors[view.tensor].pieces)
+        ]
         room = max(1, LARGEST_BLOCK // output.dtype.itemsize)
-        parts = [step.box for step in cut(Box.full(output.shape), (), room, Order.ROWS, sources=stored)]
+        parts = [
+            step.box for step in cut(Box.full(output.shape), (), room, Order.ROWS, sources=stored)
+        ]
         boxes = BoxArray.of(parts, len(output.shape))
-        strides = np.array([prod(output.shape[d + 1 :]) * output.dtype.itemsize for d in range(len(output.shape))], np.int64)
+        strides = np.array(
+            [prod(output.shape[d + 1 :]) * output.dtype.itemsize for d in range(len(output.shape))],
+            np.int64,
+        )
         return _Blocks([*(boxes.start @ strides).tolist(), output.nbytes], boxes)
 
     def edges(self, number: int) -> list[int]:
@@ -221,7 +274,8 @@ class OutputReader:
         """Read boxes of outputs into memory, all with one call; nothing goes through the cache.
 
         Args:
-            boxes: index of the output, a box of it, and an array of the box's shape and the output's dtype.
+            boxes: index of the output, a box of it, and an array of the box's shape and the
+                output's dtype.
 
         Raises:
             CorruptionError, MissingDataError, ReplacedError, StorageError: as in `read_into`.
@@ -237,10 +291,14 @@ class OutputReader:
             output = self._outputs[number]
             for view in output.sources:
                 tensor = self._tensors[view.tensor]
-                reads.of(tensor, converts=output.dtype != tensor.dtype).add(view, BoxArray.of([box], box.ndim), [elements])
+                reads.of(tensor, converts=output.dtype != tensor.dtype).add(
+                    view, BoxArray.of([box], box.ndim), [elements]
+                )
         return reads.requests()
 
-    def _whole(self, blocks: Iterable[tuple[Key, Bytes]]) -> Iterator[tuple[int, Box, NDArray[Any]]]:
+    def _whole(
+        self, blocks: Iterable[tuple[Key, Bytes]]
+    ) -> Iterator[tuple[int, Box, NDArray[Any]]]:
         """Blocks and memory for them, as `read_boxes` wants them."""
         for (number, block), memory in blocks:
             box = self._blocks_of(number).boxes[block]

@@ -1,14 +1,16 @@
 """The division of the memory limit among buffers and workers.
 
-A worker has two buffers of the same size, its *room*: one is filled by reads while the chunks of the other are written. In addition,
-memory is needed for reads and writes in progress:
+A worker has two buffers of the same size, its *room*: one is filled by reads while the chunks of
+the other are written. In addition, memory is needed for reads and writes in progress:
 
-- reads from a local disk: a scratch buffer per thread, of 4 MiB or the largest chunk. Reads from an object store: three copies
-  of the data in flight (`reading.reader`). A compressed chunk is decompressed into additional memory.
-- writes to a local disk: one compressed chunk, or nothing, and scratch buffers for reading back. Writes to an object store: five
-  times a data file (`writing.packed`).
+- reads from a local disk: a scratch buffer per thread, of 4 MiB or the largest chunk. Reads from an
+  object store: three copies of the data in flight (`reading.reader`). A compressed chunk is
+  decompressed into additional memory.
+- writes to a local disk: one compressed chunk, or nothing, and scratch buffers for reading back.
+  Writes to an object store: five times a data file (`writing.packed`).
 
-The remaining memory is the room. The interpreter and the libraries of each process come on top of the limit: `PROCESS_BYTES`.
+The remaining memory is the room. The interpreter and the libraries of each process come on top of
+the limit: `PROCESS_BYTES`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
 
 PROCESS_BYTES = 128 << 20
-"""Bytes that a process uses besides its buffers: Python, numpy, TensorStore, plans and lists of chunks. Documented, and tested."""
+"""Bytes that a process uses besides its buffers: Python, numpy, TensorStore, plans and lists of
+chunks. Documented, and tested."""
 READERS = 2
 """Threads that read from a local disk, per worker."""
 _SCRATCH = 4 << 20
@@ -35,17 +38,20 @@ _REQUEST = 10 << 20
 _COPIES = 3
 """Copies of a request's bytes in memory."""
 _OBJECT = 8 << 20
-"""Minimum bytes of a data file on an object store; five data files are in memory, see `writing.packed`."""
+"""Minimum bytes of a data file on an object store; five data files are in memory, see
+`writing.packed`."""
 _FILES = 5
 _COMFORTABLE = 128 << 20
 """Bytes per worker below which another worker would only take memory from the others."""
 PARTS = 2
 """Batches of small steps that fit into one of the two buffers."""
 _BATCH = 32 << 20
-"""Bytes of a batch, where the work can be cut that finely. A larger batch is not faster: the first use of each page of a buffer
-costs as much as copying it a few times, and no write starts before the first batch is read."""
+"""Bytes of a batch, where the work can be cut that finely. A larger batch is not faster: the first
+use of each page of a buffer costs as much as copying it a few times, and no write starts before the
+first batch is read."""
 _WORTHWHILE = 512 << 20
-"""Bytes of a job per worker below which another worker costs more than it saves: its start takes as long as about 200 MiB."""
+"""Bytes of a job per worker below which another worker costs more than it saves: its start takes as
+long as about 200 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,9 @@ class Sizes:
         """Minimum bytes for writes in progress."""
         packed = 2 * self.target_chunk * self.target_compressed
         read_back = READERS * max(_SCRATCH, self.target_chunk)
-        return packed + (read_back if self.target_local else _FILES * max(_OBJECT, self.target_chunk))
+        return packed + (
+            read_back if self.target_local else _FILES * max(_OBJECT, self.target_chunk)
+        )
 
     @property
     def least(self) -> int:
@@ -96,7 +104,10 @@ class Memory:
 
     @property
     def batch(self) -> int:
-        """Bytes up to which small steps are joined into a batch; a large cell uses the complete room."""
+        """Bytes up to which small steps are joined into a batch.
+
+        A large cell uses the complete room.
+        """
         return min(self.room // PARTS, _BATCH)
 
     @property
@@ -105,7 +116,9 @@ class Memory:
         return self.workers * (2 * self.room + self.reading + self.writing)
 
 
-def share(limit: int, workers: int | None, tasks: int, length: int, sizes: Sizes, where: str) -> Memory:
+def share(
+    limit: int, workers: int | None, tasks: int, length: int, sizes: Sizes, where: str
+) -> Memory:
     """Divide the memory limit.
 
     Args:
@@ -135,13 +148,18 @@ def check_limit(limit: int, workers: int, sizes: Sizes, where: str) -> None:
     if limit // workers < sizes.least:
         several = workers > 1
         reason = (
-            f" is too little for {workers} worker{'s' if several else ''}: with chunks of {file_size(sizes.source_chunk)} in the source "
-            f"and {file_size(sizes.target_chunk)} in the target each needs {file_size(sizes.least)}; raise it to "
-            f"{mebibytes_above(workers * sizes.least)}{', or use fewer workers' if several else ''}."
+            f" is too little for {workers} worker{'s' if several else ''}: with chunks of "
+            f"{file_size(sizes.source_chunk)} in the source and {file_size(sizes.target_chunk)} "
+            f"in the target each needs {file_size(sizes.least)}; raise it to "
+            f"{mebibytes_above(workers * sizes.least)}"
+            f"{', or use fewer workers' if several else ''}."
         )
         raise BudgetError(Message(f"{where}: ", named_size("memory_limit", limit), reason))
 
 
 def readers(location: Location, most: int = READERS) -> int | None:
-    """Reader threads of a worker at a place: at most `most` on a disk; None: limited by memory only, where a request costs milliseconds."""
+    """Reader threads of a worker at a place: at most `most` on a disk.
+
+    None: limited by memory only, where a request costs milliseconds.
+    """
     return max(1, min(READERS, most)) if kind_of(location).near else None

@@ -1,7 +1,8 @@
 """The interface of a checkpoint that can be resharded: a shardckpt checkpoint, or a foreign one.
 
-`shardckpt.Checkpoint` implements it, and its URL names it. A `SourceSpec` names any foreign checkpoint; workers receive the spec
-and open it themselves. An import is a reshard of a foreign checkpoint.
+`shardckpt.Checkpoint` implements it, and its URL names it. A `SourceSpec` names any foreign
+checkpoint; workers receive the spec and open it themselves. An import is a reshard of a foreign
+checkpoint.
 """
 
 from __future__ import annotations
@@ -47,11 +48,14 @@ class OpenSource(Protocol):
 
         Args:
             threads: number of reader threads; None: as many as memory allows.
-            memory: bytes of reads in progress; a smaller value means smaller reads, and fewer concurrent requests to an object store.
+            memory: bytes of reads in progress; a smaller value means smaller reads, and fewer
+                concurrent requests to an object store.
         """
 
     def reading(self) -> AbstractContextManager[None]:
-        """Context manager around all reads; it distinguishes a checkpoint that was replaced or deleted from a damaged one.
+        """Context manager around all reads.
+
+        It distinguishes a checkpoint that was replaced or deleted from a damaged one.
 
         Raises:
             ReplacedError: an error inside was caused by a replacement or deletion.

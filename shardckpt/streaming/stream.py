@@ -1,14 +1,15 @@
 """Reading the sources of outputs, block by block, within a memory limit.
 
-1. The limit is divided: memory for reading (`streaming.memory`), for the writer's buffers, and for two buffers of equal size, the *room*:
-   one is filled while blocks of the other are written.
+1. The limit is divided: memory for reading (`streaming.memory`), for the writer's buffers, and for
+   two buffers of equal size, the *room*: one is filled while blocks of the other are written.
 2. The writer chooses the blocks of each output: the chunks of one array, or of several.
-3. Each output is cut into steps of complete blocks, so that each stored chunk is read once if the room suffices (`plan.cells`).
-   A writer can request blocks in row-major order; stored chunks may then be read more often.
+3. Each output is cut into steps of complete blocks, so that each stored chunk is read once if the
+   room suffices (`plan.cells`). A writer can request blocks in row-major order; stored chunks may
+   then be read more often.
 4. A second thread reads steps while the writer processes earlier ones (`assemble`).
 
-The outputs, their blocks and the room determine the order of the blocks, so a writer that is started again can skip the first
-ones (`Stream.read`).
+The outputs, their blocks and the room determine the order of the blocks, so a writer that is
+started again can skip the first ones (`Stream.read`).
 """
 
 from __future__ import annotations
@@ -46,13 +47,15 @@ if TYPE_CHECKING:
     from shardckpt.reading.checkpoint import Checkpoint
 
 Blocks = Callable[[OutputTensor, Sequence[Piece], int], Sequence[Piece]]
-"""Chooses the blocks of an output, as the chunks of arrays that together are the output (see `plan.grids`). Arguments: the output, which
-has elements; the arrays from which it is made, in the output's indices; the most bytes of a block."""
+"""Chooses the blocks of an output, as the chunks of arrays that together are the output (see
+`plan.grids`). Arguments: the output, which has elements; the arrays from which it is made, in the
+output's indices; the most bytes of a block."""
 Put = Callable[[OutputTensor, Box, "NDArray[Any]"], object]
-"""Receives a block: its output, its box in it, and its elements, in row-major order, as the dtype's storage type."""
+"""Receives a block: its output, its box in it, and its elements, in row-major order, as the dtype's
+storage type."""
 _BATCH = 16 << 20
-"""Bytes of one read batch from a local disk, if work can be cut that small: each batch is planned and passed between threads, which
-costs more than smaller batches would gain from caches."""
+"""Bytes of one read batch from a local disk, if work can be cut that small: each batch is planned
+and passed between threads, which costs more than smaller batches would gain from caches."""
 _OBJECT_BATCH = 32 << 20
 """Bytes of one read batch from an object store, which consists of several requests."""
 
@@ -88,7 +91,8 @@ class Stream:
             blocks: chooses the blocks of each output.
             limit: bytes of all buffers.
             beside: bytes of these that the writer keeps.
-            in_order: whether the blocks of an output must come in row-major order, even if chunks are then read more than once.
+            in_order: whether the blocks of an output must come in row-major order, even if chunks
+                are then read more than once.
 
         Raises:
             NamesMismatchError: a source tensor of an output does not exist.
@@ -98,7 +102,11 @@ class Stream:
         self.outputs = outputs
         self._checkpoint = checkpoint
         self._in_order = in_order
-        self._tensors = {view.tensor: checkpoint.tensor(view.tensor) for output in outputs for view in output.sources}
+        self._tensors = {
+            view.tensor: checkpoint.tensor(view.tensor)
+            for output in outputs
+            for view in output.sources
+        }
         for output in outputs:
             check(output, self._tensors)
         largest = largest_chunk(self._tensors.values())
@@ -107,13 +115,17 @@ class Stream:
             target_chunk=0,
             source_local=kind_of(checkpoint.location).near,
             target_local=True,
-            source_compressed=checkpoint.record.compression is not None or bool(checkpoint.record.structure.bases),
+            source_compressed=checkpoint.record.compression is not None
+            or bool(checkpoint.record.structure.bases),
             target_compressed=False,
         )
         too_little = f"{checkpoint.location}: ", named_size("memory_limit", limit)
         spare = limit - sizes.reading - beside
         if spare < 2 * largest:
-            advice = f"{file_size(largest)}; raise it to {mebibytes_above(sizes.reading + beside + 2 * largest)}."
+            advice = (
+                f"{file_size(largest)}; raise it to "
+                f"{mebibytes_above(sizes.reading + beside + 2 * largest)}."
+            )
             raise BudgetError(Message(*too_little, f" is too little to read chunks of {advice}"))
         reading = sizes.reading + (0 if sizes.source_local else spare // 4)
         self.room = (limit - reading - beside) // 2
@@ -124,8 +136,16 @@ class Stream:
         for _, target, _ in self._targets:
             least = max(prod(piece.chunks) for piece in target.pieces) * target.dtype.itemsize
             if least > self.room:
-                advice = f"{file_size(least)}; raise it to {mebibytes_above(reading + beside + 2 * round_up(least))}."
-                raise BudgetError(Message(*too_little, f" is too little to make {shown(target.name)} in blocks of {advice}"))
+                advice = (
+                    f"{file_size(least)}; raise it to "
+                    f"{mebibytes_above(reading + beside + 2 * round_up(least))}."
+                )
+                raise BudgetError(
+                    Message(
+                        *too_little,
+                        f" is too little to make {shown(target.name)} in blocks of {advice}",
+                    )
+                )
 
     @property
     def grids(self) -> list[tuple[OutputTensor, Sequence[Piece]]]:
@@ -141,7 +161,8 @@ class Stream:
         """Iterate over all blocks, some at a time; close the iterator unless it is exhausted.
 
         Args:
-            skip: number of blocks to skip, the first in the order of the blocks. Data that only these need is not read.
+            skip: number of blocks to skip, the first in the order of the blocks. Data that only
+                these need is not read.
 
         Raises:
             CorruptionError, ReplacedError, StorageError: the checkpoint could not be read.
@@ -150,11 +171,16 @@ class Stream:
         self._checkpoint.limit_reading(threads=threads, memory=self._reading)
         outputs = {id(target): output for output, target, _ in self._targets}
         planned, left_out = _after(self._steps(), skip)
-        with closing(assemble_chunks(self._checkpoint, planned, self._at_once, BatchMemory())) as batches:
+        with closing(
+            assemble_chunks(self._checkpoint, planned, self._at_once, BatchMemory())
+        ) as batches:
             for batch in batches:
                 blocks = []
                 for chunk in batch.whole:
-                    box = Box(chunk.start, tuple(a + n for a, n in zip(chunk.start, chunk.shape, strict=True)))
+                    box = Box(
+                        chunk.start,
+                        tuple(a + n for a, n in zip(chunk.start, chunk.shape, strict=True)),
+                    )
                     elements = chunk.raw.view(chunk.target.dtype.storage).reshape(chunk.shape)
                     blocks.append(OutputBlock(outputs[id(chunk.target)], box, elements))
                 dropped = min(left_out, len(blocks))
@@ -172,10 +198,24 @@ class Stream:
                 for i in np.flatnonzero(~planned.unfinished(boxes)).tolist():
                     yield outputs[id(planned.target)], boxes[i]
 
-    def _target(self, output: OutputTensor, blocks: Blocks) -> tuple[OutputTensor, ChunkTarget, list[Piece]]:
-        sources = [(self._tensors[view.tensor], view) for view in output.sources if prod(view.shape)]
+    def _target(
+        self, output: OutputTensor, blocks: Blocks
+    ) -> tuple[OutputTensor, ChunkTarget, list[Piece]]:
+        sources = [
+            (self._tensors[view.tensor], view) for view in output.sources if prod(view.shape)
+        ]
         stored = [piece for tensor, view in sources for piece in view.pieces(tensor.pieces)]
-        return output, ChunkTarget(output.name, output.dtype, blocks(output, stored, self.room), sources, as_stored=False), stored
+        return (
+            output,
+            ChunkTarget(
+                output.name,
+                output.dtype,
+                blocks(output, stored, self.room),
+                sources,
+                as_stored=False,
+            ),
+            stored,
+        )
 
     def _steps(self) -> Iterator[PlannedStep]:
         for _, target, stored in self._targets:
@@ -198,12 +238,19 @@ class Stream:
 
 def row_blocks(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Piece]:
     """Blocks of complete rows, in row-major order; arguments as in `Blocks`."""
-    return cut_into_grids(output.name, output.shape, stored, output.dtype.itemsize, room, Order.ROWS)
+    return cut_into_grids(
+        output.name, output.shape, stored, output.dtype.itemsize, room, Order.ROWS
+    )
 
 
 def read_once_blocks(output: OutputTensor, stored: Sequence[Piece], room: int) -> list[Piece]:
-    """Blocks of complete rows, or of parts of rows where only these read each stored byte once; arguments as in `Blocks`."""
-    return cut_into_grids(output.name, output.shape, stored, output.dtype.itemsize, room, Order.OPEN)
+    """Blocks of complete rows, or of parts of rows where only these read each stored byte once.
+
+    Arguments as in `Blocks`.
+    """
+    return cut_into_grids(
+        output.name, output.shape, stored, output.dtype.itemsize, room, Order.OPEN
+    )
 
 
 def stream(
@@ -216,11 +263,16 @@ def stream(
     beside: int = 0,
     in_order: bool = False,
 ) -> None:
-    """Make outputs of a checkpoint, and pass each block to `put` once; see `Stream` for arguments and errors.
+    """Make outputs of a checkpoint, and pass each block to `put` once.
 
-    `put` is called in one thread, while other threads read the next blocks; its arguments are valid during the call only.
+    See `Stream` for arguments and errors.
+
+    `put` is called in one thread, while other threads read the next blocks; its arguments are valid
+    during the call only.
     """
-    with closing(Stream(checkpoint, outputs, blocks, limit=limit, beside=beside, in_order=in_order).read()) as batches:
+    with closing(
+        Stream(checkpoint, outputs, blocks, limit=limit, beside=beside, in_order=in_order).read()
+    ) as batches:
         for batch in batches:
             for block in batch:
                 put(block.output, block.box, block.elements)

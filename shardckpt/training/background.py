@@ -1,14 +1,16 @@
 """The background half of a manager: one save at a time, the deletions after it, and the failures of both.
 
-1. `begin` starts a save (`Saver`), which copies the state, and a thread that waits for its end. The interpreter waits
-   for that thread before it shuts down (`shutdown`).
-2. Just before a step is published, the committing process checks that no other job owns the root, and writes a pending
-   rollback to the storage.
-3. When the save has ended, the next one may begin. If the step was committed, the leader deletes the steps that are no longer kept.
+1. `begin` starts a save (`Saver`), which copies the state, and a thread that waits for its end. The
+   interpreter waits for that thread before it shuts down (`shutdown`).
+2. Just before a step is published, the committing process checks that no other job owns the root,
+   and writes a pending rollback to the storage.
+3. When the save has ended, the next one may begin. If the step was committed, the leader deletes
+   the steps that are no longer kept.
 4. Failures are kept until the training thread asks for them: `raise_failures`.
-5. A save may have failed when its data was complete. When the next save begins, the leader tries to publish it (`_publish_left`). The
-   first save of a manager that has restored nothing does so for the saves of earlier runs, before it claims the root: afterwards
-   they are refused. Both happen before any collection.
+5. A save may have failed when its data was complete. When the next save begins, the leader tries to
+   publish it (`_publish_left`). The first save of a manager that has restored nothing does so for
+   the saves of earlier runs, before it claims the root: afterwards they are refused. Both happen
+   before any collection.
 """
 
 from __future__ import annotations
@@ -50,7 +52,14 @@ _log = logging.getLogger("shardckpt")
 class Background:
     """Background saves of one run, from this process. One thread at a time begins saves."""
 
-    def __init__(self, root: Store, coordinator: Coordinator, options: SaveOptions, rule: Retention | None, tell: events.Events) -> None:
+    def __init__(
+        self,
+        root: Store,
+        coordinator: Coordinator,
+        options: SaveOptions,
+        rule: Retention | None,
+        tell: events.Events,
+    ) -> None:
         """Nothing runs before `begin`.
 
         Args:
@@ -71,15 +80,24 @@ class Background:
         self._saver = Saver(memory_limit=options.budget, coordinator=coordinator)
         self._job = JobFence(root, coordinator.run_id)
         self._claim = ProcessClaim(root, coordinator.run_id, coordinator.world.process)
-        grace = 2 * options.commit_timeout  # silence for this long means that every process has given up waiting
+        grace = (
+            2 * options.commit_timeout
+        )  # silence for this long means that every process has given up waiting
         bases = steps_among(root, [] if options.base is None else [options.base])
-        self.cleaner = Cleaner(root, rule, grace=grace, bases=bases, deleted=lambda step: self.emit(events.StepDeleted, step))
+        self.cleaner = Cleaner(
+            root,
+            rule,
+            grace=grace,
+            bases=bases,
+            deleted=lambda step: self.emit(events.StepDeleted, step),
+        )
         self._ended = threading.Event()
         self._ended.set()
         self._threads: list[threading.Thread] = []
         self._failures: list[tuple[BaseException, int]] = []
         self._left: set[int] | None = None
-        """Steps whose save failed, and may be complete. None: the steps of earlier runs have not been looked at."""
+        """Steps whose save failed, and may be complete. None: the steps of earlier runs have not
+        been looked at."""
         self._warmed = False
         """Whether there was a chance to prepare memory for saves."""
 
@@ -90,11 +108,14 @@ class Background:
         """Whether a save is in flight."""
         return not self._ended.is_set()
 
-    def begin(self, step: int, state: Any, options: SaveOptions, metrics: Mapping[str, float]) -> int:
+    def begin(
+        self, step: int, state: Any, options: SaveOptions, metrics: Mapping[str, float]
+    ) -> int:
         """Begin a save after the previous one has ended; return when the state is copied.
 
         Returns:
-            The number of earlier failures. `raise_failures` takes it as `first`, so that a failure of this save waits for the next call.
+            The number of earlier failures. `raise_failures` takes it as `first`, so that a failure
+            of this save waits for the next call.
 
         Raises:
             OtherJobError: another manager of this process saves to the root.
@@ -105,18 +126,31 @@ class Background:
         self.emit(events.SaveStarted, step)
         began, handle = time.monotonic(), None
         ended, begun = threading.Event(), SimpleQueue[SaveHandle | None]()
-        thread = threading.Thread(target=self._follow, args=(begun, step, metrics, ended), name=f"shardckpt-step-{step}", daemon=True)
+        thread = threading.Thread(
+            target=self._follow,
+            args=(begun, step, metrics, ended),
+            name=f"shardckpt-step-{step}",
+            daemon=True,
+        )
         try:
             self._claim.check()
-            with saving_takes_threads(url):  # checked first: if threads cannot be started, nothing would wait for the save
+            with saving_takes_threads(
+                url
+            ):  # checked first: if threads cannot be started, nothing would wait for the save
                 start_background(thread)
             handle = self._saver.begin(
-                url, state, options, before_publish=lambda: self._before_publish(step), progress=self._tell.progress("save", url, step)
+                url,
+                state,
+                options,
+                before_publish=lambda: self._before_publish(step),
+                progress=self._tell.progress("save", url, step),
             )
             self._claim.take()
             self._ended = ended
             self._threads = [*(before for before in self._threads if before.is_alive()), thread]
-            self.emit(events.SaveStaged, step, seconds=time.monotonic() - began, nbytes=handle.nbytes)
+            self.emit(
+                events.SaveStaged, step, seconds=time.monotonic() - began, nbytes=handle.nbytes
+            )
         except BaseException as e:
             if handle is None:
                 self.emit(events.SaveFailed, step, error=e)
@@ -131,7 +165,10 @@ class Background:
         self._saver.warm(self.url(step), state, options)
 
     def warm_once(self, step: int, state: Any, options: SaveOptions) -> None:
-        """Do the same at the first chance, if this process uses devices; a state that cannot be saved is left to its first save."""
+        """Do the same at the first chance, if this process uses devices.
+
+        A state that cannot be saved is left to its first save.
+        """
         warmed, self._warmed = self._warmed, True
         if not warmed and frameworks.on_accelerator(state):
             with suppress(ShardckptError):
@@ -151,11 +188,17 @@ class Background:
         self._claim.release()
         self._saver.close()
 
-    def raise_failures(self, decide: Callable[[BaseException, int], Literal["raise", "continue"]] | None, first: int | None = None) -> None:
+    def raise_failures(
+        self,
+        decide: Callable[[BaseException, int], Literal["raise", "continue"]] | None,
+        first: int | None = None,
+    ) -> None:
         """Raise the failures since the last call (or the `first` few of them), except where `decide` says "continue"."""
         failures = self._failures[:first]
         del self._failures[: len(failures)]
-        raised = [error for error, step in failures if decide is None or decide(error, step) != "continue"]
+        raised = [
+            error for error, step in failures if decide is None or decide(error, step) != "continue"
+        ]
         for other in raised[1:]:
             raised[0].add_note(f"Besides: {other} {' '.join(getattr(other, '__notes__', []))}")
         if raised:
@@ -178,7 +221,13 @@ class Background:
         self._job.hold()
         self.lineage.tell_storage(step)
 
-    def _follow(self, begun: SimpleQueue[SaveHandle | None], step: int, metrics: Mapping[str, float], ended: threading.Event) -> None:
+    def _follow(
+        self,
+        begun: SimpleQueue[SaveHandle | None],
+        step: int,
+        metrics: Mapping[str, float],
+        ended: threading.Event,
+    ) -> None:
         """Wait for the end of a save, then report and clean up."""
         if (handle := begun.get()) is None:
             return
@@ -202,9 +251,12 @@ class Background:
             self._clean(StepInfo(step, "committed", report.attempt, created, metrics, bases=bases))
 
     def _publish_left(self, step: int) -> None:
-        """Publish the complete saves of other steps that were not published when they were made. Runs on the leader.
+        """Publish the complete saves of other steps that were not published when they were made.
 
-        A step that is being saved again is left out: the new save replaces it. If the storage fails, the next save tries again.
+        Runs on the leader.
+
+        A step that is being saved again is left out: the new save replaces it. If the storage
+        fails, the next save tries again.
         """
         try:
             if self._left is None:
@@ -228,7 +280,10 @@ class Background:
             self._job.check()
             self.cleaner.clean(committed)
         except Exception as e:  # noqa: BLE001  (the training thread raises it)
-            e.add_note(f"Step {committed.step} is committed; steps that need not be kept were being deleted in the background.")
+            e.add_note(
+                f"Step {committed.step} is committed; steps that need not be kept were being "
+                "deleted in the background."
+            )
             self._failures.append((e, committed.step))
 
     def _other_job(self, step: int, error: BaseException) -> OtherJobError | None:

@@ -1,16 +1,21 @@
 """The decision whether a step is saved: the same answer on all processes, without a collective.
 
-Every process answers by itself where the answer follows from step numbers alone. Clocks, signals and saves in flight differ
-between processes, so the leader (process 0) decides about those, for future steps:
+Every process answers by itself where the answer follows from step numbers alone. Clocks, signals
+and saves in flight differ between processes, so the leader (process 0) decides about those, for
+future steps:
 
-1. The leader announces a timeline (`timeline`) that reaches some steps ahead of its own step, and extends it before it
-   reaches the end. A new save is placed at the first step beyond the timeline, which no process can have passed.
-2. The other processes read the timeline (`peek`) when they reach a step beyond the part that they know, not at every step. A
-   process ahead of the timeline waits, for a bounded time, until the leader has extended it.
-3. A process that gets a notice of preemption announces it; the leader looks for such notices whenever it extends the timeline.
+1. The leader announces a timeline (`timeline`) that reaches some steps ahead of its own step, and
+   extends it before it reaches the end. A new save is placed at the first step beyond the timeline,
+   which no process can have passed.
+2. The other processes read the timeline (`peek`) when they reach a step beyond the part that they
+   know, not at every step. A process ahead of the timeline waits, for a bounded time, until the
+   leader has extended it.
+3. A process that gets a notice of preemption announces it; the leader looks for such notices
+   whenever it extends the timeline.
 
-The timeline reaches as many steps ahead as fit into `lead_time`, from 2 to 64. So a loop of slow steps reacts within a few
-steps, and a loop of fast steps within the lead time, with a fraction of an exchange per step:
+The timeline reaches as many steps ahead as fit into `lead_time`, from 2 to 64. So a loop of slow
+steps reacts within a few steps, and a loop of fast steps within the lead time, with a fraction of
+an exchange per step:
 
 | per step | leader | others |
 |---|---|---|
@@ -18,8 +23,8 @@ steps, and a loop of fast steps within the lead time, with a fraction of an exch
 | all others, steps of a second or more | ≤ ½ `announce`, ≤ ½ `peek` | ≤ ½ `peek` |
 | all others, steps of 10 ms | ≤ 1/32 `announce`, ≤ 1/32 `peek` | ≤ 1/32 `peek` |
 
-Waiting cannot deadlock: a process waits only for a leader that is at least two steps behind, and only after it has done
-its own part of all those steps.
+Waiting cannot deadlock: a process waits only for a leader that is at least two steps behind, and
+only after it has done its own part of all those steps.
 """
 
 from __future__ import annotations
@@ -43,8 +48,8 @@ if TYPE_CHECKING:
 LEADER = 0
 """The process that decides."""
 _LEAST_LEAD, _MOST_LEAD = 2, 64
-"""Bounds of the number of steps that the leader decides ahead. With fewer, processes in step would wait for each other; with
-more, a loop that becomes slow would react late."""
+"""Bounds of the number of steps that the leader decides ahead. With fewer, processes in step would
+wait for each other; with more, a loop that becomes slow would react late."""
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.1
 """Shortest and longest pause, in seconds, between two looks of a waiting process."""
 
@@ -152,7 +157,12 @@ class Decisions:
         due = self._policy.due(step, self.previous)
         if self._alone and self._policy.by_leader:
             now = time.monotonic()
-            moment = Moment(step, now - self._decided, self._in_flight(), preempted=source is not None and not self._acted)
+            moment = Moment(
+                step,
+                now - self._decided,
+                self._in_flight(),
+                preempted=source is not None and not self._acted,
+            )
             due = self._policy.wanted(moment) or due
             self._acted = self._acted or source is not None
         if due and self._skips and source is None and self._in_flight():
@@ -161,7 +171,9 @@ class Decisions:
 
     def _by_timeline(self, step: int) -> StepDecision:
         line = self._timeline
-        notice = line.notice.source if line.notice is not None and line.notice.step <= step else None
+        notice = (
+            line.notice.source if line.notice is not None and line.notice.step <= step else None
+        )
         if line.wants_save(step, -1 if self.previous is None else self.previous):
             return StepDecision(save=True, notice=notice)
         due = self._policy.due(step, self.previous)
@@ -173,8 +185,13 @@ class Decisions:
 
     def _lead(self, step: int, source: str | None) -> None:
         """Extend the timeline where it runs out or a save is wanted."""
-        now, stride = time.monotonic(), step - (step - 1 if self.previous is None else self.previous)
-        steps = int(self._lead_time / max(now - self._asked, 1e-6)) if self.previous is not None else 0
+        now, stride = (
+            time.monotonic(),
+            step - (step - 1 if self.previous is None else self.previous),
+        )
+        steps = (
+            int(self._lead_time / max(now - self._asked, 1e-6)) if self.previous is not None else 0
+        )
         lead = min(max(steps, _LEAST_LEAD), _MOST_LEAD) * stride
         self._asked = now
         line, before = self._timeline, self._timeline
@@ -188,32 +205,55 @@ class Decisions:
         if not planned and self._policy.wanted(Moment(step, now - self._decided, busy, preempted)):
             self._decided = now
             if source is not None and preempted:
-                line = line.noticed(source)  # a process that ends its loop on the notice has saved by then
+                line = line.noticed(
+                    source
+                )  # a process that ends its loop on the notice has saved by then
             line = line.extended(max(line.until, step) + lead, save=True, busy=self._skips)
         elif runs_out:
             until = max(line.until + stride, step + lead)
-            line = line.extended(until, busy=self._skips and busy, apart=self._skips and self._policy.due(until, line.until))
+            line = line.extended(
+                until,
+                busy=self._skips and busy,
+                apart=self._skips and self._policy.due(until, line.until),
+            )
         if line is not before or self._unannounced:
             self._timeline, self._unannounced = line, True
-            with suppress(SilentStoreError):  # announced again at the next step; the others wait for it, for a bounded time
+            with suppress(
+                SilentStoreError
+            ):  # announced again at the next step; the others wait for it, for a bounded time
                 self._coordinator.announce(self._name("timeline"), line.to_json())
                 self._unannounced = False
 
     def _will_save(self, line: Timeline) -> bool:
         """Whether a decided future step is due by its number and will be saved."""
         before = -1 if self.previous is None else self.previous
-        open_windows = (w for w in line.windows if w.until > before and not w.busy and (self._saved_at is None or self._saved_at < w.start))
+        open_windows = (
+            w
+            for w in line.windows
+            if w.until > before
+            and not w.busy
+            and (self._saved_at is None or self._saved_at < w.start)
+        )
         return any(self._policy.due(w.until, max(before, w.start - 1)) for w in open_windows)
 
     def _follow(self, step: int, source: str | None) -> None:
         """Wait for a timeline that reaches this step."""
         if source is not None and self._noticed is None and self._timeline.notice is None:
-            with suppress(CoordinationError):  # the leader has ended; its missing decision will be reported
-                self._coordinator.announce(self._name("notice"), {"source": f"{source}, process {self._coordinator.world.process}"})
+            with suppress(
+                CoordinationError
+            ):  # the leader has ended; its missing decision will be reported
+                self._coordinator.announce(
+                    self._name("notice"),
+                    {"source": f"{source}, process {self._coordinator.world.process}"},
+                )
                 self._noticed = source
         if step <= self._timeline.until:
             return
-        deadline, pause, notice = time.monotonic() + self._timeout, _FIRST_LOOK, WaitNotice(f"step {step}")
+        deadline, pause, notice = (
+            time.monotonic() + self._timeout,
+            _FIRST_LOOK,
+            WaitNotice(f"step {step}"),
+        )
         while True:
             announcement, silent = None, ""
             try:
@@ -226,16 +266,18 @@ class Decisions:
                     break
             if time.monotonic() >= deadline:
                 raise CoordinationError(
-                    f"step {step}: process {LEADER} has not decided within {self._timeout:g} s whether it is saved{silent}; check "
-                    f"that it runs, and asks about the same steps as process {self._coordinator.world.process}. {ALL_MUST_CALL}"
+                    f"step {step}: process {LEADER} has not decided within {self._timeout:g} s "
+                    f"whether it is saved{silent}; check that it runs, and asks about the same "
+                    f"steps as process {self._coordinator.world.process}. {ALL_MUST_CALL}"
                 )
             notice.look(lambda: f"process {LEADER} to decide whether it is saved")
             time.sleep(pause)
             pause = min(2 * pause, _LAST_LOOK)
         if line.since > (0 if self.previous is None else self.previous + 1):
             raise CoordinationError(
-                f"step {step}: process {self._coordinator.world.process} is so far behind process {LEADER} that it has missed its "
-                f"decisions about earlier steps; all processes must go through the same steps. Restart the job."
+                f"step {step}: process {self._coordinator.world.process} is so far behind process "
+                f"{LEADER} that it has missed its decisions about earlier steps; all processes "
+                "must go through the same steps. Restart the job."
             )
         self._timeline = line
 

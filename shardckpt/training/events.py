@@ -10,9 +10,11 @@ A callback is any function of one event; it distinguishes events by class, as in
                 alert(f"step {step} was not saved: {error}")
 
 1. Every event has the checkpoint's location (`url`) and the training step (`step`).
-2. `Events` passes each event to the log and then to every callback, one event at a time, in the order of emission.
-   Most events come from a background thread: a slow callback delays the next save, never the training step.
-3. An exception in a callback is logged with its traceback, and the save goes on: observing a checkpoint never loses one.
+2. `Events` passes each event to the log and then to every callback, one event at a time, in the
+   order of emission. Most events come from a background thread: a slow callback delays the next
+   save, never the training step.
+3. An exception in a callback is logged with its traceback, and the save goes on: observing a
+   checkpoint never loses one.
 """
 
 from __future__ import annotations
@@ -93,7 +95,10 @@ class SaveStarted(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveStaged(_Event):
-    """This process has copied its share, and training goes on; the writes to storage follow in the background."""
+    """This process has copied its share, and training goes on.
+
+    The writes to storage follow in the background.
+    """
 
     seconds: float
     """Seconds that the training loop waited."""
@@ -116,12 +121,18 @@ class SaveCommitted(_Event):
     @property
     def what(self) -> str:
         """A description of the event for the log."""
-        return f"committed after {self.report.total_s:.2f} s, {file_size(self.report.stored_bytes)} by this process"
+        return (
+            f"committed after {self.report.total_s:.2f} s, {file_size(self.report.stored_bytes)} "
+            "by this process"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed(_Event):
-    """The save has failed; no earlier checkpoint is touched. The next `save`, `wait` or `close` raises `error`."""
+    """The save has failed; no earlier checkpoint is touched.
+
+    The next `save`, `wait` or `close` raises `error`.
+    """
 
     level: ClassVar[int] = logging.ERROR
     error: BaseException
@@ -226,7 +237,10 @@ class FellBack(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retried(_Event):
-    """Requests to an object store were retried; they may belong to another save or restore that ran at the same time."""
+    """Requests to an object store were retried.
+
+    They may belong to another save or restore that ran at the same time.
+    """
 
     level: ClassVar[int] = logging.WARNING
     times: int
@@ -277,12 +291,17 @@ Callback = Callable[[Event], object]
 
 
 def announcer() -> Callback | None:
-    """A callback that announces committed steps to the service; None: the environment names no service."""
+    """A callback that announces committed steps to the service.
+
+    None: the environment names no service.
+    """
     service = server()
     if service is None:
         return None
     announcing = Announcer(service)
-    return lambda event: announcing.announce(event.url) if isinstance(event, SaveCommitted) else None
+    return lambda event: (
+        announcing.announce(event.url) if isinstance(event, SaveCommitted) else None
+    )
 
 
 class Events:
@@ -304,7 +323,11 @@ class Events:
                 try:
                     callback(event)
                 except Exception:
-                    log.exception("%s: the callback %r raised an exception; the save goes on.", event, callback)
+                    log.exception(
+                        "%s: the callback %r raised an exception; the save goes on.",
+                        event,
+                        callback,
+                    )
 
     def _tell_of_retries(self, event: Event) -> None:
         with self._one_at_a_time:
@@ -312,7 +335,9 @@ class Events:
             if self._retries > before:
                 self.emit(Retried(url=event.url, step=event.step, times=self._retries - before))
 
-    def progress(self, doing: Literal["save", "restore"], url: str, step: int | None = None) -> Callable[[int, int], None]:
+    def progress(
+        self, doing: Literal["save", "restore"], url: str, step: int | None = None
+    ) -> Callable[[int, int], None]:
         """A function of bytes done and bytes in total that emits `Progressed`: at its first and last call, and at some in between."""
         due = 0.0
 

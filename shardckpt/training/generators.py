@@ -1,21 +1,22 @@
 """The state of the random number generators, which every process has separately.
 
-Covered: Python's `random`, numpy's global generator, torch's generators on the CPU and on every CUDA device, torch_xla's generator.
-Generators that the program creates are not found here: pass them (if they have a `state_dict`) or their states to
-`train_state`. JAX's keys are arrays in the program's own state.
+Covered: Python's `random`, numpy's global generator, torch's generators on the CPU and on every
+CUDA device, torch_xla's generator. Generators that the program creates are not found here: pass
+them (if they have a `state_dict`) or their states to `train_state`. JAX's keys are arrays in the
+program's own state.
 
-A generator is restored exactly: its next numbers are the numbers that followed the save. A process without a counterpart
-among the saving processes
+A generator is restored exactly: its next numbers are the numbers that followed the save. A process
+without a counterpart among the saving processes
 
-1. takes over a generator that had the same state on all of them: such processes draw the same numbers on purpose (for
-   dropout under tensor parallelism, say);
-2. derives all other generators from process 0's state and its own process number, so that no two processes draw the same
-   numbers, and a job that is resumed twice draws the same numbers both times. Under SPMD all processes run one program, so
-   torch_xla's generator is process 0's.
+1. takes over a generator that had the same state on all of them: such processes draw the same
+   numbers on purpose (for dropout under tensor parallelism, say);
+2. derives all other generators from process 0's state and its own process number, so that no two
+   processes draw the same numbers, and a job that is resumed twice draws the same numbers both
+   times. Under SPMD all processes run one program, so torch_xla's generator is process 0's.
 
-The first of the states of CUDA devices is the state of the process's current device. The current device gets it back, whatever
-its number is now, and the other devices get the others in ascending order. Devices beyond those that were saved derive theirs from
-the first state.
+The first of the states of CUDA devices is the state of the process's current device. The current
+device gets it back, whatever its number is now, and the other devices get the others in ascending
+order. Devices beyond those that were saved derive theirs from the first state.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Generators:
         if (torch := imported_module("torch")) is not None:
             states["torch"] = torch.get_rng_state()
             if torch.cuda.is_available() and torch.cuda.is_initialized():
-                states["cuda_devices"] = [torch.cuda.get_rng_state(device) for device in _cuda_devices(torch)]
+                states["cuda_devices"] = [
+                    torch.cuda.get_rng_state(device) for device in _cuda_devices(torch)
+                ]
         if (xla := _xla()) is not None:
             states["xla"] = xla.get_rng_state()
         return states
@@ -63,7 +66,9 @@ class Generators:
         if torch is not None and "torch" in state:
             torch.set_rng_state(state["torch"])
         if torch is not None and torch.cuda.is_available():
-            for device, of_device in zip(range(torch.cuda.device_count()), state.get("cuda", ()), strict=False):  # of earlier versions
+            for device, of_device in zip(
+                range(torch.cuda.device_count()), state.get("cuda", ()), strict=False
+            ):  # of earlier versions
                 torch.cuda.set_rng_state(of_device, device)
             if "cuda_devices" in state:
                 _load_cuda(torch, state["cuda_devices"])
@@ -76,11 +81,22 @@ def inherited(states: Sequence[Mapping[str, Any]], process: int) -> dict[str, An
 
     Args:
         states: the generator states of the saving processes, in process order.
-        process: the number of this process; equal numbers get equal states, different numbers unrelated ones.
+        process: the number of this process; equal numbers get equal states, different numbers
+            unrelated ones.
     """
-    first, *others = ({name: per_process.encode_value(value, name) for name, value in state.items()} for state in states)
-    shared = [name for name, state in first.items() if others and all(other.get(name) == state for other in others)]
-    return {**_derive(states[0], process, json.dumps(first)), **{name: states[0][name] for name in shared}}
+    first, *others = (
+        {name: per_process.encode_value(value, name) for name, value in state.items()}
+        for state in states
+    )
+    shared = [
+        name
+        for name, state in first.items()
+        if others and all(other.get(name) == state for other in others)
+    ]
+    return {
+        **_derive(states[0], process, json.dumps(first)),
+        **{name: states[0][name] for name in shared},
+    }
 
 
 def _derive(state: Mapping[str, Any], process: int, document: str) -> dict[str, Any]:
@@ -96,7 +112,9 @@ def _derive(state: Mapping[str, Any], process: int, document: str) -> dict[str, 
         made["torch"] = torch.Generator("cpu").manual_seed(seed).get_state()
         if torch.cuda.is_available():
             for key in ("cuda", "cuda_devices"):
-                made[key] = [_cuda_state(torch, seed + place) for place in range(len(state.get(key, ())))]
+                made[key] = [
+                    _cuda_state(torch, seed + place) for place in range(len(state.get(key, ())))
+                ]
     return {name: value for name, value in made.items() if name in state}
 
 
@@ -122,7 +140,10 @@ def _cuda_state(torch: Any, seed: int) -> Any:
 
 
 def _xla() -> Any:
-    """torch_xla's `xla_model` if the program runs torch_xla; None otherwise. Never starts the XLA runtime."""
+    """torch_xla's `xla_model` if the program runs torch_xla; None otherwise.
+
+    Never starts the XLA runtime.
+    """
     if "torch_xla" not in sys.modules:
         return None
     import torch_xla

@@ -1,12 +1,13 @@
 """Restore targets for objects whose shapes and dtypes only the checkpoint knows.
 
-An object's `state_dict` may have another structure when the object is new than after some work: an optimizer that has
-made no step has no moments, a scheduler that has passed a milestone may keep another list. So the `like` of such a state
-mirrors the stored tree. It reuses the fitting parts of the object's own state: tensors, which are filled in place, and the
-classes of containers (a `Counter` stays a `Counter`).
+An object's `state_dict` may have another structure when the object is new than after some work: an
+optimizer that has made no step has no moments, a scheduler that has passed a milestone may keep
+another list. So the `like` of such a state mirrors the stored tree. It reuses the fitting parts of
+the object's own state: tensors, which are filled in place, and the classes of containers (a
+`Counter` stays a `Counter`).
 
-Not every tensor of an object can be filled where it is: `set_apart` gives new tensors to the others, and the object takes the values
-from them.
+Not every tensor of an object can be filled where it is: `set_apart` gives new tensors to the
+others, and the object takes the values from them.
 """
 
 from __future__ import annotations
@@ -64,14 +65,22 @@ class StoredLeaves:
         """
         asked = {self.selects(leaf.name) for leaf in leaves_of(node)} or {self.selects(node.name)}
         if len(asked) == 2:
-            raise OptionError(f"only=… selects a part of {shown(node.name)}, which can only be restored as a whole; select all of it.")
+            raise OptionError(
+                f"only=… selects a part of {shown(node.name)}, which can only be restored as a "
+                "whole; select all of it."
+            )
         return asked.pop()
 
 
 def renamed(node: Branch, names: Mapping[str, str]) -> Branch:
-    """A stored dict with other keys, from the new keys by the old ones; a key stays if the dict has its new one already."""
+    """A stored dict with other keys, from the new keys by the old ones.
+
+    A key stays if the dict has its new one already.
+    """
     free = {old: new for old, new in names.items() if new not in node.keys}
-    return replace(node, keys=[free.get(key, key) if isinstance(key, str) else key for key in node.keys])
+    return replace(
+        node, keys=[free.get(key, key) if isinstance(key, str) else key for key in node.keys]
+    )
 
 
 def fitting(record: TensorRecord, own: object) -> object:
@@ -88,19 +97,26 @@ def fitting(record: TensorRecord, own: object) -> object:
 def new_tensor(record: TensorRecord) -> object:
     """A target for a new tensor.
 
-    A JAX array if it was one, and the program has JAX. Otherwise a torch tensor on the CPU, if the program has torch, torch has the
-    dtype, and it was not an array; or a numpy array.
+    A JAX array if it was one, and the program has JAX. Otherwise a torch tensor on the CPU, if the
+    program has torch, torch has the dtype, and it was not an array; or a numpy array.
     """
     jax = imported_module("jax") if record.array == "jax" else None
     if jax is not None and jax.dtypes.canonicalize_dtype(record.dtype.numpy) == record.dtype.numpy:
         return jax.ShapeDtypeStruct(record.shape, record.dtype.numpy)
     torch = None if record.array else imported_module("torch")
     kind = getattr(torch, record.dtype.name, None)
-    return Target(shape=record.shape) if torch is None or kind is None else torch.empty(record.shape, dtype=kind, device="meta")
+    return (
+        Target(shape=record.shape)
+        if torch is None or kind is None
+        else torch.empty(record.shape, dtype=kind, device="meta")
+    )
 
 
 def _new_keys(record: TensorRecord, meaning: str) -> object:
-    """A target for new random keys of JAX; a numpy array of their words if the program lacks JAX, or JAX lacks the generator."""
+    """A target for new random keys of JAX.
+
+    A numpy array of their words if the program lacks JAX, or JAX lacks the generator.
+    """
     words = Target(shape=record.shape)
     if imported_module("jax") is None:
         return words
@@ -124,7 +140,8 @@ def mirror(
         node: the part.
         own: the object's current value there, or anything else.
         tensor: makes the target of a tensor from its record and the object's current value.
-        beside: the parameter whose state this is, if it is one's; new composite tensors are laid out like it.
+        beside: the parameter whose state this is, if it is one's; new composite tensors are laid
+            out like it.
 
     Returns:
         Containers with a place for every requested leaf; `LEFT_OUT` where none is requested.
@@ -133,7 +150,11 @@ def mirror(
         OptionError: only a part of a list or tuple is requested.
     """
     if isinstance(node, Branch):
-        return _container(stored, node, own, tensor, beside) if node.composite is None else _composite(stored, node, own, beside)
+        return (
+            _container(stored, node, own, tensor, beside)
+            if node.composite is None
+            else _composite(stored, node, own, beside)
+        )
     if not stored.selects(node.name):
         return LEFT_OUT
     if isinstance(node, Tensor | Tied):
@@ -142,8 +163,12 @@ def mirror(
         if isinstance(node, Tensor) and node.meaning is not None and not frameworks.is_tensor(own):
             return _new_keys(record, node.meaning)
         return tensor(record, own)
-    scalar = isinstance(node, Small) and frameworks.is_tensor(own) and getattr(own, "shape", None) == ()
-    return own if isinstance(own, PerProcess) or scalar else None  # a small leaf of any kind, or an error where each process has its own
+    scalar = (
+        isinstance(node, Small) and frameworks.is_tensor(own) and getattr(own, "shape", None) == ()
+    )
+    return (
+        own if isinstance(own, PerProcess) or scalar else None
+    )  # a small leaf of any kind, or an error where each process has its own
 
 
 def _composite(stored: StoredLeaves, node: Branch, own: object, beside: object) -> Any:
@@ -160,13 +185,30 @@ def _composite(stored: StoredLeaves, node: Branch, own: object, beside: object) 
     return frameworks.composite_place(node.name, node.composite, parts, beside)
 
 
-def _container(stored: StoredLeaves, node: Branch, own: object, tensor: Callable[[TensorRecord, object], object], beside: object) -> Any:
+def _container(
+    stored: StoredLeaves,
+    node: Branch,
+    own: object,
+    tensor: Callable[[TensorRecord, object], object],
+    beside: object,
+) -> Any:
     if (node.form != "dict" or not node.keys) and not stored.all_or_nothing(node):
         return LEFT_OUT
     container = container_of(own, node.name)
-    held = {} if container is None else {(type(key), key): value for key, value in zip(container.keys, container.children, strict=True)}
+    held = (
+        {}
+        if container is None
+        else {
+            (type(key), key): value
+            for key, value in zip(container.keys, container.children, strict=True)
+        }
+    )
     items: dict[PathKey, Any] = {}
-    keys = node.keys if container is None or node.form != "dict" else match_keys(node.keys, container.keys)
+    keys = (
+        node.keys
+        if container is None or node.form != "dict"
+        else match_keys(node.keys, container.keys)
+    )
     for key, below in zip(keys, node.children, strict=True):
         item = mirror(stored, below, held.get((type(key), key)), tensor, beside)
         if item is not LEFT_OUT:
@@ -175,12 +217,22 @@ def _container(stored: StoredLeaves, node: Branch, own: object, tensor: Callable
         return LEFT_OUT
     if node.form != "dict":
         plain = list(items.values())
-        if container is not None and container.form == node.form and (len(held) == len(plain) or isinstance(own, deque)):
+        if (
+            container is not None
+            and container.form == node.form
+            and (len(held) == len(plain) or isinstance(own, deque))
+        ):
             return container.rebuild(plain)
         return plain if node.form == "list" else tuple(plain)
-    if container is not None and container.form == "dict" and {(type(key), key) for key in items} == held.keys():
+    if (
+        container is not None
+        and container.form == "dict"
+        and {(type(key), key) for key in items} == held.keys()
+    ):
         return container.rebuild([items[key] for key in container.keys])
-    made: dict[PathKey, Any] = copy.copy(own) if isinstance(own, dict) and container is not None else {}
+    made: dict[PathKey, Any] = (
+        copy.copy(own) if isinstance(own, dict) and container is not None else {}
+    )
     made.clear()
     for key, item in items.items():
         made[key] = item  # noqa: PERF403  (update() of a Counter counts)
@@ -202,13 +254,20 @@ class _Place:
     @property
     def view(self) -> tuple[Any, ...]:
         """The stored tensor, and the address and form of the memory."""
-        return self.node.stored, self.memory.ctypes.data, self.memory.shape, self.memory.strides, self.memory.dtype.itemsize
+        return (
+            self.node.stored,
+            self.memory.ctypes.data,
+            self.memory.shape,
+            self.memory.strides,
+            self.memory.dtype.itemsize,
+        )
 
 
 def set_apart(stored: StoredLeaves, node: Node, like: Any) -> Any:
     """A restore target with new tensors in place of those that cannot be filled where they are.
 
-    These are read-only arrays, tensors with elements that share memory, and tensors that share memory with a larger one.
+    These are read-only arrays, tensors with elements that share memory, and tensors that share
+    memory with a larger one.
 
     Args:
         stored: the checkpoint.
@@ -225,18 +284,32 @@ def set_apart(stored: StoredLeaves, node: Node, like: Any) -> Any:
 
     _map(node, like, note)
     apart = _crowded_names(places)
-    return _map(node, like, lambda leaf, tensor: _new_like(tensor) if leaf.name in apart else tensor) if apart else like
+    return (
+        _map(node, like, lambda leaf, tensor: _new_like(tensor) if leaf.name in apart else tensor)
+        if apart
+        else like
+    )
 
 
 def _map(node: Node, like: Any, change: Callable[[Tensor | Tied, Any], Any]) -> Any:
-    """A restore target with its tensors changed; only containers in which one has changed are rebuilt."""
+    """A restore target with its tensors changed.
+
+    Only containers in which one has changed are rebuilt.
+    """
     if isinstance(node, Tensor | Tied):
-        return change(node, like) if frameworks.is_tensor(like) and not isinstance(like, Target) else like
+        return (
+            change(node, like)
+            if frameworks.is_tensor(like) and not isinstance(like, Target)
+            else like
+        )
     container = container_of(like, node.name) if isinstance(node, Branch) else None
     if container is None or not isinstance(node, Branch):
         return like
     below = {(type(key), key): child for key, child in zip(node.keys, node.children, strict=True)}
-    pairs = [(below.get((type(key), key)), item) for key, item in zip(container.keys, container.children, strict=True)]
+    pairs = [
+        (below.get((type(key), key)), item)
+        for key, item in zip(container.keys, container.children, strict=True)
+    ]
     items = [item if child is None else _map(child, item, change) for child, item in pairs]
     return like if all(map(operator.is_, items, container.children)) else container.rebuild(items)
 
@@ -247,7 +320,12 @@ def _memory(tensor: Any) -> Array | None:
         return tensor
     torch = imported_module("torch")
     local = getattr(tensor, "_local_tensor", tensor)
-    if torch is None or type(local) not in (torch.Tensor, torch.nn.Parameter) or local.is_meta or local.device.type == "xla":
+    if (
+        torch is None
+        or type(local) not in (torch.Tensor, torch.nn.Parameter)
+        or local.is_meta
+        or local.device.type == "xla"
+    ):
         return None
     from shardckpt.frameworks.torch import addresses
 
@@ -255,9 +333,15 @@ def _memory(tensor: Any) -> Array | None:
 
 
 def _crowded_names(places: Sequence[_Place]) -> set[str]:
-    """Names of the tensors that cannot be filled where they are, if all others are; of two that share memory it is the smaller one."""
+    """Names of the tensors that cannot be filled where they are, if all others are.
+
+    Of two that share memory it is the smaller one.
+    """
     apart = {place.node.name for place in places if not _is_fillable(place)}
-    rest = sorted((place for place in places if place.node.name not in apart), key=lambda place: byte_bounds(place.memory))
+    rest = sorted(
+        (place for place in places if place.node.name not in apart),
+        key=lambda place: byte_bounds(place.memory),
+    )
     near: list[_Place] = []
     end = 0
     for place in (*rest, None):
@@ -265,7 +349,10 @@ def _crowded_names(places: Sequence[_Place]) -> set[str]:
         if bounds is None or bounds[0] >= end:
             filled: list[_Place] = []
             for other in sorted(near, key=lambda one: -one.memory.nbytes):
-                if any(other.view != one.view and share_memory(other.memory, one.memory) for one in filled):
+                if any(
+                    other.view != one.view and share_memory(other.memory, one.memory)
+                    for one in filled
+                ):
                     apart.add(other.node.name)
                 else:
                     filled.append(other)
@@ -278,7 +365,9 @@ def _crowded_names(places: Sequence[_Place]) -> set[str]:
 
 def _is_fillable(place: _Place) -> bool:
     writable = (
-        place.tensor.flags.writeable if isinstance(place.tensor, np.ndarray) else not (place.tensor.is_conj() or place.tensor.is_neg())
+        place.tensor.flags.writeable
+        if isinstance(place.tensor, np.ndarray)
+        else not (place.tensor.is_conj() or place.tensor.is_neg())
     )
     return bool(writable) and not overlaps_itself(place.memory)
 
@@ -289,4 +378,8 @@ def _new_like(tensor: Any) -> Target:
         return Target(shape=tensor.shape, dtype=dtype_of(tensor.dtype))
     mesh = getattr(tensor, "device_mesh", None)
     torch: Any = imported_module("torch")
-    return Target(torch.device("cpu") if mesh is None else (mesh, tensor.placements), tuple(tensor.shape), dtype_of(tensor.dtype))
+    return Target(
+        torch.device("cpu") if mesh is None else (mesh, tensor.placements),
+        tuple(tensor.shape),
+        dtype_of(tensor.dtype),
+    )

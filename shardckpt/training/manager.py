@@ -50,13 +50,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger("shardckpt")
 _DEFAULT_EVERY = EveryCall()
 """The `every` of a manager that was created without one."""
-_PROTECTED = "the step from before the rollback is pinned or tagged, or a base that others need; unpin, untag or delete those to replace it"
+_PROTECTED = (
+    "the step from before the rollback is pinned or tagged, or a base that others need; unpin, "
+    "untag or delete those to replace it"
+)
 _managers: Counter[str] = Counter()
-"""Number of managers that a run has created in this process: all of its processes create equally many, in the same order."""
+"""Number of managers that a run has created in this process: all of its processes create equally
+many, in the same order."""
 
 
 class CheckpointManager(RunSteps):
-    """Saves the steps of a training run, and resumes the run from its latest step. Each step is a checkpoint at `<root>/<step>`.
+    """Saves the steps of a training run, and resumes the run from its latest step.
+
+    Each step is a checkpoint at `<root>/<step>`.
 
         with shardckpt.CheckpointManager("gs://bucket/run", every=500, keep=3) as mgr:
             restored = mgr.restore(state)
@@ -64,12 +70,14 @@ class CheckpointManager(RunSteps):
                 state = train(state)
                 mgr.save(step, state)
 
-    In a job of several processes, each process creates a manager at the same point of the program; if the processes meet later
-    (`init_process_group`), the manager joins them at its first call. It calls `restore`, `should_save` and
-    `save` for the same steps in the same, ascending order. All processes save the same steps. Policies that depend only on step numbers
-    need no communication. For the others (`EverySeconds`, `Continuous`, `OnPreemption`, and `in_flight="skip"`), process 0 decides some
-    steps ahead. The other processes read its decisions at most once per two steps, or once per 32 steps if a step takes 10 ms. A process
-    that reaches an undecided step waits for process 0, at most `SaveOptions.commit_timeout` seconds.
+    In a job of several processes, each process creates a manager at the same point of the program;
+    if the processes meet later (`init_process_group`), the manager joins them at its first call. It
+    calls `restore`, `should_save` and `save` for the same steps in the same, ascending order. All
+    processes save the same steps. Policies that depend only on step numbers need no communication.
+    For the others (`EverySeconds`, `Continuous`, `OnPreemption`, and `in_flight="skip"`), process 0
+    decides some steps ahead. The other processes read its decisions at most once per two steps, or
+    once per 32 steps if a step takes 10 ms. A process that reaches an undecided step waits for
+    process 0, at most `SaveOptions.commit_timeout` seconds.
 
     If a background save fails, the next due `save`, `wait` or `close` raises its error, once.
     """
@@ -94,20 +102,26 @@ class CheckpointManager(RunSteps):
 
         Args:
             root: the run's directory, a path or url; it need not exist.
-            every: when to save: a number of steps, or a policy (`shardckpt.training.policies`). None saves only with `force`. The default
-                saves at every call of `save`; with `preemption`, only before the job is stopped.
-            keep: which steps to keep: a number of latest steps, or a rule (`shardckpt.training.retention`). None keeps all.
+            every: when to save: a number of steps, or a policy (`shardckpt.training.policies`).
+                None saves only with `force`. The default saves at every call of `save`; with
+                `preemption`, only before the job is stopped.
+            keep: which steps to keep: a number of latest steps, or a rule
+                (`shardckpt.training.retention`). None keeps all.
             options: options of every save. Restores use its `memory_limit`, too.
             coordinator: connects the processes of the job; detected by default.
-            in_flight: how to treat a step that is due while a save is in flight. "wait" waits for that save; "skip" skips the step,
-                with an event.
+            in_flight: how to treat a step that is due while a save is in flight. "wait" waits for
+                that save; "skip" skips the step, with an event.
             preemption: a policy that saves before the job is stopped, in addition to `every`.
-            on_event: called with each event (`shardckpt.training.events`), mostly in a background thread.
-            on_failure: called with an error and its step, on the thread that would raise it; "continue" suppresses the error.
-            progress: whether to show a progress line. None shows it on a terminal, and in a notebook.
-            fallback: the default of `restore(fallback=…)`: whether to go back to an earlier step if one is damaged.
-            lead_time: seconds that process 0 decides ahead, at least two steps. Policies that depend on a clock, a signal or a save in
-                flight take effect this much later.
+            on_event: called with each event (`shardckpt.training.events`), mostly in a background
+                thread.
+            on_failure: called with an error and its step, on the thread that would raise it;
+                "continue" suppresses the error.
+            progress: whether to show a progress line. None shows it on a terminal, and in a
+                notebook.
+            fallback: the default of `restore(fallback=…)`: whether to go back to an earlier step if
+                one is damaged.
+            lead_time: seconds that process 0 decides ahead, at least two steps. Policies that
+                depend on a clock, a signal or a save in flight take effect this much later.
 
         Raises:
             OptionError: an invalid option, by name.
@@ -115,14 +129,25 @@ class CheckpointManager(RunSteps):
         """
         check_coordinator(coordinator)
         if in_flight not in ("wait", "skip"):
-            raise OptionError(f'CheckpointManager(in_flight={shorten(in_flight)}): use "wait" or "skip".')
+            raise OptionError(
+                f'CheckpointManager(in_flight={shorten(in_flight)}): use "wait" or "skip".'
+            )
         check_flag(fallback, "fallback")
-        if isinstance(lead_time, bool) or not isinstance(lead_time, int | float) or not lead_time >= 0:
-            raise OptionError(f"CheckpointManager(lead_time={shorten(lead_time)}): give seconds, 0 or more.")
+        if (
+            isinstance(lead_time, bool)
+            or not isinstance(lead_time, int | float)
+            or not lead_time >= 0
+        ):
+            raise OptionError(
+                f"CheckpointManager(lead_time={shorten(lead_time)}): give seconds, 0 or more."
+            )
         self.options = checked_options(options)
         """The options of every save."""
         if used := {RUN, METRICS, ROLLBACK} & self.options.metadata.keys():
-            raise OptionError(f"SaveOptions(metadata=…): {min(used)!r} is a key that a CheckpointManager sets itself; choose another key.")
+            raise OptionError(
+                f"SaveOptions(metadata=…): {min(used)!r} is a key that a CheckpointManager sets "
+                "itself; choose another key."
+            )
         when = None if every is _DEFAULT_EVERY and preemption is not None else every
         policy = as_policy(when) if preemption is None else any_of(as_policy(when), preemption)
         self._rule = as_retention(keep)
@@ -139,7 +164,8 @@ class CheckpointManager(RunSteps):
         self._progress = progress
         self._join(coordinator_of(coordinator, self.options.commit_timeout))
         self._joins_later = coordinator is None and self._coordinator.world.processes == 1
-        """Whether the processes of the job may meet before the first save, and this manager is to join them then."""
+        """Whether the processes of the job may meet before the first save, and this manager is to
+        join them then."""
         self._last: int | None = None
         """The step that was saved or restored last."""
         self._preempted = False
@@ -154,13 +180,20 @@ class CheckpointManager(RunSteps):
         self._closed = False
 
     def _join(self, coordinator: Coordinator) -> None:
-        """Make the parts that depend on the processes of the job; nothing was saved or restored before."""
+        """Make the parts that depend on the processes of the job.
+
+        Nothing was saved or restored before.
+        """
         self._coordinator = coordinator
         note_local_processes(coordinator.world.sharing)
         self._leads = coordinator.world.process == LEADER
         self._line = events.progress_line(self._progress, alone=self._leads)
-        self._events = events.Events(self._on_event, self._line, events.announcer() if self._leads else None)
-        self._background = Background(self._root, coordinator, self.options, self._rule, self._events)
+        self._events = events.Events(
+            self._on_event, self._line, events.announcer() if self._leads else None
+        )
+        self._background = Background(
+            self._root, coordinator, self.options, self._rule, self._events
+        )
         self._lineage = self._background.lineage
         _managers[coordinator.run_id] += 1
         self._decisions = Decisions(
@@ -187,10 +220,11 @@ class CheckpointManager(RunSteps):
             return
         if (step := self._decisions.previous) is not None:
             raise OptionError(
-                f"{self._root}: this CheckpointManager was made before the processes of the job met, and has gone through step {step} "
-                f"by itself; now there are {coordinator.world.processes} processes. Make it after "
-                f"torch.distributed.init_process_group or jax.distributed.initialize; or give it "
-                f"coordinator=shardckpt.SingleProcess(), if only this process saves here."
+                f"{self._root}: this CheckpointManager was made before the processes of the job "
+                f"met, and has gone through step {step} by itself; now there are "
+                f"{coordinator.world.processes} processes. Make it after "
+                "torch.distributed.init_process_group or jax.distributed.initialize; or give it "
+                "coordinator=shardckpt.SingleProcess(), if only this process saves here."
             )
         if self._line is not None:
             self._line.close()
@@ -204,7 +238,8 @@ class CheckpointManager(RunSteps):
         """Whether `save` would save this step; `save` checks this itself.
 
         Raises:
-            OptionError: the step is smaller than the last one given to `should_save`, `save` or `restore`.
+            OptionError: the step is smaller than the last one given to `should_save`, `save` or
+                `restore`.
             CoordinationError: process 0 does not answer in time.
         """
         return self._due(self._check_ascends(step))
@@ -220,27 +255,35 @@ class CheckpointManager(RunSteps):
     ) -> bool:
         """Save a step in the background, if it is due.
 
-        The call returns when this process's share is copied to host buffers; then the state may change. One save is in flight at a
-        time: the call waits for the previous one. All processes call it with the same step.
+        The call returns when this process's share is copied to host buffers; then the state may
+        change. One save is in flight at a time: the call waits for the previous one. All processes
+        call it with the same step.
 
         Args:
-            step: the completed step, from 0 to 2**63 - 1; not smaller than the last one given to a method of the manager.
+            step: the completed step, from 0 to 2**63 - 1; not smaller than the last one given to a
+                method of the manager.
             state: as for `shardckpt.save`, or the result of `shardckpt.train_state`.
-            metrics: numbers by name, for `best_step` and retention rules; only process 0's are used.
+            metrics: numbers by name, for `best_step` and retention rules; only process 0's are
+                used.
             force: save although the step is not due.
-            skip: replaces `SaveOptions(skip=…)`: name patterns of tensors that stay in `SaveOptions(base=…)`. `()` skips no tensor, for
-                example to save the base itself.
+            skip: replaces `SaveOptions(skip=…)`: name patterns of tensors that stay in
+                `SaveOptions(base=…)`. `()` skips no tensor, for example to save the base itself.
 
         Returns:
-            Whether the step is being saved. If a due or forced step is not saved, a `SaveSkipped` event gives the reason: the step is
-            saved already; the previous save is in flight, with `in_flight="skip"`; or, after a rollback, the old step of this number
-            is pinned, tagged, or the base of a checkpoint that stays. In the last case the next step is saved instead, if this one was due.
+            Whether the step is being saved. If a due or forced step is not saved, a `SaveSkipped`
+            event gives the reason: the step is saved already; the previous save is in flight, with
+            `in_flight="skip"`; or, after a rollback, the old step of this number is pinned, tagged,
+            or the base of a checkpoint that stays. In the last case the next step is saved instead,
+            if this one was due.
 
         Raises:
-            OptionError: the step is smaller than the last one given to `should_save`, `save` or `restore`.
-            ShardckptError: an earlier save failed. This save has begun all the same, because all processes save the same steps.
+            OptionError: the step is smaller than the last one given to `should_save`, `save` or
+                `restore`.
+            ShardckptError: an earlier save failed. This save has begun all the same, because all
+                processes save the same steps.
             LeafError, ShardingError, OptionError: the state cannot be saved; nothing was begun.
-            OtherJobError: another job, or another open manager of this process, has begun to save to this root.
+            OtherJobError: another job, or another open manager of this process, has begun to save
+                to this root.
         """
         step = self._check_ascends(step)
         if not (self._due(step) or force):
@@ -254,14 +297,26 @@ class CheckpointManager(RunSteps):
             return False
         if self._warns:
             self._warns = False
-            _log.warning("%s: every call of save() saves and every step is kept; to change this, give every= or keep=.", self._root)
+            _log.warning(
+                "%s: every call of save() saves and every step is kept; to change this, give "
+                "every= or keep=.",
+                self._root,
+            )
         options = checked_options(self.options, skip)
         measured = {} if metrics is None else encode_metrics(metrics)
         measured = measured if self._leads else {}
-        metadata = {**self.options.metadata, RUN: self._coordinator.run_id, **({METRICS: measured} if measured else {})}
+        metadata = {
+            **self.options.metadata,
+            RUN: self._coordinator.run_id,
+            **({METRICS: measured} if measured else {}),
+        }
         if self._leads:
             metadata |= self._lineage.metadata()
-        options = dataclasses.replace(options, overwrite=self.options.overwrite or self._lineage.replaces(step), metadata=metadata)
+        options = dataclasses.replace(
+            options,
+            overwrite=self.options.overwrite or self._lineage.replaces(step),
+            metadata=metadata,
+        )
         self._joins_later = False
         failed = self._background.begin(step, state, options, decode_metrics({METRICS: measured}))
         self._decisions.saved(step)
@@ -272,9 +327,10 @@ class CheckpointManager(RunSteps):
     def warm(self, state: Any) -> None:
         """Prepare host memory for saves of a state, in the background, so that the first save is as fast as later ones.
 
-        Threads touch and pin the memory that a save needs: at most `memory_limit`, and nothing if this is more than half of the memory
-        that is free. The first save waits for them. A manager whose `every` or `preemption` is given does this by itself, for states on
-        devices, after a `restore` that has found a step, or else at the first step that is not due.
+        Threads touch and pin the memory that a save needs: at most `memory_limit`, and nothing if
+        this is more than half of the memory that is free. The first save waits for them. A manager
+        whose `every` or `preemption` is given does this by itself, for states on devices, after a
+        `restore` that has found a step, or else at the first step that is not due.
 
         Args:
             state: as for `save`; nothing of it is kept.
@@ -302,7 +358,9 @@ class CheckpointManager(RunSteps):
             return False
         if decision.notice is not None and not self._preempted:
             self._preempted = True
-            self._events.emit(events.PreemptionNoticed(url=str(self._root), step=step, source=decision.notice))
+            self._events.emit(
+                events.PreemptionNoticed(url=str(self._root), step=step, source=decision.notice)
+            )
         return decision.save or self._owed
 
     def _skip(self, step: int, reason: str) -> None:
@@ -331,52 +389,65 @@ class CheckpointManager(RunSteps):
     ) -> Restored | None:
         """Restore the latest step, or a given one; training continues after it.
 
-        All processes call it and restore the same step; their number may differ from the save. Complete but unpublished saves of
-        earlier runs are committed first. From the next save on, steps after the restored one are superseded: they no longer count
-        as the latest, and are replaced when training reaches them again.
+        All processes call it and restore the same step; their number may differ from the save.
+        Complete but unpublished saves of earlier runs are committed first. From the next save on,
+        steps after the restored one are superseded: they no longer count as the latest, and are
+        replaced when training reaches them again.
 
         Args:
             like: the restore target, as for `shardckpt.restore`.
             step: the step to restore. None restores the latest.
             only: as for `shardckpt.restore`; for example, `"model/**"` restores only the weights.
-            rename: as for `shardckpt.restore`. This and the next three are the same on all processes.
+            rename: as for `shardckpt.restore`. This and the next three are the same on all
+                processes.
             mapping: as for `shardckpt.restore`.
             invert_mapping: as for `shardckpt.restore`.
             fit: as for `shardckpt.restore`.
-            strict: as for `shardckpt.restore`. If several processes restore with True, it is an error if only the checkpoint has a name
-                and no process's `like` has it.
+            strict: as for `shardckpt.restore`. If several processes restore with True, it is an
+                error if only the checkpoint has a name and no process's `like` has it.
             cast: as for `shardckpt.restore`.
             cooperative: as for `shardckpt.restore`; the same on all processes.
-            fallback: whether to try earlier steps, one by one and on all processes, until one is not damaged. An event names each
-                damaged step. None uses the manager's `fallback`.
-            check: compare the restored tensors, in their final memory, with the fingerprint of `SaveOptions(fingerprint=True)`; not those
-                that `fit` or `mapping` has changed.
+            fallback: whether to try earlier steps, one by one and on all processes, until one is
+                not damaged. An event names each damaged step. None uses the manager's `fallback`.
+            check: compare the restored tensors, in their final memory, with the fingerprint of
+                `SaveOptions(fingerprint=True)`; not those that `fit` or `mapping` has changed.
 
         Returns:
-            The restored state and its step; None if no step is saved, so that training starts from the beginning.
+            The restored state and its step; None if no step is saved, so that training starts from
+            the beginning.
 
         Raises:
-            NotFoundError: there is no such step. OptionError: `check` is set, and no fingerprint was recorded.
-            CorruptionError, FormatError: a process found the step damaged; with `fallback`, also all earlier steps.
+            NotFoundError: there is no such step. OptionError: `check` is set, and no fingerprint
+                was recorded.
+            CorruptionError, FormatError: a process found the step damaged; with `fallback`, also
+                all earlier steps.
             MismatchError, LeafError, ReplacedError, StorageError: as for `shardckpt.restore`.
             CoordinationError: another process failed with another error, or does not answer.
         """
         self._check_open()
         self._join_late()
         step = None if step is None else check_step(step)
-        self._background.join()  # waits for deletions, too: they do not know yet where training continues
+        # Waits for deletions, too: they do not know yet where training continues.
+        self._background.join()
         self._background.raise_failures(self._on_failure)
 
-        adapted = partial(adaptation_of, rename=rename, mapping=mapping, invert_mapping=invert_mapping, fit=fit)
+        adapted = partial(
+            adaptation_of, rename=rename, mapping=mapping, invert_mapping=invert_mapping, fit=fit
+        )
 
         def read(checkpoint: Checkpoint) -> tuple[Any, Adaptation | None]:
             read_step = int(checkpoint.location.name)
             with self._background.cleaner.reading(read_step):
                 self._background.emit(events.RestoreStarted, read_step)
                 began = time.monotonic()
-                options: dict[str, Any] = {"memory_limit": self.options.budget, "coordinator": self._coordinator}
+                options: dict[str, Any] = {
+                    "memory_limit": self.options.budget,
+                    "coordinator": self._coordinator,
+                }
                 progress = self._events.progress("restore", self.url(read_step), read_step)
-                agreement = Agreement(self._coordinator)  # also where this process has no need of it: the others may
+                agreement = Agreement(
+                    self._coordinator
+                )  # also where this process has no need of it: the others may
                 given = {
                     "only": only,
                     "strict": agreement if strict is True else strict,
@@ -393,7 +464,12 @@ class CheckpointManager(RunSteps):
                     self._background.emit(events.RestoreFailed, read_step, error=e)
                     raise
                 nbytes = checkpoint.record.totals["bytes"]
-                self._background.emit(events.RestoreFinished, read_step, seconds=time.monotonic() - began, nbytes=nbytes)
+                self._background.emit(
+                    events.RestoreFinished,
+                    read_step,
+                    seconds=time.monotonic() - began,
+                    nbytes=nbytes,
+                )
                 return state, adaptation
 
         restored = resume(
@@ -406,7 +482,9 @@ class CheckpointManager(RunSteps):
             fallback=self._fallback if fallback is None else fallback,
             check=check,
             only=only,
-            fell_back=lambda damaged, reason: self._background.emit(events.FellBack, damaged, reason=reason),
+            fell_back=lambda damaged, reason: self._background.emit(
+                events.FellBack, damaged, reason=reason
+            ),
         )
         self._background.resumed()
         if restored is None:
@@ -438,14 +516,17 @@ class CheckpointManager(RunSteps):
         """Wait until nothing is in flight: the last save is committed, and steps that are not kept are deleted.
 
         Raises:
-            ShardckptError: a save failed; or this process was forked while a save may have been in flight.
+            ShardckptError: a save failed; or this process was forked while a save may have been in
+                flight.
         """
         check_fork(self._root)
         self._background.join()
         self._background.raise_failures(self._on_failure)
 
     def close(self) -> None:
-        """Finish the work in flight, free the buffers, restore signal handlers. Closing again does nothing.
+        """Finish the work in flight, free the buffers, restore signal handlers.
+
+        Closing again does nothing.
 
         Raises:
             ShardckptError: a save failed; or, as a StorageError, the last deletions failed.
@@ -468,14 +549,24 @@ class CheckpointManager(RunSteps):
     def __repr__(self) -> str:
         """The run's place, and when it saves and what it keeps; nothing is read."""
         kept = "all steps" if self._rule is None else repr(self._rule)
-        return visible(f"<shardckpt.CheckpointManager {self._root}: saves {self._policy!r}, keeps {kept}>")
+        return visible(
+            f"<shardckpt.CheckpointManager {self._root}: saves {self._policy!r}, keeps {kept}>"
+        )
 
     def __enter__(self) -> Self:
         """The manager itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the manager. If the block raised an error, an error of closing becomes a note on it."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the manager.
+
+        If the block raised an error, an error of closing becomes a note on it.
+        """
         with noted_on(error):
             self.close()
 
@@ -485,8 +576,9 @@ class CheckpointManager(RunSteps):
         self._join_late()
         if (before := self._decisions.previous) is not None and step < before:
             raise OptionError(
-                f"{self._root}: step {step} is less than step {before}, the last step given to should_save, save or restore; steps must "
-                f"ascend. Continue from there, or go back with restore(step=…)."
+                f"{self._root}: step {step} is less than step {before}, the last step given to "
+                "should_save, save or restore; steps must ascend. Continue from there, or go "
+                "back with restore(step=…)."
             )
         return step
 

@@ -1,19 +1,24 @@
 """A `torch.nn.Module` as named tensors whose names do not depend on its wrappers.
 
-1. Names are the names in the unwrapped module. `_WRAPPERS` lists the classes of wrappers (DDP, `torch.compile`, activation
-   checkpointing, …); the attribute in which each keeps the wrapped module is not a part of a name. So a checkpoint of a wrapped
-   module fits any other wrapping, and a child of another class keeps its name, whatever that is.
-2. Values are the module's own Parameters and buffers, DTensors under FSDP2. They are restored in place. Tensors of torch_xla
-   and of a module on the meta device are restored as new tensors, which go into the same Parameters, because an optimizer may
-   hold these already.
-3. A `state_dict` hook may give other tensors than the module's own: fused, split, converted or renamed. They are restored as
-   new values, and `load_state_dict` passes them to the hooks that convert them back. Afterwards every tensor of the module has
-   been filled in place or written by `load_state_dict`: its identity or its version proves that. Otherwise it is an error.
-4. Extra state (`get_extra_state`) is restored as it is stored, whatever kind, dtype and shape the module's own has now.
-5. Where processes train copies of a module, each process has its own buffers (a BatchNorm's statistics), and the first
-   process's buffers are the true ones. Under DDP that is rank 0 of its group, which sends them to the others before each step;
-   for a module whose own parameters are DTensors (FSDP2) it is the first process of their mesh. The other processes leave these
-   buffers out of their saves if they are small. All processes write large buffers together, so they must agree on them.
+1. Names are the names in the unwrapped module. `_WRAPPERS` lists the classes of wrappers (DDP,
+   `torch.compile`, activation checkpointing, …); the attribute in which each keeps the wrapped
+   module is not a part of a name. So a checkpoint of a wrapped module fits any other wrapping, and
+   a child of another class keeps its name, whatever that is.
+2. Values are the module's own Parameters and buffers, DTensors under FSDP2. They are restored in
+   place. Tensors of torch_xla and of a module on the meta device are restored as new tensors, which
+   go into the same Parameters, because an optimizer may hold these already.
+3. A `state_dict` hook may give other tensors than the module's own: fused, split, converted or
+   renamed. They are restored as new values, and `load_state_dict` passes them to the hooks that
+   convert them back. Afterwards every tensor of the module has been filled in place or written by
+   `load_state_dict`: its identity or its version proves that. Otherwise it is an error.
+4. Extra state (`get_extra_state`) is restored as it is stored, whatever kind, dtype and shape the
+   module's own has now.
+5. Where processes train copies of a module, each process has its own buffers (a BatchNorm's
+   statistics), and the first process's buffers are the true ones. Under DDP that is rank 0 of its
+   group, which sends them to the others before each step; for a module whose own parameters are
+   DTensors (FSDP2) it is the first process of their mesh. The other processes leave these buffers
+   out of their saves if they are small. All processes write large buffers together, so they must
+   agree on them.
 """
 
 from __future__ import annotations
@@ -52,15 +57,22 @@ if TYPE_CHECKING:
 _log = logging.getLogger("shardckpt")
 _WRAPPERS = {
     ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
-    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"): "_checkpoint_wrapped_module",
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+    ): "_checkpoint_wrapped_module",
     ("torch.nn.parallel.data_parallel", "DataParallel"): "module",
     ("torch.nn.parallel.distributed", "DistributedDataParallel"): "module",
     ("torch.optim.swa_utils", "AveragedModel"): "module",
-    ("torch_xla.experimental.spmd_fully_sharded_data_parallel", "SpmdFullyShardedDataParallel"): "_orig_module",
+    (
+        "torch_xla.experimental.spmd_fully_sharded_data_parallel",
+        "SpmdFullyShardedDataParallel",
+    ): "_orig_module",
     ("lightning.fabric.wrappers", "_FabricModule"): "_original_module",
     ("lightning_fabric.wrappers", "_FabricModule"): "_original_module",
 }
-"""Modules and names of classes of wrappers, and the attribute in which each keeps the wrapped module."""
+"""Modules and names of classes of wrappers, and the attribute in which each keeps the wrapped
+module."""
 _COLLECTED: WeakSet[torch.nn.Module] = WeakSet()
 """Modules whose state was collected before, so that the log warns once."""
 _LEFT_OUT_BY_THEMSELVES = frozenset({"_checkpoint_wrapped_module", "_original_module"})
@@ -92,8 +104,8 @@ class NamedModule:
             left_out: names of tensors that are neither collected nor restored.
 
         Raises:
-            LeafError: it is wrapped in the first version of FSDP, whose parameters are not the model's tensors; or wrappers give
-                two of its tensors one name.
+            LeafError: it is wrapped in the first version of FSDP, whose parameters are not the
+                model's tensors; or wrappers give two of its tensors one name.
         """
         self.key = key
         self.module = module
@@ -108,10 +120,13 @@ class NamedModule:
             if isinstance(part, DistributedDataParallel):
                 self._ddp.add(f"{path}.module" if path else "module")
                 self.replica |= distributed.get_rank(part.process_group) > 0
-            elif type(part).__name__ == "FullyShardedDataParallel" and type(part).__module__.startswith("torch.distributed"):
+            elif type(part).__name__ == "FullyShardedDataParallel" and type(
+                part
+            ).__module__.startswith("torch.distributed"):
                 raise LeafError(
-                    f"{shown(key)} is wrapped in FullyShardedDataParallel, which flattens several parameters into one; "
-                    f"use torch.distributed.fsdp.fully_shard, or save what torch's get_model_state_dict gives."
+                    f"{shown(key)} is wrapped in FullyShardedDataParallel, which flattens several "
+                    "parameters into one; use torch.distributed.fsdp.fully_shard, or save what "
+                    "torch's get_model_state_dict gives."
                 )
             elif _is_copy(part):
                 copies.append(part)
@@ -127,8 +142,9 @@ class NamedModule:
             other = self._keys.setdefault(self.name_of(path), path)
             if other != path:
                 raise LeafError(
-                    f"{shown(key)}: {other!r} and {path!r} are both called {self.name_of(path)!r} without the wrappers of the "
-                    f"module; rename one of them, or give train_state the wrapped module instead."
+                    f"{shown(key)}: {other!r} and {path!r} are both called {self.name_of(path)!r} "
+                    "without the wrappers of the module; rename one of them, or give train_state "
+                    "the wrapped module instead."
                 )
         for name in left_out:
             self._keys.pop(name, None)
@@ -139,11 +155,15 @@ class NamedModule:
             _COLLECTED.add(self.module)
             self._tell_left_out()
         copied = {id(buffer) for buffer in self.module.buffers()} if self.replica else self._copied
-        held = {name: self._composites.get(key, self._held[key]) for name, key in self._keys.items()}
+        held = {
+            name: self._composites.get(key, self._held[key]) for name, key in self._keys.items()
+        }
         return {
             name: value
             for name, value in held.items()
-            if id(value) not in copied or not _is_left_out(value) or self._is_local(child_name(self.key, name))
+            if id(value) not in copied
+            or not _is_left_out(value)
+            or self._is_local(child_name(self.key, name))
         }
 
     def _tell_left_out(self) -> None:
@@ -153,8 +173,9 @@ class NamedModule:
         names = [name for name, tensor in own.items() if _storage(tensor) not in held]
         if names and held <= {_storage(tensor) for tensor in own.values()}:
             _log.warning(
-                "%s: state_dict() leaves out %s, so they are not saved; a restore into the module refuses that, unless its "
-                "load_state_dict() accepts it, or strict=False is given.",
+                "%s: state_dict() leaves out %s, so they are not saved; a restore into the "
+                "module refuses that, unless its load_state_dict() accepts it, or strict=False "
+                "is given.",
                 shown(self.key),
                 few(names),
             )
@@ -180,7 +201,10 @@ class NamedModule:
     def earlier_parameter_names(self) -> dict[str, str]:
         """Today's name of each Parameter, by the name that 0.2.0 gave it, where these differ."""
         names = self.parameter_names()
-        earlier = {self._earlier(path): names[id(parameter)] for path, parameter in self.module.named_parameters()}
+        earlier = {
+            self._earlier(path): names[id(parameter)]
+            for path, parameter in self.module.named_parameters()
+        }
         today = set(names.values())
         return {before: now for before, now in earlier.items() if before not in today}
 
@@ -189,7 +213,9 @@ class NamedModule:
         if not isinstance(node, Branch) or node.form != "dict":
             return node
         earlier = {self._earlier(key): name for name, key in self._keys.items()}
-        return renamed(node, {before: now for before, now in earlier.items() if before not in self._keys})
+        return renamed(
+            node, {before: now for before, now in earlier.items() if before not in self._keys}
+        )
 
     def like(self, stored: StoredLeaves, node: Node) -> Any:
         """The restore target; `LEFT_OUT` where no part is requested."""
@@ -202,7 +228,9 @@ class NamedModule:
             if key in self._composites:
                 targets[name] = self._composites[key]
                 continue
-            below = child(node, name) if _is_extra(key) or not isinstance(value, torch.Tensor) else None
+            below = (
+                child(node, name) if _is_extra(key) or not isinstance(value, torch.Tensor) else None
+            )
             extra = LEFT_OUT if below is None else mirror(as_stored, below, value)
             targets[name] = value if extra is LEFT_OUT else extra
         return targets
@@ -211,15 +239,23 @@ class NamedModule:
         """Give the module the state that was restored into `like`.
 
         Raises:
-            NamesMismatchError: tensors of the module were neither filled nor written, or stored tensors went nowhere.
-            StructureMismatchError: tensors that share memory have different values in the checkpoint.
+            NamesMismatchError: tensors of the module were neither filled nor written, or stored
+                tensors went nowhere.
+            StructureMismatchError: tensors that share memory have different values in the
+                checkpoint.
         """
         own = _tensors(self.module)
         ids = {id(tensor): tensor for tensor in own.values()}
-        with torch.inference_mode() if any(tensor.is_inference() for tensor in own.values()) else torch.no_grad():
+        with (
+            torch.inference_mode()
+            if any(tensor.is_inference() for tensor in own.values())
+            else torch.no_grad()
+        ):
             self._load(self._values_to_load(restored, ids), own)
 
-    def _values_to_load(self, restored: Mapping[str, Any], own: Mapping[int, Any]) -> dict[str, Any]:
+    def _values_to_load(
+        self, restored: Mapping[str, Any], own: Mapping[int, Any]
+    ) -> dict[str, Any]:
         """The values for `load_state_dict`, with the module's own tensors where these are filled already, or are filled here.
 
         Args:
@@ -228,7 +264,9 @@ class NamedModule:
         """
         storages = Counter(map(_storage, own.values()))
         apart: dict[str, tuple[Any, Any]] = {}
-        loaded: dict[str, Any] = copy.copy(self._held)  # keeps the attribute in which torch stores the modules' versions
+        loaded: dict[str, Any] = copy.copy(
+            self._held
+        )  # keeps the attribute in which torch stores the modules' versions
         loaded.clear()
         for name, key in self._keys.items():
             held = self._held[key]
@@ -268,9 +306,10 @@ class NamedModule:
                 wrong.append(name)
         if wrong:
             raise StructureMismatchError(
-                f"{shown(self.key)}: {few(wrong)} share memory with other tensors of the module, and the checkpoint has different values "
-                f"for the same elements; restore into a module that has memory for each, or leave names out with only=. The contents of "
-                f"these tensors are undefined now."
+                f"{shown(self.key)}: {few(wrong)} share memory with other tensors of the module, "
+                "and the checkpoint has different values for the same elements; restore into a "
+                "module that has memory for each, or leave names out with only=. The contents of "
+                "these tensors are undefined now."
             )
 
     def _load(self, loaded: dict[str, Any], own: Mapping[str, Any]) -> None:
@@ -279,10 +318,17 @@ class NamedModule:
             filled[_storage(value)] += _nbytes(value) if isinstance(value, torch.Tensor) else 0
         given = {id(value) for value in self._held.values()}
         self._held.clear()  # views of meta tensors keep these from getting memory
-        hidden = {name: t for name, t in own.items() if id(t) not in given and filled[_storage(t)] < _nbytes(t)}
-        allocated = [(name, tensor, _allocate(tensor)) for name, tensor in hidden.items() if tensor.is_meta]
+        hidden = {
+            name: t
+            for name, t in own.items()
+            if id(t) not in given and filled[_storage(t)] < _nbytes(t)
+        }
+        allocated = [
+            (name, tensor, _allocate(tensor)) for name, tensor in hidden.items() if tensor.is_meta
+        ]
         versions = {name: _version(tensor) for name, tensor in hidden.items()}
-        # Tensors that are the module's own are copied onto themselves, which does nothing. Its hooks run, and it gets its extra state.
+        # Tensors that are the module's own are copied onto themselves, which does nothing. Its
+        # hooks run, and it gets its extra state.
         result = self.module.load_state_dict(loaded, strict=False)
         unwritten = {name for name, tensor in hidden.items() if _version(tensor) == versions[name]}
         for name, tensor, meta in allocated:
@@ -290,22 +336,34 @@ class NamedModule:
                 torch.utils.swap_tensors(tensor, meta)
         self._check(loaded, own, unwritten, result)
 
-    def _check(self, loaded: Mapping[str, Any], own: Mapping[str, Any], unwritten: set[str], result: Any) -> None:
+    def _check(
+        self, loaded: Mapping[str, Any], own: Mapping[str, Any], unwritten: set[str], result: Any
+    ) -> None:
         """Raise NamesMismatchError unless the module holds all that it was given.
 
         Args:
             loaded: what it was given, by the keys of its own `state_dict`.
             own: its tensors by name.
-            unwritten: those of them that were not filled in place and that `load_state_dict` has not written.
+            unwritten: those of them that were not filled in place and that `load_state_dict` has
+                not written.
             result: the result of `load_state_dict`; a class may return nothing.
         """
         names = {id(tensor): name for name, tensor in own.items()}
-        missing = [names.get(id(_at(self.module, key)), self.name_of(key)) for key in getattr(result, "missing_keys", ())]
+        missing = [
+            names.get(id(_at(self.module, key)), self.name_of(key))
+            for key in getattr(result, "missing_keys", ())
+        ]
         lost = [name for name in missing if name in unwritten or name not in own]
-        silent = unwritten.difference(missing)  # the module's class accepts that, or writes in its own manner
+        silent = unwritten.difference(
+            missing
+        )  # the module's class accepts that, or writes in its own manner
         ignored = set(getattr(result, "unexpected_keys", ()))
         memory = {_storage(tensor) for tensor in own.values()}
-        doubtful = [key for key, value in loaded.items() if (silent or key in ignored) and _storage(value) not in memory]
+        doubtful = [
+            key
+            for key, value in loaded.items()
+            if (silent or key in ignored) and _storage(value) not in memory
+        ]
         after = self.module.state_dict() if doubtful else {}
         wrong = [self.name_of(key) for key in doubtful if not _is_same(after.get(key), loaded[key])]
         if not lost and not wrong:
@@ -318,11 +376,14 @@ class NamedModule:
             else:
                 return  # a hook or the class itself declares that this is all
         parts = [f"{few(lost)} keep the values from before the restore"] if lost else []
-        parts += [f"{few(wrong)} were read, and the module does not hold what was read"] if wrong else []
+        parts += (
+            [f"{few(wrong)} were read, and the module does not hold what was read"] if wrong else []
+        )
         raise NamesMismatchError(
-            f"{shown(self.key)}: {'; '.join(parts)}: its state_dict() fuses, renames or drops tensors, and its load_state_dict() does "
-            f"not undo that. Register the hook that does (register_load_state_dict_pre_hook), leave the names out with only=, or pass "
-            f"strict=False to go on without them."
+            f"{shown(self.key)}: {'; '.join(parts)}: its state_dict() fuses, renames or drops "
+            "tensors, and its load_state_dict() does not undo that. Register the hook that does "
+            "(register_load_state_dict_pre_hook), leave the names out with only=, or pass "
+            "strict=False to go on without them."
         )
 
     def name_of(self, key: str) -> str:
@@ -341,7 +402,11 @@ class NamedModule:
     def _earlier(self, path: str) -> str:
         """The name that 0.2.0 gave."""
         parts = path.split(".")
-        kept = (part for i, part in enumerate(parts) if part not in _STRIPPED_BEFORE and ".".join(parts[: i + 1]) not in self._ddp)
+        kept = (
+            part
+            for i, part in enumerate(parts)
+            if part not in _STRIPPED_BEFORE and ".".join(parts[: i + 1]) not in self._ddp
+        )
         return ".".join(kept)
 
 
@@ -374,8 +439,14 @@ def _tensors(module: torch.nn.Module) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for prefix, part in _parts(module):
         transient = part._non_persistent_buffers_set  # noqa: SLF001  (torch has no public name for it)
-        tensors |= {prefix + name: parameter for name, parameter in part.named_parameters(recurse=False)}
-        tensors |= {prefix + name: buffer for name, buffer in part.named_buffers(recurse=False) if name not in transient}
+        tensors |= {
+            prefix + name: parameter for name, parameter in part.named_parameters(recurse=False)
+        }
+        tensors |= {
+            prefix + name: buffer
+            for name, buffer in part.named_buffers(recurse=False)
+            if name not in transient
+        }
     return tensors
 
 
@@ -386,7 +457,9 @@ def _is_extra(name: str) -> bool:
 
 def _is_copy(part: torch.nn.Module) -> bool:
     """Whether a module's own parameters are DTensors, and this process is not the first of their mesh."""
-    meshes = [getattr(parameter, "device_mesh", None) for parameter in part.parameters(recurse=False)]
+    meshes = [
+        getattr(parameter, "device_mesh", None) for parameter in part.parameters(recurse=False)
+    ]
     return any(isinstance(mesh, DeviceMesh) and any(mesh.get_coordinate() or ()) for mesh in meshes)
 
 
@@ -398,7 +471,12 @@ def _is_left_out(buffer: torch.Tensor) -> bool:
 def _replace(own: Any, value: Any) -> None:
     """Replace the tensor of a Parameter or buffer that is on the meta device or of torch_xla."""
     if own.is_meta:
-        torch.utils.swap_tensors(own, torch.nn.Parameter(value, own.requires_grad) if isinstance(own, torch.nn.Parameter) else value)
+        torch.utils.swap_tensors(
+            own,
+            torch.nn.Parameter(value, own.requires_grad)
+            if isinstance(own, torch.nn.Parameter)
+            else value,
+        )
     else:
         own.data = value
 
@@ -407,13 +485,18 @@ def _allocate(own: Any) -> torch.Tensor:
     """Give a meta tensor memory; return the meta tensor."""
     device = own.device_mesh.device_type if hasattr(own, "device_mesh") else "cpu"
     new = torch.empty_like(own, device=device)
-    swapped = torch.nn.Parameter(new, own.requires_grad) if isinstance(own, torch.nn.Parameter) else new
+    swapped = (
+        torch.nn.Parameter(new, own.requires_grad) if isinstance(own, torch.nn.Parameter) else new
+    )
     torch.utils.swap_tensors(own, swapped)
     return swapped
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """A number that changes when a tensor is written; of inference tensors, whose writes torch does not count, always -1."""
+    """A number that changes when a tensor is written.
+
+    Of inference tensors, whose writes torch does not count, always -1.
+    """
     return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001  (torch's own documents it)
 
 
@@ -437,7 +520,10 @@ def _storage(value: Any) -> int | None:
 
 
 def _is_shared(own: Any, value: Any, storages: Mapping[int | None, int]) -> bool:
-    """Whether elements of a tensor share memory with each other, or with another tensor; its value fits it otherwise."""
+    """Whether elements of a tensor share memory with each other, or with another tensor.
+
+    Its value fits it otherwise.
+    """
     if not isinstance(value, torch.Tensor) or value.shape != own.shape or value.dtype != own.dtype:
         return False  # load_state_dict has a message for that, or converts it
     return storages[_storage(own)] > 1 or overlaps_itself(addresses(_local(own)))
@@ -468,11 +554,21 @@ def _disturbs(own: Any, value: Any, filled: Iterable[Any]) -> bool:
 def _bytes_of(storage: torch.Tensor, tensor: Any) -> torch.Tensor:
     """The bytes of a tensor, in a tensor with an element for each byte of its storage."""
     size = tensor.itemsize
-    return storage.as_strided((*tensor.shape, size), (*(size * n for n in tensor.stride()), 1), size * tensor.storage_offset())
+    return storage.as_strided(
+        (*tensor.shape, size),
+        (*(size * n for n in tensor.stride()), 1),
+        size * tensor.storage_offset(),
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).reshape(*tensor.shape, tensor.itemsize)
+    return (
+        tensor.detach()
+        .contiguous()
+        .reshape(-1)
+        .view(torch.uint8)
+        .reshape(*tensor.shape, tensor.itemsize)
+    )
 
 
 def _is_same(a: Any, b: Any) -> bool:

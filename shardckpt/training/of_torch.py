@@ -1,13 +1,15 @@
 """Finder of the torch objects of a training, which name the state of each object from the others.
 
-Optimizer state is named after the modules' parameters: without a prefix for `model`, as `keyword.name` for other modules.
-Scheduler state is named after its optimizer's groups.
+Optimizer state is named after the modules' parameters: without a prefix for `model`, as
+`keyword.name` for other modules. Scheduler state is named after its optimizer's groups.
 
-An optimizer around other optimizers may have a `state_dict` of its own form, which does not tell which tensors belong to which
-parameter. Such a state is stored as it is, and restored completely or not at all. Keys that a state cannot have, such as the tuple
-(group, position) of some wrappers, are stored as values:
+An optimizer around other optimizers may have a `state_dict` of its own form, which does not tell
+which tensors belong to which parameter. Such a state is stored as it is, and restored completely or
+not at all. Keys that a state cannot have, such as the tuple (group, position) of some wrappers, are
+stored as values:
 
-    {(0, 1): {"slow": tensor}}   →   {"keys of pairs": [(0, 1)], "values of pairs": [{"slow": tensor}]}
+    {(0, 1): {"slow": tensor}}   →   {"keys of pairs": [(0, 1)], "values of pairs": [{"slow":
+    tensor}]}
 
 This module is imported only for programs that have torch.
 """
@@ -36,7 +38,23 @@ if TYPE_CHECKING:
     from shardckpt.training.likeness import StoredLeaves
 
 _DATA = frozenset({"batch", "data", "ddp", "dp", "fsdp", "hsdp"})
-_OTHER = frozenset({"context", "cp", "ep", "expert", "model", "pipe", "pipeline", "pp", "seq", "sequence", "sp", "tensor", "tp"})
+_OTHER = frozenset(
+    {
+        "context",
+        "cp",
+        "ep",
+        "expert",
+        "model",
+        "pipe",
+        "pipeline",
+        "pp",
+        "seq",
+        "sequence",
+        "sp",
+        "tensor",
+        "tp",
+    }
+)
 _UNKNOWN = (-1, -1)
 _KEYS, _VALUES = "keys of pairs", "values of pairs"
 
@@ -48,20 +66,30 @@ def of_torch(
 ) -> dict[str, NamedModule | NamedOptimizer | OwnFormOptimizer | NamedScheduler]:
     """The torch objects among some objects, with their names, by the same keys.
 
-    Schedulers of optimizers that are not given, or have a form of their own, are left out. `left_out` has names of a module's tensors
-    that are neither collected nor restored, by the key of the module.
+    Schedulers of optimizers that are not given, or have a form of their own, are left out.
+    `left_out` has names of a module's tensors that are neither collected nor restored, by the key
+    of the module.
 
     Raises:
         LeafError: a module or optimizer whose tensors have no names.
     """
-    modules = {key: NamedModule(key, of, is_local, left_out.get(key, ())) for key, of in objects.items() if isinstance(of, torch.nn.Module)}
+    modules = {
+        key: NamedModule(key, of, is_local, left_out.get(key, ()))
+        for key, of in objects.items()
+        if isinstance(of, torch.nn.Module)
+    }
     names: dict[int, str] = {}
     earlier: dict[str, str] = {}
     for key, module in modules.items():
         prefix = "" if key == "model" else f"{key}."
         names = {i: prefix + name for i, name in module.parameter_names().items()} | names
-        earlier |= {prefix + before: prefix + now for before, now in module.earlier_parameter_names().items()}
-        module.replica = any(other.replica for other in modules.values())  # averaged weights are not wrapped in DDP themselves
+        earlier |= {
+            prefix + before: prefix + now
+            for before, now in module.earlier_parameter_names().items()
+        }
+        module.replica = any(
+            other.replica for other in modules.values()
+        )  # averaged weights are not wrapped in DDP themselves
     optimizers: dict[str, NamedOptimizer] = {}
     own_forms: dict[str, OwnFormOptimizer] = {}
     for key, of in objects.items():
@@ -69,11 +97,15 @@ def of_torch(
             if has_own_form(of):
                 own_forms[key] = OwnFormOptimizer(of)
             else:
-                optimizers[key] = NamedOptimizer(key, of, names, modules.keys() - {"model"}, earlier)
+                optimizers[key] = NamedOptimizer(
+                    key, of, names, modules.keys() - {"model"}, earlier
+                )
     schedulers = {}
     for key, of in objects.items():
         if isinstance(of, torch.optim.lr_scheduler.LRScheduler):
-            optimizer = next((named for named in optimizers.values() if named.optimizer is of.optimizer), None)
+            optimizer = next(
+                (named for named in optimizers.values() if named.optimizer is of.optimizer), None
+            )
             if optimizer is not None:
                 schedulers[key] = NamedScheduler(key, of, optimizer)
     return {**modules, **optimizers, **own_forms, **schedulers}
@@ -85,9 +117,16 @@ def has_own_form(optimizer: torch.optim.Optimizer) -> bool:
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict and not hooks:
         return False
     packed: Any = optimizer.state_dict()
-    groups = packed.get("param_groups") if isinstance(packed, dict) and isinstance(packed.get("state"), dict) else None
+    groups = (
+        packed.get("param_groups")
+        if isinstance(packed, dict) and isinstance(packed.get("state"), dict)
+        else None
+    )
     lengths = [len(group["params"]) for group in optimizer.param_groups]
-    return not isinstance(groups, list) or [len(group.get("params", ())) for group in groups] != lengths
+    return (
+        not isinstance(groups, list)
+        or [len(group.get("params", ())) for group in groups] != lengths
+    )
 
 
 class OwnFormOptimizer:
@@ -111,14 +150,16 @@ class OwnFormOptimizer:
         """The restore target; `LEFT_OUT` if it is not requested.
 
         Raises:
-            StructureMismatchError: parameters are joined, split or fitted; its state would have to be, too.
+            StructureMismatchError: parameters are joined, split or fitted; its state would have to
+                be, too.
         """
         if not stored.all_or_nothing(node):
             return LEFT_OUT
         if stored.adaptation is not None and stored.adaptation.changes_tensors:
             raise StructureMismatchError(
-                f"{shown(node.name)}: {type(self.optimizer).__qualname__} has a form of its own, so it is not known which of its tensors "
-                f"belong to parameters that mapping= or fit= changes; leave it out with only=."
+                f"{shown(node.name)}: {type(self.optimizer).__qualname__} has a form of its own, "
+                "so it is not known which of its tensors belong to parameters that mapping= or "
+                "fit= changes; leave it out with only=."
             )
         return mirror(stored, node, self.collect())
 
@@ -131,7 +172,11 @@ def _map(value: Any, change: Callable[[dict[Any, Any]], Any]) -> Any:
     """A state with all of its dicts changed, from the innermost ones outwards."""
     if type(value) in (list, tuple):
         return type(value)(_map(item, change) for item in value)
-    return change({key: _map(item, change) for key, item in value.items()}) if type(value) is dict else value
+    return (
+        change({key: _map(item, change) for key, item in value.items()})
+        if type(value) is dict
+        else value
+    )
 
 
 def _pair(value: dict[Any, Any]) -> dict[Any, Any]:
@@ -139,14 +184,18 @@ def _pair(value: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _unpair(value: dict[Any, Any]) -> dict[Any, Any]:
-    return dict(zip(value[_KEYS], value[_VALUES], strict=True)) if value.keys() == {_KEYS, _VALUES} else value
+    return (
+        dict(zip(value[_KEYS], value[_VALUES], strict=True))
+        if value.keys() == {_KEYS, _VALUES}
+        else value
+    )
 
 
 def data_axis(objects: Iterable[object]) -> tuple[int, int] | None:
     """Position of this process on the data axis, and the size of that axis, where the meshes of all modules agree; otherwise None.
 
-    All axes with a name such as `data`, `dp_replicate` or `fsdp` together are the data axis. Without such names nothing is known:
-    a mesh axis without a name may be one of model parallelism.
+    All axes with a name such as `data`, `dp_replicate` or `fsdp` together are the data axis.
+    Without such names nothing is known: a mesh axis without a name may be one of model parallelism.
     """
     tensors = imported_module("torch.distributed.tensor")
     if tensors is None:

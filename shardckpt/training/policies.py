@@ -2,11 +2,14 @@
 
 A policy answers two questions at every step.
 
-1. `due(step, previous)` follows from step numbers alone. Every process answers it for itself, and all answers are equal.
-2. `wanted(moment)` depends on a clock, on a signal or on saves in flight, which differ between processes. Only the leader
-   answers it, and announces the result for a later step (`shardckpt.training`); `by_leader` says whether it must be asked.
+1. `due(step, previous)` follows from step numbers alone. Every process answers it for itself, and
+   all answers are equal.
+2. `wanted(moment)` depends on a clock, on a signal or on saves in flight, which differ between
+   processes. Only the leader answers it, and announces the result for a later step
+   (`shardckpt.training`); `by_leader` says whether it must be asked.
 
-Policies are values: compare them, print them, combine them with `any_of`. A class of your own derives from `Policy`.
+Policies are values: compare them, print them, combine them with `any_of`. A class of your own
+derives from `Policy`.
 """
 
 from __future__ import annotations
@@ -65,13 +68,17 @@ class Policy:
 
         Args:
             step: the step that training has reached.
-            previous: the step at which the policy was asked last, or the restored step; None at first.
+            previous: the step at which the policy was asked last, or the restored step; None at
+                first.
         """
         del step, previous
         return False
 
     def wanted(self, moment: Moment) -> bool:
-        """Whether to save as soon as all processes can do so at the same step; asked on the leader only."""
+        """Whether to save as soon as all processes can do so at the same step.
+
+        Asked on the leader only.
+        """
         del moment
         return False
 
@@ -133,7 +140,9 @@ class AtSteps(Policy):
         try:
             steps = list(self.steps)
         except TypeError:
-            raise OptionError(f"AtSteps({shorten(self.steps)}): give the steps, as in AtSteps([100, 1000]).") from None
+            raise OptionError(
+                f"AtSteps({shorten(self.steps)}): give the steps, as in AtSteps([100, 1000])."
+            ) from None
         for step in steps:
             check_whole(step, "AtSteps(…", 0)
         object.__setattr__(self, "steps", tuple(sorted(set(steps))))
@@ -185,29 +194,41 @@ class Continuous(Policy):
 class OnPreemption(Policy):
     """Save once before the job is stopped.
 
-    If any process gets a notice, all processes save the same step. Every process checks each source once per step.
+    If any process gets a notice, all processes save the same step. Every process checks each source
+    once per step.
     """
 
     signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)
-    """Signals that give notice. Earlier handlers are called too, and are restored when the manager is closed. A signal without an
-    earlier handler no longer ends the process: end the loop when `CheckpointManager.reached_preemption` is true."""
+    """Signals that give notice. Earlier handlers are called too, and are restored when the manager
+    is closed. A signal without an earlier handler no longer ends the process: end the loop when
+    `CheckpointManager.reached_preemption` is true."""
     file: str | os.PathLike[str] | None = None
     """A file whose existence gives notice. A sidecar may write it, for example."""
     when: Callable[[], bool] | None = field(default=None, compare=False)
-    """A function that returns true to give notice. It must be fast, because the training loop calls it."""
+    """A function that returns true to give notice. It must be fast, because the training loop calls
+    it."""
 
     def __post_init__(self) -> None:
         """Check that there is a source."""
         try:
-            object.__setattr__(self, "signals", tuple(signal.Signals(number) for number in self.signals))
+            object.__setattr__(
+                self, "signals", tuple(signal.Signals(number) for number in self.signals)
+            )
         except (TypeError, ValueError) as e:
-            raise OptionError(f"OnPreemption(signals={shorten(self.signals)}): {e}; give signals, as in (signal.SIGTERM,).") from e
+            raise OptionError(
+                f"OnPreemption(signals={shorten(self.signals)}): {e}; give signals, as in "
+                "(signal.SIGTERM,)."
+            ) from e
         if self.when is not None and not callable(self.when):
             raise OptionError(
-                f"OnPreemption(when={shorten(self.when)}): expected a function without parameters, found a {type(self.when).__name__}."
+                f"OnPreemption(when={shorten(self.when)}): expected a function without "
+                f"parameters, found a {type(self.when).__name__}."
             )
         if not self.signals and self.file is None and self.when is None:
-            raise OptionError("OnPreemption(signals=()): nothing could ever give notice; give signals, a file or a function.")
+            raise OptionError(
+                "OnPreemption(signals=()): nothing could ever give notice; give signals, a file "
+                "or a function."
+            )
 
     def wanted(self, moment: Moment) -> bool:
         """Whether there is a notice."""
@@ -274,5 +295,8 @@ def as_policy(every: Policy | int | None) -> Policy:
     if isinstance(every, int | np.integer) and not isinstance(every, bool):
         return EverySteps(int(every))
     if not isinstance(every, Policy):
-        raise OptionError(f"every={shorten(every)}: give a number of steps, or one of shardckpt.training.policies.")
+        raise OptionError(
+            f"every={shorten(every)}: give a number of steps, or one of "
+            "shardckpt.training.policies."
+        )
     return every

@@ -1,8 +1,9 @@
 """Detection of preemption: whether this process has been notified that it is about to be stopped.
 
-Each source of an `OnPreemption` policy is checked when `look` is called, once per step. A notice is never withdrawn. A
-signal handler only records the signal and calls the handler that was there before. A forked process gets the earlier handlers back:
-it takes no part in the job, so a signal ends it as usual.
+Each source of an `OnPreemption` policy is checked when `look` is called, once per step. A notice is
+never withdrawn. A signal handler only records the signal and calls the handler that was there
+before. A forked process gets the earlier handlers back: it takes no part in the job, so a signal
+ends it as usual.
 """
 
 from __future__ import annotations
@@ -45,10 +46,12 @@ class Notices:
         numbers = sorted({number for policy in policies for number in policy.signals})
         if numbers and threading.current_thread() is not threading.main_thread():
             raise OptionError(
-                "OnPreemption(signals=…): only the main thread can handle signals; make the CheckpointManager there, or give signals=() "
-                "and a file or a function."
+                "OnPreemption(signals=…): only the main thread can handle signals; make the "
+                "CheckpointManager there, or give signals=() and a file or a function."
             )
-        self._handler = self._take_note  # kept as one object: each look-up of a method creates a new one
+        self._handler = (
+            self._take_note
+        )  # kept as one object: each look-up of a method creates a new one
         for number in numbers:
             self._before[number] = signal.signal(number, self._handler)
         if numbers:
@@ -71,7 +74,10 @@ class Notices:
         self.restore_handlers()
 
     def restore_handlers(self) -> bool:
-        """Restore the earlier handlers, except where other code has replaced ours; return whether any was restored."""
+        """Restore the earlier handlers, except where other code has replaced ours.
+
+        Return whether any was restored.
+        """
         restored = False
         for number, before in self._before.items():
             if signal.getsignal(number) is self._handler:
@@ -91,7 +97,10 @@ class Notices:
 
 
 def _after_fork() -> None:
-    """Restore the handlers from before, in the forked process. Another object's handler may be on top, so look again after each."""
+    """Restore the handlers from before, in the forked process.
+
+    Another object's handler may be on top, so look again after each.
+    """
     while any(notices.restore_handlers() for notices in [*_installed]):
         pass
 

@@ -2,8 +2,8 @@
 
     saving step 100 ━━━━━━━━━╸━━━━━━━  1.6 GiB of 2.7 GiB 1.1 GiB/s 0:00:01
 
-It is drawn on standard error, and is removed when the save has ended. If standard error is not a terminal, nothing is
-written; in a notebook, a bar is shown below the cell.
+It is drawn on standard error, and is removed when the save has ended. If standard error is not a
+terminal, nothing is written; in a notebook, a bar is shown below the cell.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
         """Draw the column."""
         speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{file_size(round(speed))}/s", style="progress.data.speed")
+        return Text(
+            "" if speed is None else f"{file_size(round(speed))}/s", style="progress.data.speed"
+        )
 
 
 def transfer_columns() -> tuple[ProgressColumn, ...]:
@@ -59,7 +61,10 @@ def transfer_columns() -> tuple[ProgressColumn, ...]:
 
 
 def transfer_state(done: int, total: int) -> dict[str, Any]:
-    """The state of a transfer's task. Until the first byte the bar only moves: its length is not known to be zero."""
+    """The state of a transfer's task.
+
+    Until the first byte the bar only moves: its length is not known to be zero.
+    """
     return {"completed": done, "total": total if done else None, "size": total}
 
 
@@ -75,10 +80,18 @@ class NotebookLine:
 
     def update(self, what: str, done: int, total: int | None) -> None:
         """Draw the bar; without a total, one that only moves."""
-        size = "" if not total else file_size(total) if not done else f"{file_size(done)} of {file_size(total)}"
+        size = (
+            ""
+            if not total
+            else file_size(total)
+            if not done
+            else f"{file_size(done)} of {file_size(total)}"
+        )
         known = f' value="{done}" max="{total}"' if done and total else ""
         if self._shown is not None:
-            self._shown.update(self._html(f"<div>{escape(what)} <progress{known}></progress> {size}</div>"))
+            self._shown.update(
+                self._html(f"<div>{escape(what)} <progress{known}></progress> {size}</div>")
+            )
 
     def close(self) -> None:
         """Remove the bar."""
@@ -137,7 +150,11 @@ class ProgressLine:
             return
         if self._progress is None:
             self._progress = Progress(
-                TextColumn("{task.description}"), BarColumn(), *transfer_columns(), console=self._console, transient=True
+                TextColumn("{task.description}"),
+                BarColumn(),
+                *transfer_columns(),
+                console=self._console,
+                transient=True,
             )
             self._progress.start()
         self._tasks[event.url] = self._progress.add_task(f"{doing} {what}", total=None)
@@ -147,7 +164,9 @@ class ProgressLine:
             what, cell = self._cells[url]
             cell.update(what, changes.get("completed", 0), changes["total"])
         if self._progress is not None and url in self._tasks:
-            self._progress.update(self._tasks[url], **transfer_state(changes.get("completed", 0), changes["total"]))
+            self._progress.update(
+                self._tasks[url], **transfer_state(changes.get("completed", 0), changes["total"])
+            )
 
     def _end(self, url: str) -> None:
         if url in self._cells:

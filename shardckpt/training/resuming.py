@@ -1,14 +1,16 @@
 """The choice of the step to resume from: the same on all processes, even if steps are committed at the same time.
 
-1. The leader commits the complete attempts of an earlier run, lists the steps, and chooses the requested step or the latest
-   live one. All processes learn the step and the attempt in its record (`Coordinator.agree`).
-2. Each process restores the step, and all exchange the outcome (`Coordinator.share`): no process continues before all have
-   their state, so that nothing is deleted under a slow process.
-3. If one of them found damage, and fallback is allowed, all try the step before, in the same manner. Otherwise all raise,
-   including the processes that could read the step.
+1. The leader commits the complete attempts of an earlier run, lists the steps, and chooses the
+   requested step or the latest live one. All processes learn the step and the attempt in its record
+   (`Coordinator.agree`).
+2. Each process restores the step, and all exchange the outcome (`Coordinator.share`): no process
+   continues before all have their state, so that nothing is deleted under a slow process.
+3. If one of them found damage, and fallback is allowed, all try the step before, in the same
+   manner. Otherwise all raise, including the processes that could read the step.
 
-Nothing is written except commits that were due. The fact that later steps are superseded is kept in memory, and written to
-the storage with the first save (`CheckpointManager`): a restore alone changes nothing.
+Nothing is written except commits that were due. The fact that later steps are superseded is kept in
+memory, and written to the storage with the first save (`CheckpointManager`): a restore alone
+changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ from shardckpt import errors
 from shardckpt.commit.attempts import places, step_of
 from shardckpt.commit.dependants import used_beside
 from shardckpt.commit.fingerprints import recorded_fingerprint
-from shardckpt.errors import CorruptionError, FormatError, NotFoundError, OptionError, ReplacedError, ShardckptError, VersionError
+from shardckpt.errors import (
+    CorruptionError,
+    FormatError,
+    NotFoundError,
+    OptionError,
+    ReplacedError,
+    ShardckptError,
+    VersionError,
+)
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.runs.committing import commit_places
 from shardckpt.runs.lineage import Resumed
@@ -54,8 +64,8 @@ class Restored:
     """The state, as returned by `shardckpt.restore`."""
     step: int
     metadata: dict[str, Any]
-    """The metadata of `SaveOptions(metadata=…)`, the step's `metrics`, the `run_id` of the run that saved it, and, if it was the first
-    save after a rollback, that `rollback`."""
+    """The metadata of `SaveOptions(metadata=…)`, the step's `metrics`, the `run_id` of the run that
+    saved it, and, if it was the first save after a rollback, that `rollback`."""
     notes: tuple[str, ...] = ()
     """A line for each tensor that was renamed, joined, split or fitted."""
 
@@ -81,7 +91,8 @@ def resume(
         read: restores the open checkpoint; returns the state, and what changed on the way.
         step: the step to restore; None: the latest.
         together: whether `read` waits for the other processes, so that all of them must reach it.
-        rolled_back: steps that this run has superseded without recording it in the storage, with their attempts.
+        rolled_back: steps that this run has superseded without recording it in the storage, with
+            their attempts.
         fallback: whether to try earlier steps where one is damaged.
         fell_back: called with each damaged step and a description of the damage.
         check: compare the restored tensors with the recorded fingerprint.
@@ -92,7 +103,8 @@ def resume(
 
     Raises:
         NotFoundError: there is no such step.
-        CorruptionError, FormatError: the step is damaged; with `fallback`: and so are all earlier steps.
+        CorruptionError, FormatError: the step is damaged; with `fallback`: and so are all earlier
+            steps.
         OptionError: `check` is set, and no fingerprint was recorded.
         CoordinationError: another process failed, or does not answer.
         ShardckptError: an error of `read`.
@@ -115,7 +127,9 @@ def resume(
         restored = None
         if failure is None and worst is None:
             assert checkpoint is not None
-            restored, failure = _try(partial(read, checkpoint))  # the state, and what changed on the way
+            restored, failure = _try(
+                partial(read, checkpoint)
+            )  # the state, and what changed on the way
         worst = worst or _first_failure(coordinator, failure)
         if worst is None:
             assert checkpoint is not None
@@ -125,26 +139,38 @@ def resume(
                 check_restored(checkpoint, state, coordinator, adaptation, only)
             later = {int(s): attempt for s, attempt in chosen["later"]}
             notes = () if adaptation is None else tuple(adaptation.notes())
-            return Resumed(chosen["step"], state, checkpoint.metadata, chosen["superseded"], later, frozenset(chosen["kept"]), notes)
+            return Resumed(
+                chosen["step"],
+                state,
+                checkpoint.metadata,
+                chosen["superseded"],
+                later,
+                frozenset(chosen["kept"]),
+                notes,
+            )
         error, all_damage = failure or worst[0], worst[1]
         if not all_damage:
             raise error
         if not fallback:
             raise type(error)(
-                f"{error} Step {chosen['step']} is damaged: restore(fallback=True) restores the newest sound step before it, "
-                f"restore(step=…) a step of your choice."
+                f"{error} Step {chosen['step']} is damaged: restore(fallback=True) restores the "
+                "newest sound step before it, restore(step=…) a step of your choice."
             ) from error
         fell_back(chosen["step"], str(error))
         damaged, below = damaged or error, chosen["step"]
 
 
 def check_restored(
-    checkpoint: Checkpoint, state: Any, coordinator: Coordinator, adaptation: Adaptation | None = None, only: Only | None = None
+    checkpoint: Checkpoint,
+    state: Any,
+    coordinator: Coordinator,
+    adaptation: Adaptation | None = None,
+    only: Only | None = None,
 ) -> None:
     """Compare the tensors of a restored state, where they lie now, with the fingerprint that the save recorded; all processes call it.
 
-    Tensors that lie in a base, tensors that are only in one of the two, those that `only` leaves out, and those that were made of others or
-    fitted, are not compared.
+    Tensors that lie in a base, tensors that are only in one of the two, those that `only` leaves
+    out, and those that were made of others or fitted, are not compared.
 
     Raises:
         OptionError: the save recorded no fingerprint.
@@ -154,24 +180,32 @@ def check_restored(
     recorded = recorded_fingerprint(checkpoint.place, checkpoint.record)
     if not recorded:
         raise OptionError(
-            f"{checkpoint.location} has no fingerprint, as check= needs: save with SaveOptions(fingerprint=True), or leave out check=."
+            f"{checkpoint.location} has no fingerprint, as check= needs: save with "
+            "SaveOptions(fingerprint=True), or leave out check=."
         )
     if only is not None:
-        left_out = set(stored_names(checkpoint.parsed_tree)).difference(stored_names(checkpoint.parsed_tree, selector(only)))
+        left_out = set(stored_names(checkpoint.parsed_tree)).difference(
+            stored_names(checkpoint.parsed_tree, selector(only))
+        )
         recorded = {name: digest for name, digest in recorded.items() if name not in left_out}
     recorded = recorded if adaptation is None else adaptation.expected(recorded)
     actual = fingerprint(state, coordinator=coordinator).tensors
     wrong = [name for name in actual if actual[name] != recorded.get(name, actual[name])]
     if wrong:
         raise CorruptionError(
-            f"{checkpoint.location}: {few(wrong)} differ from the saved fingerprint, although every checksum was right: the restore "
-            f"converted them (cast=), or an object changed them when it loaded its state (a load_state_dict hook, say), or the program "
-            f"changed them since. Compare each object's state_dict() before a save and after load_state_dict()."
+            f"{checkpoint.location}: {few(wrong)} differ from the saved fingerprint, although "
+            "every checksum was right: the restore converted them (cast=), or an object changed "
+            "them when it loaded its state (a load_state_dict hook, say), or the program changed "
+            "them since. Compare each object's state_dict() before a save and after "
+            "load_state_dict()."
         )
 
 
 def _try(act: Callable[[], T]) -> tuple[T, None] | tuple[None, Exception]:
-    """The result or the exception of a call; the exception is raised later, when the other processes know of it."""
+    """The result or the exception of a call.
+
+    The exception is raised later, when the other processes know of it.
+    """
     try:
         return act(), None
     except Exception as e:  # noqa: BLE001
@@ -182,21 +216,39 @@ def _open(url: str, attempt: str | None) -> Checkpoint:
     """The checkpoint that the processes agreed on."""
     checkpoint = Checkpoint(url)
     if checkpoint.record.attempt != attempt:
-        raise ReplacedError(f"{url}: the checkpoint was replaced after the job agreed to resume from it; restart the job.")
+        raise ReplacedError(
+            f"{url}: the checkpoint was replaced after the job agreed to resume from it; restart "
+            "the job."
+        )
     return checkpoint
 
 
-def _choose(root: Store, step: int | None, below: int | None, rolled_back: dict[int, str | None], *, commits: bool) -> dict[str, Any]:
+def _choose(
+    root: Store,
+    step: int | None,
+    below: int | None,
+    rolled_back: dict[int, str | None],
+    *,
+    commits: bool,
+) -> dict[str, Any]:
     """The leader's choice of a step, as JSON."""
     if commits:
         commit_left(root, step_numbers(root))
     steps = list_steps(root)
-    superseded = {s.step for s in steps if not s.live or (s.step in rolled_back and rolled_back[s.step] == s.attempt)}
+    superseded = {
+        s.step
+        for s in steps
+        if not s.live or (s.step in rolled_back and rolled_back[s.step] == s.attempt)
+    }
     known = {s.step: s for s in steps}
     if step is None or below is not None:
         live = [n for n in known if n not in superseded and (below is None or n < below)]
         if not live:
-            return {"error": f"{root}: there is no step before {below}."} if below is not None else {"step": None}
+            return (
+                {"error": f"{root}: there is no step before {below}."}
+                if below is not None
+                else {"step": None}
+            )
         chosen_step = max(live)
     elif step in known:
         chosen_step = step
@@ -207,11 +259,23 @@ def _choose(root: Store, step: int | None, below: int | None, rolled_back: dict[
     kept = {step for s in steps if s.protected for step in (s.step, *s.bases) if step > chosen_step}
     if later:  # a base of the chosen step, or of a live step before it, stays, too
         kept |= {
-            base for s in steps if s.step == chosen_step or (s.step < chosen_step and s.live) for base in s.bases if base > chosen_step
+            base
+            for s in steps
+            if s.step == chosen_step or (s.step < chosen_step and s.live)
+            for base in s.bases
+            if base > chosen_step
         }
-        others = [name for name, _ in places(root, root.list_children()) if name != "." and step_of(name) is None]
+        others = [
+            name
+            for name, _ in places(root, root.list_children())
+            if name != "." and step_of(name) is None
+        ]
         used = used_beside(root, others)
-        kept |= {s.step for s in later if not used.isdisjoint([(str(s.step), s.attempt), (str(s.step), "")])}
+        kept |= {
+            s.step
+            for s in later
+            if not used.isdisjoint([(str(s.step), s.attempt), (str(s.step), "")])
+        }
     return {
         "step": chosen_step,
         "attempt": known[chosen_step].attempt,
@@ -222,7 +286,9 @@ def _choose(root: Store, step: int | None, below: int | None, rolled_back: dict[
 
 
 def commit_left(root: Store, steps: Sequence[int]) -> bool:
-    """Commit the steps that an earlier run, or a failed save, has left complete; return whether there were any.
+    """Commit the steps that an earlier run, or a failed save, has left complete.
+
+    Return whether there were any.
 
     A process with read access only leaves them as they are.
 
@@ -232,23 +298,39 @@ def commit_left(root: Store, steps: Sequence[int]) -> bool:
     outcomes = commit_places(root, [(str(step), root.sub(str(step))) for step in steps])
     for outcome in outcomes:
         level = _LEVELS.get(outcome.state, logging.DEBUG)
-        _log.log(level, "%s: the unpublished attempt %s: %s %s", outcome.location, outcome.attempt, outcome.state, outcome.reason)
+        _log.log(
+            level,
+            "%s: the unpublished attempt %s: %s %s",
+            outcome.location,
+            outcome.attempt,
+            outcome.state,
+            outcome.reason,
+        )
     return any(outcome.state == "committed" for outcome in outcomes)
 
 
-def _first_failure(coordinator: Coordinator, failure: Exception | None) -> tuple[ShardckptError, bool] | None:
-    """The first process's failure as an error of this process, and whether all failures are damage; None if no process failed."""
+def _first_failure(
+    coordinator: Coordinator, failure: Exception | None
+) -> tuple[ShardckptError, bool] | None:
+    """The first process's failure as an error of this process, and whether all failures are damage.
+
+    None if no process failed.
+    """
     mine = None
     if failure is not None:
-        mine = {"code": getattr(failure, "code", None), "message": f"{failure}", "damage": _is_damage(failure)}
+        mine = {
+            "code": getattr(failure, "code", None),
+            "message": f"{failure}",
+            "damage": _is_damage(failure),
+        }
     failures = coordinator.share("resumed", mine)
     failed = [(process, what) for process, what in enumerate(failures) if what is not None]
     if not failed:
         return None
     process, what = failed[0]
-    return errors.by_code(what["code"])(f"process {process} could not restore: {what['message']}"), all(
-        what["damage"] for _, what in failed
-    )
+    return errors.by_code(what["code"])(
+        f"process {process} could not restore: {what['message']}"
+    ), all(what["damage"] for _, what in failed)
 
 
 def _is_damage(error: Exception | None) -> bool:

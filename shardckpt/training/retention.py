@@ -1,4 +1,7 @@
-"""Retention rules, for `keep=` of a `CheckpointManager`; the path of them for users. See `shardckpt.runs.retention`."""
+"""Retention rules, for `keep=` of a `CheckpointManager`; the path of them for users.
+
+See `shardckpt.runs.retention`.
+"""
 
 from shardckpt.runs.retention import (
     Best,
@@ -13,4 +16,15 @@ from shardckpt.runs.retention import (
     best,
 )
 
-__all__ = ["Best", "EveryKth", "KeepAnyOf", "Latest", "Retention", "SavedStep", "Younger", "any_of", "as_retention", "best"]
+__all__ = [
+    "Best",
+    "EveryKth",
+    "KeepAnyOf",
+    "Latest",
+    "Retention",
+    "SavedStep",
+    "Younger",
+    "any_of",
+    "as_retention",
+    "best",
+]

@@ -1,18 +1,20 @@
 """The state of a training run: collected from its objects for saving, put back into them after restoring.
 
-    state = shardckpt.train_state(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, step=0)
-    shardckpt.save("run/100", state)
-    shardckpt.restore("run/100", state)           # the objects themselves are restored, and state.step
+    state = shardckpt.train_state(model=model, optimizer=optimizer, scheduler=scheduler,
+    loader=loader, step=0) shardckpt.save("run/100", state) shardckpt.restore("run/100", state)
+    # the objects themselves are restored, and state.step
 
 Saving uses `state_dict()`: a dict with an entry for each object, by its keyword. Restoring
 
-1. makes a `like` for the stored state (`TrainState.like`), in which every object has placed its own tensors;
+1. makes a `like` for the stored state (`TrainState.like`), in which every object has placed its own
+   tensors;
 2. restores into it as into any other `like`;
-3. passes the result to `load_state_dict`: modules first, then their optimizers, then the other objects in the order in
-   which they were given, and random number generators last, because the others may draw from them.
+3. passes the result to `load_state_dict`: modules first, then their optimizers, then the other
+   objects in the order in which they were given, and random number generators last, because the
+   others may draw from them.
 
-All checks run before an object changes. If an object then refuses its state, the objects before it have changed already,
-and the error names it.
+All checks run before an object changes. If an object then refuses its state, the objects before it
+have changed already, and the error names it.
 """
 
 from __future__ import annotations
@@ -70,40 +72,55 @@ def train_state(
 ) -> TrainState:
     """Collect the objects of a training run, so that one `save` and one `restore` cover all of them.
 
-    Names in the checkpoint begin with the keyword: `model/blocks.0.weight`, `optimizer/state/blocks.0.weight/exp_avg`. They do not
-    contain the names of wrappers such as DDP, so `restore(url, only="model/**")` finds the weights for inference. Optimizer states go
-    by parameter names: the mesh and the order of parameter groups may change.
+    Names in the checkpoint begin with the keyword: `model/blocks.0.weight`,
+    `optimizer/state/blocks.0.weight/exp_avg`. They do not contain the names of wrappers such as
+    DDP, so `restore(url, only="model/**")` finds the weights for inference. Optimizer states go by
+    parameter names: the mesh and the order of parameter groups may change.
 
     Args:
-        model: a `torch.nn.Module`: plain, under DDP or `torch.compile`, of DTensors (FSDP2, tensor parallelism), or on a
-            torch_xla device.
-        optimizer: a `torch.optim.Optimizer` over parameters of the modules given here. It may be restored before its
-            first step.
+        model: a `torch.nn.Module`: plain, under DDP or `torch.compile`, of DTensors (FSDP2, tensor
+            parallelism), or on a torch_xla device.
+        optimizer: a `torch.optim.Optimizer` over parameters of the modules given here. It may be
+            restored before its first step.
         scheduler: a learning rate scheduler.
         scaler: a `GradScaler`.
-        ema: averaged weights: `torch.optim.swa_utils.AveragedModel`, or anything with a `state_dict`.
-        loader: a data loader with a `state_dict`, such as torchdata's `StatefulDataLoader`. Every process stores its own state. If the
-            number of processes changes, choose the state of each process:
-            `loader=PerProcess(loader, choose=lambda states: states[0])`. Under model parallelism, say which data the process reads:
-            `loader=PerProcess(loader, axis=(data_rank, data_size))`; by default taken from the names of the axes of the modules' DTensors
-            (`data`, `dp`, `fsdp`, …). A restore goes by it, and refuses another size of the axis.
-        rng: whether to include the random number generators of Python, numpy, torch (CPU and CUDA) and torch_xla. Every process stores
-            its own. If more processes restore than saved, each additional process derives its generators from process 0's
-            generators and its own number, and logs a warning. A generator that was equal on all saving processes stays equal. With
-            "exact", a changed number of processes is a MismatchError.
+        ema: averaged weights: `torch.optim.swa_utils.AveragedModel`, or anything with a
+            `state_dict`.
+        loader: a data loader with a `state_dict`, such as torchdata's `StatefulDataLoader`. Every
+            process stores its own state. If the number of processes changes, choose the state of
+            each process: `loader=PerProcess(loader, choose=lambda states: states[0])`. Under model
+            parallelism, say which data the process reads: `loader=PerProcess(loader,
+            axis=(data_rank, data_size))`; by default taken from the names of the axes of the
+            modules' DTensors (`data`, `dp`, `fsdp`, …). A restore goes by it, and refuses another
+            size of the axis.
+        rng: whether to include the random number generators of Python, numpy, torch (CPU and CUDA)
+            and torch_xla. Every process stores its own. If more processes restore than saved, each
+            additional process derives its generators from process 0's generators and its own
+            number, and logs a warning. A generator that was equal on all saving processes stays
+            equal. With "exact", a changed number of processes is a MismatchError.
         step: the training step; `state.step` from then on.
         metadata: any storable value; `state.metadata` from then on.
-        local: name patterns of values that every process has for itself, although they are inside of these objects: FP8 statistics
-            in a module's `_extra_state`, quantized moments of an optimizer's own shards. Every process stores its own, under its
-            number, and gets it back in a job of as many processes. DTensors are not selected. A pattern that selects nothing of
-            any process is an OptionError of the first save, or of the first one after the optimizers' first step.
-        **more: further modules, optimizers, and objects with `state_dict` and `load_state_dict`. Wrap an object in `PerProcess` if each
-            process has its own state. Any other value is stored unchanged; after a restore it is in `state.values`.
+        local: name patterns of values that every process has for itself, although they are inside
+            of these objects: FP8 statistics in a module's `_extra_state`, quantized moments of an
+            optimizer's own shards. Every process stores its own, under its number, and gets it back
+            in a job of as many processes. DTensors are not selected. A pattern that selects nothing
+            of any process is an OptionError of the first save, or of the first one after the
+            optimizers' first step.
+        **more: further modules, optimizers, and objects with `state_dict` and `load_state_dict`.
+            Wrap an object in `PerProcess` if each process has its own state. Any other value is
+            stored unchanged; after a restore it is in `state.values`.
 
     Raises:
         OptionError: an object has no state to save; names its keyword.
     """
-    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema, "loader": loader}
+    given = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "scaler": scaler,
+        "ema": ema,
+        "loader": loader,
+    }
     given = {key: value for key, value in given.items() if value is not None}
     for key, value in given.items():
         _check_stateful(key, value.value if isinstance(value, PerProcess) else value)
@@ -111,7 +128,11 @@ def train_state(
         given["loader"] = PerProcess(loader)
     if rng is not True and rng is not False and rng != "exact":
         raise OptionError(f'train_state(rng={shorten(rng)}): give True, False or "exact".')
-    values = {key: value for key, value in {"step": step, "metadata": metadata}.items() if value is not None}
+    values = {
+        key: value
+        for key, value in {"step": step, "metadata": metadata}.items()
+        if value is not None
+    }
     for key, value in more.items():
         stateful = isinstance(value.value if isinstance(value, PerProcess) else value, Stateful)
         (given if stateful else values)[key] = value
@@ -122,26 +143,38 @@ class TrainState(StateOwner):
     """The objects and values of one training run; see `train_state`."""
 
     def __init__(
-        self, objects: Mapping[str, Any], values: Mapping[str, Any], *, rng: bool | Literal["exact"], local: str | Sequence[str] = ()
+        self,
+        objects: Mapping[str, Any],
+        values: Mapping[str, Any],
+        *,
+        rng: bool | Literal["exact"],
+        local: str | Sequence[str] = (),
     ) -> None:
         """Take objects with a state, wrapped in `PerProcess` if each process has its own, and values that are stored unchanged."""
         self._local: _Local | None = None
         self._objects = {**objects, **({"rng": PerProcess(Generators())} if rng else {})}
         if local:
-            if not isinstance(local, str | list | tuple) or not all(isinstance(pattern, str) for pattern in local):
-                raise OptionError(f"train_state(local={shorten(local)}): give a name pattern, or a list of them.")
+            if not isinstance(local, str | list | tuple) or not all(
+                isinstance(pattern, str) for pattern in local
+            ):
+                raise OptionError(
+                    f"train_state(local={shorten(local)}): give a name pattern, or a list of them."
+                )
             self.is_local = self._local = _Local([local] if isinstance(local, str) else [*local])
         self._derives = rng is True
         """Whether a process without a counterpart derives its generators from process 0's."""
         self._left_out: dict[str, Collection[str]] = {}
         self.values = dict(values)
-        """Values that are stored unchanged and replaced by a restore: `step`, `metadata`, and other given values."""
+        """Values that are stored unchanged and replaced by a restore: `step`, `metadata`, and other
+        given values."""
 
     @property
     def step(self) -> int:
         """The training step that was given, set or restored last."""
         if "step" not in self.values:
-            raise AttributeError("this train_state has no step; give train_state(step=…), or set state.step.")
+            raise AttributeError(
+                "this train_state has no step; give train_state(step=…), or set state.step."
+            )
         step: int = self.values["step"]
         return step
 
@@ -177,11 +210,18 @@ class TrainState(StateOwner):
         return {**{key: part.collect() for key, part in self._parts().items()}, **self.values}
 
     def unused_local(self) -> list[str]:
-        """The patterns of `local` that have selected nothing. The state of an optimizer before its first step may yet be selected."""
+        """The patterns of `local` that have selected nothing.
+
+        The state of an optimizer before its first step may yet be selected.
+        """
         if self._local is None:
             return []
         growing = [key for key, of in self._objects.items() if not getattr(of, "state", True)]
-        return [pattern for pattern in self._local.unused if not any(may_select_below(pattern, key) for key in growing)]
+        return [
+            pattern
+            for pattern in self._local.unused
+            if not any(may_select_below(pattern, key) for key in growing)
+        ]
 
     def arranged(self, tree: Node, wanted: Callable[[str], bool], adaptation: Any = None) -> Node:
         """A stored state converted to the form of `state_dict`, where torch or DCP stored it in another form.
@@ -189,10 +229,12 @@ class TrainState(StateOwner):
         Args:
             tree: the stored state.
             wanted: whether a name is to be restored; objects without a requested name are skipped.
-            adaptation: renames, joins and splits the tensors of modules, which optimizers and schedulers follow.
+            adaptation: renames, joins and splits the tensors of modules, which optimizers and
+                schedulers follow.
 
         Raises:
-            StructureMismatchError: the stored optimizer numbers its parameters, and its groups have other lengths.
+            StructureMismatchError: the stored optimizer numbers its parameters, and its groups have
+                other lengths.
         """
         if not isinstance(tree, Branch):
             return tree
@@ -200,9 +242,13 @@ class TrainState(StateOwner):
         stored: Branch = tree
         if adaptation is not None:
             following = {key for key, part in parts.items() if getattr(part, "follows", False)}
-            stored = adaptation.rearranged(tree, following, [key for key, part in parts.items() if part.turn == 0])
+            stored = adaptation.rearranged(
+                tree, following, [key for key, part in parts.items() if part.turn == 0]
+            )
         children = [
-            parts[key].arranged(node, stored, adaptation) if key in parts and any(wanted(leaf.name) for leaf in leaves_of(node)) else node
+            parts[key].arranged(node, stored, adaptation)
+            if key in parts and any(wanted(leaf.name) for leaf in leaves_of(node))
+            else node
             for key, node in zip(stored.keys, stored.children, strict=True)
         ]
         return replace(stored, children=children)
@@ -221,7 +267,8 @@ class TrainState(StateOwner):
             tree: the stored state, as `arranged`.
             tensor: the record of a tensor, by any of its names.
             wanted: whether a name is to be restored.
-            world: returns this process's number and the number of processes; called where other processes saved.
+            world: returns this process's number and the number of processes; called where other
+                processes saved.
             adaptation: fits tensors of other sizes.
 
         Raises:
@@ -238,7 +285,9 @@ class TrainState(StateOwner):
                 targets[key] = mirror(stored, node, self.values.get(key))
             elif key in self.values:
                 targets[key] = self.values[key]
-        target: dict[str, Any] = set_apart(stored, tree, {key: like for key, like in targets.items() if like is not LEFT_OUT})
+        target: dict[str, Any] = set_apart(
+            stored, tree, {key: like for key, like in targets.items() if like is not LEFT_OUT}
+        )
         return target
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -246,7 +295,8 @@ class TrainState(StateOwner):
 
         Args:
             state: the state that was restored into `like`, or a result of `state_dict`.
-            strict: whether it is an error if an object does not take all of its state. Otherwise it is a warning in the log.
+            strict: whether it is an error if an object does not take all of its state. Otherwise it
+                is a warning in the log.
 
         Raises:
             NamesMismatchError: an object does not take all of its state; names the tensors.
@@ -264,8 +314,9 @@ class TrainState(StateOwner):
                 raise
             except Exception as e:
                 raise MismatchError(
-                    f"{key} cannot load its stored state ({type(e).__name__}: {e}); construct it as for the save, or leave it out "
-                    f"with only=. Other objects in `like` may have been restored already."
+                    f"{key} cannot load its stored state ({type(e).__name__}: {e}); construct it "
+                    "as for the save, or leave it out with only=. Other objects in `like` may "
+                    "have been restored already."
                 ) from e
         self.values |= {key: value for key, value in state.items() if key not in self._objects}
 
@@ -280,9 +331,19 @@ class TrainState(StateOwner):
             parts.update(of_torch(self._objects, self.is_local, self._left_out))
         for key, of in self._objects.items():
             if isinstance(of, PerProcess):
-                choose = _choice(world) if isinstance(of.value, Generators) and self._derives and world else of.choose
+                choose = (
+                    _choice(world)
+                    if isinstance(of.value, Generators) and self._derives and world
+                    else of.choose
+                )
                 axis = known_axis if key == "loader" and of.axis is None else of.axis
-                parts[key] = _Own(of.value, choose, last=isinstance(of.value, Generators), draws=key == "loader", axis=axis)
+                parts[key] = _Own(
+                    of.value,
+                    choose,
+                    last=isinstance(of.value, Generators),
+                    draws=key == "loader",
+                    axis=axis,
+                )
             elif key not in parts:
                 parts[key] = _Whole(of)
         return {key: parts[key] for key in self._objects}
@@ -303,7 +364,11 @@ class _Local:
         """Whether the value of a name belongs to each process alone."""
         selects = self._selects(name)
         if selects and self.unused:
-            self.unused = [one for one in self.unused if not matches(one, name) and not may_select_below(one, name)]
+            self.unused = [
+                one
+                for one in self.unused
+                if not matches(one, name) and not may_select_below(one, name)
+            ]
         return selects
 
 
@@ -347,7 +412,9 @@ class _Whole:
         return keyed_by_ints(node, self.of.state_dict())
 
     def like(self, stored: StoredLeaves, node: Node) -> Any:
-        return mirror(stored, node, self.of.state_dict()) if stored.all_or_nothing(node) else LEFT_OUT
+        return (
+            mirror(stored, node, self.of.state_dict()) if stored.all_or_nothing(node) else LEFT_OUT
+        )
 
     def put_back(self, restored: Any) -> None:
         self.of.load_state_dict(restored)
@@ -363,9 +430,11 @@ class _Own:
     last: bool
     """Whether it is restored after all others, because they may draw random numbers."""
     draws: bool
-    """Whether it draws random numbers when it resumes, which it does when its `state_dict` is called."""
+    """Whether it draws random numbers when it resumes, which it does when its `state_dict` is
+    called."""
     axis: tuple[int, int] | None
-    """The position of this process on the data axis, and the size of the axis, where they are known."""
+    """The position of this process on the data axis, and the size of the axis, where they are
+    known."""
 
     @property
     def turn(self) -> int:
@@ -394,8 +463,9 @@ def _choice(world: Callable[[], World]) -> Callable[[list[Any]], Any]:
         if process < len(states):
             return states[process]
         log.warning(
-            "rng: %d processes saved their random number generators, and none of them was process %d. This process restores generators "
-            "that were equal on all of them, and derives the others from process 0's generators and its own number.",
+            "rng: %d processes saved their random number generators, and none of them was "
+            "process %d. This process restores generators that were equal on all of them, and "
+            "derives the others from process 0's generators and its own number.",
             len(states),
             process,
         )
@@ -407,5 +477,12 @@ def _choice(world: Callable[[], World]) -> Callable[[list[Any]], Any]:
 def _check_stateful(key: str, value: object) -> None:
     if isinstance(value, Stateful):
         return
-    advice = "use torchdata.stateful_dataloader.StatefulDataLoader" if key == "loader" else "give one that has, or wrap it in one"
-    raise OptionError(f"train_state({key}=…): a {type(value).__qualname__} has no state_dict and load_state_dict; {advice}.")
+    advice = (
+        "use torchdata.stateful_dataloader.StatefulDataLoader"
+        if key == "loader"
+        else "give one that has, or wrap it in one"
+    )
+    raise OptionError(
+        f"train_state({key}=…): a {type(value).__qualname__} has no state_dict and "
+        f"load_state_dict; {advice}."
+    )

@@ -1,13 +1,16 @@
 """The timeline of saves, as process 0 decides and announces it.
 
-A timeline is decided up to and including one step, `until`. It consists of windows. Each window has two flags for its steps:
+A timeline is decided up to and including one step, `until`. It consists of windows. Each window has
+two flags for its steps:
 
 - `save`: save at the first of its steps that is asked about, or else at the next step that is;
-- `busy`: skip steps that are due by their numbers alone, because a save will still be in flight. Where steps may be skipped at
-  all, only the first due step of a window is saved, because nobody knows yet how long that save takes.
+- `busy`: skip steps that are due by their numbers alone, because a save will still be in flight.
+  Where steps may be skipped at all, only the first due step of a window is saved, because nobody
+  knows yet how long that save takes.
 
-All processes ask about the same steps, in ascending order. For a step beyond `until` there is no answer yet, and a process waits
-for a longer timeline: so all processes that answer give the same answer, whatever their clocks and delays.
+All processes ask about the same steps, in ascending order. For a step beyond `until` there is no
+answer yet, and a process waits for a longer timeline: so all processes that answer give the same
+answer, whatever their clocks and delays.
 
 The module is pure: it knows no processes, clocks or keys.
 """
@@ -18,7 +21,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 _REMEMBERED = 64
-"""Number of announced windows. Each save takes two and ends only when all processes have begun it, so a slow process is few behind."""
+"""Number of announced windows. Each save takes two and ends only when all processes have begun it,
+so a slow process is few behind."""
 
 
 class Window(NamedTuple):
@@ -55,8 +59,13 @@ class Timeline:
         """The last decided step."""
         return self.windows[-1].until if self.windows else self.since - 1
 
-    def extended(self, until: int, *, save: bool = False, busy: bool = False, apart: bool = False) -> Timeline:
-        """The timeline with one more window, up to `until`. It is merged with the last window where both say the same, unless `apart`."""
+    def extended(
+        self, until: int, *, save: bool = False, busy: bool = False, apart: bool = False
+    ) -> Timeline:
+        """The timeline with one more window, up to `until`.
+
+        It is merged with the last window where both say the same, unless `apart`.
+        """
         assert until > self.until
         start, before = self.until + 1, self.windows
         if before and not save and not apart and before[-1].busy == busy:
@@ -89,4 +98,8 @@ class Timeline:
     def from_json(cls, doc: dict[str, Any]) -> Timeline:
         """Inverse of `to_json`."""
         notice = doc["notice"]
-        return cls(doc["since"], tuple(Window(*w) for w in doc["windows"]), None if notice is None else Notice(*notice))
+        return cls(
+            doc["since"],
+            tuple(Window(*w) for w in doc["windows"]),
+            None if notice is None else Notice(*notice),
+        )

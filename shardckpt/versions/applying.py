@@ -1,7 +1,7 @@
 """The plan of `FollowedVersion.apply`, made before the pause: `prepare` finds the memory of the tensors and the parts of it to copy.
 
-`apply` then compares the tensors with those that were planned for, and copies. If one of them was replaced, or has other memory, it plans
-anew, and copies all of them.
+`apply` then compares the tensors with those that were planned for, and copies. If one of them was
+replaced, or has other memory, it plans anew, and copies all of them.
 """
 
 from __future__ import annotations
@@ -50,11 +50,20 @@ class Applying(NamedTuple):
 
     def holds(self, like: object, before: Memory | None) -> bool:
         """Whether the tensors, and what the follower filled last, are those that this was planned for."""
-        return self.memory is not None and self.before is before and self.memory == memory_of(like, self.jobs)
+        return (
+            self.memory is not None
+            and self.before is before
+            and self.memory == memory_of(like, self.jobs)
+        )
 
     def run(self, checkpoint: Checkpoint, limit: int, *, in_place: bool) -> dict[str, object]:
-        """Fill the tensors; return their leaves by name. For the arguments see `read_all`; `checkpoint` reads from the kept chunks."""
-        restored = read_all(checkpoint, self.others, limit, in_place=in_place) if self.others else {}
+        """Fill the tensors; return their leaves by name.
+
+        For the arguments see `read_all`; `checkpoint` reads from the kept chunks.
+        """
+        restored = (
+            read_all(checkpoint, self.others, limit, in_place=in_place) if self.others else {}
+        )
         copy_all(self.pairs)
         for landing in chain.from_iterable(job.landings for job in self.direct):
             landing.complete()
@@ -63,7 +72,12 @@ class Applying(NamedTuple):
 
 
 def plan_apply(
-    checkpoint: Checkpoint, like: object, before: Memory | None, steps: Restoring, cache: ChunkCache, lacks: Callable[[RestoreJob], bool]
+    checkpoint: Checkpoint,
+    like: object,
+    before: Memory | None,
+    steps: Restoring,
+    cache: ChunkCache,
+    lacks: Callable[[RestoreJob], bool],
 ) -> Applying:
     """Plan to fill tensors with a version; nothing is changed.
 
@@ -85,26 +99,37 @@ def plan_apply(
     due = [job for job in jobs if is_new or like is None or lacks(job)]
     direct = [job for job in due if memory is not None and _is_copied(job)]
     others = [job for job in due if memory is None or not _is_copied(job)]
-    pairs = cache.copies(checkpoint, [request for job in direct for request in job.requests()], changed=not is_new)
+    pairs = cache.copies(
+        checkpoint, [request for job in direct for request in job.requests()], changed=not is_new
+    )
     return Applying(memory, before, steps, jobs, direct, others, pairs)
 
 
 def _is_copied(job: RestoreJob) -> bool:
     """Whether elements are copied as they are, straight into the memory of tensors."""
-    return job.is_in_place and job.tensor.dtype.numpy != np.bool_ and not any(landing.converts for landing in job.landings)
+    return (
+        job.is_in_place
+        and job.tensor.dtype.numpy != np.bool_
+        and not any(landing.converts for landing in job.landings)
+    )
 
 
 def memory_of(state: object, jobs: Sequence[RestoreJob]) -> Memory | None:
-    """Identity of the memory of a state's tensors, as long as they are alive; None: it has other objects than plain containers.
+    """Identity of the memory of a state's tensors, as long as they are alive.
+
+    None: it has other objects than plain containers.
 
     Args:
         state: the state.
-        jobs: the restore into it. A storage of torch may be freed, shrunk or moved while its tensors stay the same objects.
+        jobs: the restore into it. A storage of torch may be freed, shrunk or moved while its
+            tensors stay the same objects.
     """
     memory = [*_memory_of(state)]
     if None in memory:
         return None
-    landings = (landing for job in jobs for landing in job.landings if landing.destinations is not None)
+    landings = (
+        landing for job in jobs for landing in job.landings if landing.destinations is not None
+    )
     views = chain.from_iterable(getattr(landing.sink, "views", ()) for landing in landings)
     return [*memory, *((view.data_ptr(), view.untyped_storage().nbytes()) for view in views)]
 

@@ -1,7 +1,8 @@
 """The chunks of a version that a process needs, in its memory, and the steps from one version to the next.
 
-A follower keeps the chunks that its tensors need as elements. The next version's differences are read and applied to them, and each chunk
-is compared with the checksum of its new elements. Its tensors are then filled from this memory, by the same code as in every restore.
+A follower keeps the chunks that its tensors need as elements. The next version's differences are
+read and applied to them, and each chunk is compared with the checksum of its new elements. Its
+tensors are then filled from this memory, by the same code as in every restore.
 """
 
 from __future__ import annotations
@@ -59,13 +60,21 @@ class Needed(NamedTuple):
     def request(self, memory: Sequence[NDArray[np.uint8]] | None = None) -> Request:
         """A request for these chunks, each into its memory; without memory their elements cannot be read, only their stored bytes."""
         nothing = np.broadcast_to(np.zeros((), self.dtype), self.piece.chunks)
-        buffers = [nothing] * len(self.positions) if memory is None else [c.view(self.dtype).reshape(self.piece.chunks) for c in memory]
+        buffers = (
+            [nothing] * len(self.positions)
+            if memory is None
+            else [c.view(self.dtype).reshape(self.piece.chunks) for c in memory]
+        )
         boxes = chunk_boxes(self.piece, self.positions)
         return Request(self.name, self.dtype, [self.piece], boxes, buffers)
 
     def part(self, choose: Callable[[tuple[str, int]], bool]) -> Needed:
         """Those of the chunks that are chosen by path and position."""
-        return self._replace(positions=np.array([at for at in self.positions.tolist() if choose((self.piece.path, at))], np.int64))
+        return self._replace(
+            positions=np.array(
+                [at for at in self.positions.tolist() if choose((self.piece.path, at))], np.int64
+            )
+        )
 
     def is_alike(self, other: Needed | None) -> bool:
         """Whether chunks of the two have elements of the same boxes in the same form."""
@@ -92,7 +101,9 @@ def chunks_of(requests: Iterable[Request]) -> list[Needed]:
         known = needed.get(array.piece.path)
         if known is not None:
             positions = np.concatenate([known.positions, positions])
-        needed[array.piece.path] = Needed(array.request.name, array.request.dtype, array.piece, np.unique(positions))
+        needed[array.piece.path] = Needed(
+            array.request.name, array.request.dtype, array.piece, np.unique(positions)
+        )
     return [*needed.values()]
 
 
@@ -112,7 +123,9 @@ def read_chunks(checkpoint: Checkpoint, needed: Sequence[Needed]) -> Chunks:
     """Read chunks with all of their elements, by path and position."""
     chunks = Chunks()
     for one in needed:
-        chunks |= zip(one.keys, np.zeros((len(one.positions), one.chunk_bytes), np.uint8), strict=True)
+        chunks |= zip(
+            one.keys, np.zeros((len(one.positions), one.chunk_bytes), np.uint8), strict=True
+        )
     read_into(checkpoint, needed, chunks)
     return chunks
 
@@ -120,7 +133,9 @@ def read_chunks(checkpoint: Checkpoint, needed: Sequence[Needed]) -> Chunks:
 def read_into(checkpoint: Checkpoint, needed: Iterable[Needed], chunks: Chunks) -> None:
     """Read all elements of some chunks, each into its memory in `chunks`."""
     with checkpoint.reading():
-        checkpoint.reader.read([one.request([chunks[key] for key in one.keys]) for one in needed if len(one.positions)])
+        checkpoint.reader.read(
+            [one.request([chunks[key] for key in one.keys]) for one in needed if len(one.positions)]
+        )
 
 
 class ChunkCache:
@@ -137,11 +152,13 @@ class ChunkCache:
         self._needed: dict[str, Needed] = {}
         """Array path → its chunks that are here."""
         self._memory: dict[str, NDArray[np.uint8]] = {}
-        """Array path → (chunks, bytes) the elements of these chunks, in the order of the grid. Neighbours are copied at once."""
+        """Array path → (chunks, bytes) the elements of these chunks, in the order of the grid.
+        Neighbours are copied at once."""
         self._chunks: Chunks = {}
         """The rows of that memory."""
         self.unapplied = set[tuple[str, int]]()
-        """Array path and position of the chunks whose elements have changed since somebody last emptied this."""
+        """Array path and position of the chunks whose elements have changed since somebody last
+        emptied this."""
 
     def forget(self) -> None:
         """Free the memory."""
@@ -151,14 +168,18 @@ class ChunkCache:
         self._chunks.clear()
 
     def update(
-        self, checkpoint: Checkpoint, path: Sequence[tuple[Store, CheckpointRecord]] | None, needed: Sequence[Needed], memory: int
+        self,
+        checkpoint: Checkpoint,
+        path: Sequence[tuple[Store, CheckpointRecord]] | None,
+        needed: Sequence[Needed],
+        memory: int,
     ) -> set[str]:
         """Make these chunks those of a version; after an error the next update reads all of them.
 
         Args:
             checkpoint: the version.
-            path: the versions from the present one, which is not among them, to this one: attempts and records. None: there is no path,
-                and all chunks are read.
+            path: the versions from the present one, which is not among them, to this one: attempts
+                and records. None: there is no path, and all chunks are read.
             needed: the chunks to have; others are dropped.
             memory: bytes of reads in flight.
 
@@ -169,7 +190,9 @@ class ChunkCache:
         changed = set[str]()
         lacking = self._make_room(needed, path is not None)
         for place, record in path or ():
-            changed |= self._apply(place, record, needed, lacking, checkpoint.record.structure, memory)
+            changed |= self._apply(
+                place, record, needed, lacking, checkpoint.record.structure, memory
+            )
         changed |= self._read(checkpoint, [one.part(lacking.__contains__) for one in needed])
         if checkpoint.record.fingerprint is not None:
             self.contents = checkpoint.record.fingerprint.sha256
@@ -177,10 +200,21 @@ class ChunkCache:
         return changed
 
     def _make_room(self, needed: Sequence[Needed], keep: bool) -> set[tuple[str, int]]:
-        """Make room for chunks; return those that must be read. `keep` is False if all of them must be."""
+        """Make room for chunks; return those that must be read.
+
+        `keep` is False if all of them must be.
+        """
         before, self._needed = self._needed, {one.piece.path: one for one in needed}
-        alike = {one.piece.path: one for one in before.values() if keep and one.is_alike(self._needed.get(one.piece.path))}
-        same = {path for path, one in alike.items() if np.array_equal(one.positions, self._needed[path].positions)}
+        alike = {
+            one.piece.path: one
+            for one in before.values()
+            if keep and one.is_alike(self._needed.get(one.piece.path))
+        }
+        same = {
+            path
+            for path, one in alike.items()
+            if np.array_equal(one.positions, self._needed[path].positions)
+        }
         moved = alike.keys() - same
         here = {key: chunk for key, chunk in self._chunks.items() if key[0] in moved}
         self._memory = {path: self._memory[path] for path in same}
@@ -197,9 +231,18 @@ class ChunkCache:
         return lacking
 
     def _apply(
-        self, place: Store, record: CheckpointRecord, needed: Sequence[Needed], lacking: set[tuple[str, int]], last: Structure, memory: int
+        self,
+        place: Store,
+        record: CheckpointRecord,
+        needed: Sequence[Needed],
+        lacking: set[tuple[str, int]],
+        last: Structure,
+        memory: int,
     ) -> set[str]:
-        """Apply the differences of one version to chunks that are not lacking; `last` is the structure of the last one."""
+        """Apply the differences of one version to chunks that are not lacking.
+
+        `last` is the structure of the last one.
+        """
         changed = set[str]()
         requests = []
         for one in needed:
@@ -236,8 +279,12 @@ class ChunkCache:
         """A reader of the chunks that are here."""
         return ChunkReader(_Cached(checkpoint.place, self._needed, self._memory))
 
-    def copies(self, checkpoint: Checkpoint, requests: Sequence[Request], *, changed: bool) -> list[Copy]:
-        """The parts of the requests' buffers, and the elements that belong there; buffers have the stored dtype.
+    def copies(
+        self, checkpoint: Checkpoint, requests: Sequence[Request], *, changed: bool
+    ) -> list[Copy]:
+        """The parts of the requests' buffers, and the elements that belong there.
+
+        Buffers have the stored dtype.
 
         Args:
             checkpoint: the version.
@@ -248,7 +295,13 @@ class ChunkCache:
             OptionError: a chunk is not here.
         """
         copies: list[Copy] = []
-        source = _Copies(checkpoint.place, self._needed, self._memory, self.unapplied if changed else None, copies)
+        source = _Copies(
+            checkpoint.place,
+            self._needed,
+            self._memory,
+            self.unapplied if changed else None,
+            copies,
+        )
         ChunkReader(source).read(requests)
         return copies
 
@@ -256,7 +309,9 @@ class ChunkCache:
 class _Cached(ReadableChunks):
     """Chunks in memory."""
 
-    def __init__(self, place: Store, needed: Mapping[str, Needed], memory: Mapping[str, NDArray[np.uint8]]) -> None:
+    def __init__(
+        self, place: Store, needed: Mapping[str, Needed], memory: Mapping[str, NDArray[np.uint8]]
+    ) -> None:
         """Show chunks as those of the attempt at `place`."""
         super().__init__(place, _Table(place, needed), self._elements)
         self._needed, self._memory = needed, memory
@@ -272,8 +327,11 @@ class _Cached(ReadableChunks):
         bands = [band for run in task.runs for band in run.bands]
         for band, places in zip(bands, places_of(bands), strict=True):
             path = requested.part_of(band.begin).piece.path
-            # Its chunks follow one another in the grid, and all of them are here: so they do in memory.
-            first = int(np.searchsorted(self._needed[path].positions, requested.position[band.begin]))
+            # Its chunks follow one another in the grid, and all of them are here: so they do in
+            # memory.
+            first = int(
+                np.searchsorted(self._needed[path].positions, requested.position[band.begin])
+            )
             yield band, places, self._memory[path][first : first + band.end - band.begin]
 
 
@@ -288,7 +346,10 @@ class _Copies(_Cached):
         only: Container[tuple[str, int]] | None,
         copies: list[Copy],
     ) -> None:
-        """Note in `copies`; `only`: path and position of the chunks that are to be copied, None: all."""
+        """Note in `copies`.
+
+        `only`: path and position of the chunks that are to be copied, None: all.
+        """
         super().__init__(place, needed, memory)
         self._only, self._copies = only, copies
 
@@ -298,7 +359,10 @@ class _Copies(_Cached):
             if self._only is None:
                 self._copies += band.copies(elements, places)
                 continue
-            path, positions = band.chunks.requested.part_of(band.begin).piece.path, band.chunks.requested.position[band.begin : band.end]
+            path, positions = (
+                band.chunks.requested.part_of(band.begin).piece.path,
+                band.chunks.requested.position[band.begin : band.end],
+            )
             due = [(path, position) in self._only for position in positions.tolist()]
             edges = np.flatnonzero(np.diff([False, *due, False])).tolist()
             for begin, end in zip(edges[::2], edges[1::2], strict=True):
@@ -322,7 +386,9 @@ class _Table:
     def prepare(self, boxes: Iterable[tuple[Piece, BoxArray]]) -> None:
         """See `Lookup`; nothing to do."""
 
-    def find(self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]) -> tuple[Sequence[str], ArrayChunks]:
+    def find(
+        self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]
+    ) -> tuple[Sequence[str], ArrayChunks]:
         """See `Lookup`.
 
         Raises:
@@ -336,18 +402,23 @@ class _Table:
             nbytes[i] = 0 if one is None else one.chunk_bytes
             if len(asked) and (one is None or not np.isin(asked, one.positions).all()):
                 raise OptionError(
-                    f"{self._place}: a part of {shown(path if one is None else one.name)} was not prepared; the tensors to fill are not "
-                    f"those of prepare(). Call prepare() again."
+                    f"{self._place}: a part of {shown(path if one is None else one.name)} was not "
+                    "prepared; the tensors to fill are not those of prepare(). Call prepare() "
+                    "again."
                 )
         each = nbytes[array]
-        return paths, ArrayChunks.of_columns(chunks, array, chunks * each, each, np.zeros(len(chunks), np.int64))
+        return paths, ArrayChunks.of_columns(
+            chunks, array, chunks * each, each, np.zeros(len(chunks), np.int64)
+        )
 
     def whole(self) -> WholeTable:
         """See `Lookup`; nobody asks."""
         raise NotImplementedError
 
 
-def path_between(contents: str, checkpoint: Checkpoint, most: int) -> list[tuple[Store, CheckpointRecord]] | None:
+def path_between(
+    contents: str, checkpoint: Checkpoint, most: int
+) -> list[tuple[Store, CheckpointRecord]] | None:
     """The versions to apply, oldest first, to get from the elements of one version to those of another one.
 
     Args:
@@ -361,13 +432,21 @@ def path_between(contents: str, checkpoint: Checkpoint, most: int) -> list[tuple
     own = checkpoint.record.fingerprint
     if contents and own is not None and own.sha256 == contents:
         return []
-    return path_from(lambda base: bool(contents) and base.contents == contents, checkpoint.place, checkpoint.record, most)
+    return path_from(
+        lambda base: bool(contents) and base.contents == contents,
+        checkpoint.place,
+        checkpoint.record,
+        most,
+    )
 
 
 def path_from(
     is_base: Callable[[Base], bool], place: Store, record: CheckpointRecord, most: int
 ) -> list[tuple[Store, CheckpointRecord]] | None:
-    """The versions after a base up to the one at `place`, as `path_between`; None if the chain does not lead there."""
+    """The versions after a base up to the one at `place`, as `path_between`.
+
+    None if the chain does not lead there.
+    """
     path = [(place, record)]
     while len(path) <= most and any(map(is_base, chain := path[-1][1].structure.chain)):
         if is_base(chain[0]):

@@ -37,13 +37,17 @@ class ConvertedSource(SourceOf, HostSource):
         return True
 
     @classmethod
-    def fetch(cls, sources: Sequence[ConvertedSource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
+    def fetch(
+        cls, sources: Sequence[ConvertedSource], positions: Sequence[Sequence[int]]
+    ) -> list[list[Array]]:
         """The elements, converted; tensors of one class are fetched together."""
         results: list[list[Array]] = []
         pairs = zip(sources, positions, strict=True)
         for _, members in groupby(pairs, key=lambda pair: type(pair[0].of)):
             group = [*members]
-            arrays = frameworks.fetch([source.of for source, _ in group], [boxes for _, boxes in group])
+            arrays = frameworks.fetch(
+                [source.of for source, _ in group], [boxes for _, boxes in group]
+            )
             for (source, _), of_source in zip(group, arrays, strict=True):
                 results.append([converted(array, source.dtype) for array in of_source])
         return results
@@ -52,8 +56,15 @@ class ConvertedSource(SourceOf, HostSource):
 def converted(array: Array, dtype: DType) -> Array:
     """Elements rounded to another dtype as `torch.Tensor.to` and `jax.numpy.astype` do: to the nearest, ties to even."""
     torch: Any = sys.modules.get("torch")
-    if torch is not None and array.dtype == np.float32 and dtype.name == "bfloat16" and array.flags.writeable:
+    if (
+        torch is not None
+        and array.dtype == np.float32
+        and dtype.name == "bfloat16"
+        and array.flags.writeable
+    ):
         # Several times as fast as ml_dtypes.
-        return torch.from_numpy(array).to(torch.bfloat16).view(torch.int16).numpy().view(dtype.numpy)  # type: ignore[no-any-return]
+        return (
+            torch.from_numpy(array).to(torch.bfloat16).view(torch.int16).numpy().view(dtype.numpy)
+        )  # type: ignore[no-any-return]
     with np.errstate(all="ignore"):  # an overflow becomes infinite, as in the frameworks
         return array.astype(dtype.numpy)

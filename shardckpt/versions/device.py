@@ -1,10 +1,13 @@
 """`Publisher(snapshot="device")`: a process's share of the last version stays on its devices, and only what has changed is transferred.
 
-1. On the training thread, each device compares its tensors with their copies there (`frameworks.snapshots`), and sends the positions and
-   values of what differs, with a sum of the tensor itself. `publish` returns then.
-2. The host has a copy, too. It gets the changes when the version is written: until then, the version before may be read from it.
-3. The host's copy must have the sum that the device made of the tensor. If it has another one, a change was missed, or the tensor changed
-   while it was compared: the version fails, and the tensor is transferred anew with the next one.
+1. On the training thread, each device compares its tensors with their copies there
+   (`frameworks.snapshots`), and sends the positions and values of what differs, with a sum of the
+   tensor itself. `publish` returns then.
+2. The host has a copy, too. It gets the changes when the version is written: until then, the
+   version before may be read from it.
+3. The host's copy must have the sum that the device made of the tensor. If it has another one, a
+   change was missed, or the tensor changed while it was compared: the version fails, and the tensor
+   is transferred anew with the next one.
 """
 
 from __future__ import annotations
@@ -64,20 +67,33 @@ class DeviceShare:
     """The copies of one process's share. Versions have numbers, which ascend."""
 
     def __init__(self, *, proof: bool) -> None:
-        """Have no copies yet; `proof`: whether the host's copies are compared with the devices' sums."""
+        """Have no copies yet.
+
+        `proof`: whether the host's copies are compared with the devices' sums.
+        """
         self._proof = proof
         self._boxes: dict[tuple[str, int], _HeldBox] = {}
         self._pending: list[_Pending] = []
         self._changing = threading.Lock()
 
-    def take(self, version: int, name: str, box: int, form: tuple[tuple[int, ...], DType, str, object], of: Any) -> Array:
-        """Compare a box of a tensor with its copy; return the host's copy, which gets the version's elements with `arrive`.
+    def take(
+        self,
+        version: int,
+        name: str,
+        box: int,
+        form: tuple[tuple[int, ...], DType, str, object],
+        of: Any,
+    ) -> Array:
+        """Compare a box of a tensor with its copy.
+
+        Return the host's copy, which gets the version's elements with `arrive`.
 
         Args:
             version: the version's number.
             name: the tensor.
             box: position of the box among those that the process holds.
-            form: shape and dtype of the box, the framework that compares it, and where it lies in the tensor.
+            form: shape and dtype of the box, the framework that compares it, and where it lies in
+                the tensor.
             of: the elements.
         """
         shape, dtype, comparer, _ = form
@@ -105,7 +121,10 @@ class DeviceShare:
             for one in self._pending:
                 if one.version <= version + 1:
                     groups.setdefault(id(one.box), []).append(one)
-            combined = [_Pending(version + 1, of[-1].box, of[-1].array, merged([one.change for one in of])) for of in groups.values()]
+            combined = [
+                _Pending(version + 1, of[-1].box, of[-1].array, merged([one.change for one in of]))
+                for of in groups.values()
+            ]
             self._pending = [*combined, *later]
 
     def arrive(self, version: int) -> None:
@@ -117,7 +136,9 @@ class DeviceShare:
         with self._changing:
             due = [one for one in self._pending if one.version <= version]
             self._pending = [one for one in self._pending if one.version > version]
-            self._boxes = {key: held for key, held in self._boxes.items() if held.version >= version}
+            self._boxes = {
+                key: held for key, held in self._boxes.items() if held.version >= version
+            }
         totals: dict[int, _Pending] = {}
         for one in due:
             positions, words, _ = one.change
@@ -127,14 +148,20 @@ class DeviceShare:
             elif target.ctypes.data != words.ctypes.data:
                 target[:] = words
             totals[id(one.box)] = one
-        wrong = [one for one in totals.values() if self._proof and sum_of(_words(one.array, one.change.words.dtype)) != one.change.total]
+        wrong = [
+            one
+            for one in totals.values()
+            if self._proof and sum_of(_words(one.array, one.change.words.dtype)) != one.change.total
+        ]
         for one in wrong:
             one.box.failed = True
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise CorruptionError(
-                f"{shown(wrong[0].box.name)}{more}: the copy to be published has other elements than the tensor on its device has: the "
-                f"tensor changed during publish(), or the copy missed a change. The version is not published; a later one has all elements."
+                f"{shown(wrong[0].box.name)}{more}: the copy to be published has other elements "
+                "than the tensor on its device has: the tensor changed during publish(), or the "
+                "copy missed a change. The version is not published; a later one has all "
+                "elements."
             )
 
     def forget(self) -> None:
@@ -173,10 +200,13 @@ class DeviceSource(SourceOf, HostSource):
         return 0
 
     @classmethod
-    def fetch(cls, sources: Sequence[DeviceSource], positions: Sequence[Sequence[int]]) -> list[list[Array]]:
+    def fetch(
+        cls, sources: Sequence[DeviceSource], positions: Sequence[Sequence[int]]
+    ) -> list[list[Array]]:
         """The host's copies, which do not have the elements yet."""
         return [
-            [source.box(k, elements) for k, elements in _choose(source.of, boxes)] for source, boxes in zip(sources, positions, strict=True)
+            [source.box(k, elements) for k, elements in _choose(source.of, boxes)]
+            for source, boxes in zip(sources, positions, strict=True)
         ]
 
     def box(self, k: int, elements: Any) -> Array:
@@ -184,7 +214,9 @@ class DeviceSource(SourceOf, HostSource):
         comparer = self.of.comparer
         assert comparer is not None
         box = self.of.boxes[k]
-        return self.share.take(self.version, self.name, k, (box.shape, self.dtype, comparer, box.start), elements)
+        return self.share.take(
+            self.version, self.name, k, (box.shape, self.dtype, comparer, box.start), elements
+        )
 
 
 def _choose(source: Source, boxes: Sequence[int]) -> list[tuple[int, Any]]:

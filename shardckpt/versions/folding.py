@@ -1,16 +1,19 @@
 """Folding: a version gets an earlier base and the same contents, so that a late follower reads few differences.
 
-The versions of a publisher are a chain: each differs from the one before, up to an anchor. `bases_after_folding` gives some of them a base
-further back, so that every version is a few differences from the anchor. To fold a version:
+The versions of a publisher are a chain: each differs from the one before, up to an anchor.
+`bases_after_folding` gives some of them a base further back, so that every version is a few
+differences from the anchor. To fold a version:
 
-1. Read the differences from its new base to it, and join them chunk by chunk (`format.differences.Joined`). Few bytes are read, and
-   elements only of chunks that have mostly changed.
-2. Write an attempt with the same hosts, contents and sums, whose name begins with that of the present one (`commit.attempts.unfolded`):
-   so pins, tags and other markers hold for both.
-3. Publish it in place of the present attempt, if the commit record is still the same. Its fingerprint must be the same, too: followers
-   and later versions identify a version by that.
+1. Read the differences from its new base to it, and join them chunk by chunk
+   (`format.differences.Joined`). Few bytes are read, and elements only of chunks that have mostly
+   changed.
+2. Write an attempt with the same hosts, contents and sums, whose name begins with that of the
+   present one (`commit.attempts.unfolded`): so pins, tags and other markers hold for both.
+3. Publish it in place of the present attempt, if the commit record is still the same. Its
+   fingerprint must be the same, too: followers and later versions identify a version by that.
 
-The replaced attempt stays until it is collected, a grace period after the fold. A fold that is killed leaves one attempt or the other.
+The replaced attempt stays until it is collected, a grace period after the fold. A fold that is
+killed leaves one attempt or the other.
 """
 
 from __future__ import annotations
@@ -27,7 +30,13 @@ from shardckpt.commit.attempts import folded_name, step_of
 from shardckpt.commit.base_places import base_url, has_array
 from shardckpt.commit.markers import is_superseded
 from shardckpt.commit.publish import Prior, discard, is_published, publish, read_prior
-from shardckpt.errors import AlreadyExistsError, CorruptionError, MissingDataError, NotFoundError, OptionError
+from shardckpt.errors import (
+    AlreadyExistsError,
+    CorruptionError,
+    MissingDataError,
+    NotFoundError,
+    OptionError,
+)
 from shardckpt.format.bases import Base, names_beside
 from shardckpt.format.differences import Joined, whole
 from shardckpt.format.documents import open_envelope
@@ -84,8 +93,9 @@ class Folded:
 def bases_after_folding(count: int, most: int = DIFFERENCES) -> dict[int, int]:
     """The versions of a chain to fold, and the base of each, as numbers: the anchor is 0, the newest version `count` - 1.
 
-    In base b, a multiple of b differs from the number without its last non-zero digit; all others differ from the number before. b is the
-    least for which no version of a chain of 128 is more than `most` differences from the anchor; if there is no such b, none of this chain.
+    In base b, a multiple of b differs from the number without its last non-zero digit; all others
+    differ from the number before. b is the least for which no version of a chain of 128 is more
+    than `most` differences from the anchor; if there is no such b, none of this chain.
 
     Raises:
         OptionError: no b is so good.
@@ -101,7 +111,10 @@ def bases_after_folding(count: int, most: int = DIFFERENCES) -> dict[int, int]:
             digits += 1
         if NEWEST + b - 1 + digits <= most:
             return {i: _without_last_digit(i, b) for i in range(b, count - NEWEST, b)}
-    raise OptionError(f"{most} differences are too few for chains of {count} versions: allow more, or publish with a smaller anchor_every.")
+    raise OptionError(
+        f"{most} differences are too few for chains of {count} versions: allow more, or publish "
+        "with a smaller anchor_every."
+    )
 
 
 def _without_last_digit(number: int, b: int) -> int:
@@ -112,9 +125,12 @@ def _without_last_digit(number: int, b: int) -> int:
 
 
 def fold(url: str | os.PathLike[str], *, most: int = DIFFERENCES) -> list[Folded]:
-    """Fold the newest versions of a publisher, back to their anchor; return those that were folded, oldest first.
+    """Fold the newest versions of a publisher, back to their anchor.
 
-    Other processes may publish and delete there at the same time. A version that changes meanwhile is left as it is.
+    Return those that were folded, oldest first.
+
+    Other processes may publish and delete there at the same time. A version that changes meanwhile
+    is left as it is.
 
     Args:
         url: the place of all versions.
@@ -134,7 +150,9 @@ def fold(url: str | os.PathLike[str], *, most: int = DIFFERENCES) -> list[Folded
     return [*fold_chain(root, live[-1], chain, most, set())]
 
 
-def fold_chain(root: Store, newest: int, chain: Sequence[Base], most: int, done: set[int]) -> Iterator[Folded]:
+def fold_chain(
+    root: Store, newest: int, chain: Sequence[Base], most: int, done: set[int]
+) -> Iterator[Folded]:
     """Fold the versions of a chain that are due; errors are those of `fold`.
 
     Args:
@@ -147,7 +165,10 @@ def fold_chain(root: Store, newest: int, chain: Sequence[Base], most: int, done:
     steps = [*reversed([_step(base) for base in chain]), newest]
     contents = [base.contents for base in reversed(chain)]
     if -1 in steps:
-        raise OptionError(f"{root}: version {newest} differs from versions in other places; only versions beside each other are folded.")
+        raise OptionError(
+            f"{root}: version {newest} differs from versions in other places; only versions "
+            "beside each other are folded."
+        )
     for number, base in bases_after_folding(len(steps), most).items():
         if steps[number] not in done:
             done.add(steps[number])  # before: one that failed would fail again
@@ -163,22 +184,38 @@ def _step(base: Base) -> int:
     return -1 if step is None else step
 
 
-def _fold_one(root: Store, step: int, base: int, contents: str, base_contents: str) -> Folded | None:
+def _fold_one(
+    root: Store, step: int, base: int, contents: str, base_contents: str
+) -> Folded | None:
     """Fold a version; None if it has this base already, or has changed."""
     store = root.sub(str(step))
     prior = read_prior(store, overwrite=True)
     record = prior.record
-    if not isinstance(record, CheckpointRecord) or record.fingerprint is None or record.fingerprint.sha256 != contents:
+    if (
+        not isinstance(record, CheckpointRecord)
+        or record.fingerprint is None
+        or record.fingerprint.sha256 != contents
+    ):
         return None  # deleted or replaced since the newest version named it
     try:
         path = path_from(lambda one: _step(one) == base, store.sub(record.attempt), record, LONGEST)
         earlier = Checkpoint(root.sub(str(base)).location).record
-        if path is None or len(path) == 1 or earlier.fingerprint is None or earlier.fingerprint.sha256 != base_contents:
+        if (
+            path is None
+            or len(path) == 1
+            or earlier.fingerprint is None
+            or earlier.fingerprint.sha256 != base_contents
+        ):
             return None
         url = base_url(store.location, root.location.join(str(base)))
-        chain = (Base("", "packed", earlier.compression, url, base_contents), *earlier.structure.chain)
+        chain = (
+            Base("", "packed", earlier.compression, url, base_contents),
+            *earlier.structure.chain,
+        )
         new = _Fold(store, prior, path, chain, earlier.structure).write()
-        if is_superseded(store, record.attempt):  # training goes back, and its publisher may replace this version
+        if is_superseded(
+            store, record.attempt
+        ):  # training goes back, and its publisher may replace this version
             discard(store.sub(new.attempt))
             return None
         publish(store, new, prior)
@@ -213,7 +250,10 @@ class _Fold:
         return self.path[-1][0]
 
     def write(self) -> CheckpointRecord:
-        """Write an attempt with the contents of the present one, as differences from the new base; return its record."""
+        """Write an attempt with the contents of the present one, as differences from the new base.
+
+        Return its record.
+        """
         place = self.store.sub(folded_name(self.path[-1][1].attempt, secrets.token_hex(4)))
         try:
             new = self._write_folded(place)
@@ -226,13 +266,19 @@ class _Fold:
 
     def _write_folded(self, place: Store) -> CheckpointRecord:
         record = self.path[-1][1]
-        tensor_of = {piece.path: tensor for tensor in record.structure.tensors.values() for piece in tensor.pieces}
+        tensor_of = {
+            piece.path: tensor
+            for tensor in record.structure.tensors.values()
+            for piece in tensor.pieces
+        }
         for host in range(len(record.hosts)):
             old, _ = read_host_record(self.present, host)
             writer = PackedWriter(place, host)
             columns: list[tuple[str, NDArray[np.int64], list[int]]] = []
             try:
-                for needed, stored in self._join(tensor_of, read_table(self.present, old.files.table)):
+                for needed, stored in self._join(
+                    tensor_of, read_table(self.present, old.files.table)
+                ):
                     data, lengths, crcs = with_checksums(stored)
                     writer.append(chunk_object_keys(needed.piece, needed.positions), data, lengths)
                     columns.append((needed.piece.path, needed.positions, crcs))
@@ -241,26 +287,52 @@ class _Fold:
                 writer.abort()
                 raise
         new = assemble(place)
-        if new.fingerprint is None or record.fingerprint is None or new.fingerprint.sha256 != record.fingerprint.sha256:
-            raise CorruptionError(f"{self.present}: folding it gives other sums than it has; run `shardckpt verify {self.store}`.")
+        if (
+            new.fingerprint is None
+            or record.fingerprint is None
+            or new.fingerprint.sha256 != record.fingerprint.sha256
+        ):
+            raise CorruptionError(
+                f"{self.present}: folding it gives other sums than it has; run `shardckpt verify "
+                f"{self.store}`."
+            )
         return replace(new, created=record.created, writer=record.writer)
 
-    def _join(self, tensor_of: Mapping[str, TensorRecord], table: Table) -> Iterator[tuple[Needed, list[bytes]]]:
+    def _join(
+        self, tensor_of: Mapping[str, TensorRecord], table: Table
+    ) -> Iterator[tuple[Needed, list[bytes]]]:
         """The chunks of a table, part after part, as differences from the new base."""
-        versions = [(open_reader(place, record, memory=_AT_A_TIME), record) for place, record in self.path]
-        for group in batches(_parts(tensor_of, table), lambda part: (part.chunk_bytes * len(part.positions),), (_AT_A_TIME,)):
+        versions = [
+            (open_reader(place, record, memory=_AT_A_TIME), record) for place, record in self.path
+        ]
+        for group in batches(
+            _parts(tensor_of, table),
+            lambda part: (part.chunk_bytes * len(part.positions),),
+            (_AT_A_TIME,),
+        ):
             joined = {
                 (part.piece.path, position): Joined(part.chunk_bytes, part.dtype.itemsize)
                 for part in group
                 for position in part.positions.tolist()
             }
 
-            def take(request: Request, position: int, stored: NDArray[np.uint8], joined: _Joined = joined) -> None:
+            def take(
+                request: Request, position: int, stored: NDArray[np.uint8], joined: _Joined = joined
+            ) -> None:
                 (piece,) = request.pieces
-                joined[piece.path, position].add(stored, f"{request.name}, chunk {position} of {piece.path} in {self.store}")
+                joined[piece.path, position].add(
+                    stored, f"{request.name}, chunk {position} of {piece.path} in {self.store}"
+                )
 
-            for reader, record in versions:  # where one lacks the array, a later one has all elements
-                there = [part for part in group if has_array(record.structure, tensor_of[part.piece.path], part.piece)]
+            for (
+                reader,
+                record,
+            ) in versions:  # where one lacks the array, a later one has all elements
+                there = [
+                    part
+                    for part in group
+                    if has_array(record.structure, tensor_of[part.piece.path], part.piece)
+                ]
                 reader.read_stored([part.request() for part in there], take)
             stored = {key: one.stored() for key, one in joined.items()}
             unknown = {key for key, chunk in stored.items() if chunk is None}
@@ -268,10 +340,21 @@ class _Fold:
             elements = read_chunks(Checkpoint(self.store.location), lacking) if unknown else {}
             chunks = stored | {key: whole(chunk) for key, chunk in elements.items()}
             for part in group:
-                yield part, [chunk for position in part.positions.tolist() if (chunk := chunks[part.piece.path, position]) is not None]
+                yield (
+                    part,
+                    [
+                        chunk
+                        for position in part.positions.tolist()
+                        if (chunk := chunks[part.piece.path, position]) is not None
+                    ],
+                )
 
     def _finish(
-        self, place: Store, old: HostRecord, writer: PackedWriter, columns: Sequence[tuple[str, NDArray[np.int64], list[int]]]
+        self,
+        place: Store,
+        old: HostRecord,
+        writer: PackedWriter,
+        columns: Sequence[tuple[str, NDArray[np.int64], list[int]]],
     ) -> None:
         """Write the other files of a host, and its record."""
         present = self.present
@@ -281,16 +364,27 @@ class _Fold:
             counts[path] = counts.get(path, 0) + len(positions)
         chunk = np.concatenate([np.empty(0, np.int64), *(positions for _, positions, _ in columns)])
         crc = np.array([crc for _, _, crcs in columns for crc in crcs], np.int64)
-        table = Table([*extents.files], counts, ArrayChunks.of_columns(chunk, extents.file, extents.offset, extents.length, crc))
+        table = Table(
+            [*extents.files],
+            counts,
+            ArrayChunks.of_columns(chunk, extents.file, extents.offset, extents.length, crc),
+        )
         reference = old.files.contents
         contents = Contents.from_json(
-            open_envelope(present.read(reference.key), f"{present}/{reference.key}"), f"{present}/{reference.key}"
+            open_envelope(present.read(reference.key), f"{present}/{reference.key}"),
+            f"{present}/{reference.key}",
         )
         tensors = {
-            name: replace(tensor, difference=tensor.difference and all(has_array(self.earlier, tensor, piece) for piece in tensor.pieces))
+            name: replace(
+                tensor,
+                difference=tensor.difference
+                and all(has_array(self.earlier, tensor, piece) for piece in tensor.pieces),
+            )
             for name, tensor in contents.structure.tensors.items()
         }
-        contents = replace(contents, structure=replace(contents.structure, tensors=tensors, chain=self.chain))
+        contents = replace(
+            contents, structure=replace(contents.structure, tensors=tensors, chain=self.chain)
+        )
         for file in (old.files.values, old.files.sums):
             if file is not None:
                 place.write(file.key, present.read(file.key))

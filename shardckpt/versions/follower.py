@@ -53,7 +53,8 @@ _FIRST_LOOK, _LAST_LOOK = 0.05, 2.0
 _LOOK_BESIDE_EVENTS = 10.0
 """Most seconds between two looks while a service tells of versions."""
 MOST_VERSIONS = 64
-"""Most versions whose differences are applied one after another; to go further, all elements are read."""
+"""Most versions whose differences are applied one after another; to go further, all elements are
+read."""
 _READING = 256 << 20
 """Bytes of stored differences in flight."""
 
@@ -79,7 +80,8 @@ class Follower:
     ) -> None:
         """Nothing is read yet; for the arguments see `follow`.
 
-        With `mode="each"`, versions in `given` are not given again: step → attempt, before it was folded.
+        With `mode="each"`, versions in `given` are not given again: step → attempt, before it was
+        folded.
         """
         check_coordinator(coordinator)
         if mode not in ("newest", "each"):
@@ -94,22 +96,32 @@ class Follower:
         self.leaves: dict[str, object] = {}
         """Leaves by name, as the version applied last has left them."""
         self.memory: Memory | None = None
-        """Of the tensors that the version applied last has filled; None: not known, or the tensors lack some of its elements."""
+        """Of the tensors that the version applied last has filled; None: not known, or the tensors
+        lack some of its elements."""
         self.coordinator = Coordinator.current() if coordinator is None else coordinator
         self.limit = parse_bytes(memory_limit, "memory_limit")
         if self.limit < LEAST_MEMORY_LIMIT:
-            raise OptionError(f"follow(memory_limit={file_size(self.limit)}): at least {file_size(LEAST_MEMORY_LIMIT)} are needed.")
+            raise OptionError(
+                f"follow(memory_limit={file_size(self.limit)}): at least "
+                f"{file_size(LEAST_MEMORY_LIMIT)} are needed."
+            )
         self.fills = like is not None
         """Whether there are tensors to fill; else each version gives new arrays."""
         self.root = Store.open(parse(url))
         """The place of all versions."""
         self._mode = mode
-        self._options: dict[str, Any] = {"only": only, "strict": strict, "cast": cast, "coordinator": self.coordinator}
+        self._options: dict[str, Any] = {
+            "only": only,
+            "strict": strict,
+            "cast": cast,
+            "coordinator": self.coordinator,
+        }
         self._adapted = (rename, mapping, fit)
         self._seen: tuple[int, str] | None = None
         """Step and attempt, before it was folded, of the version given last."""
         self._given = dict(given or {})
-        """Step → attempt, before it was folded, of the versions given so far that are still there; only if each is given."""
+        """Step → attempt, before it was folded, of the versions given so far that are still there;
+        only if each is given."""
         self._closed = False
         self._leads = self.coordinator.world.process == 0
         service = server() if self._leads else None
@@ -133,10 +145,14 @@ class Follower:
     def lacks(self, job: RestoreJob) -> bool:
         """Whether the leaves of a tensor may lack the newest elements."""
         names = (name for landing in job.landings for name in landing.names)
-        return any(stored.name in self.stale for stored in job.stored) or not all(name in self.leaves for name in names)
+        return any(stored.name in self.stale for stored in job.stored) or not all(
+            name in self.leaves for name in names
+        )
 
     def poll(self) -> FollowedVersion | None:
-        """The next version; None if there is none now. All processes of an engine call it, and get the same one.
+        """The next version; None if there is none now.
+
+        All processes of an engine call it, and get the same one.
 
         Raises:
             StorageError: the place cannot be listed.
@@ -171,8 +187,12 @@ class Follower:
         steps = step_numbers(self.root)
         went_back = self._seen is not None and self._is_gone(*self._seen, steps)
         if self._mode == "newest":
-            newest = next((step for step in reversed(steps) if self._attempt_of(step) is not None), None)
-            if newest is None or (self._seen is not None and newest == self._seen[0] and not went_back):
+            newest = next(
+                (step for step in reversed(steps) if self._attempt_of(step) is not None), None
+            )
+            if newest is None or (
+                self._seen is not None and newest == self._seen[0] and not went_back
+            ):
                 return None
             return newest, went_back
         self._given = {step: attempt for step, attempt in self._given.items() if step in steps}
@@ -184,13 +204,19 @@ class Follower:
         return None
 
     def _attempt_of(self, step: int) -> str | None:
-        """The attempt of a version, before it was folded; None if there is none, or it is superseded."""
+        """The attempt of a version, before it was folded.
+
+        None if there is none, or it is superseded.
+        """
         place = self.root.sub(str(step))
         attempt = published_attempt(place)
         return None if attempt is None or is_superseded(place, attempt) else unfolded(attempt)
 
     def _is_gone(self, step: int, attempt: str, steps: Sequence[int]) -> bool:
-        """Whether a version was superseded or replaced, or deleted and none is after it. One that was deleted before others is too old."""
+        """Whether a version was superseded or replaced, or deleted and none is after it.
+
+        One that was deleted before others is too old.
+        """
         place = self.root.sub(str(step))
         now = published_attempt(place)
         if now is None:
@@ -212,13 +238,18 @@ class Follower:
                 yield version
 
     def _look(self) -> FollowedVersion | None:
-        """Poll; if there is no version, wait for the next look. The other processes wait for process 0, in `poll`."""
+        """Poll; if there is no version, wait for the next look.
+
+        The other processes wait for process 0, in `poll`.
+        """
         version = self.poll()
         if version is not None:
             self._pause = _FIRST_LOOK
         elif self._listener is not None:
             last = _LOOK_BESIDE_EVENTS if self._listener.connected else _LAST_LOOK
-            self._pause = _FIRST_LOOK if self._listener.wait(self._pause) else min(2 * self._pause, last)
+            self._pause = (
+                _FIRST_LOOK if self._listener.wait(self._pause) else min(2 * self._pause, last)
+            )
         elif self._leads:
             time.sleep(self._pause)
             self._pause = min(2 * self._pause, _LAST_LOOK)
@@ -244,23 +275,35 @@ class Follower:
         """This follower."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Close it."""
         self.close()
 
 
 class FollowedVersion:
-    """A version that a follower has found. Call `prepare`, `apply` and, if wanted, `prove`, in this order."""
+    """A version that a follower has found.
 
-    def __init__(self, follower: Follower, step: int, checkpoint: Checkpoint, *, went_back: bool) -> None:
+    Call `prepare`, `apply` and, if wanted, `prove`, in this order.
+    """
+
+    def __init__(
+        self, follower: Follower, step: int, checkpoint: Checkpoint, *, went_back: bool
+    ) -> None:
         """Nothing but the record is read."""
         self.step = step
         self.checkpoint = checkpoint
         """The version, open for reading."""
         self.base: str | None = checkpoint.bases()[0] if checkpoint.record.structure.chain else None
-        """Path or url of the version that this one differs from; None: all of its elements are stored."""
+        """Path or url of the version that this one differs from; None: all of its elements are
+        stored."""
         self.changed: frozenset[str] = frozenset()
-        """Tensors, by stored name, of which this process has got other elements; after `prepare`."""
+        """Tensors, by stored name, of which this process has got other elements; after
+        `prepare`."""
         self.went_back = went_back
         """Whether training went back to an earlier step since the version before."""
         self._follower = follower
@@ -272,11 +315,14 @@ class FollowedVersion:
         """Recorded digest of each tensor."""
 
     def prepare(self) -> Self:
-        """Read and decode what has changed, into host memory, and compare it with its checksums; the tensors stay as they are.
+        """Read and decode what has changed, into host memory, and compare it with its checksums.
+
+        The tensors stay as they are.
 
         Raises:
             MismatchError: names, shape or dtype differ from the tensors; nothing was read.
-            CorruptionError, MissingDataError, StorageError: the version cannot be read. The tensors are as they were.
+            CorruptionError, MissingDataError, StorageError: the version cannot be read. The tensors
+                are as they were.
             CoordinationError: another process of the engine could not prepare it.
         """
         follower = self._follower
@@ -285,23 +331,32 @@ class FollowedVersion:
             with follower.holding(self), reading_takes_threads(self.checkpoint.location):
                 self._needed = follower.needed(self.checkpoint)
                 path = path_between(follower.cache.contents, self.checkpoint, MOST_VERSIONS)
-                self.changed = frozenset(follower.cache.update(self.checkpoint, path, self._needed, _READING))
+                self.changed = frozenset(
+                    follower.cache.update(self.checkpoint, path, self._needed, _READING)
+                )
                 follower.stale |= self.changed
                 self._applying = self._plan() if follower.fills else None
                 self._recorded = recorded_fingerprint(self.checkpoint.place, self.checkpoint.record)
         except Exception as e:  # noqa: BLE001  (raised below, after the others know)
             failed = e
         if follower.coordinator.world.processes > 1:
-            failures = follower.coordinator.share("prepared version", None if failed is None else f"{type(failed).__name__}: {failed}")
+            failures = follower.coordinator.share(
+                "prepared version", None if failed is None else f"{type(failed).__name__}: {failed}"
+            )
             if failed is None and (errors := [error for error in failures if error is not None]):
                 self._needed = None
-                raise CorruptionError(f"{self.checkpoint.location}: another process could not prepare this version: {errors[0]}")
+                raise CorruptionError(
+                    f"{self.checkpoint.location}: another process could not prepare this version: "
+                    f"{errors[0]}"
+                )
         if failed is not None:
             raise failed
         return self
 
     def apply(self) -> Any:
-        """Copy what has changed from host memory to the tensors; return the state, as `shardckpt.restore` does.
+        """Copy what has changed from host memory to the tensors.
+
+        Return the state, as `shardckpt.restore` does.
 
         It may be called again, after an error, too: it copies elements, and no differences.
 
@@ -314,8 +369,12 @@ class FollowedVersion:
         if applying is None or not applying.holds(follower.like, follower.memory):
             applying = self._plan()
         with reading:
-            follower.leaves |= applying.run(self.checkpoint, follower.limit, in_place=follower.fills)
-        known = {name for job in applying.jobs for landing in job.landings for name in landing.names}
+            follower.leaves |= applying.run(
+                self.checkpoint, follower.limit, in_place=follower.fills
+            )
+        known = {
+            name for job in applying.jobs for landing in job.landings for name in landing.names
+        }
         follower.leaves = {name: leaf for name, leaf in follower.leaves.items() if name in known}
         state = finished(applying.steps, dict(follower.leaves))
         if follower.fills:
@@ -328,7 +387,14 @@ class FollowedVersion:
     def _plan(self) -> Applying:
         follower = self._follower
         like = follower.like if follower.fills else None
-        return plan_apply(self.checkpoint, like, follower.memory, follower.planned(self.checkpoint), follower.cache, follower.lacks)
+        return plan_apply(
+            self.checkpoint,
+            like,
+            follower.memory,
+            follower.planned(self.checkpoint),
+            follower.cache,
+            follower.lacks,
+        )
 
     def reading(self) -> AbstractContextManager[None]:
         """A context in which `checkpoint` reads the prepared elements from memory, for one thread.
@@ -338,13 +404,18 @@ class FollowedVersion:
         """
         cache = self._follower.cache
         if self._needed is None or cache.attempt != self.checkpoint.record.attempt:
-            raise OptionError(f"{self.checkpoint.location}: this version is not prepared; call prepare() first.")
+            raise OptionError(
+                f"{self.checkpoint.location}: this version is not prepared; call prepare() first."
+            )
         return self.checkpoint.reading_from(cache.reader(self.checkpoint))
 
     def prove(self) -> list[str]:
-        """Compare the tensors' elements with the fingerprint that the publisher recorded; return the names that are proved.
+        """Compare the tensors' elements with the fingerprint that the publisher recorded.
 
-        Tensors that were converted, fitted, renamed into several or joined have other elements than the version, and are not among these.
+        Return the names that are proved.
+
+        Tensors that were converted, fitted, renamed into several or joined have other elements than
+        the version, and are not among these.
 
         Raises:
             CorruptionError: a tensor has other elements than the version; names it.
@@ -352,16 +423,21 @@ class FollowedVersion:
         """
         follower = self._follower
         if follower.applied is not self:
-            raise OptionError(f"{self.checkpoint.location}: this version is not applied; call apply() first.")
+            raise OptionError(
+                f"{self.checkpoint.location}: this version is not applied; call apply() first."
+            )
         if not self._recorded:
             raise OptionError(
-                f"{self.checkpoint.location}: no fingerprint was recorded, so nothing can be proved; publish it with a Publisher, "
-                f"or save it with SaveOptions(fingerprint=True)."
+                f"{self.checkpoint.location}: no fingerprint was recorded, so nothing can be "
+                "proved; publish it with a Publisher, or save it with "
+                "SaveOptions(fingerprint=True)."
             )
         leaves = {
             job.tensor.name: follower.leaves[job.landings[0].names[0]]
             for job in self._jobs
-            if not isinstance(job.tensor, MadeTensor) and job.landings[0].sink.shape == job.tensor.shape and not job.landings[0].converts
+            if not isinstance(job.tensor, MadeTensor)
+            and job.landings[0].sink.shape == job.tensor.shape
+            and not job.landings[0].converts
         }
         live = fingerprint_of(leaves, follower.coordinator)
         wrong = [name for name in leaves if self._recorded.get(name) != live.tensors[name]]
@@ -370,8 +446,8 @@ class FollowedVersion:
             follower.memory = None
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise CorruptionError(
-                f"{shown(wrong[0])}{more}: the elements are not those of version {self.step} in {self.checkpoint.location}. Apply it again "
-                f"or restore it."
+                f"{shown(wrong[0])}{more}: the elements are not those of version {self.step} in "
+                f"{self.checkpoint.location}. Apply it again or restore it."
             )
         return [*leaves]
 
@@ -402,22 +478,25 @@ def follow(
                 version.apply()    # copies to the tensors, nothing else
             version.prove()        # the tensors have the fingerprint of the publisher's
 
-    Of each version only the differences of the chunks that `like` needs are read. These chunks are kept in host memory: the bytes of
-    this process's share, and up to a chunk more at its edges.
+    Of each version only the differences of the chunks that `like` needs are read. These chunks are
+    kept in host memory: the bytes of this process's share, and up to a chunk more at its edges.
 
     Args:
         url: as in `Publisher`.
-        like: the tensors, on any mesh, as in `shardckpt.restore`. Tensors that cannot be filled in place are new objects in what
-            `FollowedVersion.apply` returns.
-        mode: "newest" skips versions that a later one has overtaken; "each" gives all that are still there.
+        like: the tensors, on any mesh, as in `shardckpt.restore`. Tensors that cannot be filled in
+            place are new objects in what `FollowedVersion.apply` returns.
+        mode: "newest" skips versions that a later one has overtaken; "each" gives all that are
+            still there.
         only: as in `shardckpt.restore`.
         rename: as in `shardckpt.restore`.
         mapping: as in `shardckpt.restore`.
-        fit: as in `shardckpt.restore`: `{"**/embed.weight": "pad"}` for an engine that pads the vocabulary.
+        fit: as in `shardckpt.restore`: `{"**/embed.weight": "pad"}` for an engine that pads the
+            vocabulary.
         strict: as in `shardckpt.restore`.
         cast: as in `shardckpt.restore`.
         memory_limit: bytes of host staging, beside the kept chunks.
-        coordinator: connects the processes of one engine, which agree on each version. By default detected once.
+        coordinator: connects the processes of one engine, which agree on each version. By default
+            detected once.
 
     Returns:
         An iterable of versions: blocking, with `async for`, or with `poll()`.

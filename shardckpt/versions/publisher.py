@@ -48,11 +48,13 @@ class Publisher:
                 train(model)
                 publisher.publish(step, model.state_dict())
 
-    Each version is a checkpoint like any other. In a job of several processes, each creates a publisher at the same point of the program
-    and publishes the same steps, each with its own part of the state; nothing is gathered, and no collective is called.
+    Each version is a checkpoint like any other. In a job of several processes, each creates a
+    publisher at the same point of the program and publishes the same steps, each with its own part
+    of the state; nothing is gathered, and no collective is called.
 
-    A process keeps a copy of its share of the last version in host memory, in the published dtype: the differences are made from it. With
-    `snapshot="device"` it keeps two, and its devices have one more.
+    A process keeps a copy of its share of the last version in host memory, in the published dtype:
+    the differences are made from it. With `snapshot="device"` it keeps two, and its devices have
+    one more.
     """
 
     def __init__(
@@ -75,19 +77,24 @@ class Publisher:
 
         Args:
             url: the place of all versions: a path or url as in `shardckpt.save`.
-            anchor_every: a version of which all elements are stored comes at least once in so many versions.
-            keep: number of versions to keep. Also kept: the chains of kept versions, and pinned and tagged ones. None keeps all.
-            catch_up: process 0 folds versions, so that a late follower reads at most so many differences besides an anchor. None: it does
-                not, and `shardckpt fold` in another process may.
-            dtype: the dtype in which float64, float32, float16 and bfloat16 tensors are published. None: each its own. Elements are
-                rounded to the nearest before they are compared.
+            anchor_every: a version of which all elements are stored comes at least once in so many
+                versions.
+            keep: number of versions to keep. Also kept: the chains of kept versions, and pinned and
+                tagged ones. None keeps all.
+            catch_up: process 0 folds versions, so that a late follower reads at most so many
+                differences besides an anchor. None: it does not, and `shardckpt fold` in another
+                process may.
+            dtype: the dtype in which float64, float32, float16 and bfloat16 tensors are published.
+                None: each its own. Elements are rounded to the nearest before they are compared.
             include: name patterns of what is published; None: everything.
             exclude: name patterns of what is left out.
-            snapshot: "host" copies this process's share to host memory for each version, and compares it there. "device" keeps the last
-                version on the devices, too: they compare, and transfer what differs. It takes as much of their memory as the share. Not for
-                torch_xla.
-            proof: whether to compare the copies that are written with the tensors in their own memory. A tensor that changed meanwhile, or
-                a copy that missed a change, fails the version.
+            snapshot: "host" copies this process's share to host memory for each version, and
+                compares it there. "device" keeps the last version on the devices, too: they
+                compare, and transfer what differs. It takes as much of their memory as the share.
+                Not for torch_xla.
+            proof: whether to compare the copies that are written with the tensors in their own
+                memory. A tensor that changed meanwhile, or a copy that missed a change, fails the
+                version.
             memory_limit: bytes of host memory for staging, beside the copy of the last version.
             commit_timeout: as in `SaveOptions`.
             coordinator: connects the processes of the job; by default detected once.
@@ -97,7 +104,10 @@ class Publisher:
         """
         check_whole(anchor_every, "Publisher(anchor_every")
         if anchor_every > LONGEST:
-            raise OptionError(f"Publisher(anchor_every={anchor_every}): at most {LONGEST}; readers need so many versions.")
+            raise OptionError(
+                f"Publisher(anchor_every={anchor_every}): at most {LONGEST}; readers need so many "
+                "versions."
+            )
         if catch_up is not None:
             check_whole(catch_up, "Publisher(catch_up")
             bases_after_folding(anchor_every, catch_up)
@@ -109,11 +119,17 @@ class Publisher:
             check_whole(keep, "Publisher(keep")
         self._root = Store.open(parse(url))
         self._options = SaveOptions(
-            fingerprint=True, overwrite=True, check_replicas=False, memory_limit=memory_limit, commit_timeout=commit_timeout
+            fingerprint=True,
+            overwrite=True,
+            check_replicas=False,
+            memory_limit=memory_limit,
+            commit_timeout=commit_timeout,
         )
         to = None if dtype is None else dtype_of(dtype)
         if to is not None and not to.name.startswith(("float", "bfloat")):
-            raise OptionError(f"Publisher(dtype={shorten(dtype)}): give a floating-point dtype, such as bfloat16.")
+            raise OptionError(
+                f"Publisher(dtype={shorten(dtype)}): give a floating-point dtype, such as bfloat16."
+            )
         self._selection = Selection(include, exclude, to)
         self._anchor_every = anchor_every
         self._coordinator = coordinator_of(coordinator, commit_timeout)
@@ -123,7 +139,9 @@ class Publisher:
         self._proof = proof
         self._share = DeviceShare(proof=proof) if snapshot == "device" else None
         self._rule = None if keep is None else Latest(keep)
-        self._cleaner = Cleaner(self._root, self._rule, grace=2 * commit_timeout, deleted=lambda _step: None)
+        self._cleaner = Cleaner(
+            self._root, self._rule, grace=2 * commit_timeout, deleted=lambda _step: None
+        )
         made = self._coordinator.notes.setdefault("publishers", Counter())
         name = self._root.location.resolved.name
         made[name] += 1
@@ -150,17 +168,21 @@ class Publisher:
     def publish(self, step: int, state: Any) -> None:
         """Publish a version; return when this process's share is copied to host memory.
 
-        At most one version is being written at a time, and one waits. A call replaces the waiting one (`skipped`).
+        At most one version is being written at a time, and one waits. A call replaces the waiting
+        one (`skipped`).
 
-        A step that is not newer than all versions there begins a new chain: training went back. The versions from it on are superseded.
+        A step that is not newer than all versions there begins a new chain: training went back. The
+        versions from it on are superseded.
 
         Args:
             step: of the version.
             state: as in `shardckpt.save`.
 
         Raises:
-            LeafError, ShardingError, NamesMismatchError: the state cannot be published; nothing was begun.
-            ShardckptError: a version before has failed. This one is published all the same, and stores all elements.
+            LeafError, ShardingError, NamesMismatchError: the state cannot be published; nothing was
+                begun.
+            ShardckptError: a version before has failed. This one is published all the same, and
+                stores all elements.
         """
         step = check_step(step)
         check_fork(self._root)
@@ -184,7 +206,11 @@ class Publisher:
         )
         try:
             version.handle = self._saver.begin(
-                str(self._root.sub(str(step))), state, self._options, coordinator=self._coordinator, version=version
+                str(self._root.sub(str(step))),
+                state,
+                self._options,
+                coordinator=self._coordinator,
+                version=version,
             )
         except BaseException as e:
             version.fail(self._coordinator, e)
@@ -233,7 +259,12 @@ class Publisher:
         """This publisher."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Close it; if the block ends with an error, errors of versions are logged."""
         try:
             self.close()
@@ -243,7 +274,10 @@ class Publisher:
             _log.warning("%s", e)
 
     def _hear(self, *, wait: bool) -> None:
-        """Raise the error of the first version that has failed unheard of; `wait` until all have ended."""
+        """Raise the error of the first version that has failed unheard of.
+
+        `wait` until all have ended.
+        """
         for version in [*self._unheard]:
             handle = version.handle
             assert handle is not None
@@ -253,7 +287,11 @@ class Publisher:
                 handle.wait()
             except SkippedError:
                 self.skipped.append(version.step)
-                _log.info("%s: version %d is skipped, because a later one has come", self._root, version.step)
+                _log.info(
+                    "%s: version %d is skipped, because a later one has come",
+                    self._root,
+                    version.step,
+                )
             finally:
                 self._unheard.remove(version)
 
@@ -263,7 +301,8 @@ class Publisher:
         """The base of a version after `before`, which has ended; None: it stores all elements.
 
         Raises:
-            OptionError: the place belongs to a manager; or a pinned or tagged version needs what would be replaced.
+            OptionError: the place belongs to a manager; or a pinned or tagged version needs what
+                would be replaced.
         """
         if self._newest is not None and step > self._newest:
             self._newest = step
@@ -276,18 +315,23 @@ class Publisher:
     def _supersede(self, step: int) -> None:
         """Mark the versions from a step on as superseded, if there are any."""
         if self._newest is None and self._root.exists(JOB):
-            raise OptionError(f"{self._root}: a CheckpointManager keeps its run there; publish to a directory of its own.")
+            raise OptionError(
+                f"{self._root}: a CheckpointManager keeps its run there; publish to a directory "
+                "of its own."
+            )
         later = [info for info in list_steps(self._root) if info.step >= step]
         for info in later:
             if info.protected and (info.step == step or step in info.bases):
                 raise OptionError(
-                    f"{self._root}: version {info.step} is pinned or tagged, and version {step}, which it needs, would be replaced; "
-                    f"unpin and untag it, or publish a step after {max(other.step for other in later)}. Nothing was changed."
+                    f"{self._root}: version {info.step} is pinned or tagged, and version {step}, "
+                    "which it needs, would be replaced; unpin and untag it, or publish a step "
+                    f"after {max(other.step for other in later)}. Nothing was changed."
                 )
         if passed := [info for info in later if info.state != "superseded"]:
             _log.warning(
-                "%s: version %d is published, so training went back: %d later versions are superseded, up to %d. To keep them, publish a "
-                "new training to a directory of its own.",
+                "%s: version %d is published, so training went back: %d later versions are "
+                "superseded, up to %d. To keep them, publish a new training to a directory of "
+                "its own.",
                 self._root,
                 step,
                 len(passed),
@@ -303,11 +347,23 @@ class Publisher:
         if self._announcer is not None:
             self._announcer.announce(str(self._root.location.join(str(published.step))))
         bases = frozenset(steps_named(names_beside(published.chain)))
-        self._cleaner.clean(StepInfo(published.step, "committed", published.attempt, utc_now(), bases=bases))
+        self._cleaner.clean(
+            StepInfo(published.step, "committed", published.attempt, utc_now(), bases=bases)
+        )
         if not published.chain:
             self._folded.clear()
         if self._catch_up is not None:
             try:
-                next(fold_chain(self._root, published.step, published.chain, self._catch_up, self._folded), None)
+                next(
+                    fold_chain(
+                        self._root, published.step, published.chain, self._catch_up, self._folded
+                    ),
+                    None,
+                )
             except ShardckptError as e:
-                _log.warning("%s: a version could not be folded, so late followers read more differences: %s", self._root, e)
+                _log.warning(
+                    "%s: a version could not be folded, so late followers read more differences: "
+                    "%s",
+                    self._root,
+                    e,
+                )

@@ -1,9 +1,10 @@
 """One version on its way to the storage, and what process 0 decides about it.
 
-A version is written as differences from the version before, if that is published (`writing.kept`). Process 0 alone decides: the base, by
-the digest of its contents; a version with all elements (an *anchor*); or that a waiting version is skipped because a later one has come. It
-announces the decision, and the others wait for it. A process that does not have the base's elements, because it restarted or its part
-failed, writes its chunks as a whole.
+A version is written as differences from the version before, if that is published (`writing.kept`).
+Process 0 alone decides: the base, by the digest of its contents; a version with all elements (an
+*anchor*); or that a waiting version is skipped because a later one has come. It announces the
+decision, and the others wait for it. A process that does not have the base's elements, because it
+restarted or its part failed, writes its chunks as a whole.
 
 A version that was not published is never a base: the next one is an anchor.
 """
@@ -52,7 +53,8 @@ class Published:
 
     step: int
     attempt: str
-    """The attempt that the commit record named; processes know by it whether they have its elements."""
+    """The attempt that the commit record named; processes know by it whether they have its
+    elements."""
     contents: str
     """SHA-256 of its fingerprint's file."""
     compression: str | None
@@ -63,7 +65,13 @@ class Published:
     def of(cls, step: int, record: CheckpointRecord) -> Self:
         """The version of a commit record."""
         assert record.fingerprint is not None
-        return cls(step, record.attempt, record.fingerprint.sha256, record.compression, record.structure.chain)
+        return cls(
+            step,
+            record.attempt,
+            record.fingerprint.sha256,
+            record.compression,
+            record.structure.chain,
+        )
 
     def chain_from(self, root: Store, step: int) -> tuple[Base, ...]:
         """The chain of a version that differs from this one."""
@@ -73,12 +81,21 @@ class Published:
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
         chain = [base.to_json() for base in self.chain]
-        return {"step": self.step, "attempt": self.attempt, "contents": self.contents, "compression": self.compression, "chain": chain}
+        return {
+            "step": self.step,
+            "attempt": self.attempt,
+            "contents": self.contents,
+            "compression": self.compression,
+            "chain": chain,
+        }
 
     @classmethod
     def from_json(cls, doc: dict[str, Any]) -> Self:
         """Inverse of `to_json`."""
-        chain = tuple(Base("", base["layout"], base["compression"], base["url"], base["contents"]) for base in doc["chain"])
+        chain = tuple(
+            Base("", base["layout"], base["compression"], base["url"], base["contents"])
+            for base in doc["chain"]
+        )
         return cls(doc["step"], doc["attempt"], doc["contents"], doc["compression"], chain)
 
 
@@ -92,7 +109,9 @@ class Selection:
 
     def selects(self, name: str) -> bool:
         """Whether a name is published."""
-        return (self.include is None or matches(self.include, name)) and not (self.exclude is not None and matches(self.exclude, name))
+        return (self.include is None or matches(self.include, name)) and not (
+            self.exclude is not None and matches(self.exclude, name)
+        )
 
     def selected(self, flat: Flat) -> Flat:
         """The selected part of a flattened state."""
@@ -100,9 +119,14 @@ class Selection:
             return flat
         tree, stored = select(flat.tree, self.selects)
         if not stored:
-            raise NamesMismatchError("include= and exclude= select no tensor of the state; the names are those of `shardckpt info`.")
+            raise NamesMismatchError(
+                "include= and exclude= select no tensor of the state; the names are those of "
+                "`shardckpt info`."
+            )
         tensors = {name: flat.tensors[old] for name, old in stored.items()}
-        aliases = {name: flat.aliases.get(name, name) for name in flat.aliases if self.selects(name)}
+        aliases = {
+            name: flat.aliases.get(name, name) for name in flat.aliases if self.selects(name)
+        }
         values = {name: value for name, value in flat.per_process.items() if self.selects(name)}
         return replace(flat, tree=tree, tensors=tensors, aliases=aliases, per_process=values)
 
@@ -112,7 +136,9 @@ class Selection:
         if to is None:
             return sources
         return {
-            name: ConvertedSource(one, to) if one.dtype != to and _is_float(one.dtype) and castable(one.dtype, to) else one
+            name: ConvertedSource(one, to)
+            if one.dtype != to and _is_float(one.dtype) and castable(one.dtype, to)
+            else one
             for name, one in sources.items()
         }
 
@@ -152,8 +178,8 @@ class PublishedVersion:
             share: the copies on this process's devices; None: tensors are staged in host memory.
             proof: see `VersionToWrite`.
             before: the version of the call before.
-            decide: called on process 0 with the step and the last version before that was not skipped, which has ended; returns the base,
-                None for an anchor.
+            decide: called on process 0 with the step and the last version before that was not
+                skipped, which has ended; returns the base, None for an anchor.
             settle: called on process 0 after the version is published and announced.
             timeout: seconds to wait for process 0.
         """
@@ -191,7 +217,10 @@ class PublishedVersion:
         return self._before
 
     def skip(self) -> bool:
-        """Skip it, unless it has started; return whether it is skipped. Process 0 alone decides that."""
+        """Skip it, unless it has started; return whether it is skipped.
+
+        Process 0 alone decides that.
+        """
         with self._changed.lock:
             self._skip = not self._started
             self._changed.notify_all()
@@ -229,7 +258,8 @@ class PublishedVersion:
     def await_turn(self, place: Store, coordinator: Coordinator) -> None:
         """See `VersionToWrite`."""
         self.base = self._agree_on_base(str(place), coordinator)
-        # Here an earlier version may still be at work that process 0 has given up, and would change the kept elements.
+        # Here an earlier version may still be at work that process 0 has given up, and would change
+        # the kept elements.
         before, self._before = self._before, None
         while before is not None:
             while not before.done:
@@ -239,7 +269,9 @@ class PublishedVersion:
     def begin(self, contents: Contents, place: Store, attempt: str) -> Contents:
         """See `VersionToWrite`."""
         structure = contents.structure
-        contents = replace(contents, metadata={**contents.metadata, PUBLISHED: {"began": self._began}})
+        contents = replace(
+            contents, metadata={**contents.metadata, PUBLISHED: {"began": self._began}}
+        )
         if self._share is not None:
             self._share.arrive(self._number)
         if self.base is None:
@@ -248,13 +280,20 @@ class PublishedVersion:
         if self.kept.attempt != self.base.attempt:
             self.kept.forget()  # they are of another version
         chain = self.base.chain_from(self._root, self.step)
-        _, earlier = base_record(place.location, chain[0], f"version {self.step}", "publish again, which begins with all elements")
+        _, earlier = base_record(
+            place.location,
+            chain[0],
+            f"version {self.step}",
+            "publish again, which begins with all elements",
+        )
         tensors, differing = dict(structure.tensors), set[str]()
         for name, tensor in structure.tensors.items():
             before = earlier.structure.tensors.get(name)
             if before is not None and tensor.base is None and may_differ(tensor, before):
                 tensors[name] = replace(tensor, difference=True)
-                differing.update(piece.path for piece in {*tensor.pieces}.intersection(before.pieces))
+                differing.update(
+                    piece.path for piece in {*tensor.pieces}.intersection(before.pieces)
+                )
         self.kept.begin(attempt, differing)
         return replace(contents, structure=replace(structure, tensors=tensors, chain=chain))
 
@@ -284,9 +323,15 @@ class PublishedVersion:
         if "skipped" in decision:
             if self._share is not None:
                 self._share.skip(self._number)
-            raise SkippedError(f"{where}: this version is skipped, because a later one was published while it waited.")
+            raise SkippedError(
+                f"{where}: this version is skipped, because a later one was published while it "
+                "waited."
+            )
         if "failed" in decision:
-            raise CommitError(f"{where}: process 0 could not begin this version: {decision['failed']} Nothing was published.")
+            raise CommitError(
+                f"{where}: process 0 could not begin this version: {decision['failed']} Nothing "
+                "was published."
+            )
         self._began = decision["began"]
         return None if decision["base"] is None else Published.from_json(decision["base"])
 
@@ -313,7 +358,8 @@ class PublishedVersion:
             notice.look(lambda: "process 0 to begin this version")
             if time.monotonic() - began > self._timeout:
                 raise CommitError(
-                    f"{where}: process 0 has not begun this version within {self._timeout:g} s. All processes must publish the same steps."
+                    f"{where}: process 0 has not begun this version within {self._timeout:g} s. "
+                    "All processes must publish the same steps."
                 )
             time.sleep(_LOOK)
         document: dict[str, Any] = decision

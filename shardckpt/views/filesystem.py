@@ -4,8 +4,9 @@
     fsspec.open("shardckpt://model.safetensors::gs://bucket/runs/100")
     zarr.open_group("shardckpt://runs/100/zarr", mode="r")
 
-A path is the place of a checkpoint, and a name below it: of a file of `ModelView`, or `zarr/` and a key. In the second form the place comes
-after `::`, as any url of shardckpt's. fsspec finds the class by the entry point `fsspec.specs`.
+A path is the place of a checkpoint, and a name below it: of a file of `ModelView`, or `zarr/` and a
+key. In the second form the place comes after `::`, as any url of shardckpt's. fsspec finds the
+class by the entry point `fsspec.specs`.
 """
 
 from __future__ import annotations
@@ -44,16 +45,27 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
         """Show checkpoints by their paths, or one checkpoint.
 
         Args:
-            fo: path of the one checkpoint, as fsspec gives it for a chain of urls; None: paths name checkpoints.
+            fo: path of the one checkpoint, as fsspec gives it for a chain of urls; None: paths name
+                checkpoints.
             target_protocol: protocol of that path.
-            target_options: ignored: shardckpt reads storages by itself, with settings from the environment.
-            options: options of `ModelView`; fsspec's own, such as `skip_instance_cache`, are accepted.
+            target_options: ignored: shardckpt reads storages by itself, with settings from the
+                environment.
+            options: options of `ModelView`; fsspec's own, such as `skip_instance_cache`, are
+                accepted.
         """
         del target_options
-        own = {name: options.pop(name) for name in ("asynchronous", "loop", "use_listings_cache", "skip_instance_cache") if name in options}
+        own = {
+            name: options.pop(name)
+            for name in ("asynchronous", "loop", "use_listings_cache", "skip_instance_cache")
+            if name in options
+        }
         super().__init__(**own)
         scheme = None if target_protocol in (None, "file", "local") else target_protocol
-        self._one = None if fo is None else (str(fo) if scheme is None or "://" in str(fo) else f"{scheme}://{fo}")
+        self._one = (
+            None
+            if fo is None
+            else (str(fo) if scheme is None or "://" in str(fo) else f"{scheme}://{fo}")
+        )
         self._options = options
         self._opened: dict[str, tuple[ModelView, ZarrKeys]] = {}
         self._opening = Lock()
@@ -93,10 +105,14 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
             below = keys.children(name[len(_ZARR) + 1 :])
         else:
             below = None
-        paths = [path] if below is None else [f"{path}/{child}" if path else child for child in below]
+        paths = (
+            [path] if below is None else [f"{path}/{child}" if path else child for child in below]
+        )
         return [self.info(one) for one in paths] if detail else paths
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_options: Any) -> bytes:
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **_options: Any
+    ) -> bytes:
         """A file's bytes, or those from `start` to `end`; negative ones count from its end."""
         path = self._strip_protocol(path)
         view, keys, name = self._find(path)
@@ -112,7 +128,11 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
         if mode != "rb":
             raise NotImplementedError(f"{path}: checkpoints are read-only; open it with mode 'rb'")
         view, _, name = self._find(path)
-        return io.BufferedReader(view.open(name), 1 << 20) if name in view.sizes else io.BytesIO(self.cat_file(path))
+        return (
+            io.BufferedReader(view.open(name), 1 << 20)
+            if name in view.sizes
+            else io.BytesIO(self.cat_file(path))
+        )
 
     def invalidate_cache(self, path: str | None = None) -> None:
         """Forget the checkpoints that are open; one that was replaced meanwhile is opened anew."""
@@ -125,7 +145,9 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
         if self._one is not None:
             return *self._checkpoint(self._one), path.lstrip("/")
         parts = path.split("/")
-        cuts = [i for i, part in enumerate(parts) if part == _ZARR]  # a name below `zarr` may itself be `zarr`
+        cuts = [
+            i for i, part in enumerate(parts) if part == _ZARR
+        ]  # a name below `zarr` may itself be `zarr`
         for cut in (*cuts, len(parts) - 1, len(parts)):
             place = "/".join(parts[:cut])
             try:
@@ -138,5 +160,8 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
         with self._opening:
             if place not in self._opened:
                 checkpoint = Checkpoint(place)
-                self._opened[place] = ModelView(checkpoint, **self._options), ZarrKeys(checkpoint.record, checkpoint.reader)
+                self._opened[place] = (
+                    ModelView(checkpoint, **self._options),
+                    ZarrKeys(checkpoint.record, checkpoint.reader),
+                )
             return self._opened[place]

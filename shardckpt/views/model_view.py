@@ -1,7 +1,8 @@
 """Virtual files: what `export_safetensors` would write, readable at any offset without writing it.
 
-`safetensors_view` opens one file, `ModelView` all files of a model: weights, the index, and the small files that an import keeps. A header
-is known as soon as the checkpoint is open; elements are read on demand.
+`safetensors_view` opens one file, `ModelView` all files of a model: weights, the index, and the
+small files that an import keeps. A header is known as soon as the checkpoint is open; elements are
+read on demand.
 """
 
 from __future__ import annotations
@@ -44,16 +45,24 @@ if TYPE_CHECKING:
 class ModelView:
     """The files of a model, readable at any offset. Safe to use from several threads."""
 
-    def __init__(self, source: str | os.PathLike[str] | Checkpoint, *, cache_bytes: int = CACHE_BYTES, **options: Any) -> None:
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Checkpoint,
+        *,
+        cache_bytes: int = CACHE_BYTES,
+        **options: Any,
+    ) -> None:
         """Plan the files; no element is read.
 
         Args:
             source: path or url of the checkpoint, or an open one.
             cache_bytes: limit of the cache of read blocks.
-            options: `include`, `exclude`, `dtype`, `mapping` and all other options of `export_safetensors` that determine the files' bytes.
+            options: `include`, `exclude`, `dtype`, `mapping` and all other options of
+                `export_safetensors` that determine the files' bytes.
 
         Raises:
-            OptionError, NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as in `export_safetensors`.
+            OptionError, NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as
+            in `export_safetensors`.
             NotFoundError: there is no committed checkpoint.
         """
         self.checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
@@ -71,9 +80,13 @@ class ModelView:
         digest = hashlib.sha256(json.dumps([self.checkpoint.record.attempt]).encode())
         small = self._model.small
         for name, size in self.sizes.items():
-            digest.update(f"{name} {size} ".encode() + (small[name] if name in small else self._model.weights[name].header))
+            digest.update(
+                f"{name} {size} ".encode()
+                + (small[name] if name in small else self._model.weights[name].header)
+            )
         self.identity = digest.hexdigest()
-        """Hexadecimal digest of the attempt, the headers and the small files: equal only for equal bytes of the files."""
+        """Hexadecimal digest of the attempt, the headers and the small files: equal only for equal
+        bytes of the files."""
 
     @property
     def weights(self) -> list[str]:
@@ -87,7 +100,10 @@ class ModelView:
             NotFoundError: there is no such file.
         """
         if name not in self.sizes:
-            raise NotFoundError(f"{self.checkpoint.location}: there is no file {name!r}; there are {few(list(self.sizes))}.")
+            raise NotFoundError(
+                f"{self.checkpoint.location}: there is no file {name!r}; there are "
+                f"{few(list(self.sizes))}."
+            )
         return self._model.weights.get(name)
 
     @property
@@ -103,25 +119,40 @@ class ModelView:
         names: list[str | None] = []
         for output in self._outputs:
             name = output.sources[0].tensor if output.sources else None
-            same = name is not None and output == identity(self.checkpoint.tensor(name), output.name)
+            same = name is not None and output == identity(
+                self.checkpoint.tensor(name), output.name
+            )
             names.append(name if same else None)
         return names
 
     def arrays(self) -> list[LazyArray]:
-        """The tensors of all files, in the order of their bytes; indexing an array reads a part of it."""
+        """The tensors of all files, in the order of their bytes.
+
+        Indexing an array reads a part of it.
+        """
         return [
-            LazyArray(output.name, output.shape, output.dtype, None, partial(self._read_boxes, number), output.shape)
+            LazyArray(
+                output.name,
+                output.shape,
+                output.dtype,
+                None,
+                partial(self._read_boxes, number),
+                output.shape,
+            )
             for number, output in enumerate(self._outputs)
         ]
 
-    def _read_boxes(self, number: int, boxes: Sequence[Box], memory: Sequence[NDArray[Any]]) -> None:
+    def _read_boxes(
+        self, number: int, boxes: Sequence[Box], memory: Sequence[NDArray[Any]]
+    ) -> None:
         self.read_boxes([(number, box, part) for box, part in zip(boxes, memory, strict=True)])
 
     def read_boxes(self, boxes: Sequence[tuple[int, Box, NDArray[Any]]]) -> None:
         """Read boxes of several tensors into arrays.
 
         Args:
-            boxes: position in `arrays()`, a box, and an array of the box's shape and the tensor's dtype.
+            boxes: position in `arrays()`, a box, and an array of the box's shape and the tensor's
+                dtype.
 
         Raises:
             CorruptionError, MissingDataError, ReplacedError, StorageError: as in `read_into`.
@@ -131,7 +162,9 @@ class ModelView:
     def requests(self, boxes: Iterable[tuple[int, Box]]) -> list[Request]:
         """Requests for boxes of tensors, by position in `arrays()`, without memory: their chunks can be located, and not read."""
         dtypes = [output.dtype.numpy for output in self._outputs]
-        return self._reader.requests((i, box, np.broadcast_to(np.zeros((), dtypes[i]), box.shape)) for i, box in boxes)
+        return self._reader.requests(
+            (i, box, np.broadcast_to(np.zeros((), dtypes[i]), box.shape)) for i, box in boxes
+        )
 
     @property
     def sources(self) -> list[str]:
@@ -158,7 +191,9 @@ class ModelView:
         return last if last > offset else end
 
     def read_into(self, name: str, offset: int, into: memoryview) -> int:
-        """Fill memory with a file's bytes from an offset on; return the number of bytes, which is smaller at the end of the file.
+        """Fill memory with a file's bytes from an offset on.
+
+        Return the number of bytes, which is smaller at the end of the file.
 
         Raises:
             NotFoundError: there is no such file.
@@ -177,10 +212,21 @@ class ModelView:
             return end - offset
         # The tensors that the range meets are next to each other.
         ranges = []
-        for i in range(max(0, bisect_right(file.offsets, offset) - 1), bisect_left(file.offsets, end)):
-            begin, stop = max(offset, file.offsets[i]), min(end, file.offsets[i] + file.tensors[i].nbytes)
+        for i in range(
+            max(0, bisect_right(file.offsets, offset) - 1), bisect_left(file.offsets, end)
+        ):
+            begin, stop = (
+                max(offset, file.offsets[i]),
+                min(end, file.offsets[i] + file.tensors[i].nbytes),
+            )
             if begin < stop:
-                ranges.append((self._starts[name] + i, begin - file.offsets[i], into[begin - offset : stop - offset]))
+                ranges.append(
+                    (
+                        self._starts[name] + i,
+                        begin - file.offsets[i],
+                        into[begin - offset : stop - offset],
+                    )
+                )
         if ranges:
             self._reader.read_into(ranges)
         return end - offset
@@ -193,7 +239,8 @@ class ModelView:
 class VirtualFile(io.RawIOBase):
     """A read-only binary file of a `ModelView`.
 
-    Several threads may call `pread` at the same time. `read` and `seek` share one position, so only one thread may call them.
+    Several threads may call `pread` at the same time. `read` and `seek` share one position, so only
+    one thread may call them.
     """
 
     def __init__(self, view: ModelView, name: str) -> None:
@@ -271,29 +318,39 @@ def _options(options: Mapping[str, Any]) -> SafetensorsOptions:
     known = [name for name in SafetensorsOptions.declared() if name not in ExportOptions.declared()]
     odd = next((name for name in options if name not in known), None)
     if odd is not None:
-        raise OptionError(f"a view does not have the option {odd}=; its options are {', '.join(known)}.")
+        raise OptionError(
+            f"a view does not have the option {odd}=; its options are {', '.join(known)}."
+        )
     return SafetensorsOptions(**options)
 
 
-def safetensors_view(source: str | os.PathLike[str] | Checkpoint, file: str | None = None, **options: Any) -> VirtualFile:
+def safetensors_view(
+    source: str | os.PathLike[str] | Checkpoint, file: str | None = None, **options: Any
+) -> VirtualFile:
     """A virtual safetensors file: the bytes that `export_safetensors` would write, without writing them.
 
     Args:
         source: path or url of the checkpoint, or an open one.
         file: name of the file, if `max_shard_size` makes several; None: the only file.
-        options: `include`, `exclude`, `dtype`, `mapping` and all other options of `export_safetensors` that determine the file's bytes;
-            and `cache_bytes`, the limit of the cache of read blocks (128 MiB by default).
+        options: `include`, `exclude`, `dtype`, `mapping` and all other options of
+            `export_safetensors` that determine the file's bytes; and `cache_bytes`, the limit of
+            the cache of read blocks (128 MiB by default).
 
     Returns:
-        A read-only binary file. Reads of the header read no tensor. All other reads read and verify the stored chunks that they need.
+        A read-only binary file. Reads of the header read no tensor. All other reads read and verify
+        the stored chunks that they need.
 
     Raises:
         OptionError: an option is invalid; or there are several files, and `file` is None.
         NotFoundError: there is no committed checkpoint, or no such file.
-        NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as in `export_safetensors`.
+        NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as in
+        `export_safetensors`.
     """
     view = ModelView(source, **options)
     weights = view.weights
     if file is None and len(weights) > 1:
-        raise OptionError(f"{view.checkpoint.location}: max_shard_size makes {len(weights)} files; name one with file=: {few(weights)}.")
+        raise OptionError(
+            f"{view.checkpoint.location}: max_shard_size makes {len(weights)} files; name one "
+            f"with file=: {few(weights)}."
+        )
     return view.open(file or weights[0])

@@ -1,14 +1,17 @@
 """Placeholders for stored tensors, which note what a model copies of them.
 
-An inference engine's model takes an iterator of (name, tensor), and keeps of each tensor what its rank needs: it narrows, splits,
-transposes, reshapes, and at last copies into a parameter. A `Placeholder` has the shape and dtype of a stored tensor and no
-elements. Views of it are placeholders; a copy into a parameter is noted. `Recorder.fill` then reads just the noted parts, many at a
-time, most of them straight into the parameters.
+An inference engine's model takes an iterator of (name, tensor), and keeps of each tensor what its
+rank needs: it narrows, splits, transposes, reshapes, and at last copies into a parameter. A
+`Placeholder` has the shape and dtype of a stored tensor and no elements. Views of it are
+placeholders; a copy into a parameter is noted. `Recorder.fill` then reads just the noted parts,
+many at a time, most of them straight into the parameters.
 
-An operation that is neither a view nor such a copy gets the elements, which are read at once. So its result is the same as with a real
-tensor. These reads are counted (`Recorder.read_at_once`). Before an operation of torch uses a parameter with a noted copy, the copy is
-made; readers that torch does not dispatch, such as `numpy()`, `pickle` and some kernels, would see the parameter without it. If a
-model changes a placeholder in place, its function is called again, with tensors, and reads all of them.
+An operation that is neither a view nor such a copy gets the elements, which are read at once. So
+its result is the same as with a real tensor. These reads are counted (`Recorder.read_at_once`).
+Before an operation of torch uses a parameter with a noted copy, the copy is made; readers that
+torch does not dispatch, such as `numpy()`, `pickle` and some kernels, would see the parameter
+without it. If a model changes a placeholder in place, its function is called again, with tensors,
+and reads all of them.
 """
 
 from __future__ import annotations
@@ -39,11 +42,30 @@ if TYPE_CHECKING:
     from shardckpt.views.model_view import ModelView
 
 _BATCH_BYTES = 256 << 20
-"""Bytes that are read at a time; also those of memory for parts that are not read straight into a parameter."""
+"""Bytes that are read at a time; also those of memory for parts that are not read straight into a
+parameter."""
 _aten = torch.ops.aten
 _VIEWS = {
-    *(_aten.alias, _aten.as_strided, _aten.detach, _aten.diagonal, _aten.expand, _aten.lift_fresh, _aten.permute, _aten.select),
-    *(_aten.slice, _aten.split, _aten.split_with_sizes, _aten.squeeze, _aten.t, _aten.transpose, _aten.unbind, _aten.unfold),
+    *(
+        _aten.alias,
+        _aten.as_strided,
+        _aten.detach,
+        _aten.diagonal,
+        _aten.expand,
+        _aten.lift_fresh,
+        _aten.permute,
+        _aten.select,
+    ),
+    *(
+        _aten.slice,
+        _aten.split,
+        _aten.split_with_sizes,
+        _aten.squeeze,
+        _aten.t,
+        _aten.transpose,
+        _aten.unbind,
+        _aten.unfold,
+    ),
     *(_aten.unsqueeze, _aten.view, _aten._reshape_alias, _aten._unsafe_view),  # noqa: SLF001  (what `reshape` becomes)
 }
 """Operations whose result is a view of their argument."""
@@ -51,7 +73,10 @@ _log = logging.getLogger("shardckpt")
 
 
 class _ChangedInPlaceError(BaseException):
-    """A model writes to a placeholder, which has no memory. No `Exception`, because a model may catch those."""
+    """A model writes to a placeholder, which has no memory.
+
+    No `Exception`, because a model may catch those.
+    """
 
 
 class Placeholder(torch.Tensor):  # type: ignore[misc]  # torch's types are not checked
@@ -61,12 +86,20 @@ class Placeholder(torch.Tensor):  # type: ignore[misc]  # torch's types are not 
     def __new__(cls: type[Self], _recorder: Recorder, _number: int, place: torch.Tensor) -> Self:
         """A tensor on the CPU, of the size, strides and dtype of `place`."""
         made: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001  (torch's documented way to make one)
-            cls, place.size(), strides=place.stride(), storage_offset=place.storage_offset(), dtype=place.dtype, device="cpu"
+            cls,
+            place.size(),
+            strides=place.stride(),
+            storage_offset=place.storage_offset(),
+            dtype=place.dtype,
+            device="cpu",
         )
         return made
 
     def __init__(self, recorder: Recorder, number: int, place: torch.Tensor) -> None:
-        """See `Recorder.placeholders`; `place` is a view of a meta tensor with the shape of the stored one."""
+        """See `Recorder.placeholders`.
+
+        `place` is a view of a meta tensor with the shape of the stored one.
+        """
         self.recorder = recorder
         self.number = number
         self.place = place
@@ -103,16 +136,28 @@ class Placeholder(torch.Tensor):  # type: ignore[misc]  # torch's types are not 
         if _is_view(func):
             one = args[0]
             places = func(one.place, *args[1:], **kwargs)
-            return tree_map_only(torch.Tensor, lambda place: cls(one.recorder, one.number, place), places)
-        if any(isinstance(leaf, Placeholder) for leaf in tree_leaves(_written_arguments(func, args, kwargs))):
+            return tree_map_only(
+                torch.Tensor, lambda place: cls(one.recorder, one.number, place), places
+            )
+        if any(
+            isinstance(leaf, Placeholder)
+            for leaf in tree_leaves(_written_arguments(func, args, kwargs))
+        ):
             raise _ChangedInPlaceError(str(packet))
         leaves, spec = tree_flatten((args, kwargs))
-        args, kwargs = spec.unflatten([leaf.recorder.read(leaf, str(packet)) if isinstance(leaf, Placeholder) else leaf for leaf in leaves])
+        args, kwargs = spec.unflatten(
+            [
+                leaf.recorder.read(leaf, str(packet)) if isinstance(leaf, Placeholder) else leaf
+                for leaf in leaves
+            ]
+        )
         return func(*args, **kwargs)
 
 
 def _is_view(func: Any) -> bool:
-    return func.overloadpacket in _VIEWS and func is not _aten.view.dtype  # that one has other elements
+    return (
+        func.overloadpacket in _VIEWS and func is not _aten.view.dtype
+    )  # that one has other elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +174,11 @@ class _Part:
     @property
     def is_whole(self) -> bool:
         """Whether the view is the box's elements in their order."""
-        return prod(self.size) == self.box.size and self.strides == _row_major(self.size) and self.offset == 0
+        return (
+            prod(self.size) == self.box.size
+            and self.strides == _row_major(self.size)
+            and self.offset == 0
+        )
 
     @classmethod
     def of(cls, source: Placeholder, shape: Sequence[int]) -> _Part:
@@ -139,11 +188,22 @@ class _Part:
         apart = _row_major(shape)
         steps = [_index(stride, apart) for stride in strides]
         start = _index(offset, apart)
-        last = [a + sum((n - 1) * step[d] for n, step in zip(size, steps, strict=True)) for d, a in enumerate(start)]
-        if all(at < n for at, n in zip(last, shape, strict=True)):  # no index is carried over to the dimension before
+        last = [
+            a + sum((n - 1) * step[d] for n, step in zip(size, steps, strict=True))
+            for d, a in enumerate(start)
+        ]
+        if all(
+            at < n for at, n in zip(last, shape, strict=True)
+        ):  # no index is carried over to the dimension before
             box = Box(tuple(start), tuple(at + 1 for at in last))
             inside = _row_major(box.shape)
-            return cls(source.number, box, size, tuple(sum(a * b for a, b in zip(step, inside, strict=True)) for step in steps), 0)
+            return cls(
+                source.number,
+                box,
+                size,
+                tuple(sum(a * b for a, b in zip(step, inside, strict=True)) for step in steps),
+                0,
+            )
         end = offset + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
         rows = offset // apart[0], end // apart[0] + 1
         box = Box((rows[0], *[0] * (len(shape) - 1)), (rows[1], *shape[1:]))
@@ -151,18 +211,27 @@ class _Part:
 
 
 class Recorder:
-    """Gives placeholders of a model's tensors, and fills what was copied of them. For one thread."""
+    """Gives placeholders of a model's tensors, and fills what was copied of them.
+
+    For one thread.
+    """
 
     def __init__(
-        self, view: ModelView, seen: Callable[[int, Box, NDArray[Any]], None] | None = None, *, copy_at_once: bool = False
+        self,
+        view: ModelView,
+        seen: Callable[[int, Box, NDArray[Any]], None] | None = None,
+        *,
+        copy_at_once: bool = False,
     ) -> None:
         """Note copies of the tensors of `view`.
 
         Args:
             view: the files of a model.
-            seen: called on several threads with all that is read: position in `view.arrays()`, box, and elements in its dtype.
-            copy_at_once: make each copy when it is noted. A function that also repacks parameters needs that: operations that torch does
-                not dispatch would read them before they are filled. It suits elements that are in memory already.
+            seen: called on several threads with all that is read: position in `view.arrays()`, box,
+                and elements in its dtype.
+            copy_at_once: make each copy when it is noted. A function that also repacks parameters
+                needs that: operations that torch does not dispatch would read them before they are
+                filled. It suits elements that are in memory already.
         """
         self._view = view
         self._seen = seen
@@ -170,7 +239,8 @@ class Recorder:
         self._arrays = view.arrays()
         self._dtypes = [by_name(array.dtype_name) for array in self._arrays]
         self._thread: int | None = threading.get_ident()
-        """The thread in which copies are noted; in others, and after `run`, they are made at once."""
+        """The thread in which copies are noted; in others, and after `run`, they are made at
+        once."""
         self._noted: list[tuple[torch.Tensor, _Part]] = []
         self._touched: set[int] = set()
         """Addresses of the storages into which copies are noted."""
@@ -179,28 +249,40 @@ class Recorder:
         self._written_arguments: Counter[int] = Counter()
         """Address of a storage → elements that were copied or written to it."""
         self.boxes: set[tuple[int, Box]] = set()
-        """Position in `view.arrays()` and box of all that was copied or read, also to tensors on the meta device."""
+        """Position in `view.arrays()` and box of all that was copied or read, also to tensors on
+        the meta device."""
 
     def run(self, load_weights: Callable[[Iterator[tuple[str, torch.Tensor]]], Any]) -> Any:
-        """Call a model's function with the placeholders, and read what it copied; return what it returned.
+        """Call a model's function with the placeholders, and read what it copied.
+
+        Return what it returned.
 
         Args:
-            load_weights: takes pairs of name and tensor. It is called a second time if it changes a placeholder in place.
+            load_weights: takes pairs of name and tensor. It is called a second time if it changes a
+                placeholder in place.
 
         Raises:
-            CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or cannot be read.
+            CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or
+                cannot be read.
         """
         try:
             with _FillBeforeUse(self):
                 returned = load_weights(self.placeholders())
             self.fill()
         except _ChangedInPlaceError as changed:
-            _log.warning("%s: %s changes a tensor in place; all tensors are read completely", self._view.checkpoint.location, changed)
+            _log.warning(
+                "%s: %s changes a tensor in place; all tensors are read completely",
+                self._view.checkpoint.location,
+                changed,
+            )
             self._noted.clear()
             self._touched.clear()
             self._written_arguments.clear()
             with _FillBeforeUse(self):
-                returned = load_weights((name, self.read(placeholder, str(changed))) for name, placeholder in self.placeholders())
+                returned = load_weights(
+                    (name, self.read(placeholder, str(changed)))
+                    for name, placeholder in self.placeholders()
+                )
         finally:
             self._thread = None
         return returned
@@ -213,7 +295,9 @@ class Recorder:
 
     def note(self, into: torch.Tensor, source: Placeholder) -> None:
         """Note a copy, which `fill` makes."""
-        into.new_empty(into.shape, device="meta").copy_(source.place)  # raises an error for shapes that do not fit
+        into.new_empty(into.shape, device="meta").copy_(
+            source.place
+        )  # raises an error for shapes that do not fit
         if self._thread != threading.get_ident():
             into.copy_(self.read(source, "aten.copy_"))
         elif source.numel():
@@ -235,9 +319,14 @@ class Recorder:
     def filled_in_part(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """Names of the parameters of which only some elements were written, for example because a part of a fused weight is missing.
 
-        Parameters that are placeholders still are among them. Elements are counted, so a part that was written twice may hide another one.
+        Parameters that are placeholders still are among them. Elements are counted, so a part that
+        was written twice may hide another one.
         """
-        return [name for name, one in parameters if isinstance(one.data, Placeholder) or self._is_filled_in_part(one)]
+        return [
+            name
+            for name, one in parameters
+            if isinstance(one.data, Placeholder) or self._is_filled_in_part(one)
+        ]
 
     def _is_filled_in_part(self, tensor: torch.Tensor) -> bool:
         elements: int = tensor.numel()
@@ -253,7 +342,12 @@ class Recorder:
         """The elements that a placeholder stands for, for an operation that needs them now."""
         name = self._arrays[source.number].name
         self.read_at_once[operation] += 1
-        _log.info("%s: %s needs all elements of %s at once", self._view.checkpoint.location, operation, name)
+        _log.info(
+            "%s: %s needs all elements of %s at once",
+            self._view.checkpoint.location,
+            operation,
+            name,
+        )
         if source.numel() == 0:
             return torch.empty(source.shape, dtype=source.dtype)
         part = _Part.of(source, self._arrays[source.number].shape)
@@ -266,7 +360,8 @@ class Recorder:
         """Read all noted parts into the places that they were copied to.
 
         Raises:
-            CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or cannot be read.
+            CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or
+                cannot be read.
         """
         noted, self._noted = self._noted, []
         touched, self._touched = self._touched, set()
@@ -279,18 +374,27 @@ class Recorder:
     def _fill(self, noted: Sequence[tuple[torch.Tensor, _Part]]) -> None:
         alone = _alone([into for into, _ in noted])
         with torch.no_grad():
-            for batch in batches(enumerate(noted), lambda one: (self._nbytes(one[1][1]),), (_BATCH_BYTES,)):
+            for batch in batches(
+                enumerate(noted), lambda one: (self._nbytes(one[1][1]),), (_BATCH_BYTES,)
+            ):
                 reads, copies = [], []
                 for i, (into, part) in batch:
                     dtype = torch_dtype(self._dtypes[part.number])
-                    straight = into.device.type == "cpu" and into.dtype == dtype and into.shape == part.size and into.is_contiguous()
+                    straight = (
+                        into.device.type == "cpu"
+                        and into.dtype == dtype
+                        and into.shape == part.size
+                        and into.is_contiguous()
+                    )
                     straight = straight and not into.is_conj() and not into.is_neg()
                     if straight and part.is_whole and alone[i]:
                         reads.append((part, into.detach().view(part.box.shape)))
                     else:
                         buffer = torch.empty(part.box.shape, dtype=dtype)
                         reads.append((part, buffer))
-                        copies.append((into, buffer.as_strided(part.size, part.strides, part.offset)))
+                        copies.append(
+                            (into, buffer.as_strided(part.size, part.strides, part.offset))
+                        )
                 self._read(reads)
                 for into, elements in copies:  # in the order in which the model made them
                     into.copy_(elements)
@@ -300,7 +404,10 @@ class Recorder:
 
     def _read(self, reads: Sequence[tuple[_Part, torch.Tensor]]) -> None:
         """Read boxes into contiguous tensors of their shapes."""
-        boxes = [(part.number, part.box, array_of(into, self._dtypes[part.number])) for part, into in reads]
+        boxes = [
+            (part.number, part.box, array_of(into, self._dtypes[part.number]))
+            for part, into in reads
+        ]
         self._view.read_boxes(boxes)
         seen = self._seen
         if seen is not None:
@@ -309,13 +416,21 @@ class Recorder:
 
 def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that an operation writes to."""
-    writes = [(i, one.name) for i, one in enumerate(func._schema.arguments) if one.alias_info and one.alias_info.is_write]  # noqa: SLF001
+    writes = [
+        (i, one.name)
+        for i, one in enumerate(func._schema.arguments)  # noqa: SLF001
+        if one.alias_info and one.alias_info.is_write
+    ]
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in writes]
 
 
 def _with_memory(arguments: Any) -> list[torch.Tensor]:
     """The tensors in some arguments that are not placeholders."""
-    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Placeholder)]
+    return [
+        leaf
+        for leaf in tree_leaves(arguments)
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Placeholder)
+    ]
 
 
 class _FillBeforeUse(TorchDispatchMode):  # type: ignore[misc]  # torch's types are not checked
@@ -362,7 +477,11 @@ def _alone(places: Sequence[torch.Tensor]) -> list[bool]:
     """For each place whether no other one shares memory with it: then they may be filled in any order."""
     bounds = []
     for i, place in enumerate(places):
-        last = sum((n - 1) * stride for n, stride in zip(place.shape, place.stride(), strict=True)) if place.numel() else 0
+        last = (
+            sum((n - 1) * stride for n, stride in zip(place.shape, place.stride(), strict=True))
+            if place.numel()
+            else 0
+        )
         bounds.append((place.data_ptr(), place.data_ptr() + (last + 1) * place.itemsize, i))
     alone = [True] * len(places)
     bounds.sort()

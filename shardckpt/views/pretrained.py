@@ -1,7 +1,10 @@
-"""`from_pretrained`: load a transformers model from a checkpoint. Each process reads only the weights that it keeps.
+"""`from_pretrained`: load a transformers model from a checkpoint.
 
-transformers builds the model on the meta device, and takes the weights as a dict of slices like those of safetensors. It indexes each
-with the slices that this process holds under its tensor-parallel plan or device map.
+Each process reads only the weights that it keeps.
+
+transformers builds the model on the meta device, and takes the weights as a dict of slices like
+those of safetensors. It indexes each with the slices that this process holds under its
+tensor-parallel plan or device map.
 """
 
 from __future__ import annotations
@@ -24,23 +27,36 @@ if TYPE_CHECKING:
 
     from shardckpt.reading.checkpoint import Checkpoint
 
-_KERNELS = {"attn_implementation", "attn_implementation_internal", "experts_implementation", "experts_implementation_internal"}
+_KERNELS = {
+    "attn_implementation",
+    "attn_implementation_internal",
+    "experts_implementation",
+    "experts_implementation_internal",
+}
 _OF_VIEW = NameOptions.declared().keys() - {"dtype", "config"}
 
 
-def from_pretrained(model_class: Any, source: str | os.PathLike[str] | Checkpoint, *, config: Any = None, **options: Any) -> Any:
+def from_pretrained(
+    model_class: Any,
+    source: str | os.PathLike[str] | Checkpoint,
+    *,
+    config: Any = None,
+    **options: Any,
+) -> Any:
     """Load a transformers model from a checkpoint, without an export.
 
-        model = shardckpt.from_pretrained(AutoModelForCausalLM, "gs://bucket/run/100", include="model/**", strip_prefix="model/")
+        model = shardckpt.from_pretrained(AutoModelForCausalLM, "gs://bucket/run/100",
+        include="model/**", strip_prefix="model/")
 
     Args:
         model_class: `AutoModelForCausalLM`, or another class with transformers' `from_pretrained`.
         source: path or url of the checkpoint, or an open one.
-        config: the model's configuration, its `config.json`, or a directory with this file; None: the `config.json` in the checkpoint's
-            metadata.
-        options: `include`, `mapping` and other options of `safetensors_view` that choose and name tensors. All others go to
-            transformers, such as `dtype`, `device_map`, `device_mesh` and `tp_plan`. The default of `dtype` is the most frequent
-            floating-point dtype of the weights.
+        config: the model's configuration, its `config.json`, or a directory with this file; None:
+            the `config.json` in the checkpoint's metadata.
+        options: `include`, `mapping` and other options of `safetensors_view` that choose and name
+            tensors. All others go to transformers, such as `dtype`, `device_map`, `device_mesh` and
+            `tp_plan`. The default of `dtype` is the most frequent floating-point dtype of the
+            weights.
 
     Returns:
         The model; with `output_loading_info=True`, the model and transformers' loading information.
@@ -58,20 +74,30 @@ def from_pretrained(model_class: Any, source: str | os.PathLike[str] | Checkpoin
     if config is None:
         if "config.json" not in kept:
             raise OptionError(
-                f"{view.checkpoint.location} has no config.json, which only an import from Hugging Face keeps; give config=, a directory."
+                f"{view.checkpoint.location} has no config.json, which only an import from "
+                "Hugging Face keeps; give config=, a directory."
             )
         # Names of kernels there would be names of code to download.
-        described = {name: value for name, value in kept["config.json"].items() if name.lstrip("_") not in _KERNELS}
+        described = {
+            name: value
+            for name, value in kept["config.json"].items()
+            if name.lstrip("_") not in _KERNELS
+        }
         try:
             config = AutoConfig.for_model(described.pop("model_type"), **described)
         except (KeyError, TypeError, ValueError) as error:
             raise OptionError(
-                f"{view.checkpoint.location}: transformers does not know the model of config.json ({error!r}); give config=."
+                f"{view.checkpoint.location}: transformers does not know the model of config.json "
+                f"({error!r}); give config=."
             ) from error
     elif not hasattr(config, "to_dict"):
         config = AutoConfig.from_pretrained(config)
     arrays = view.arrays()
-    counts = Counter(dtype for array in arrays if (dtype := torch_dtype(by_name(array.dtype_name))) is not None and dtype.is_floating_point)
+    counts = Counter(
+        dtype
+        for array in arrays
+        if (dtype := torch_dtype(by_name(array.dtype_name))) is not None and dtype.is_floating_point
+    )
     if not options.keys() & {"dtype", "torch_dtype"}:
         options["dtype"] = counts.most_common(1)[0][0] if counts else torch.float32
     if hasattr(model_class, "from_config"):  # an Auto class; without a path these choose no class
@@ -79,11 +105,14 @@ def from_pretrained(model_class: Any, source: str | os.PathLike[str] | Checkpoin
             model_class = type(model_class.from_config(config))
     weights = {array.name: TensorSlice(array, "pt", "cpu") for array in arrays}
     with_info = options.pop("output_loading_info", False)
-    model, info = model_class.from_pretrained(None, config=config, state_dict=weights, output_loading_info=True, **options)
+    model, info = model_class.from_pretrained(
+        None, config=config, state_dict=weights, output_loading_info=True, **options
+    )
     if info["missing_keys"] and not with_info:
         raise NamesMismatchError(
-            f"{view.checkpoint.location} has no weights for {few(sorted(info['missing_keys']))} of {type(model).__name__}; choose and name "
-            f"tensors as the model does, by include=, strip_prefix= and mapping=, or take them as they are with output_loading_info=True."
+            f"{view.checkpoint.location} has no weights for {few(sorted(info['missing_keys']))} "
+            f"of {type(model).__name__}; choose and name tensors as the model does, by include=, "
+            "strip_prefix= and mapping=, or take them as they are with output_loading_info=True."
         )
     if "generation_config.json" in kept and getattr(model, "generation_config", None) is not None:
         model.generation_config = GenerationConfig.from_dict(kept["generation_config.json"])

@@ -1,7 +1,8 @@
 """Proof that what several processes read of a checkpoint is what was saved.
 
-Each process adds the sums (`format.fingerprint`) of the boxes that it has read, as they lie in its memory. Where the boxes of all
-processes cover a tensor, each element once, their sums give the tensor's fingerprint, which must be the one that the save recorded.
+Each process adds the sums (`format.fingerprint`) of the boxes that it has read, as they lie in its
+memory. Where the boxes of all processes cover a tensor, each element once, their sums give the
+tensor's fingerprint, which must be the one that the save recorded.
 """
 
 from __future__ import annotations
@@ -30,10 +31,16 @@ if TYPE_CHECKING:
 
 
 class ReadProof:
-    """Sums of the boxes that a process has read of a model. Boxes may be added on several threads."""
+    """Sums of the boxes that a process has read of a model.
+
+    Boxes may be added on several threads.
+    """
 
     def __init__(self, view: ModelView) -> None:
-        """Sum up tensors of which a fingerprint is recorded, and that the view does not change. All others cannot be proved."""
+        """Sum up tensors of which a fingerprint is recorded, and that the view does not change.
+
+        All others cannot be proved.
+        """
         checkpoint = view.checkpoint
         self._where = checkpoint.location
         self._recorded = recorded_fingerprint(checkpoint.place, checkpoint.record)
@@ -52,7 +59,10 @@ class ReadProof:
             add(sums, tensor.shape, box.start, elements.view(tensor.dtype.storage))
             known = self.parts.setdefault(tensor.name, {}).setdefault(box, sums)
             if not np.array_equal(known, sums):
-                raise CorruptionError(f"{self._where}: {tensor.name}{box} was read twice, with different elements; check the memory.")
+                raise CorruptionError(
+                    f"{self._where}: {tensor.name}{box} was read twice, with different elements; "
+                    "check the memory."
+                )
 
     def check(self, processes: Iterable[Parts]) -> list[str]:
         """Compare the sums with the recorded fingerprint.
@@ -61,8 +71,8 @@ class ReadProof:
             processes: `parts` of all processes.
 
         Returns:
-            Names of the tensors that are proved to be what was saved. All others have no fingerprint, are changed by the view, or were
-            read in part or in boxes that overlap.
+            Names of the tensors that are proved to be what was saved. All others have no
+            fingerprint, are changed by the view, or were read in part or in boxes that overlap.
 
         Raises:
             CorruptionError: a tensor is not what was saved.
@@ -71,8 +81,13 @@ class ReadProof:
         for parts in processes:
             for name, boxes in parts.items():
                 for box, sums in boxes.items():
-                    if not np.array_equal(together.setdefault(name, {}).setdefault(box, sums), sums):
-                        raise CorruptionError(f"{self._where}: two processes have different elements of {name}{box}; check their memory.")
+                    if not np.array_equal(
+                        together.setdefault(name, {}).setdefault(box, sums), sums
+                    ):
+                        raise CorruptionError(
+                            f"{self._where}: two processes have different elements of "
+                            f"{name}{box}; check their memory."
+                        )
         proved: list[str] = []
         wrong: list[str] = []
         for tensor in self._tensors.values():
@@ -80,10 +95,13 @@ class ReadProof:
             pieces = [Piece(tensor.name, box.start, box.shape, (1,) * box.ndim) for box in boxes]
             if coverage_gap(tensor.shape, pieces) is None:
                 total = np.bitwise_xor.reduce([no_sums(tensor.nbytes), *boxes.values()])
-                matches = digest(tensor.dtype.name, tensor.shape, total) == self._recorded[tensor.name]
+                matches = (
+                    digest(tensor.dtype.name, tensor.shape, total) == self._recorded[tensor.name]
+                )
                 (proved if matches else wrong).append(tensor.name)
         if wrong:
             raise CorruptionError(
-                f"{self._where}: elements that were read do not match the saved fingerprint of {few(wrong)}; run shardckpt verify."
+                f"{self._where}: elements that were read do not match the saved fingerprint of "
+                f"{few(wrong)}; run shardckpt verify."
             )
         return proved

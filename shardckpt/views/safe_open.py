@@ -20,13 +20,22 @@ if TYPE_CHECKING:
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reading.lazy_array import LazyArray
 
-_FRAMEWORKS = {"np": "np", "numpy": "np", "pt": "pt", "torch": "pt", "pytorch": "pt", "jax": "jax", "flax": "jax"}
+_FRAMEWORKS = {
+    "np": "np",
+    "numpy": "np",
+    "pt": "pt",
+    "torch": "pt",
+    "pytorch": "pt",
+    "jax": "jax",
+    "flax": "jax",
+}
 
 
 class safe_open:  # noqa: N801  (the name in safetensors)
     """Tensors of a checkpoint, with the interface of `safetensors.safe_open`.
 
-    Use it as a context manager: `with shardckpt.safe_open(url, "pt") as f: weight = f.get_tensor("model.norm.weight")`.
+    Use it as a context manager: `with shardckpt.safe_open(url, "pt") as f: weight =
+    f.get_tensor("model.norm.weight")`.
     """
 
     def __init__(
@@ -49,7 +58,10 @@ class safe_open:  # noqa: N801  (the name in safetensors)
             NotFoundError: there is no committed checkpoint.
         """
         if framework not in _FRAMEWORKS:
-            raise OptionError(f"safe_open(framework={shorten(framework)}): give one of {', '.join(map(repr, _FRAMEWORKS))}.")
+            raise OptionError(
+                f"safe_open(framework={shorten(framework)}): give one of "
+                f"{', '.join(map(repr, _FRAMEWORKS))}."
+            )
         self._framework = _FRAMEWORKS[framework]
         self._device = device
         self._view = ModelView(source, **options)
@@ -59,7 +71,12 @@ class safe_open:  # noqa: N801  (the name in safetensors)
         """Return itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Nothing stays open."""
 
     def keys(self) -> list[str]:
@@ -79,7 +96,8 @@ class safe_open:  # noqa: N801  (the name in safetensors)
 
         Raises:
             NamesMismatchError: there is no such tensor.
-            CorruptionError, MissingDataError, StorageError: stored bytes are damaged or missing, or cannot be read.
+            CorruptionError, MissingDataError, StorageError: stored bytes are damaged or missing, or
+                cannot be read.
         """
         return self.get_slice(name)[...]
 
@@ -90,12 +108,18 @@ class safe_open:  # noqa: N801  (the name in safetensors)
             NamesMismatchError: there is no such tensor.
         """
         if name not in self._arrays:
-            raise NamesMismatchError(f"{self._view.checkpoint.location}: no tensor {name!r}{did_you_mean(name, self._arrays)}.")
+            raise NamesMismatchError(
+                f"{self._view.checkpoint.location}: no tensor "
+                f"{name!r}{did_you_mean(name, self._arrays)}."
+            )
         return TensorSlice(self._arrays[name], self._framework, self._device)
 
 
 class TensorSlice:
-    """Handle of a tensor in a checkpoint; indexing it reads a part, as a tensor of the framework."""
+    """Handle of a tensor in a checkpoint.
+
+    Indexing it reads a part, as a tensor of the framework.
+    """
 
     def __init__(self, array: LazyArray, framework: str, device: Any) -> None:
         """See `safe_open.get_slice`."""
@@ -119,7 +143,11 @@ class TensorSlice:
         if self._framework == "jax":
             import jax
 
-            return jax.device_put(elements) if self._device == "cpu" else jax.device_put(elements, self._device)
+            return (
+                jax.device_put(elements)
+                if self._device == "cpu"
+                else jax.device_put(elements, self._device)
+            )
         from shardckpt.frameworks.torch import tensor_of
 
         return tensor_of(elements, by_name(self._array.dtype_name)).to(self._device)

@@ -1,14 +1,19 @@
 """vLLM's weight-transfer engine: it brings the versions of a publisher to a running engine.
 
-    llm = LLM(model, weight_transfer_config={"backend": "shardckpt"}, worker_extension_cls="shardckpt.views.vllm_follow.FollowWorker")
-    llm.init_weight_transfer_engine({"init_info": {"url": "gs://bucket/policy", "options": {"include": "model/**", …}}})
-    step = next_version(llm)  # prepare, start_weight_update, update_weights, finish_weight_update
+    llm = LLM(model, weight_transfer_config={"backend": "shardckpt"},
+    worker_extension_cls="shardckpt.views.vllm_follow.FollowWorker")
+    llm.init_weight_transfer_engine({"init_info": {"url": "gs://bucket/policy", "options":
+    {"include": "model/**", …}}}) step = next_version(llm)  # prepare, start_weight_update,
+    update_weights, finish_weight_update
 
-1. A rehearsal: the model's own `load_weights` is called once with placeholders, while the model's parameters are those of before any
-   repacking, on the meta device (vLLM keeps their description). The copies that it makes are the boxes that this rank needs.
-2. `prepare` reads the chunks of these boxes in a thread, while the engine serves: of later versions, only the differences.
-3. `update_weights` loads them through vLLM's layerwise reload, which repacks each layer and copies it to where it was. The elements
-   come from memory. All ranks have prepared the version, or none loads it.
+1. A rehearsal: the model's own `load_weights` is called once with placeholders, while the model's
+   parameters are those of before any repacking, on the meta device (vLLM keeps their description).
+   The copies that it makes are the boxes that this rank needs.
+2. `prepare` reads the chunks of these boxes in a thread, while the engine serves: of later
+   versions, only the differences.
+3. `update_weights` loads them through vLLM's layerwise reload, which repacks each layer and copies
+   it to where it was. The elements come from memory. All ranks have prepared the version, or none
+   loads it.
 4. `prove` compares what the loader was given with the publisher's fingerprint.
 """
 
@@ -23,8 +28,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_world_group
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta, to_meta_tensor
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
@@ -61,7 +73,8 @@ class FollowInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not i
     url: str
     """The place of all versions of a `Publisher`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """`include`, `strip_prefix`, `mapping` and other options of `safetensors_view` that choose and name tensors as the model does."""
+    """`include`, `strip_prefix`, `mapping` and other options of `safetensors_view` that choose and
+    name tensors as the model does."""
 
 
 @dataclass
@@ -143,12 +156,19 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
 
     def _check(self) -> _ModelFollower:
         if self._follower is None:
-            raise OptionError(f'{NAME}: call init_weight_transfer_engine({{"init_info": {{"url": …}}}}) first.')
+            raise OptionError(
+                f'{NAME}: call init_weight_transfer_engine({{"init_info": {{"url": …}}}}) first.'
+            )
         if self._is_broken:
-            raise OptionError(f"{self._follower.root}: an earlier update failed while it changed this engine's weights; start vLLM again.")
+            raise OptionError(
+                f"{self._follower.root}: an earlier update failed while it changed this engine's "
+                "weights; start vLLM again."
+            )
         return self._follower
 
-    def _choose(self, follower: _ModelFollower, step: int | None, *, newest: bool) -> tuple[int, bool] | None:
+    def _choose(
+        self, follower: _ModelFollower, step: int | None, *, newest: bool
+    ) -> tuple[int, bool] | None:
         """Step of the version to load next, and whether it was found just now, as the first rank decides it; all ranks call it.
 
         Args:
@@ -176,13 +196,20 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
 
     def _begin(self, follower: _ModelFollower, step: int, is_new: bool) -> None:
         """Begin to prepare a version, unless it is prepared or being prepared."""
-        if self._version is not None and self._version.step == step and self._failed is None and not is_new:
+        if (
+            self._version is not None
+            and self._version.step == step
+            and self._failed is None
+            and not is_new
+        ):
             return
         self._join()
         version = follower.at(step)
         self._rehearse(follower, version.checkpoint)
         self._version, self._failed = version, None
-        self._reading = threading.Thread(target=self._prepare, args=(version,), name="shardckpt-prepare", daemon=True)
+        self._reading = threading.Thread(
+            target=self._prepare, args=(version,), name="shardckpt-prepare", daemon=True
+        )
         self._reading.start()
 
     def _is_reading(self) -> bool:
@@ -202,8 +229,9 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
                 raise
             except (KeyError, ValueError) as error:
                 raise NamesMismatchError(
-                    f"{where}: {type(self.model).__name__} does not take the tensors ({error}); choose and name tensors as the model does, "
-                    f"""with init_info, as in {{"options": {{"include": "model/**", "strip_prefix": "model/"}}}}."""
+                    f"{where}: {type(self.model).__name__} does not take the tensors ({error}); "
+                    "choose and name tensors as the model does, with init_info, as in "
+                    '{"options": {"include": "model/**", "strip_prefix": "model/"}}.'
                 ) from error
             refuse_missing(where, self.model, recorder, loaded)
         follower.forms, follower.boxes = forms, recorder.boxes
@@ -233,7 +261,10 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
             self._reading = None
 
     def start_weight_update(self) -> None:
-        """Check that the engine can follow; the model stays as it is until all ranks have what they need."""
+        """Check that the engine can follow.
+
+        The model stays as it is until all ranks have what they need.
+        """
         self._check()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -246,15 +277,19 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
         """See `update_weights`.
 
         Raises:
-            OptionError: there is no version; or an earlier update failed while it changed the model.
-            CorruptionError, MissingDataError, ReplacedError, StorageError: a rank could not prepare it; all keep what they have.
+            OptionError: there is no version; or an earlier update failed while it changed the
+                model.
+            CorruptionError, MissingDataError, ReplacedError, StorageError: a rank could not prepare
+            it; all keep what they have.
         """
         follower = self._check()
         failed: Exception | None = None
         chosen = self._choose(follower, update_info.step, newest=False)
         try:
             if chosen is None:
-                raise OptionError(f"{follower.root}: there is no version other than the one that this engine has.")  # noqa: TRY301
+                raise OptionError(  # noqa: TRY301
+                    f"{follower.root}: there is no version other than the one that this engine has."
+                )
             self._begin(follower, *chosen)
             self._join()
             self.is_ready()
@@ -264,7 +299,10 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
         if failed is not None:
             raise failed
         if any(failures):
-            raise CorruptionError(f"{follower.root}: another rank could not prepare the version: {next(filter(None, failures))}")
+            raise CorruptionError(
+                f"{follower.root}: another rank could not prepare the version: "
+                f"{next(filter(None, failures))}"
+            )
         version, self._version = self._version, None
         assert version is not None
         view = follower.view(version.checkpoint)
@@ -284,11 +322,14 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
         """Nothing: `update_weights` has finished it."""
 
     def prove(self) -> dict[str, Any]:
-        """Compare what the model's loader was given, and copied, with the publisher's fingerprint; all ranks call it.
+        """Compare what the model's loader was given, and copied, with the publisher's fingerprint.
+
+        All ranks call it.
 
         Returns:
-            `step`; `proved`, the stored names of the tensors that all ranks together got completely, in the stored dtype, as published;
-            and `not_proved`, all others: converted or merged by an option, read in part, or without a fingerprint.
+            `step`; `proved`, the stored names of the tensors that all ranks together got
+            completely, in the stored dtype, as published; and `not_proved`, all others: converted
+            or merged by an option, read in part, or without a fingerprint.
 
         Raises:
             CorruptionError: a tensor's elements are not those of the version; names it.
@@ -298,7 +339,11 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
             raise OptionError(f"{NAME}: no version was loaded; call update_weights first.")
         version, view, proof = self._applied
         proved = proof.check(of_all_ranks(proof.parts))
-        return {"step": version.step, "proved": proved, "not_proved": [name for name in view.sources if name not in set(proved)]}
+        return {
+            "step": version.step,
+            "proved": proved,
+            "not_proved": [name for name in view.sources if name not in set(proved)],
+        }
 
     def shutdown(self) -> None:
         """Wait for the thread, and free the memory."""
@@ -311,13 +356,22 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
 @contextmanager
 def _unpack(model: nn.Module) -> Iterator[None]:
     """A context in which a model's parameters are those that its loader fills, on the meta device."""
-    kept = [(layer, dict(vars(layer)), dict(layer._parameters), dict(layer._buffers)) for layer in model.modules()]  # noqa: SLF001
+    kept = [
+        (layer, dict(vars(layer)), dict(layer._parameters), dict(layer._buffers))  # noqa: SLF001
+        for layer in model.modules()
+    ]
     unsaved = [{*layer._non_persistent_buffers_set} for layer, *_ in kept]  # noqa: SLF001
     try:
         for layer, *_ in kept:
             known = get_layerwise_info(layer)
-            copies = tuple({name: to_meta_tensor(tensor) for name, tensor in tensors.items()} for tensors in known.restore_metadata)
-            restore_layer_on_meta(layer, LayerReloadingInfo(restore_metadata=copies, restore_device=known.restore_device))
+            copies = tuple(
+                {name: to_meta_tensor(tensor) for name, tensor in tensors.items()}
+                for tensors in known.restore_metadata
+            )
+            restore_layer_on_meta(
+                layer,
+                LayerReloadingInfo(restore_metadata=copies, restore_device=known.restore_device),
+            )
         yield
     finally:
         for (layer, attributes, parameters, buffers), names in zip(kept, unsaved, strict=True):
@@ -351,15 +405,20 @@ class FollowWorker:
 def _engine(worker: FollowWorker) -> FollowEngine:
     engine = worker.weight_transfer_engine
     if not isinstance(engine, FollowEngine):
-        raise OptionError(f'{NAME}: start vLLM with weight_transfer_config={{"backend": "{NAME}"}}.')
+        raise OptionError(
+            f'{NAME}: start vLLM with weight_transfer_config={{"backend": "{NAME}"}}.'
+        )
     return engine
 
 
 def next_version(llm: Any) -> int | None:
-    """Bring an `LLM` to the newest version, and set its `weight_version`; requests that run meanwhile finish first.
+    """Bring an `LLM` to the newest version, and set its `weight_version`.
+
+    Requests that run meanwhile finish first.
 
     Args:
-        llm: a `vllm.LLM` with `worker_extension_cls` and `weight_transfer_config` as above, whose weight-transfer engine is initialised.
+        llm: a `vllm.LLM` with `worker_extension_cls` and `weight_transfer_config` as above, whose
+            weight-transfer engine is initialised.
 
     Returns:
         The step; None if there is no other version than the one it has.

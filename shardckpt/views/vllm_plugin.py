@@ -2,8 +2,9 @@
 
     vllm serve runs/100 --load-format shardckpt --config-format shardckpt --tokenizer-mode shardckpt
 
-vLLM finds `register` by the entry point `vllm.general_plugins`. Each worker reads the parts of tensors that its model copies into its
-parameters (`placeholders`). Configuration and tokenizer are those that an import kept in the checkpoint's metadata.
+vLLM finds `register` by the entry point `vllm.general_plugins`. Each worker reads the parts of
+tensors that its model copies into its parameters (`placeholders`). Configuration and tokenizer are
+those that an import kept in the checkpoint's metadata.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ _log = logging.getLogger("vllm.shardckpt")  # vLLM configures the loggers below 
 class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """Fills a model's parameters from a checkpoint.
 
-    `--model-loader-extra-config` may have `url`, the place of the checkpoint if the model's path is a directory of configuration and
-    tokenizer; and `include`, `strip_prefix`, `mapping` and other options of `safetensors_view` that choose and name tensors.
+    `--model-loader-extra-config` may have `url`, the place of the checkpoint if the model's path is
+    a directory of configuration and tokenizer; and `include`, `strip_prefix`, `mapping` and other
+    options of `safetensors_view` that choose and name tensors.
     """
 
     def __init__(self, load_config: Any) -> None:
@@ -67,8 +69,8 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not in
         Raises:
             OptionError: the model is quantised, or wants weights of other models.
             NamesMismatchError: names of checkpoint and model differ.
-            CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or cannot be read; or what was read is not
-                what was saved, by its fingerprint.
+            CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or
+                cannot be read; or what was read is not what was saved, by its fingerprint.
         """
         began = time.monotonic()
         url = self._url or model_config.model
@@ -82,13 +84,15 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not in
             raise
         except (KeyError, ValueError) as error:
             raise NamesMismatchError(
-                f"{url}: {type(model).__name__} does not take the tensors ({error}); choose and name tensors as the model does, with "
-                f"""--model-loader-extra-config, as in {{"include": "model/**", "strip_prefix": "model/"}}."""
+                f"{url}: {type(model).__name__} does not take the tensors ({error}); choose and "
+                "name tensors as the model does, with "
+                '--model-loader-extra-config, as in {"include": "model/**", "strip_prefix": "model/"}.'
             ) from error
         refuse_missing(url, model, recorder, loaded)
         proved = proof.check(of_all_ranks(proof.parts))
         _log.info(
-            "%s: read %.3f GB in %.1f seconds; %d tensors proved by their fingerprint; operations that read at once: %s",
+            "%s: read %.3f GB in %.1f seconds; %d tensors proved by their fingerprint; "
+            "operations that read at once: %s",
             url,
             view.checkpoint.stats.bytes_read / 1e9,
             time.monotonic() - began,
@@ -101,21 +105,29 @@ def refuse_models(url: str, model: nn.Module, model_config: Any) -> None:
     """Raise OptionError for a model that is quantised, or needs weights of a second one."""
     if model_config.quantization is not None:
         raise OptionError(
-            f"{url}: shardckpt does not load quantised models, and this one is {model_config.quantization}; export it to safetensors."
+            f"{url}: shardckpt does not load quantised models, and this one is "
+            f"{model_config.quantization}; export it to safetensors."
         )
     if getattr(model, "secondary_weights", ()):
         raise OptionError(
-            f"{url}: {type(model).__name__} needs weights of a second model, which shardckpt does not load; export it to safetensors."
+            f"{url}: {type(model).__name__} needs weights of a second model, which shardckpt does "
+            "not load; export it to safetensors."
         )
 
 
 def refuse_missing(url: str, model: nn.Module, recorder: Recorder, loaded: set[str] | None) -> None:
-    """Raise NamesMismatchError if parameters got no elements, or not all; `loaded` are those that the model says it has loaded."""
+    """Raise NamesMismatchError if parameters got no elements, or not all.
+
+    `loaded` are those that the model says it has loaded.
+    """
     missing = recorder.filled_in_part(model.named_parameters())
     if loaded is not None:
         missing = sorted({*missing, *({name for name, _ in model.named_parameters()} - loaded)})
     if missing:
-        raise NamesMismatchError(f"{url}: the checkpoint has no weights, or not all, for {few(missing)} of {type(model).__name__}.")
+        raise NamesMismatchError(
+            f"{url}: the checkpoint has no weights, or not all, for {few(missing)} of "
+            f"{type(model).__name__}."
+        )
 
 
 def of_all_ranks(value: T) -> list[T]:
@@ -136,7 +148,11 @@ class CheckpointConfigParser(HFConfigParser):  # type: ignore[misc]
         Raises:
             OptionError: there is no configuration.
         """
-        return super().parse(model if is_file(Path(model, "config.json")) else _directory(str(model), "config.json"), *args, **kwargs)
+        return super().parse(
+            model if is_file(Path(model, "config.json")) else _directory(str(model), "config.json"),
+            *args,
+            **kwargs,
+        )
 
 
 class CheckpointTokenizer(CachedHfTokenizer):  # type: ignore[misc]
@@ -149,7 +165,9 @@ class CheckpointTokenizer(CachedHfTokenizer):  # type: ignore[misc]
         Raises:
             OptionError: there is no tokenizer.
         """
-        return super().from_pretrained(_directory(str(path_or_repo_id), "tokenizer_config.json"), *args, **kwargs)
+        return super().from_pretrained(
+            _directory(str(path_or_repo_id), "tokenizer_config.json"), *args, **kwargs
+        )
 
 
 @cache
@@ -159,8 +177,9 @@ def _directory(url: str, needed: str) -> Path:
     files = config_files(checkpoint.metadata, None, url)
     if needed not in files:
         raise OptionError(
-            f"{url} has no {needed}, which only an import from Hugging Face keeps; give a directory that has it with --hf-config-path "
-            f"or --tokenizer, and leave out --tokenizer-mode."
+            f"{url} has no {needed}, which only an import from Hugging Face keeps; give a "
+            "directory that has it with --hf-config-path or --tokenizer, and leave out "
+            "--tokenizer-mode."
         )
     directory = Path(tempfile.mkdtemp(prefix="shardckpt-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
@@ -170,7 +189,10 @@ def _directory(url: str, needed: str) -> Path:
 
 
 def register() -> None:
-    """Register loader, parser, tokenizer and weight-transfer engine; vLLM calls it in each of its processes, sometimes twice."""
+    """Register loader, parser, tokenizer and weight-transfer engine.
+
+    VLLM calls it in each of its processes, sometimes twice.
+    """
     if NAME in TokenizerRegistry.tokenizers:
         return
     register_model_loader(NAME)(CheckpointLoader)

@@ -1,13 +1,16 @@
 """One process's part in one attempt at a checkpoint: its steps, their order, and the messages between processes.
 
-1. Take this process's share of the state (`state_share`). No process communicates with another one or with the storage.
-2. In the first save below a root, check whether all processes share the storage (`shared_storage`). Find the tensors that this process
-   skips in the base (`skipping`). Write its chunks, in grid order, until all are durable;
-   then write the chunk table and the host's record.
-3. Process 0 waits for the records of all hosts and commits. The others check from time to time whether it has.
+1. Take this process's share of the state (`state_share`). No process communicates with another one
+   or with the storage.
+2. In the first save below a root, check whether all processes share the storage (`shared_storage`).
+   Find the tensors that this process skips in the base (`skipping`). Write its chunks, in grid
+   order, until all are durable; then write the chunk table and the host's record.
+3. Process 0 waits for the records of all hosts and commits. The others check from time to time
+   whether it has.
 
-An `Attempt` is a context manager: if an error occurs before publishing begins, it is given up. `take`, `writer` and `commit` are its steps.
-The first step runs on the thread that saves. The others may run on another thread, and need nothing of the state.
+An `Attempt` is a context manager: if an error occurs before publishing begins, it is given up.
+`take`, `writer` and `commit` are its steps. The first step runs on the thread that saves. The
+others may run on another thread, and need nothing of the state.
 """
 
 from __future__ import annotations
@@ -31,8 +34,19 @@ from shardckpt.commit.publish import (
     read_prior,
     remove_replaced,
 )
-from shardckpt.errors import CommitError, CoordinationError, OptionError, OtherJobError, ShardckptError
-from shardckpt.frameworks.coordination import ALL_MUST_CALL, SilentStoreError, WaitNotice, coordinator_of
+from shardckpt.errors import (
+    CommitError,
+    CoordinationError,
+    OptionError,
+    OtherJobError,
+    ShardckptError,
+)
+from shardckpt.frameworks.coordination import (
+    ALL_MUST_CALL,
+    SilentStoreError,
+    WaitNotice,
+    coordinator_of,
+)
 from shardckpt.io.cores import note_local_processes
 from shardckpt.io.datafile import check_space
 from shardckpt.io.failures import is_shutting_down
@@ -66,11 +80,14 @@ if TYPE_CHECKING:
 COMMITTER = 0
 """The process that commits."""
 _FIRST_LOOK, _LAST_LOOK = 0.01, 1.0
-"""Seconds between two checks for the committer's word: least and most. Between these limits an eighth of the time waited so far."""
+"""Seconds between two checks for the committer's word: least and most. Between these limits an
+eighth of the time waited so far."""
 _STORAGE_LOOK = 10.0
-"""Seconds until the first check whether the storage shows a commit without announcement; the time until each next check doubles."""
+"""Seconds until the first check whether the storage shows a commit without announcement; the time
+until each next check doubles."""
 _PLACEHOLDER = 4.0
-"""Seconds that a process waits for the committer's placeholder on an object store before it writes one itself."""
+"""Seconds that a process waits for the committer's placeholder on an object store before it writes
+one itself."""
 _COMMITTING = 60.0
 """Seconds that the committer may take after the last host has finished."""
 _UNNAMED = ""
@@ -80,7 +97,13 @@ _UNNAMED = ""
 class Attempt:
     """One process's part in one attempt at a checkpoint."""
 
-    def __init__(self, store: Store, coordinator: Coordinator, options: SaveOptions, version: VersionToWrite | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        coordinator: Coordinator,
+        options: SaveOptions,
+        version: VersionToWrite | None = None,
+    ) -> None:
         self.store = store
         self.version = version
         """The version that the attempt is, if its chunks may be differences."""
@@ -92,7 +115,11 @@ class Attempt:
         self.turns = None if self.alone else turns_at(coordinator, store)
         """This process's calls to this place."""
         self._announcements = None if self.alone else Announcements(coordinator, store)
-        self._storage = None if self._announcements is None else SharedStorage(coordinator, store, self._announcements)
+        self._storage = (
+            None
+            if self._announcements is None
+            else SharedStorage(coordinator, store, self._announcements)
+        )
         self.name = (new_attempt() if self.turns is None else self.turns.next_name()) or _UNNAMED
         """Name of the attempt; after a failed save the processes find it when they write."""
         self.prior: Prior | None = None
@@ -116,19 +143,23 @@ class Attempt:
         self._late = False
         """Whether the others had given up the attempt before this process began it."""
         self._vouches = False
-        """Whether this process's record may exist. Others may then commit the attempt, so its files must stay."""
+        """Whether this process's record may exist. Others may then commit the attempt, so its files
+        must stay."""
         self._dependants: Dependants | None = None
-        """The checkpoints that need the one to be replaced, if there is one; used by the committing process."""
+        """The checkpoints that need the one to be replaced, if there is one; used by the committing
+        process."""
         self._durable = False
         """Whether this process's share and its record are durable."""
         self.record: HostRecord | None = None
         """The record of this process's share, when that is durable."""
         self._ended = False
-        """Whether only publishing, or waiting for it, is left. Both report their own errors, so `give_up` is not called."""
+        """Whether only publishing, or waiting for it, is left. Both report their own errors, so
+        `give_up` is not called."""
         if is_shutting_down():
             error = CommitError(
-                f"{store}: Python is shutting down and starts no threads any more, so nothing can be saved, and nothing was. "
-                f"Save before the program ends, not in a function that `atexit` calls."
+                f"{store}: Python is shutting down and starts no threads any more, so nothing can "
+                "be saved, and nothing was. Save before the program ends, not in a function that "
+                "`atexit` calls."
             )
             self.give_up(error)  # so that other processes do not wait for this one
             raise error
@@ -150,9 +181,16 @@ class Attempt:
         """This attempt."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """After an error, give the attempt up, unless publishing has begun."""
-        if error is not None and not self._ended and not isinstance(error, SkippedError):  # processes count a skipped call alike
+        if (
+            error is not None and not self._ended and not isinstance(error, SkippedError)
+        ):  # processes count a skipped call alike
             self.give_up(error)
 
     @property
@@ -163,7 +201,11 @@ class Attempt:
     def take(self, state: Any, *, waits: bool = True) -> StateShare:
         """Take this process's share of a state; see `share_of`. This writes nothing."""
         share = share_of(state, self.options, self.world, waits=waits, version=self.version)
-        self._nbytes, self._skipped, self._unused_local = share.plan.nbytes, share.plan.skipped, share.unused_local
+        self._nbytes, self._skipped, self._unused_local = (
+            share.plan.nbytes,
+            share.plan.skipped,
+            share.unused_local,
+        )
         if self.alone:
             check_local(self._unused_local, {}, self.store)
         if self._skipped:
@@ -172,9 +214,17 @@ class Attempt:
 
     @contextmanager
     def writer(
-        self, contents: Contents, values: bytes | None, *, memory: int, threads: int = 1, replicas: ReplicaChecksums | None = None
+        self,
+        contents: Contents,
+        values: bytes | None,
+        *,
+        memory: int,
+        threads: int = 1,
+        replicas: ReplicaChecksums | None = None,
     ) -> Iterator[HostWriter]:
-        """Hold the place, and yield the writer of this process's chunks; at the end of the block the share and its record are durable.
+        """Hold the place, and yield the writer of this process's chunks.
+
+        At the end of the block the share and its record are durable.
 
         Args:
             contents: the share's contents.
@@ -192,7 +242,8 @@ class Attempt:
         prior = read_prior(store, overwrite=self.options.overwrite)
         if self.commits:
             self._check_replaceable(prior)
-        self._check_not_given_up()  # after the checks of this process's own part, whose errors are more useful to it
+        # After the checks of this process's own part, whose errors are more useful to it.
+        self._check_not_given_up()
         contents = self._with_bases(contents)
         compression: str | None = self.options.compression
         kept = None
@@ -203,7 +254,9 @@ class Attempt:
         if compression is None:  # the size of compressed chunks and of differences is not known yet
             check_space(self.store, self._nbytes)
         wait_seconds = 0.0 if self.commits or store.near or not store.shared else _PLACEHOLDER
-        self.prior = hold_place(store, prior, overwrite=self.options.overwrite, wait_seconds=wait_seconds)
+        self.prior = hold_place(
+            store, prior, overwrite=self.options.overwrite, wait_seconds=wait_seconds
+        )
         self._wrote = True
         self._look_at_storage(wait=True)
         writer = HostWriter(
@@ -219,12 +272,20 @@ class Attempt:
         )
         try:
             if not self.alone and self.commits:
-                described = writer.describe(contents)  # early, so that the others find the same contents written already
+                described = writer.describe(
+                    contents
+                )  # early, so that the others find the same contents written already
                 if self._storage is not None and not self._storage.proven:
                     self._storage.announce(self.name, described.key)
             yield writer
             checksums = None if replicas is None else replicas.complete()
-            self.record = writer.finish(contents, hosts=self.world.processes, prior=self.prior.digest, values=values, replicas=checksums)
+            self.record = writer.finish(
+                contents,
+                hosts=self.world.processes,
+                prior=self.prior.digest,
+                values=values,
+                replicas=checksums,
+            )
             self._durable = True
         except BaseException:
             writer.abort()
@@ -233,7 +294,10 @@ class Attempt:
             self._vouches = writer.vouches
         if self.alone:
             assert writer.table is not None
-            self._known[self.record.files.contents], self._tables[self.record.files.table] = contents, writer.table
+            self._known[self.record.files.contents], self._tables[self.record.files.table] = (
+                contents,
+                writer.table,
+            )
 
     def _await_turn(self) -> None:
         """Wait for what comes before this attempt: earlier versions, and after a failed save the other processes."""
@@ -242,17 +306,25 @@ class Attempt:
         if self.name == _UNNAMED:
             assert self.turns is not None
             self._meets = True
-            self.name = self.turns.meet(str(self.store), self.options.commit_timeout, lambda: self._stopped or None, self._goes_on)
+            self.name = self.turns.meet(
+                str(self.store),
+                self.options.commit_timeout,
+                lambda: self._stopped or None,
+                self._goes_on,
+            )
 
     def commit(self, before_publish: Callable[[], None] = lambda: None) -> float:
-        """Wait for the other hosts and publish, on the committing process; on the others, see it published.
+        """Wait for the other hosts and publish, on the committing process.
+
+        On the others, see it published.
 
         Args:
-            before_publish: called on the committing process just before the checkpoint is published; an error from it fails the save.
+            before_publish: called on the committing process just before the checkpoint is
+                published; an error from it fails the save.
 
         Returns:
-            The time, in seconds of the monotonic clock, at which all hosts had finished; on the other processes, the time at which
-            they saw the checkpoint published.
+            The time, in seconds of the monotonic clock, at which all hosts had finished; on the
+            other processes, the time at which they saw the checkpoint published.
         """
         if not self.commits:
             self._ended = True
@@ -278,7 +350,10 @@ class Attempt:
             raise CommitError(f"{self.place}: {failed} Nothing was published.")
 
     def assemble_record(self) -> CheckpointRecord:
-        """The commit record, with everything that it refers to in place; only publishing remains."""
+        """The commit record, with everything that it refers to in place.
+
+        Only publishing remains.
+        """
         assert self.prior is not None
         with data_stays(self.store):
             record = assemble(self.place, self._known, self._tables)
@@ -294,11 +369,18 @@ class Attempt:
             self._check_replaceable(self.prior)
 
     def _check_replaceable(self, prior: Prior) -> None:
-        """Refuse to replace a checkpoint that others need; at the second call only what has changed is read."""
+        """Refuse to replace a checkpoint that others need.
+
+        At the second call only what has changed is read.
+        """
         if prior.is_checkpoint:
             if self._dependants is None:
-                rollback = Rollback.of(self.options.metadata) if RUN in self.options.metadata else None
-                self._dependants = Dependants(self.store, {} if rollback is None else rollback.neighbours)
+                rollback = (
+                    Rollback.of(self.options.metadata) if RUN in self.options.metadata else None
+                )
+                self._dependants = Dependants(
+                    self.store, {} if rollback is None else rollback.neighbours
+                )
             self._dependants.check_replaceable(prior.attempt)
 
     def publish(self, record: CheckpointRecord) -> None:
@@ -338,21 +420,30 @@ class Attempt:
     def _await_word(self, turns: Turns) -> None:
         began, silent, notice = time.monotonic(), "", WaitNotice(str(self.store))
         look = began + _STORAGE_LOOK
-        while (waited := time.monotonic() - began) < (timeout := self.options.commit_timeout + (0 if silent else _COMMITTING)):
+        while (waited := time.monotonic() - began) < (
+            timeout := self.options.commit_timeout + (0 if silent else _COMMITTING)
+        ):
             if (reason := self._why_no_word(turns, waited)) is not None:
-                raise CommitError(f"{self.store}: process {COMMITTER} has not committed yet, and {reason}")
+                raise CommitError(
+                    f"{self.store}: process {COMMITTER} has not committed yet, and {reason}"
+                )
             try:
                 word, silent = self._committer_word(), ""
-            except SilentStoreError as e:  # the committer may have stopped, or only the store: the storage shows which
+            except (
+                SilentStoreError
+            ) as e:  # the committer may have stopped, or only the store: the storage shows which
                 word, silent = False, f" ({str(e).rstrip('.')})"
-            except CoordinationError as e:  # the committer's process has ended, perhaps after the commit: the storage shows which
+            except CoordinationError as e:
+                # The committer's process has ended, perhaps after the commit: the storage shows
+                # which.
                 why = f"and does not answer ({str(e).rstrip('.')})"
                 break
             if word:
                 return
             self._look_at_storage(wait=False)
             if (now := time.monotonic()) > look:
-                # A later save overwrites the word, and a process that reaches the place by another name than the committer gets none.
+                # A later save overwrites the word, and a process that reaches the place by another
+                # name than the committer gets none.
                 with suppress(ShardckptError):
                     if published_attempt(self.store) == self.name:
                         return
@@ -364,8 +455,9 @@ class Attempt:
         if published_attempt(self.store) != self.name:
             self._tell_in_vain()
             raise CommitError(
-                f"{self.store}: this process has written its share, and process {COMMITTER} has not committed {why}. {ALL_MUST_CALL} "
-                f"If process {COMMITTER} is gone, `shardckpt commit` publishes the save."
+                f"{self.store}: this process has written its share, and process {COMMITTER} has "
+                f"not committed {why}. {ALL_MUST_CALL} If process {COMMITTER} is gone, `shardckpt "
+                "commit` publishes the save."
             )
 
     def _look_at_storage(self, *, wait: bool) -> None:
@@ -375,18 +467,31 @@ class Attempt:
             self._storage.check(self.name, lambda: self._stopped, wait=wait, limit=limit)
 
     def _committer_word(self) -> bool:
-        """Whether the committer has announced the commit; raises its error if it has given up the attempt."""
+        """Whether the committer has announced the commit.
+
+        Raises its error if it has given up the attempt.
+        """
         assert self._announcements is not None
         word = self._announcements.heard(WORD, self.name)
-        if word is None or (word["error"] is not None and word["process"] != COMMITTER):  # that process has only waited in vain
+        if word is None or (
+            word["error"] is not None and word["process"] != COMMITTER
+        ):  # that process has only waited in vain
             return False
         if word["error"] is not None:
-            kind = next((kind for kind in (OtherJobError, OptionError) if word.get("code") == kind.code), CommitError)
-            raise kind(f"{self.store}: process {COMMITTER} did not commit the save: {word['error']}")
+            kind = next(
+                (kind for kind in (OtherJobError, OptionError) if word.get("code") == kind.code),
+                CommitError,
+            )
+            raise kind(
+                f"{self.store}: process {COMMITTER} did not commit the save: {word['error']}"
+            )
         return True
 
     def _why_no_word(self, turns: Turns, waited: float) -> str | None:
-        """The reason for which no announcement will come, or is not awaited; None if there is none."""
+        """The reason for which no announcement will come, or is not awaited.
+
+        None if there is none.
+        """
         if self._stopped:
             return self._stopped
         closed = turns.why_closed() if waited > _LAST_LOOK else None
@@ -394,7 +499,9 @@ class Attempt:
 
     def _tell_in_vain(self) -> None:
         """Announce that this process has stopped waiting, so that a late process does not complete the attempt with newer data."""
-        self._tell(WORD, CommitError(f"process {self.world.process} does not wait for it any more."))
+        self._tell(
+            WORD, CommitError(f"process {self.world.process} does not wait for it any more.")
+        )
 
     def stop_waiting(self, why: str) -> None:
         """Stop waiting for other processes, on all threads; `why` completes a sentence."""
@@ -403,8 +510,9 @@ class Attempt:
     def give_up(self, error: BaseException) -> None:
         """Handle a failure of this process's part: it publishes nothing.
 
-        Any process may commit a complete attempt (`shardckpt commit`), so only an incomplete one goes. On a disk, a record may be
-        visible although it is not durable; in a bucket, it may be durable although this process has not seen that.
+        Any process may commit a complete attempt (`shardckpt commit`), so only an incomplete one
+        goes. On a disk, a record may be visible although it is not durable; in a bucket, it may be
+        durable although this process has not seen that.
         """
         if self.alone:
             if self._wrote and self.prior is not None:
@@ -444,22 +552,29 @@ class Attempt:
         """This process's contents, with all tensors that it skips found in the base."""
         if not self._skipped:
             return contents
-        from shardckpt.writing.skipping import left_in_base  # it imports the reading of checkpoints, which other saves do not need
+        from shardckpt.writing.skipping import (
+            left_in_base,
+        )  # it imports the reading of checkpoints, which other saves do not need
 
         structure = left_in_base(contents.structure, self._skipped, self.store.location, self._base)
-        self.bases = tuple(str(base_location(self.store.location, base)) for base in structure.bases)
+        self.bases = tuple(
+            str(base_location(self.store.location, base)) for base in structure.bases
+        )
         return replace(contents, structure=structure)
 
     def _check_not_given_up(self) -> None:
         """Refuse an attempt that other processes have given up before this process begins it.
 
-        The attempt's name comes from a counter. A process that has missed a save gets the name of an attempt that the others have left
-        behind, perhaps with all their records. Its own record would complete that attempt with the values of another save.
+        The attempt's name comes from a counter. A process that has missed a save gets the name of
+        an attempt that the others have left behind, perhaps with all their records. Its own record
+        would complete that attempt with the values of another save.
         """
         if self.turns is None or self._announcements is None:
             return
         why, refused = None, False
-        with suppress(CoordinationError):  # no process can be asked, so none has left it behind and gone on
+        with suppress(
+            CoordinationError
+        ):  # no process can be asked, so none has left it behind and gone on
             word = self._announcements.heard(WORD, self.name)
             why = None if word is None else word["error"]
             refused = word is not None and word.get("code") == OptionError.code
@@ -468,12 +583,18 @@ class Attempt:
         if why is not None:
             us, self._late = f"process {self.world.process}", True
             if not self.commits:
-                self.turns.report("it has missed a save to this place, or began it after the others had given it up")
+                self.turns.report(
+                    "it has missed a save to this place, or began it after the others had given "
+                    "it up"
+                )
             if refused:
-                raise OptionError(f"{self.store}: process {COMMITTER} did not begin the save: {why}")
+                raise OptionError(
+                    f"{self.store}: process {COMMITTER} did not begin the save: {why}"
+                )
             raise CommitError(
-                f"{self.store}: the other processes gave up this save before {us} began it: {why} All processes must make the same "
-                f"saves, and {us} has missed one or is late. The next save that all of them make here is a new attempt."
+                f"{self.store}: the other processes gave up this save before {us} began it: {why} "
+                f"All processes must make the same saves, and {us} has missed one or is late. The "
+                "next save that all of them make here is a new attempt."
             )
 
     def _failure(self) -> str | None:
@@ -481,11 +602,17 @@ class Attempt:
             return f"not all hosts have finished, and {self._stopped}"
         assert self.turns is not None
         if (out_of_step := self.turns.out_of_step()) is not None:
-            return f"{out_of_step}. All processes must make the same saves; the next save that all of them make here is a new attempt."
+            return (
+                f"{out_of_step}. All processes must make the same saves; the next save that all "
+                "of them make here is a new attempt."
+            )
         return self._failed_host()
 
     def _failed_host(self) -> str | None:
-        """A sentence on a process that could not write its share; None also if no announcement can be read: the records show the rest."""
+        """A sentence on a process that could not write its share.
+
+        None also if no announcement can be read: the records show the rest.
+        """
         assert self._announcements is not None
         with suppress(CoordinationError):
             return self._announcements.failed_host(self.name)

@@ -1,13 +1,16 @@
 """Saves in the background: one thread per save, and buffers and plans that are kept from save to save.
 
-On the thread that saves: plan, and copy all blocks to the stage (`staging`). On the save's own thread: receive the blocks, write the
-chunks and the record, and commit or wait for the commit. All communication with other processes is on that thread. More threads help
-it to write chunks: on half of the cores, unless `SaveOptions.background_threads` says otherwise, so that training keeps the rest.
+On the thread that saves: plan, and copy all blocks to the stage (`staging`). On the save's own
+thread: receive the blocks, write the chunks and the record, and commit or wait for the commit. All
+communication with other processes is on that thread. More threads help it to write chunks: on half
+of the cores, unless `SaveOptions.background_threads` says otherwise, so that training keeps the
+rest.
 
-When the interpreter shuts down, saves in flight are finished first (`shutdown`): this process's writes without a time limit, the work
-of other processes for `_SHUTDOWN_SECONDS` seconds. After that, and after Ctrl-C, the save is given up in order. A save that fails during
-the shutdown logs a warning. A killed process leaves an attempt that is either unpublished or published. A fork of this process has none
-of the saves in flight.
+When the interpreter shuts down, saves in flight are finished first (`shutdown`): this process's
+writes without a time limit, the work of other processes for `_SHUTDOWN_SECONDS` seconds. After
+that, and after Ctrl-C, the save is given up in order. A save that fails during the shutdown logs a
+warning. A killed process leaves an attempt that is either unpublished or published. A fork of this
+process has none of the saves in flight.
 """
 
 from __future__ import annotations
@@ -21,7 +24,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt import frameworks
-from shardckpt.errors import CommitError, CoordinationError, OptionError, out_of_memory, out_of_memory_is_typed
+from shardckpt.errors import (
+    CommitError,
+    CoordinationError,
+    OptionError,
+    out_of_memory,
+    out_of_memory_is_typed,
+)
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
 from shardckpt.io.buffers import BufferPool
 from shardckpt.io.failures import saving_takes_threads
@@ -53,14 +62,22 @@ _log = logging.getLogger("shardckpt")
 
 
 class Saver:
-    """Saves in the background. Safe to use from several threads; any number of saves may be in flight, to different urls."""
+    """Saves in the background.
 
-    def __init__(self, *, memory_limit: int | str = DEFAULT_MEMORY_LIMIT, coordinator: Coordinator | None = None) -> None:
+    Safe to use from several threads; any number of saves may be in flight, to different urls.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
+        coordinator: Coordinator | None = None,
+    ) -> None:
         """Create a saver; nothing is allocated before the first save.
 
         Args:
-            memory_limit: bytes, or text such as "512MiB", of host memory for all saves in flight together; the limit in
-                `SaveOptions` is ignored.
+            memory_limit: bytes, or text such as "512MiB", of host memory for all saves in flight
+                together; the limit in `SaveOptions` is ignored.
             coordinator: connects the processes of the job; by default detected once.
 
         Raises:
@@ -72,7 +89,10 @@ class Saver:
         self._renew()
 
     def limit_memory(self, memory_limit: int) -> None:
-        """Change the limit; saves in flight keep what they have. Raises OptionError: too little memory."""
+        """Change the limit; saves in flight keep what they have.
+
+        Raises OptionError: too little memory.
+        """
         self._limit = _checked_limit(memory_limit)
         if os.getpid() == self._process:
             self.pool.resize(self._limit)
@@ -92,13 +112,23 @@ class Saver:
             self._warming.join()
             self._warming = None
 
-    def warm(self, url: str | os.PathLike[str], state: Any, options: SaveOptions, *, only_devices: bool = False) -> None:
-        """Prepare host memory for saves of a state, in the background; the next save waits until that is done.
+    def warm(
+        self,
+        url: str | os.PathLike[str],
+        state: Any,
+        options: SaveOptions,
+        *,
+        only_devices: bool = False,
+    ) -> None:
+        """Prepare host memory for saves of a state, in the background.
+
+        The next save waits until that is done.
 
         Args:
             url: where the state will be saved to.
             state: as in `shardckpt.save`.
-            options: as in `shardckpt.save`. With `reduce_partial` nothing is prepared, because that takes collectives.
+            options: as in `shardckpt.save`. With `reduce_partial` nothing is prepared, because that
+                takes collectives.
             only_devices: prepare nothing for a state that has no tensors on devices.
 
         Raises:
@@ -107,11 +137,16 @@ class Saver:
         self._settle()
         if options.reduce_partial:
             return
-        store, world = Store.open(parse(url)), coordinator_of(self._coordinator, options.commit_timeout).world
+        store, world = (
+            Store.open(parse(url)),
+            coordinator_of(self._coordinator, options.commit_timeout).world,
+        )
         with saving_takes_threads(store):
             share = share_of(state, options, world, waits=False)
             sources, copies = frameworks.on_devices(share.sources, overlap=False)
-            memory = SaveMemory.of(share, sources, store, options, self.pool.limit, options.compression)
+            memory = SaveMemory.of(
+                share, sources, store, options, self.pool.limit, options.compression
+            )
             if only_devices and copies is None and not memory.kept:
                 return
             self._warming = Warming(self.pool, memory, sources, copies, store)
@@ -128,27 +163,36 @@ class Saver:
         progress: Callable[[int, int], None] | None = None,
         version: VersionToWrite | None = None,
     ) -> SaveHandle:
-        """Begin a save; when this returns, everything that this process has to write is in host buffers, or written.
+        """Begin a save.
+
+        When this returns, everything that this process has to write is in host buffers, or written.
 
         Args:
             url: as in `shardckpt.save`.
             state: as in `shardckpt.save`.
             options: as in `shardckpt.save`.
             coordinator: replaces the saver's own.
-            before_publish: called in the background, on the committing process, just before the checkpoint is published;
-                an exception from it fails the save.
-            progress: called in the background, repeatedly, with the bytes of tensors that this process has written so far, and
-                the bytes that it has to write in all.
+            before_publish: called in the background, on the committing process, just before the
+                checkpoint is published; an exception from it fails the save.
+            progress: called in the background, repeatedly, with the bytes of tensors that this
+                process has written so far, and the bytes that it has to write in all.
             version: the version that the checkpoint is, if its chunks may be differences.
 
         Raises:
-            LeafError, ShardingError, OptionError: the state or an option is invalid; nothing was begun.
+            LeafError, ShardingError, OptionError: the state or an option is invalid; nothing was
+                begun.
         """
         began = time.monotonic()
         options = checked_options(options)
         check_coordinator(coordinator)
         self._settle()
-        save = _Save(self.pool, Attempt.at(url, coordinator or self._coordinator, options, version), began, before_publish, progress)
+        save = _Save(
+            self.pool,
+            Attempt.at(url, coordinator or self._coordinator, options, version),
+            began,
+            before_publish,
+            progress,
+        )
         with saving_takes_threads(save.outcome.url):
             save.run(state)
         return SaveHandle(save.outcome)
@@ -206,7 +250,9 @@ class _Save:
             self._stage.give_up(e)
             try:
                 self.join(None)
-            except RuntimeError:  # Ctrl-C came before the thread started; if it still starts, it finds the save given up
+            except RuntimeError:
+                # Ctrl-C came before the thread started; if it still starts, it finds the save given
+                # up.
                 self._thread = None
                 _in_flight.discard(self)
             if self._thread is None:
@@ -220,26 +266,52 @@ class _Save:
         return self.attempt.options.compression if self.attempt.version is None else "difference"
 
     def _copy(self, share: StateShare) -> None:
-        """Copy all chunks to the stage; the memory for copies of the frameworks and of the writer is counted too."""
+        """Copy all chunks to the stage.
+
+        The memory for copies of the frameworks and of the writer is counted too.
+        """
         overlap = self.attempt.options.device_copy == "overlap"
-        plan, (sources, self._stage.copies) = share.plan, frameworks.on_devices(share.sources, overlap=overlap)
+        plan, (sources, self._stage.copies) = (
+            share.plan,
+            frameworks.on_devices(share.sources, overlap=overlap),
+        )
         if self._stage.copies is not None:
             self.pool.pin_with(self._stage.copies.pin)
-        memory = SaveMemory.of(share, sources, self.attempt.store, self.attempt.options, self.pool.limit, self._compression)
+        memory = SaveMemory.of(
+            share,
+            sources,
+            self.attempt.store,
+            self.attempt.options,
+            self.pool.limit,
+            self._compression,
+        )
         self._memory = memory
-        most = self._stage.fit(memory.blocks, **memory.sizes, streams=self._stage.copies is None or not overlap)
+        most = self._stage.fit(
+            memory.blocks, **memory.sizes, streams=self._stage.copies is None or not overlap
+        )
         if self._stage.copies is not None and share.late:
             self._late = LateElements(share, sources, self._stage.copies, self._stage.late)
-        if self._stage.copies is not None and share.replicas is not None and share.replicas.late_bytes():
+        if (
+            self._stage.copies is not None
+            and share.replicas is not None
+            and share.replicas.late_bytes()
+        ):
             share.replicas.queue(sources, self._stage.copies, self._stage.late[late_bytes(share) :])
         with collector_paused() if is_short(plan) and not self._stage.streamed else nullcontext():
-            for batch in read(plan, sources, memory.room, most=most, kept=() if self._stage.streamed else memory.kept):
+            for batch in read(
+                plan,
+                sources,
+                memory.room,
+                most=most,
+                kept=() if self._stage.streamed else memory.kept,
+            ):
                 self._stage.put(batch)
         self._copied = time.monotonic()
         self._stage.close()
 
     def _start(self) -> None:
-        # Registered before the thread runs, so that giving up waits for it, and frees nothing that it uses.
+        # Registered before the thread runs, so that giving up waits for it, and frees nothing that
+        # it uses.
         self._thread = threading.Thread(target=self._finish, name="shardckpt-save", daemon=True)
         _in_flight.add(self)
         start_background(self._thread, finish=self._wait_at_exit, stop=self._stop)
@@ -252,8 +324,13 @@ class _Save:
 
     def _stop(self) -> None:
         if not self.outcome.ended:
-            self.attempt.stop_waiting("the program ends: `shardckpt commit` publishes the save if all processes have written their shares.")
-            self._stage.fail(CommitError(f"{self.outcome.url}: the save was given up because the program ends."))
+            self.attempt.stop_waiting(
+                "the program ends: `shardckpt commit` publishes the save if all processes have "
+                "written their shares."
+            )
+            self._stage.fail(
+                CommitError(f"{self.outcome.url}: the save was given up because the program ends.")
+            )
 
     def join(self, timeout: float | None) -> None:
         """Wait until the save's thread has ended, if it was started."""
@@ -281,8 +358,18 @@ class _Save:
             durable = time.monotonic()
             self.outcome.durable()
             waited = attempt.commit(self._before_publish)
-        times, stage = SaveTimes(self._began, self._planned, self._copied, durable, waited), self._stage
-        return report(attempt, self._tensors, self._nbytes, times, blocked=stage.blocked, streamed=stage.streamed)
+        times, stage = (
+            SaveTimes(self._began, self._planned, self._copied, durable, waited),
+            self._stage,
+        )
+        return report(
+            attempt,
+            self._tensors,
+            self._nbytes,
+            times,
+            blocked=stage.blocked,
+            streamed=stage.streamed,
+        )
 
     def _write(self) -> None:
         assert self._share is not None
@@ -292,7 +379,11 @@ class _Save:
             if self._late is not None:
                 contents, self._late = self._late.added_to(contents), None
             with self.attempt.writer(
-                contents, values, memory=self._memory.in_flight, threads=self._memory.threads, replicas=replicas
+                contents,
+                values,
+                memory=self._memory.in_flight,
+                threads=self._memory.threads,
+                replicas=replicas,
             ) as writer:
                 self._writes.set()
                 writer.append(self._stage.portions(writer, AT_A_TIME, self._count))
@@ -303,7 +394,10 @@ class _Save:
             self._stage.end()
 
     def _count(self, nbytes: int) -> None:
-        """Count bytes that are written, and report the progress; on any thread that writes, one at a time."""
+        """Count bytes that are written, and report the progress.
+
+        On any thread that writes, one at a time.
+        """
         with self._counting:
             self._done += nbytes
             self._progress(self._done, self._nbytes)
@@ -339,20 +433,25 @@ class SaveHandle:
         """Whether the save has ended, with or without an error."""
         return self._outcome.ended
 
-    def wait(self, until: Literal["commit", "local"] = "commit", timeout: float | None = None) -> SaveReport | None:
+    def wait(
+        self, until: Literal["commit", "local"] = "commit", timeout: float | None = None
+    ) -> SaveReport | None:
         """Wait for the save.
 
         Args:
-            until: "commit" waits until the checkpoint is committed. "local" waits until this process's share is durable; other
-                processes may still be writing theirs.
-            timeout: seconds; None for no limit. `SaveOptions.commit_timeout` also limits the wait for other processes.
+            until: "commit" waits until the checkpoint is committed. "local" waits until this
+                process's share is durable; other processes may still be writing theirs.
+            timeout: seconds; None for no limit. `SaveOptions.commit_timeout` also limits the wait
+                for other processes.
 
         Returns:
             The report. With "local" it is None if the save is still in progress.
 
         Raises:
-            ShardckptError: the error that ended the save (see `save`), at every call. Other exceptions are raised unchanged.
-            CoordinationError: the timeout expired and the save continues; or this process was forked during the save.
+            ShardckptError: the error that ended the save (see `save`), at every call. Other
+                exceptions are raised unchanged.
+            CoordinationError: the timeout expired and the save continues; or this process was
+                forked during the save.
         """
         if until not in ("commit", "local"):
             raise OptionError(f'SaveHandle.wait({until!r}): use "commit" or "local".')
@@ -395,21 +494,33 @@ class SaveProgress:
         """One or two words about the save, for `repr`."""
         if self._error is not None:
             return f"failed with {type(self._error).__name__}"
-        return "committed" if self.report is not None else "durable here" if self._durable else "in flight"
+        return (
+            "committed"
+            if self.report is not None
+            else "durable here"
+            if self._durable
+            else "in flight"
+        )
 
     def wait(self, until: str, timeout: float | None) -> SaveReport | None:
         """See `SaveHandle.wait`."""
         if not self.ended and os.getpid() != self._process:
             raise CoordinationError(
-                f"{self.url}: this process was forked from the one that saves; wait for the save there. Start processes that save "
+                f"{self.url}: this process was forked from the one that saves; wait for the save "
+                "there. Start processes that save "
                 f'with multiprocessing.get_context("spawn").'
             )
         with self._changed.lock:
-            self._changed.wait_for(lambda: self.ended or (until == "local" and self._durable), timeout)
+            self._changed.wait_for(
+                lambda: self.ended or (until == "local" and self._durable), timeout
+            )
         if self._error is not None:
             raise self._error
         if self.report is None and not (until == "local" and self._durable):
-            raise CoordinationError(f"{self.url}: the save has not ended within {timeout:g} s, and goes on; call wait() again.")
+            raise CoordinationError(
+                f"{self.url}: the save has not ended within {timeout:g} s, and goes on; call "
+                "wait() again."
+            )
         return self.report
 
     def durable(self) -> None:
@@ -441,7 +552,11 @@ class SaveProgress:
         """Log an error that no caller has received."""
         if self._error is not None and not self.heard and os.getpid() == self._process:
             self.heard = True
-            _log.warning("%s: the save failed in the background, and nothing waited for it: %s", self.url, self._error)
+            _log.warning(
+                "%s: the save failed in the background, and nothing waited for it: %s",
+                self.url,
+                self._error,
+            )
 
 
 _choosing = threading.RLock()  # a signal handler may save, too
@@ -457,15 +572,17 @@ def save_async(
 ) -> SaveHandle:
     """Copy this process's data to host buffers, and save it in the background.
 
-    The state may change when the call returns: the checkpoint gets the values at the call. Copies of CUDA tensors are only queued then;
-    `SaveOptions.device_copy` orders later work after them. `wait()` on the handle returns the report of the save, or raises its error.
-    An error is in the log if the handle is dropped before.
+    The state may change when the call returns: the checkpoint gets the values at the call. Copies
+    of CUDA tensors are only queued then; `SaveOptions.device_copy` orders later work after them.
+    `wait()` on the handle returns the report of the save, or raises its error. An error is in the
+    log if the handle is dropped before.
 
-    A signal handler may call it, but must not wait for the save: the interrupted code may hold a lock that the save needs. Better let the
-    handler set a flag.
+    A signal handler may call it, but must not wait for the save: the interrupted code may hold a
+    lock that the save needs. Better let the handler set a flag.
 
-    Buffers and the plan of the writes are kept, so later saves of the same state are faster than the first. Buffers have at most
-    `memory_limit` bytes. If the state is larger, the call waits until the rest is written (`SaveReport.streamed`).
+    Buffers and the plan of the writes are kept, so later saves of the same state are faster than
+    the first. Buffers have at most `memory_limit` bytes. If the state is larger, the call waits
+    until the rest is written (`SaveReport.streamed`).
 
     Args:
         url: as in `save`.
@@ -477,7 +594,8 @@ def save_async(
     Raises:
         LeafError, ShardingError, OptionError: as in `save`; nothing was begun.
         CommitError: Python is shutting down; nothing was begun. The handle raises all other errors.
-        BudgetError: a signal handler makes this call amid another one, and would wait for its memory for ever; nothing was begun.
+        BudgetError: a signal handler makes this call amid another one, and would wait for its
+            memory for ever; nothing was begun.
     """
     options = checked_options(options, skip)
     with _choosing:
@@ -488,12 +606,17 @@ def save_async(
 
 @cache
 def _shared_saver() -> Saver:
-    """The saver whose buffers all calls of `save_async` share. Its limit is that of the last call."""
+    """The saver whose buffers all calls of `save_async` share.
+
+    Its limit is that of the last call.
+    """
     return Saver()
 
 
 def _checked_limit(memory_limit: int | str) -> int:
     limit = parse_bytes(memory_limit, "memory_limit")
     if limit < LEAST_MEMORY_LIMIT:
-        raise OptionError(f"memory_limit={file_size(limit)}: at least {file_size(LEAST_MEMORY_LIMIT)} are needed.")
+        raise OptionError(
+            f"memory_limit={file_size(limit)}: at least {file_size(LEAST_MEMORY_LIMIT)} are needed."
+        )
     return limit

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def fingerprint(state: Any, *, coordinator: Coordinator | None = None) -> Fingerprint:
     """The fingerprint of a state's tensors: the same on any mesh and in any framework, and another one if a single bit differs.
 
-    In a job of several processes all of them call it, each with its own view of the state, and all get the same result. Small leaves
-    such as step numbers are not part of it.
+    In a job of several processes all of them call it, each with its own view of the state, and all
+    get the same result. Small leaves such as step numbers are not part of it.
 
     Args:
         state: as in `save`.
@@ -34,7 +34,8 @@ def fingerprint(state: Any, *, coordinator: Coordinator | None = None) -> Finger
 
     Raises:
         LeafError, ShardingError: as in `save`.
-        StructureMismatchError: processes have different tensors under one name, or different copies of one tensor.
+        StructureMismatchError: processes have different tensors under one name, or different copies
+            of one tensor.
         CoordinationError: another process did not call it in time.
     """
     check_coordinator(coordinator)
@@ -51,11 +52,18 @@ def fingerprint(state: Any, *, coordinator: Coordinator | None = None) -> Finger
     return fingerprint_of(flat.tensors, coordinator, local=flat.local)
 
 
-def fingerprint_of(tensors: Mapping[str, Any], coordinator: Coordinator, *, local: Container[str] = ()) -> Fingerprint:
-    """The fingerprint of tensors by name; see `fingerprint`. `local`: names of the tensors that this process alone has."""
+def fingerprint_of(
+    tensors: Mapping[str, Any], coordinator: Coordinator, *, local: Container[str] = ()
+) -> Fingerprint:
+    """The fingerprint of tensors by name; see `fingerprint`.
+
+    `local`: names of the tensors that this process alone has.
+    """
     world = coordinator.world
     sources = frameworks.sources(tensors, world, local=local)
-    plan = plan_save(sources, SaveOptions(), world)  # it deals out all elements, so that each is added once
+    plan = plan_save(
+        sources, SaveOptions(), world
+    )  # it deals out all elements, so that each is added once
     sums = StateSums(plan.tensors.values())
     with closing(read_to_host(plan, sources, MOST_COPIES)) as batches:
         for batch in batches:
@@ -67,7 +75,10 @@ def fingerprint_of(tensors: Mapping[str, Any], coordinator: Coordinator, *, loca
     if world.processes == 1:
         return sums.fingerprint()
     replicas = ReplicaChecksums(plan, sources, wholly=True).complete()
-    own = {"sums": sums.to_json(), "replicas": {as_text(group): of_group for group, of_group in replicas.items()}}
+    own = {
+        "sums": sums.to_json(),
+        "replicas": {as_text(group): of_group for group, of_group in replicas.items()},
+    }
     together, groups = StateSums(), dict[str, list[tuple[list[int], dict[str, int]]]]()
     for process, share in enumerate(coordinator.share("fingerprint", own)):
         together.merge(StateSums.from_json(share["sums"], f"process {process}"))
@@ -77,5 +88,7 @@ def fingerprint_of(tensors: Mapping[str, Any], coordinator: Coordinator, *, loca
         differs = difference(checksums)
         if differs is not None:
             kind = "plain" if plan.tensors[differs[0]].layout is None else "replicated"
-            raise StructureMismatchError(f"{shown(differs[0])}: this {kind} tensor {differs[1]}; make them equal.")
+            raise StructureMismatchError(
+                f"{shown(differs[0])}: this {kind} tensor {differs[1]}; make them equal."
+            )
     return together.fingerprint()

@@ -1,16 +1,20 @@
 """Writing one host's part of an attempt: its chunks, the table of their places, then its record.
 
-The record is written last, after everything that it refers to is durable. So its presence means that the host has finished.
+The record is written last, after everything that it refers to is durable. So its presence means
+that the host has finished.
 
 Elements of many chunks are encoded at a time:
 
-1. Blocks are processed some MiB at a time (`Portion`): a part of a large tensor, or many small tensors.
-2. The blocks of a portion with the same shape and chunk shape are laid out together, also across tensors, in reused memory, one
-   after another as they will lie in the file. Each block is one copy.
+1. Blocks are processed some MiB at a time (`Portion`): a part of a large tensor, or many small
+   tensors.
+2. The blocks of a portion with the same shape and chunk shape are laid out together, also across
+   tensors, in reused memory, one after another as they will lie in the file. Each block is one
+   copy.
 3. Each chunk gets its checksum there, and one call writes them all.
 
-So the cost of Python code is per portion or block and not per chunk, except for the checksum and the key. Where the extension moves the
-elements (`io/extension.py`), steps 2 and 3 are one call, and portions are larger.
+So the cost of Python code is per portion or block and not per chunk, except for the checksum and
+the key. Where the extension moves the elements (`io/extension.py`), steps 2 and 3 are one call, and
+portions are larger.
 """
 
 from __future__ import annotations
@@ -32,7 +36,15 @@ from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.replicas import ReplicasReference, seal_checksums
 from shardckpt.format.structure import Structure
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
-from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, chunk_object_key, chunk_places, close, lay_out_all, room_for, with_checksums
+from shardckpt.format.zarr_arrays import (
+    CHECKSUM_BYTES,
+    chunk_object_key,
+    chunk_places,
+    close,
+    lay_out_all,
+    room_for,
+    with_checksums,
+)
 from shardckpt.io import extension
 from shardckpt.io.buffers import round_up
 from shardckpt.io.datafile import BlocksOut
@@ -60,10 +72,12 @@ if TYPE_CHECKING:
 
     Array: TypeAlias = NDArray[np.generic]
     Elements: TypeAlias = tuple[Piece, Box, NDArray[np.generic]]
-    """An array, a box of complete chunks of it (in the tensor's indices), and the box's elements."""
+    """An array, a box of complete chunks of it (in the tensor's indices), and its elements."""
 
 
-def describe(place: Store, contents: Contents, key: str | None = None, *, always: bool = False) -> FileReference:
+def describe(
+    place: Store, contents: Contents, key: str | None = None, *, always: bool = False
+) -> FileReference:
     """Write a host's contents into the attempt at `place`, unless a host with the same contents has written them, or `always`."""
     reference, data = contents.seal(key)
     if always or not place.exists(reference.key):
@@ -74,8 +88,8 @@ def describe(place: Store, contents: Contents, key: str | None = None, *, always
 def write_record(place: Store, record: HostRecord, *, first: bool = False) -> bool:
     """Write a host's record, after everything that it refers to is durable.
 
-    On a disk, a file may be visible although making it durable failed. Such a record is removed, or else emptied, so that nobody commits
-    what it refers to.
+    On a disk, a file may be visible although making it durable failed. Such a record is removed, or
+    else emptied, so that nobody commits what it refers to.
 
     Args:
         place: the attempt.
@@ -137,11 +151,15 @@ class HostWriter:
             layout: "packed" or "zarr".
             compression: None, "zstd" or "difference".
             memory_limit: bytes of encoded chunks that may wait for the storage.
-            run: a suffix that separates this writer's files from other writers' files, if several writers may work as the same
-                host. In the plain layout each chunk has only one name, and the last writer's chunk stays.
-            threads: threads that `append` may use on a local disk, and for differences; each writes data files of its own.
-            summed: tensors whose sums are written beside the chunks, for a fingerprint; None: no sums.
-            kept: the elements of all chunks written here are kept there, and differences are from those that it has.
+            run: a suffix that separates this writer's files from other writers' files, if several
+                writers may work as the same host. In the plain layout each chunk has only one name,
+                and the last writer's chunk stays.
+            threads: threads that `append` may use on a local disk, and for differences; each writes
+                data files of its own.
+            summed: tensors whose sums are written beside the chunks, for a fingerprint; None: no
+                sums.
+            kept: the elements of all chunks written here are kept there, and differences are from
+                those that it has.
         """
         self._place = place
         self._attempt = attempt
@@ -150,22 +168,40 @@ class HostWriter:
         """Folder of the host's own files, relative to the attempt."""
         self._layout = layout
         self._compression = compression
-        several = threads if layout == "packed" and (place.appends or compression == "difference") else 1
+        several = (
+            threads if layout == "packed" and (place.appends or compression == "difference") else 1
+        )
         self._writer: PackedWriter | PlainWriter
         if layout == "packed":
-            self._writer = PackedWriter(place, host, folder=self.folder, memory_limit=memory_limit, threads=several)
+            self._writer = PackedWriter(
+                place, host, folder=self.folder, memory_limit=memory_limit, threads=several
+            )
         else:
-            self._writer = PlainWriter(place, in_flight_bytes=memory_limit, drafts=None if run is None else f"{self.folder}/drafts")
+            self._writer = PlainWriter(
+                place,
+                in_flight_bytes=memory_limit,
+                drafts=None if run is None else f"{self.folder}/drafts",
+            )
         self._encoders = [
-            Encoder(self._writer, compression, None if summed is None else StateSums(summed), thread=i, kept=kept) for i in range(several)
+            Encoder(
+                self._writer,
+                compression,
+                None if summed is None else StateSums(summed),
+                thread=i,
+                kept=kept,
+            )
+            for i in range(several)
         ]
         self.vouches = False
-        """Whether the host's record may exist. Then other processes may commit what it refers to, so none of that may be deleted."""
+        """Whether the host's record may exist. Then other processes may commit what it refers to,
+        so none of that may be deleted."""
         self.table: Table | None = None
         """The chunk table, once it is written."""
 
     def append(self, portions: Iterable[Portion]) -> None:
-        """Write portions on as many threads as the writer has; their elements are not used any more when this returns.
+        """Write portions on as many threads as the writer has.
+
+        Their elements are not used any more when this returns.
 
         Args:
             portions: drawn one by one, by one thread at a time.
@@ -175,33 +211,54 @@ class HostWriter:
             encoder.append(portion.blocks)
             portion.written()
 
-        run_on_threads(portions, [partial(write, encoder) for encoder in self._encoders], "shardckpt-write")
+        run_on_threads(
+            portions, [partial(write, encoder) for encoder in self._encoders], "shardckpt-write"
+        )
 
     def portions(
-        self, blocks: Iterable[Elements], at_a_time: int, nbytes: int, written: Callable[[int], None] = lambda _: None
+        self,
+        blocks: Iterable[Elements],
+        at_a_time: int,
+        nbytes: int,
+        written: Callable[[int], None] = lambda _: None,
     ) -> Iterator[Portion]:
         """Group blocks into portions.
 
         Args:
             blocks: boxes of arrays and their elements.
-            at_a_time: bytes of elements that a thread may lay out at a time; one block may have more.
+            at_a_time: bytes of elements that a thread may lay out at a time; one block may have
+                more.
             nbytes: bytes of all elements.
-            written: called with the bytes of the elements of each portion that is written, on the thread that has written it.
+            written: called with the bytes of the elements of each portion that is written, on the
+                thread that has written it.
         """
         most = at_a_time
         if self._encoders[0].moves_blocks:  # larger portions, but still one for each thread
             most = max(at_a_time, min(extension.CALL_BYTES, nbytes // len(self._encoders)))
         for group in batches(blocks, lambda block: (_bytes_of_chunks(block),), (most,)):
-            yield Portion(group, partial(written, sum([elements.nbytes for _, _, elements in group])))
+            yield Portion(
+                group, partial(written, sum([elements.nbytes for _, _, elements in group]))
+            )
 
     def portions_of(
-        self, blocks: Sequence[tuple[Block, Array]], at_a_time: int, written: Callable[[int], None] = lambda _: None
+        self,
+        blocks: Sequence[tuple[Block, Array]],
+        at_a_time: int,
+        written: Callable[[int], None] = lambda _: None,
     ) -> Iterator[Portion]:
         """Cut blocks into boxes of at most `at_a_time` bytes with their padding, or of one chunk, and group these; see `portions`."""
-        return self.portions(cut_elements(blocks, at_a_time), at_a_time, sum([elements.nbytes for _, elements in blocks]), written)
+        return self.portions(
+            cut_elements(blocks, at_a_time),
+            at_a_time,
+            sum([elements.nbytes for _, elements in blocks]),
+            written,
+        )
 
     def append_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
-        """Write chunks of arrays by position from elements in their stored form; see `Encoder.append_laid_out`."""
+        """Write chunks of arrays by position from elements in their stored form.
+
+        See `Encoder.append_laid_out`.
+        """
         self._encoders[0].append_laid_out(chunks)
 
     def describe(self, contents: Contents) -> FileReference:
@@ -226,10 +283,18 @@ class HostWriter:
             values: file of this process's own values; None: there are none.
             replicas: checksums of boxes that other hosts hold, too; None: there are none.
         """
-        alone = hosts == 1 and not contents.small  # the committer adds the commit record alone, and there are few directories
-        described = describe(self._place, contents, f"{self.folder}/contents.json") if alone else self.describe(contents)
+        alone = (
+            hosts == 1 and not contents.small
+        )  # the committer adds the commit record alone, and there are few directories
+        described = (
+            describe(self._place, contents, f"{self.folder}/contents.json")
+            if alone
+            else self.describe(contents)
+        )
         all_of = Structure.union([((0,), contents.structure)]) if alone else None
-        record, self.table = self.complete(described, hosts=hosts, prior=prior, values=values, replicas=replicas, all_of=all_of)
+        record, self.table = self.complete(
+            described, hosts=hosts, prior=prior, values=values, replicas=replicas, all_of=all_of
+        )
         self.vouches = True  # even if the write fails: perhaps only its response was lost
         write_record(self._place, record)
         return record
@@ -244,7 +309,9 @@ class HostWriter:
         replicas: Checksums | None = None,
         all_of: Structure | None = None,
     ) -> tuple[HostRecord, Table]:
-        """Wait until all chunks are durable; write the chunk table and the other files that the host's record refers to.
+        """Wait until all chunks are durable.
+
+        Write the chunk table and the other files that the host's record refers to.
 
         Args:
             contents: reference to the contents file.
@@ -252,7 +319,8 @@ class HostWriter:
             prior: as for `finish`.
             values: as for `finish`.
             replicas: as for `finish`.
-            all_of: the structure of which this host has all chunks; then it writes the merged index and table, too.
+            all_of: the structure of which this host has all chunks; then it writes the merged index
+                and table, too.
 
         Returns:
             The record, which is not written yet, and the chunk table.
@@ -261,12 +329,29 @@ class HostWriter:
         extents = packed.end() if packed else self._writer.finish()
         written = merge_written([encoder.finish() for encoder in self._encoders])
         order = np.lexsort((written.chunk, written.path))
-        counts = dict(zip(written.paths, np.bincount(written.path, minlength=len(written.paths)).tolist(), strict=True))
-        file = extents.file if packed else np.full(len(order), OWN_OBJECT)  # plain layout: the key determines the place
+        counts = dict(
+            zip(
+                written.paths,
+                np.bincount(written.path, minlength=len(written.paths)).tolist(),
+                strict=True,
+            )
+        )
+        file = (
+            extents.file if packed else np.full(len(order), OWN_OBJECT)
+        )  # plain layout: the key determines the place
         columns = (written.chunk, file, extents.offset, extents.length, written.crc)
-        table = Table(list(extents.files), counts, ArrayChunks.of_columns(*(c[order] for c in columns)))
-        if packed is not None and self._compression != "difference":  # zarr has no codec for these, and would show them for weights
-            packed.seal(extents, None if all_of is None else partial(write_merged, self._place, table, all_of, self._compression))
+        table = Table(
+            list(extents.files), counts, ArrayChunks.of_columns(*(c[order] for c in columns))
+        )
+        if (
+            packed is not None and self._compression != "difference"
+        ):  # zarr has no codec for these, and would show them for weights
+            packed.seal(
+                extents,
+                None
+                if all_of is None
+                else partial(write_merged, self._place, table, all_of, self._compression),
+            )
         record = HostRecord(
             attempt=self._attempt,
             host=self._host,
@@ -284,7 +369,9 @@ class HostWriter:
             ),
             chunks=len(order),
             stored_bytes=int(extents.length.sum()),
-            changed_bytes=sum(encoder.changed_bytes for encoder in self._encoders) if self._compression == "difference" else None,
+            changed_bytes=sum(encoder.changed_bytes for encoder in self._encoders)
+            if self._compression == "difference"
+            else None,
         )
         self._place.make_parents(record.key)
         self._place.sync_names()
@@ -354,7 +441,10 @@ class Encoder:
         thread: int = 0,
         kept: KeptChunks | None = None,
     ) -> None:
-        """Write with `writer`, as its thread of this number. All elements are added to `sums`, and kept in `kept`."""
+        """Write with `writer`, as its thread of this number.
+
+        All elements are added to `sums`, and kept in `kept`.
+        """
         self.sums = sums
         self.changed_bytes = 0
         """Bytes of elements that differ from the version before."""
@@ -363,8 +453,14 @@ class Encoder:
         self._thread = thread
         self._compression = compression
         self._room = np.empty(0, np.uint8)
-        """Reused memory in which blocks are laid out, unless the writer has memory for them; or the extension's scratch."""
-        self.moves_blocks = extension.moving is not None and compression is None and kept is None and isinstance(writer, PackedWriter)
+        """Reused memory in which blocks are laid out, unless the writer has memory for them; or the
+        extension's scratch."""
+        self.moves_blocks = (
+            extension.moving is not None
+            and compression is None
+            and kept is None
+            and isinstance(writer, PackedWriter)
+        )
         """Whether the extension moves elements to the file, or to the memory of an object."""
         self._paths: dict[str, int] = {}
         self._path = array("I")
@@ -408,15 +504,22 @@ class Encoder:
             keys += map(piece.path.__add__, ends)
         elements = [elements for _, _, elements in blocks]
         size = room_for(chunks, elements[0].itemsize)
-        crcs = self._append_with_extension(keys, size, elements, chunks) if self.moves_blocks else None
+        crcs = (
+            self._append_with_extension(keys, size, elements, chunks) if self.moves_blocks else None
+        )
         if crcs is None:
             crcs = self._append_with_numpy(keys, size, elements, chunks, numbers)
         self._path.extend(numbers)
         self._chunk.extend(positions)
         self._crc.extend(crcs)
 
-    def _append_with_extension(self, keys: Sequence[str], size: int, elements: list[Array], chunks: tuple[int, ...]) -> list[int] | None:
-        """Write chunks with the extension; return their checksums, or None if it does not move such ones."""
+    def _append_with_extension(
+        self, keys: Sequence[str], size: int, elements: list[Array], chunks: tuple[int, ...]
+    ) -> list[int] | None:
+        """Write chunks with the extension.
+
+        Return their checksums, or None if it does not move such ones.
+        """
         if len(chunks) > extension.MOST_DIMS or elements[0].itemsize not in extension.KINDS:
             return None
         if self._room.nbytes < extension.SCRATCH_BYTES:
@@ -427,11 +530,21 @@ class Encoder:
         return crcs
 
     def _append_with_numpy(
-        self, keys: Sequence[str], size: int, elements: list[Array], chunks: tuple[int, ...], numbers: Sequence[int]
+        self,
+        keys: Sequence[str],
+        size: int,
+        elements: list[Array],
+        chunks: tuple[int, ...],
+        numbers: Sequence[int],
     ) -> list[int]:
-        """Lay chunks out in memory and write them; return their checksums. `numbers` are those of their arrays' paths."""
+        """Lay chunks out in memory and write them; return their checksums.
+
+        `numbers` are those of their arrays' paths.
+        """
         differences = self._compression == "difference"
-        each = round_up(size) if differences else size  # words are compared, and aligned ones faster
+        each = (
+            round_up(size) if differences else size
+        )  # words are compared, and aligned ones faster
         nbytes = len(keys) * each
         memory = self._writer.room(nbytes) if self._compression is None else None
         if memory is None:
@@ -444,7 +557,9 @@ class Encoder:
             assert self._kept is not None
             known = [*self._paths]
             paths = [known[number] for number in numbers]
-            stored, changed = self._kept.differences(keys, paths, rows[:, :-CHECKSUM_BYTES], elements[0].itemsize)
+            stored, changed = self._kept.differences(
+                keys, paths, rows[:, :-CHECKSUM_BYTES], elements[0].itemsize
+            )
             data, lengths, crcs = with_checksums(stored)
             self.changed_bytes += changed
         else:
@@ -455,12 +570,16 @@ class Encoder:
         return crcs
 
     def append_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
-        """Write chunks from elements in their stored form (`zarr_arrays.lay_out`); the input is not used after this returns.
+        """Write chunks from elements in their stored form (`zarr_arrays.lay_out`).
+
+        The input is not used after this returns.
 
         Args:
             chunks: for each chunk the array, its position in the grid, and the laid-out bytes.
         """
-        together = [chunks] if self._compression is None else [[chunk] for chunk in chunks]  # one compressed chunk in memory at a time
+        together = (
+            [chunks] if self._compression is None else [[chunk] for chunk in chunks]
+        )  # one compressed chunk in memory at a time
         if self.sums is not None:
             for piece, position, raw in chunks:
                 self.sums.add_chunk(piece, position, raw)
@@ -468,27 +587,40 @@ class Encoder:
             closed = [close(raw[None], self._compression) for _, _, raw in group]
             keys = [chunk_object_key(piece, position) for piece, position, _ in group]
             self._writer.append(keys, [data for data, _, _ in closed], thread=self._thread)
-            self._path.extend([self._paths.setdefault(piece.path, len(self._paths)) for piece, _, _ in group])
+            self._path.extend(
+                [self._paths.setdefault(piece.path, len(self._paths)) for piece, _, _ in group]
+            )
             self._chunk.extend([position for _, position, _ in group])
             self._crc.extend([crc for _, _, (crc,) in closed])
 
     def finish(self) -> Written:
         """Free the memory, and return what was written."""
         self._room = np.empty(0, np.uint8)
-        columns = (np.array(self._path, np.uint32), np.array(self._chunk, np.uint64), np.array(self._crc, np.uint32))
+        columns = (
+            np.array(self._path, np.uint32),
+            np.array(self._chunk, np.uint64),
+            np.array(self._crc, np.uint32),
+        )
         return Written(tuple(self._paths), *columns)
 
 
 def _bytes_of_chunks(block: Elements) -> int:
     """Bytes of a block's chunks with their padding: a host may have the edges of a thousand tensors, which are mostly padding."""
     piece, _, elements = block
-    nbytes = elements.nbytes if elements.shape == piece.chunks else padded_size(elements.shape, piece.chunks) * elements.itemsize
+    nbytes = (
+        elements.nbytes
+        if elements.shape == piece.chunks
+        else padded_size(elements.shape, piece.chunks) * elements.itemsize
+    )
     return max(nbytes, _LEAST_BYTES)
 
 
 def merge_written(parts: Sequence[Written]) -> Written:
     """Merge what several encoders have written, one after another."""
     paths: dict[str, int] = {}
-    numbers = [np.array([paths.setdefault(path, len(paths)) for path in part.paths], np.uint32)[part.path] for part in parts]
+    numbers = [
+        np.array([paths.setdefault(path, len(paths)) for path in part.paths], np.uint32)[part.path]
+        for part in parts
+    ]
     path, chunk = np.concatenate(numbers), np.concatenate([part.chunk for part in parts])
     return Written(tuple(paths), path, chunk, np.concatenate([part.crc for part in parts]))

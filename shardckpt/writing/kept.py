@@ -87,8 +87,8 @@ class KeptChunks:
 
         Args:
             attempt: the attempt that will have its elements.
-            differing: paths of the arrays whose chunks may be stored as differences from the last version. A chunk that this process has
-                not written in that version is stored whole.
+            differing: paths of the arrays whose chunks may be stored as differences from the last
+                version. A chunk that this process has not written in that version is stored whole.
         """
         for key in [key for key, version in self._version_of.items() if version != self._version]:
             del self._chunks[key], self._version_of[key]
@@ -111,7 +111,9 @@ class KeptChunks:
                 kept[:] = row  # fresh memory costs more
             self._version_of[key] = self._version
 
-    def differences(self, keys: Sequence[str], paths: Sequence[str], rows: Rows, itemsize: int) -> tuple[list[bytes], int]:
+    def differences(
+        self, keys: Sequence[str], paths: Sequence[str], rows: Rows, itemsize: int
+    ) -> tuple[list[bytes], int]:
         """The stored form of chunks, without checksums, and the bytes of their changed elements; from then on they are kept.
 
         All elements of a chunk count that is not compared.
@@ -125,7 +127,12 @@ class KeptChunks:
         stored, compared, changed = [b""] * len(keys), list[int](), 0
         for i, (key, path) in enumerate(zip(keys, paths, strict=True)):
             kept, row = self._chunks.get(key), rows[i]
-            if kept is not None and path in self._differing and self._version_of[key] == self._version - 1 and kept.nbytes == row.nbytes:
+            if (
+                kept is not None
+                and path in self._differing
+                and self._version_of[key] == self._version - 1
+                and kept.nbytes == row.nbytes
+            ):
                 compared.append(i)
                 self._version_of[key] = self._version
             else:
@@ -139,7 +146,9 @@ class KeptChunks:
         return stored, changed
 
 
-def _differences(pairs: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]], itemsize: int) -> Iterator[tuple[bytes, int]]:
+def _differences(
+    pairs: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]], itemsize: int
+) -> Iterator[tuple[bytes, int]]:
     """The `difference` of each old and new chunk; the extension compares many with one call."""
     if extension.moving is None or itemsize not in extension.COMPARED:
         yield from (difference(old, new, itemsize) for old, new in pairs)
@@ -147,13 +156,19 @@ def _differences(pairs: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]], i
     olds, news = tuple(old for old, _ in pairs), tuple(new for _, new in pairs)
     nbytes = max((new.nbytes for new in news), default=0)
     elements = nbytes // itemsize
-    room = np.empty(elements * (1 + itemsize) + 4 * (elements // 256 + 1) + len(pairs) * nbytes // 4, np.uint8)
+    room = np.empty(
+        elements * (1 + itemsize) + 4 * (elements // 256 + 1) + len(pairs) * nbytes // 4, np.uint8
+    )
     results = np.empty((len(pairs), 3), np.int64)
     done = 0
     while done < len(pairs):
-        ready = done + extension.moving.find_changes(olds[done:], news[done:], itemsize, results[done:], room)
+        ready = done + extension.moving.find_changes(
+            olds[done:], news[done:], itemsize, results[done:], room
+        )
         at = 0
-        for new, (changed, long_gaps, crc) in zip(news[done:ready], results[done:ready].tolist(), strict=True):
+        for new, (changed, long_gaps, crc) in zip(
+            news[done:ready], results[done:ready].tolist(), strict=True
+        ):
             body = room[at : (at := at + changed * (1 + itemsize) + 4 * long_gaps)]
             packed = pack_changes(body, changed, long_gaps, new.nbytes, crc) if changed else b""
             yield whole(new) if packed is None else packed, changed

@@ -1,8 +1,9 @@
 """Host memory of a background save: how much it needs, and its preparation before the first save.
 
-The first use of memory is slow: the kernel clears its pages, and pinning takes longer still. `Warming` makes the request that a save would
-make, on a thread of its own, touches all pages on several threads, and gives the memory back to the pool. The first save finds it there.
-It takes at most half of the memory that is free, and nothing beyond the limit of saves.
+The first use of memory is slow: the kernel clears its pages, and pinning takes longer still.
+`Warming` makes the request that a save would make, on a thread of its own, touches all pages on
+several threads, and gives the memory back to the pool. The first save finds it there. It takes at
+most half of the memory that is free, and nothing beyond the limit of saves.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("shardckpt")
 AT_A_TIME = 2 << 20
-"""Bytes of elements that a thread encodes and writes at a time: many small chunks, in no more memory than a large one."""
+"""Bytes of elements that a thread encodes and writes at a time: many small chunks, in no more
+memory than a large one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +54,21 @@ class SaveMemory:
     in_flight: int
     """Bytes of chunks that may be on their way to the storage."""
     threads: int
-    """Number of threads that write: on a local disk, and for differences, half of the cores, or as many as the caller allows."""
+    """Number of threads that write: on a local disk, and for differences, half of the cores, or as
+    many as the caller allows."""
     sizes: dict[str, Any]
     """The arguments of `Stage.fit`."""
 
     @classmethod
     @collector_paused()
     def of(
-        cls, share: StateShare, sources: Mapping[str, Source], store: Store, options: SaveOptions, limit: int, compression: str | None
+        cls,
+        share: StateShare,
+        sources: Mapping[str, Source],
+        store: Store,
+        options: SaveOptions,
+        limit: int,
+        compression: str | None,
     ) -> SaveMemory:
         """The memory for a share of a state.
 
@@ -77,7 +86,9 @@ class SaveMemory:
         if store.appends:
             in_flight = 0
         if store.appends or compression == "difference":
-            threads = writing_threads(plan, options.background_threads or max(1, cores() // 2), limit // 4 // each)
+            threads = writing_threads(
+                plan, options.background_threads or max(1, cores() // 2), limit // 4 // each
+            )
 
         def fetching(names: Iterable[str]) -> int:
             largest = max((sources[name].staged_bytes for name in names), default=0)
@@ -87,9 +98,14 @@ class SaveMemory:
             "fetching": fetching(plan.blocks),
             "keeping": fetching(plan.blocks.keys() - kept) if kept else None,
             "writing": in_flight + threads * each,
-            "late": late_bytes(share) + (0 if share.replicas is None else share.replicas.late_bytes()),
+            "late": late_bytes(share)
+            + (0 if share.replicas is None else share.replicas.late_bytes()),
         }
-        fetched = {name: blocks_of_tensor for name, blocks_of_tensor in plan.blocks.items() if not sources[name].resident}
+        fetched = {
+            name: blocks_of_tensor
+            for name, blocks_of_tensor in plan.blocks.items()
+            if not sources[name].resident
+        }
         blocks = [
             pair
             for name, blocks_of_tensor in fetched.items()
@@ -107,7 +123,12 @@ class Warming:
     """The preparation of a pool's memory for the saves of a state, in the background."""
 
     def __init__(
-        self, pool: BufferPool, memory: SaveMemory, sources: Mapping[str, Source], copies: DeviceCopies | None, where: Store
+        self,
+        pool: BufferPool,
+        memory: SaveMemory,
+        sources: Mapping[str, Source],
+        copies: DeviceCopies | None,
+        where: Store,
     ) -> None:
         """Start it, unless it would take too much memory, or the pool is in use."""
         self._pool = pool
@@ -117,7 +138,12 @@ class Warming:
         self._thread: threading.Thread | None = None
         needed, free = min(memory.elements, pool.limit), free_memory()
         if free is not None and needed > free // 2:
-            _log.info("%s: memory for saves is not prepared: they need %s, and %s are free.", where, file_size(needed), file_size(free))
+            _log.info(
+                "%s: memory for saves is not prepared: they need %s, and %s are free.",
+                where,
+                file_size(needed),
+                file_size(free),
+            )
             return
         if pool.is_used:
             return
@@ -133,8 +159,14 @@ class Warming:
 
     def _run(self) -> None:
         try:
-            streams = Stage(self._pool, lambda: None).warm(self._memory.blocks, **self._memory.sizes)
+            streams = Stage(self._pool, lambda: None).warm(
+                self._memory.blocks, **self._memory.sizes
+            )
             if not streams:
                 frameworks.warm(self._kept)
         except (ShardckptError, RuntimeError, MemoryError) as e:
-            _log.warning("%s: memory for saves could not be prepared (%s); the first save tries again.", self._where, e)
+            _log.warning(
+                "%s: memory for saves could not be prepared (%s); the first save tries again.",
+                self._where,
+                e,
+            )

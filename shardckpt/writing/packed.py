@@ -1,18 +1,22 @@
 """The packed layout's writer: a host's chunks one after another in a few data files, and an OCDBT index of them.
 
-1. `append` adds chunks to the current data file of a thread, in the order of the calls, and starts the next file when a
-   chunk does not fit. On a local disk that is one `write` from the caller's buffer, or the extension moves the elements
-   there. Elsewhere bytes are collected, because an object is written in one request.
-2. Full files are made durable in the background while the next one fills: on a local disk one at a time for each thread, on an
-   object store as many as memory has room for. There a file is one upload, and the unit of a retry.
-3. All data files, and a B+tree leaf with the key and place of each chunk, make a *lane*, an OCDBT database
-   `hosts/<host>/<n>`. A lane is complete when its manifest is written, after everything that it points to. A
-   host needs several lanes only if it has more chunks than a leaf should have.
-4. TensorStore then reads the leaf back, and must find every key at its place; where it has no driver, our own reader does.
+1. `append` adds chunks to the current data file of a thread, in the order of the calls, and starts
+   the next file when a chunk does not fit. On a local disk that is one `write` from the caller's
+   buffer, or the extension moves the elements there. Elsewhere bytes are collected, because an
+   object is written in one request.
+2. Full files are made durable in the background while the next one fills: on a local disk one at a
+   time for each thread, on an object store as many as memory has room for. There a file is one
+   upload, and the unit of a retry.
+3. All data files, and a B+tree leaf with the key and place of each chunk, make a *lane*, an OCDBT
+   database `hosts/<host>/<n>`. A lane is complete when its manifest is written, after everything
+   that it points to. A host needs several lanes only if it has more chunks than a leaf should have.
+4. TensorStore then reads the leaf back, and must find every key at its place; where it has no
+   driver, our own reader does.
 
-Memory: none of the data on a local disk. Elsewhere: a buffer for the file that is filled, and one for each file in flight, which
-are used again and again, and kept for the next save. All of them are within `memory_limit`: files are at most a fifth of it. The index
-takes some 300 bytes per chunk until `finish`.
+Memory: none of the data on a local disk. Elsewhere: a buffer for the file that is filled, and one
+for each file in flight, which are used again and again, and kept for the next save. All of them are
+within `memory_limit`: files are at most a fifth of it. The index takes some 300 bytes per chunk
+until `finish`.
 """
 
 from __future__ import annotations
@@ -48,29 +52,37 @@ if TYPE_CHECKING:
     from shardckpt.io.datafile import Output
 
 DATA_FILE_BYTES = 256 << 20
-"""Bytes of a data file on a local disk: several files of this size are written and read faster than one large one."""
+"""Bytes of a data file on a local disk: several files of this size are written and read faster than
+one large one."""
 OBJECT_BYTES = 64 << 20
-"""Bytes of a data file on an object store: several uploads are faster than one, and a failed one is sent again from its start."""
+"""Bytes of a data file on an object store: several uploads are faster than one, and a failed one is
+sent again from its start."""
 MOST_UPLOADS = 15
 """Most files in flight; one stream to an object store uses a small part of a host's bandwidth."""
 object_buffers = KeptBuffers(256 << 20)
-"""Memory of data files that are objects: four of the largest are kept from save to save. Fresh memory costs as much as sending it."""
+"""Memory of data files that are objects: four of the largest are kept from save to save. Fresh
+memory costs as much as sending it."""
 _LEAST_BUFFERS = 5
 """Least buffers that `memory_limit` has room for."""
 LANE_KEYS = 1 << 16
 """Most chunks per lane; keeps the leaf within a few MiB."""
 _places_seen = Event()
-"""Set when TensorStore has returned the expected places of all chunks of one lane of this process."""
+"""Set when TensorStore has returned the expected places of all chunks of one lane of this
+process."""
 _TREE = "d/tree"
 _MANIFEST = "manifest.ocdbt"
 
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """The places of n chunks, in the order of the calls of `append`; those of one thread before those of the next."""
+    """The places of n chunks, in the order of the calls of `append`.
+
+    Those of one thread before those of the next.
+    """
 
     files: tuple[str, ...]
-    """Data files, relative to the attempt; empty in the plain layout, where each chunk's key names its object."""
+    """Data files, relative to the attempt; empty in the plain layout, where each chunk's key names
+    its object."""
     file: NDArray[np.uint32]
     """(n,) index into `files`."""
     offset: NDArray[np.uint64]
@@ -85,7 +97,10 @@ class Extents:
     @classmethod
     def concatenate(cls, parts: Sequence[Extents]) -> Extents:
         """The extents of several threads, in the same files."""
-        return cls(parts[0].files, *(np.concatenate([getattr(p, c) for p in parts]) for c in ("file", "offset", "length")))
+        return cls(
+            parts[0].files,
+            *(np.concatenate([getattr(p, c) for p in parts]) for c in ("file", "offset", "length")),
+        )
 
 
 class ExtentLog:
@@ -117,7 +132,11 @@ class ExtentLog:
         if not all(lengths):
             raise CommitError(f"chunk {keys[lengths.index(0)]} has no bytes, not even a checksum.")
         before = len(self.keys)
-        twice = None if self.keys.keys().isdisjoint(keys) else next(key for key in keys if key in self.keys)
+        twice = (
+            None
+            if self.keys.keys().isdisjoint(keys)
+            else next(key for key in keys if key in self.keys)
+        )
         self.keys.update(dict.fromkeys(keys))
         if len(self.keys) != before + len(keys):
             raise _twice(twice or next(key for i, key in enumerate(keys) if key in keys[:i]))
@@ -127,16 +146,26 @@ class ExtentLog:
 
     def extents(self, files: Sequence[str] = ()) -> Extents:
         """All extents, in files of these names."""
-        columns = np.array(self._file, np.uint32), np.array(self._offset, np.uint64), np.array(self._length, np.uint64)
+        columns = (
+            np.array(self._file, np.uint32),
+            np.array(self._offset, np.uint64),
+            np.array(self._length, np.uint64),
+        )
         return Extents(tuple(files), *columns)
 
 
 def _twice(key: str) -> CommitError:
-    return CommitError(f"chunk {key} was put twice by one host; two tensors, or two boxes of one, claim the same chunk.")
+    return CommitError(
+        f"chunk {key} was put twice by one host; two tensors, or two boxes of one, claim the same "
+        "chunk."
+    )
 
 
 class PackedWriter:
-    """Writes one host's chunks until `finish` or `abort`. Each of its threads has data files of its own."""
+    """Writes one host's chunks until `finish` or `abort`.
+
+    Each of its threads has data files of its own.
+    """
 
     def __init__(
         self,
@@ -155,21 +184,27 @@ class PackedWriter:
             store: the attempt's place.
             host: this writer's number.
             folder: folder of its files, relative to the attempt; None: `hosts/` and its number.
-            memory_limit: bytes, see the module's docstring; a chunk larger than a fifth of it is allowed.
+            memory_limit: bytes, see the module's docstring; a chunk larger than a fifth of it is
+                allowed.
             data_file_bytes: most bytes of a data file, unless one chunk has more; by default
                 `DATA_FILE_BYTES` or `OBJECT_BYTES`.
             lane_keys: chunks per lane, at most 2**20.
-            threads: threads that may append at a time. Elsewhere than on a local disk they share the memory.
+            threads: threads that may append at a time. Elsewhere than on a local disk they share
+                the memory.
         """
         self._store = store
         if store.appends:
             data_file_bytes, most_waiting = data_file_bytes or DATA_FILE_BYTES, 1
         else:
             memory_limit //= threads
-            data_file_bytes = max(1, min(data_file_bytes or OBJECT_BYTES, memory_limit // _LEAST_BUFFERS))
+            data_file_bytes = max(
+                1, min(data_file_bytes or OBJECT_BYTES, memory_limit // _LEAST_BUFFERS)
+            )
             most_waiting = max(1, min(MOST_UPLOADS // threads, memory_limit // data_file_bytes - 1))
         self._lanes = _Lanes(store, folder or f"hosts/{host:05d}", lane_keys)
-        self._files = [_DataFiles(store, self._lanes, data_file_bytes, most_waiting) for _ in range(threads)]
+        self._files = [
+            _DataFiles(store, self._lanes, data_file_bytes, most_waiting) for _ in range(threads)
+        ]
         self._failed = False
 
     @property
@@ -178,15 +213,30 @@ class PackedWriter:
         return self._lanes.names
 
     def room(self, nbytes: int) -> NDArray[np.uint8] | None:
-        """Memory in which the next chunks may be laid out, so that `append` need not copy them; None if there is none for so many."""
-        return self._files[0].room(nbytes) if not self._store.appends and len(self._files) == 1 else None
+        """Memory in which the next chunks may be laid out, so that `append` need not copy them.
 
-    def append(self, keys: Sequence[str], data: Output, lengths: Sequence[int] | None = None, *, thread: int = 0) -> None:
+        None if there is none for so many.
+        """
+        return (
+            self._files[0].room(nbytes)
+            if not self._store.appends and len(self._files) == 1
+            else None
+        )
+
+    def append(
+        self,
+        keys: Sequence[str],
+        data: Output,
+        lengths: Sequence[int] | None = None,
+        *,
+        thread: int = 0,
+    ) -> None:
         """Append encoded chunks; the caller may reuse the buffers when this returns.
 
         Args:
             keys: the chunks' zarr keys below the root of the arrays, `model/w/c/0/1`.
-            data: a list with the stored bytes of each chunk; or, one after another, the bytes of all in one buffer, or blocks.
+            data: a list with the stored bytes of each chunk; or, one after another, the bytes of
+                all in one buffer, or blocks.
             lengths: bytes of each chunk; None: those of the list's buffers.
             thread: number of the thread that calls.
 
@@ -214,7 +264,8 @@ class PackedWriter:
 
         Raises:
             StorageError: a file could not be written.
-            CommitError: TensorStore does not find every chunk at its place, or two threads have put the same chunk.
+            CommitError: TensorStore does not find every chunk at its place, or two threads have put
+                the same chunk.
         """
         extents = self.end()
         self.seal(extents)
@@ -236,23 +287,31 @@ class PackedWriter:
         self._failed = False
         return extents
 
-    def seal(self, extents: Extents, write_first: Callable[[str, bytes], None] | None = None) -> None:
+    def seal(
+        self, extents: Extents, write_first: Callable[[str, bytes], None] | None = None
+    ) -> None:
         """Write the indexes of the databases, after `end`; see `finish`.
 
         Args:
             extents: the places of all chunks.
-            write_first: writes the file of the first database's leaf, by its key and its bytes, perhaps with other nodes after them.
+            write_first: writes the file of the first database's leaf, by its key and its bytes,
+                perhaps with other nodes after them.
         """
         self._failed = True  # until this call succeeds
         self._lanes.seal([*self._files[0].log.keys], extents, write_first)
         self._failed = False
 
     def abort(self) -> None:
-        """Stop writing and delete this host's files; files that cannot be deleted are removed with the attempt."""
+        """Stop writing and delete this host's files.
+
+        Files that cannot be deleted are removed with the attempt.
+        """
         self._failed = True
         for files in self._files:
             files.abandon()
-        with contextlib.suppress(ShardckptError):  # the caller reports the error that made it give up
+        with contextlib.suppress(
+            ShardckptError
+        ):  # the caller reports the error that made it give up
             for lane in self.lanes:
                 self._store.delete_prefix(f"{lane}/")
 
@@ -279,7 +338,10 @@ class _DataFiles:
         self._waiting: deque[tuple[Future[None], DataFile, NDArray[np.uint8] | None]] = deque()
 
     def room(self, nbytes: int) -> NDArray[np.uint8] | None:
-        """Memory of the current file for the next chunks; None if it has no room for so many bytes."""
+        """Memory of the current file for the next chunks.
+
+        None if it has no room for so many bytes.
+        """
         if nbytes > self._most_bytes - (0 if self._file is None else self._size):
             return None
         return self._current().room(nbytes)
@@ -315,7 +377,10 @@ class _DataFiles:
         for _, file, _ in self._waiting:
             file.interrupt()
         self._background.shutdown(cancel_futures=True)
-        for file in [*(file for _, file, _ in self._waiting), *([self._file] if self._file is not None else [])]:
+        for file in [
+            *(file for _, file, _ in self._waiting),
+            *([self._file] if self._file is not None else []),
+        ]:
             file.abandon()
         self._waiting.clear()
         self._file = self._buffer = None
@@ -354,7 +419,10 @@ def _between(data: Output, chunks: slice, span: slice) -> Output:
 
 
 class _Lanes:
-    """The OCDBT databases of a host, and the names of its data files. Safe to use from several threads."""
+    """The OCDBT databases of a host, and the names of its data files.
+
+    Safe to use from several threads.
+    """
 
     def __init__(self, store: Store, folder: str, most_keys: int) -> None:
         assert 0 < most_keys <= ocdbt.MOST_KEYS, "TensorStore reads no larger leaf"
@@ -391,7 +459,12 @@ class _Lanes:
             self._keys[lane] += count
             return count
 
-    def seal(self, keys: Sequence[str], extents: Extents, write_first: Callable[[str, bytes], None] | None) -> None:
+    def seal(
+        self,
+        keys: Sequence[str],
+        extents: Extents,
+        write_first: Callable[[str, bytes], None] | None,
+    ) -> None:
         """Complete all databases, when all data files are durable.
 
         Args:
@@ -406,12 +479,27 @@ class _Lanes:
             rows = np.flatnonzero(lanes[extents.file] == lane)
             order = sorted(rows.tolist(), key=keys.__getitem__)
             first = int(np.searchsorted(lanes, lane))
-            files = [file.removeprefix(f"{name}/") for file in self.files[first : int(np.searchsorted(lanes, lane, "right"))]]
+            files = [
+                file.removeprefix(f"{name}/")
+                for file in self.files[first : int(np.searchsorted(lanes, lane, "right"))]
+            ]
             write_node = partial(write if lane == 0 else self._store.write, f"{name}/{_TREE}")
-            _seal_lane(self._store.sub(name), [keys[i].encode() for i in order], files, places[order] - (first, 0, 0), write_node)
+            _seal_lane(
+                self._store.sub(name),
+                [keys[i].encode() for i in order],
+                files,
+                places[order] - (first, 0, 0),
+                write_node,
+            )
 
 
-def _seal_lane(store: Store, keys: list[bytes], files: list[str], places: NDArray[np.int64], write_node: Callable[[bytes], None]) -> None:
+def _seal_lane(
+    store: Store,
+    keys: list[bytes],
+    files: list[str],
+    places: NDArray[np.int64],
+    write_node: Callable[[bytes], None],
+) -> None:
     """Write the leaf of a database, and then its manifest; read them back with TensorStore.
 
     Args:
@@ -427,30 +515,48 @@ def _seal_lane(store: Store, keys: list[bytes], files: list[str], places: NDArra
     store.with_new_keys(partial(_check_lane, store, keys, files, places))
 
 
-def _check_lane(store: Store, keys: list[bytes], files: list[str], places: NDArray[np.int64]) -> None:
+def _check_lane(
+    store: Store, keys: list[bytes], files: list[str], places: NDArray[np.int64]
+) -> None:
     """Compare TensorStore's view with the chunks that were put: keys always, places only the first time in a process.
 
     Where TensorStore has no driver, our own reader's view is compared.
     `ts.ocdbt.dump`, which shows places, leaks some 500 bytes per key each time (0.1.86).
     """
     if not store.has_driver:
-        placed = [(key.decode(), (files[file], offset, length)) for key, (file, offset, length) in zip(keys, places.tolist(), strict=True)]
+        placed = [
+            (key.decode(), (files[file], offset, length))
+            for key, (file, offset, length) in zip(keys, places.tolist(), strict=True)
+        ]
         if [*index_values(store)] != placed:
-            raise CommitError(f"{store}: the index does not have all {len(placed)} chunks at their places when it is read back.")
+            raise CommitError(
+                f"{store}: the index does not have all {len(placed)} chunks at their places when "
+                "it is read back."
+            )
         return
     base = store.kvstore()
     if _places_seen.is_set():
         with storage_errors("read back", store):
-            database = ts.KvStore.open({"driver": "ocdbt", "base": base.spec()}, context=store.context()).result()
+            database = ts.KvStore.open(
+                {"driver": "ocdbt", "base": base.spec()}, context=store.context()
+            ).result()
             listed = database.list().result()
         if listed != keys:
-            raise CommitError(f"{store}: TensorStore finds {len(listed)} chunks where {len(keys)} were put.")
+            raise CommitError(
+                f"{store}: TensorStore finds {len(listed)} chunks where {len(keys)} were put."
+            )
         return
     with storage_errors("read back", store):
         root = ts.ocdbt.dump(base, context=store.context()).result()["versions"][-1]["root"]
         entries = ts.ocdbt.dump(base, root["location"], context=store.context()).result()["entries"]
     places_listed = [(e["key"], e.get("indirect_value")) for e in entries]
-    expected = [(key, f"value::{files[file]}:{offset}:{length}") for key, (file, offset, length) in zip(keys, places.tolist(), strict=True)]
+    expected = [
+        (key, f"value::{files[file]}:{offset}:{length}")
+        for key, (file, offset, length) in zip(keys, places.tolist(), strict=True)
+    ]
     if places_listed != expected:
-        raise CommitError(f"{store}: TensorStore finds {len(places_listed)} chunks where {len(expected)} were put, or not in their places.")
+        raise CommitError(
+            f"{store}: TensorStore finds {len(places_listed)} chunks where {len(expected)} were "
+            "put, or not in their places."
+        )
     _places_seen.set()

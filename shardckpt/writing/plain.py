@@ -1,8 +1,8 @@
 """The plain layout's writer: every chunk an object of its own, `zarr/<array path>/c/0/1`.
 
 `append` writes chunks, and a few threads make them durable, because that is slow on a disk and
-needs a round trip elsewhere. Memory: none of the data on a local disk (the bytes are in the file when `append`
-returns); elsewhere `in_flight_bytes`, for the copies of chunks in flight.
+needs a round trip elsewhere. Memory: none of the data on a local disk (the bytes are in the file
+when `append` returns); elsewhere `in_flight_bytes`, for the copies of chunks in flight.
 """
 
 from __future__ import annotations
@@ -27,28 +27,36 @@ if TYPE_CHECKING:
 
 _THREADS = 16
 _MOST_OPEN = 256
-"""Most files waiting to be made durable; each is open on a local disk, and a thread also has the file's directory open."""
+"""Most files waiting to be made durable; each is open on a local disk, and a thread also has the
+file's directory open."""
 
 
 def most_open() -> int:
     """Most files that may wait: a quarter of the process's file descriptors, so that files and directories use at most half."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST_OPEN if allowed == resource.RLIM_INFINITY else max(1, min(_MOST_OPEN, allowed // 4))
+    return (
+        _MOST_OPEN if allowed == resource.RLIM_INFINITY else max(1, min(_MOST_OPEN, allowed // 4))
+    )
 
 
 class PlainWriter:
     """Writes one host's chunks until `finish` or `abort`. For one thread."""
 
     def __init__(
-        self, store: Store, *, in_flight_bytes: int = 64 << 20, drafts: str | None = None, place: Callable[[str], str] = plain_key
+        self,
+        store: Store,
+        *,
+        in_flight_bytes: int = 64 << 20,
+        drafts: str | None = None,
+        place: Callable[[str], str] = plain_key,
     ) -> None:
         """Write below `store`, the attempt; nothing is created before the first chunk.
 
         Args:
             store: the attempt's place.
             in_flight_bytes: see the module's docstring; a larger chunk is sent alone.
-            drafts: directory, relative to the attempt, where chunks are written on a local disk before they replace any
-                file of their names; None: no such file may exist.
+            drafts: directory, relative to the attempt, where chunks are written on a local disk
+                before they replace any file of their names; None: no such file may exist.
             place: the object of each key, relative to `store`.
         """
         self._store = store
@@ -65,7 +73,14 @@ class PlainWriter:
     def room(self, _nbytes: int) -> None:
         """None: each chunk is an object of its own."""
 
-    def append(self, keys: Sequence[str], data: Output, lengths: Sequence[int] | None = None, *, thread: int = 0) -> None:
+    def append(
+        self,
+        keys: Sequence[str],
+        data: Output,
+        lengths: Sequence[int] | None = None,
+        *,
+        thread: int = 0,
+    ) -> None:
         """Write encoded chunks, each to an object; like `PackedWriter.append`."""
         assert thread == 0, "this writer is for one thread"
         assert not isinstance(data, BlocksOut), "each chunk is an object"
@@ -81,7 +96,9 @@ class PlainWriter:
     def _append(self, key: str, chunk: memoryview) -> None:
         self._begin()
         self._log.add([key], 0, 0, [chunk.nbytes])
-        while self._waiting and (self._in_flight + chunk.nbytes > self._limit or len(self._waiting) >= self._most_open):
+        while self._waiting and (
+            self._in_flight + chunk.nbytes > self._limit or len(self._waiting) >= self._most_open
+        ):
             self._settle_one()
         draft = None if self._drafts is None else f"{self._drafts}/{len(self._log)}"
         file = create_data_file(self._store, self._place(key), draft=draft)
@@ -99,7 +116,8 @@ class PlainWriter:
         """Wait until everything is durable.
 
         Returns:
-            The length of each chunk, in the order of the calls; each chunk is an object, so there are no files.
+            The length of each chunk, in the order of the calls; each chunk is an object, so there
+            are no files.
 
         Raises:
             StorageError: a chunk could not be written.
@@ -112,14 +130,19 @@ class PlainWriter:
         return self._log.extents()
 
     def abort(self) -> None:
-        """Stop writing. This host's chunks lie among other hosts' chunks and are removed with the attempt."""
+        """Stop writing.
+
+        This host's chunks lie among other hosts' chunks and are removed with the attempt.
+        """
         for _, file, _ in self._waiting:
             file.interrupt()
         self._pool.shutdown(cancel_futures=True)
         for _, file, _ in self._waiting:
             file.abandon()
         self._waiting.clear()
-        with contextlib.suppress(ShardckptError):  # the caller reports the error that made it give up
+        with contextlib.suppress(
+            ShardckptError
+        ):  # the caller reports the error that made it give up
             self._remove_drafts()
 
     def _remove_drafts(self) -> None:

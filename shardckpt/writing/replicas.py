@@ -1,12 +1,15 @@
 """Checksums of the boxes that several processes hold, by which the committer finds copies that differ.
 
-Replicas share the writing of their box, so copies that differ would be stored as a mixture. Each process takes a checksum of
-its own copy of every such box, and writes them beside its chunks (`format.replicas`); no process waits for another one.
+Replicas share the writing of their box, so copies that differ would be stored as a mixture. Each
+process takes a checksum of its own copy of every such box, and writes them beside its chunks
+(`format.replicas`); no process waits for another one.
 
-1. "sample": of a box that the host reads without a copy, and of a box on a CUDA device, at most `SAMPLED` elements on a regular
-   grid that begins at its first element. It costs about 50 µs per box; on a CUDA device the elements are copied behind
-   the state's own, and the host does not wait for them. Boxes on other devices are not compared.
-2. True: all elements of all these boxes, also those on devices, which are copied to the host for that.
+1. "sample": of a box that the host reads without a copy, and of a box on a CUDA device, at most
+   `SAMPLED` elements on a regular grid that begins at its first element. It costs about 50 µs per
+   box; on a CUDA device the elements are copied behind the state's own, and the host does not wait
+   for them. Boxes on other devices are not compared.
+2. True: all elements of all these boxes, also those on devices, which are copied to the host for
+   that.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ class ReplicaChecksums:
         self._sources = sources
         self._checksums: Checksums = {}
         self._late: list[tuple[str, tuple[int, ...], int, tuple[int, ...]]] = []
-        """Samples that are still on CUDA devices: tensor, holders, position of the box, and shape of the sample."""
+        """Samples that are still on CUDA devices: tensor, holders, position of the box, and shape
+        of the sample."""
         self._arrays: list[NDArray[Any]] = []
         self._arrival: Arrival | None = None
         on_devices = frozenset(frameworks.names_on_devices(sources))
@@ -72,20 +76,30 @@ class ReplicaChecksums:
             return checksum(array if wholly else array[grid(array.shape)])
 
         several = wholly and not any(sources[name].staged_bytes for name, *_ in now)
-        for (name, holders, _), crc in zip(now, map_on_threads(summed, now) if several else map(summed, now), strict=True):
+        for (name, holders, _), crc in zip(
+            now, map_on_threads(summed, now) if several else map(summed, now), strict=True
+        ):
             self._add(name, holders, crc)
 
     def late_bytes(self) -> int:
         """Bytes of host memory for the samples that are still on devices."""
         return sum(round_up(self._nbytes(name, shape)) for name, _, _, shape in self._late)
 
-    def queue(self, sources: Mapping[str, Source], copies: DeviceCopies, memory: NDArray[np.uint8]) -> None:
-        """Queue the copies of those samples to `memory`, of `late_bytes`; `sources` leaves them on their devices."""
+    def queue(
+        self, sources: Mapping[str, Source], copies: DeviceCopies, memory: NDArray[np.uint8]
+    ) -> None:
+        """Queue the copies of those samples to `memory`, of `late_bytes`.
+
+        `sources` leaves them on their devices.
+        """
         pairs: list[tuple[NDArray[Any], Any]] = []
         for name, _, box, shape in self._late:
             nbytes = self._nbytes(name, shape)
             ((elements,),) = frameworks.fetch([sources[name]], [[box]])
-            array, memory = memory[:nbytes].view(elements.dtype).reshape(shape), memory[round_up(nbytes) :]
+            array, memory = (
+                memory[:nbytes].view(elements.dtype).reshape(shape),
+                memory[round_up(nbytes) :],
+            )
             pairs.append((array, elements[grid(elements.shape)]))
         self._arrays = [array for array, _ in pairs]
         self._arrival = copies.copy(pairs)
@@ -93,7 +107,9 @@ class ReplicaChecksums:
     def fetch_late(self) -> None:
         """Copy those samples to the host, and wait for them."""
         if self._late:
-            sources, copies = frameworks.on_devices({name: self._sources[name] for name, *_ in self._late}, overlap=False)
+            sources, copies = frameworks.on_devices(
+                {name: self._sources[name] for name, *_ in self._late}, overlap=False
+            )
             assert copies is not None
             self.queue(sources, copies, np.empty(self.late_bytes(), np.uint8))
 
@@ -134,10 +150,15 @@ def _shape_of_sample(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def checksum(array: NDArray[Any]) -> int:
-    """CRC-32C of an array's elements in C order; an array with gaps is made contiguous part by part."""
+    """CRC-32C of an array's elements in C order.
+
+    An array with gaps is made contiguous part by part.
+    """
     crc = 0
     for part in _parts(array):
-        crc = crc32c(np.ascontiguousarray(with_plain_bools(part)).reshape(-1).view(np.uint8).data, crc)
+        crc = crc32c(
+            np.ascontiguousarray(with_plain_bools(part)).reshape(-1).view(np.uint8).data, crc
+        )
     return crc
 
 

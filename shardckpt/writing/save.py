@@ -1,7 +1,8 @@
 """`save`: one checkpoint saved before the call returns, by one process or by many together.
 
-The steps are those of an `Attempt`. Several threads lay chunks out and write them, some MiB at a time, straight from the tensors
-(`state_share.read_to_host`). `save_async` (`background`) has the same steps, and does all except copying on another thread.
+The steps are those of an `Attempt`. Several threads lay chunks out and write them, some MiB at a
+time, straight from the tensors (`state_share.read_to_host`). `save_async` (`background`) has the
+same steps, and does all except copying on another thread.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ if TYPE_CHECKING:
 _AT_A_TIME = 4 << 20
 """Bytes of elements that a thread of `save` lays out and writes at a time."""
 _COPIES = {None: 1, "zstd": 3, "difference": 3}
-"""Buffers of that size that a thread has, by compression: for laid-out chunks; else also for compressed ones, alone and joined."""
+"""Buffers of that size that a thread has, by compression: for laid-out chunks; else also for
+compressed ones, alone and joined."""
 _LEAST_SHARE = 32 << 20
 """Least bytes that each thread writes on average: less does not justify data files of its own."""
 _LEAST_MEAN = 512 << 10
-"""Least mean bytes of a block for which several threads pay off: copying and writing, which release the interpreter lock, then take
-far longer than the Python code."""
+"""Least mean bytes of a block for which several threads pay off: copying and writing, which release
+the interpreter lock, then take far longer than the Python code."""
 _SMALL_STATE, _SMALL_MEAN = 256 << 20, 64 << 10
-"""Most bytes of a state, or mean bytes of its blocks, for which one pass of the collector of reference cycles takes longer than the
-write."""
+"""Most bytes of a state, or mean bytes of its blocks, for which one pass of the collector of
+reference cycles takes longer than the write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +51,13 @@ class SaveReport:
 
     The phases follow one another without gaps, so they add up:
 
-        stall_s = planning_s + copying_s + blocked_s                  while the call blocked the caller
-        total_s = stall_s + writing_s + waiting_s + committing_s      from the call to the commit
+        stall_s = planning_s + copying_s + blocked_s                  while the call blocked the
+        caller total_s = stall_s + writing_s + waiting_s + committing_s      from the call to the
+        commit
 
-    Background work during the stall counts as stall; `writing_s` is the time for the rest of the writing. `shardckpt.save` blocks its
-    caller for all of `total_s`. It copies while it writes, and `writing_s` includes these copies.
+    Background work during the stall counts as stall; `writing_s` is the time for the rest of the
+    writing. `shardckpt.save` blocks its caller for all of `total_s`. It copies while it writes, and
+    `writing_s` includes these copies.
     """
 
     url: str
@@ -68,17 +72,20 @@ class SaveReport:
     planning_s: float
     """Seconds from the call to the first copy: names, layouts, and the assignment of writes."""
     copying_s: float
-    """Seconds for copies from devices, or from the host's own tensors, to the buffers. Copies from CUDA devices are only queued."""
+    """Seconds for copies from devices, or from the host's own tensors, to the buffers. Copies from
+    CUDA devices are only queued."""
     blocked_s: float
     """Seconds of waiting for a buffer."""
     writing_s: float
     """Seconds from the end of the stall until this process's share was durable."""
     waiting_s: float
-    """Seconds that the committing process waited for the others, or that this process waited for the commit."""
+    """Seconds that the committing process waited for the others, or that this process waited for
+    the commit."""
     committing_s: float
     """Seconds until the checkpoint was published, on the committing process; 0 on the others."""
     streamed: bool
-    """Whether the state exceeded the buffers, so that the call waited until part of it was written."""
+    """Whether the state exceeded the buffers, so that the call waited until part of it was
+    written."""
     bases: tuple[str, ...] = ()
     """The other checkpoints that hold the skipped tensors."""
     engine: str = ENGINE
@@ -105,30 +112,37 @@ def save(
 ) -> SaveReport:
     """Save `state` as one checkpoint. It is committed and durable when the call returns.
 
-    In a job of several processes, all processes call it with the same url, each with its own part of the state. Their only
-    communication is one announcement of the commit. In the first save to a storage, they also prove that all of them see it.
+    In a job of several processes, all processes call it with the same url, each with its own part
+    of the state. Their only communication is one announcement of the commit. In the first save to a
+    storage, they also prove that all of them see it.
 
     Args:
-        url: destination: a path, `file://…`, `gs://…`, `s3://…`, `az://…` or `memory://…`. The checkpoint is a directory.
-        state: nested dicts, lists and tuples of tensors (torch_xla, DTensor, torch, JAX, numpy) and small leaves.
+        url: destination: a path, `file://…`, `gs://…`, `s3://…`, `az://…` or `memory://…`. The
+            checkpoint is a directory.
+        state: nested dicts, lists and tuples of tensors (torch_xla, DTensor, torch, JAX, numpy) and
+            small leaves.
         options: see `SaveOptions`; the same on all processes.
-        skip: replaces `SaveOptions(skip=…)`: name patterns of tensors that stay in `SaveOptions(base=…)`. `()` skips no tensor.
-        coordinator: connects the processes of the job. By default it is detected once (`Coordinator.current`). `SingleProcess()`: this
-            process saves by itself.
+        skip: replaces `SaveOptions(skip=…)`: name patterns of tensors that stay in
+            `SaveOptions(base=…)`. `()` skips no tensor.
+        coordinator: connects the processes of the job. By default it is detected once
+            (`Coordinator.current`). `SingleProcess()`: this process saves by itself.
 
     Returns:
         The report of this process. Copying overlaps with writing, and counts as writing.
 
     Raises:
-        LeafError, ShardingError: a leaf or its layout cannot be stored. The error names it; this process wrote nothing.
+        LeafError, ShardingError: a leaf or its layout cannot be stored. The error names it; this
+            process wrote nothing.
         OptionError: a pattern in `shardings` or `skip` matches no tensor, or an option is invalid.
-        NotFoundError, MismatchError: the base does not exist, or lacks skipped tensors; nothing was published.
+        NotFoundError, MismatchError: the base does not exist, or lacks skipped tensors; nothing was
+            published.
         AlreadyExistsError: there is a checkpoint at `url`, and `overwrite` is not set.
-        OptionError: `overwrite` would replace a checkpoint that is pinned, tagged, or the base of checkpoints beside it.
-        CommitError: processes saved different states, did not finish in time, have storages of their own at `url`, or Python is
-            shutting down; nothing was published.
-        StorageError: the storage failed. The checkpoint at `url` is the old one or the new one. If all data was written, it stays, and the
-            message says how to publish it.
+        OptionError: `overwrite` would replace a checkpoint that is pinned, tagged, or the base of
+            checkpoints beside it.
+        CommitError: processes saved different states, did not finish in time, have storages of
+            their own at `url`, or Python is shutting down; nothing was published.
+        StorageError: the storage failed. The checkpoint at `url` is the old one or the new one. If
+            all data was written, it stays, and the message says how to publish it.
     """
     began = time.monotonic()
     options = checked_options(options, skip)
@@ -152,10 +166,21 @@ def save(
 def _write(attempt: Attempt, share: StateShare) -> None:
     """Write this process's share straight from its tensors, and its record."""
     options, plan, quarter = attempt.options, share.plan, attempt.options.budget // 4
-    staging, at_a_time = min(MOST_COPIES, quarter), min(_AT_A_TIME, quarter // _COPIES[options.compression])
-    threads = writing_threads(plan, cores(), 2 * quarter // thread_bytes(plan, options.compression, at_a_time))
+    staging, at_a_time = (
+        min(MOST_COPIES, quarter),
+        min(_AT_A_TIME, quarter // _COPIES[options.compression]),
+    )
+    threads = writing_threads(
+        plan, cores(), 2 * quarter // thread_bytes(plan, options.compression, at_a_time)
+    )
     with (
-        attempt.writer(share.contents, share.values, memory=2 * quarter, threads=threads, replicas=share.replicas) as writer,
+        attempt.writer(
+            share.contents,
+            share.values,
+            memory=2 * quarter,
+            threads=threads,
+            replicas=share.replicas,
+        ) as writer,
         closing(read_to_host(plan, share.sources, staging)) as batches_on_host,
     ):
         for batch in batches_on_host:
@@ -164,7 +189,9 @@ def _write(attempt: Attempt, share: StateShare) -> None:
 
 def _append(writer: HostWriter, batch: Iterable[BlockElements], at_a_time: int) -> None:
     """Write a batch. No reference to it is left: its memory is free for the next one."""
-    writer.append(writer.portions_of([(block, elements) for block, elements, *_ in batch], at_a_time))
+    writer.append(
+        writer.portions_of([(block, elements) for block, elements, *_ in batch], at_a_time)
+    )
 
 
 def is_short(plan: SavePlan) -> bool:
@@ -180,7 +207,8 @@ def thread_bytes(plan: SavePlan, compression: str | None, at_a_time: int) -> int
 def writing_threads(plan: SavePlan, *most: int) -> int:
     """Number of threads that lay out and write the plan: at most any of `most`, and at least one.
 
-    It is one if there is little to write, or if tensors are so small that threads would wait for the interpreter lock.
+    It is one if there is little to write, or if tensors are so small that threads would wait for
+    the interpreter lock.
     """
     if plan.nbytes < sum(map(len, plan.blocks.values())) * _LEAST_MEAN:
         return 1
@@ -198,7 +226,15 @@ class SaveTimes:
     waited: float
 
 
-def report(attempt: Attempt, tensors: int, nbytes: int, times: SaveTimes, *, blocked: float = 0.0, streamed: bool = False) -> SaveReport:
+def report(
+    attempt: Attempt,
+    tensors: int,
+    nbytes: int,
+    times: SaveTimes,
+    *,
+    blocked: float = 0.0,
+    streamed: bool = False,
+) -> SaveReport:
     """Report of a save that has just ended.
 
     Args:

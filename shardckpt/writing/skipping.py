@@ -1,12 +1,13 @@
 """Tensors that a save leaves out because a base checkpoint holds them, and their places in the base.
 
-The base is read when this process writes. For a save in the background this is not on the training thread, because the copy step
-does not depend on the result. Every process reads the base's record itself and gets the same result. So no process writes
-gigabytes for a checkpoint that cannot be committed, and a process that commits later finds the result in the hosts'
-contents. Just before the checkpoint is published, the base is checked once more.
+The base is read when this process writes. For a save in the background this is not on the training
+thread, because the copy step does not depend on the result. Every process reads the base's record
+itself and gets the same result. So no process writes gigabytes for a checkpoint that cannot be
+committed, and a process that commits later finds the result in the hosts' contents. Just before the
+checkpoint is published, the base is checked once more.
 
-A base may have left tensors in a base of its own. The record names the checkpoint that holds the tensor itself, so no
-reader follows more than one step, and checkpoints in between may be deleted.
+A base may have left tensors in a base of its own. The record names the checkpoint that holds the
+tensor itself, so no reader follows more than one step, and checkpoints in between may be deleted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardckpt.commit.base_places import base_location, base_url
-from shardckpt.errors import DtypeMismatchError, NamesMismatchError, NotFoundError, ShapeMismatchError
+from shardckpt.errors import (
+    DtypeMismatchError,
+    NamesMismatchError,
+    NotFoundError,
+    ShapeMismatchError,
+)
 from shardckpt.format.bases import Base, InBase
 from shardckpt.format.structure import Structure
 from shardckpt.reading.checkpoint import Checkpoint
@@ -29,7 +35,9 @@ if TYPE_CHECKING:
     from shardckpt.plan.pieces import Piece
 
 
-def left_in_base(structure: Structure, skipped: Iterable[str], checkpoint: Location, base: Location) -> Structure:
+def left_in_base(
+    structure: Structure, skipped: Iterable[str], checkpoint: Location, base: Location
+) -> Structure:
     """A process's structure with the tensors that it skips found in the base.
 
     Args:
@@ -40,14 +48,20 @@ def left_in_base(structure: Structure, skipped: Iterable[str], checkpoint: Locat
 
     Raises:
         NotFoundError: the base does not exist.
-        NamesMismatchError, ShapeMismatchError, DtypeMismatchError: the base lacks a tensor, or has one with another shape or dtype.
+        NamesMismatchError, ShapeMismatchError, DtypeMismatchError: the base lacks a tensor, or has
+            one with another shape or dtype.
     """
     try:
         checkpoint_of_base = Checkpoint(base)
     except NotFoundError as e:
-        raise NotFoundError(f"{checkpoint} cannot be saved with skip=, because its base is not there: {e}") from e
+        raise NotFoundError(
+            f"{checkpoint} cannot be saved with skip=, because its base is not there: {e}"
+        ) from e
     of = _Found(checkpoint, checkpoint_of_base)
-    return Structure(structure.tree, structure.tensors | {name: of.tensor(structure.tensors[name]) for name in skipped})
+    return Structure(
+        structure.tree,
+        structure.tensors | {name: of.tensor(structure.tensors[name]) for name in skipped},
+    )
 
 
 class _Found:
@@ -57,14 +71,17 @@ class _Found:
         self.checkpoint = checkpoint
         self.base = base
         record = base.record
-        self.itself = Base(record.attempt, record.layout, record.compression, base_url(checkpoint, base.location))
+        self.itself = Base(
+            record.attempt, record.layout, record.compression, base_url(checkpoint, base.location)
+        )
         self.its_own: dict[Base, Base] = {}
         """The base's own bases: as the base names them → as the checkpoint names them."""
 
     def tensor(self, skipped: TensorRecord) -> TensorRecord:
         """A skipped tensor's record, made from the base's record."""
         expected = (
-            f"{shown(skipped.name)}: {self.checkpoint} skips it, with shape {skipped.shape} and dtype {skipped.dtype.name}, and its base"
+            f"{shown(skipped.name)}: {self.checkpoint} skips it, with shape {skipped.shape} and "
+            f"dtype {skipped.dtype.name}, and its base"
         )
         advice = "Save it, or name another base. Nothing was published."
         try:
@@ -72,16 +89,26 @@ class _Found:
         except NamesMismatchError as e:
             raise NamesMismatchError(f"{expected} lacks it: {e} {advice}") from e
         if theirs.shape != skipped.shape:
-            raise ShapeMismatchError(f"{expected} {self.base.location} has shape {theirs.shape}. {advice}")
+            raise ShapeMismatchError(
+                f"{expected} {self.base.location} has shape {theirs.shape}. {advice}"
+            )
         if theirs.dtype != skipped.dtype:
-            raise DtypeMismatchError(f"{expected} {self.base.location} has dtype {theirs.dtype.name}. {advice}")
-        there = InBase(self.itself, theirs.name) if theirs.base is None else replace(theirs.base, base=self._renamed(theirs.base.base))
+            raise DtypeMismatchError(
+                f"{expected} {self.base.location} has dtype {theirs.dtype.name}. {advice}"
+            )
+        there = (
+            InBase(self.itself, theirs.name)
+            if theirs.base is None
+            else replace(theirs.base, base=self._renamed(theirs.base.base))
+        )
         return replace(skipped, pieces=_pieces(skipped.name, theirs), partial=False, base=there)
 
     def _renamed(self, base: Base) -> Base:
         """A base of the base, as the checkpoint names it."""
         if base not in self.its_own:
-            self.its_own[base] = replace(base, url=base_url(self.checkpoint, base_location(self.base.location, base)))
+            self.its_own[base] = replace(
+                base, url=base_url(self.checkpoint, base_location(self.base.location, base))
+            )
         return self.its_own[base]
 
 
@@ -89,5 +116,8 @@ def _pieces(name: str, theirs: TensorRecord) -> tuple[Piece, ...]:
     """The pieces of the base's tensor, under the name of our tensor."""
     in_one = [piece.path for piece in theirs.pieces] == [array_path(theirs.name)]
     return tuple(
-        replace(piece, path=array_path(name) if in_one else piece_path(name, theirs.shape, piece.start)) for piece in theirs.pieces
+        replace(
+            piece, path=array_path(name) if in_one else piece_path(name, theirs.shape, piece.start)
+        )
+        for piece in theirs.pieces
     )

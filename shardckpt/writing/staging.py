@@ -1,22 +1,27 @@
 """Staging of a background save: elements move from the thread that saves to the threads that write.
 
-1. `state_share.read` goes through this process's blocks in grid order: batch after batch of tensors, whose copies (if the framework makes
-   any) stay within a limit.
-2. A `Stage` receives the blocks on the thread that saves. It keeps blocks that have memory of their own, such as XLA's pinned memory
-   beside an accelerator (all of them come in one batch), and copies the others into a pooled buffer, many bytes at once (`copying`).
-3. The writing thread, and threads that help it, receive them in the same order, cut and grouped for the writer (`Stage.portions`).
+1. `state_share.read` goes through this process's blocks in grid order: batch after batch of
+   tensors, whose copies (if the framework makes any) stay within a limit.
+2. A `Stage` receives the blocks on the thread that saves. It keeps blocks that have memory of their
+   own, such as XLA's pinned memory beside an accelerator (all of them come in one batch), and
+   copies the others into a pooled buffer, many bytes at once (`copying`).
+3. The writing thread, and threads that help it, receive them in the same order, cut and grouped for
+   the writer (`Stage.portions`).
 
-The writing thread starts when everything is copied. Before that, the two would share the machine's memory bandwidth,
-and training waits for the copies. The buffer has the size of all blocks that are copied, the same from save to save. If
-the pool has no room for all of it, the buffer is smaller and has several parts, the writing thread starts at once, and the
-saving thread waits for free parts: the save streams. Then all blocks are copied.
+The writing thread starts when everything is copied. Before that, the two would share the machine's
+memory bandwidth, and training waits for the copies. The buffer has the size of all blocks that are
+copied, the same from save to save. If the pool has no room for all of it, the buffer is smaller and
+has several parts, the writing thread starts at once, and the saving thread waits for free parts:
+the save streams. Then all blocks are copied.
 
-Blocks of CUDA tensors (`DeviceArray`) are copied by the device: the saving thread only queues their copies, into a buffer of pinned
-memory, and the writing thread waits for their arrival before it reads a part. No part is reused, and the lease is not given back,
-before that. A part is reused when all of its portions are written; meanwhile portions of the next part are written.
+Blocks of CUDA tensors (`DeviceArray`) are copied by the device: the saving thread only queues their
+copies, into a buffer of pinned memory, and the writing thread waits for their arrival before it
+reads a part. No part is reused, and the lease is not given back, before that. A part is reused when
+all of its portions are written; meanwhile portions of the next part are written.
 
-A save makes one request to the pool for everything that it needs until it is written. So a save waits for other saves only while it
-holds nothing, and a save that has begun to copy waits only for its own writing thread.
+A save makes one request to the pool for everything that it needs until it is written. So a save
+waits for other saves only while it holds nothing, and a save that has begun to copy waits only for
+its own writing thread.
 
 If either thread fails, it wakes the other one. The lease is given back when both threads have left.
 """
@@ -59,7 +64,8 @@ if TYPE_CHECKING:
 _BUFFER_BYTES = 32 << 20
 """Bytes of a part of the buffer, if the buffer does not hold everything."""
 _LEAST_PARTS = 8
-"""Least number of parts. The end of each part may stay unused, and each thread works on one part at a time."""
+"""Least number of parts. The end of each part may stay unused, and each thread works on one part at
+a time."""
 
 
 @dataclass(slots=True)
@@ -72,7 +78,9 @@ class _Part:
     blocks: list[tuple[Block, NDArray[np.generic]]] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
     """The copies from devices that must arrive before the memory is read or reused."""
-    proofs: list[tuple[NDArray[np.generic], Callable[[NDArray[np.generic]], bool]]] = field(default_factory=list)
+    proofs: list[tuple[NDArray[np.generic], Callable[[NDArray[np.generic]], bool]]] = field(
+        default_factory=list
+    )
     """Copies, and functions that say whether they have the elements of their tensors."""
     portions: int = 1
     """Portions that are drawn but not yet written, plus one while more may be drawn."""
@@ -86,22 +94,36 @@ def late_bytes(share: StateShare) -> int:
 class LateElements:
     """Small tensors on devices, on their way to the contents of a save."""
 
-    def __init__(self, share: StateShare, sources: Mapping[str, Source], copies: DeviceCopies, memory: NDArray[np.uint8]) -> None:
+    def __init__(
+        self,
+        share: StateShare,
+        sources: Mapping[str, Source],
+        copies: DeviceCopies,
+        memory: NDArray[np.uint8],
+    ) -> None:
         """Queue their copies to `memory`."""
         self._order = share.plan.small
         self._arrays: dict[str, NDArray[np.generic]] = {}
         pairs = []
         for name in share.late:
             tensor = share.plan.tensors[name]
-            array, memory = memory[: tensor.nbytes].view(tensor.dtype.storage).reshape(tensor.shape), memory[round_up(tensor.nbytes) :]
+            array, memory = (
+                memory[: tensor.nbytes].view(tensor.dtype.storage).reshape(tensor.shape),
+                memory[round_up(tensor.nbytes) :],
+            )
             self._arrays[name] = array
-            pairs += [(array, elements) for elements in frameworks.fetch([sources[name]])[0]]  # none of a tensor without elements
+            pairs += [
+                (array, elements) for elements in frameworks.fetch([sources[name]])[0]
+            ]  # none of a tensor without elements
         self._arrival = copies.copy(pairs)
 
     def added_to(self, contents: Contents) -> Contents:
         """The contents with these tensors, as soon as they have arrived."""
         self._arrival.wait()
-        small = {**contents.small, **{name: with_plain_bools(array).tobytes() for name, array in self._arrays.items()}}
+        small = {
+            **contents.small,
+            **{name: with_plain_bools(array).tobytes() for name, array in self._arrays.items()},
+        }
         return replace(contents, small={name: small[name] for name in self._order})
 
 
@@ -122,7 +144,8 @@ class Stage:
         self.started = False
         """Whether the writing thread was started."""
         self.proves = False
-        """Whether copies are compared with the tensors that they are made of, before they are written."""
+        """Whether copies are compared with the tensors that they are made of, before they are
+        written."""
         self.copies: DeviceCopies | None = None
         """Copies elements that are on devices; None: none are."""
         self.late: NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -140,7 +163,8 @@ class Stage:
         self._ready: deque[_Part] = deque()
         self._closed = False
         self._interrupted = False
-        """Whether copying has failed. After Ctrl-C a thread may still write into the buffer, so the pool must not reuse it."""
+        """Whether copying has failed. After Ctrl-C a thread may still write into the buffer, so the
+        pool must not reuse it."""
         self._failure: BaseException | None = None
         self._changed = InterruptibleCondition()
 
@@ -170,18 +194,24 @@ class Stage:
             Most bytes of a block.
 
         Raises:
-            BudgetError: the limit is too small for all blocks, and `streams` is not set; or too much memory to pin; or this thread
-                would wait for another save that it is in the middle of itself.
+            BudgetError: the limit is too small for all blocks, and `streams` is not set; or too
+                much memory to pin; or this thread would wait for another save that it is in the
+                middle of itself.
         """
         keeping = fetching if keeping is None else keeping
-        most = self._fit(blocks, fetching=fetching, keeping=keeping, writing=writing, late=late, streams=streams)
+        most = self._fit(
+            blocks, fetching=fetching, keeping=keeping, writing=writing, late=late, streams=streams
+        )
         if get_ident() not in self._pool.copying:
             self._fills = get_ident()
             self._pool.copying.add(self._fills)
         return most
 
     def warm(self, blocks: Iterable[tuple[Block, bool]], **sizes: Any) -> bool:
-        """Touch the memory of the lease that `fit` would make for a save, and give it back. Return whether the save streams."""
+        """Touch the memory of the lease that `fit` would make for a save, and give it back.
+
+        Return whether the save streams.
+        """
         try:
             self.fit(blocks, **sizes)
             assert self._lease is not None
@@ -191,7 +221,16 @@ class Stage:
             self._leave("writing")
             self._leave("copying")
 
-    def _fit(self, blocks: Iterable[tuple[Block, bool]], *, fetching: int, keeping: int, writing: int, late: int, streams: bool) -> int:
+    def _fit(
+        self,
+        blocks: Iterable[tuple[Block, bool]],
+        *,
+        fetching: int,
+        keeping: int,
+        writing: int,
+        late: int,
+        streams: bool,
+    ) -> int:
         """See `fit`."""
         pairs = [*blocks]
         copied = sum(round_up(block.nbytes) for block, own in pairs if not own)
@@ -204,8 +243,9 @@ class Stage:
         if self._lease is None and not streams:
             if needed > self._pool.limit:
                 raise BudgetError(
-                    f'SaveOptions(device_copy="overlap"): this process needs {needed:,} bytes of host memory at once, and '
-                    f'memory_limit={file_size(self._pool.limit)}; raise memory_limit, or use "wait".'
+                    f'SaveOptions(device_copy="overlap"): this process needs {needed:,} bytes of '
+                    f"host memory at once, and memory_limit={file_size(self._pool.limit)}; raise "
+                    'memory_limit, or use "wait".'
                 )
             self._lease = self._take(late + copied, beside=kept)
         if self._lease is not None:
@@ -216,7 +256,11 @@ class Stage:
         self._fetching = fetching
         chunk = max((round_up(block.chunk_bytes) for block, _ in pairs), default=0)
         least = max(chunk, (self._pool.limit - beside) // _LEAST_PARTS)
-        self._lease = self._take(late + least, most=late + sum(round_up(block.nbytes) for block, _ in pairs), beside=beside)
+        self._lease = self._take(
+            late + least,
+            most=late + sum(round_up(block.nbytes) for block, _ in pairs),
+            beside=beside,
+        )
         self.late = self._lease.array((late,), np.uint8).view(np.uint8)
         room = self._lease.nbytes - late
         size = max(chunk, round_up(min(_BUFFER_BYTES, room // _LEAST_PARTS)))
@@ -229,9 +273,10 @@ class Stage:
         """Wait for a lease, unless this thread itself would have to give memory back."""
         if get_ident() in self._pool.copying:
             raise BudgetError(
-                f"memory_limit={file_size(self._pool.limit)} is in use by a save that this thread is in the middle of, and a "
-                f"signal handler or a finalizer has begun another one. Let it set a flag, and save when the first call has "
-                f"returned (of a CheckpointManager: `preemption=OnPreemption()`); or raise memory_limit."
+                f"memory_limit={file_size(self._pool.limit)} is in use by a save that this thread "
+                "is in the middle of, and a signal handler or a finalizer has begun another one. "
+                "Let it set a flag, and save when the first call has returned (of a "
+                "CheckpointManager: `preemption=OnPreemption()`); or raise memory_limit."
             )
         began = time.monotonic()
         lease = self._pool.take(nbytes, most=most, beside=beside)
@@ -258,7 +303,11 @@ class Stage:
                 continue
             begin = self._filling.used
             self._filling.used += room
-            copy = self._filling.memory[begin : begin + elements.nbytes].view(elements.dtype).reshape(elements.shape)
+            copy = (
+                self._filling.memory[begin : begin + elements.nbytes]
+                .view(elements.dtype)
+                .reshape(elements.shape)
+            )
             self._filling.blocks.append((block, copy))
             copies.append((copy, elements))
         self._copy(copies)
@@ -267,7 +316,9 @@ class Stage:
         """Copy elements to the part that is being filled, or queue their copies."""
         if self.copies is not None and copies:
             assert self._filling is not None
-            self._filling.arrivals.append(self.copies.copy(pair for pair in copies if not is_array(pair[1])))
+            self._filling.arrivals.append(
+                self.copies.copy(pair for pair in copies if not is_array(pair[1]))
+            )
         if self.proves and copies:
             assert self._filling is not None
             proofs = map_on_threads(_proof_of, [elements for _, elements in copies])
@@ -320,7 +371,9 @@ class Stage:
 
     # --- the thread that writes
 
-    def portions(self, writer: HostWriter, at_a_time: int, written: Callable[[int], None]) -> Iterator[Portion]:
+    def portions(
+        self, writer: HostWriter, at_a_time: int, written: Callable[[int], None]
+    ) -> Iterator[Portion]:
         """Yield the blocks with their elements in portions for a writer, whose threads may draw them, one at a time.
 
         Args:
@@ -358,13 +411,17 @@ class Stage:
             CorruptionError: names the tensor.
         """
         equal = map_on_threads(lambda proof: proof[1](proof[0]), part.proofs)
-        wrong = next((copy for (copy, _), is_equal in zip(part.proofs, equal, strict=True) if not is_equal), None)
+        wrong = next(
+            (copy for (copy, _), is_equal in zip(part.proofs, equal, strict=True) if not is_equal),
+            None,
+        )
         part.proofs.clear()
         if wrong is not None:
             path = next(block.piece.path for block, elements in part.blocks if elements is wrong)
             raise CorruptionError(
-                f"{path}: the copy to be saved has other elements than the tensor has: the tensor changed while it was copied, or the copy "
-                f"is damaged. Nothing was published; save again, and change no tensor before the call has returned."
+                f"{path}: the copy to be saved has other elements than the tensor has: the tensor "
+                "changed while it was copied, or the copy is damaged. Nothing was published; "
+                "save again, and change no tensor before the call has returned."
             )
 
     def _count_portions(self, part: _Part, more: int) -> None:
@@ -412,7 +469,10 @@ class Stage:
 
 
 def _proof_of(elements: Any) -> Callable[[NDArray[np.generic]], bool]:
-    """A function that says whether a copy has these elements, wherever they are. A device sums its own: the host does not wait for that."""
+    """A function that says whether a copy has these elements, wherever they are.
+
+    A device sums its own: the host does not wait for that.
+    """
     if is_array(elements):
         total = checksum(elements)
         return lambda copy: checksum(copy) == total

@@ -1,11 +1,15 @@
-"""One process's share of a state, and its elements in host memory: the first stage of every save. The second is writing (`host`).
+"""One process's share of a state, and its elements in host memory: the first stage of every save.
 
-Flatten the state. Every tensor leaf becomes a source that knows its shape, dtype, layout, the distinct boxes that this process holds, and
-the other processes that hold them. Plan (`save_plan`) each tensor's chunks, and the chunks that this process writes. Copy everything that
-is small. No process communicates with another one or with the storage.
+The second is writing (`host`).
 
-`read` then goes through the blocks in grid order: batch after batch of tensors, whose copies (if the framework makes any) stay within a
-limit. A save in the foreground writes each batch as it comes (`read_to_host`); one in the background copies them first (`staging`).
+Flatten the state. Every tensor leaf becomes a source that knows its shape, dtype, layout, the
+distinct boxes that this process holds, and the other processes that hold them. Plan (`save_plan`)
+each tensor's chunks, and the chunks that this process writes. Copy everything that is small. No
+process communicates with another one or with the storage.
+
+`read` then goes through the blocks in grid order: batch after batch of tensors, whose copies (if
+the framework makes any) stay within a limit. A save in the foreground writes each batch as it comes
+(`read_to_host`); one in the background copies them first (`staging`).
 """
 
 from __future__ import annotations
@@ -28,7 +32,13 @@ from shardckpt.plan.pieces import batches
 from shardckpt.state import flatten
 from shardckpt.state.flatten import StateOwner, local_names, plain_state, unused_local
 from shardckpt.writing.replicas import ReplicaChecksums
-from shardckpt.writing.save_plan import plans, skipped_names, small_elements, stored, with_arrays_noted
+from shardckpt.writing.save_plan import (
+    plans,
+    skipped_names,
+    small_elements,
+    stored,
+    with_arrays_noted,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
@@ -46,8 +56,9 @@ if TYPE_CHECKING:
 
 
 MOST_COPIES = 32 << 20
-"""Bytes of copies that frameworks make at a time. An allocator reuses so little memory again and again. More would be fresh
-memory each time, which the kernel has to clear: reads from torch_xla then take four times as long."""
+"""Bytes of copies that frameworks make at a time. An allocator reuses so little memory again and
+again. More would be fresh memory each time, which the kernel has to clear: reads from torch_xla
+then take four times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +67,8 @@ class StateShare:
 
     plan: SavePlan
     sources: Mapping[str, Source]
-    """Its tensors without the skipped ones. Only the parts in `contents` have been copied so far."""
+    """Its tensors without the skipped ones. Only the parts in `contents` have been copied so
+    far."""
     contents: Contents
     values: bytes | None
     """The file of the values that this process owns by itself; None: there are none."""
@@ -69,14 +81,24 @@ class StateShare:
 
 
 @collector_paused()
-def share_of(state: Any, options: SaveOptions, world: World, *, waits: bool, version: VersionToWrite | None = None) -> StateShare:
-    """One process's share of a state. When this returns, everything is copied except the elements of large tensors.
+def share_of(
+    state: Any,
+    options: SaveOptions,
+    world: World,
+    *,
+    waits: bool,
+    version: VersionToWrite | None = None,
+) -> StateShare:
+    """One process's share of a state.
+
+    When this returns, everything is copied except the elements of large tensors.
 
     Args:
         state: as in `shardckpt.save`.
         options: the options of the save.
         world: this process and the others.
-        waits: whether to wait for devices to copy small plain tensors; False: they are left to the caller, as `StateShare.late`.
+        waits: whether to wait for devices to copy small plain tensors; False: they are left to the
+            caller, as `StateShare.late`.
         version: selects and converts tensors; None: all as they are.
 
     Raises:
@@ -95,21 +117,36 @@ def share_of(state: Any, options: SaveOptions, world: World, *, waits: bool, ver
     if version is not None:
         flat = version.selected(flat)
     tensors = frameworks.reduce_partial(flat.tensors) if options.reduce_partial else flat.tensors
-    sources = frameworks.sources(tensors, world, unread=skipped_names(tensors, options.skip), local=flat.local)
+    sources = frameworks.sources(
+        tensors, world, unread=skipped_names(tensors, options.skip), local=flat.local
+    )
     if version is not None:
         sources = version.converted(sources)
     if world.processes > 1:
         frameworks.check_aliases(sources, plain=options.host_tensors == "replicated")
     planned = plans.plan(sources, options, world, differences=version is not None)
     values = values_file(encode_values(flat.per_process, flat.axes)) if flat.per_process else None
-    records = with_arrays_noted(planned.tensors, tensors) if isinstance(state, StateOwner) else planned.tensors
-    structure, metadata = planned.structure(flat.tree, records), json.loads(json.dumps(options.metadata))
-    late = [] if waits or not planned.small else [*{*frameworks.names_on_devices(sources)}.intersection(planned.small)]
+    records = (
+        with_arrays_noted(planned.tensors, tensors)
+        if isinstance(state, StateOwner)
+        else planned.tensors
+    )
+    structure, metadata = (
+        planned.structure(flat.tree, records),
+        json.loads(json.dumps(options.metadata)),
+    )
+    late = (
+        []
+        if waits or not planned.small
+        else [*{*frameworks.names_on_devices(sources)}.intersection(planned.small)]
+    )
     contents = Contents(structure, small_elements(planned, sources, late), metadata)
     written = {name: source for name, source in sources.items() if name not in planned.skipped}
     replicas = None
     if planned.replicated:  # empty if they are not to be compared
-        replicas = ReplicaChecksums(planned, sources, wholly=options.check_replicas is True or options.fingerprint)
+        replicas = ReplicaChecksums(
+            planned, sources, wholly=options.check_replicas is True or options.fingerprint
+        )
         if waits:
             replicas.fetch_late()
     return StateShare(planned, written, contents, values, late, replicas, unused_local(state))
@@ -122,9 +159,11 @@ class BlockElements(NamedTuple):
     elements: NDArray[np.generic]
     """An array; or a `DeviceArray`, as far as tensors are left on their devices."""
     own: bool
-    """Whether the elements are in memory that they share with nothing else, or that stays as it is until they are written."""
+    """Whether the elements are in memory that they share with nothing else, or that stays as it is
+    until they are written."""
     resident: bool = False
-    """Whether the elements arrive later (`Source.resident`): they must not be read before they are written."""
+    """Whether the elements arrive later (`Source.resident`): they must not be read before they are
+    written."""
 
 
 def is_array(elements: object) -> bool:
@@ -150,37 +189,52 @@ def only_kept(plan: SavePlan, sources: Mapping[str, Source]) -> set[str]:
     return {
         name
         for name, blocks in plan.blocks.items()
-        if sources[name].private and all(are_own(blocks, sources[name])) and sum(b.nbytes for b in blocks) >= sources[name].staged_bytes
+        if sources[name].private
+        and all(are_own(blocks, sources[name]))
+        and sum(b.nbytes for b in blocks) >= sources[name].staged_bytes
     }
 
 
 def read(
-    plan: SavePlan, sources: Mapping[str, Source], room: int, *, most: int = sys.maxsize, kept: Container[str] = ()
+    plan: SavePlan,
+    sources: Mapping[str, Source],
+    room: int,
+    *,
+    most: int = sys.maxsize,
+    kept: Container[str] = (),
 ) -> Generator[Iterable[BlockElements]]:
     """All blocks of this process, in batches.
 
-    Elements that are not in memory of their own may be views of the tensors. Use them up before you request the next
-    batch.
+    Elements that are not in memory of their own may be views of the tensors. Use them up before you
+    request the next batch.
 
     Args:
         plan: the plan of this process's writes.
         sources: its tensors.
-        room: bytes of copies that may exist at a time; a tensor that needs more is a batch of its own.
+        room: bytes of copies that may exist at a time; a tensor that needs more is a batch of its
+            own.
         most: most bytes of a block, unless one chunk has more.
         kept: tensors whose copies are counted elsewhere, see `only_kept`.
     """
-    for names in batches(plan.blocks, lambda name: (0 if name in kept else sources[name].staged_bytes,), (room,)):
-        # This frame keeps no reference to the batch: when it is used up, its memory is free for the next one.
+    for names in batches(
+        plan.blocks, lambda name: (0 if name in kept else sources[name].staged_bytes,), (room,)
+    ):
+        # This frame keeps no reference to the batch: when it is used up, its memory is free for the
+        # next one.
         yield _fetched(plan, {name: sources[name] for name in names}, most)
 
 
-def read_to_host(plan: SavePlan, sources: Mapping[str, Source], room: int) -> Generator[Iterable[BlockElements]]:
+def read_to_host(
+    plan: SavePlan, sources: Mapping[str, Source], room: int
+) -> Generator[Iterable[BlockElements]]:
     """Like `read`, with all elements in host memory; close it if it is not used up."""
     left, copies = frameworks.on_devices(sources, overlap=False)
     return read(plan, sources, room) if copies is None else _arrived(plan, left, copies, room // 2)
 
 
-def _arrived(plan: SavePlan, sources: Mapping[str, Source], copies: DeviceCopies, room: int) -> Generator[Iterable[BlockElements]]:
+def _arrived(
+    plan: SavePlan, sources: Mapping[str, Source], copies: DeviceCopies, room: int
+) -> Generator[Iterable[BlockElements]]:
     """Like `read`, for tensors some of which are on devices: each batch is copied to pinned memory while the one before is in use.
 
     Args:
@@ -189,7 +243,12 @@ def _arrived(plan: SavePlan, sources: Mapping[str, Source], copies: DeviceCopies
         copies: copies those.
         room: bytes of pinned memory of a batch; there are two.
     """
-    room = max((room, *(round_up(block.chunk_bytes) for blocks in plan.blocks.values() for block in blocks)))
+    room = max(
+        (
+            room,
+            *(round_up(block.chunk_bytes) for blocks in plan.blocks.values() for block in blocks),
+        )
+    )
     pool = BufferPool(2 * room, copies.pin)
     blocks = chain.from_iterable(read(plan, sources, room, most=room))
     before: tuple[Lease, Arrival, list[BlockElements]] | None = None
@@ -213,7 +272,9 @@ def _arrived(plan: SavePlan, sources: Mapping[str, Source], copies: DeviceCopies
         copies.drain()
 
 
-def _landed(lease: Lease, arrival: Arrival, batch: list[BlockElements]) -> Iterator[list[BlockElements]]:
+def _landed(
+    lease: Lease, arrival: Arrival, batch: list[BlockElements]
+) -> Iterator[list[BlockElements]]:
     with lease:
         arrival.wait()
         yield batch
@@ -231,11 +292,17 @@ def _boxes(blocks: Sequence[Block]) -> list[int]:
 
 
 def _cut(
-    plan: SavePlan, sources: Mapping[str, Source], boxes: list[list[int]], fetched: list[list[Array]], most: int
+    plan: SavePlan,
+    sources: Mapping[str, Source],
+    boxes: list[list[int]],
+    fetched: list[list[Array]],
+    most: int,
 ) -> Iterator[BlockElements]:
     for (name, source), of_boxes, arrays in zip(sources.items(), boxes, fetched, strict=True):
         blocks, tensor = plan.blocks[name], plan.tensors[name]
-        if len(blocks) == 1 and not source.private and not source.resident:  # nearly all of a state of many small tensors
+        if (
+            len(blocks) == 1 and not source.private and not source.resident
+        ):  # nearly all of a state of many small tensors
             array, block = stored(arrays[0], tensor), blocks[0]
             if block.nbytes == array.nbytes <= most:
                 yield BlockElements(block, array, own=False)

@@ -1,19 +1,24 @@
 """The common attempt of all processes' calls that save to one place, call by call.
 
-Processes do not meet before a save: each counts its calls, and the n-th calls of all processes make one attempt. If a process misses a
-call, its counter is behind for ever. So the processes begin to count anew after a failed save:
+Processes do not meet before a save: each counts its calls, and the n-th calls of all processes make
+one attempt. If a process misses a call, its counter is behind for ever. So the processes begin to
+count anew after a failed save:
 
-1. Process 0 announces that it has given up an attempt. This closes the *series* of attempts that were counted together.
-2. In its next call, each process of that attempt meets the others (`Coordinator.meet`). This gives them the name of a new series, which
-   has no attempt of any earlier call. From then on they count again. A process whose own part has failed may begin that call before
-   process 0 has heard of the failure. It waits until process 0 has given up the attempt, or has published it without that part.
-3. A process that finds its series closed, although its own last call did not fail, has missed a call or is late. Its data may belong
-   to an attempt that the others have left behind, so its call fails. It announces this; then process 0 gives up the call in
-   which it waits, and names that process. All of them meet in the call after that. If the process was only late, it comes to the meeting
-   of the present call within seconds, and this call succeeds.
-4. Process 0 itself may have missed a call. Then the calls of the others that begin before its own call fails, fail because that call
-   fails. A call that begins later waits for the next call of process 0: whether process 0 has missed a call, or was only late, nobody can
-   see.
+1. Process 0 announces that it has given up an attempt. This closes the *series* of attempts that
+   were counted together.
+2. In its next call, each process of that attempt meets the others (`Coordinator.meet`). This gives
+   them the name of a new series, which has no attempt of any earlier call. From then on they count
+   again. A process whose own part has failed may begin that call before process 0 has heard of the
+   failure. It waits until process 0 has given up the attempt, or has published it without that
+   part.
+3. A process that finds its series closed, although its own last call did not fail, has missed a
+   call or is late. Its data may belong to an attempt that the others have left behind, so its call
+   fails. It announces this; then process 0 gives up the call in which it waits, and names that
+   process. All of them meet in the call after that. If the process was only late, it comes to the
+   meeting of the present call within seconds, and this call succeeds.
+4. Process 0 itself may have missed a call. Then the calls of the others that begin before its own
+   call fails, fail because that call fails. A call that begins later waits for the next call of
+   process 0: whether process 0 has missed a call, or was only late, nobody can see.
 
 A failed save costs this one meeting at its place. All other saves have none.
 """
@@ -41,14 +46,18 @@ if TYPE_CHECKING:
 _FIRST_LOOK, _LAST_LOOK = 0.01, 1.0
 """Seconds between two checks whether process 0 has ended an attempt: least and most."""
 _GRACE = 10.0
-"""Seconds that process 0 waits, in a meeting, for a process that is out of step: one that was only late comes within them."""
+"""Seconds that process 0 waits, in a meeting, for a process that is out of step: one that was only
+late comes within them."""
 LEADER = 0
 """The process that closes series and leads meetings."""
 
 
 @dataclass(slots=True)
 class CallCounts:
-    """One process's calls to all places of a job; a place without a failed save costs one number."""
+    """One process's calls to all places of a job.
+
+    A place without a failed save costs one number.
+    """
 
     calls: dict[str, int] = field(default_factory=dict)
     """Number of calls in a place's first series."""
@@ -73,7 +82,8 @@ class Turns:
     failed: str | None = None
     """Name of the attempt in which this process's last call failed; None if it did not fail."""
     closed_before: bool = False
-    """Whether process 0 had closed this process's series when this process began its call after a failed one."""
+    """Whether process 0 had closed this process's series when this process began its call after a
+    failed one."""
     closings: int = 0
     """Number of announcements by process 0 that it has given up an attempt here."""
     lock: Lock = field(default_factory=Lock)
@@ -102,15 +112,25 @@ class Turns:
         self.places.failed[self.key] = self
 
     def close(self, why: str, *, late: bool) -> None:
-        """Announce, as process 0, that it has given up an attempt; `late`: the others had given it up before process 0 began it."""
+        """Announce, as process 0, that it has given up an attempt.
+
+        `late`: the others had given it up before process 0 began it.
+        """
         self.closings += 1
         self.places.failed[self.key] = self
-        self._announce("closed", {"series": self.series, "closings": self.closings, "why": why, "late": late})
+        self._announce(
+            "closed", {"series": self.series, "closings": self.closings, "why": why, "late": late}
+        )
 
     def report(self, why: str) -> None:
         """Announce, as another process, that its call fails before process 0 could know its attempt."""
         closed = self._peek("closed") or {}
-        report = {"series": self.series, "closings": closed.get("closings", 0), "process": self.coordinator.world.process, "why": why}
+        report = {
+            "series": self.series,
+            "closings": closed.get("closings", 0),
+            "process": self.coordinator.world.process,
+            "why": why,
+        }
         self._announce("out of step", report)
 
     def why_closed(self) -> str | None:
@@ -129,7 +149,13 @@ class Turns:
             return None
         return f"process {heard['process']} is out of step with process {LEADER}: {heard['why']}"
 
-    def meet(self, where: str, timeout: float, stopped: Callable[[], str | None], goes_on: Callable[[str], bool]) -> str:
+    def meet(
+        self,
+        where: str,
+        timeout: float,
+        stopped: Callable[[], str | None],
+        goes_on: Callable[[str], bool],
+    ) -> str:
         """Meet the other processes after a failed call, and return the name of the next attempt.
 
         Args:
@@ -142,7 +168,9 @@ class Turns:
             CommitError: the others do not come, or one of them is out of step.
         """
         leads = self.coordinator.world.process == LEADER
-        if not leads and not self._await_close(where, timeout, stopped, goes_on):  # the call failed on this process alone
+        if not leads and not self._await_close(
+            where, timeout, stopped, goes_on
+        ):  # the call failed on this process alone
             with self.lock:
                 self.failed = None
                 return self._next_name()
@@ -162,16 +190,25 @@ class Turns:
         try:
             series = self.coordinator.meet(f"turns/{self.key}", timeout=timeout, check=check)
         except CoordinationError as e:
-            raise CommitError(f"{where}: the save before this one failed, so all processes meet in this one. {e}") from e
+            raise CommitError(
+                f"{where}: the save before this one failed, so all processes meet in this one. {e}"
+            ) from e
         with self.lock:
             self.series, self.calls, self.failed = series, 1, None
             return self._name(1)
 
-    def _await_close(self, where: str, timeout: float, stopped: Callable[[], str | None], goes_on: Callable[[str], bool]) -> bool:
+    def _await_close(
+        self,
+        where: str,
+        timeout: float,
+        stopped: Callable[[], str | None],
+        goes_on: Callable[[str], bool],
+    ) -> bool:
         """Wait until process 0 has ended the attempt in which this process failed, and return whether it has given that up.
 
         Raises:
-            CommitError: process 0 has not ended it in time, or has missed a call and gives up the present one.
+            CommitError: process 0 has not ended it in time, or has missed a call and gives up the
+                present one.
         """
         began, notice = time.monotonic(), WaitNotice(where)
         while (closed := self._closed()) is None:
@@ -182,13 +219,17 @@ class Turns:
                 return False
             if waited > timeout:
                 raise CommitError(
-                    f"{where}: the save before this one failed on this process, and process {LEADER} has not ended that save "
-                    f"within {timeout:g} s. {ALL_MUST_CALL} Nothing was published."
+                    f"{where}: the save before this one failed on this process, and process "
+                    f"{LEADER} has not ended that save within {timeout:g} s. {ALL_MUST_CALL} "
+                    "Nothing was published."
                 )
             notice.look(lambda: f"process {LEADER} to end the save before this one")
             time.sleep(pause(waited, _FIRST_LOOK, _LAST_LOOK))
         if closed.get("late") and not self.closed_before:
-            raise CommitError(f"{where}: process {LEADER} gave up this save: {closed['why']} Nothing was published.")
+            raise CommitError(
+                f"{where}: process {LEADER} gave up this save: {closed['why']} Nothing was "
+                "published."
+            )
         return True
 
     def _closings(self) -> int:
@@ -217,14 +258,19 @@ _lock = Lock()
 def turns_at(coordinator: Coordinator, store: Store) -> Turns:
     """This process's calls to a place.
 
-    They go by the place's name, because processes may reach one directory by different paths or links. The name is a part of the
-    attempt's name, so no other checkpoint of the job has an attempt of the same name. Bases are identified by it (`format.structure`).
+    They go by the place's name, because processes may reach one directory by different paths or
+    links. The name is a part of the attempt's name, so no other checkpoint of the job has an
+    attempt of the same name. Bases are identified by it (`format.structure`).
     """
-    name = store.location.resolved.name  # on a disk this resolves links in the path, and reads nothing else
+    name = (
+        store.location.resolved.name
+    )  # on a disk this resolves links in the path, and reads nothing else
     key = sha256(name.encode()).hexdigest()[:12]
     with _lock:
         places: CallCounts = coordinator.notes.setdefault("places", CallCounts())
         turns = places.failed.get(key) or places.in_use.get(key)
         if turns is None:
-            turns = places.in_use[key] = Turns(coordinator, key, places, calls=places.calls.get(key, 0))
+            turns = places.in_use[key] = Turns(
+                coordinator, key, places, calls=places.calls.get(key, 0)
+            )
         return turns

@@ -13,9 +13,20 @@ import shardckpt
 
 def resume(coordinator, url, options, given, count):
     join(coordinator)
-    run = Run(2, shard=lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),))), **options)
+    run = Run(
+        2,
+        shard=lambda model: fully_shard(
+            model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),))
+        ),
+        **options,
+    )
     shardckpt.restore(url, run.state(step=0), **given)
-    kinds = {type(value).__name__ for one in run.optimizer.state.values() for value in one.values() if value.dim()}
+    kinds = {
+        type(value).__name__
+        for one in run.optimizer.state.values()
+        for value in one.values()
+        if value.dim()
+    }
     losses = run.steps(count)
     leave(coordinator)
     return {"kinds": sorted(kinds), "losses": losses}

@@ -1,4 +1,5 @@
-"""Run by tests/reading/test_adapted_devices.py on 8 virtual devices: fitted and joined tensors of torch_xla, unevenly cut, against numpy.
+"""Run by tests/reading/test_adapted_devices.py on 8 virtual devices: fitted and joined tensors of
+torch_xla, unevenly cut, against numpy.
 
 Prints what differs, as one line of JSON.
 """
@@ -35,7 +36,9 @@ def sharded(shape, mesh, spec):
 
 wrong, count = [], 0
 rng = np.random.default_rng(0)
-for number, (sides, spec) in enumerate([((8,), ("x", None)), ((4, 2), ("x", "y")), ((2, 4), ("y", None)), ((4, 2), (None, None))]):
+for number, (sides, spec) in enumerate(
+    [((8,), ("x", None)), ((4, 2), ("x", "y")), ((2, 4), ("y", None)), ((4, 2), (None, None))]
+):
     mesh = xs.Mesh(np.arange(8), sides, ("x", "y")[: len(sides)])
     for mode in ("pad", "slice"):
         small, large = (int(rng.integers(1, 9)), 5), (int(rng.integers(9, 20)), 11)
@@ -44,7 +47,9 @@ for number, (sides, spec) in enumerate([((8,), ("x", None)), ((4, 2), ("x", "y")
         url = ROOT / f"{number}{mode}"
         shardckpt.save(url, {"w": array, "e": {"0": array, "1": -array}})
         like = {"v": sharded(own, mesh, spec), "e": sharded((2, *own), mesh, (None, *spec))}
-        back = shardckpt.restore(url, like, rename="s/^w$/v/", mapping=ROOT / "m.toml", fit={"v": mode, "e": mode})
+        back = shardckpt.restore(
+            url, like, rename="s/^w$/v/", mapping=ROOT / "m.toml", fit={"v": mode, "e": mode}
+        )
         expected = fitted(array, own)
         arrays = {name: back[name].cpu().numpy() for name in back}
         count += 2
@@ -61,11 +66,20 @@ shardckpt.save(ROOT / "t", shardckpt.train_state(model=model, optimizer=optimize
 larger = torch.nn.Embedding(20, 4).to("xla")
 xs.mark_sharding(larger.weight, xs.Mesh(np.arange(8), (8,), ("x",)), ("x", None))
 moments = torch.optim.AdamW(larger.parameters())
-shardckpt.restore(ROOT / "t", shardckpt.train_state(model=larger, optimizer=moments, step=0), fit={"model/weight": "pad"})
+shardckpt.restore(
+    ROOT / "t",
+    shardckpt.train_state(model=larger, optimizer=moments, step=0),
+    fit={"model/weight": "pad"},
+)
 pairs = [(model.weight, larger.weight)]
-pairs += [(optimizer.state[model.weight][key], moments.state[larger.weight][key]) for key in ("exp_avg", "exp_avg_sq")]
+pairs += [
+    (optimizer.state[model.weight][key], moments.state[larger.weight][key])
+    for key in ("exp_avg", "exp_avg_sq")
+]
 for number, (before, after) in enumerate(pairs):
-    if not np.array_equal(after.detach().cpu().numpy(), fitted(before.detach().cpu().numpy(), (20, 4))):
+    if not np.array_equal(
+        after.detach().cpu().numpy(), fitted(before.detach().cpu().numpy(), (20, 4))
+    ):
         wrong.append(["train_state", number])
 layout = torch_xla._XLAC._get_xla_sharding_spec(moments.state[larger.weight]["exp_avg"])
 print(json.dumps({"wrong": wrong, "count": count + len(pairs), "layout": layout}))

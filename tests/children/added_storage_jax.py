@@ -1,4 +1,5 @@
-"""Program: a state on a mesh of JAX devices is saved to a kind of storage that is not ours, and restored onto another mesh."""
+"""Program: a state on a mesh of JAX devices is saved to a kind of storage that is not ours, and
+restored onto another mesh."""
 
 import jax
 

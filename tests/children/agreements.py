@@ -9,7 +9,8 @@ from shardckpt.frameworks.coordination.names import Agreement
 
 
 def fail_before(coordinator, who, present, error):
-    """The processes `who` leave the block by an error, `present` ones agree, and others never come."""
+    """The processes `who` leave the block by an error, `present` ones agree, and others never
+    come."""
     coordinator._timeout = 600
     process = coordinator.world.process
     if process in who:

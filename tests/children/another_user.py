@@ -2,9 +2,10 @@
 
     python another_user.py <directory> < JSON
 
-The JSON is a list: for each entry, the arguments of a `shardckpt` command, or Python source. JSON on stdout: for each entry, the exit
-status and what was written to standard error; for source, the error's name and text, or null. If root runs this, commands run without
-the rights of root, and source runs as a user who is not in the list of users.
+The JSON is a list: for each entry, the arguments of a `shardckpt` command, or Python source. JSON
+on stdout: for each entry, the exit status and what was written to standard error; for source, the
+error's name and text, or null. If root runs this, commands run without the rights of root, and
+source runs as a user who is not in the list of users.
 """
 
 import ctypes
@@ -22,14 +23,16 @@ _CAPABILITIES_3 = 0x20080522
 
 
 def give_up_rights():
-    """Keep the user, and give up what makes root enter each directory; so Python's own files stay readable."""
+    """Keep the user, and give up what makes root enter each directory; so Python's own files stay
+    readable."""
     header, nothing = (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0), (ctypes.c_uint32 * 6)()
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.capset(header, nothing) == 0, os.strerror(ctypes.get_errno())
 
 
 def become_nobody():
-    """Become a user without a home. Python's own files may be unreadable then, so everything is imported before."""
+    """Become a user without a home. Python's own files may be unreadable then, so everything is
+    imported before."""
     import numpy as np
 
     shardckpt.save("warm", {"w": np.ones(3)}, options=shardckpt.SaveOptions(overwrite=True))

@@ -1,9 +1,10 @@
-"""Saves a state of one framework in the background, and changes it at once; what was not saved as it was. JSON on stdout.
+"""Saves a state of one framework in the background, and changes it at once; what was not saved as
+it was. JSON on stdout.
 
     python async_frameworks.py <torch | DTensor | JAX | torch_xla> <directory>
 
-Each step saves, then trains: parameters and moments are overwritten where they are. When all saves have ended, every
-checkpoint is compared with what the state was, bit by bit.
+Each step saves, then trains: parameters and moments are overwritten where they are. When all saves
+have ended, every checkpoint is compared with what the state was, bit by bit.
 """
 
 import json
@@ -24,7 +25,11 @@ def compare(directory, expected):
     for step, state in enumerate(expected):
         restored = shardckpt.restore(f"{directory}/{step}")
         assert set(restored) == set(state)
-        wrong += [f"{step}/{name}" for name in state if np.asarray(restored[name]).tobytes() != state[name].tobytes()]
+        wrong += [
+            f"{step}/{name}"
+            for name in state
+            if np.asarray(restored[name]).tobytes() != state[name].tobytes()
+        ]
     return wrong
 
 
@@ -41,11 +46,21 @@ def run(directory, state, train, look):
     handles, expected = [], []
     for step in range(STEPS):
         expected.append({name: look(tensor) for name, tensor in state.items()})
-        handles.append(shardckpt.save_async(f"{directory}/{step}", state, options=shardckpt.SaveOptions(memory_limit="256MiB")))
+        handles.append(
+            shardckpt.save_async(
+                f"{directory}/{step}", state, options=shardckpt.SaveOptions(memory_limit="256MiB")
+            )
+        )
         state = train(state)
     reports = [handle.wait() for handle in handles]
-    changed = [name for name in state if look(state[name]).tobytes() != expected[-1][name].tobytes()]
-    return expected, {"changed": changed, "written": [report.nbytes for report in reports], "streamed": any(r.streamed for r in reports)}
+    changed = [
+        name for name in state if look(state[name]).tobytes() != expected[-1][name].tobytes()
+    ]
+    return expected, {
+        "changed": changed,
+        "written": [report.nbytes for report in reports],
+        "streamed": any(r.streamed for r in reports),
+    }
 
 
 def torch_case(directory):
@@ -69,7 +84,11 @@ def torch_case(directory):
     def look(tensor):
         if isinstance(tensor, np.ndarray):
             return tensor.copy()
-        bits = tensor.detach().contiguous().view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor.detach()
+        bits = (
+            tensor.detach().contiguous().view(torch.int16)
+            if tensor.dtype == torch.bfloat16
+            else tensor.detach()
+        )
         return bits.numpy().copy()
 
     expected, outcome = run(directory, state, train, look)
@@ -86,18 +105,26 @@ def dtensor_case(directory):
     def rank_case(rank, store):
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
-        wholes = {"rows": torch.rand(1001, 300), "columns": torch.rand(300, 401), "replicated": torch.rand(500, 200)}
+        wholes = {
+            "rows": torch.rand(1001, 300),
+            "columns": torch.rand(300, 401),
+            "replicated": torch.rand(500, 200),
+        }
         for whole in wholes.values():
             dist.broadcast(whole, 0)
         layouts = {"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}
-        state = {name: distribute_tensor(whole, mesh, [layouts[name]]) for name, whole in wholes.items()}
+        state = {
+            name: distribute_tensor(whole, mesh, [layouts[name]]) for name, whole in wholes.items()
+        }
 
         def train(state):
             for tensor in state.values():
                 tensor.to_local().mul_(2.5)
             return state
 
-        expected, outcome = run(directory, state, train, lambda tensor: tensor.full_tensor().numpy().copy())
+        expected, outcome = run(
+            directory, state, train, lambda tensor: tensor.full_tensor().numpy().copy()
+        )
         dist.barrier()
         outcome["wrong"] = compare(directory, expected)
         dist.destroy_process_group()
@@ -113,7 +140,8 @@ def dtensor_case(directory):
 
 
 def jax_case(directory):
-    """Eight devices; training donates the state, so that XLA writes the new one where the old one was."""
+    """Eight devices; training donates the state, so that XLA writes the new one where the old one
+    was."""
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -121,10 +149,16 @@ def jax_case(directory):
     random = np.random.default_rng(0)
     specs = {"both": ("x", "y"), "columns": (None, "x"), "replicated": ()}
     state = {
-        name: jax.device_put(random.random((512, 640), np.float32), NamedSharding(mesh, PartitionSpec(*spec)), may_alias=False)
+        name: jax.device_put(
+            random.random((512, 640), np.float32),
+            NamedSharding(mesh, PartitionSpec(*spec)),
+            may_alias=False,
+        )
         for name, spec in specs.items()
     }
-    trained = jax.jit(lambda state: {name: array * 2.5 for name, array in state.items()}, donate_argnums=0)
+    trained = jax.jit(
+        lambda state: {name: array * 2.5 for name, array in state.items()}, donate_argnums=0
+    )
 
     def train(state):
         new = jax.block_until_ready(trained(state))

@@ -1,4 +1,5 @@
-"""Functions of single processes for the tests of saves in the background, each in a fork of its own (`fork_server.py`)."""
+"""Functions of single processes for the tests of saves in the background, each in a fork of its own
+(`fork_server.py`)."""
 
 import gc
 import os
@@ -19,7 +20,10 @@ LIMIT = 16 * MiB
 
 
 def state(mebibytes, shift=0):
-    return {"w": np.arange(mebibytes * MiB // 4, dtype=np.int32).reshape(mebibytes, -1) + np.int32(shift)}
+    return {
+        "w": np.arange(mebibytes * MiB // 4, dtype=np.int32).reshape(mebibytes, -1)
+        + np.int32(shift)
+    }
 
 
 def status():
@@ -47,7 +51,10 @@ def into_a_full_place(_coordinator, url, mebibytes):
 
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * MiB, most))
-    answer = [error_of(begin), *(error_of(lambda until=until: handles[0].wait(until)) for until in ("commit", "local"))]
+    answer = [
+        error_of(begin),
+        *(error_of(lambda until=until: handles[0].wait(until)) for until in ("commit", "local")),
+    ]
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     saver.begin(f"{url}-later", state(1), SaveOptions()).wait()
     return answer
@@ -66,10 +73,13 @@ def raising(number):
 
 
 def interrupted(_coordinator, url):
-    """Ctrl-C while the thread that saves waits for a buffer; once more than half is written, so that it is in the middle."""
+    """Ctrl-C while the thread that saves waits for a buffer; once more than half is written, so
+    that it is in the middle."""
     saver = Saver(memory_limit=LIMIT)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    error = error_of(lambda: saver.begin(url, state(200), SaveOptions(), progress=raising(signal.SIGINT)))
+    error = error_of(
+        lambda: saver.begin(url, state(200), SaveOptions(), progress=raising(signal.SIGINT))
+    )
     left = list(Path(url).glob("**/*")) if Path(url).exists() else []
     saver.begin(url, state(1), SaveOptions()).wait()
     saver.close()
@@ -77,21 +87,25 @@ def interrupted(_coordinator, url):
 
 
 def interrupted_by_another_save(_coordinator, url, mebibytes):
-    """A signal handler that saves, too, while the thread that saves waits for a buffer in the middle of a save."""
+    """A signal handler that saves, too, while the thread that saves waits for a buffer in the
+    middle of a save."""
     saver = Saver(memory_limit=LIMIT)
 
     def handler(*_):
         saver.begin(f"{url}-nested", state(mebibytes), SaveOptions()).wait()
 
     signal.signal(signal.SIGUSR1, handler)
-    error = error_of(lambda: saver.begin(url, state(200), SaveOptions(), progress=raising(signal.SIGUSR1)).wait())
+    error = error_of(
+        lambda: saver.begin(url, state(200), SaveOptions(), progress=raising(signal.SIGUSR1)).wait()
+    )
     saver.begin(f"{url}-later", state(1), SaveOptions()).wait()
     saver.close()
     return error
 
 
 class Noticed(Sharding):
-    """A layout like any other, which sends a signal when the thread that saves compares it with that of an earlier save."""
+    """A layout like any other, which sends a signal when the thread that saves compares it with
+    that of an earlier save."""
 
     __hash__ = Sharding.__hash__
 
@@ -102,7 +116,8 @@ class Noticed(Sharding):
 
 
 def interrupted_as_it_compares_plans(_coordinator, url):
-    """A signal handler that saves, too, while the thread that saves looks for the plan of an earlier save."""
+    """A signal handler that saves, too, while the thread that saves looks for the plan of an
+    earlier save."""
     saver, nested = Saver(), []
 
     def handler(*_):
@@ -127,10 +142,13 @@ def killed_by_sigterm(_coordinator, url, mebibytes):
 
 
 def forked(_coordinator, url):
-    """A fork of a process with saves in flight, as data loaders make them: it cannot wait for these. (TensorStore cannot be used there.)"""
+    """A fork of a process with saves in flight, as data loaders make them: it cannot wait for
+    these. (TensorStore cannot be used there.)"""
     held, pipe = threading.Event(), os.pipe()
     saver = Saver()
-    handle = saver.begin(f"{url}/parent", state(1), SaveOptions(), before_publish=lambda: held.wait(60))
+    handle = saver.begin(
+        f"{url}/parent", state(1), SaveOptions(), before_publish=lambda: held.wait(60)
+    )
     pid = os.fork()
     if pid == 0:
         error = error_of(handle.wait)
@@ -158,7 +176,8 @@ def growth(_coordinator, url, saves):
 
 
 def peak(_coordinator, url, mebibytes, limit):
-    """Bytes that a save has added at its peak, and whether it streamed; numpy's own imports are done by a save before."""
+    """Bytes that a save has added at its peak, and whether it streamed; numpy's own imports are
+    done by a save before."""
     saved = state(mebibytes)
     saver = Saver(memory_limit=limit)
     shardckpt.save_async(f"{url}-before", state(1), options=SaveOptions(memory_limit=LIMIT)).wait()

@@ -1,4 +1,5 @@
-"""DTensor's layout of the result of each operator on a tensor that is cut in its first dimension: prints JSON, name → layout."""
+"""DTensor's layout of the result of each operator on a tensor that is cut in its first dimension:
+prints JSON, name → layout."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Layouts that `batch_dims` finds in small models of transformers, and claims that running the models contradicts: prints JSON."""
+"""Layouts that `batch_dims` finds in small models of transformers, and claims that running the
+models contradicts: prints JSON."""
 
 import json
 import warnings
@@ -20,7 +21,15 @@ LLAMA = {
     "vocab_size": 23,
     "max_position_embeddings": 16,
 }
-GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 4, "n_positions": 16, "vocab_size": 23, "bos_token_id": 1, "eos_token_id": 1}
+GPT2 = {
+    "n_embd": 16,
+    "n_layer": 1,
+    "n_head": 4,
+    "n_positions": 16,
+    "vocab_size": 23,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
 
 
 class Logits(torch.nn.Module):
@@ -34,12 +43,16 @@ class Logits(torch.nn.Module):
 
 class Loss(Logits):
     def forward(self, ids):
-        return torch.nn.functional.cross_entropy(super().forward(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        return torch.nn.functional.cross_entropy(
+            super().forward(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        )
 
 
 def described(kind, config, trace):
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager" if config.model_type == "gpt2" else "sdpa")
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager" if config.model_type == "gpt2" else "sdpa"
+    )
     ids = (torch.randint(0, 23, (8, 7)),)
     program = trace(kind(model.eval()), ids)
     if trace is exported:
@@ -64,7 +77,9 @@ if __name__ == "__main__":
         json.dumps(
             {
                 "Llama's gradients": described(Loss, llama, joint),
-                "Llama, tied": described(Logits, transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True), exported),
+                "Llama, tied": described(
+                    Logits, transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True), exported
+                ),
                 "GPT-2": described(Logits, transformers.GPT2Config(**GPT2), exported),
             },
             default=str,

@@ -1,8 +1,10 @@
-"""The C extension's calls of the kernel, led through `os`: whatever counts, fails or kills at a function of `os` meets them there.
+"""The C extension's calls of the kernel, led through `os`: whatever counts, fails or kills at a
+function of `os` meets them there.
 
-The extension reaches the kernel through the table `moving_calls` alone (tests/io/test_moving.py holds that). Here its functions are
-replaced by others that call `os.pwrite` and `os.preadv`, as they are at that moment. An error of theirs is the kernel's to the
-extension. Any other exception ends the extension's call with an error, and is raised where the extension was called.
+The extension reaches the kernel through the table `moving_calls` alone (tests/io/test_moving.py
+holds that). Here its functions are replaced by others that call `os.pwrite` and `os.preadv`, as
+they are at that moment. An error of theirs is the kernel's to the extension. Any other exception
+ends the extension's call with an error, and is raised where the extension was called.
 """
 
 import ctypes
@@ -20,8 +22,17 @@ class _Vector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-_PWRITE = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, use_errno=True)
-_PREADV = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.POINTER(_Vector), ctypes.c_int, ctypes.c_int64, use_errno=True)
+_PWRITE = ctypes.CFUNCTYPE(
+    ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, use_errno=True
+)
+_PREADV = ctypes.CFUNCTYPE(
+    ctypes.c_ssize_t,
+    ctypes.c_int,
+    ctypes.POINTER(_Vector),
+    ctypes.c_int,
+    ctypes.c_int64,
+    use_errno=True,
+)
 
 
 class _Table(ctypes.Structure):
@@ -52,7 +63,11 @@ def _pwrite(fd, address, nbytes, offset):
 
 
 def _preadv(fd, vectors, count, offset):
-    return _answer(lambda: os.preadv(fd, [_memory(vectors[i].base, vectors[i].length) for i in range(count)], offset))
+    return _answer(
+        lambda: os.preadv(
+            fd, [_memory(vectors[i].base, vectors[i].length) for i in range(count)], offset
+        )
+    )
 
 
 class _Moving:
@@ -78,7 +93,8 @@ class _Moving:
 
 
 def lead_through_os():
-    """Lead the extension's calls through `os`, if there is an extension; returns the function that ends that."""
+    """Lead the extension's calls through `os`, if there is an extension; returns the function that
+    ends that."""
     if extension.moving is None or isinstance(extension.moving, _Moving):
         return lambda: None
     moving = extension.moving

@@ -1,12 +1,14 @@
-"""Collects, deletes or commits over and over, each time in a fork that kills itself one storage operation later than the last.
+"""Collects, deletes or commits over and over, each time in a fork that kills itself one storage
+operation later than the last.
 
-An operation is whatever changes the storage: making, removing or renaming a file or directory, syncing one, and every
-write, copy and deletion of TensorStore's.
+An operation is whatever changes the storage: making, removing or renaming a file or directory,
+syncing one, and every write, copy and deletion of TensorStore's.
 
     python collect_kill_at_every_operation.py <root> collect|delete|commit
 
-Fork k finds a copy of <root>/base in <root>/<k>, with the same times, and kills itself on the way through collecting
-or deleting it, with a grace period of an hour, or committing it. JSON on stdout: for each k, the operation that it died before.
+Fork k finds a copy of <root>/base in <root>/<k>, with the same times, and kills itself on the way
+through collecting or deleting it, with a grace period of an hour, or committing it. JSON on stdout:
+for each k, the operation that it died before.
 """
 
 import functools

@@ -22,7 +22,8 @@ def save_and_copy(coordinator, url, copy, options=None):
 
 
 def save_and_be_killed(coordinator, url, options=None):
-    """The committer is killed as soon as all hosts have finished; then the time for which the others wait for it is over."""
+    """The committer is killed as soon as all hosts have finished; then the time for which the
+    others wait for it is over."""
     heard = attempt.Attempt._committer_word
 
     def die(*_arguments):

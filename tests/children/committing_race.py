@@ -1,8 +1,10 @@
-"""Commits what is at url after url, each time stopping before it publishes until it is told to go on.
+"""Commits what is at url after url, each time stopping before it publishes until it is told to go
+on.
 
     python committing_race.py <url> …
 
-Writes a line before it publishes, waits for a line, and writes the state of the one outcome and whether the record is its own.
+Writes a line before it publishes, waits for a line, and writes the state of the one outcome and
+whether the record is its own.
 """
 
 import sys

@@ -1,4 +1,5 @@
-"""Composite tensors in DTensors, and values that each rank has for itself, in ranks of a gloo job."""
+"""Composite tensors in DTensors, and values that each rank has for itself, in ranks of a gloo
+job."""
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,9 @@ def sharded(seed, rows=8):
     """Rows of a quantized tensor, of which each rank has some."""
     whole, ranks, rank = scaled(seed, (rows, 4)), dist.get_world_size(), dist.get_rank()
     local = Scaled(whole.data_.chunk(ranks)[rank].clone(), whole.scale.chunk(ranks)[rank].clone())
-    return DTensor.from_local(local, mesh(ranks), [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(
+        local, mesh(ranks), [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def attempt(act):
@@ -50,8 +53,12 @@ def restore_sharded(coordinator, url):
 def uneven(coordinator, url):
     join(coordinator)
     local = Code.zeros((3 - dist.get_rank(), 4))
-    code = DTensor.from_local(local, mesh(2), [Shard(0)], run_check=False, shape=torch.Size([5, 4]), stride=(4, 1))
-    error = attempt(lambda: shardckpt.save(url, {"w": code}, options=shardckpt.SaveOptions(commit_timeout=60)))
+    code = DTensor.from_local(
+        local, mesh(2), [Shard(0)], run_check=False, shape=torch.Size([5, 4]), stride=(4, 1)
+    )
+    error = attempt(
+        lambda: shardckpt.save(url, {"w": code}, options=shardckpt.SaveOptions(commit_timeout=60))
+    )
     leave(coordinator)
     return error
 
@@ -62,15 +69,32 @@ def one_scale_each(coordinator, url):
 
     def made(fill):
         rank = dist.get_rank()
-        local = Scaled(torch.full((2, 4), int(fill) + rank, dtype=torch.int8), torch.tensor(fill + rank))
-        return DTensor.from_local(local, mesh(2), [Shard(0)], run_check=False, shape=torch.Size([4, 4]), stride=(4, 1))
+        local = Scaled(
+            torch.full((2, 4), int(fill) + rank, dtype=torch.int8), torch.tensor(fill + rank)
+        )
+        return DTensor.from_local(
+            local, mesh(2), [Shard(0)], run_check=False, shape=torch.Size([4, 4]), stride=(4, 1)
+        )
 
-    shardckpt.save(url, {"w": made(5.0), "r": DTensor.from_local(scaled(1), mesh(2), [Replicate()], run_check=False)})
-    like = {"w": made(0.0), "r": DTensor.from_local(scaled(2), mesh(2), [Replicate()], run_check=False)}
+    shardckpt.save(
+        url,
+        {
+            "w": made(5.0),
+            "r": DTensor.from_local(scaled(1), mesh(2), [Replicate()], run_check=False),
+        },
+    )
+    like = {
+        "w": made(0.0),
+        "r": DTensor.from_local(scaled(2), mesh(2), [Replicate()], run_check=False),
+    }
     shardckpt.restore(url, like)
     local = like["w"]._local_tensor
     leave(coordinator)
-    return [local.scale.item(), local.data_.float().mean().item(), torch.equal(like["r"]._local_tensor.data_, scaled(1).data_)]
+    return [
+        local.scale.item(),
+        local.data_.float().mean().item(),
+        torch.equal(like["r"]._local_tensor.data_, scaled(1).data_),
+    ]
 
 
 def net():
@@ -83,7 +107,8 @@ def net():
 
 
 def train_8_bit(coordinator, url, save):
-    """Train with 8-bit moments in DTensors; save, or restore into an optimizer that has made no step, and go on."""
+    """Train with 8-bit moments in DTensors; save, or restore into an optimizer that has made no
+    step, and go on."""
     join(coordinator)
     register_code()
     model = net()
@@ -94,14 +119,20 @@ def train_8_bit(coordinator, url, save):
         shardckpt.save(url, state)
     else:
         shardckpt.restore(url, state)
-    kinds = sorted({f"{type(of['momentum']).__name__}/{type(of['momentum']._local_tensor).__name__}" for of in optimizer.state.values()})
+    kinds = sorted(
+        {
+            f"{type(of['momentum']).__name__}/{type(of['momentum']._local_tensor).__name__}"
+            for of in optimizer.state.values()
+        }
+    )
     answer = [kinds, train(model, optimizer, 3, 6)]
     leave(coordinator)
     return answer
 
 
 class Local(torch.optim.Optimizer):
-    """Quantized moments of this rank's shards, in plain tensors, as 8-bit optimizers of other libraries keep them."""
+    """Quantized moments of this rank's shards, in plain tensors, as 8-bit optimizers of other
+    libraries keep them."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -110,7 +141,12 @@ class Local(torch.optim.Optimizer):
     def step(self, closure=None):
         for p in self.param_groups[0]["params"]:
             grad, state = p.grad.to_local(), self.state[p]
-            q = state.get("q", torch.zeros(grad.shape, dtype=torch.int8)).float() * state.get("scale", torch.zeros(1)) * 0.9 + grad
+            q = (
+                state.get("q", torch.zeros(grad.shape, dtype=torch.int8)).float()
+                * state.get("scale", torch.zeros(1))
+                * 0.9
+                + grad
+            )
             state["scale"] = q.abs().amax().reshape(1).clamp(min=1e-9) / 100
             state["q"] = (q / state["scale"]).round().to(torch.int8)
             state["step"] = state.get("step", torch.tensor(0.0)) + 1
@@ -119,7 +155,8 @@ class Local(torch.optim.Optimizer):
 
 
 class Statistics(nn.Module):
-    """Values that a data-parallel model has on each rank: an extra state, a small buffer, a large one."""
+    """Values that a data-parallel model has on each rank: an extra state, a small buffer, a large
+    one."""
 
     def __init__(self, fill):
         super().__init__()
@@ -131,7 +168,10 @@ class Statistics(nn.Module):
         return self.inner(x)
 
     def get_extra_state(self):
-        return {"history": torch.full((5 + self.fill,), self.fill, dtype=torch.uint8), "n": self.fill}
+        return {
+            "history": torch.full((5 + self.fill,), self.fill, dtype=torch.uint8),
+            "n": self.fill,
+        }
 
     def set_extra_state(self, state):
         self.fill = state["n"]
@@ -148,7 +188,9 @@ def local_optimizer(coordinator, url, size, save, local):
 
     def steps(start, stop):
         for i in range(start, stop):
-            model(torch.randn(4, size, generator=torch.Generator().manual_seed(i))).square().mean().backward()
+            model(
+                torch.randn(4, size, generator=torch.Generator().manual_seed(i))
+            ).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         return model.weight.to_local().double().sum().item()
@@ -157,7 +199,9 @@ def local_optimizer(coordinator, url, size, save, local):
     error = None
     if save:
         steps(0, 3)
-        error = attempt(lambda: shardckpt.save(url, state, options=shardckpt.SaveOptions(commit_timeout=60)))
+        error = attempt(
+            lambda: shardckpt.save(url, state, options=shardckpt.SaveOptions(commit_timeout=60))
+        )
     else:
         error = attempt(lambda: shardckpt.restore(url, state))
     answer = error or steps(3, 6)
@@ -180,9 +224,18 @@ def local_module(coordinator, url, wrapping):
     fresh = made(0)
     shardckpt.restore(url, shardckpt.train_state(model=fresh, rng=False, local=local))
     inner = fresh.module if wrapping == "DDP" else fresh
-    answer = [inner.fill, inner.history.tolist(), inner.amax.tolist(), inner.cache[::39_999].tolist()]
+    answer = [
+        inner.fill,
+        inner.history.tolist(),
+        inner.amax.tolist(),
+        inner.cache[::39_999].tolist(),
+    ]
     unnamed = attempt(
-        lambda: shardckpt.save(f"{url}-unnamed", shardckpt.train_state(model=made(rank)), options=shardckpt.SaveOptions(commit_timeout=60))
+        lambda: shardckpt.save(
+            f"{url}-unnamed",
+            shardckpt.train_state(model=made(rank)),
+            options=shardckpt.SaveOptions(commit_timeout=60),
+        )
     )
     leave(coordinator)
     return [answer, unnamed]
@@ -192,8 +245,15 @@ def local_patterns(coordinator, url, local):
     """A save with patterns for values that only process 1 has, and others."""
     join(coordinator)
     model = Statistics(coordinator.world.process + 3)
-    mine = {"of the last": ForOne(coordinator.world.process)} if coordinator.world.process == 1 else {}
-    state = shardckpt.train_state(model=model, rng=False, local=["model/amax", "model/cache", "model/_extra_state", *local], **mine)
+    mine = (
+        {"of the last": ForOne(coordinator.world.process)} if coordinator.world.process == 1 else {}
+    )
+    state = shardckpt.train_state(
+        model=model,
+        rng=False,
+        local=["model/amax", "model/cache", "model/_extra_state", *local],
+        **mine,
+    )
     options = shardckpt.SaveOptions(commit_timeout=60, host_tensors="local")
     error = attempt(lambda: shardckpt.save(url, state, options=options))
     leave(coordinator)

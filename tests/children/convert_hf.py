@@ -2,8 +2,9 @@
 
     python convert_hf.py FOLDER
 
-Below the folder, by model: `state/` (a checkpoint of `state_dict()`, its tied tensors tied) and `saved/` (what `save_pretrained` makes of
-it, in files of 40 KB). Prints, as JSON, how far logits differ of a Phi-3 with the weights of the Llama, which it takes fused.
+Below the folder, by model: `state/` (a checkpoint of `state_dict()`, its tied tensors tied) and
+`saved/` (what `save_pretrained` makes of it, in files of 40 KB). Prints, as JSON, how far logits
+differ of a Phi-3 with the weights of the Llama, which it takes fused.
 """
 
 import json
@@ -29,14 +30,41 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-EXPERTS = {"num_experts": 3, "num_local_experts": 3, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+EXPERTS = {
+    "num_experts": 3,
+    "num_local_experts": 3,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+}
 MODELS = {
     "llama": ("llama", {**SMALL, "tie_word_embeddings": False}),
     "llama-tied": ("llama", {**SMALL, "tie_word_embeddings": True}),
-    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "vocab_size": 100, "bos_token_id": 1, "eos_token_id": 2}),
+    "gpt2": (
+        "gpt2",
+        {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 16,
+            "vocab_size": 100,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
     "mixtral": ("mixtral", {**SMALL, **EXPERTS}),
     "qwen2_moe": ("qwen2_moe", {**SMALL, **EXPERTS, "shared_expert_intermediate_size": 24}),
-    "t5": ("t5", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 100, "decoder_start_token_id": 0}),
+    "t5": (
+        "t5",
+        {
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+            "vocab_size": 100,
+            "decoder_start_token_id": 0,
+        },
+    ),
 }
 
 
@@ -54,9 +82,16 @@ def fused_logits(llama, folder):
     outputs = outputs_of(checkpoint.record.structure, options, "").tensors
     arrays = made(outputs, {name: checkpoint.read(name) for name in checkpoint.names()})
     phi = transformers.Phi3ForCausalLM(
-        transformers.Phi3Config(**SMALL, tie_word_embeddings=False, max_position_embeddings=2048, rms_norm_eps=llama.config.rms_norm_eps)
+        transformers.Phi3Config(
+            **SMALL,
+            tie_word_embeddings=False,
+            max_position_embeddings=2048,
+            rms_norm_eps=llama.config.rms_norm_eps,
+        )
     )
-    phi.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()}, strict=True)
+    phi.load_state_dict(
+        {name: torch.from_numpy(array) for name, array in arrays.items()}, strict=True
+    )
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         return float((phi.eval()(tokens).logits - llama.eval()(tokens).logits).abs().max())

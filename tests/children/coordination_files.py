@@ -1,4 +1,5 @@
-"""One process of a job whose store of keys and values is a directory: a Coordinator of the user's own. JSON on stdout."""
+"""One process of a job whose store of keys and values is a directory: a Coordinator of the user's
+own. JSON on stdout."""
 
 import json
 import os
@@ -29,12 +30,25 @@ class Files(shardckpt.frameworks.coordination.Coordinator):
 def main(directory, process, processes, timeout):
     answers = {}
     try:
-        ours = Files(directory, process, processes, devices={"torch_xla": [2 * process, 2 * process + 1]}, timeout=timeout)
+        ours = Files(
+            directory,
+            process,
+            processes,
+            devices={"torch_xla": [2 * process, 2 * process + 1]},
+            timeout=timeout,
+        )
     except shardckpt.ShardckptError as error:
-        return {"error": f"{error.code}: {error}", "is a TimeoutError": isinstance(error, TimeoutError)}
+        return {
+            "error": f"{error.code}: {error}",
+            "is a TimeoutError": isinstance(error, TimeoutError),
+        }
     owners = ours.world.devices["torch_xla"]
     answers["run_id"] = ours.run_id
-    answers["world"] = [ours.world.process, ours.world.processes, owners.of_devices(range(2 * processes)).tolist()]
+    answers["world"] = [
+        ours.world.process,
+        ours.world.processes,
+        owners.of_devices(range(2 * processes)).tolist(),
+    ]
     answers["left by an earlier round"] = ours.peek("step")
     answers["shared"] = ours.share("words", {"of": process, "nothing": None, "pair": (1, 2.5)})
     answers["shared again"] = ours.share("words", [None, "é"][process % 2])

@@ -1,4 +1,5 @@
-"""One process of a jax.distributed job on CPU, coordinated through its key-value store. JSON on stdout."""
+"""One process of a jax.distributed job on CPU, coordinated through its key-value store. JSON on
+stdout."""
 
 import json
 import sys
@@ -23,7 +24,8 @@ answers = {
     "kind": type(ours).__name__,
     "same object": Coordinator.current() is ours,
     "world": [ours.world.process, ours.world.processes],
-    "owners": owners.of_devices([d.id for d in jax.devices()]).tolist() == [d.process_index for d in jax.devices()],
+    "owners": owners.of_devices([d.id for d in jax.devices()]).tolist()
+    == [d.process_index for d in jax.devices()],
     "own ids": [d.id for d in jax.local_devices()],
     "all ids": owners.device_ids.tolist(),
     "run_id": ours.run_id,

@@ -41,7 +41,14 @@ reading, writing = os.pipe()
 child = os.fork()
 if child == 0:
     own = current()
-    report = json.dumps({"run_id": own.run_id, "peeked": own.peek("step"), "same object": own is alone, "cached": own is current()})
+    report = json.dumps(
+        {
+            "run_id": own.run_id,
+            "peeked": own.peek("step"),
+            "same object": own is alone,
+            "cached": own is current(),
+        }
+    )
     os.write(writing, report.encode())
     os._exit(0)
 os.waitpid(child, 0)

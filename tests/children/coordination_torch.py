@@ -1,6 +1,7 @@
 """One rank of a torch.distributed job over gloo, coordinated through its store. JSON on stdout.
 
-The store is a TCPStore that the test itself serves, so that it outlives the rank, or files for several groups in turn.
+The store is a TCPStore that the test itself serves, so that it outlives the rank, or files for
+several groups in turn.
 """
 
 import json
@@ -35,7 +36,9 @@ def failure_of(action):
 
 
 def join_files(name):
-    dist.init_process_group("gloo", init_method=f"file://{place}/{name}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{place}/{name}", rank=rank, world_size=world
+    )
 
 
 def everything():
@@ -53,7 +56,12 @@ def everything():
     answers = {
         "kind": type(ours).__name__,
         "same object": all(c is ours for c in coordinators) and Coordinator.current() is ours,
-        "world": [ours.world.process, ours.world.processes, dict(ours.world.devices), ours.world.sharing],
+        "world": [
+            ours.world.process,
+            ours.world.processes,
+            dict(ours.world.devices),
+            ours.world.sharing,
+        ],
         "run_id": ours.run_id,
         "shared": ours.share("word", {"rank": rank, "large": "x" * 100_000 * rank})[-1]["rank"],
         "agreed": ours.agree("resume", lambda: [7, rank]),
@@ -71,12 +79,17 @@ def everything():
     answers["fork refused"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     dist.destroy_process_group()
     alone = Coordinator.current()
-    answers["after the group"] = [type(alone).__name__, alone.world.processes, alone.run_id != ours.run_id]
+    answers["after the group"] = [
+        type(alone).__name__,
+        alone.world.processes,
+        alone.run_id != ours.run_id,
+    ]
     return answers
 
 
 def two_rounds():
-    """Destroy the group and set up another in the same process; then use what belongs to the first."""
+    """Destroy the group and set up another in the same process; then use what belongs to the
+    first."""
     join_files("first")
     first = Coordinator.current(timeout=60)
     first.announce("step", 1)
@@ -84,20 +97,30 @@ def two_rounds():
     dist.destroy_process_group()
     join_files("second")
     second = Coordinator.current(timeout=60)
-    answers = {"run_ids": [first.run_id, second.run_id], "peeked": second.peek("step"), "same object": second is first}
+    answers = {
+        "run_ids": [first.run_id, second.run_id],
+        "peeked": second.peek("step"),
+        "same object": second is first,
+    }
     dist.barrier()
     dist.destroy_process_group()
     return answers
 
 
 def same_store():
-    """A round in a store that an earlier round's processes have used, under the very same prefix."""
-    # Of gloo's own keys the earlier round's would mislead it: a backend without connections leaves the store to us.
+    """A round in a store that an earlier round's processes have used, under the very same
+    prefix."""
+    # Of gloo's own keys the earlier round's would mislead it: a backend without connections leaves
+    # the store to us.
     from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
     dist.init_process_group("fake", store=tcp_store(), rank=rank, world_size=world)
     ours = Coordinator.current(timeout=60)
-    answers = {"run_id": ours.run_id, "left": ours.peek("step"), "agreed": ours.agree("resume", lambda: ours.run_id)}
+    answers = {
+        "run_id": ours.run_id,
+        "left": ours.peek("step"),
+        "agreed": ours.agree("resume", lambda: ours.run_id),
+    }
     ours.share("peeked", None)
     ours.announce("step", 1)
     ours.share("announced", None)
@@ -116,7 +139,8 @@ def absent():
 
 
 def saves_alone():
-    """Rank 0 saves as the job's first call of shardckpt, and the others do not; then by itself; then all save."""
+    """Rank 0 saves as the job's first call of shardckpt, and the others do not; then by itself;
+    then all save."""
     dist.init_process_group("gloo", store=tcp_store(), rank=rank, world_size=world)
     place, state, answers = os.environ["SAVE_TO"], {"w": torch.ones(5)}, {}
     if rank == 0:
@@ -126,7 +150,9 @@ def saves_alone():
         handler.emit = lambda record: logged.append(record.getMessage())
         options = shardckpt.SaveOptions(commit_timeout=1)
         answers["save"] = failure_of(lambda: shardckpt.save(f"{place}/1", state, options=options))
-        answers["save_async"] = failure_of(lambda: shardckpt.save_async(f"{place}/1", state, options=options))
+        answers["save_async"] = failure_of(
+            lambda: shardckpt.save_async(f"{place}/1", state, options=options)
+        )
         answers["manager"] = failure_of(lambda: shardckpt.CheckpointManager(place, options=options))
         answers["logged"] = [*logged]
         answers["files"] = [path.name for path in Path(place).glob("*")]
@@ -134,7 +160,10 @@ def saves_alone():
     dist.barrier()
     shardckpt.save(f"{place}/all", state)
     # A later agreement has the usual time limit, not the one of the first save.
-    return answers | {"timeout": Coordinator.current()._timeout, "saved": sorted(path.name for path in Path(place).iterdir())}
+    return answers | {
+        "timeout": Coordinator.current()._timeout,
+        "saved": sorted(path.name for path in Path(place).iterdir()),
+    }
 
 
 def counted():
@@ -221,7 +250,8 @@ def jax_beside():
 
 
 def torch_xla_beside():
-    """The same 8 torch_xla devices in each rank: for itself, then shared out as told, then shared out wrongly."""
+    """The same 8 torch_xla devices in each rank: for itself, then shared out as told, then shared
+    out wrongly."""
     import torch_xla.runtime as xr
 
     xr.use_spmd()
@@ -236,7 +266,9 @@ def torch_xla_beside():
     answers["otherwise"] = failure_of(lambda: Coordinator.current(devices={"torch_xla": [0]}))
     dist.destroy_process_group()
     join_files("third")
-    answers["twice"] = failure_of(lambda: Coordinator.current(devices={"torch_xla": [rank, 5]}, timeout=60))
+    answers["twice"] = failure_of(
+        lambda: Coordinator.current(devices={"torch_xla": [rank, 5]}, timeout=60)
+    )
     return answers
 
 

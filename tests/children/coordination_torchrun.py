@@ -1,7 +1,9 @@
-"""A worker of a torchrun job that fails in its first round: what each worker sees goes into a file of its own.
+"""A worker of a torchrun job that fails in its first round: what each worker sees goes into a file
+of its own.
 
-In torch 2.9 the agent's store keeps its keys when it starts the workers again, and gloo may then take addresses of the
-first round's for the second's. A backend without connections leaves the store to us.
+In torch 2.9 the agent's store keeps its keys when it starts the workers again, and gloo may then
+take addresses of the first round's for the second's. A backend without connections leaves the store
+to us.
 """
 
 import os

@@ -1,4 +1,5 @@
-"""One rank of a job whose process group has a backend for CUDA tensors alone, as NCCL is, and runs no collective. JSON on stdout.
+"""One rank of a job whose process group has a backend for CUDA tensors alone, as NCCL is, and runs
+no collective. JSON on stdout.
 
 python cuda_only_group.py <port of a TCPStore> <directory> <rank> <ranks>
 """
@@ -51,7 +52,9 @@ def refuse(name):
 
 for name in COLLECTIVES:
     setattr(OnlyCuda, name, refuse(name))
-dist.Backend.register_backend("only_cuda", lambda _store, rank, size, _timeout: OnlyCuda(rank, size), devices=["cuda"])
+dist.Backend.register_backend(
+    "only_cuda", lambda _store, rank, size, _timeout: OnlyCuda(rank, size), devices=["cuda"]
+)
 store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
 dist.init_process_group("only_cuda", store=store, rank=rank, world_size=world)
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
@@ -59,14 +62,19 @@ logging.getLogger("shardckpt").addFilter(lambda record: logged.append(record.get
 
 local = torch.full((3, 4), float(rank))
 mesh = init_device_mesh("cpu", (world,))
-model = {"w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False), "norm": torch.arange(5.0)}
+model = {
+    "w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False),
+    "norm": torch.arange(5.0),
+}
 with shardckpt.CheckpointManager(place, every=1) as manager:
     for step in range(3):
         manager.save(step, {"model": model, "rng": shardckpt.PerProcess(rank)})
         local += world
     manager.wait()
     local.zero_()
-    restored = manager.restore({"model": model, "rng": shardckpt.PerProcess(None)}, cooperative=True)
+    restored = manager.restore(
+        {"model": model, "rng": shardckpt.PerProcess(None)}, cooperative=True
+    )
 coordinator = shardckpt.Coordinator.current()
 controls = [*asked]
 try:
@@ -77,11 +85,17 @@ print(
     json.dumps(
         {
             "backends": dist.get_backend_config(),
-            "coordinator": [type(coordinator).__name__, coordinator.world.process, coordinator.world.processes],
+            "coordinator": [
+                type(coordinator).__name__,
+                coordinator.world.process,
+                coordinator.world.processes,
+            ],
             "collectives": controls,
             "local": local.unique().tolist(),
             "step": restored.step,
-            "own": restored.state["rng"].value if hasattr(restored.state["rng"], "value") else restored.state["rng"],
+            "own": restored.state["rng"].value
+            if hasattr(restored.state["rng"], "value")
+            else restored.state["rng"],
             "logged": [line for line in logged if "backend" in line],
         }
     )

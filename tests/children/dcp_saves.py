@@ -1,4 +1,5 @@
-"""Jobs of gloo processes that save with torch.distributed.checkpoint's own writer, as test_from_dcp.py asks, and what DCP itself reads."""
+"""Jobs of gloo processes that save with torch.distributed.checkpoint's own writer, as
+test_from_dcp.py asks, and what DCP itself reads."""
 
 import warnings
 
@@ -15,8 +16,30 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 DTYPES = (
-    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "bfloat16"),
-    *("complex64", "complex128", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *(
+        "bool",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "float32",
+        "float64",
+        "bfloat16",
+    ),
+    *(
+        "complex64",
+        "complex128",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    ),
 )
 
 
@@ -36,17 +59,32 @@ def plain_state(_ranks):
         "dtypes": {name: noise((3, 5), getattr(torch, name)) for name in DTYPES},
         "transposed": torch.arange(600_000, dtype=torch.int32).reshape(600, 1000).t(),
         "permuted": torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
-        "channels_last": torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "channels_last": torch.arange(2 * 3 * 4 * 5.0)
+        .reshape(2, 3, 4, 5)
+        .to(memory_format=torch.channels_last),
         "part": whole[1000:1007],
         "every other": whole[::2],
         "expanded": torch.ones(3, 1).expand(3, 4),
         "rows": torch.arange(700_000.0).reshape(700, 1000),
         "scalar": torch.tensor(3.5),
         "empty": torch.zeros(0, 3),
-        "values": {"none": None, "text": "naïve", "list": [1, [2.5, None]], "pair": (True, 1 << 80), "bytes": b"\x00\xff"},
-        "optimizer": {"state": {0: {"step": torch.tensor(4.0)}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "params": [0]}]},
+        "values": {
+            "none": None,
+            "text": "naïve",
+            "list": [1, [2.5, None]],
+            "pair": (True, 1 << 80),
+            "bytes": b"\x00\xff",
+        },
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(4.0)}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "params": [0]}],
+        },
         "in a leaf": (torch.arange(4), {"deep": torch.arange(3.0)}),
-        "numpy": {"array": np.arange(6).reshape(2, 3), "order": np.asfortranarray(np.arange(6.0).reshape(2, 3)), "number": np.float32(2.5)},
+        "numpy": {
+            "array": np.arange(6).reshape(2, 3),
+            "order": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+            "number": np.float32(2.5),
+        },
         "dtype": torch.bfloat16,
     }
 
@@ -63,8 +101,12 @@ def sharded_state(ranks):
     }
     if ranks == 4:
         square = init_device_mesh("cpu", (2, 2))
-        state["square"] = distribute_tensor(torch.arange(35.0).reshape(7, 5), square, [Shard(0), Shard(1)])
-        state["half"] = distribute_tensor(torch.arange(35.0).reshape(7, 5), square, [Replicate(), Shard(0)])
+        state["square"] = distribute_tensor(
+            torch.arange(35.0).reshape(7, 5), square, [Shard(0), Shard(1)]
+        )
+        state["half"] = distribute_tensor(
+            torch.arange(35.0).reshape(7, 5), square, [Replicate(), Shard(0)]
+        )
     return state
 
 
@@ -98,5 +140,9 @@ def save(coordinator, directory, what, writer="one file", how="save"):
     else:
         dcp.save(state, storage_writer=storage, use_collectives=how != "without collectives")
     leave(coordinator)
-    if coordinator.world.process == 0 and how == "save" and writer not in ("safetensors", "hugging face"):
+    if (
+        coordinator.world.process == 0
+        and how == "save"
+        and writer not in ("safetensors", "hugging face")
+    ):
         dcp_to_torch_save(directory, f"{directory}.pt")

@@ -1,6 +1,8 @@
-"""Does with real DTensors on the ranks of real gloo jobs what test_dtensor.py asks. JSON on stdin, answers on stdout.
+"""Does with real DTensors on the ranks of real gloo jobs what test_dtensor.py asks. JSON on stdin,
+answers on stdout.
 
-Importing torch takes longer than all the rest, so it is done once, and the ranks of one job after the other are forked.
+Importing torch takes longer than all the rest, so it is done once, and the ranks of one job after
+the other are forked.
 """
 
 import ctypes
@@ -22,7 +24,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -65,7 +74,11 @@ def mesh_of(shape, ids=None, names=None):
 def torch_placements(texts):
     parsed = map(Placement.parse, texts)
     return [
-        Replicate() if p.dim is None else Shard(p.dim) if p.split_factor == 1 else _StridedShard(p.dim, split_factor=p.split_factor)
+        Replicate()
+        if p.dim is None
+        else Shard(p.dim)
+        if p.split_factor == 1
+        else _StridedShard(p.dim, split_factor=p.split_factor)
         for p in parsed
     ]
 
@@ -98,9 +111,11 @@ def facts_of(leaf, full):
         "holders": source.holders,
         "layout": source.layout.to_json(),
         "shape": source.shape,
-        "right": len(arrays) == len(boxes) and all(np.array_equal(a, whole[b.slices]) for a, b in zip(arrays, boxes, strict=True)),
+        "right": len(arrays) == len(boxes)
+        and all(np.array_equal(a, whole[b.slices]) for a, b in zip(arrays, boxes, strict=True)),
         "last": all(np.array_equal(a, b) for a, b in zip(last, arrays[-1:], strict=True)),
-        "views": source.staged_bytes == 0 and all(np.shares_memory(a, local.numpy()) for a in arrays),
+        "views": source.staged_bytes == 0
+        and all(np.shares_memory(a, local.numpy()) for a in arrays),
     }
     for destination, box in zip(sink.destinations, boxes, strict=True):
         destination[...] = whole[box.slices] + 1000
@@ -109,13 +124,19 @@ def facts_of(leaf, full):
     restored = sink.place([whole[box.slices] + 2000 for box in boxes])
     facts["copied"] = restored is leaf and torch.equal(local_of(leaf), before + 2000)
     meta = DTensor.from_local(
-        torch.empty_like(local, device="meta"), leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
+        torch.empty_like(local, device="meta"),
+        leaf.device_mesh,
+        leaf.placements,
+        run_check=False,
+        shape=leaf.shape,
+        stride=leaf.stride(),
     )
     new = frameworks.target("w", meta.requires_grad_(), (), F32)
     made = new.place([whole[box.slices] + 3000 for box in boxes])
     facts["made"] = (
         isinstance(made, DTensor)
-        and (made.placements, made.device_mesh, made.shape, made.stride()) == (leaf.placements, leaf.device_mesh, leaf.shape, leaf.stride())
+        and (made.placements, made.device_mesh, made.shape, made.stride())
+        == (leaf.placements, leaf.device_mesh, leaf.shape, leaf.stride())
         and local_of(made).device.type == "cpu"
         and made.requires_grad
         and torch.equal(local_of(made), before + 3000)
@@ -125,7 +146,7 @@ def facts_of(leaf, full):
     return facts
 
 
-# --- Topics -------------------------------------------------------------------------------------------------------
+# --- Topics ---------------------------------------------------------------------------------------
 
 
 def distributed(cases):
@@ -135,7 +156,9 @@ def distributed(cases):
         mesh = mesh_of(tuple(case["mesh"]), tuple(case["ids"] or ()), NAMES[: len(case["mesh"])])
         full = numbered(case["shape"])
         # Every rank cuts out its own part: the placements' rule without any communication.
-        leaf = distribute_tensor(full.clone(), mesh, torch_placements(case["placements"]), src_data_rank=None)
+        leaf = distribute_tensor(
+            full.clone(), mesh, torch_placements(case["placements"]), src_data_rank=None
+        )
         facts = facts_of(leaf, full)
         if case.get("gather"):
             facts["gathered"] = torch.equal(leaf.full_tensor(), full)
@@ -162,7 +185,9 @@ def fsdp_over_tp(cases):
         mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("dp", "tp"))
         model = Layers(range(1, 14))
         full = {name: p.detach().clone() for name, p in model.named_parameters()}
-        parallelize_module(model, mesh["tp"], {"out.*": ColwiseParallel(), "into.*": RowwiseParallel()})
+        parallelize_module(
+            model, mesh["tp"], {"out.*": ColwiseParallel(), "into.*": RowwiseParallel()}
+        )
         fully_shard(model, mesh=mesh["dp"])
         answers.append({name: facts_of(p, full[name]) for name, p in model.named_parameters()})
     return answers
@@ -191,7 +216,10 @@ def trained(_):
     model(torch.ones(4, 8)).sum().backward()
     optimizer.step()
     leaves = {
-        f"{i}/{key}": value for i, state in optimizer.state_dict()["state"].items() for key, value in state.items() if value.dim()
+        f"{i}/{key}": value
+        for i, state in optimizer.state_dict()["state"].items()
+        for key, value in state.items()
+        if value.dim()
     } | dict(model.named_parameters())
     step = optimizer.state_dict()["state"][0]["step"]
     return {
@@ -202,8 +230,12 @@ def trained(_):
 
 def partial(_):
     mesh = mesh_of((2,), None, ("dp",))
-    leaf = DTensor.from_local(torch.full((3,), dist.get_rank() + 1.0), mesh, [Partial()], run_check=False)
-    largest = DTensor.from_local(torch.full((3,), dist.get_rank() + 1.0), mesh, [Partial("max")], run_check=False)
+    leaf = DTensor.from_local(
+        torch.full((3,), dist.get_rank() + 1.0), mesh, [Partial()], run_check=False
+    )
+    largest = DTensor.from_local(
+        torch.full((3,), dist.get_rank() + 1.0), mesh, [Partial("max")], run_check=False
+    )
     other = distribute_tensor(numbered((4,)), mesh, [Shard(0)])
     plain = torch.ones(1)
     leaves = {"z": leaf, "a": largest, "other": other, "plain": plain}
@@ -228,15 +260,30 @@ def from_local(_):
     mesh = mesh_of((2,))
 
     def made(rows, **more):
-        return DTensor.from_local(numbered((rows, 3)) + 9 * rank, mesh, [Shard(0)], run_check=False, **more)
+        return DTensor.from_local(
+            numbered((rows, 3)) + 9 * rank, mesh, [Shard(0)], run_check=False, **more
+        )
 
     return {
-        "uneven": facts_of(made((3, 2)[rank], shape=torch.Size((5, 3)), stride=(3, 1)), numbered((5, 3))),
-        "the other way": error(frameworks.source, "layer/w", made((2, 3)[rank], shape=torch.Size((5, 3)), stride=(3, 1)), world()),
-        "the other way, restored": error(
-            frameworks.target, "layer/w", made((2, 3)[rank], shape=torch.Size((5, 3)), stride=(3, 1)), (), F32
+        "uneven": facts_of(
+            made((3, 2)[rank], shape=torch.Size((5, 3)), stride=(3, 1)), numbered((5, 3))
         ),
-        "transposed": facts_of(distribute_tensor(numbered((6, 4)), mesh, [Shard(1)]).t(), numbered((6, 4)).t()),
+        "the other way": error(
+            frameworks.source,
+            "layer/w",
+            made((2, 3)[rank], shape=torch.Size((5, 3)), stride=(3, 1)),
+            world(),
+        ),
+        "the other way, restored": error(
+            frameworks.target,
+            "layer/w",
+            made((2, 3)[rank], shape=torch.Size((5, 3)), stride=(3, 1)),
+            (),
+            F32,
+        ),
+        "transposed": facts_of(
+            distribute_tensor(numbered((6, 4)), mesh, [Shard(1)]).t(), numbered((6, 4)).t()
+        ),
     }
 
 
@@ -256,7 +303,13 @@ def tied(_):
     fully_shard(model, mesh=mesh_of((2,)))
     state = model.state_dict()
     cut = distribute_tensor(torch.ones(1, 3), mesh_of((2,)), [Shard(0)])
-    same = [model[0].weight, model[1].weight, state["0.weight"], state["1.weight"], model[0].weight.detach()]
+    same = [
+        model[0].weight,
+        model[1].weight,
+        state["0.weight"],
+        state["1.weight"],
+        model[0].weight.detach(),
+    ]
     apart = [
         state["0.weight"],
         state["2.weight"],
@@ -265,13 +318,19 @@ def tied(_):
         cut.to(torch.bfloat16),
         distribute_tensor(torch.ones(1, 3), mesh_of((2,)), [Replicate()]),
     ]
-    meta = DTensor.from_local(torch.empty(1, 3, device="meta"), mesh_of((2,)), [Shard(0)], run_check=False)
+    meta = DTensor.from_local(
+        torch.empty(1, 3, device="meta"), mesh_of((2,)), [Shard(0)], run_check=False
+    )
     return {
         "held": [len(frameworks.source("w", leaf, world()).boxes) for leaf in (same[0], apart[1])],
         "same": len({frameworks.identity(leaf) for leaf in same}),
         "apart": [len({frameworks.identity(leaf) for leaf in apart}), len(apart)],
-        "none": [frameworks.identity(meta), frameworks.identity(distribute_tensor(torch.ones(0, 3), mesh_of((2,)), [Shard(0)]))],
-        "targets": frameworks.target("w", same[0], (), F32).tie_key == frameworks.target("w", same[1], (), F32).tie_key,
+        "none": [
+            frameworks.identity(meta),
+            frameworks.identity(distribute_tensor(torch.ones(0, 3), mesh_of((2,)), [Shard(0)])),
+        ],
+        "targets": frameworks.target("w", same[0], (), F32).tie_key
+        == frameworks.target("w", same[1], (), F32).tie_key,
     }
 
 
@@ -295,7 +354,9 @@ def autograd(_):
     sink = frameworks.target("w", inference, (), F32)
     frozen = sink.place([np.full((2, 2), 5, np.float32)])
     return {
-        "same object": restored is weight and isinstance(weight, nn.Parameter) and weight._local_tensor is local,
+        "same object": restored is weight
+        and isinstance(weight, nn.Parameter)
+        and weight._local_tensor is local,
         "requires grad": [weight.requires_grad, weight.is_leaf],
         "versions": weight._version > versions[0] and local._version > versions[1],
         "caught": caught,
@@ -357,9 +418,19 @@ def refusals(_):
         "conjugate": error(frameworks.target, "layer/w", conjugate, (), F32),
         "conjugate saved": [
             conjugate_source.staged_bytes,
-            bool((frameworks.fetch([conjugate_source])[0][0] == conjugate._local_tensor.resolve_conj().numpy()).all()),
+            bool(
+                (
+                    frameworks.fetch([conjugate_source])[0][0]
+                    == conjugate._local_tensor.resolve_conj().numpy()
+                ).all()
+            ),
         ],
-        "dtype": error(frameworks.source, "layer/w", distribute_tensor(torch.zeros(2, dtype=torch.complex32), mesh, [Shard(0)]), world()),
+        "dtype": error(
+            frameworks.source,
+            "layer/w",
+            distribute_tensor(torch.zeros(2, dtype=torch.complex32), mesh, [Shard(0)]),
+            world(),
+        ),
     }
 
 
@@ -376,18 +447,31 @@ def targets(_):
         "mesh": made.device_mesh is mesh,
         "local": local_of(made).float().reshape(-1).tolist(),
         "shape": made.shape,
-        "scalar": local_of(frameworks.target("w", Target((mesh, [Replicate()])), (), F32).place([np.full((), 3, np.float32)])).item(),
+        "scalar": local_of(
+            frameworks.target("w", Target((mesh, [Replicate()])), (), F32).place(
+                [np.full((), 3, np.float32)]
+            )
+        ).item(),
         "requires grad": made.requires_grad,
         "tied": [
             frameworks.target("w", like, (5, 2), F32).tie_key == sink.tie_key
-            for like in (bfloat16, Target((mesh, [Shard(1)]), dtype="bfloat16"), Target((mesh, [Shard(0)])))
+            for like in (
+                bfloat16,
+                Target((mesh, [Shard(1)]), dtype="bfloat16"),
+                Target((mesh, [Shard(0)])),
+            )
         ],
         "partial": error(frameworks.target, "w", Target((mesh, [Partial()])), (5, 2), F32),
         "too few": error(frameworks.target, "w", Target((mesh, [])), (5, 2), F32),
         "not placements": error(frameworks.target, "w", Target((mesh, "S(0)")), (5, 2), F32),
         "beyond": error(frameworks.target, "w", Target((mesh, [Shard(2)])), (5, 2), F32),
-        "dtype that torch lacks": error(frameworks.target, "w", Target((mesh, [Shard(0)]), dtype="float8_e3m4"), (5, 2), F32),
-        "from the end": [str(b) for b in boxes_of(frameworks.target("w", Target((mesh, [Shard(-1)])), (5, 4), F32))],
+        "dtype that torch lacks": error(
+            frameworks.target, "w", Target((mesh, [Shard(0)]), dtype="float8_e3m4"), (5, 2), F32
+        ),
+        "from the end": [
+            str(b)
+            for b in boxes_of(frameworks.target("w", Target((mesh, [Shard(-1)])), (5, 4), F32))
+        ],
     }
 
 
@@ -398,10 +482,15 @@ def boxes_of(sink):
 def pending(_):
     """A collective that has only been started."""
     mesh = mesh_of((2,))
-    leaf = distribute_tensor(numbered((4, 2)), mesh, [Shard(0)]).redistribute(placements=[Replicate()], async_op=True)
+    leaf = distribute_tensor(numbered((4, 2)), mesh, [Shard(0)]).redistribute(
+        placements=[Replicate()], async_op=True
+    )
     source = frameworks.source("w", leaf, world())
     ((array,),) = frameworks.fetch([source])
-    return {"local": type(leaf._local_tensor).__name__, "right": bool((array == numbered((4, 2)).numpy()).all())}
+    return {
+        "local": type(leaf._local_tensor).__name__,
+        "right": bool((array == numbered((4, 2)).numpy()).all()),
+    }
 
 
 def bits(dtypes):
@@ -410,13 +499,17 @@ def bits(dtypes):
     outcomes = {}
     for dtype in dtypes:
         kind = by_name(dtype)
-        raw = np.random.default_rng(3).integers(0, 2 if dtype == "bool" else 256, 15 * kind.itemsize, np.uint8)
+        raw = np.random.default_rng(3).integers(
+            0, 2 if dtype == "bool" else 256, 15 * kind.itemsize, np.uint8
+        )
         full = torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)).reshape(5, 3)
         leaf = distribute_tensor(full.clone(), mesh, [Shard(0)], src_data_rank=None)
         source = frameworks.source("w", leaf, world())
         (arrays,) = frameworks.fetch([source])
         expected = raw.view(kind.numpy).reshape(5, 3)[source.boxes[0].slices]
-        like = distribute_tensor(torch.zeros(5, 3, dtype=full.dtype), mesh, [Shard(0)], src_data_rank=None)
+        like = distribute_tensor(
+            torch.zeros(5, 3, dtype=full.dtype), mesh, [Shard(0)], src_data_rank=None
+        )
         sink = frameworks.target("w", like, (5, 3), F32)
         sink.destinations[0][...] = expected
         sink.place(sink.destinations)
@@ -429,7 +522,8 @@ def bits(dtypes):
 
 
 def protocol(folder):
-    """A DTensor around shards of its own: two tables' columns on the first rank, one on the second; and what DCP makes of it."""
+    """A DTensor around shards of its own: two tables' columns on the first rank, one on the second;
+    and what DCP makes of it."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
@@ -437,7 +531,9 @@ def protocol(folder):
     cuts = ([(0, 2), (2, 5)], [(5, 9)])[rank]
     shards = [full[:, a:b].clone() for a, b in cuts]
     wrapper = LocalShardsWrapper(shards, [(0, a) for a, _ in cuts])
-    leaf = DTensor.from_local(wrapper, mesh, [Shard(1)], run_check=False, shape=full.shape, stride=full.stride())
+    leaf = DTensor.from_local(
+        wrapper, mesh, [Shard(1)], run_check=False, shape=full.shape, stride=full.stride()
+    )
     source = frameworks.source("w", leaf, world())
     (arrays,) = frameworks.fetch([source])
     fetched = [a.tolist() for a in arrays]
@@ -454,14 +550,20 @@ def protocol(folder):
         "shape": source.shape,
         "boxes": [[box.start, box.stop] for box in boxes_of(source)],
         "arrays": fetched,
-        "views": source.staged_bytes == 0 and all(np.shares_memory(a, s.numpy()) for a, s in zip(arrays, shards, strict=True)),
+        "views": source.staged_bytes == 0
+        and all(np.shares_memory(a, s.numpy()) for a, s in zip(arrays, shards, strict=True)),
         "theirs": theirs["w"].tolist(),
         "holders": source.holders,
         "layout": source.layout,
         "own pieces": source.own_pieces,
-        "filled": restored is leaf and all(torch.equal(s, full[:, a:b] + 1000) for s, (a, b) in zip(shards, cuts, strict=True)),
+        "filled": restored is leaf
+        and all(
+            torch.equal(s, full[:, a:b] + 1000) for s, (a, b) in zip(shards, cuts, strict=True)
+        ),
         "versions": all(s._version > v for s, v in zip(held, versions, strict=True)),
-        "tied": frameworks.identity(leaf) == frameworks.identity(leaf) != frameworks.identity(wrapper),
+        "tied": frameworks.identity(leaf)
+        == frameworks.identity(leaf)
+        != frameworks.identity(wrapper),
     }
 
 
@@ -487,14 +589,16 @@ TOPICS = {
 }
 
 
-# --- Jobs ---------------------------------------------------------------------------------------------------------
+# --- Jobs -----------------------------------------------------------------------------------------
 
 
 def run_rank(rank, ranks, place, topics):
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive the parent
     torch.set_num_threads(1)
     store = dist.FileStore(str(place / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
     answers = {}
     for topic, cases in topics.items():
         answers[topic] = TOPICS[topic](cases)
@@ -530,7 +634,9 @@ def run_job(ranks, topics, place):
             for other in running:
                 os.kill(other, signal.SIGKILL)
                 os.waitpid(other, 0)
-            raise SystemExit(f"a job of {ranks}: rank {failed} failed, {sorted(running.values())} were left")
+            raise SystemExit(
+                f"a job of {ranks}: rank {failed} failed, {sorted(running.values())} were left"
+            )
         else:
             time.sleep(0.01)
     if failed:

@@ -1,4 +1,5 @@
-"""Something is done over and over, each time in a fork that dies one storage operation later than the last."""
+"""Something is done over and over, each time in a fork that dies one storage operation later than
+the last."""
 
 import functools
 import json
@@ -24,7 +25,8 @@ def in_a_fork(action):
 
 
 class Killer:
-    """Counts operations on the storage, and dies before the k-th; of a write also in its middle, which counts as one more."""
+    """Counts operations on the storage, and dies before the k-th; of a write also in its middle,
+    which counts as one more."""
 
     def __init__(self, files, tensorstore, k, report):
         """Die before operation k, and write into the file `report` which it was.
@@ -47,7 +49,8 @@ class Killer:
                 setattr(kind, name, self.tensorstore_operation(name, getattr(kind, name)))
 
     def before(self, operation, *, then=lambda: None):
-        """One more operation; `then` is what is done of it before the next one, which is in the middle of it."""
+        """One more operation; `then` is what is done of it before the next one, which is in the
+        middle of it."""
         with self.lock:
             if self.left == 0:
                 then()
@@ -63,8 +66,14 @@ class Killer:
             self.before(name)
             if name in ("write", "pwrite", "pwritev"):
                 file, data, *offset = arguments
-                half = data[: len(data) // 2] if name != "pwritev" else [*data[:-1], data[-1][: len(data[-1]) // 2]]
-                self.before(f"the second half of a {name}", then=lambda: function(file, half, *offset))
+                half = (
+                    data[: len(data) // 2]
+                    if name != "pwritev"
+                    else [*data[:-1], data[-1][: len(data[-1]) // 2]]
+                )
+                self.before(
+                    f"the second half of a {name}", then=lambda: function(file, half, *offset)
+                )
             return function(*arguments, **options)
 
         return wrapped
@@ -82,7 +91,8 @@ def tell_deaths(root, killer, act):
 
     Args:
         root: fork k finds a copy of <root>/base in <root>/<k>.
-        killer: called with k and a file to report to; what it returns is armed before the fork acts.
+        killer: called with k and a file to report to; what it returns is armed before the fork
+            acts.
         act: what to do, with <root>/<k>.
     """
 

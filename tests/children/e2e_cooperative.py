@@ -1,4 +1,5 @@
-"""Ranks of a gloo job that restore together; what each has read, and whether it has the right elements."""
+"""Ranks of a gloo job that restore together; what each has read, and whether it has the right
+elements."""
 
 import logging
 import os
@@ -38,7 +39,10 @@ def _restored(url, like, options):
     lines = Lines()
     with_it = shardckpt.open(url)
     state = shardckpt.restore(with_it, like, **options)
-    return state, {"read": with_it.stats.bytes_read, "said": [line.partition(": ")[2] for line in lines.lines]}
+    return state, {
+        "read": with_it.stats.bytes_read,
+        "said": [line.partition(": ")[2] for line in lines.lines],
+    }
 
 
 def plain(coordinator, url, options, differing=False):
@@ -47,7 +51,11 @@ def plain(coordinator, url, options, differing=False):
     names = [n for n in TENSORS if not (differing and ours.world.process and n == "host/large")]
     like = {flat(n): torch.ones_like(tensor_of(n)) for n in names}
     state, outcome = _restored(url, like, {**options, "strict": not differing})
-    outcome["wrong"] = [n for n in names if bits_of(state[flat(n)], expected(n).dtype).tobytes() != expected(n).tobytes()]
+    outcome["wrong"] = [
+        n
+        for n in names
+        if bits_of(state[flat(n)], expected(n).dtype).tobytes() != expected(n).tobytes()
+    ]
     outcome["in place"] = all(state[flat(n)] is like[flat(n)] for n in names)
     leave(coordinator)
     return outcome
@@ -79,7 +87,10 @@ def dtensors(coordinator, url, seed, options):
         if right.device_mesh.get_coordinate() is None:
             continue
         dtype = expected(name).dtype
-        if bits_of(leaf._local_tensor, dtype).tobytes() != bits_of(right._local_tensor, dtype).tobytes():
+        if (
+            bits_of(leaf._local_tensor, dtype).tobytes()
+            != bits_of(right._local_tensor, dtype).tobytes()
+        ):
             outcome["wrong"].append(name)
     leave(coordinator)
     return outcome
@@ -93,8 +104,13 @@ def hybrid(coordinator, url, shape, options):
     whole = torch.arange(shape[0] * shape[1], dtype=torch.float32).reshape(shape)
     like = {"w": Target((mesh, [Replicate(), Shard(0)])), "b": torch.zeros(1000)}
     state, outcome = _restored(url, like, options)
-    right = distributed(whole, {"mesh": (2, 2), "devices": (0, 1, 2, 3), "placements": ["R", "S(0)"]})
-    outcome["wrong"] = not (isinstance(state["w"], DTensor) and torch.equal(state["w"]._local_tensor, right._local_tensor))
+    right = distributed(
+        whole, {"mesh": (2, 2), "devices": (0, 1, 2, 3), "placements": ["R", "S(0)"]}
+    )
+    outcome["wrong"] = not (
+        isinstance(state["w"], DTensor)
+        and torch.equal(state["w"]._local_tensor, right._local_tensor)
+    )
     leave(coordinator)
     return outcome
 
@@ -107,7 +123,9 @@ def mismatched(coordinator, url, options):
     if ours.world.process == 1 and not options and source == url:
         like["host.large"] = torch.ones(3)
     try:
-        shardckpt.restore(source, like, cooperative=True, **(options if ours.world.process == 1 else {}))
+        shardckpt.restore(
+            source, like, cooperative=True, **(options if ours.world.process == 1 else {})
+        )
     except shardckpt.ShardckptError as e:
         return [type(e).__name__, str(e), bool((like["host.small"] == 1).all())]
     finally:
@@ -115,20 +133,31 @@ def mismatched(coordinator, url, options):
 
 
 def managed(coordinator, root):
-    """A run's latest step is damaged, and the one before it is restored instead; by all together."""
+    """A run's latest step is damaged, and the one before it is restored instead; by all
+    together."""
     join(coordinator)
     like = {flat(n): torch.ones_like(tensor_of(n)) for n in TENSORS}
     with shardckpt.CheckpointManager(root, every=1) as manager:
         restored = manager.restore(like, cooperative=True, fallback=True)
     leave(coordinator)
-    return [restored.step, [n for n in TENSORS if bits_of(like[flat(n)], expected(n).dtype).tobytes() != expected(n).tobytes()]]
+    return [
+        restored.step,
+        [
+            n
+            for n in TENSORS
+            if bits_of(like[flat(n)], expected(n).dtype).tobytes() != expected(n).tobytes()
+        ],
+    ]
 
 
 def interrupted(coordinator, url, where, how):
-    """Rank 1 comes to an end in its third round: while it packs what it has read, or when the others wait for its bytes."""
+    """Rank 1 comes to an end in its third round: while it packs what it has read, or when the
+    others wait for its bytes."""
     connect(coordinator)
     ours = Coordinator.current(timeout=12 if (where, how) == ("packing", "killed") else 60)
-    place, name = {"packing": (_Packed, "pack"), "sending": (TorchInterconnect, "all_gather")}[where]
+    place, name = {"packing": (_Packed, "pack"), "sending": (TorchInterconnect, "all_gather")}[
+        where
+    ]
     original, calls = getattr(place, name), []
 
     def act(*arguments):

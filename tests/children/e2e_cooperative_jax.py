@@ -1,4 +1,5 @@
-"""Processes of a jax.distributed job that restore together: what each has read, and whether it has the right elements."""
+"""Processes of a jax.distributed job that restore together: what each has read, and whether it has
+the right elements."""
 
 import jax
 import numpy as np
@@ -14,14 +15,17 @@ def flat(name):
 
 
 def _leaf(name, devices, number):
-    """Replicated; cut among each process's devices, so that the others have replicas; and what each process has for itself."""
+    """Replicated; cut among each process's devices, so that the others have replicas; and what each
+    process has for itself."""
     whole = expected(name)
     inside = [d for d, n in enumerate(whole.shape) if n and n % (devices // 2) == 0]
     cut = {"mesh": [2, devices // 2], "devices": list(range(devices)), "spec": []}
     if number % 3 == 1 and inside:
         cut["spec"] = [None] * inside[0] + ["y"]
     if number % 3 == 2:
-        return jax.ShapeDtypeStruct(whole.shape, whole.dtype) if number % 2 else np.zeros_like(whole)
+        return (
+            jax.ShapeDtypeStruct(whole.shape, whole.dtype) if number % 2 else np.zeros_like(whole)
+        )
     return Target(named(cut))
 
 
@@ -37,7 +41,11 @@ def restored(coordinator, url, options):
     programs, wrong = len(compiled), []
     for name in TENSORS:
         leaf, whole = state[flat(name)], expected(name)
-        held = [(..., leaf)] if isinstance(leaf, np.ndarray) else [(s.index, s.data) for s in leaf.addressable_shards]
+        held = (
+            [(..., leaf)]
+            if isinstance(leaf, np.ndarray)
+            else [(s.index, s.data) for s in leaf.addressable_shards]
+        )
         if any(np.asarray(data).tobytes() != whole[index].tobytes() for index, data in held):
             wrong.append(name)
         if isinstance(like[flat(name)], Target) and leaf.sharding != like[flat(name)].sharding:

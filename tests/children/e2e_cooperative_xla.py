@@ -1,4 +1,5 @@
-"""Processes of torch_xla, of which each owns half of the devices, that restore together over gloo."""
+"""Processes of torch_xla, of which each owns half of the devices, that restore together over
+gloo."""
 
 import torch
 from e2e_state import TENSORS
@@ -18,11 +19,18 @@ def restored(coordinator, url):
         cases = drawn("cooperative", ours.world.processes)
         for case in cases.values():
             case["spec"] = [None] * len(case["spec"]) if replicated else case["spec"]
-        like = {name.replace("/", "."): marked(torch.zeros_like(tensor_of(name)), cases[name]) for name in SOME}
+        like = {
+            name.replace("/", "."): marked(torch.zeros_like(tensor_of(name)), cases[name])
+            for name in SOME
+        }
         checkpoint = shardckpt.open(url)
         state = shardckpt.restore(checkpoint, like, cooperative=True, strict=False)
         held = {name: shards(name, state[name.replace("/", ".")]) for name in SOME}
-        wrong = [name for name, pairs in held.items() if any(a.tobytes() != b.tobytes() for a, b in pairs)]
+        wrong = [
+            name
+            for name, pairs in held.items()
+            if any(a.tobytes() != b.tobytes() for a, b in pairs)
+        ]
         outcomes.append([checkpoint.stats.bytes_read, wrong])
     leave(coordinator)
     checkpoint = shardckpt.open(url)

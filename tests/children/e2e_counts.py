@@ -1,6 +1,8 @@
-"""Counters of a process's requests to others, where they happen: in gloo itself, at the stores' clients, in the compilers.
+"""Counters of a process's requests to others, where they happen: in gloo itself, at the stores'
+clients, in the compilers.
 
-A counter is a function without arguments: name → how often so far. Those that end in `…` are about waiting for others.
+A counter is a function without arguments: name → how often so far. Those that end in `…` are about
+waiting for others.
 """
 
 import time
@@ -18,18 +20,26 @@ OPTIONS = [{}, {"layout": "zarr"}, {"compression": "zstd"}, {"overwrite": True}]
 
 
 def torch_counter():
-    """The operations of all gloo groups, messages between two ranks included, and those on stores from Python."""
+    """The operations of all gloo groups, messages between two ranks included, and those on stores
+    from Python."""
     import torch.distributed as dist
 
     asked, check = Counter(), dist.Store.check
-    waiting = {"get": lambda store, key: not check(store, [key]), "multi_get": lambda store, keys: not check(store, keys)}
+    waiting = {
+        "get": lambda store, key: not check(store, [key]),
+        "multi_get": lambda store, keys: not check(store, keys),
+    }
     waiting |= dict.fromkeys(("wait", "queue_pop"), lambda *_: True)
     for name in ("set", "multi_set", "add", "append", "compare_set", "check", *waiting):
         _count_calls(asked, dist.Store, name, waiting.get(name))
 
     def counted():
         groups = dist.distributed_c10d._world.pg_map
-        return {"gloo operations": sum(g._get_sequence_number_for_group() for g in groups), "gloo groups": len(groups), **asked}
+        return {
+            "gloo operations": sum(g._get_sequence_number_for_group() for g in groups),
+            "gloo groups": len(groups),
+            **asked,
+        }
 
     return counted
 
@@ -46,7 +56,8 @@ def xla_counter():
 
 
 def jax_counter():
-    """Programs compiled (all of those that run: nothing compiled is left from before), sockets, operations on JAX's store."""
+    """Programs compiled (all of those that run: nothing compiled is left from before), sockets,
+    operations on JAX's store."""
     import jax
     from jax._src.lib import _jax
 
@@ -54,8 +65,15 @@ def jax_counter():
     client = _jax.DistributedRuntimeClient
     for name in dir(client):
         if name.startswith(("key_value", "blocking", "wait", "get_live", "connect", "shutdown")):
-            _count_calls(asked, client, name, (lambda *_, **__: True) if not name.startswith("key_value") else None)
-    jax.monitoring.register_event_duration_secs_listener(lambda event, _seconds, **_: compiled.append("compile" in event))
+            _count_calls(
+                asked,
+                client,
+                name,
+                (lambda *_, **__: True) if not name.startswith("key_value") else None,
+            )
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _seconds, **_: compiled.append("compile" in event)
+    )
     jax.clear_caches()
     return lambda: {"programs": sum(compiled), "sockets": _sockets(), **asked}
 
@@ -83,7 +101,8 @@ def _sockets():
 
 
 def account(ours, root, states, counter, controls):
-    """Save ten times, some of them in the background; words; save in turn; then what other programs do. What was counted meanwhile.
+    """Save ten times, some of them in the background; words; save in turn; then what other programs
+    do. What was counted meanwhile.
 
     Args:
         ours: the coordinator, found before.
@@ -97,7 +116,9 @@ def account(ours, root, states, counter, controls):
     def count(name, act):
         before = counter()
         answer = act()
-        counts[name] = {key: n - before.get(key, 0) for key, n in counter().items() if n != before.get(key, 0)}
+        counts[name] = {
+            key: n - before.get(key, 0) for key, n in counter().items() if n != before.get(key, 0)
+        }
         return answer
 
     count("saves", lambda: _saves(root, states))
@@ -125,8 +146,12 @@ def _words(ours):
 
 
 def _in_turn(ours, url, state):
-    """Save, but not before the processes of lower numbers have written all that they write; which records there were then."""
-    while len(seen := sorted(path.name for path in Path(url).glob("*/records/*.json"))) < ours.world.process:
+    """Save, but not before the processes of lower numbers have written all that they write; which
+    records there were then."""
+    while (
+        len(seen := sorted(path.name for path in Path(url).glob("*/records/*.json")))
+        < ours.world.process
+    ):
         time.sleep(0.01)
     shardckpt.save(url, state)
     return seen
@@ -154,12 +179,18 @@ def torch_controls(store):
 
     return {
         "all_reduce": lambda: dist.all_reduce(one),
-        "all_reduce, functional": lambda: functional.all_reduce(one, "sum", dist.group.WORLD).wait(),
+        "all_reduce, functional": lambda: functional.all_reduce(
+            one, "sum", dist.group.WORLD
+        ).wait(),
         "all_gather": lambda: dist.all_gather(per_rank(), one),
-        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(torch.zeros(ranks * ranks), one),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(
+            torch.zeros(ranks * ranks), one
+        ),
         "all_gather_object": lambda: dist.all_gather_object([None] * ranks, rank),
         "all_to_all_single": lambda: dist.all_to_all_single(torch.zeros_like(one), one),
-        "barrier": lambda: dist.group.WORLD.barrier().wait(),  # dist.barrier asks for an accelerator, which torch_xla may break
+        "barrier": lambda: (
+            dist.group.WORLD.barrier().wait()
+        ),  # dist.barrier asks for an accelerator, which torch_xla may break
         "monitored_barrier": dist.monitored_barrier,
         "broadcast": lambda: dist.broadcast(one, 0),
         "broadcast_object_list": lambda: dist.broadcast_object_list([rank], 0),
@@ -167,7 +198,9 @@ def torch_controls(store):
         "reduce": lambda: dist.reduce(one, 0),
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(torch.zeros(1), one),
         "scatter": lambda: dist.scatter(torch.zeros_like(one), per_rank() if rank == 0 else None),
-        "send and receive": lambda: dist.send(one, rank ^ 1) if rank % 2 else dist.recv(one, rank ^ 1),
+        "send and receive": lambda: (
+            dist.send(one, rank ^ 1) if rank % 2 else dist.recv(one, rank ^ 1)
+        ),
         "a new group": dist.new_group,
         "get": lambda: in_vain(impatient.get, "nobody's"),
         "wait": lambda: in_vain(impatient.wait, ["nobody's"]),

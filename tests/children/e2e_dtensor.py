@@ -36,14 +36,21 @@ def make_meshes(processes):
 def laid_out(case):
     parsed = map(Placement.parse, case["placements"])
     ours = [
-        Replicate() if p.dim is None else Shard(p.dim) if p.split_factor == 1 else _StridedShard(p.dim, split_factor=p.split_factor)
+        Replicate()
+        if p.dim is None
+        else Shard(p.dim)
+        if p.split_factor == 1
+        else _StridedShard(p.dim, split_factor=p.split_factor)
         for p in parsed
     ]
     return mesh_of(case["mesh"], case["devices"]), ours
 
 
 def drawn(processes, *text):
-    return {n: placements(rng_of(*text, n), shape, MESHES[processes]) for n, (shape, _) in TENSORS.items()}
+    return {
+        n: placements(rng_of(*text, n), shape, MESHES[processes])
+        for n, (shape, _) in TENSORS.items()
+    }
 
 
 def distributed(whole, case):
@@ -56,8 +63,14 @@ def save(coordinator, places, seed):
     make_meshes(ours.world.processes)
     layouts = {}
     for kind, (url, options) in places.items():
-        layouts[kind] = cases = drawn(ours.world.processes, "DTensor saves", ours.world.processes, kind, seed)
-        whole = state(lambda name, cases=cases: distributed(tensor_of(name), cases[name]), tensor_of, ours.world.process)
+        layouts[kind] = cases = drawn(
+            ours.world.processes, "DTensor saves", ours.world.processes, kind, seed
+        )
+        whole = state(
+            lambda name, cases=cases: distributed(tensor_of(name), cases[name]),
+            tensor_of,
+            ours.world.process,
+        )
         shardckpt.save(url, whole, options=SaveOptions(**options))
     leave(coordinator)
     return layouts
@@ -73,8 +86,17 @@ def restore(coordinator, places, seed):
 
         def target_of(name, cases=cases):
             like = distributed(torch.zeros_like(tensor_of(name)), cases[name])
-            empty = torch.empty_like(like._local_tensor if like.dim() else tensor_of(name), device="meta")
-            meta = DTensor.from_local(empty, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+            empty = torch.empty_like(
+                like._local_tensor if like.dim() else tensor_of(name), device="meta"
+            )
+            meta = DTensor.from_local(
+                empty,
+                like.device_mesh,
+                like.placements,
+                run_check=False,
+                shape=like.shape,
+                stride=like.stride(),
+            )
             return [like, meta, Target(laid_out(cases[name]))][len(name) % 3]
 
         def shards(name, leaf, cases=cases):
@@ -82,12 +104,18 @@ def restore(coordinator, places, seed):
             if not isinstance(leaf, DTensor):
                 return [(whole, bits_of(leaf, whole.dtype))]
             right = distributed(tensor_of(name), cases[name])
-            assert (leaf.placements, leaf.device_mesh, leaf.shape) == (right.placements, right.device_mesh, right.shape), name
+            assert (leaf.placements, leaf.device_mesh, leaf.shape) == (
+                right.placements,
+                right.device_mesh,
+                right.shape,
+            ), name
             if leaf.device_mesh.get_coordinate() is None:
                 return []
             return [tuple(bits_of(x._local_tensor, whole.dtype) for x in (right, leaf))]
 
-        restored = shardckpt.restore(url, state(target_of, lambda name: torch.ones_like(tensor_of(name)), 0, rest=False))
+        restored = shardckpt.restore(
+            url, state(target_of, lambda name: torch.ones_like(tensor_of(name)), 0, rest=False)
+        )
         unlike = differing(url, restored)
         outcomes[saver] = compare(restored, processes, shards) | {"layouts": cases}
         outcomes[saver]["wrong"] += unlike
@@ -100,7 +128,10 @@ def count(coordinator, root):
     ours = join(coordinator)
     make_meshes(ours.world.processes)
     cases = [drawn(ours.world.processes, "DTensor counts", i) for i in range(2)]
-    states = [state(lambda n, c=case: distributed(tensor_of(n), c[n]), tensor_of, ours.world.process) for case in cases]
+    states = [
+        state(lambda n, c=case: distributed(tensor_of(n), c[n]), tensor_of, ours.world.process)
+        for case in cases
+    ]
     counts = account(ours, root, states, torch_counter(), torch_controls(_get_default_store()))
     leave(coordinator)
     return counts

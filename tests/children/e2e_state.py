@@ -1,7 +1,8 @@
 """The state that every framework saves and restores in the end-to-end matrix. Imports no framework.
 
-The bits of a tensor follow from its name alone, so that every process can tell what each of its shards must hold. How it
-is laid out follows from a text that names who saves or restores it, so that all processes of a job draw the same.
+The bits of a tensor follow from its name alone, so that every process can tell what each of its
+shards must hold. How it is laid out follows from a text that names who saves or restores it, so
+that all processes of a job draw the same.
 """
 
 import ctypes
@@ -17,7 +18,19 @@ from jax_cases import NAMES, elements, parts, same_bits
 import shardckpt
 from shardckpt import PerProcess
 
-__all__ = ["NAMES", "TENSORS", "begin", "compare", "differing", "expected", "layout", "placements", "rng_of", "sharding", "state"]
+__all__ = [
+    "NAMES",
+    "TENSORS",
+    "begin",
+    "compare",
+    "differing",
+    "expected",
+    "layout",
+    "placements",
+    "rng_of",
+    "sharding",
+    "state",
+]
 
 SECONDS = 230
 """After which a process of a job ends itself, saying where it was."""
@@ -58,7 +71,9 @@ _HOST = {
 }
 """Plain host tensors in every framework; the last is large enough to be dealt out."""
 _REST = {
-    ("optimizer", "param_groups"): [{"lr": 0.1, "betas": (0.9, 0.95), "fused": None, "params": [0, 1]}],
+    ("optimizer", "param_groups"): [
+        {"lr": 0.1, "betas": (0.9, 0.95), "fused": None, "params": [0, 1]}
+    ],
     ("step",): 12345678901234567890123,
     ("best",): float("-inf"),
     ("phase",): 1.5 - 2j,
@@ -75,7 +90,8 @@ TENSORS = {"/".join(map(str, path)): case for path, case in (_SHAPES | _HOST).it
 
 
 def begin():
-    """First in every process of a job: neither it nor what it says outlives or disturbs the rest."""
+    """First in every process of a job: neither it nor what it says outlives or disturbs the
+    rest."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     os.dup2(2, 1)  # frameworks print; stdout is for answers
     faulthandler.dump_traceback_later(SECONDS, exit=True)
@@ -85,7 +101,8 @@ def begin():
 def expected(name):
     """All elements of a tensor, random bits with not-a-numbers among them.
 
-    Not in float16: torch_xla does not give the bits of those back from a sharded tensor as it got them.
+    Not in float16: torch_xla does not give the bits of those back from a sharded tensor as it got
+    them.
     """
     shape, dtype = TENSORS[name]
     return elements(crc32(name.encode()), shape, dtype, normal=dtype == "float16")
@@ -115,19 +132,28 @@ def state(tensor, host, process, *, rest=True):
 
 
 def compare(restored, processes, shards):
-    """Compare a restored state with the expected one: number of elements compared of each tensor, and everything that is wrong.
+    """Compare a restored state with the expected one: number of elements compared of each tensor,
+    and everything that is wrong.
 
     Args:
         restored: the state, from a `like` without the values of small leaves.
         processes: that saved it.
-        shards: name, leaf → for each shard that this process holds, by what its framework says, the elements that it
-            must have and those that it has.
+        shards: name, leaf → for each shard that this process holds, by what its framework says, the
+            elements that it must have and those that it has.
     """
     wrong = [str(path) for path, value in _REST.items() if repr(_at(restored, path)) != repr(value)]
-    wrong += [f"{path} is untied" for path, first in _TIED.items() if _at(restored, path) is not _at(restored, first)]
+    wrong += [
+        f"{path} is untied"
+        for path, first in _TIED.items()
+        if _at(restored, path) is not _at(restored, first)
+    ]
     owned = restored["loader"].value
-    owned = owned if isinstance(owned, list) else [owned]  # as many processes as saved: each its own
-    if len(owned) not in (1, processes) or not all(o["seen"] - 100 in range(processes) for o in owned):
+    owned = (
+        owned if isinstance(owned, list) else [owned]
+    )  # as many processes as saved: each its own
+    if len(owned) not in (1, processes) or not all(
+        o["seen"] - 100 in range(processes) for o in owned
+    ):
         wrong.append(f"loader: {owned}")
     compared = {}
     for path in (*_SHAPES, *_HOST):
@@ -139,9 +165,12 @@ def compare(restored, processes, shards):
 
 
 def differing(url, restored, coordinator=None):
-    """Names of tensors whose fingerprint, from all processes' shards, is not what the save recorded from its own."""
+    """Names of tensors whose fingerprint, from all processes' shards, is not what the save recorded
+    from its own."""
     digests = shardckpt.fingerprint(restored, coordinator=coordinator)
-    return [f"fingerprint of {name}" for name in digests.differing(shardckpt.open(url).fingerprint())]
+    return [
+        f"fingerprint of {name}" for name in digests.differing(shardckpt.open(url).fingerprint())
+    ]
 
 
 def _at(whole, path):
@@ -174,8 +203,16 @@ def layout(rng, shape, devices, *, even=False, smaller=False):
         even: whether the spec must cut the shape evenly.
         smaller: whether the mesh may leave devices out.
     """
-    count = rng.choice([n for n in (devices, devices, devices // 2, 3) if 0 < n <= devices]) if smaller else devices
-    meshes = [(count,), (1, count)] + [(count // n, n) for n in (2, 4) if count % n == 0] + ([(2, 2, 2)] if count == 8 else [])
+    count = (
+        rng.choice([n for n in (devices, devices, devices // 2, 3) if 0 < n <= devices])
+        if smaller
+        else devices
+    )
+    meshes = (
+        [(count,), (1, count)]
+        + [(count // n, n) for n in (2, 4) if count % n == 0]
+        + ([(2, 2, 2)] if count == 8 else [])
+    )
     while True:
         mesh = rng.choice(meshes)
         spec = [[] for _ in shape]
@@ -195,17 +232,29 @@ def layout(rng, shape, devices, *, even=False, smaller=False):
 def placements(rng, shape, meshes):
     """One of some meshes (shape, ranks), and placements on it as DTensor writes them.
 
-    Strided shards, as of parameters under FSDP2 and tensor parallelism, only of lengths that all their parts divide: there
-    torch's ways to make them agree.
+    Strided shards, as of parameters under FSDP2 and tensor parallelism, only of lengths that all
+    their parts divide: there torch's ways to make them agree.
     """
     mesh, ranks = rng.choice(meshes)
-    if len(mesh) == 2 and shape and shape[0] and shape[0] % (mesh[0] * mesh[1]) == 0 and rng.random() < 0.4:
+    if (
+        len(mesh) == 2
+        and shape
+        and shape[0]
+        and shape[0] % (mesh[0] * mesh[1]) == 0
+        and rng.random() < 0.4
+    ):
         return {"mesh": mesh, "devices": ranks, "placements": [f"_S(0,{mesh[1]})", "S(0)"]}
-    texts = [rng.choice(["R", *(f"S({d})" for d in range(len(shape))), *(["S(0)"] if shape else [])]) for _ in mesh]
+    texts = [
+        rng.choice(["R", *(f"S({d})" for d in range(len(shape))), *(["S(0)"] if shape else [])])
+        for _ in mesh
+    ]
     return {"mesh": mesh, "devices": ranks, "placements": texts}
 
 
 def sharding(case):
     """A layout in shardckpt's words."""
     mesh = shardckpt.Mesh(case["mesh"], NAMES[: len(case["mesh"])], case["devices"])
-    return shardckpt.Sharding(mesh, shardckpt.PartitionSpec(*(tuple(p) if isinstance(p, list) else p for p in case["spec"])))
+    return shardckpt.Sharding(
+        mesh,
+        shardckpt.PartitionSpec(*(tuple(p) if isinstance(p, list) else p for p in case["spec"])),
+    )

@@ -1,4 +1,5 @@
-"""Common parts of the torch processes of the end-to-end tests: a gloo job, and tensors over the elements that numpy knows."""
+"""Common parts of the torch processes of the end-to-end tests: a gloo job, and tensors over the
+elements that numpy knows."""
 
 from datetime import timedelta
 
@@ -27,10 +28,18 @@ def connect(coordinator):
     torch.set_num_threads(1)
     rank, ranks = coordinator.world.process, coordinator.world.processes
     if ranks > 1:
-        server = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False) if rank == 0 else None
+        server = (
+            dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+            if rank == 0
+            else None
+        )
         port = coordinator.agree("port", lambda: server.port)
-        store = server or dist.TCPStore("127.0.0.1", port, ranks, is_master=False, timeout=timedelta(seconds=60))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+        store = server or dist.TCPStore(
+            "127.0.0.1", port, ranks, is_master=False, timeout=timedelta(seconds=60)
+        )
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+        )
 
 
 def leave(coordinator):
@@ -43,7 +52,11 @@ def tensor_of(name):
     whole = expected(name)
     dtype = getattr(torch, whole.dtype.name)
     empty = torch.zeros(whole.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(whole.tobytes()), dtype=dtype).reshape(whole.shape) if whole.size else empty
+    return (
+        torch.frombuffer(bytearray(whole.tobytes()), dtype=dtype).reshape(whole.shape)
+        if whole.size
+        else empty
+    )
 
 
 def bits_of(tensor, dtype):

@@ -1,7 +1,7 @@
 """torch_xla's part in the end-to-end matrix: 8 virtual devices.
 
-Several processes of torch_xla 2.9 cannot share CPU devices: each has all 8 and holds all of the data. So two processes
-are told which of the devices each of them owns, and write what those hold.
+Several processes of torch_xla 2.9 cannot share CPU devices: each has all 8 and holds all of the
+data. So two processes are told which of the devices each of them owns, and write what those hold.
 """
 
 import os
@@ -58,7 +58,11 @@ def save(coordinator, places, seed):
     layouts = {}
     for kind, (url, options) in places.items():
         layouts[kind] = cases = drawn("torch_xla saves", ours.world.processes, kind, seed)
-        whole = state(lambda name, cases=cases: marked(tensor_of(name), cases[name]), tensor_of, ours.world.process)
+        whole = state(
+            lambda name, cases=cases: marked(tensor_of(name), cases[name]),
+            tensor_of,
+            ours.world.process,
+        )
         shardckpt.save(url, whole, options=SaveOptions(**options))
     leave(coordinator)
     return layouts
@@ -74,9 +78,15 @@ def restore(coordinator, places, seed):
         def target_of(name, cases=cases):
             if len(name) % 3 == 0 and expected(name).ndim:
                 return Target(marking(cases[name]))
-            return Target(sharding(cases[name])) if len(name) % 3 == 1 else marked(torch.zeros_like(tensor_of(name)), cases[name])
+            return (
+                Target(sharding(cases[name]))
+                if len(name) % 3 == 1
+                else marked(torch.zeros_like(tensor_of(name)), cases[name])
+            )
 
-        restored = shardckpt.restore(url, state(target_of, lambda name: torch.ones_like(tensor_of(name)), 0, rest=False))
+        restored = shardckpt.restore(
+            url, state(target_of, lambda name: torch.ones_like(tensor_of(name)), 0, rest=False)
+        )
         unlike = differing(url, restored)
         outcomes[saver] = compare(restored, processes, shards) | {"layouts": cases}
         outcomes[saver]["wrong"] += unlike
@@ -85,7 +95,8 @@ def restore(coordinator, places, seed):
 
 
 def shards(name, leaf):
-    """Expected and found elements of each device, without padding; torch_xla says which part each device holds."""
+    """Expected and found elements of each device, without padding; torch_xla says which part each
+    device holds."""
     whole = expected(name)
     if leaf.device.type == "cpu":
         return [(whole, bits_of(leaf, whole.dtype))]
@@ -111,21 +122,32 @@ def save_numbered(coordinator, url, cases):
         cases: name → shape and layout.
     """
     start(coordinator)
-    numbered = {n: marked(torch.arange(prod(shape), dtype=torch.float32).reshape(shape), case) for n, (shape, case) in cases.items()}
+    numbered = {
+        n: marked(torch.arange(prod(shape), dtype=torch.float32).reshape(shape), case)
+        for n, (shape, case) in cases.items()
+    }
     shardckpt.save(url, numbered)
     places = _XLAC._get_local_shard_replica_and_indices(list(numbered.values()))
     leave(coordinator)
     return {
-        name: [[[0, n] for n in leaf.shape] if index is Ellipsis else [[part.start, part.stop] for part in index] for _, index in held]
+        name: [
+            [[0, n] for n in leaf.shape]
+            if index is Ellipsis
+            else [[part.start, part.stop] for part in index]
+            for _, index in held
+        ]
         for (name, leaf), held in zip(numbered.items(), places, strict=True)
     }
 
 
 def count(coordinator, root):
-    """Count the requests to the other process and to the compiler in ten saves and the rest of `account`."""
+    """Count the requests to the other process and to the compiler in ten saves and the rest of
+    `account`."""
     ours = start(coordinator)
     cases = drawn("torch_xla counts")
-    states = [state(lambda name: marked(tensor_of(name), cases[name]), tensor_of, ours.world.process)]
+    states = [
+        state(lambda name: marked(tensor_of(name), cases[name]), tensor_of, ours.world.process)
+    ]
     torch_xla.sync(wait=True)
     counters = torch_counter(), xla_counter()
     controls = torch_controls(_get_default_store())

@@ -1,6 +1,8 @@
-"""A small transformer, trained by AdamW under FSDP2 and tensor parallelism or under DDP; saved, killed, resumed.
+"""A small transformer, trained by AdamW under FSDP2 and tensor parallelism or under DDP; saved,
+killed, resumed.
 
-Everything about a step follows from its number and the global batch, so that runs on any number of ranks are one run.
+Everything about a step follows from its number and the global batch, so that runs on any number of
+ranks are one run.
 """
 
 import hashlib
@@ -39,8 +41,13 @@ class Block(nn.Module):
 
     def forward(self, x):
         normed = self.before(x)
-        heads = (part(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        x = x + self.out(scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        heads = (
+            part(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
+        x = x + self.out(
+            scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(torch.relu(self.up(self.between(x))))
 
 
@@ -58,12 +65,16 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-PLAN = {name: ColwiseParallel() for name in ("q", "k", "v", "up")} | {name: RowwiseParallel() for name in ("out", "down")}
-"""Of a block. Norms have none: under a (dp, tp) mesh each tensor-parallel rank has them sharded over a mesh of its own."""
+PLAN = {name: ColwiseParallel() for name in ("q", "k", "v", "up")} | {
+    name: RowwiseParallel() for name in ("out", "down")
+}
+"""Of a block. Norms have none: under a (dp, tp) mesh each tensor-parallel rank has them sharded
+over a mesh of its own."""
 
 
 def build(shape):
-    """The model over a mesh: `(dp, tp)` or `(dp,)` by FSDP2, or `()` by DDP. And the data-parallel mesh."""
+    """The model over a mesh: `(dp, tp)` or `(dp,)` by FSDP2, or `()` by DDP. And the data-parallel
+    mesh."""
     torch.manual_seed(0)
     model = Transformer()
     if not shape:
@@ -72,7 +83,10 @@ def build(shape):
     if len(shape) == 2:
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], PLAN)
-        plan = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+        plan = {
+            "embed": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Replicate()),
+        }
         parallelize_module(model, mesh["tp"], plan)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh["dp"])
@@ -110,7 +124,12 @@ class Run:
 
     def restore(self, url, *, only=None):
         restored = shardckpt.restore(url, self.state(), only=only, strict=only is None)
-        set_state_dict(self.model, self.optimizer, model_state_dict=restored["model"], optim_state_dict=restored["optimizer"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=restored["model"],
+            optim_state_dict=restored["optimizer"],
+        )
         self.step = restored["step"]
         self.own.set_state(restored["own"].value)
 
@@ -118,22 +137,36 @@ class Run:
         """Of all elements of every tensor of model and optimizer, as training sees them."""
         state = self.state()
         leaves = {f"model/{name}": leaf for name, leaf in state["model"].items()}
-        leaves |= {f"{name}/{key}": leaf for name, moments in state["optimizer"]["state"].items() for key, leaf in moments.items()}
-        return {name: hashlib.sha256(whole(leaf).contiguous().numpy().tobytes()).hexdigest() for name, leaf in leaves.items()}
+        leaves |= {
+            f"{name}/{key}": leaf
+            for name, moments in state["optimizer"]["state"].items()
+            for key, leaf in moments.items()
+        }
+        return {
+            name: hashlib.sha256(whole(leaf).contiguous().numpy().tobytes()).hexdigest()
+            for name, leaf in leaves.items()
+        }
 
 
 def whole(leaf):
     """A tensor put together as FSDP2 and then tensor parallelism do.
 
-    `full_tensor` of torch 2.9 gives other rows where tensor-parallel shards are not of a length that FSDP2's parts divide.
+    `full_tensor` of torch 2.9 gives other rows where tensor-parallel shards are not of a length
+    that FSDP2's parts divide.
     """
     if not isinstance(leaf, DTensor):
         return leaf.detach()
     held = [None] * dist.get_world_size()
     dist.all_gather_object(held, leaf.to_local().detach())
     columns = leaf.device_mesh.mesh.reshape(leaf.device_mesh.size(0), -1).T.tolist()
-    columns = [torch.cat([held[rank] for rank in column], leaf.placements[0].dim) for column in columns]
-    return torch.cat(columns, leaf.placements[-1].dim) if leaf.placements[-1].is_shard() and len(columns) > 1 else columns[0]
+    columns = [
+        torch.cat([held[rank] for rank in column], leaf.placements[0].dim) for column in columns
+    ]
+    return (
+        torch.cat(columns, leaf.placements[-1].dim)
+        if leaf.placements[-1].is_shard() and len(columns) > 1
+        else columns[0]
+    )
 
 
 def train(coordinator, shape, steps, options):
@@ -143,9 +176,9 @@ def train(coordinator, shape, steps, options):
         coordinator: over files.
         shape: of the mesh; see `build`.
         steps: to end after.
-        options: `save`: step after which to save, and where to: the checkpoint, and beside it the digests of what it must
-            hold; `restore`: where to resume from; `only`: what to resume, if not everything; `kill`: in the middle of which
-            step to be killed.
+        options: `save`: step after which to save, and where to: the checkpoint, and beside it the
+            digests of what it must hold; `restore`: where to resume from; `only`: what to resume,
+            if not everything; `kill`: in the middle of which step to be killed.
     """
     save, restore, kill = map(options.get, ("save", "restore", "kill"))
     join(coordinator)

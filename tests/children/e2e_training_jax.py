@@ -1,6 +1,8 @@
-"""A small transformer, trained by Adam in JAX over a (fsdp, tp) mesh of all processes' devices; saved, killed, resumed.
+"""A small transformer, trained by Adam in JAX over a (fsdp, tp) mesh of all processes' devices;
+saved, killed, resumed.
 
-Everything about a step follows from its number, the global batch and the key, so that runs on any mesh are one run.
+Everything about a step follows from its number, the global batch and the key, so that runs on any
+mesh are one run.
 """
 
 import hashlib
@@ -36,7 +38,9 @@ def forward(w, key, tokens):
         return x * scale / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
 
     x = w["embed"][tokens]
-    q, k, v = jnp.einsum("bti,nij->nbtj", normed(x, w["norm"][0]), w["qkv"]).reshape(3, BATCH, LENGTH, HEADS, -1)
+    q, k, v = jnp.einsum("bti,nij->nbtj", normed(x, w["norm"][0]), w["qkv"]).reshape(
+        3, BATCH, LENGTH, HEADS, -1
+    )
     x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ w["out"]
     hidden = jax.nn.relu(normed(x, w["norm"][1]) @ w["up"])
     hidden = jnp.where(jax.random.bernoulli(key, 0.9, hidden.shape), hidden, 0)
@@ -64,40 +68,68 @@ class Run:
     """A training: the state on its devices, and the step reached."""
 
     def __init__(self, shape):
-        self.mesh = Mesh(np.array(sorted(jax.devices(), key=lambda device: device.id)).reshape(shape), ("fsdp", "tp"))
+        self.mesh = Mesh(
+            np.array(sorted(jax.devices(), key=lambda device: device.id)).reshape(shape),
+            ("fsdp", "tp"),
+        )
         rng = np.random.default_rng(0)
         self.state = {
-            "model": {n: self.placed(rng.normal(0, 0.2, shape).astype(np.float32), spec) for n, (shape, spec) in SHAPES.items()},
-            "m": {n: self.placed(np.zeros(shape, np.float32), spec) for n, (shape, spec) in SHAPES.items()},
-            "v": {n: self.placed(np.zeros(shape, np.float32), spec) for n, (shape, spec) in SHAPES.items()},
+            "model": {
+                n: self.placed(rng.normal(0, 0.2, shape).astype(np.float32), spec)
+                for n, (shape, spec) in SHAPES.items()
+            },
+            "m": {
+                n: self.placed(np.zeros(shape, np.float32), spec)
+                for n, (shape, spec) in SHAPES.items()
+            },
+            "v": {
+                n: self.placed(np.zeros(shape, np.float32), spec)
+                for n, (shape, spec) in SHAPES.items()
+            },
             "count": self.placed(np.zeros((), np.int32), PartitionSpec()),
-            "key": jax.jit(lambda: jax.random.key(7), out_shardings=NamedSharding(self.mesh, PartitionSpec()))(),
+            "key": jax.jit(
+                lambda: jax.random.key(7), out_shardings=NamedSharding(self.mesh, PartitionSpec())
+            )(),
         }
         self.step = 0
         kept = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         self.update = jax.jit(update, out_shardings=(kept, None), donate_argnums=0)
 
     def placed(self, whole, spec):
-        return jax.make_array_from_callback(whole.shape, NamedSharding(self.mesh, spec), lambda index: whole[index])
+        return jax.make_array_from_callback(
+            whole.shape, NamedSharding(self.mesh, spec), lambda index: whole[index]
+        )
 
     def train(self):
-        first, stride = np.random.default_rng(1000 + self.step).integers(1, VOCABULARY, (2, BATCH, 1))
+        first, stride = np.random.default_rng(1000 + self.step).integers(
+            1, VOCABULARY, (2, BATCH, 1)
+        )
         tokens = (first + stride % 3 * np.arange(LENGTH + 1)) % VOCABULARY
-        self.state, loss = self.update(self.state, self.placed(tokens.astype(np.int32), PartitionSpec("fsdp")))
+        self.state, loss = self.update(
+            self.state, self.placed(tokens.astype(np.int32), PartitionSpec("fsdp"))
+        )
         self.step += 1
         return float(loss)
 
     def restore(self, url):
         """With nothing but shapes and shardings to say where to."""
-        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), self.state)
+        like = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+            self.state,
+        )
         restored = shardckpt.restore(url, {"state": like, "step": 0})
         self.state, self.step = restored["state"], restored["step"]
 
     def digests(self):
         """Of all elements of every tensor."""
         state = {**self.state, "key": jax.random.key_data(self.state["key"])}
-        everywhere = jax.jit(lambda tree: tree, out_shardings=NamedSharding(self.mesh, PartitionSpec()))(state)
-        leaves = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(everywhere)}
+        everywhere = jax.jit(
+            lambda tree: tree, out_shardings=NamedSharding(self.mesh, PartitionSpec())
+        )(state)
+        leaves = {
+            jax.tree_util.keystr(path): np.asarray(leaf)
+            for path, leaf in jax.tree.leaves_with_path(everywhere)
+        }
         return {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in leaves.items()}
 
 

@@ -2,8 +2,9 @@
 
     python exits.py <directory> <way> <times>
 
-Everything is imported once. Each program is a fork that trains in a root of its own and then comes to the end of this script, so
-that its interpreter is ended as any is. JSON on stdout: the exit statuses, and how often each came.
+Everything is imported once. Each program is a fork that trains in a root of its own and then comes
+to the end of this script, so that its interpreter is ended as any is. JSON on stdout: the exit
+statuses, and how often each came.
 """
 
 import json

@@ -1,10 +1,12 @@
-"""Exports over and over, each time in a fork that kills itself one operation later than the last, and then goes on with what it left.
+"""Exports over and over, each time in a fork that kills itself one operation later than the last,
+and then goes on with what it left.
 
     python export_killed.py <directory> <every>
 
-<directory>/checkpoint is exported. An operation is whatever changes the disk; writes are cut off in the middle, too. With every > 1
-only each so-many-th operation is died before. JSON on stdout: for each death, the operation, whether a file was there then, and what
-the same call did in the next process.
+<directory>/checkpoint is exported. An operation is whatever changes the disk; writes are cut off in
+the middle, too. With every > 1 only each so-many-th operation is died before. JSON on stdout: for
+each death, the operation, whether a file was there then, and what the same call did in the next
+process.
 """
 
 import json
@@ -25,7 +27,19 @@ from shardckpt.streaming import stream as streaming
 grids.BLOCK_BYTES = 8 << 10
 streaming._BATCH = 32 << 10
 local_files._NOTE_BYTES = 64 << 10
-OPERATIONS = ("open", "write", "pwritev", "fsync", "fdatasync", "mkdir", "link", "replace", "unlink", "rmdir", "ftruncate")
+OPERATIONS = (
+    "open",
+    "write",
+    "pwritev",
+    "fsync",
+    "fdatasync",
+    "mkdir",
+    "link",
+    "replace",
+    "unlink",
+    "rmdir",
+    "ftruncate",
+)
 
 
 def act(place, k, report, overwrite):
@@ -35,11 +49,17 @@ def act(place, k, report, overwrite):
 
 def go_on(place, overwrite, answer):
     try:
-        report = shardckpt.export(place / "checkpoint", place / "out" / "model.safetensors", overwrite=overwrite)
+        report = shardckpt.export(
+            place / "checkpoint", place / "out" / "model.safetensors", overwrite=overwrite
+        )
     except shardckpt.errors.AlreadyExistsError:
         os.pwrite(answer, json.dumps([-1, 0, 0]).encode(), 0)  # nothing was left to be done
         return
-    os.pwrite(answer, json.dumps([report.resumed_bytes, report.written_bytes, report.read_bytes]).encode(), 0)
+    os.pwrite(
+        answer,
+        json.dumps([report.resumed_bytes, report.written_bytes, report.read_bytes]).encode(),
+        0,
+    )
 
 
 def main():
@@ -57,7 +77,11 @@ def main():
                 break
             assert os.WTERMSIG(status) == signal.SIGKILL, status
             operation = (place / "report").read_text()
-            there = final.read_bytes().hex() if final.exists() and final.stat().st_size < 100 else final.exists()
+            there = (
+                final.read_bytes().hex()
+                if final.exists() and final.stat().st_size < 100
+                else final.exists()
+            )
             report.truncate(0)
             assert in_a_fork(lambda: go_on(place, bool(before), report.fileno())) == 0
             rounds.append([operation, there, *json.loads((place / "report").read_text())])

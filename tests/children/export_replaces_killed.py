@@ -1,11 +1,13 @@
-"""Exports that replace a directory; in each fork another operation of the publishing kills the process, or fails.
+"""Exports that replace a directory; in each fork another operation of the publishing kills the
+process, or fails.
 
     python export_replaces_killed.py <directory> <how> <act>
 
-<directory>/base has two checkpoints, `one` and `two`, and `out`, the export of `one`. Each fork works in a copy of it and exports `two` to
-`out` with overwrite=True. `how`: `exchange` (the file system exchanges names), `steps` (it does not), or `layers` (it cannot rename old
-directories either, as overlayfs). `act`: `kill` or `fail`. JSON on stdout: for each fork the operation, what `out` was then, what an
-export without overwrite said and left, and what one with overwrite left.
+<directory>/base has two checkpoints, `one` and `two`, and `out`, the export of `one`. Each fork
+works in a copy of it and exports `two` to `out` with overwrite=True. `how`: `exchange` (the file
+system exchanges names), `steps` (it does not), or `layers` (it cannot rename old directories
+either, as overlayfs). `act`: `kill` or `fail`. JSON on stdout: for each fork the operation, what
+`out` was then, what an export without overwrite said and left, and what one with overwrite left.
 """
 
 import errno
@@ -87,12 +89,15 @@ def export(place, answer, *, overwrite, how, killer=None):
 
 
 def complete_directories(place, known):
-    """The complete directories in a place, by name; `out` is named also if it is incomplete or missing."""
+    """The complete directories in a place, by name; `out` is named also if it is incomplete or
+    missing."""
     there = {"out": "nothing"}
     for path in place.iterdir():
         if path.name not in ("one", "two"):
             whole = {entry.name for entry in path.iterdir()} == {DATA, ".metadata"}
-            there[path.name] = known.get((path / DATA).read_bytes(), "incomplete") if whole else "incomplete"
+            there[path.name] = (
+                known.get((path / DATA).read_bytes(), "incomplete") if whole else "incomplete"
+            )
     return there
 
 
@@ -108,14 +113,19 @@ def main():
     top, how, act = Path(sys.argv[1]), *sys.argv[2:]
     known_file = top / "known"
     answers = []
-    with (top / "report").open("wb+", buffering=0) as report, (top / "answer").open("wb+", buffering=0) as answer:
+    with (
+        (top / "report").open("wb+", buffering=0) as report,
+        (top / "answer").open("wb+", buffering=0) as answer,
+    ):
 
         def know():
             known = known_contents(top / "base")
             known_file.write_text(json.dumps({data.hex(): what for data, what in known.items()}))
 
         assert in_a_fork(know) == 0
-        known = {bytes.fromhex(data): what for data, what in json.loads(known_file.read_text()).items()}
+        known = {
+            bytes.fromhex(data): what for data, what in json.loads(known_file.read_text()).items()
+        }
         for k in range(1000):
             place = top / str(k)
             shutil.copytree(top / "base", place)
@@ -132,14 +142,21 @@ def main():
                 assert status == 0
                 break
             assert status == (signal.SIGKILL if act == "kill" else 0)
-            one = {"operation": operation, "said": (top / "answer").read_text(), "then": complete_directories(place, known)}
+            one = {
+                "operation": operation,
+                "said": (top / "answer").read_text(),
+                "then": complete_directories(place, known),
+            }
             for overwrite in (False, True):
 
                 def again(place=place, overwrite=overwrite):
                     export(place, answer.fileno(), overwrite=overwrite, how=how)
 
                 assert in_a_fork(again) == 0
-                one["again" if overwrite else "refused"] = [(top / "answer").read_text(), complete_directories(place, known)]
+                one["again" if overwrite else "refused"] = [
+                    (top / "answer").read_text(),
+                    complete_directories(place, known),
+                ]
             answers.append(one)
     print(json.dumps(answers))
 

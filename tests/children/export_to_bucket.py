@@ -1,4 +1,5 @@
-"""Export to an object store, in parts of a MiB, and be killed when so many bytes have been given away.
+"""Export to an object store, in parts of a MiB, and be killed when so many bytes have been given
+away.
 
 python export_to_bucket.py <checkpoint> <url> <max_shard_size or ""> <bytes>
 """
@@ -30,4 +31,6 @@ if __name__ == "__main__":
         if done >= int(until):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    shardckpt.export_safetensors(source, url, max_shard_size=size or None, memory_limit=LIMIT, progress=progress)
+    shardckpt.export_safetensors(
+        source, url, max_shard_size=size or None, memory_limit=LIMIT, progress=progress
+    )

@@ -1,4 +1,5 @@
-"""Exports and what torch.distributed.checkpoint loads of them, in processes that have imported torch before."""
+"""Exports and what torch.distributed.checkpoint loads of them, in processes that have imported
+torch before."""
 
 from pathlib import Path
 
@@ -36,7 +37,8 @@ LAYOUTS = {
 
 
 def load(coordinator, source, place, shape):
-    """Load into DTensors over a mesh, and plain tensors, and name those that are not what was saved."""
+    """Load into DTensors over a mesh, and plain tensors, and name those that are not what was
+    saved."""
     e2e_torch.join(coordinator)
     mesh, layouts = init_device_mesh("cpu", tuple(shape)), LAYOUTS[len(shape)]
     expected, kinds = shardckpt.restore(source), iter(range(1 << 20))
@@ -47,11 +49,15 @@ def load(coordinator, source, place, shape):
         if isinstance(value, list):
             return [blank(inner) for inner in value]
         if not isinstance(value, np.ndarray):
-            return type(value)() if value is not None and not isinstance(value, np.generic) else None
+            return (
+                type(value)() if value is not None and not isinstance(value, np.generic) else None
+            )
         tensor = torch.zeros(value.shape, dtype=getattr(torch, value.dtype.name))
         if value.ndim < 2 or value.dtype.itemsize == 16 or value.size == 0:
             return tensor
-        return distribute_tensor(tensor, mesh, layouts[next(kinds) % len(layouts)], src_data_rank=None)
+        return distribute_tensor(
+            tensor, mesh, layouts[next(kinds) % len(layouts)], src_data_rank=None
+        )
 
     state = blank(expected)
     dcp.load(state, checkpoint_id=place)
@@ -60,16 +66,26 @@ def load(coordinator, source, place, shape):
     def compare(name, actual, expected):
         if isinstance(expected, dict):  # what is not a tensor DCP puts back under the key's text
             actual = {
-                key: {**inner, **actual.pop(str(key))} if isinstance(key, int) and str(key) in actual else inner
+                key: {**inner, **actual.pop(str(key))}
+                if isinstance(key, int) and str(key) in actual
+                else inner
                 for key, inner in list(actual.items())
             }
         if isinstance(expected, dict | list):
-            for key, inner in expected.items() if isinstance(expected, dict) else enumerate(expected):
+            for key, inner in (
+                expected.items() if isinstance(expected, dict) else enumerate(expected)
+            ):
                 compare(f"{name}/{key}", actual[key], inner)
         elif isinstance(expected, np.ndarray):
-            whole = torch.from_numpy(np.ascontiguousarray(expected).reshape(-1).view(np.uint8)).view(actual.dtype).reshape(expected.shape)
+            whole = (
+                torch.from_numpy(np.ascontiguousarray(expected).reshape(-1).view(np.uint8))
+                .view(actual.dtype)
+                .reshape(expected.shape)
+            )
             if hasattr(actual, "to_local"):
-                whole = distribute_tensor(whole, mesh, actual.placements, src_data_rank=None).to_local()
+                whole = distribute_tensor(
+                    whole, mesh, actual.placements, src_data_rank=None
+                ).to_local()
                 actual = actual.to_local()
             if actual.shape != whole.shape or exported.raw(actual) != exported.raw(whole):
                 odd.append(name)

@@ -1,4 +1,5 @@
-"""Processes of a job for the tests of object stores that fail. Their environment leads to a proxy, or round it."""
+"""Processes of a job for the tests of object stores that fail. Their environment leads to a proxy,
+or round it."""
 
 import os
 
@@ -33,7 +34,8 @@ def own(process, seed):
 def save(coordinator, url, seed, options=None):
     """Save; the small state has several data files."""
     packed.OBJECT_BYTES = 40_000
-    attempt._COMMITTING = 1.0  # whoever waits for a committer that says nothing waits no longer than that after the timeout
+    # Whoever waits for a committer that says nothing waits no longer than that after the timeout.
+    attempt._COMMITTING = 1.0
     mine = {**state(seed), "own": shardckpt.PerProcess(own(coordinator.world.process, seed))}
     options = SaveOptions(**{"commit_timeout": 20.0, **(options or {})})
     shardckpt.save(url, mine, options=options, coordinator=coordinator)
@@ -57,15 +59,22 @@ def restore(coordinator, url):
 
 
 def race(coordinator, urls, preconditions=True):
-    """Each process for itself saves at one url after another, all at the same moment; what became of its saves."""
+    """Each process for itself saves at one url after another, all at the same moment; what became
+    of its saves."""
     if not preconditions:
         put = GcsBucket._put
-        GcsBucket._put = lambda bucket, name, parts, generation, retry: put(bucket, name, parts, None, retry)
+        GcsBucket._put = lambda bucket, name, parts, generation, retry: put(
+            bucket, name, parts, None, retry
+        )
     process, outcomes = coordinator.world.process, []
     for i, url in enumerate(urls):
         coordinator.share(f"ready {i}", None)
         try:
-            shardckpt.save(url, {"winner": process, "w": np.full(10, process)}, options=SaveOptions(layout="zarr"))
+            shardckpt.save(
+                url,
+                {"winner": process, "w": np.full(10, process)},
+                options=SaveOptions(layout="zarr"),
+            )
             outcomes.append("saved")
         except shardckpt.ShardckptError as e:
             outcomes.append(type(e).__name__)

@@ -2,7 +2,8 @@
 
     python fault_saver.py <first value> <threads>
 
-Writes a line when it is ready, and then one for each url that it reads: a JSON list of `saved` or the error's class.
+Writes a line when it is ready, and then one for each url that it reads: a JSON list of `saved` or
+the error's class.
 """
 
 import json
@@ -24,11 +25,22 @@ def save_value(url, value):
 
 def main():
     first, threads = map(int, sys.argv[1:])
-    save_value(f"memory://{first}", first)  # what is done once in a process is done now, not in the race
+    save_value(
+        f"memory://{first}", first
+    )  # what is done once in a process is done now, not in the race
     with ThreadPoolExecutor(threads) as pool:
         print("ready", flush=True)
         for line in sys.stdin:
-            print(json.dumps(list(pool.map(save_value, [line.strip()] * threads, range(first, first + threads)))), flush=True)
+            print(
+                json.dumps(
+                    list(
+                        pool.map(
+                            save_value, [line.strip()] * threads, range(first, first + threads)
+                        )
+                    )
+                ),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """First uses of names in several threads at once. Prints the errors.
 
-Arguments: a delay between the threads, and what each does; or a directory, for a first save beside first restores.
+Arguments: a delay between the threads, and what each does; or a directory, for a first save beside
+first restores.
 """
 
 import subprocess
@@ -24,7 +25,10 @@ def use(statement, start, seconds):
 
 def use_all(statements, delay):
     start = threading.Barrier(len(statements))
-    threads = [threading.Thread(target=use, args=(what, start, i * delay)) for i, what in enumerate(statements)]
+    threads = [
+        threading.Thread(target=use, args=(what, start, i * delay))
+        for i, what in enumerate(statements)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -38,7 +42,10 @@ def save_beside_restores(place):
     shardckpt.save(f"{place}/{OLD}", state, options=shardckpt.SaveOptions(compression="zstd"))
     restore = f"shardckpt.restore('{place}/{OLD}')"
     for i in range(6):
-        save = f"import numpy; shardckpt.save('{place}/{NEW}{i}', {{'w': numpy.ones((300, 300), 'float32')}})"
+        save = (
+            f"import numpy; shardckpt.save('{place}/{NEW}{i}', {{'w': numpy.ones((300, 300), "
+            "'float32')})"
+        )
         program = [sys.executable, __file__, "1", save, restore, restore, restore]
         print(subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True).stdout, end="")
 

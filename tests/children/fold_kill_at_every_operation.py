@@ -1,8 +1,10 @@
-"""Folds versions over and over, each time in a fork that kills itself one storage operation later than the last.
+"""Folds versions over and over, each time in a fork that kills itself one storage operation later
+than the last.
 
     python fold_kill_at_every_operation.py <root>
 
-Fork k finds a copy of <root>/base in <root>/<k> and folds it. JSON on stdout: for each k, the operation that it died before.
+Fork k finds a copy of <root>/base in <root>/<k> and folds it. JSON on stdout: for each k, the
+operation that it died before.
 """
 
 import functools

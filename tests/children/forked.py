@@ -42,7 +42,9 @@ def in_a_fork(calls):
 
 manager = shardckpt.CheckpointManager(f"{PLACE}/run", every=1)
 calls = {
-    "save": lambda: shardckpt.save(f"{PLACE}/c", STATE, options=shardckpt.SaveOptions(overwrite=True)),
+    "save": lambda: shardckpt.save(
+        f"{PLACE}/c", STATE, options=shardckpt.SaveOptions(overwrite=True)
+    ),
     "save_async": lambda: shardckpt.save_async(f"{PLACE}/d", STATE).wait(),
     "restore": lambda: shardckpt.restore(f"{PLACE}/c"),
     "open": lambda: shardckpt.open(f"{PLACE}/c"),

@@ -1,4 +1,5 @@
-"""One process of a job of two, whose process 0 holds the store and is stopped by the test. JSON on stdout, a line for each part.
+"""One process of a job of two, whose process 0 holds the store and is stopped by the test. JSON on
+stdout, a line for each part.
 
 python frozen_store.py torch|jax <process> <port> <directory>
 """
@@ -43,7 +44,9 @@ else:
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, heartbeat_timeout_seconds=600)
 job = Coordinator.current()
 manager = shardckpt.CheckpointManager(f"{place}/run", every=1, options=options)
-by_leader = shardckpt.CheckpointManager(f"{place}/led", preemption=OnPreemption(signals=(), when=lambda: False), options=options)
+by_leader = shardckpt.CheckpointManager(
+    f"{place}/led", preemption=OnPreemption(signals=(), when=lambda: False), options=options
+)
 manager.save(0, state)
 manager.wait()
 job.share("ready", None)

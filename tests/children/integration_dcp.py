@@ -1,6 +1,8 @@
-"""Jobs that save and load with torch.distributed.checkpoint, through shardckpt, as test_dcp.py asks.
+"""Jobs that save and load with torch.distributed.checkpoint, through shardckpt, as test_dcp.py
+asks.
 
-What is trained has the same elements on every mesh: gradients are given, and AdamW works element by element.
+What is trained has the same elements on every mesh: gradients are given, and AdamW works element by
+element.
 """
 
 import warnings
@@ -25,8 +27,22 @@ import shardckpt
 from shardckpt import PerProcess, SaveOptions, ShardckptError
 from shardckpt.training.integrations.dcp import StorageReader, StorageWriter
 
-VALUES = {"epoch": 3, "lr": 1e-3, "betas": (0.9, 0.999), "milestones": [1, [2, None]], "who": "naïve", "nan": float("inf")}
-BLANK = {"epoch": 0, "lr": 0.0, "betas": (0.0, 0.0), "milestones": [0, [0, 0]], "who": "", "nan": 0.0}
+VALUES = {
+    "epoch": 3,
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "milestones": [1, [2, None]],
+    "who": "naïve",
+    "nan": float("inf"),
+}
+BLANK = {
+    "epoch": 0,
+    "lr": 0.0,
+    "betas": (0.0, 0.0),
+    "milestones": [0, [0, 0]],
+    "who": "",
+    "nan": 0.0,
+}
 dcp_errors = dcp.api.CheckpointException
 
 
@@ -35,15 +51,23 @@ def local(tensor):
 
 
 def trained(mesh, steps):
-    """Model and optimizer after some steps, on a mesh of FSDP2 and TP: () for none, (dp,), or (dp, tp)."""
+    """Model and optimizer after some steps, on a mesh of FSDP2 and TP: () for none, (dp,), or (dp,
+    tp)."""
     model = nn.Sequential(nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 7))
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.arange(parameter.numel(), dtype=torch.float32).reshape(parameter.shape).add_(1000 * i).mul_(steps))
+            parameter.copy_(
+                torch.arange(parameter.numel(), dtype=torch.float32)
+                .reshape(parameter.shape)
+                .add_(1000 * i)
+                .mul_(steps)
+            )
     if mesh:
         devices = init_device_mesh("cpu", tuple(mesh), mesh_dim_names=("dp", "tp")[: len(mesh)])
         if len(mesh) == 2:
-            parallelize_module(model, devices["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            parallelize_module(
+                model, devices["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            )
         fully_shard(model, mesh=devices["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
     for _ in range(steps):
@@ -63,7 +87,10 @@ def state_of(mesh, steps):
         "tied": plain,
         "scalar": torch.tensor(7 * steps),
         "empty": torch.zeros(0, 3),
-        "views": [torch.arange(20.0).mul(steps).reshape(4, 5).t(), {"buffer": torch.full((3,), steps > 0)}],
+        "views": [
+            torch.arange(20.0).mul(steps).reshape(4, 5).t(),
+            {"buffer": torch.full((3,), steps > 0)},
+        ],
         "values": dict(VALUES if steps else BLANK),
     }
     return {"model": weights, "optimizer": optimizer_state, "more": more}
@@ -73,8 +100,16 @@ def tensors_of(state, path=""):
     """By dotted name, as DCP has it."""
     if isinstance(state, torch.Tensor):
         return {path: local(state).detach()}
-    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
-    return {name: t for key, value in items for name, t in tensors_of(value, f"{path}.{key}").items()}
+    items = (
+        state.items()
+        if isinstance(state, dict)
+        else enumerate(state)
+        if isinstance(state, list)
+        else ()
+    )
+    return {
+        name: t for key, value in items for name, t in tensors_of(value, f"{path}.{key}").items()
+    }
 
 
 def same(actual, expected):
@@ -83,15 +118,21 @@ def same(actual, expected):
     assert a.keys() == b.keys()
     assert actual["more"]["values"] == VALUES
     assert actual["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
-    return [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])]
+    return [
+        name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])
+    ]
 
 
 def failures(function):
-    """Errors of the ranks as DCP reports them, or the error of shardckpt that was raised here alone."""
+    """Errors of the ranks as DCP reports them, or the error of shardckpt that was raised here
+    alone."""
     try:
         function()
     except dcp_errors as e:
-        return {rank: [type(error).__name__, str(error), isinstance(error, ShardckptError)] for rank, (error, _) in e.failures.items()}
+        return {
+            rank: [type(error).__name__, str(error), isinstance(error, ShardckptError)]
+            for rank, (error, _) in e.failures.items()
+        }
     except ShardckptError as e:
         return {"here": [type(e).__name__, str(e), True]}
     return {}
@@ -125,7 +166,9 @@ def load(coordinator, url, mesh):
     reader = StorageReader(url)
     dcp.load(state, storage_reader=reader)
     stats = reader._contents.checkpoint.stats
-    needed = [t for name, t in tensors_of(state).items() if name != ".more.tied"]  # the same memory as another one, filled twice
+    needed = [
+        t for name, t in tensors_of(state).items() if name != ".more.tied"
+    ]  # the same memory as another one, filled twice
     outcome = {
         "different": same(state, state_of(mesh, 1)),
         "needed": stats.bytes_needed - state["more"]["tied"].nbytes,
@@ -158,7 +201,10 @@ def look(coordinator, url):
         "ok": ckpt.verify().ok,
         "different": same(refilled, expected),
         "values": state["more"]["values"] == VALUES,
-        "layouts": {name: ckpt.info(name).layout is not None for name in ("model/0.weight", "model/1.weight", "more/plain")},
+        "layouts": {
+            name: ckpt.info(name).layout is not None
+            for name in ("model/0.weight", "model/1.weight", "more/plain")
+        },
         "hosts": len(ckpt.record.hosts),
         "rng": [value.tolist() for value in state["rng"]],
     }
@@ -172,15 +218,25 @@ def subset(coordinator, url):
     state = {"w": torch.ones(4)}
     outcomes = {}
     if rank == 0:
-        outcomes["save"] = failures(lambda: dcp.save(state, storage_writer=StorageWriter(f"{url}/a"), process_group=group))
+        outcomes["save"] = failures(
+            lambda: dcp.save(state, storage_writer=StorageWriter(f"{url}/a"), process_group=group)
+        )
     dist.barrier()
     for name, value in (("b", 1), ("c", 2)):
         dcp.save({"w": torch.full((4,), value)}, storage_writer=StorageWriter(f"{url}/{name}"))
-    outcomes["load"] = failures(lambda: dcp.load(dict(state), storage_reader=StorageReader(f"{url}/{'bc'[rank]}")))
+    outcomes["load"] = failures(
+        lambda: dcp.load(dict(state), storage_reader=StorageReader(f"{url}/{'bc'[rank]}"))
+    )
     bad = {"w": torch.ones(4), "x": object() if rank else 1}
-    outcomes["one bad leaf"] = failures(lambda: dcp.save(bad, storage_writer=StorageWriter(f"{url}/d")))
-    outcomes["after it"] = failures(lambda: dcp.save(state, storage_writer=StorageWriter(f"{url}/e")))
-    outcomes["unequal"] = failures(lambda: dcp.save({"w": rank}, storage_writer=StorageWriter(f"{url}/f")))
+    outcomes["one bad leaf"] = failures(
+        lambda: dcp.save(bad, storage_writer=StorageWriter(f"{url}/d"))
+    )
+    outcomes["after it"] = failures(
+        lambda: dcp.save(state, storage_writer=StorageWriter(f"{url}/e"))
+    )
+    outcomes["unequal"] = failures(
+        lambda: dcp.save({"w": rank}, storage_writer=StorageWriter(f"{url}/f"))
+    )
     leave(coordinator)
     return outcomes
 
@@ -198,12 +254,21 @@ def refusals(coordinator, url):
     warnings.simplefilter("ignore")  # that there is one process
 
     def saving(state, name="refused", **more):
-        return failures(lambda: dcp.save(state, storage_writer=StorageWriter(f"{url}/{name}"), **more))
+        return failures(
+            lambda: dcp.save(state, storage_writer=StorageWriter(f"{url}/{name}"), **more)
+        )
 
     def loading(state, name="good", **more):
-        return failures(lambda: dcp.load(state, storage_reader=StorageReader(f"{url}/{name}"), **more))
+        return failures(
+            lambda: dcp.load(state, storage_reader=StorageReader(f"{url}/{name}"), **more)
+        )
 
-    good = {"w": torch.arange(6.0), "v": torch.arange(6.0) + 1, "n": 3, "rest": {"a": torch.ones(2)}}
+    good = {
+        "w": torch.arange(6.0),
+        "v": torch.arange(6.0) + 1,
+        "n": 3,
+        "rest": {"a": torch.ones(2)},
+    }
     dcp.save(good, storage_writer=StorageWriter(f"{url}/good"))
     shardckpt.save(f"{url}/dots", {"a": {"b": 1}, "a.b": 2})
     shardckpt.save(f"{url}/tuple", {"t": (torch.ones(2), 1), "w": torch.ones(2)})
@@ -233,12 +298,20 @@ def refusals(coordinator, url):
         "no dict": loading({"0": torch.zeros(2)}, "list"),
         "int4": loading({"w": torch.zeros(4)}, "int4"),
     }
-    replaced = failures(lambda: dcp.save(good, storage_writer=StorageWriter(f"{url}/good", options=SaveOptions(overwrite=True))))
+    replaced = failures(
+        lambda: dcp.save(
+            good, storage_writer=StorageWriter(f"{url}/good", options=SaveOptions(overwrite=True))
+        )
+    )
     beside = {"w": torch.zeros(2)}
     part = loading(beside, "tuple")
     everything = _load_state_dict_from_keys(storage_reader=StorageReader(f"{url}/good"))
     whole = {"w": torch.zeros(6), "n": 0}
-    dcp.save(good, storage_writer=StorageWriter(f"{url}/flat"), planner=DefaultSavePlanner(flatten_state_dict=False))
+    dcp.save(
+        good,
+        storage_writer=StorageWriter(f"{url}/flat"),
+        planner=DefaultSavePlanner(flatten_state_dict=False),
+    )
     flat = shardckpt.restore(f"{url}/flat")
     dcp.load(whole, storage_reader=StorageReader(f"{url}/flat"))
     return {
@@ -257,15 +330,31 @@ def damaged(coordinator, url):
     return failures(lambda: dcp.load({"w": torch.zeros(6)}, storage_reader=StorageReader(url)))
 
 
-# --- States of any shape, with torch's own storage as the oracle ----------------------------------------------------
+# --- States of any shape, with torch's own storage as the oracle ----------------------------------
 
 KEYS = ["a", "b", "weight", "layers.0", "x/y", "~", "", 0, 7, True, None]
-LEAVES = [None, True, 3, -(2**70), 0.1, float("inf"), 1 - 2j, "text", "$tensor", b"\0", torch.bfloat16, torch.Size([2]), np.float32(0.5)]
+LEAVES = [
+    None,
+    True,
+    3,
+    -(2**70),
+    0.1,
+    float("inf"),
+    1 - 2j,
+    "text",
+    "$tensor",
+    b"\0",
+    torch.bfloat16,
+    torch.Size([2]),
+    np.float32(0.5),
+]
 
 
 def tensor(rng):
     shape = [(), (0, 2), (3,), (2, 3), (5, 1, 2)][rng.integers(5)]
-    dtype = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8][rng.integers(6)]
+    dtype = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8][
+        rng.integers(6)
+    ]
     made = torch.from_numpy(rng.integers(0, 2, shape)).to(dtype)
     return made.transpose(0, -1) if made.dim() and rng.integers(2) else made
 
@@ -279,7 +368,10 @@ def drawn(rng, depth, *, tensors=True):
         return LEAVES[rng.integers(len(LEAVES))]
     size = rng.integers(4)
     if kind in (2, 3):
-        return {KEYS[i]: drawn(rng, depth - 1, tensors=tensors) for i in rng.permutation(len(KEYS))[:size]}
+        return {
+            KEYS[i]: drawn(rng, depth - 1, tensors=tensors)
+            for i in rng.permutation(len(KEYS))[:size]
+        }
     if kind == 4:
         return [drawn(rng, depth - 1, tensors=tensors) for _ in range(size)]
     return tuple(drawn(rng, depth - 1, tensors=False) for _ in range(size))
@@ -291,7 +383,9 @@ def blank(value):
         return torch.zeros_like(value)
     if isinstance(value, dict):
         return {key: blank(inner) for key, inner in value.items()}
-    if isinstance(value, list) and any(isinstance(inner, torch.Tensor | dict) or isinstance(blank(inner), list) for inner in value):
+    if isinstance(value, list) and any(
+        isinstance(inner, torch.Tensor | dict) or isinstance(blank(inner), list) for inner in value
+    ):
         return [blank(inner) for inner in value]
     return None
 
@@ -302,7 +396,11 @@ def describe(value):
         return [str(value.dtype), list(value.shape), value.tolist()]
     if isinstance(value, dict):
         return {repr(key): describe(inner) for key, inner in value.items()}
-    return [type(value).__name__, *map(describe, value)] if type(value) in (list, tuple) else repr(value)
+    return (
+        [type(value).__name__, *map(describe, value)]
+        if type(value) in (list, tuple)
+        else repr(value)
+    )
 
 
 def like_torchs_own(coordinator, directory, count):
@@ -316,8 +414,16 @@ def like_torchs_own(coordinator, directory, count):
         outcomes = []
         for kind in ("theirs", "ours"):
             place = f"{directory}/{kind}{seed}"
-            writer = {"storage_writer": StorageWriter(place)} if kind == "ours" else {"checkpoint_id": place}
-            reader = {"storage_reader": StorageReader(place)} if kind == "ours" else {"checkpoint_id": place}
+            writer = (
+                {"storage_writer": StorageWriter(place)}
+                if kind == "ours"
+                else {"checkpoint_id": place}
+            )
+            reader = (
+                {"storage_reader": StorageReader(place)}
+                if kind == "ours"
+                else {"checkpoint_id": place}
+            )
             like = blank(state)
             try:
                 dcp.save(state, **writer)

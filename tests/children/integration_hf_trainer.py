@@ -1,4 +1,5 @@
-"""A tiny Llama, trained by Hugging Face's Trainer under DDP or alone, as test_hf_trainer.py asks."""
+"""A tiny Llama, trained by Hugging Face's Trainer under DDP or alone, as test_hf_trainer.py
+asks."""
 
 import json
 import logging
@@ -50,7 +51,9 @@ class Watch(TrainerCallback):
         self.dies_at, self.callback = dies_at, callback
         self.start = None
 
-    def on_step_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **_kwargs):
+    def on_step_begin(
+        self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **_kwargs
+    ):
         digests = digest([model.state_dict(), optimizer.state_dict(), lr_scheduler.state_dict()])
         if self.start is None:
             self.start = [state.global_step, digests]
@@ -63,7 +66,16 @@ class Watch(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def made(ranks, directory, steps, preemption=None, kind=Trainer, processing_class=None, adapted=lambda model: model, **arguments):
+def made(
+    ranks,
+    directory,
+    steps,
+    preemption=None,
+    kind=Trainer,
+    processing_class=None,
+    adapted=lambda model: model,
+    **arguments,
+):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -117,22 +129,51 @@ def train(coordinator, directory, steps, dies_at=None, **arguments):
     trainer, callback, watch = made(ranks, directory, steps, **arguments)
     watch.dies_at = dies_at
     trainer.train(resume_from_checkpoint=callback.resume(trainer))
-    losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
-    final = digest([trainer.model.state_dict(), trainer.optimizer.state_dict(), trainer.lr_scheduler.state_dict()])
+    losses = {
+        entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry
+    }
+    final = digest(
+        [
+            trainer.model.state_dict(),
+            trainer.optimizer.state_dict(),
+            trainer.lr_scheduler.state_dict(),
+        ]
+    )
     coordinator.share("leave", None)
-    return {"start": watch.start, "losses": losses, "final": final, "rng": digest(torch.get_rng_state())}
+    return {
+        "start": watch.start,
+        "losses": losses,
+        "final": final,
+        "rng": digest(torch.get_rng_state()),
+    }
 
 
 def migrate(coordinator, directory, half, steps):
-    """Train with checkpoints of the Trainer's own, and from the last of these on with the callback; the run's steps, and the end."""
+    """Train with checkpoints of the Trainer's own, and from the last of these on with the callback;
+    the run's steps, and the end."""
     quiet(coordinator)
     trainer, callback, _ = made(1, directory, half)
     trainer.remove_callback(callback)
     trainer.train()
     trainer, callback, watch = made(1, directory, steps)
-    trainer.train(resume_from_checkpoint=callback.resume(trainer) or str(Path(directory, "trainer", f"checkpoint-{half}")))
-    final = digest([trainer.model.state_dict(), trainer.optimizer.state_dict(), trainer.lr_scheduler.state_dict()])
-    weights = digest(shardckpt.restore(Path(directory, "run", str(steps)), {"model": trainer.model.state_dict()}, only="model/**")["model"])
+    trainer.train(
+        resume_from_checkpoint=callback.resume(trainer)
+        or str(Path(directory, "trainer", f"checkpoint-{half}"))
+    )
+    final = digest(
+        [
+            trainer.model.state_dict(),
+            trainer.optimizer.state_dict(),
+            trainer.lr_scheduler.state_dict(),
+        ]
+    )
+    weights = digest(
+        shardckpt.restore(
+            Path(directory, "run", str(steps)),
+            {"model": trainer.model.state_dict()},
+            only="model/**",
+        )["model"]
+    )
     return {"start": watch.start[0], "final": final, "weights": weights}
 
 
@@ -151,10 +192,15 @@ def preempted(coordinator, directory, steps):
             if state.global_step == 2 and args.process_index == ranks - 1:
                 notice.touch()
 
-    trainer, callback, _ = made(ranks, directory, steps, OnPreemption(signals=(), file=notice), save_strategy="no")
+    trainer, callback, _ = made(
+        ranks, directory, steps, OnPreemption(signals=(), file=notice), save_strategy="no"
+    )
     trainer.add_callback(Tell())
     trainer.train(resume_from_checkpoint=callback.resume(trainer))
-    return {"stopped": trainer.state.global_step, "own loading": "_load_from_checkpoint" not in vars(trainer)}
+    return {
+        "stopped": trainer.state.global_step,
+        "own loading": "_load_from_checkpoint" not in vars(trainer),
+    }
 
 
 def refusals(coordinator, directory):
@@ -181,9 +227,16 @@ def refusals(coordinator, directory):
 
 
 def best(coordinator, directory, steps, resumes_at, arguments):
-    """Train with evaluations whose metric is given by the step, and end with the best weights; perhaps in two runs."""
+    """Train with evaluations whose metric is given by the step, and end with the best weights;
+    perhaps in two runs."""
     ranks = quiet(coordinator)
-    evals = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "greater_is_better": False, "learning_rate": 0.3}
+    evals = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "loss",
+        "greater_is_better": False,
+        "learning_rate": 0.3,
+    }
     weights = {}
 
     class Note(TrainerCallback):
@@ -195,7 +248,11 @@ def best(coordinator, directory, steps, resumes_at, arguments):
         trainer.add_callback(Note())
         trainer.train(resume_from_checkpoint=callback.resume(trainer))
     coordinator.share("leave", None)
-    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    losses = {
+        entry["step"]: entry["eval_loss"]
+        for entry in trainer.state.log_history
+        if "eval_loss" in entry
+    }
     return {
         "losses": losses,
         "weights": weights,
@@ -226,8 +283,15 @@ def raises(coordinator, directory, resumes):
     handler_is_back = signal.getsignal(signal.SIGTERM) is before
     trainer.pop_callback(Raise)
     trainer.train(resume_from_checkpoint=callback.resume(trainer))
-    own = [name for name in ("_inner_training_loop", "_load_from_checkpoint") if name in vars(trainer)]
-    return {"raised": raised, "handler is back": handler_is_back, "ends at": trainer.state.global_step, "left": own}
+    own = [
+        name for name in ("_inner_training_loop", "_load_from_checkpoint") if name in vars(trainer)
+    ]
+    return {
+        "raised": raised,
+        "handler is back": handler_is_back,
+        "ends at": trainer.state.global_step,
+        "left": own,
+    }
 
 
 class Counting(TrainerCallback, ExportableState):
@@ -248,12 +312,15 @@ class Worsening(Trainer):
 
     def evaluate(self, *_args, **_kwargs):
         metrics = {"eval_loss": 1.0 + self.state.global_step}
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
         return metrics
 
 
 def continued(coordinator, directory, first, second, half, steps):
-    """Train half with the Trainer's own checkpoints ("stock") or the callback ("ours"), and the rest with the other or the same."""
+    """Train half with the Trainer's own checkpoints ("stock") or the callback ("ours"), and the
+    rest with the other or the same."""
     quiet(coordinator)
     arguments = {
         "eval_strategy": "steps",
@@ -293,7 +360,13 @@ def continued(coordinator, directory, first, second, half, steps):
     state = trainer.state
     return {
         "losses": {entry["step"]: entry["loss"] for entry in state.log_history if "loss" in entry},
-        "state": [state.global_step, state.epoch, state.total_flos, state.best_global_step, state.num_input_tokens_seen],
+        "state": [
+            state.global_step,
+            state.epoch,
+            state.total_flos,
+            state.best_global_step,
+            state.num_input_tokens_seen,
+        ],
         "scaler": trainer.accelerator.scaler.state_dict(),
         "counting": [counting.name, counting.steps],
         "rng": digest(torch.get_rng_state()),
@@ -302,21 +375,33 @@ def continued(coordinator, directory, first, second, half, steps):
 
 
 def for_inference(coordinator, directory):
-    """Train with a tokenizer; load what an export of the checkpoint has, and what is stored beside it."""
+    """Train with a tokenizer; load what an export of the checkpoint has, and what is stored beside
+    it."""
     quiet(coordinator)
     words = Tokenizer(WordLevel({"[UNK]": 0, "two": 1, "words": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = Whitespace()
     trainer, _, _ = made(
-        1, directory, 3, processing_class=PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", pad_token="[UNK]")
+        1,
+        directory,
+        3,
+        processing_class=PreTrainedTokenizerFast(
+            tokenizer_object=words, unk_token="[UNK]", pad_token="[UNK]"
+        ),
     )
     trainer.train()
     run, exported = Path(directory, "run", "3"), Path(directory, "exported")
     shardckpt.export_safetensors(run, exported, strip_prefix="model/", include="model/**")
     model = LlamaForCausalLM.from_pretrained(exported)
     tokens = AutoTokenizer.from_pretrained(exported)("two words")["input_ids"]
-    arguments = shardckpt.restore(run, {"trainer": shardckpt.PerProcess(None)}, only="trainer")["trainer"].value["arguments"]
+    arguments = shardckpt.restore(run, {"trainer": shardckpt.PerProcess(None)}, only="trainer")[
+        "trainer"
+    ].value["arguments"]
     trained = digest(trainer.model.state_dict())
-    return {"same": digest(model.state_dict()) == trained, "tokens": tokens, "learning_rate": arguments["learning_rate"]}
+    return {
+        "same": digest(model.state_dict()) == trained,
+        "tokens": tokens,
+        "learning_rate": arguments["learning_rate"],
+    }
 
 
 def weights(coordinator, directory, step):

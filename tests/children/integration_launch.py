@@ -1,4 +1,5 @@
-"""Common parts of jobs of libraries with trainers of their own: forks with the environment that a launcher leaves behind."""
+"""Common parts of jobs of libraries with trainers of their own: forks with the environment that a
+launcher leaves behind."""
 
 import hashlib
 import os
@@ -13,7 +14,9 @@ from e2e_state import begin
 def digest(state):
     """Of all tensors, bit by bit, and of all else."""
     if isinstance(state, torch.Tensor):
-        return hashlib.sha256(state.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+        return hashlib.sha256(
+            state.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        ).hexdigest()[:16]
     if isinstance(state, dict):
         return {str(key): digest(value) for key, value in state.items()}
     return [digest(value) for value in state] if isinstance(state, list | tuple) else repr(state)
@@ -33,7 +36,18 @@ def launch(coordinator):
                 return probe.getsockname()[1]
 
         port = coordinator.agree("port", free_port)
-        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test", "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+            "GROUP_RANK": 0,
+        }
+        environment |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RUN_ID": "test",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         os.environ.update({key: str(value) for key, value in environment.items()})
     return ranks

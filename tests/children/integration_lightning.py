@@ -12,7 +12,12 @@ import s3fs  # noqa: F401
 import torch
 from integration_launch import digest, launch
 from lightning.fabric.accelerators import xla
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,7 +37,9 @@ class Model(lightning.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         torch.manual_seed(1)
-        self.layers = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 1)
+        )
         self.losses = []
 
     def training_step(self, batch, _index):
@@ -54,7 +61,9 @@ class Watch(Callback):
         self.notes, self.dies_at = Path(notes), dies_at
 
     def on_save_checkpoint(self, trainer, _module, checkpoint):
-        digests = digest({key: checkpoint[key] for key in ("state_dict", "optimizer_states", "lr_schedulers")})
+        digests = digest(
+            {key: checkpoint[key] for key in ("state_dict", "optimizer_states", "lr_schedulers")}
+        )
         if trainer.is_global_zero:  # each process has running statistics of its own
             self.notes.with_name(f"saved{trainer.global_step}").write_text(json.dumps(digests))
 
@@ -62,13 +71,16 @@ class Watch(Callback):
         states = {
             "state_dict": module.state_dict(),
             "optimizer_states": [optimizer.state_dict() for optimizer in trainer.optimizers],
-            "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+            "lr_schedulers": [
+                config.scheduler.state_dict() for config in trainer.lr_scheduler_configs
+            ],
         }
         self.start = digest(states)
 
     def on_train_batch_end(self, trainer, *_rest):
         if trainer.global_step == self.dies_at:
-            trainer.strategy.checkpoint_io._finish()  # what is committed by then is what the test says
+            # What is committed by then is what the test says.
+            trainer.strategy.checkpoint_io._finish()
             trainer.strategy.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -101,18 +113,28 @@ def loader_for(ranks):
 
 def train(coordinator, directory, epochs, dies_at=None, resume=None, *, own_files=False):
     ranks = quiet(coordinator)
-    saving = ModelCheckpoint(directory, filename="{step}", monitor="loss", save_top_k=2, save_last=True, every_n_epochs=1)
+    saving = ModelCheckpoint(
+        directory, filename="{step}", monitor="loss", save_top_k=2, save_last=True, every_n_epochs=1
+    )
     watch = Watch(Path(directory, "notes"), dies_at)
     io = False if own_files else None
-    trainer = trainer_for(ranks, directory, epochs, saving, EarlyStopping("loss", patience=100), watch, io=io)
+    trainer = trainer_for(
+        ranks, directory, epochs, saving, EarlyStopping("loss", patience=100), watch, io=io
+    )
     model = Model(extra={"list": [1, (2, None)]})
     trainer.fit(model, loader_for(ranks), ckpt_path=resume)
     kept = sorted(Path(path).name for path in saving.best_k_models)
-    return {"losses": model.losses, "start": watch.start, "best": saving.best_model_score.item(), "kept": kept}
+    return {
+        "losses": model.losses,
+        "start": watch.start,
+        "best": saving.best_model_score.item(),
+        "kept": kept,
+    }
 
 
 def migrate(coordinator, directory, half, epochs):
-    """Train with Lightning's own files, import the last of them, and go on from there in another directory; both losses."""
+    """Train with Lightning's own files, import the last of them, and go on from there in another
+    directory; both losses."""
     old, new = Path(directory, "old"), Path(directory, "new")
     old.mkdir()
     before = train(coordinator, old, half, own_files=True)
@@ -128,33 +150,49 @@ def swa(coordinator, directory, epochs, resume):
     trainer = trainer_for(ranks, directory, epochs, saving, averaging)
     model = Model()
     trainer.fit(model, loader_for(ranks), ckpt_path=resume)
-    return {"losses": model.losses, "final": digest(model.state_dict()), "averaged": averaging.n_averaged.item()}
+    return {
+        "losses": model.losses,
+        "final": digest(model.state_dict()),
+        "averaged": averaging.n_averaged.item(),
+    }
 
 
 def top(coordinator, directory):
-    """Two runs that keep the three best of six checkpoints, with the same names; what lies there after each."""
+    """Two runs that keep the three best of six checkpoints, with the same names; what lies there
+    after each."""
     quiet(coordinator)
     listings = []
     for _ in range(2):
-        saving = ModelCheckpoint(directory, filename="{epoch}", monitor="loss", save_top_k=3, every_n_epochs=1)
+        saving = ModelCheckpoint(
+            directory, filename="{epoch}", monitor="loss", save_top_k=3, every_n_epochs=1
+        )
         trainer_for(1, directory, 6, saving).fit(Model(), loader_for(1))
         listings.append(sorted(path.name for path in Path(directory).iterdir() if path.is_dir()))
     return listings
 
 
 def links(coordinator, directory):
-    """Trainings that link to their last checkpoint, each in a new directory; what the link leads to."""
+    """Trainings that link to their last checkpoint, each in a new directory; what the link leads
+    to."""
     quiet(coordinator)
     targets = []
     for i in range(3):
         place = Path(directory, f"new{i}", "deep")
-        trainer_for(1, directory, 2, ModelCheckpoint(place, save_last="link")).fit(Model(), loader_for(1))
-        targets.append([place.joinpath("last.ckpt").is_symlink(), shardckpt.restore(place / "last.ckpt")["epoch"]])
+        trainer_for(1, directory, 2, ModelCheckpoint(place, save_last="link")).fit(
+            Model(), loader_for(1)
+        )
+        targets.append(
+            [
+                place.joinpath("last.ckpt").is_symlink(),
+                shardckpt.restore(place / "last.ckpt")["epoch"],
+            ]
+        )
     return targets
 
 
 def is_there_at_once(coordinator, directory):
-    """Whether the directory of a checkpoint is there when the call of an asynchronous save returns, each in a new directory."""
+    """Whether the directory of a checkpoint is there when the call of an asynchronous save returns,
+    each in a new directory."""
     io, answers = ShardckptIO(), []
     for i in range(20):
         path = Path(directory, f"new{i}", "last.ckpt")
@@ -165,7 +203,8 @@ def is_there_at_once(coordinator, directory):
 
 
 def raises(coordinator, directory):
-    """Two trainings that raise after a save has begun, which the second one's storage refuses; what they say."""
+    """Two trainings that raise after a save has begun, which the second one's storage refuses; what
+    they say."""
     quiet(coordinator)
 
     class Raise(Callback):
@@ -187,10 +226,13 @@ def raises(coordinator, directory):
 
 
 def sharded(coordinator, directory):
-    """The refusal of a Trainer whose strategy shards; Lightning takes the other such strategies with CUDA alone."""
+    """The refusal of a Trainer whose strategy shards; Lightning takes the other such strategies
+    with CUDA alone."""
     quiet(coordinator)
     try:
-        lightning.Trainer(accelerator="cpu", devices=1, strategy=ModelParallelStrategy(), plugins=[ShardckptIO()])
+        lightning.Trainer(
+            accelerator="cpu", devices=1, strategy=ModelParallelStrategy(), plugins=[ShardckptIO()]
+        )
     except ShardckptError as e:
         return {"refused": [type(e).__name__, str(e)]}
 
@@ -200,7 +242,8 @@ class Own:
 
 
 def refusals(coordinator, directory):
-    """Errors for state that cannot be kept and for failures in the background, and the files that are left."""
+    """Errors for state that cannot be kept and for failures in the background, and the files that
+    are left."""
     quiet(coordinator)
     outcomes = {}
 
@@ -214,9 +257,18 @@ def refusals(coordinator, directory):
     trainer = trainer_for(1, directory, 1, io=io)
     attempt("hyperparameter", lambda: trainer.fit(Model(extra=Own()), loader_for(1)))
     ok = {"state_dict": {"w": torch.ones(3)}}
-    attempt("ndarray", lambda: io.save_checkpoint(ok | {"a": torch.ones(1).numpy()}, Path(directory, "odd.ckpt")))
-    attempt("storage options", lambda: io.save_checkpoint(ok, Path(directory, "odd.ckpt"), storage_options={}))
-    attempt("map_location", lambda: io.load_checkpoint(Path(directory, "odd.ckpt"), map_location={"cuda:0": "cpu"}))
+    attempt(
+        "ndarray",
+        lambda: io.save_checkpoint(ok | {"a": torch.ones(1).numpy()}, Path(directory, "odd.ckpt")),
+    )
+    attempt(
+        "storage options",
+        lambda: io.save_checkpoint(ok, Path(directory, "odd.ckpt"), storage_options={}),
+    )
+    attempt(
+        "map_location",
+        lambda: io.load_checkpoint(Path(directory, "odd.ckpt"), map_location={"cuda:0": "cpu"}),
+    )
     attempt("not there", lambda: io.load_checkpoint(Path(directory, "odd.ckpt")))
     io.remove_checkpoint(Path(directory, "odd.ckpt"))
 
@@ -233,10 +285,20 @@ def refusals(coordinator, directory):
     attempt("in the background", whatever_comes_next)
     io.teardown()
     outcomes["kept when the next one fails"] = io.load_checkpoint(first)["state_dict"]["w"].tolist()
-    io.save_checkpoint({"state_dict": {"w": torch.zeros(3), "half": torch.ones(2, dtype=torch.bfloat16)}, "n": (1, {2: None})}, second)
+    io.save_checkpoint(
+        {
+            "state_dict": {"w": torch.zeros(3), "half": torch.ones(2, dtype=torch.bfloat16)},
+            "n": (1, {2: None}),
+        },
+        second,
+    )
     io.remove_checkpoint(first)
     loaded = io.load_checkpoint(second, map_location="cpu")
-    outcomes["loaded"] = [loaded["state_dict"]["w"].tolist(), str(loaded["state_dict"]["half"].dtype), loaded["n"] == (1, {2: None})]
+    outcomes["loaded"] = [
+        loaded["state_dict"]["w"].tolist(),
+        str(loaded["state_dict"]["half"].dtype),
+        loaded["n"] == (1, {2: None}),
+    ]
     link, pinned = Path(directory, "link.ckpt"), Path(directory, "pinned.ckpt")
     link.symlink_to("second.ckpt")
     io.remove_checkpoint(link)

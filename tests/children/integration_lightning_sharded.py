@@ -1,4 +1,5 @@
-"""A small model, trained by Lightning's Trainer under ModelParallelStrategy on the CPU, as test_lightning_sharded.py asks."""
+"""A small model, trained by Lightning's Trainer under ModelParallelStrategy on the CPU, as
+test_lightning_sharded.py asks."""
 
 import logging
 import os
@@ -36,7 +37,11 @@ class Model(lightning.LightningModule):
         if self.device_mesh is None:  # another strategy
             return
         if self.device_mesh["tensor_parallel"].size() > 1:
-            parallelize_module(self.layers, self.device_mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            parallelize_module(
+                self.layers,
+                self.device_mesh["tensor_parallel"],
+                {"0": ColwiseParallel(), "2": RowwiseParallel()},
+            )
         fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
         for module in self.layers.modules():
             if isinstance(module, FSDPModule):
@@ -71,7 +76,8 @@ def train(coordinator, directory, data, tensor, epochs, dies_at=None, strategy=N
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy=strategy or ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensor),
+        strategy=strategy
+        or ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensor),
         max_epochs=epochs,
         callbacks=[run, Killed(run, dies_at)],
         enable_checkpointing=False,
@@ -82,7 +88,15 @@ def train(coordinator, directory, data, tensor, epochs, dies_at=None, strategy=N
     model = Model()
     rows = torch.arange(ROWS * 8, dtype=torch.float32).reshape(ROWS, 8).sin()
     try:
-        trainer.fit(model, DataLoader(TensorDataset(rows, rows.sum(1, keepdim=True)), BATCH // data, shuffle=False))
+        trainer.fit(
+            model,
+            DataLoader(
+                TensorDataset(rows, rows.sum(1, keepdim=True)), BATCH // data, shuffle=False
+            ),
+        )
     except ShardckptError as e:
         return {"refused": [type(e).__name__, str(e)]}
-    return {"losses": model.losses, "mesh": sorted({str(p.device_mesh) for p in model.parameters()})}
+    return {
+        "losses": model.losses,
+        "mesh": sorted({str(p.device_mesh) for p in model.parameters()}),
+    }

@@ -1,6 +1,8 @@
-"""A training with optax on 8 virtual devices, with Orbax's managers or shardckpt's in their place; answers as JSON.
+"""A training with optax on 8 virtual devices, with Orbax's managers or shardckpt's in their place;
+answers as JSON.
 
-Arguments: "orbax" or "shardckpt", "v0" or "v1", directory, shape of the mesh, last step, the step at which the process is killed.
+Arguments: "orbax" or "shardckpt", "v0" or "v1", directory, shape of the mesh, last step, the step
+at which the process is killed.
 """
 
 import json
@@ -9,7 +11,11 @@ import signal
 import sys
 import warnings
 
-os.environ |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+os.environ |= {
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    "JAX_PLATFORMS": "cpu",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
 warnings.simplefilter("ignore")
 import jax
 import jax.numpy as jnp
@@ -29,17 +35,23 @@ target = np.linspace(-1, 1, 64 * 16, dtype=np.float32).reshape(64, 16)
 
 
 def fresh():
-    """Weights, moments, and a key; every update is elementwise, so that losses have the same bits on any mesh."""
+    """Weights, moments, and a key; every update is elementwise, so that losses have the same bits
+    on any mesh."""
     params = {"w": jnp.zeros((64, 16)), "b": jnp.ones(8)}
     state = {"params": params, "opt": rule.init(params), "key": jax.random.key(3)}
-    specs = jax.tree.map(lambda x: PartitionSpec("data", "model") if x.ndim == 2 else PartitionSpec(), state)
+    specs = jax.tree.map(
+        lambda x: PartitionSpec("data", "model") if x.ndim == 2 else PartitionSpec(), state
+    )
     return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), state, specs)
 
 
 @jax.jit
 def update(state):
     key, noise = jax.random.split(state["key"])
-    gradients = {"w": state["params"]["w"] - target + 0.1 * jax.random.normal(noise, (64, 16)), "b": state["params"]["b"]}
+    gradients = {
+        "w": state["params"]["w"] - target + 0.1 * jax.random.normal(noise, (64, 16)),
+        "b": state["params"]["b"],
+    }
     changes, opt = rule.update(gradients, state["opt"])
     return {"params": optax.apply_updates(state["params"], changes), "opt": opt, "key": key}
 
@@ -49,7 +61,9 @@ def loss(state):
 
 
 def abstract(state):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
 
 
 losses, state = {}, fresh()
@@ -90,11 +104,16 @@ if api == "v1":
         kept = [one.step for one in manager.checkpoints]
 else:
     kind = ocp.CheckpointManager if who == "orbax" else ours.OrbaxCheckpointManager
-    with kind(directory, options=ocp.CheckpointManagerOptions(save_interval_steps=3, max_to_keep=2)) as manager:
+    with kind(
+        directory, options=ocp.CheckpointManagerOptions(save_interval_steps=3, max_to_keep=2)
+    ) as manager:
         first = 1
         if (latest := manager.latest_step()) is not None:
             restored = manager.restore(
-                latest, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract(state)), note=ocp.args.JsonRestore())
+                latest,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardRestore(abstract(state)), note=ocp.args.JsonRestore()
+                ),
             )
             assert restored["note"] == {"step": latest, "words": ["a"]}
             state = restored.state
@@ -104,7 +123,10 @@ else:
             first,
             lambda step, state: manager.save(
                 step,
-                args=ocp.args.Composite(state=ocp.args.StandardSave(state), note=ocp.args.JsonSave({"step": step, "words": ["a"]})),
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state),
+                    note=ocp.args.JsonSave({"step": step, "words": ["a"]}),
+                ),
                 metrics={"loss": losses[step]},
             ),
         )

@@ -1,4 +1,5 @@
-"""A tiny Llama with adapters of PEFT, trained by Hugging Face's Trainer: alone, under DDP, or under accelerate's FSDP2."""
+"""A tiny Llama with adapters of PEFT, trained by Hugging Face's Trainer: alone, under DDP, or under
+accelerate's FSDP2."""
 
 import json
 import os
@@ -18,7 +19,12 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainerC
 import shardckpt
 from shardckpt import ShardckptError
 
-LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
+LORA = {
+    "r": 4,
+    "target_modules": ["q_proj", "v_proj"],
+    "lora_dropout": 0.1,
+    "task_type": "CAUSAL_LM",
+}
 FORMS = {
     "LoRA": LORA,
     "all of LoRA": {
@@ -33,7 +39,8 @@ FORMS = {
 
 
 class Sharding(Trainer):
-    """A Trainer that shards by accelerate's FSDP2 on CPUs, where accelerate itself only allows it on accelerators."""
+    """A Trainer that shards by accelerate's FSDP2 on CPUs, where accelerate itself only allows it
+    on accelerators."""
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
@@ -43,7 +50,10 @@ class Sharding(Trainer):
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
             cpu_ram_efficient_loading=False,
         )
-        AcceleratorState._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+        AcceleratorState._shared_state |= {
+            "distributed_type": DistributedType.FSDP,
+            "fsdp_plugin": plugin,
+        }
         self.is_fsdp_enabled = True
 
 
@@ -65,13 +75,19 @@ def quantized(model, directory):
         model.save_pretrained(own)
         with suppress(OSError):  # another process was first
             own.rename(base)
-    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    return LlamaForCausalLM.from_pretrained(Path(directory, "base"), quantization_config=nf4, device_map="cpu")
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    return LlamaForCausalLM.from_pretrained(
+        Path(directory, "base"), quantization_config=nf4, device_map="cpu"
+    )
 
 
 def new(ranks, directory, steps, form, sharding, seed):
     kind = Sharding if sharding and ranks > 1 else Trainer
-    trainer, callback, watch = made(ranks, directory, steps, kind=kind, adapted=adapted(directory, form, seed))
+    trainer, callback, watch = made(
+        ranks, directory, steps, kind=kind, adapted=adapted(directory, form, seed)
+    )
     trainer.remove_callback(watch)
     return trainer, callback
 
@@ -86,7 +102,8 @@ def full(state):
 
 
 class Begins(TrainerCallback):
-    """Notes the trained parameters when a step begins; ends its process at a step, when the saves before it are committed."""
+    """Notes the trained parameters when a step begins; ends its process at a step, when the saves
+    before it are committed."""
 
     def __init__(self, callback, dies_at):
         self.callback, self.dies_at, self.digests = callback, dies_at, {}
@@ -112,7 +129,9 @@ def train(coordinator, directory, steps, form, sharding, dies_at=None, seed=1, w
     begins = Begins(callback, dies_at)
     trainer.add_callback(begins)
     trainer.train(resume_from_checkpoint=callback.resume(trainer))
-    losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+    losses = {
+        entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry
+    }
     outcome = {
         "begins": begins.digests,
         "losses": losses,
@@ -131,12 +150,15 @@ def trained(model):
 def nbytes(trainer):
     """Bytes of the trained parameters and of their optimizer's state."""
     values = [*trained(trainer.model).values()]
-    values += [value for of in trainer.optimizer.state_dict()["state"].values() for value in of.values()]
+    values += [
+        value for of in trainer.optimizer.state_dict()["state"].values() for value in of.values()
+    ]
     return sum(value.nbytes for value in values)
 
 
 def exported(coordinator, directory, step, form):
-    """Load what an export has with PEFT; compare it with what PEFT itself saves of the trained model."""
+    """Load what an export has with PEFT; compare it with what PEFT itself saves of the trained
+    model."""
     quiet(coordinator)
     trainer, callback = new(1, directory, step, form, sharding=False, seed=2)
     trainer.train(resume_from_checkpoint=callback.resume(trainer))
@@ -145,13 +167,18 @@ def exported(coordinator, directory, step, form):
     trainer.model.save_pretrained(theirs)
     names = ("adapter_model.safetensors", "adapter_config.json")
     bare, _ = new(1, directory, step, None, sharding=False, seed=2)
-    base = peft.prepare_model_for_kbit_training(quantized(bare.model, directory)) if form == "QLoRA" else bare.model
+    base = (
+        peft.prepare_model_for_kbit_training(quantized(bare.model, directory))
+        if form == "QLoRA"
+        else bare.model
+    )
     loaded = peft.PeftModel.from_pretrained(base, ours)
     tokens = torch.arange(8)[None]
     outputs = [model.eval()(tokens).logits for model in (trainer.model, loaded)]
     return {
         "same weights": Path(ours, names[0]).read_bytes() == Path(theirs, names[0]).read_bytes(),
-        "same configuration": json.loads(Path(ours, names[1]).read_bytes()) == json.loads(Path(theirs, names[1]).read_bytes()),
+        "same configuration": json.loads(Path(ours, names[1]).read_bytes())
+        == json.loads(Path(theirs, names[1]).read_bytes()),
         "same outputs": torch.equal(*outputs),
     }
 

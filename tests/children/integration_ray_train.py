@@ -1,6 +1,8 @@
-"""A small model, trained by Ray Train's TorchTrainer with FSDP2 on CPUs, as test_ray_train.py asks: argv has JSON, the answer is JSON.
+"""A small model, trained by Ray Train's TorchTrainer with FSDP2 on CPUs, as test_ray_train.py asks:
+argv has JSON, the answer is JSON.
 
-All trainings of one program are in one Ray cluster on the loopback interface, whose files are in $RAY_TMPDIR.
+All trainings of one program are in one Ray cluster on the loopback interface, whose files are in
+$RAY_TMPDIR.
 """
 
 import json
@@ -40,12 +42,21 @@ def train(config):
     directory = Path(config["directory"])
     attempt = len(list(directory.glob(f"losses-{rank}-*")))
     known = ray.train.get_checkpoint()
-    with RayTrainManager(config["root"], every=2, keep=config["keep"]) as mgr, (directory / f"losses-{rank}-{attempt}").open("w") as losses:
+    with (
+        RayTrainManager(config["root"], every=2, keep=config["keep"]) as mgr,
+        (directory / f"losses-{rank}-{attempt}").open("w") as losses,
+    ):
         restored = mgr.restore(state)
-        line = {"workers": world, "resumed": restored and restored.step, "known": known and int(checkpoint_url(known).rpartition("/")[2])}
+        line = {
+            "workers": world,
+            "resumed": restored and restored.step,
+            "known": known and int(checkpoint_url(known).rpartition("/")[2]),
+        }
         print(json.dumps(line), file=losses, flush=True)
         for step in range(restored.step + 1 if restored else 0, config["steps"]):
-            batch = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(step))[rank * ROWS // world : (rank + 1) * ROWS // world]
+            batch = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(step))[
+                rank * ROWS // world : (rank + 1) * ROWS // world
+            ]
             loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
             loss.backward()
             optimizer.step()
@@ -70,10 +81,17 @@ def train_and_try(config):
 
 
 def fit(directory, workers, steps, keep=None, num_to_keep=None, deaths=(), tries=False):
-    """Train, and answer with the checkpoints that Ray Train has at the end; `deaths` has a step and a worker for each attempt that dies."""
+    """Train, and answer with the checkpoints that Ray Train has at the end; `deaths` has a step and
+    a worker for each attempt that dies."""
     directory = Path(directory)
     directory.mkdir(exist_ok=True)
-    config = {"directory": str(directory), "root": str(directory / "run"), "steps": steps, "keep": keep, "deaths": deaths}
+    config = {
+        "directory": str(directory),
+        "root": str(directory / "run"),
+        "steps": steps,
+        "keep": keep,
+        "deaths": deaths,
+    }
     trainer = TorchTrainer(
         train_and_try if tries else train,
         train_loop_config=config,
@@ -139,7 +157,12 @@ def refused(directory):
     for function, count in ((workers, 2), (local, 0)):
         run = ray.train.RunConfig(name=function.__name__, storage_path=str(Path(directory, "ray")))
         scaling = ray.train.ScalingConfig(num_workers=count)
-        TorchTrainer(function, scaling_config=scaling, torch_config=TorchConfig(backend="gloo"), run_config=run).fit()
+        TorchTrainer(
+            function,
+            scaling_config=scaling,
+            torch_config=TorchConfig(backend="gloo"),
+            run_config=run,
+        ).fit()
     lines = Path(directory, "told").read_text().splitlines()
     return {"driver": driver, **dict(map(json.loads, lines))}
 
@@ -147,6 +170,9 @@ def refused(directory):
 if __name__ == "__main__":
     common = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 80 << 20}
     ray.init(address="local", num_cpus=3, _node_ip_address="127.0.0.1", **common)
-    answers = [{"fit": fit, "refused": refused}[function](**arguments) for function, arguments in json.loads(sys.argv[1])]
+    answers = [
+        {"fit": fit, "refused": refused}[function](**arguments)
+        for function, arguments in json.loads(sys.argv[1])
+    ]
     print(json.dumps(answers))
     ray.shutdown()

@@ -1,7 +1,8 @@
-"""A tiny Llama 3 trained by torchtitan's Trainer in one process of a job, on the CPU; answers as JSON.
+"""A tiny Llama 3 trained by torchtitan's Trainer in one process of a job, on the CPU; answers as
+JSON.
 
-Arguments: directory, data-parallel degree, tensor-parallel degree, last step, the step after which the process is killed (0: never). The
-environment has what torchrun sets.
+Arguments: directory, data-parallel degree, tensor-parallel degree, last step, the step after which
+the process is killed (0: never). The environment has what torchrun sets.
 """
 
 import json
@@ -18,7 +19,10 @@ warnings.simplefilter("ignore")
 import torch
 from torchtitan.tools import utils
 
-utils.device_type, utils.device_module = "cpu", torch.cpu  # torchtitan takes "cuda" where there is no accelerator
+utils.device_type, utils.device_module = (
+    "cpu",
+    torch.cpu,
+)  # torchtitan takes "cuda" where there is no accelerator
 import torchtitan.distributed.utils
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components import metrics
@@ -81,7 +85,16 @@ class Loader(ParallelAwareDataloader):
     class Config(ParallelAwareDataloader.Config):
         """Nothing to configure."""
 
-    def __init__(self, config, *, dp_world_size, dp_rank, local_batch_size, snapshot_every_n_steps=None, **kwargs):
+    def __init__(
+        self,
+        config,
+        *,
+        dp_world_size,
+        dp_rank,
+        local_batch_size,
+        snapshot_every_n_steps=None,
+        **kwargs,
+    ):
         kwargs = {"batch_size": local_batch_size}
         if snapshot_every_n_steps is not None:
             kwargs["snapshot_every_n_steps"] = snapshot_every_n_steps
@@ -105,10 +118,13 @@ class NoTokenizer(BaseTokenizer):
 
 
 metrics.build_device_memory_monitor = NoMemory
-torchtitan.distributed.utils.set_pg_timeouts = lambda **kwargs: None  # it numbers devices, which CPUs do not have
+torchtitan.distributed.utils.set_pg_timeouts = lambda **kwargs: (
+    None
+)  # it numbers devices, which CPUs do not have
 spec = model_registry("debugmodel")
 del spec.model.layers[2:]
-for layer in spec.model.layers:  # FlexAttention has no backward pass on CPUs; torchtitan's own tests choose this in the same manner
+# FlexAttention has no backward pass on CPUs; torchtitan's own tests choose this in the same manner.
+for layer in spec.model.layers:
     layer.attention.inner_attention = ScaledDotProductAttention.Config()
 config = Trainer.Config(
     model_spec=spec,
@@ -118,12 +134,20 @@ config = Trainer.Config(
     dataloader=Loader.Config(),
     optimizer=default_adamw(lr=1e-3),
     lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
-    training=TrainingConfig(local_batch_size=2, seq_len=32, steps=steps, mixed_precision_param="float32", disable_cuda_graphs=True),
+    training=TrainingConfig(
+        local_batch_size=2,
+        seq_len=32,
+        steps=steps,
+        mixed_precision_param="float32",
+        disable_cuda_graphs=True,
+    ),
     parallelism=ParallelismConfig(data_parallel_shard_degree=shard, tensor_parallel_degree=tensor),
     metrics=metrics.MetricsProcessor.Config(log_freq=1),
     activation_checkpoint=None,
     debug=DebugConfig(seed=int(os.environ.get("SEED", "1")), enable_structured_logging=False),
-    checkpoint=TorchtitanCheckpointer.Config(enable=True, interval=3, keep_latest_k=2, last_save_model_only=False),
+    checkpoint=TorchtitanCheckpointer.Config(
+        enable=True, interval=3, keep_latest_k=2, last_save_model_only=False
+    ),
 )
 
 
@@ -133,8 +157,13 @@ def whole(value):
 
 def digests(trainer):
     states = {**trainer.model_parts[0].state_dict(), **trainer.optimizers.state_dict()}
-    tensors = {name: whole(value) for name, value in states.items() if isinstance(value, torch.Tensor)}
-    return {name: sha256(tensors[name].detach().numpy().tobytes()).hexdigest()[:12] for name in sorted(tensors)}
+    tensors = {
+        name: whole(value) for name, value in states.items() if isinstance(value, torch.Tensor)
+    }
+    return {
+        name: sha256(tensors[name].detach().numpy().tobytes()).hexdigest()[:12]
+        for name in sorted(tensors)
+    }
 
 
 trainer = Trainer(config)
@@ -142,7 +171,11 @@ for module in trainer.model_parts[0].modules():
     if isinstance(module, FSDPModule):
         module.set_force_sum_reduction_for_comms(True)  # Gloo can only sum
 answer = {"loaded": False, "first": 0, "losses": {}, "digests": {}}
-load, save, log = trainer.checkpointer.load, trainer.checkpointer.save, trainer.metrics_processor.log
+load, save, log = (
+    trainer.checkpointer.load,
+    trainer.checkpointer.save,
+    trainer.metrics_processor.log,
+)
 
 
 def watched_load(step):
@@ -176,6 +209,9 @@ if shard == tensor == 1:  # what torchtitan's own adapter makes of the weights
     from safetensors.torch import save_file
 
     converted = spec.state_dict_adapter(spec.model, None).to_hf(trainer.model_parts[0].state_dict())
-    save_file({name: whole(value).contiguous() for name, value in converted.items()}, directory / "adapter.safetensors")
+    save_file(
+        {name: whole(value).contiguous() for name, value in converted.items()},
+        directory / "adapter.safetensors",
+    )
 Path(directory, f"answer{torch.distributed.get_rank()}").write_text(json.dumps(answer))
 torch.distributed.destroy_process_group()

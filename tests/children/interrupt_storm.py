@@ -2,8 +2,8 @@
 
     python interrupt_storm.py <directory> <call> <times>
 
-JSON on stdout: how many calls were interrupted, the files that the process has open afterwards and had not before, and what one more
-call raised.
+JSON on stdout: how many calls were interrupted, the files that the process has open afterwards and
+had not before, and what one more call raised.
 """
 
 import gc
@@ -20,12 +20,16 @@ import shardckpt
 
 STATE = {f"w{i}": np.full((64, 64), i, np.float32) for i in range(4)}
 CALLS = {
-    "save": lambda top: shardckpt.save(top / "new", STATE, options=shardckpt.SaveOptions(overwrite=True)),
+    "save": lambda top: shardckpt.save(
+        top / "new", STATE, options=shardckpt.SaveOptions(overwrite=True)
+    ),
     "restore": lambda top: shardckpt.restore(top / "c"),
     "export": lambda top: shardckpt.export(top / "c", top / "o.safetensors", overwrite=True),
     "torch": lambda top: shardckpt.export(top / "c", top / "o.pt", to="torch", overwrite=True),
     "dcp": lambda top: shardckpt.export(top / "c", top / "o", to="dcp", overwrite=True),
-    "import": lambda top: shardckpt.import_checkpoint(top / "m.safetensors", top / "imported", overwrite=True),
+    "import": lambda top: shardckpt.import_checkpoint(
+        top / "m.safetensors", top / "imported", overwrite=True
+    ),
 }
 
 

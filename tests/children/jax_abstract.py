@@ -1,6 +1,8 @@
-"""Trains with Flax NNX or Equinox on a mesh of 8 virtual devices, resumed from an abstract state under `jax.set_mesh`.
+"""Trains with Flax NNX or Equinox on a mesh of 8 virtual devices, resumed from an abstract state
+under `jax.set_mesh`.
 
-Called with a library, the mesh's sides, a run, and the first and the last step. Prints the losses as JSON.
+Called with a library, the mesh's sides, a run, and the first and the last step. Prints the losses
+as JSON.
 """
 
 import json
@@ -78,7 +80,9 @@ def equinox_step(model, state, x):
 
 def train_equinox(mgr, steps):
     model, state = eqx.filter_eval_shape(equinox_parts) if steps.start > 1 else equinox_parts()
-    arrays, static = eqx.partition(model, lambda leaf: isinstance(leaf, jax.Array | jax.ShapeDtypeStruct))
+    arrays, static = eqx.partition(
+        model, lambda leaf: isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+    )
     if steps.start > 1:
         arrays, state = mgr.restore((arrays, state)).state
     model = eqx.combine(arrays, static)
@@ -101,8 +105,14 @@ def check(array, spec):
 
 def main():
     sides = tuple(map(int, SIDES.split("x")))
-    axes, train = {"nnx": (AxisType.Auto, train_nnx), "equinox": (AxisType.Explicit, train_equinox)}[LIBRARY]
-    with jax.set_mesh(jax.make_mesh(sides, ("data", "model"), axis_types=(axes, axes))), shardckpt.CheckpointManager(ROOT, every=1) as mgr:
+    axes, train = {
+        "nnx": (AxisType.Auto, train_nnx),
+        "equinox": (AxisType.Explicit, train_equinox),
+    }[LIBRARY]
+    with (
+        jax.set_mesh(jax.make_mesh(sides, ("data", "model"), axis_types=(axes, axes))),
+        shardckpt.CheckpointManager(ROOT, every=1) as mgr,
+    ):
         losses = list(train(mgr, range(int(FIRST), int(LAST) + 1)))
     sys.stdout.write(json.dumps([float(loss) for loss in losses]) + "\n")
 

@@ -1,4 +1,5 @@
-"""Does with real JAX arrays on 8 virtual devices what test_jax.py asks. JSON on stdin, answers on stdout."""
+"""Does with real JAX arrays on 8 virtual devices what test_jax.py asks. JSON on stdin, answers on
+stdout."""
 
 import json
 import signal
@@ -35,12 +36,16 @@ def devices(ids):
 
 
 def spec_of(case):
-    return PartitionSpec(*(tuple(part) if isinstance(part, list) else part for part in case["spec"]))
+    return PartitionSpec(
+        *(tuple(part) if isinstance(part, list) else part for part in case["spec"])
+    )
 
 
 def sharding_of(case):
     if "text" in case:
-        return GSPMDSharding(devices(case["devices"]).tolist(), xla_client.HloSharding.from_string(case["text"]))
+        return GSPMDSharding(
+            devices(case["devices"]).tolist(), xla_client.HloSharding.from_string(case["text"])
+        )
     if "device" in case:
         return SingleDeviceSharding(jax.devices()[case["device"]])
     mesh = Mesh(devices(case["devices"]).reshape(case["mesh"]), NAMES[: len(case["mesh"])])
@@ -57,13 +62,17 @@ def round_trip(case):
     array, leaf = sharded(case)
     before = compiles()
     source = frameworks.source("w", leaf)
-    with mock.patch("jax.make_array_from_single_device_arrays", wraps=jax.make_array_from_single_device_arrays) as made:
+    with mock.patch(
+        "jax.make_array_from_single_device_arrays", wraps=jax.make_array_from_single_device_arrays
+    ) as made:
         (arrays,) = frameworks.fetch([source])
     whole, covered = assembled(source, arrays)
     sink = frameworks.target("w", leaf, (), F32)
     restored = placed(sink, array)
     boxes = {str(s.index) for s in leaf.addressable_shards if s.data.size}
-    kept = [a for a in [leaf, *(s.data for s in leaf.addressable_shards)] if a._npy_value is not None]
+    kept = [
+        a for a in [leaf, *(s.data for s in leaf.addressable_shards)] if a._npy_value is not None
+    ]
     pointers = {s.data.unsafe_buffer_pointer() for s in leaf.addressable_shards}
     return {
         "fetched": same_bits(whole, array),
@@ -97,15 +106,29 @@ def targets(case):
     shardings = {"jax": leaf.sharding, "layout": ours}
     if isinstance(ours, Sharding):
         shardings["op_sharding"] = ours.op_sharding(leaf.ndim)
-        shardings["tiled"] = OpSharding.parse(str(leaf.sharding._to_xla_hlo_sharding(leaf.ndim))).relabel(case["devices"])
+        shardings["tiled"] = OpSharding.parse(
+            str(leaf.sharding._to_xla_hlo_sharding(leaf.ndim))
+        ).relabel(case["devices"])
     before = compiles()
     outcomes = {}
     for way, sharding in shardings.items():
-        restored = placed(frameworks.target("w", Target(sharding), tuple(case["shape"]), by_name(case["dtype"])), array)
-        same_order = isinstance(sharding, OpSharding) or restored.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+        restored = placed(
+            frameworks.target("w", Target(sharding), tuple(case["shape"]), by_name(case["dtype"])),
+            array,
+        )
+        same_order = isinstance(sharding, OpSharding) or restored.sharding.is_equivalent_to(
+            leaf.sharding, leaf.ndim
+        )
         outcomes[way] = on_devices(restored) == on_devices(leaf) and same_order
-    restored = placed(frameworks.target("w", jax.ShapeDtypeStruct(case["shape"], case["dtype"], sharding=leaf.sharding), (), F32), array)
-    outcomes["struct"] = on_devices(restored) == on_devices(leaf) and restored.sharding == leaf.sharding
+    restored = placed(
+        frameworks.target(
+            "w", jax.ShapeDtypeStruct(case["shape"], case["dtype"], sharding=leaf.sharding), (), F32
+        ),
+        array,
+    )
+    outcomes["struct"] = (
+        on_devices(restored) == on_devices(leaf) and restored.sharding == leaf.sharding
+    )
     return outcomes | {"compiles": compiles() - before}
 
 
@@ -127,7 +150,12 @@ def uncommitted(_):
     """Arrays that JAX may still move stay so, and go on being arguments beside sharded ones."""
     with jax.default_device(jax.devices()[5]):
         count = jnp.full((2, 3), 7)
-    state = {"count": count, "w": sharded({"mesh": [8], "devices": range(8), "shape": [8, 3], "spec": ["x"], "dtype": "float32"})[1]}
+    state = {
+        "count": count,
+        "w": sharded(
+            {"mesh": [8], "devices": range(8), "shape": [8, 3], "spec": ["x"], "dtype": "float32"}
+        )[1],
+    }
     abstract = jax.eval_shape(lambda: jnp.zeros((2, 3), jnp.int32))
     before = compiles()
     sources = frameworks.sources(state)
@@ -154,7 +182,10 @@ def op_shardings(case):
     state = {}
     for text in case["texts"]:
         target = Target(OpSharding.parse(text, len(case["devices"])).relabel(case["devices"]))
-        state[text] = placed(frameworks.target("w", target, tuple(case["shape"]), F32), np.ones(case["shape"], np.float32))
+        state[text] = placed(
+            frameworks.target("w", target, tuple(case["shape"]), F32),
+            np.ones(case["shape"], np.float32),
+        )
     orders = [[d.id for d in a.sharding._device_assignment] for a in state.values()]
     return {
         "sum": float(jax.jit(lambda s: sum(a.sum() for a in s.values()))(state)),
@@ -163,9 +194,14 @@ def op_shardings(case):
 
 
 def adoption(_):
-    """A restored array is the memory that was read into, which replicas share; donated, that memory stays as it was."""
+    """A restored array is the memory that was read into, which replicas share; donated, that memory
+    stays as it was."""
     outcomes = []
-    for case in ({"mesh": [8], "devices": range(8), "spec": ["x"]}, {"mesh": [4, 2], "devices": range(8), "spec": [None]}, {"device": 3}):
+    for case in (
+        {"mesh": [8], "devices": range(8), "spec": ["x"]},
+        {"mesh": [4, 2], "devices": range(8), "spec": [None]},
+        {"device": 3},
+    ):
         _, leaf = sharded(case | {"shape": [1 << 16], "dtype": "float32"})
         array = np.arange(1 << 16, dtype=np.float32)
         sink = frameworks.target("w", leaf, (), F32)
@@ -173,26 +209,47 @@ def adoption(_):
         restored = sink.place(buffers)
         pointers = {s.data.unsafe_buffer_pointer() for s in restored.addressable_shards}
         after = jax.jit(lambda a: a + 1, donate_argnums=0)(restored)
-        as_it_was = all(np.array_equal(b, array[sink.boxes[i].slices]) for i, b in enumerate(buffers))
-        outcomes.append([pointers == {b.ctypes.data for b in buffers}, restored.is_deleted(), as_it_was, same_bits(after, array + 1)])
+        as_it_was = all(
+            np.array_equal(b, array[sink.boxes[i].slices]) for i, b in enumerate(buffers)
+        )
+        outcomes.append(
+            [
+                pointers == {b.ctypes.data for b in buffers},
+                restored.is_deleted(),
+                as_it_was,
+                same_bits(after, array + 1),
+            ]
+        )
     return outcomes
 
 
 def memory_kinds(_):
-    case = {"mesh": [4, 2], "devices": range(8), "shape": [8, 4], "spec": ["y", None], "dtype": "float32"}
+    case = {
+        "mesh": [4, 2],
+        "devices": range(8),
+        "shape": [8, 4],
+        "spec": ["y", None],
+        "dtype": "float32",
+    }
     outcomes = {}
     for kind in ("device", "pinned_host", "unpinned_host"):
         array, leaf = sharded(case | {"memory": kind})
         (arrays,) = frameworks.fetch([source := frameworks.source("w", leaf)])
-        like = (leaf, Target(leaf.sharding), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding))
+        like = (
+            leaf,
+            Target(leaf.sharding),
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+        )
         restored = [placed(frameworks.target("w", way, leaf.shape, F32), array) for way in like]
         single = jax.device_put(array, SingleDeviceSharding(jax.devices()[2], memory_kind=kind))
         restored.append(placed(frameworks.target("w", single, (), F32), array))
         outcomes[kind] = {
             "kinds": sorted(
-                {r.sharding.memory_kind for r in restored} | {s.data.sharding.memory_kind for r in restored for s in r.addressable_shards}
+                {r.sharding.memory_kind for r in restored}
+                | {s.data.sharding.memory_kind for r in restored for s in r.addressable_shards}
             ),
-            "bits": all(same_bits(r, array) for r in restored) and same_bits(assembled(source, arrays)[0], array),
+            "bits": all(same_bits(r, array) for r in restored)
+            and same_bits(assembled(source, arrays)[0], array),
         }
     return outcomes
 
@@ -212,7 +269,11 @@ def x64(_):
     refused = error(frameworks.target, "w", leaf, (), F32)
     with jax.enable_x64(True):
         restored = placed(frameworks.target("w", leaf, (), F32), arrays[0].copy())
-    return {"fetched": [str(arrays[0].dtype), arrays[0].tolist()], "refused": refused, "restored": [str(restored.dtype), restored.tolist()]}
+    return {
+        "fetched": [str(arrays[0].dtype), arrays[0].tolist()],
+        "refused": refused,
+        "restored": [str(restored.dtype), restored.tolist()],
+    }
 
 
 def identities(_):
@@ -229,14 +290,23 @@ def identities(_):
         "ties": [tie(a) == tie(a), tie(a) == tie(b), tie(struct) == tie(struct)],
         "is_tensor": [
             frameworks.is_tensor(x)
-            for x in (a, jax.ShapeDtypeStruct((), jnp.int32), jax.random.key(0), jnp.float32(3), np.float32(1), jnp.float32)
+            for x in (
+                a,
+                jax.ShapeDtypeStruct((), jnp.int32),
+                jax.random.key(0),
+                jnp.float32(3),
+                np.float32(1),
+                jnp.float32,
+            )
         ],
     }
 
 
 def guarded(_):
     """Nothing that JAX calls an implicit transfer."""
-    array, leaf = sharded({"mesh": [8], "devices": range(8), "shape": [8], "spec": ["x"], "dtype": "float32"})
+    array, leaf = sharded(
+        {"mesh": [8], "devices": range(8), "shape": [8], "spec": ["x"], "dtype": "float32"}
+    )
     with jax.transfer_guard("disallow"):
         (arrays,) = frameworks.fetch([source := frameworks.source("w", leaf)])
         restored = placed(frameworks.target("w", leaf, (), F32), array)
@@ -244,7 +314,8 @@ def guarded(_):
 
 
 def memory_of_boxes(case):
-    """Copies of packed elements are host memory of Python's: how much of it do wanted boxes take?"""
+    """Copies of packed elements are host memory of Python's: how much of it do wanted boxes
+    take?"""
     array, leaf = sharded(case | {"shape": [8, 1 << 18], "dtype": "int4"})
     source = frameworks.source("w", leaf)
     tracemalloc.start()
@@ -254,18 +325,28 @@ def memory_of_boxes(case):
     tracemalloc.stop()
     return {
         "boxes": len(source.boxes),
-        "bits": [same_bits(fetched, array[source.boxes[k].slices]) for k, fetched in zip(case["wanted"], arrays, strict=True)],
+        "bits": [
+            same_bits(fetched, array[source.boxes[k].slices])
+            for k, fetched in zip(case["wanted"], arrays, strict=True)
+        ],
         "taken": peak / sum(a.nbytes for a in arrays) if arrays else peak,
     }
 
 
 def named_owners(case):
-    """Holders of boxes where a world names the owner of each device, and JAX takes all devices for its only process's."""
+    """Holders of boxes where a world names the owner of each device, and JAX takes all devices for
+    its only process's."""
     owners = {int(device): owner for device, owner in case["owners"].items()}
     world = World(0, 2, {"jax": DeviceOwners.of(owners)})
     sources = frameworks.sources({"w": sharded(case)[1], "free": jnp.ones(3)}, world)
-    stranger = error(frameworks.source, "w", sharded(case)[1], World(0, 2, {"jax": DeviceOwners.of({0: 1})}))
-    return {"holders": sources["w"].holders, "uncommitted": sources["free"].holders, "stranger": stranger}
+    stranger = error(
+        frameworks.source, "w", sharded(case)[1], World(0, 2, {"jax": DeviceOwners.of({0: 1})})
+    )
+    return {
+        "holders": sources["w"].holders,
+        "uncommitted": sources["free"].holders,
+        "stranger": stranger,
+    }
 
 
 def pmapped(_):
@@ -283,7 +364,8 @@ def pmapped(_):
 
 
 def together(_):
-    """Eight threads fetch one shard each of an array of which JAX has not listed the shards, over and over: what went wrong."""
+    """Eight threads fetch one shard each of an array of which JAX has not listed the shards, over
+    and over: what went wrong."""
     wrong, interval = [], sys.getswitchinterval()
     sharding = NamedSharding(Mesh(devices(range(8)), NAMES[:1]), PartitionSpec("x"))
     whole = np.arange(16, dtype=np.float32)
@@ -294,7 +376,9 @@ def together(_):
             ((array,),) = frameworks.fetch([frameworks.source("w", leaf)], [[k]])
         except KeyError as e:
             return f"no shard of device {e}"
-        return None if same_bits(array, whole[2 * k : 2 * k + 2]) else f"other elements in shard {k}"
+        return (
+            None if same_bits(array, whole[2 * k : 2 * k + 2]) else f"other elements in shard {k}"
+        )
 
     sys.setswitchinterval(1e-6)
     try:
@@ -302,14 +386,17 @@ def together(_):
             for _ in range(50):
                 leaf = jax.device_put(whole, sharding)
                 wrong += filter(None, pool.map(partial(ask, leaf, Barrier(8)), range(8)))
-                wrong += [] if len(leaf.addressable_shards) == 8 else ["JAX keeps a part of the list"]
+                wrong += (
+                    [] if len(leaf.addressable_shards) == 8 else ["JAX keeps a part of the list"]
+                )
     finally:
         sys.setswitchinterval(interval)
     return wrong
 
 
 def amid_another(_):
-    """A signal handler saves while a save asks JAX for the shards of an array: what came, and what ended."""
+    """A signal handler saves while a save asks JAX for the shards of an array: what came, and what
+    ended."""
     state, saved = {"w": jnp.ones(3)}, []
 
     def handler(*_):
@@ -317,7 +404,11 @@ def amid_another(_):
         saved.append("handler")
 
     def trace(frame, event, _):
-        if event == "call" and frame.f_code.co_name == "addressable_shards" and "signal" not in saved:
+        if (
+            event == "call"
+            and frame.f_code.co_name == "addressable_shards"
+            and "signal" not in saved
+        ):
             saved.append("signal")
             signal.raise_signal(signal.SIGUSR1)
 
@@ -373,7 +464,9 @@ def refusals(_):
         "rank": to(Target(NamedSharding(mesh, PartitionSpec(None, None, "x")))),
         "rank ours": to(Target(Sharding(ours, shardckpt.PartitionSpec(None, None, "x")))),
         "rank hlo": to(Target(OpSharding.parse("{devices=[8]<=[8]}"))),
-        "strangers": to(Target(Sharding(shardckpt.Mesh((2,), ("x",), [7, 100]), shardckpt.PartitionSpec("x")))),
+        "strangers": to(
+            Target(Sharding(shardckpt.Mesh((2,), ("x",), [7, 100]), shardckpt.PartitionSpec("x")))
+        ),
         "maximal": to(Target(OpSharding.maximal(8))),
         "manual": to(Target(OpSharding.parse("{manual}"))),
         "everywhere": to(Target(OpSharding.parse("{replicated}"))),

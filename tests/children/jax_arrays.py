@@ -8,7 +8,9 @@ import numpy as np
 from shardckpt.errors import ShardckptError
 
 compiled = []
-jax.monitoring.register_event_duration_secs_listener(lambda event, _seconds, **_: compiled.append(event))
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _seconds, **_: compiled.append(event)
+)
 
 
 def compiles():
@@ -48,9 +50,17 @@ def placed(sink, array):
 
 def on_devices(array):
     """Id, index and bits of the shard on every device; for keys the bits of their words."""
-    array = jax.random.key_data(array) if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+    array = (
+        jax.random.key_data(array)
+        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+        else array
+    )
     return [
-        (s.device.id, [list(i.indices(n)[:2]) for i, n in zip(s.index, array.shape, strict=True)], np.asarray(s.data).tobytes())
+        (
+            s.device.id,
+            [list(i.indices(n)[:2]) for i, n in zip(s.index, array.shape, strict=True)],
+            np.asarray(s.data).tobytes(),
+        )
         for s in sorted(array.addressable_shards, key=lambda s: s.device.id)
     ]
 

@@ -14,26 +14,44 @@ SIDES = [1, 2, 3, 6, 7, 8, 10, 12, 16, 24, 33]
 
 
 def elements(seed, shape, dtype, *, normal=False):
-    """Random bits, not-a-numbers among them; `normal`: numbers with exponents of medium size only."""
+    """Random bits, not-a-numbers among them; `normal`: numbers with exponents of medium size
+    only."""
     kind = by_name(dtype)
     size = int(np.prod(shape, dtype=int)) * kind.itemsize
-    bits = {"bool": 1, "int1": 1, "uint1": 1, "int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}.get(dtype, 8)
+    bits = {
+        "bool": 1,
+        "int1": 1,
+        "uint1": 1,
+        "int2": 2,
+        "uint2": 2,
+        "int4": 4,
+        "uint4": 4,
+        "float4_e2m1fn": 4,
+    }.get(dtype, 8)
     raw = np.random.default_rng(seed).integers(0, 1 << bits, size, np.uint8)
     return (raw & 0xBF | 0x20 if normal and bits == 8 else raw).view(kind.numpy).reshape(shape)
 
 
 def same_bits(a, b):
     a, b = np.asarray(a), np.asarray(b)
-    return a.dtype == b.dtype and a.shape == b.shape and np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
+    )
 
 
 def parts(case):
     sizes = dict(zip(NAMES, case["mesh"], strict=False))
-    return [int(np.prod([sizes[a] for a in ([p] if isinstance(p, str) else p or [])], dtype=int)) for p in case["spec"]]
+    return [
+        int(np.prod([sizes[a] for a in ([p] if isinstance(p, str) else p or [])], dtype=int))
+        for p in case["spec"]
+    ]
 
 
 def layout(rng: random.Random, shape, *, even, smaller=False):
-    """A random mesh over devices in a random order, and a spec; `even`: one that cuts the shape evenly."""
+    """A random mesh over devices in a random order, and a spec; `even`: one that cuts the shape
+    evenly."""
     while True:
         mesh = rng.choice(MESHES + SMALLER if smaller else MESHES)
         spec = [[] for _ in shape]
@@ -57,4 +75,9 @@ def draw_tensors(count, dtypes, seed):
         shape = [rng.choice(SIDES) for _ in range(rng.choice([0, 1, 2, 2, 3]))]
         if i % 11 == 5 and shape:
             shape[0] = 0
-        yield {"name": f"t{i}", "shape": shape, "dtype": dtypes[i % len(dtypes)], "seed": 1000 * seed + i}
+        yield {
+            "name": f"t{i}",
+            "shape": shape,
+            "dtype": dtypes[i % len(dtypes)],
+            "seed": 1000 * seed + i,
+        }

@@ -1,6 +1,8 @@
-"""Run by test_jax.py on 8 virtual devices: save under one layout, restore under another, through real storage.
+"""Run by test_jax.py on 8 virtual devices: save under one layout, restore under another, through
+real storage.
 
-Then, when stdin says so and CROSS is not 0, restore what torch_xla has saved and save the same for torch_xla. One line of JSON on stdout.
+Then, when stdin says so and CROSS is not 0, restore what torch_xla has saved and save the same for
+torch_xla. One line of JSON on stdout.
 """
 
 import json
@@ -17,10 +19,23 @@ import shardckpt
 from shardckpt import SaveOptions, Sharding, Target
 
 ROOT, PAIRS, CROSS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-DTYPES = ["float32", "bfloat16", "int32", "bool", "float8_e4m3fn", "int4", "uint4", "complex64", "uint16", "float16"]
+DTYPES = [
+    "float32",
+    "bfloat16",
+    "int32",
+    "bool",
+    "float8_e4m3fn",
+    "int4",
+    "uint4",
+    "complex64",
+    "uint16",
+    "float16",
+]
 XLA_DTYPES = ["float32", "bfloat16", "int32", "bool", "uint8", "float8_e5m2", "complex64"]
 compiled = []
-jax.monitoring.register_event_duration_secs_listener(lambda event, _seconds, **_: compiled.append(event))
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _seconds, **_: compiled.append(event)
+)
 
 
 def compiles():
@@ -29,13 +44,18 @@ def compiles():
 
 def named(case):
     devices = np.array([jax.devices()[i] for i in case["devices"]]).reshape(case["mesh"])
-    spec = PartitionSpec(*(tuple(part) if isinstance(part, list) else part for part in case["spec"]))
+    spec = PartitionSpec(
+        *(tuple(part) if isinstance(part, list) else part for part in case["spec"])
+    )
     return NamedSharding(Mesh(devices, NAMES[: len(case["mesh"])]), spec)
 
 
 def ours(case):
     mesh = shardckpt.Mesh(case["mesh"], NAMES[: len(case["mesh"])], case["devices"])
-    return Sharding(mesh, shardckpt.PartitionSpec(*(tuple(p) if isinstance(p, list) else p for p in case["spec"])))
+    return Sharding(
+        mesh,
+        shardckpt.PartitionSpec(*(tuple(p) if isinstance(p, list) else p for p in case["spec"])),
+    )
 
 
 def draw_target(rng, tensor, array):
@@ -58,14 +78,20 @@ def differs(actual, array, sharding):
 
 
 def pairs():
-    """Many arrays, each with a layout of its own to save and another to restore, in a few checkpoints."""
+    """Many arrays, each with a layout of its own to save and another to restore, in a few
+    checkpoints."""
     rng = random.Random(0)
     tensors = list(draw_tensors(PAIRS, DTYPES, 1))
     wrong, compiled_by_us = [], 0
     for batch, storage in enumerate(["packed", "zarr", "packed", "zarr"]):
         mine = tensors[batch::4]
         arrays = {t["name"]: elements(t["seed"], t["shape"], t["dtype"]) for t in mine}
-        state = {t["name"]: jax.device_put(arrays[t["name"]], named(layout(rng, t["shape"], even=True, smaller=True))) for t in mine}
+        state = {
+            t["name"]: jax.device_put(
+                arrays[t["name"]], named(layout(rng, t["shape"], even=True, smaller=True))
+            )
+            for t in mine
+        }
         targets = {t["name"]: draw_target(rng, t, arrays[t["name"]]) for t in mine}
         url = f"{ROOT}/pairs{batch}"
         before = compiles()
@@ -83,8 +109,13 @@ def pairs():
 
 def training():
     """Train, save, restore onto the same and onto another mesh, train on."""
-    one = NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), NAMES[:2]), PartitionSpec("x", "y"))
-    other = NamedSharding(Mesh(np.array(jax.devices())[[5, 1, 4, 0, 7, 3, 6, 2]].reshape(2, 4), NAMES[:2]), PartitionSpec("y", "x"))
+    one = NamedSharding(
+        Mesh(np.array(jax.devices()).reshape(4, 2), NAMES[:2]), PartitionSpec("x", "y")
+    )
+    other = NamedSharding(
+        Mesh(np.array(jax.devices())[[5, 1, 4, 0, 7, 3, 6, 2]].reshape(2, 4), NAMES[:2]),
+        PartitionSpec("y", "x"),
+    )
 
     def loss(w, x):
         return jnp.mean((x @ w - 1) ** 2)
@@ -93,16 +124,34 @@ def training():
     def step(state):
         gradient = jax.grad(loss)(state["w"], state["x"])
         momentum = 0.9 * state["momentum"] + gradient
-        return {**state, "w": state["w"] - 0.1 * momentum, "momentum": momentum, "count": state["count"] + 1}
+        return {
+            **state,
+            "w": state["w"] - 0.1 * momentum,
+            "momentum": momentum,
+            "count": state["count"] + 1,
+        }
 
-    random_w, x = jax.random.normal(jax.random.key(1), (16, 8)), jax.random.normal(jax.random.key(2), (32, 16))
-    state = {"w": jax.device_put(random_w, one), "momentum": jax.device_put(jnp.zeros((16, 8)), one), "x": x, "count": jnp.int32(0)}
+    random_w, x = (
+        jax.random.normal(jax.random.key(1), (16, 8)),
+        jax.random.normal(jax.random.key(2), (32, 16)),
+    )
+    state = {
+        "w": jax.device_put(random_w, one),
+        "momentum": jax.device_put(jnp.zeros((16, 8)), one),
+        "x": x,
+        "count": jnp.int32(0),
+    }
     state = step(step(state))
     shardckpt.save(f"{ROOT}/training", state)
     expected = step(state)
     before = compiles()
     same = shardckpt.restore(f"{ROOT}/training", like=state)
-    like = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=other if a.ndim and name != "x" else None) for name, a in state.items()}
+    like = {
+        name: jax.ShapeDtypeStruct(
+            a.shape, a.dtype, sharding=other if a.ndim and name != "x" else None
+        )
+        for name, a in state.items()
+    }
     moved = shardckpt.restore(f"{ROOT}/training", like)
     restoring = compiles() - before
     again = step(same)
@@ -112,8 +161,12 @@ def training():
         "restoring": restoring,
         "going on": going_on,
         "same": all(same_bits(again[name], expected[name]) for name in expected),
-        "close": bool(np.allclose(elsewhere["w"], expected["w"], rtol=1e-5)) and int(elsewhere["count"]) == 3,
-        "layouts": {name: str(shardckpt.open(f"{ROOT}/training").info(name).layout) for name in ("w", "count")},
+        "close": bool(np.allclose(elsewhere["w"], expected["w"], rtol=1e-5))
+        and int(elsewhere["count"]) == 3,
+        "layouts": {
+            name: str(shardckpt.open(f"{ROOT}/training").info(name).layout)
+            for name in ("w", "count")
+        },
     }
 
 
@@ -121,9 +174,19 @@ def from_torch_xla():
     """Restore what torch_xla saved."""
     rng = random.Random(2)
     tensors = list(draw_tensors(CROSS, XLA_DTYPES, 2))
-    targets = {t["name"]: draw_target(rng, t, elements(t["seed"], t["shape"], t["dtype"])) for t in tensors}
-    restored = shardckpt.restore(f"{ROOT}/torch_xla", {name: way for name, (way, _) in targets.items()})
-    return [t for t in tensors if differs(restored[t["name"]], elements(t["seed"], t["shape"], t["dtype"]), targets[t["name"]][1])]
+    targets = {
+        t["name"]: draw_target(rng, t, elements(t["seed"], t["shape"], t["dtype"])) for t in tensors
+    }
+    restored = shardckpt.restore(
+        f"{ROOT}/torch_xla", {name: way for name, (way, _) in targets.items()}
+    )
+    return [
+        t
+        for t in tensors
+        if differs(
+            restored[t["name"]], elements(t["seed"], t["shape"], t["dtype"]), targets[t["name"]][1]
+        )
+    ]
 
 
 def for_torch_xla():
@@ -131,7 +194,9 @@ def for_torch_xla():
     state = {}
     for t in draw_tensors(CROSS, XLA_DTYPES, 3):
         sharding = named(layout(rng, t["shape"], even=True, smaller=True))
-        state[t["name"]] = jax.device_put(elements(t["seed"], t["shape"], t["dtype"], normal=True), sharding)
+        state[t["name"]] = jax.device_put(
+            elements(t["seed"], t["shape"], t["dtype"], normal=True), sharding
+        )
     shardckpt.save(f"{ROOT}/jax", state)
     return len(state)
 

@@ -1,4 +1,5 @@
-"""torch_xla's half of what test_jax.py asks: save for JAX, and when stdin says so, restore what JAX has saved."""
+"""torch_xla's half of what test_jax.py asks: save for JAX, and when stdin says so, restore what JAX
+has saved."""
 
 import json
 import os
@@ -34,7 +35,11 @@ def save():
         tensor = tensor_of(array, by_name(t["dtype"])).to("xla")
         if array.size and array.ndim:
             case = layout(rng, t["shape"], even=False)
-            xs.mark_sharding(tensor, xs.Mesh(case["devices"], tuple(case["mesh"]), NAMES[: len(case["mesh"])]), parts_of(case))
+            xs.mark_sharding(
+                tensor,
+                xs.Mesh(case["devices"], tuple(case["mesh"]), NAMES[: len(case["mesh"])]),
+                parts_of(case),
+            )
         state[t["name"]] = tensor
     shardckpt.save(f"{ROOT}/torch_xla", state)
 
@@ -49,9 +54,16 @@ def restore():
         like[t["name"]] = Target(Sharding(mesh, PartitionSpec(*parts_of(case))))
     restored = shardckpt.restore(f"{ROOT}/jax", like)
     assert all(isinstance(r, torch.Tensor) and r.device.type == "xla" for r in restored.values())
-    # On their way to the CPU torch_xla changes not-a-numbers and flushes subnormal numbers; there are none here.
+    # On their way to the CPU torch_xla changes not-a-numbers and flushes subnormal numbers; there
+    # are none here.
     arrays = {t["name"]: array_of(restored[t["name"]].cpu(), by_name(t["dtype"])) for t in tensors}
-    return [t for t in tensors if not same_bits(arrays[t["name"]], elements(t["seed"], t["shape"], t["dtype"], normal=True))]
+    return [
+        t
+        for t in tensors
+        if not same_bits(
+            arrays[t["name"]], elements(t["seed"], t["shape"], t["dtype"], normal=True)
+        )
+    ]
 
 
 def jax_is_awake():

@@ -2,7 +2,8 @@
 
     python kill_race.py <value> <overwrite: 0 or 1> <url> …
 
-Writes a line before it publishes, waits for a line, and writes what became of it: `saved` or the error's class.
+Writes a line before it publishes, waits for a line, and writes what became of it: `saved` or the
+error's class.
 """
 
 import sys

@@ -1,4 +1,5 @@
-"""Saves to the urls given, without the right that makes root write where it may not; prints the errors' classes and texts."""
+"""Saves to the urls given, without the right that makes root write where it may not; prints the
+errors' classes and texts."""
 
 import ctypes
 import json
@@ -8,7 +9,8 @@ import numpy as np
 
 import shardckpt
 
-# struct __user_cap_header_struct {version 3, this thread}, and no capabilities: of no effect on other users than root.
+# struct __user_cap_header_struct {version 3, this thread}, and no capabilities: of no effect on
+# other users than root.
 assert ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()) == 0
 errors = []
 for url in sys.argv[1:]:

@@ -1,6 +1,7 @@
 """A rank of a gloo job whose loaders read by the data axis of a mesh. Prints JSON.
 
-python loader_axis.py <port> <rank> <ranks> <place> save|restore <size of the data axis> given|mesh|unknown
+python loader_axis.py <port> <rank> <ranks> <place> save|restore <size of the data axis>
+given|mesh|unknown
 """
 
 import json
@@ -51,7 +52,8 @@ if act == "save":
     next(iter(loader))
     shardckpt.save(place, state)
     answer["versions"] = [
-        json.loads(path.read_bytes())["version"] for path in sorted(shardckpt.io.url.parse(place).local_path.glob("*/hosts/*/values.json"))
+        json.loads(path.read_bytes())["version"]
+        for path in sorted(shardckpt.io.url.parse(place).local_path.glob("*/hosts/*/values.json"))
     ]
 else:
     try:

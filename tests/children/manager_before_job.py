@@ -13,7 +13,9 @@ import shardckpt
 
 port, rank, place = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 options = shardckpt.SaveOptions(commit_timeout=30)
-early, plain = (shardckpt.CheckpointManager(place / name, options=options) for name in ("early", "plain"))
+early, plain = (
+    shardckpt.CheckpointManager(place / name, options=options) for name in ("early", "plain")
+)
 by_itself = shardckpt.CheckpointManager(place / f"own{rank}", options=options)
 by_itself.should_save(1)
 chosen = shardckpt.CheckpointManager(place / f"chosen{rank}", coordinator=shardckpt.SingleProcess())
@@ -35,8 +37,16 @@ except shardckpt.errors.OptionError as e:
 chosen.save(3, {"w": torch.ones(3)})
 chosen.close()
 dist.barrier()
-answer = {"early": early.all_steps(), "plain": plain.all_steps(), "chosen": chosen.all_steps(), "refused": refused}
-hosts = [len(shardckpt.open(path).record.hosts) for path in (place / "early/1", place / "plain/2", place / f"chosen{rank}/3")]
+answer = {
+    "early": early.all_steps(),
+    "plain": plain.all_steps(),
+    "chosen": chosen.all_steps(),
+    "refused": refused,
+}
+hosts = [
+    len(shardckpt.open(path).record.hosts)
+    for path in (place / "early/1", place / "plain/2", place / f"chosen{rank}/3")
+]
 print(json.dumps(answer | {"hosts": hosts}))
 dist.barrier()
 dist.destroy_process_group()

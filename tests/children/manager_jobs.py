@@ -23,7 +23,11 @@ OPERATIONS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "utime")
 
 def state(coordinator, step):
     """Large enough to be dealt out, and with what each process has for itself."""
-    return {"w": np.full(40_000, step, np.float32), "own": PerProcess([coordinator.world.process, step]), "step": step}
+    return {
+        "w": np.full(40_000, step, np.float32),
+        "own": PerProcess([coordinator.world.process, step]),
+        "step": step,
+    }
 
 
 def policy(described):
@@ -33,13 +37,21 @@ def policy(described):
         if isinstance(one, dict):
             made.append(policies.EverySeconds(one["seconds"]))
         else:
-            made.append({"continuous": policies.Continuous(), "preemption": policies.OnPreemption()}.get(one, one))
+            made.append(
+                {"continuous": policies.Continuous(), "preemption": policies.OnPreemption()}.get(
+                    one, one
+                )
+            )
     return policies.any_of(*made)
 
 
 def manager(coordinator, root, every, **options):
     timeout = options.pop("commit_timeout", 30)
-    made = {"every": policy(every), "lead_time": 0.02, "options": SaveOptions(commit_timeout=timeout)} | options
+    made = {
+        "every": policy(every),
+        "lead_time": 0.02,
+        "options": SaveOptions(commit_timeout=timeout),
+    } | options
     return shardckpt.CheckpointManager(root, coordinator=coordinator, **made)
 
 
@@ -50,7 +62,17 @@ def skew(rate):
         setattr(time, name, lambda real=real: real() * rate + 1000 * rate)
 
 
-def train(coordinator, root, every, steps, rates=None, pauses=None, signalled=None, options=None, enough=None):
+def train(
+    coordinator,
+    root,
+    every,
+    steps,
+    rates=None,
+    pauses=None,
+    signalled=None,
+    options=None,
+    enough=None,
+):
     """Train from where the run is; which steps this process has saved, and where it ended.
 
     Args:
@@ -64,7 +86,13 @@ def train(coordinator, root, every, steps, rates=None, pauses=None, signalled=No
         skew(rates[process])
     saved = []
     with manager(coordinator, root, every, **(options or {})) as mgr:
-        restored = mgr.restore({"w": np.zeros(40_000, np.float32), "own": PerProcess([0, 0], choose=lambda values: values[0]), "step": 0})
+        restored = mgr.restore(
+            {
+                "w": np.zeros(40_000, np.float32),
+                "own": PerProcess([0, 0], choose=lambda values: values[0]),
+                "step": 0,
+            }
+        )
         step = first = 0 if restored is None else restored.step + 1
         for step in range(first, first + steps):
             if signalled == [process, step]:
@@ -79,7 +107,8 @@ def train(coordinator, root, every, steps, rates=None, pauses=None, signalled=No
 
 
 def count_words(coordinator, root, every, steps):
-    """Count how many times this process looks for a word, and says one, while all go step by step."""
+    """Count how many times this process looks for a word, and says one, while all go step by
+    step."""
     counts = {"looks": 0, "words": 0}
     get, put = coordinator._get, coordinator._set
 
@@ -105,7 +134,11 @@ def restore_while_steps_land(coordinator, root, first):
     with manager(coordinator, root, [1]) as mgr:
         if coordinator.world.process == 1:
             for step in range(first, first + 3):
-                shardckpt.save(f"{root}/{step}", {"w": np.full(40_000, step, np.float32), "step": step}, coordinator=_alone())
+                shardckpt.save(
+                    f"{root}/{step}",
+                    {"w": np.full(40_000, step, np.float32), "step": step},
+                    coordinator=_alone(),
+                )
         restored = mgr.restore()
         return [restored.step, int(restored.state["w"][-1])]
 
@@ -120,14 +153,17 @@ def save_own(coordinator, root, steps):
     """Each process a tensor of its own."""
     name = f"p{coordinator.world.process}"
     options = SaveOptions(host_tensors="local", commit_timeout=30)
-    with shardckpt.CheckpointManager(root, every=1, coordinator=coordinator, options=options) as mgr:
+    with shardckpt.CheckpointManager(
+        root, every=1, coordinator=coordinator, options=options
+    ) as mgr:
         for step in steps:
             mgr.save(step, {name: np.full(40_000, step, np.float32)})
     return "saved"
 
 
 def restore_own(coordinator, root, fallback):
-    """Each process restores its own tensor; from which step, and which steps were found damaged, with the reason."""
+    """Each process restores its own tensor; from which step, and which steps were found damaged,
+    with the reason."""
     damaged = []
 
     def on_event(event):
@@ -195,7 +231,8 @@ class Killer:
 
 
 def clean_until_killed(coordinator, root, k):
-    """Save a step and delete those before it, and die on the way; how many operations were left to k."""
+    """Save a step and delete those before it, and die on the way; how many operations were left to
+    k."""
     killer = Killer(k)
     with manager(coordinator, root, [1], keep=1) as mgr:
         mgr.restore()
@@ -240,11 +277,16 @@ def save_with_metrics(coordinator, root, losses):
             mgr.save(step, state(coordinator, step), {"loss": mine[coordinator.world.process]})
         mgr.wait()
         coordinator.share("done", None)
-        return [mgr.all_steps(), mgr.best_step(), shardckpt.open(mgr.url(mgr.best_step())).metadata["metrics"]]
+        return [
+            mgr.all_steps(),
+            mgr.best_step(),
+            shardckpt.open(mgr.url(mgr.best_step())).metadata["metrics"],
+        ]
 
 
 def train_and_die(coordinator, root, every, steps, victim, k):
-    """Train, keeping three steps; one process dies before the k-th operation of its own that changes the storage."""
+    """Train, keeping three steps; one process dies before the k-th operation of its own that
+    changes the storage."""
     from shardckpt.writing import attempt
 
     attempt._COMMITTING, coordinator._timeout = 1.0, 3.0
@@ -254,7 +296,8 @@ def train_and_die(coordinator, root, every, steps, victim, k):
 
 
 def save_steps(coordinator, root, steps, taken_over=None):
-    """Save steps, one after the other; before one of them another run takes the root over. The error's class, if there is one."""
+    """Save steps, one after the other; before one of them another run takes the root over. The
+    error's class, if there is one."""
     with manager(coordinator, root, []) as mgr:
         try:
             for step in steps:
@@ -268,10 +311,17 @@ def save_steps(coordinator, root, steps, taken_over=None):
 
 
 def restore_stages(coordinator, root, stages, likes, strict=True):
-    """Save one state from all stages, and restore by other ones: the names that each process has in `likes`, and what they got."""
+    """Save one state from all stages, and restore by other ones: the names that each process has in
+    `likes`, and what they got."""
     process = coordinator.world.process
     with manager(coordinator, root, [1]) as saving:
-        saving.save(1, {"step": 1, **{name: np.full(2_000, ord(name), np.float32) for name in stages[process]}})
+        saving.save(
+            1,
+            {
+                "step": 1,
+                **{name: np.full(2_000, ord(name), np.float32) for name in stages[process]},
+            },
+        )
         saving.wait()
     with manager(coordinator, root, [1]) as restoring:
         names = likes[process]

@@ -1,4 +1,5 @@
-"""Processes of a job for the tests of saves by many hosts. States are numpy's; a `Held` array says which host holds which box."""
+"""Processes of a job for the tests of saves by many hosts. States are numpy's; a `Held` array says
+which host holds which box."""
 
 import numpy as np
 
@@ -21,7 +22,9 @@ def state(shift=0):
 
 
 def save(coordinator, url, options=None, shift=0):
-    shardckpt.save(url, state(shift), options=SaveOptions(**(options or {})), coordinator=coordinator)
+    shardckpt.save(
+        url, state(shift), options=SaveOptions(**(options or {})), coordinator=coordinator
+    )
     return "saved"
 
 
@@ -31,7 +34,9 @@ def race(coordinator, url, times):
     for attempt in range(times):
         coordinator.share(f"race {attempt}", None)
         try:
-            shardckpt.save(f"{url}/{attempt}", state(coordinator.world.process), coordinator=SingleProcess())
+            shardckpt.save(
+                f"{url}/{attempt}", state(coordinator.world.process), coordinator=SingleProcess()
+            )
             outcomes.append("saved")
         except errors.AlreadyExistsError as e:
             outcomes.append(type(e).__name__)
@@ -51,7 +56,8 @@ def save_different(coordinator, url, states, options=None):
 
 
 def save_with_the_store_lost(coordinator, url, *lost):
-    """Once all have begun, no process of `lost` reaches the store any more; where process 0 does not, nobody hears of the commit."""
+    """Once all have begun, no process of `lost` reaches the store any more; where process 0 does
+    not, nobody hears of the commit."""
     from shardckpt import errors
     from shardckpt.writing import attempt
 
@@ -83,28 +89,42 @@ def save_what_cannot_be_encoded(coordinator, url):
     """An error that is none of ours, on process 1 alone."""
     leaf = 3
     if coordinator.world.process == 1:
-        shardckpt.register_leaf(Unsaveable, name="unsaveable", encode=lambda _leaf: {}["missing"], decode=lambda _json: Unsaveable())
+        shardckpt.register_leaf(
+            Unsaveable,
+            name="unsaveable",
+            encode=lambda _leaf: {}["missing"],
+            decode=lambda _json: Unsaveable(),
+        )
         leaf = Unsaveable()
     shardckpt.save(url, {"leaf": leaf}, coordinator=coordinator)
 
 
 def save_per_process(coordinator, url):
     process = coordinator.world.process
-    mine = {"rng": shardckpt.PerProcess({"seed": process, "words": np.arange(3) + process}), "w": np.arange(10)}
+    mine = {
+        "rng": shardckpt.PerProcess({"seed": process, "words": np.arange(3) + process}),
+        "w": np.arange(10),
+    }
     shardckpt.save(url, mine, coordinator=coordinator)
-    back = shardckpt.restore(url, like={"rng": shardckpt.PerProcess(None), "w": np.zeros(10, int)}, coordinator=coordinator)
+    back = shardckpt.restore(
+        url,
+        like={"rng": shardckpt.PerProcess(None), "w": np.zeros(10, int)},
+        coordinator=coordinator,
+    )
     return [back["rng"].value["seed"], back["rng"].value["words"].tolist(), back["w"].tolist()]
 
 
 def save_many(coordinator, url, saves):
-    """Several saves to one place, the last of which stays; how many of the processes' keys they took."""
+    """Several saves to one place, the last of which stays; how many of the processes' keys they
+    took."""
     for i in range(saves):
         shardckpt.save(f"{url}/{i}", state(i), coordinator=coordinator)
     return len(list(coordinator.directory.iterdir()))
 
 
 def save_without_committing(coordinator, url, options=None, shift=0, leave_out=()):
-    """All hosts write, and the committer dies before it publishes; those of `leave_out` never write."""
+    """All hosts write, and the committer dies before it publishes; those of `leave_out` never
+    write."""
     from shardckpt.writing import attempt
 
     def die(*_arguments):
@@ -116,7 +136,9 @@ def save_without_committing(coordinator, url, options=None, shift=0, leave_out=(
     if coordinator.world.process in leave_out:
         return "absent"
     try:
-        shardckpt.save(url, state(shift), options=SaveOptions(**(options or {})), coordinator=coordinator)
+        shardckpt.save(
+            url, state(shift), options=SaveOptions(**(options or {})), coordinator=coordinator
+        )
     except (KeyboardInterrupt, shardckpt.ShardckptError) as e:
         return f"{type(e).__name__}: {e}"
     return "saved"
@@ -131,11 +153,17 @@ def commit_at_once(coordinator, url):
 def choose(coordinator, url):
     """Restore another process count's values, by a function over them."""
     like = {"rng": shardckpt.PerProcess(None, choose=lambda values: sum(v["seed"] for v in values))}
-    return shardckpt.restore(url, like=like, only="rng", strict=False, coordinator=coordinator)["rng"].value
+    return shardckpt.restore(url, like=like, only="rng", strict=False, coordinator=coordinator)[
+        "rng"
+    ].value
 
 
 def restore_without_choice(coordinator, url):
-    shardckpt.restore(url, like={"rng": shardckpt.PerProcess(None), "w": np.zeros(10, int)}, coordinator=coordinator)
+    shardckpt.restore(
+        url,
+        like={"rng": shardckpt.PerProcess(None), "w": np.zeros(10, int)},
+        coordinator=coordinator,
+    )
 
 
 def save_two(coordinator, first, second):
@@ -151,8 +179,14 @@ def save_then_differ(coordinator, root):
 
 
 def save_and_forget(coordinator, url):
-    """Two saves to each of several places; the number of places whose calls are still more than a number, and the names of attempts."""
+    """Two saves to each of several places; the number of places whose calls are still more than a
+    number, and the names of attempts."""
     options = SaveOptions(overwrite=True)
-    reports = [shardckpt.save(f"{url}/{i % 3}", {"w": np.arange(9)}, options=options, coordinator=coordinator) for i in range(6)]
+    reports = [
+        shardckpt.save(
+            f"{url}/{i % 3}", {"w": np.arange(9)}, options=options, coordinator=coordinator
+        )
+        for i in range(6)
+    ]
     counts = coordinator.notes["places"]
     return [len(counts.in_use) + len(counts.failed), [report.attempt for report in reports]]

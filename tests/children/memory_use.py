@@ -1,4 +1,5 @@
-"""Saves and restores in a process of its own, and tells what memory that took. A case as JSON on stdin, numbers on stdout."""
+"""Saves and restores in a process of its own, and tells what memory that took. A case as JSON on
+stdin, numbers on stdout."""
 
 import json
 import sys
@@ -54,7 +55,8 @@ def check(array, shape, box):
 
 @dataclass(frozen=True)
 class DeviceSink(PlainSink):
-    """The shards of one host's devices, which have memory of their own: what is placed leaves this process."""
+    """The shards of one host's devices, which have memory of their own: what is placed leaves this
+    process."""
 
     name: str
     shape: tuple[int, ...]
@@ -86,9 +88,15 @@ def mesh(case):
 
 def save(case):
     elements = np.arange(prod(SHAPES["large"]), dtype=np.uint32)
-    state = {name: elements[: prod(shape)].reshape(shape) for name, shape in SHAPES.items() if name in case["names"]}
+    state = {
+        name: elements[: prod(shape)].reshape(shape)
+        for name, shape in SHAPES.items()
+        if name in case["names"]
+    }
     sharding = Sharding(mesh(case), PartitionSpec(*case["spec"]))
-    options = SaveOptions(layout=case["layout"], memory_limit=case["limit"], shardings={"*": sharding})
+    options = SaveOptions(
+        layout=case["layout"], memory_limit=case["limit"], shardings={"*": sharding}
+    )
     with Peak() as peak:
         shardckpt.save(case["url"], state, options=options)
     return {"growth": peak.growth}
@@ -113,11 +121,22 @@ def restore_host(case):
         checkpoint.reader.read([request for job in batch for request in job.requests()])
 
     with Peak() as peak:
-        limits = {"largest": restoring.LARGEST_BATCH, "staged": restoring.STAGED_BATCH, "ahead": restoring.READ_AHEAD}
-        restored = restoring._read_and_place(jobs, fetch, pool=pool, placed=lambda _nbytes: None, **limits)
+        limits = {
+            "largest": restoring.LARGEST_BATCH,
+            "staged": restoring.STAGED_BATCH,
+            "ahead": restoring.READ_AHEAD,
+        }
+        restored = restoring._read_and_place(
+            jobs, fetch, pool=pool, placed=lambda _nbytes: None, **limits
+        )
     assert restored == {name: len(set(case["devices"])) for name in checkpoint.names()}
     stats = checkpoint.reader.stats
-    return {"growth": peak.growth, "high_water": pool.high_water, "read": stats.bytes_read, "needed": stats.bytes_needed}
+    return {
+        "growth": peak.growth,
+        "high_water": pool.high_water,
+        "read": stats.bytes_read,
+        "needed": stats.bytes_needed,
+    }
 
 
 def restore_in_place(case):
@@ -146,12 +165,16 @@ def restore_in_place(case):
 
 def main():
     case = json.load(sys.stdin)
-    verb = {"save": save, "restore_host": restore_host, "restore_in_place": restore_in_place}[case["verb"]]
+    verb = {"save": save, "restore_host": restore_host, "restore_in_place": restore_in_place}[
+        case["verb"]
+    ]
     answer = verb(case)
     assert "jax" not in sys.modules
     assert "torch_xla" not in sys.modules
     deadline = time.monotonic() + 60
-    while threading.active_count() > 1 and time.monotonic() < deadline:  # a reader's threads end with it
+    while (
+        threading.active_count() > 1 and time.monotonic() < deadline
+    ):  # a reader's threads end with it
         time.sleep(0.01)
     assert threading.active_count() == 1, threading.enumerate()
     sys.stdout.write(json.dumps(answer))

@@ -22,7 +22,8 @@ def content(seed=0):
 
 
 def write(target, until=SIZE, at=None):
-    """From there, or from where it begins, in pieces, until so much of it survives; how far it has come."""
+    """From there, or from where it begins, in pieces, until so much of it survives; how far it has
+    come."""
     at = target.resume_at if at is None else at
     while at < SIZE and target.durable < until:
         piece = content()[at : at + PIECE]
@@ -33,5 +34,10 @@ def write(target, until=SIZE, at=None):
 
 if __name__ == "__main__":
     uploading.SMALLEST = object_files.SAVE_EVERY = MiB
-    write(ObjectTarget.open(parse(sys.argv[1]), nbytes=SIZE, digest="a", overwrite=False, memory_limit=LIMIT), int(sys.argv[2]))
+    write(
+        ObjectTarget.open(
+            parse(sys.argv[1]), nbytes=SIZE, digest="a", overwrite=False, memory_limit=LIMIT
+        ),
+        int(sys.argv[2]),
+    )
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""One of two processes of test_from_orbax.py that save one state with Orbax, each what its own four devices hold."""
+"""One of two processes of test_from_orbax.py that save one state with Orbax, each what its own four
+devices hold."""
 
 import faulthandler
 import sys
@@ -22,10 +23,21 @@ array = np.random.default_rng(0).standard_normal((32, 24)).astype("float32")
 
 
 def put(*spec):
-    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, PartitionSpec(*spec)), lambda index: array[index])
+    return jax.make_array_from_callback(
+        array.shape, NamedSharding(mesh, PartitionSpec(*spec)), lambda index: array[index]
+    )
 
 
-state = {"both": put("data", "model"), "tuple": put(("model", "data")), "replicated": put(), "numpy": np.arange(5), "step": 3}
-for name, options in {"ocdbt": {"use_ocdbt": True, "use_zarr3": True}, "plain": {"use_ocdbt": False}}.items():
+state = {
+    "both": put("data", "model"),
+    "tuple": put(("model", "data")),
+    "replicated": put(),
+    "numpy": np.arange(5),
+    "step": 3,
+}
+for name, options in {
+    "ocdbt": {"use_ocdbt": True, "use_zarr3": True},
+    "plain": {"use_ocdbt": False},
+}.items():
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
         checkpointer.save(f"{ROOT}/{name}", args=ocp.args.PyTreeSave(state))

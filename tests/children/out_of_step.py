@@ -1,6 +1,8 @@
-"""A rank of a gloo job that saves to one place again and again; one rank misses a save. Prints JSON.
+"""A rank of a gloo job that saves to one place again and again; one rank misses a save. Prints
+JSON.
 
-python out_of_step.py <port> <rank> <ranks> <place> <rank that misses a save> <how: skips, raises, lags, or skips while another raises>
+python out_of_step.py <port> <rank> <ranks> <place> <rank that misses a save> <how: skips, raises,
+lags, or skips while another raises>
 """
 
 import json
@@ -13,7 +15,14 @@ import torch.distributed as dist
 import shardckpt
 from shardckpt.writing import attempt
 
-port, rank, ranks, place, misses, how = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]), sys.argv[6]
+port, rank, ranks, place, misses, how = (
+    int(sys.argv[1]),
+    int(sys.argv[2]),
+    int(sys.argv[3]),
+    sys.argv[4],
+    int(sys.argv[5]),
+    sys.argv[6],
+)
 attempt._COMMITTING = 1
 store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -47,7 +56,12 @@ for i in range(7):
     if came[-1] and "Error" not in came[-1]:
         names.append(came[-1])
         own = shardckpt.PerProcess(None, choose=list)
-        restored = shardckpt.restore(place, like={"w": torch.zeros(10), "own": own}, strict=False, coordinator=shardckpt.SingleProcess())
+        restored = shardckpt.restore(
+            place,
+            like={"w": torch.zeros(10), "own": own},
+            strict=False,
+            coordinator=shardckpt.SingleProcess(),
+        )
         assert float(restored["w"][0]) == i
         assert restored["own"].value == [i] * ranks, restored["own"]
     dist.barrier()

@@ -1,4 +1,5 @@
-"""A program that watches for SIGTERM, and has children of its own. Prints what it came to; a child that ignores SIGTERM hangs it."""
+"""A program that watches for SIGTERM, and has children of its own. Prints what it came to; a child
+that ignores SIGTERM hangs it."""
 
 import multiprocessing
 import os
@@ -24,7 +25,9 @@ def started(**options):
 
     def work():
         begun.set()
-        for _ in range(3000):  # a handler of Python's is not called in a sleep that begins just after the signal
+        for _ in range(
+            3000
+        ):  # a handler of Python's is not called in a sleep that begins just after the signal
             time.sleep(0.1)
 
     child = context.Process(target=work, **options)

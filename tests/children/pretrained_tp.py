@@ -23,7 +23,9 @@ dist.init_process_group("gloo")
 checkpoint = shardckpt.open(folder / "run")
 options = {"config": folder / "config", "include": "model/**", "strip_prefix": "model/"}
 plan = DistributedConfig(tp_size=2, tp_plan="auto")
-model = shardckpt.from_pretrained(AutoModelForCausalLM, checkpoint, distributed_config=plan, **options)
+model = shardckpt.from_pretrained(
+    AutoModelForCausalLM, checkpoint, distributed_config=plan, **options
+)
 with torch.no_grad():
     logits = model(input_ids=torch.arange(24).reshape(2, 12)).logits
 logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
@@ -33,7 +35,11 @@ document = {
     "logits": logits.tolist(),
     "read": checkpoint.stats.bytes_read,
     "kept": sum(p.numel() * p.element_size() for p in local),
-    "all": sum(shardckpt.open(folder / "run").info(n).nbytes for n in checkpoint.names() if n.startswith("model/")),
+    "all": sum(
+        shardckpt.open(folder / "run").info(n).nbytes
+        for n in checkpoint.names()
+        if n.startswith("model/")
+    ),
 }
 (out / os.environ["RANK"]).write_text(json.dumps(document))
 dist.destroy_process_group()

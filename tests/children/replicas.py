@@ -1,4 +1,5 @@
-"""Processes of jobs whose tensors describe their own shards, or are replicated on several of them."""
+"""Processes of jobs whose tensors describe their own shards, or are replicated on several of
+them."""
 
 import torch
 from e2e_torch import join, leave
@@ -8,10 +9,15 @@ from shardckpt import SaveOptions
 
 
 def described(rank, ranks, columns, *, fill=None, whole=8):
-    """Rows of a global tensor, evenly cut, with the last rows first in the local tensor and padding behind them."""
+    """Rows of a global tensor, evenly cut, with the last rows first in the local tensor and padding
+    behind them."""
     rows = whole // ranks
     first = rank * rows
-    numbers = torch.arange(whole * columns, dtype=torch.float32).reshape(whole, columns) if fill is None else None
+    numbers = (
+        torch.arange(whole * columns, dtype=torch.float32).reshape(whole, columns)
+        if fill is None
+        else None
+    )
     part = torch.full((rows, columns), fill) if numbers is None else numbers[first : first + rows]
     half = rows // 2
     local = torch.cat([part[half:], part[:half], torch.full((1, columns), -1.0)])
@@ -33,11 +39,16 @@ def restore_described(coordinator, url, columns):
     rank, ranks = coordinator.world.process, coordinator.world.processes
     like = {"w": described(rank, ranks, columns, fill=7.0)}
     restored = shardckpt.restore(url, like, coordinator=coordinator)["w"]
-    return [restored is like["w"], bool(torch.equal(restored, described(rank, ranks, columns))), restored.global_shape == (8, columns)]
+    return [
+        restored is like["w"],
+        bool(torch.equal(restored, described(rank, ranks, columns))),
+        restored.global_shape == (8, columns),
+    ]
 
 
 def train_described(coordinator, url, resume):
-    """Save or resume a module with a described parameter and its optimizer; the moments on this process."""
+    """Save or resume a module with a described parameter and its optimizer; the moments on this
+    process."""
     rank, ranks = coordinator.world.process, coordinator.world.processes
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(described(rank, ranks, 40, fill=0.0 if resume else 1.0))
@@ -48,17 +59,29 @@ def train_described(coordinator, url, resume):
     if resume:
         shardckpt.restore(url, state, coordinator=coordinator)
         moment = optimizer.state[module.weight]["exp_avg"]
-        return [module.weight[:-1].detach().unique().tolist(), moment[:-1].unique().tolist(), [*moment.shape]]
+        return [
+            module.weight[:-1].detach().unique().tolist(),
+            moment[:-1].unique().tolist(),
+            [*moment.shape],
+        ]
     module.weight.grad = torch.full_like(module.weight, rank + 1.0)
     optimizer.step()
-    moment = optimizer.state[module.weight]["exp_avg"]  # which Adam made like the parameter, without a description
+    moment = optimizer.state[module.weight][
+        "exp_avg"
+    ]  # which Adam made like the parameter, without a description
     shardckpt.save(url, state, coordinator=coordinator)
-    return [module.weight[:-1].detach().unique().tolist(), moment[:-1].unique().tolist(), [*moment.shape]]
+    return [
+        module.weight[:-1].detach().unique().tolist(),
+        moment[:-1].unique().tolist(),
+        [*moment.shape],
+    ]
 
 
 def save_same_shard(coordinator, url):
     local = described(0, 1, 40)
-    shardckpt.save(url, {"w": local}, coordinator=coordinator, options=SaveOptions(commit_timeout=60))
+    shardckpt.save(
+        url, {"w": local}, coordinator=coordinator, options=SaveOptions(commit_timeout=60)
+    )
     return "saved"
 
 
@@ -69,7 +92,8 @@ def mesh_of(*shape):
 
 
 def held(rank, case):
-    """This rank's tensor "w" of 2,000,000 or fewer elements, with the difference that the case has."""
+    """This rank's tensor "w" of 2,000,000 or fewer elements, with the difference that the case
+    has."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     size, kind = case["size"], case["kind"]
@@ -81,7 +105,9 @@ def held(rank, case):
         local[case["at"]] = value
     if kind == "plain":
         return local
-    return DTensor.from_local(local, mesh, [Replicate(), Shard(0)] if kind == "HSDP" else [Replicate()], run_check=False)
+    return DTensor.from_local(
+        local, mesh, [Replicate(), Shard(0)] if kind == "HSDP" else [Replicate()], run_check=False
+    )
 
 
 def save_held(coordinator, url, case, options=None):

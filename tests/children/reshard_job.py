@@ -1,7 +1,9 @@
-"""One call of `shardckpt.reshard` in a process of its own, to be interrupted: arguments as JSON, the report as JSON.
+"""One call of `shardckpt.reshard` in a process of its own, to be interrupted: arguments as JSON,
+the report as JSON.
 
-Besides the arguments of that, `patience`: for how many seconds a cluster may be without workers; `call`, the name of another
-function that takes the same; and `pause`: [reports, path], after how many reports it gives out no more tasks until that file exists.
+Besides the arguments of that, `patience`: for how many seconds a cluster may be without workers;
+`call`, the name of another function that takes the same; and `pause`: [reports, path], after how
+many reports it gives out no more tasks until that file exists.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""Reshards, or calls `call`, in a process of its own, and tells what memory that took. Arguments as JSON, numbers as JSON."""
+"""Reshards, or calls `call`, in a process of its own, and tells what memory that took. Arguments as
+JSON, numbers as JSON."""
 
 import json
 import sys

@@ -1,7 +1,9 @@
-"""Names, shapes and plans that transformers itself gives for the tensors of small models: prints one JSON document.
+"""Names, shapes and plans that transformers itself gives for the tensors of small models: prints
+one JSON document.
 
-By model_type: `config` (as in config.json), `tensors` (name → shape, class of the module, and where its plan for tensor parallelism puts
-it), and `experts` (the same for its plan for expert parallelism). Then `training`: names and shapes of a training's state.
+By model_type: `config` (as in config.json), `tensors` (name → shape, class of the module, and where
+its plan for tensor parallelism puts it), and `experts` (the same for its plan for expert
+parallelism). Then `training`: names and shapes of a training's state.
 """
 
 import json
@@ -42,7 +44,9 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 
 def model(kind):
     """A small model on no device at all."""
-    family = {"gpt2": GPT2, "t5": T5, "mt5": T5, "umt5": T5}.get(kind, EXPERTS if "mixtral" in kind or "moe" in kind else {})
+    family = {"gpt2": GPT2, "t5": T5, "mt5": T5, "umt5": T5}.get(
+        kind, EXPERTS if "mixtral" in kind or "moe" in kind else {}
+    )
     config = transformers.CONFIG_MAPPING[kind](**{**WIDTHS, **family})
     auto = transformers.AutoModelForSeq2SeqLM if family is T5 else transformers.AutoModelForCausalLM
     with torch.device("meta"):
@@ -50,11 +54,13 @@ def model(kind):
 
 
 def placed(of, name, plan, mesh):
-    """DTensor's placement of a parameter by a plan, as text; None if the plan says nothing of it."""
+    """DTensor's placement of a parameter by a plan, as text; None if the plan says nothing of
+    it."""
     owner, _, last = name.rpartition(".")
     for pattern, style in plan.items():
         if re.fullmatch(pattern.replace(".", r"\.").replace("*", r"\d+"), name) or (
-            re.fullmatch(pattern.replace(".", r"\.").replace("*", r"\d+"), owner) and hasattr(of.get_submodule(owner), "weight")
+            re.fullmatch(pattern.replace(".", r"\.").replace("*", r"\d+"), owner)
+            and hasattr(of.get_submodule(owner), "weight")
         ):
             module = of.get_submodule(owner)
             ALL_PARALLEL_STYLES[style].shard_param(module, last, mesh)
@@ -71,7 +77,15 @@ def described(kind, mesh):
     names = [name for name, _ in parallel.named_parameters()]
     for name in names:
         description["tensors"][name][2] = placed(parallel, name, parallel._tp_plan or {}, mesh)
-        place = placed(by_expert, name, {f"model.{key}": style for key, style in (by_expert.config.base_model_ep_plan or {}).items()}, mesh)
+        place = placed(
+            by_expert,
+            name,
+            {
+                f"model.{key}": style
+                for key, style in (by_expert.config.base_model_ep_plan or {}).items()
+            },
+            mesh,
+        )
         if place is not None:
             description["experts"][name] = place
     return description
@@ -80,13 +94,22 @@ def described(kind, mesh):
 def training(optimizer, **options):
     """Names and shapes of the state of a training, moments included."""
     torch.manual_seed(0)
-    net = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**WIDTHS, tie_word_embeddings=False))
+    net = transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(**WIDTHS, tie_word_embeddings=False)
+    )
     averaged = torch.optim.swa_utils.AveragedModel(net)
     steps = optimizer(net.parameters(), **options)
-    net(input_ids=torch.zeros(1, 4, dtype=torch.long), labels=torch.zeros(1, 4, dtype=torch.long)).loss.backward()
+    net(
+        input_ids=torch.zeros(1, 4, dtype=torch.long), labels=torch.zeros(1, 4, dtype=torch.long)
+    ).loss.backward()
     steps.step()
     state = shardckpt.train_state(model=net, optimizer=steps, ema=averaged, rng=False).state_dict()
-    return {name: list(leaf.shape) for name, leaf in flatten(state, lambda leaf: isinstance(leaf, torch.Tensor)).tensors.items()}
+    return {
+        name: list(leaf.shape)
+        for name, leaf in flatten(
+            state, lambda leaf: isinstance(leaf, torch.Tensor)
+        ).tensors.items()
+    }
 
 
 if __name__ == "__main__":
@@ -94,5 +117,7 @@ if __name__ == "__main__":
     mesh = init_device_mesh("cpu", (2,))
     descriptions = {kind: described(kind, mesh) for kind in sys.argv[1:]}
     dist.destroy_process_group()
-    descriptions["training"] = {kind.__name__: training(kind) for kind in (torch.optim.AdamW, torch.optim.Adafactor)}
+    descriptions["training"] = {
+        kind.__name__: training(kind) for kind in (torch.optim.AdamW, torch.optim.Adafactor)
+    }
     print(json.dumps(descriptions, default=str))

@@ -1,4 +1,5 @@
-"""Oracle: what JAX and XLA say about shardings, on 8 virtual devices. Cases come as JSON on stdin, answers go to stdout."""
+"""Oracle: what JAX and XLA say about shardings, on 8 virtual devices. Cases come as JSON on stdin,
+answers go to stdout."""
 
 import json
 import os
@@ -22,13 +23,19 @@ def spec_of(parts):
 
 def boxes(sharding, shape):
     indices = sharding.devices_indices_map(tuple(shape))
-    return {device.id: [list(s.indices(dim)[:2]) for s, dim in zip(box, shape, strict=True)] for device, box in indices.items()}
+    return {
+        device.id: [list(s.indices(dim)[:2]) for s, dim in zip(box, shape, strict=True)]
+        for device, box in indices.items()
+    }
 
 
 def named(case):
     devices = np.array(jax.devices())[case["devices"]].reshape(case["mesh"])
     sharding = NamedSharding(Mesh(devices, tuple(case["axes"])), spec_of(case["spec"]))
-    return {"text": str(sharding._to_xla_hlo_sharding(len(case["shape"]))), "boxes": boxes(sharding, case["shape"])}
+    return {
+        "text": str(sharding._to_xla_hlo_sharding(len(case["shape"]))),
+        "boxes": boxes(sharding, case["shape"]),
+    }
 
 
 def gspmd(case):
@@ -46,14 +53,20 @@ def normal(text):
 
 def hybrid(case):
     devices = [SimpleNamespace(platform="tpu", **d) for d in case["devices"]]
-    mesh = create_hybrid_device_mesh(case["ici"], case["dcn"], devices, allow_split_physical_axes=True)
+    mesh = create_hybrid_device_mesh(
+        case["ici"], case["dcn"], devices, allow_split_physical_axes=True
+    )
     return [device.id for device in mesh.reshape(-1)]
 
 
 def main():
     cases = json.load(sys.stdin)
     verbs = {"named": named, "gspmd": gspmd, "texts": normal, "hybrid": hybrid}
-    sys.stdout.write("\n" + json.dumps({name: [verb(case) for case in cases[name]] for name, verb in verbs.items()}) + "\n")
+    sys.stdout.write(
+        "\n"
+        + json.dumps({name: [verb(case) for case in cases[name]] for name, verb in verbs.items()})
+        + "\n"
+    )
 
 
 main()

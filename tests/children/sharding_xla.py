@@ -1,4 +1,5 @@
-"""Oracle: what torch_xla says about shardings, on 8 virtual devices. Cases come as JSON on stdin, answers go to stdout."""
+"""Oracle: what torch_xla says about shardings, on 8 virtual devices. Cases come as JSON on stdin,
+answers go to stdout."""
 
 import json
 import os
@@ -24,7 +25,10 @@ def shards(case):
     tensor = torch.zeros(case["shape"]).to("xla")
     xs.mark_sharding(tensor, mesh, spec_of(case["spec"]))
     (rows,) = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])
-    boxes = [[replica, None if box is Ellipsis else [[s.start, s.stop] for s in box]] for replica, box in rows]
+    boxes = [
+        [replica, None if box is Ellipsis else [[s.start, s.stop] for s in box]]
+        for replica, box in rows
+    ]
     return {"text": torch_xla._XLAC._get_xla_sharding_spec(tensor), "shards": boxes}
 
 
@@ -46,7 +50,10 @@ def main():
     xr.use_spmd()
     torch_xla.device()
     cases = json.load(sys.stdin)
-    answers = {"shards": [shards(case) for case in cases["shards"]], "hybrid": [hybrid(case) for case in cases["hybrid"]]}
+    answers = {
+        "shards": [shards(case) for case in cases["shards"]],
+        "hybrid": [hybrid(case) for case in cases["hybrid"]],
+    }
     sys.stdout.write("\n" + json.dumps(answers) + "\n")
 
 

@@ -20,12 +20,21 @@ def save(coordinator, urls, how="save", timeout=60, replaces=()):
     """Each process saves to its own url of `urls`."""
     url = urls[coordinator.world.process]
     if how == "save":
-        shardckpt.save(url, _state(), options=SaveOptions(commit_timeout=timeout, overwrite=bool(replaces)), coordinator=coordinator)
+        shardckpt.save(
+            url,
+            _state(),
+            options=SaveOptions(commit_timeout=timeout, overwrite=bool(replaces)),
+            coordinator=coordinator,
+        )
     elif how == "save_async":
-        shardckpt.save_async(url, _state(), options=SaveOptions(commit_timeout=timeout), coordinator=coordinator).wait()
+        shardckpt.save_async(
+            url, _state(), options=SaveOptions(commit_timeout=timeout), coordinator=coordinator
+        ).wait()
     else:
         options = SaveOptions(commit_timeout=timeout)
-        with shardckpt.CheckpointManager(url, every=1, keep=None, options=options, coordinator=coordinator) as manager:
+        with shardckpt.CheckpointManager(
+            url, every=1, keep=None, options=options, coordinator=coordinator
+        ) as manager:
             manager.save(1, _state())
     return "saved"
 
@@ -40,7 +49,9 @@ def save_one_by_one(coordinator, urls):
         spoken.clear()
         shardckpt.save(url, _state(), coordinator=coordinator)
         counts.append(sum(key.startswith("begun/") for key in spoken))
-        coordinator.share("saved", None)  # else a process may save again before another one has begun to wait for the commit
+        coordinator.share(
+            "saved", None
+        )  # else a process may save again before another one has begun to wait for the commit
     return counts
 
 
@@ -59,7 +70,12 @@ def save_without_one(coordinator, url, without, how):
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "is absent":
             return "absent"
-        shardckpt.save(url, {**_state(), "leaf": object()}, options=SaveOptions(commit_timeout=3), coordinator=coordinator)
+        shardckpt.save(
+            url,
+            {**_state(), "leaf": object()},
+            options=SaveOptions(commit_timeout=3),
+            coordinator=coordinator,
+        )
     return save(coordinator, [url] * coordinator.world.processes, timeout=3)
 
 
@@ -81,5 +97,10 @@ def save_again_when_shared(coordinator, urls, shared):
 def save_over(coordinator, url):
     """Replace a checkpoint of an earlier job."""
     coordinator.notes.pop("shared roots", None)
-    shardckpt.save(url, _state(), options=SaveOptions(commit_timeout=60, overwrite=True), coordinator=coordinator)
+    shardckpt.save(
+        url,
+        _state(),
+        options=SaveOptions(commit_timeout=60, overwrite=True),
+        coordinator=coordinator,
+    )
     return "saved"

@@ -1,11 +1,14 @@
-"""Saves with torch_xla's CheckpointManager on 8 virtual devices: step 10, and step 20 asynchronously. The directory is JSON on stdin."""
+"""Saves with torch_xla's CheckpointManager on 8 virtual devices: step 10, and step 20
+asynchronously. The directory is JSON on stdin."""
 
 import json
 import os
 import sys
 import warnings
 
-os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8", TF_CPP_MIN_LOG_LEVEL="3", TORCH_CPP_LOG_LEVEL="ERROR")
+os.environ.update(
+    PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8", TF_CPP_MIN_LOG_LEVEL="3", TORCH_CPP_LOG_LEVEL="ERROR"
+)
 warnings.simplefilter("ignore")
 
 import numpy as np
@@ -40,8 +43,13 @@ layouts = {
     "dropped": ((8, 2), torch.float32, ("x", None)),
 }
 state = {
-    "model": {name: put(numbers(shape, dtype), spec) for name, (shape, dtype, spec) in layouts.items()},
-    "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]},
+    "model": {
+        name: put(numbers(shape, dtype), spec) for name, (shape, dtype, spec) in layouts.items()
+    },
+    "optimizer": {
+        "state": {0: {"step": torch.tensor(3.0)}},
+        "param_groups": [{"lr": 0.1, "params": [0, 1]}],
+    },
     "epoch": 2,
 }
 manager = CheckpointManager(directory, 1, chkpt_on_preemption=False)

@@ -1,7 +1,9 @@
-"""Afflictions of one process of a job that its neighbours do not have: a full disk, no right to write, a wrong clock.
+"""Afflictions of one process of a job that its neighbours do not have: a full disk, no right to
+write, a wrong clock.
 
-A full or read-only disk is a real one: the process gets a mount namespace of its own (unshare(2)) and mounts a small tmpfs
-over what it writes to, or the place itself once more, read-only. That takes root's rights. A limit of file sizes takes none.
+A full or read-only disk is a real one: the process gets a mount namespace of its own (unshare(2))
+and mounts a small tmpfs over what it writes to, or the place itself once more, read-only. That
+takes root's rights. A limit of file sizes takes none.
 """
 
 import ctypes
@@ -32,7 +34,8 @@ def mount(source, target, kind, flags, data=None):
 
 @contextmanager
 def mounts_of_its_own():
-    """From here on what this process mounts is seen by it alone. It has one thread yet; those to come see the same."""
+    """From here on what this process mounts is seen by it alone. It has one thread yet; those to
+    come see the same."""
     checked(libc.unshare(CLONE_NEWNS))
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mounted = []
@@ -44,8 +47,12 @@ def mounts_of_its_own():
 @contextmanager
 def full_disk(coordinator, url, affliction):
     """`bytes` are left where this process writes its chunks."""
-    attempt = Path(url, f"{coordinator.run_id}-{sha256(Path(url).name.encode()).hexdigest()[:12]}-1")
-    place = attempt / ("zarr" if affliction["layout"] == "zarr" else f"hosts/{coordinator.world.process:05d}")
+    attempt = Path(
+        url, f"{coordinator.run_id}-{sha256(Path(url).name.encode()).hexdigest()[:12]}-1"
+    )
+    place = attempt / (
+        "zarr" if affliction["layout"] == "zarr" else f"hosts/{coordinator.world.process:05d}"
+    )
     place.mkdir(parents=True, exist_ok=True)
     with mounts_of_its_own() as mounted:
         mount("tmpfs", place, "tmpfs", 0, f"size={affliction['bytes']}")
@@ -78,7 +85,8 @@ AFFLICTIONS = {"full disk": full_disk, "read-only": read_only, "small files": sm
 
 @contextmanager
 def wrong_clock(ahead):
-    """All that asks what time it is gets another answer; files' times, which the kernel gives, stay right."""
+    """All that asks what time it is gets another answer; files' times, which the kernel gives, stay
+    right."""
     right, now, gmtime, nanoseconds = dt.datetime, time.time, time.gmtime, time.time_ns
 
     class Wrong(right):

@@ -1,10 +1,13 @@
-"""The operations by which a process changes the storage, counted; at one of them it dies or falls asleep.
+"""The operations by which a process changes the storage, counted; at one of them it dies or falls
+asleep.
 
-An operation is making, writing, syncing, renaming or removing a file or directory, the whole write of a file under a lock
-(`io/files.py`; its own steps do not count, because who sleeps there keeps others waiting), and every write, copy and commit of
-TensorStore's. Of a write there are two: before it, and in the middle, when half of the bytes are there. A whole write goes to another
-name (`….__lock`) and is renamed, so half of its bytes are there under that name; of TensorStore's commits the middle is wherever it
-is a moment after it began. What the processes tell each other counts, too: it is a renamed file here.
+An operation is making, writing, syncing, renaming or removing a file or directory, the whole write
+of a file under a lock (`io/files.py`; its own steps do not count, because who sleeps there keeps
+others waiting), and every write, copy and commit of TensorStore's. Of a write there are two: before
+it, and in the middle, when half of the bytes are there. A whole write goes to another name
+(`….__lock`) and is renamed, so half of its bytes are there under that name; of TensorStore's
+commits the middle is wherever it is a moment after it began. What the processes tell each other
+counts, too: it is a renamed file here.
 """
 
 import contextlib
@@ -19,7 +22,18 @@ from below_python import lead_through_os
 
 from shardckpt.io import files
 
-FILES = ("open", "write", "pwrite", "ftruncate", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
+FILES = (
+    "open",
+    "write",
+    "pwrite",
+    "ftruncate",
+    "fsync",
+    "mkdir",
+    "rename",
+    "replace",
+    "unlink",
+    "rmdir",
+)
 TENSORSTORE = ("write", "delete_range", "experimental_copy_range_to")
 
 
@@ -27,7 +41,8 @@ class Operations:
     """Counts them, and calls `act(name)` at the chosen one."""
 
     def __init__(self, act, *, at=None, before=None, after=None):
-        """Choose an operation: by its number, or as the one before or after that writes an object whose path ends so."""
+        """Choose an operation: by its number, or as the one before or after that writes an object
+        whose path ends so."""
         self.names = []
         self._act, self._at, self._before, self._after = act, at, before, after
         self._lock = threading.RLock()
@@ -50,7 +65,8 @@ class Operations:
         self._armed = False
 
     def _count(self, name, *, half=lambda: None, chosen=False):
-        """One more operation; `half` is what is done of the one before, if this is its middle. Whether it was the chosen one."""
+        """One more operation; `half` is what is done of the one before, if this is its middle.
+        Whether it was the chosen one."""
         with self._lock:
             if not self._armed or getattr(self._inside, "whole", False):
                 return False
@@ -71,8 +87,13 @@ class Operations:
             if name in ("write", "pwrite"):
                 file, data, *offset = arguments
                 half = len(data) // 2
-                if self._count(f"the second half of a {name}", half=lambda: function(file, data[:half], *offset)):
-                    return half + function(file, data[half:], *(at + half for at in offset))  # it has only slept
+                if self._count(
+                    f"the second half of a {name}",
+                    half=lambda: function(file, data[:half], *offset),
+                ):
+                    return half + function(
+                        file, data[half:], *(at + half for at in offset)
+                    )  # it has only slept
             return function(*arguments, **options)
 
         return wrapped
@@ -81,7 +102,9 @@ class Operations:
         @functools.wraps(function)
         def wrapped(path, data, *arguments):
             self._count("a whole write", chosen=_ends(str(path), self._before))
-            self._count("the second half of a whole write", half=lambda: _write_half(path, bytes(data)))
+            self._count(
+                "the second half of a whole write", half=lambda: _write_half(path, bytes(data))
+            )
             self._inside.whole = True
             try:
                 written = function(path, data, *arguments)
@@ -97,9 +120,15 @@ class Operations:
         @functools.wraps(function)
         def wrapped(store, *arguments, **options):
             self._count(f"tensorstore {name}")
-            if name == "write" and arguments[1] is not None and store.spec().to_json()["driver"] == "file":
+            if (
+                name == "write"
+                and arguments[1] is not None
+                and store.spec().to_json()["driver"] == "file"
+            ):
                 path, value = store.path + _text(arguments[0]), bytes(arguments[1])
-                self._count("the second half of a tensorstore write", half=lambda: _write_half(path, value))
+                self._count(
+                    "the second half of a tensorstore write", half=lambda: _write_half(path, value)
+                )
             return function(store, *arguments, **options)
 
         return wrapped
@@ -120,7 +149,11 @@ def _write_half(path, value):
     while True:
         # Not by os.open and os.write, which are counted.
         with contextlib.suppress(FileNotFoundError), open(lock, "ab", buffering=0) as file:  # noqa: PTH123
-            fcntl.fcntl(file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            fcntl.fcntl(
+                file,
+                fcntl.F_OFD_SETLKW,
+                struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0),
+            )
             if not os.path.samestat(os.fstat(file.fileno()), os.stat(lock)):  # noqa: PTH116  (another writer has just renamed it)
                 continue
             file.truncate(0)

@@ -1,4 +1,5 @@
-"""Trainings whose optimizers go between `train_state` and torch.distributed.checkpoint: FSDP2, and stages of a pipeline."""
+"""Trainings whose optimizers go between `train_state` and torch.distributed.checkpoint: FSDP2, and
+stages of a pipeline."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,8 @@ import shardckpt
 
 
 def made(kind, *, whole=False):
-    """A model, its optimizer and a scheduler: sharded over both ranks, or a stage of this rank's own.
+    """A model, its optimizer and a scheduler: sharded over both ranks, or a stage of this rank's
+    own.
 
     Args:
         kind: "FSDP2" or "stages".
@@ -22,7 +24,13 @@ def made(kind, *, whole=False):
     rank = dist.get_rank()
     torch.manual_seed(rank if kind == "stages" else 0)
     if kind == "stages":
-        model = nn.ModuleDict({f"stage{rank}": nn.Sequential(nn.Linear(3 + rank, 6), nn.LayerNorm(6), nn.Linear(6, 4))})
+        model = nn.ModuleDict(
+            {
+                f"stage{rank}": nn.Sequential(
+                    nn.Linear(3 + rank, 6), nn.LayerNorm(6), nn.Linear(6, 4)
+                )
+            }
+        )
     else:
         model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 5))
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -32,8 +40,12 @@ def made(kind, *, whole=False):
     if kind == "stages" and rank == 1:
         groups = [{"params": [*matrices, *rest], "weight_decay": 0.2}]
     if whole:
-        groups = [{"params": [p], "weight_decay": g["weight_decay"]} for g in groups for p in g["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=0.1 / (1 + rank if kind == "stages" else 1), betas=(0.8, 0.95))
+        groups = [
+            {"params": [p], "weight_decay": g["weight_decay"]} for g in groups for p in g["params"]
+        ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=0.1 / (1 + rank if kind == "stages" else 1), betas=(0.8, 0.95)
+    )
     return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
 
@@ -53,13 +65,23 @@ def train(model, optimizer, scheduler, first, last):
 
 
 def state_of(model, optimizer, scheduler, step=0):
-    return shardckpt.train_state(model=model, optimizer=optimizer, scheduler=scheduler, step=step, rng=False)
+    return shardckpt.train_state(
+        model=model, optimizer=optimizer, scheduler=scheduler, step=step, rng=False
+    )
 
 
 def torch_state(model, optimizer, scheduler, flat, step=0):
-    model_state, of_optimizer = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
-    rank = f"scheduler{dist.get_rank()}"  # each stage's own; DCP has no place for values that differ from rank to rank
-    return {"model": model_state, "optimizer": of_optimizer, rank: scheduler.state_dict(), "step": step}
+    model_state, of_optimizer = get_state_dict(
+        model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat)
+    )
+    # Each stage's own; DCP has no place for values that differ from rank to rank.
+    rank = f"scheduler{dist.get_rank()}"
+    return {
+        "model": model_state,
+        "optimizer": of_optimizer,
+        rank: scheduler.state_dict(),
+        "step": step,
+    }
 
 
 def saves(coordinator, kind, ours, theirs, flat):
@@ -83,7 +105,13 @@ def loads_export(coordinator, kind, place, flat, whole=False):
     state["scheduler"] = {"last_epoch": 0}
     dcp.load(state, checkpoint_id=place)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=options,
+    )
     scheduler.last_epoch = state["scheduler"]["last_epoch"]
     scheduler.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
     seen = train(model, optimizer, scheduler, state["step"], state["step"] + 3)
@@ -96,7 +124,9 @@ def restores(coordinator, kind, place, whole=False):
     join(coordinator)
     model, optimizer, scheduler = made(kind, whole=whole)
     key = f"scheduler{dist.get_rank()}"
-    state = shardckpt.train_state(model=model, optimizer=optimizer, step=0, rng=False, **{key: scheduler})
+    state = shardckpt.train_state(
+        model=model, optimizer=optimizer, step=0, rng=False, **{key: scheduler}
+    )
     shardckpt.restore(place, state, strict=False)
     seen = train(model, optimizer, scheduler, state.step, state.step + 3)
     leave(coordinator)

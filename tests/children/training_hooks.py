@@ -1,4 +1,5 @@
-"""Modules with `state_dict` hooks and optimizers with nested state, over DTensors in ranks of a gloo job: saved, and restored afresh."""
+"""Modules with `state_dict` hooks and optimizers with nested state, over DTensors in ranks of a
+gloo job: saved, and restored afresh."""
 
 import torch
 from e2e_torch import join, leave
@@ -18,7 +19,11 @@ def sharded(kind, loads, layout, ranks, seed):
     else:
         model = hooked(kind, loads, seed)
     if layout == "TP":
-        parallelize_module(model, init_device_mesh("cpu", (ranks,)), {"0.q": ColwiseParallel(), "0.k": RowwiseParallel()})
+        parallelize_module(
+            model,
+            init_device_mesh("cpu", (ranks,)),
+            {"0.q": ColwiseParallel(), "0.k": RowwiseParallel()},
+        )
     else:
         fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
     return model
@@ -59,11 +64,15 @@ class Preconditioned(torch.optim.Optimizer):
         for n, p in enumerate(self.param_groups[0]["params"]):
             moments = [(torch.zeros_like(p, dtype=torch.float32) + n / 3), (p + 1).float()]
             factor = torch.full((3, 3), n / 3, dtype=torch.float64)
-            self.state[p] |= {"moments": moments, "GG": [factor, {"index": torch.tensor([70001, n])}]}
+            self.state[p] |= {
+                "moments": moments,
+                "GG": [factor, {"index": torch.tensor([70001, n])}],
+            }
 
 
 def nested(coordinator, url):
-    """Whether nested state of bfloat16 parameters is the same in a fresh optimizer, with its dtypes and its kinds."""
+    """Whether nested state of bfloat16 parameters is the same in a fresh optimizer, with its dtypes
+    and its kinds."""
     join(coordinator)
 
     def made(seed):
@@ -76,7 +85,10 @@ def nested(coordinator, url):
             first, second = of_one["moments"]
             factor, codes = of_one["GG"]
             tensors = (first, second, factor, codes["index"])
-            moments += [(type(t).__name__, str(t.dtype), getattr(t, "_local_tensor", t).tolist()) for t in tensors]
+            moments += [
+                (type(t).__name__, str(t.dtype), getattr(t, "_local_tensor", t).tolist())
+                for t in tensors
+            ]
         return moments
 
     model, optimizer = made(0)

@@ -1,7 +1,8 @@
-"""A training of everything that `train_state` knows, in ranks of a gloo job: trained, saved, killed, resumed.
+"""A training of everything that `train_state` knows, in ranks of a gloo job: trained, saved,
+killed, resumed.
 
-The ranks draw random numbers of their own, for the order of their data and for dropout, so that a loss is the same
-only if every generator, every loader's place, every moment and every setting is.
+The ranks draw random numbers of their own, for the order of their data and for dropout, so that a
+loss is the same only if every generator, every loader's place, every moment and every setting is.
 """
 
 import hashlib
@@ -89,7 +90,12 @@ class Run:
                 if self.ema is not None:
                     self.ema.update_parameters(self.model.module)
                 self.state.step += 1
-                yield loss.item(), self.scheduler.get_last_lr(), self.scaler.get_scale(), rows.sum().item()
+                yield (
+                    loss.item(),
+                    self.scheduler.get_last_lr(),
+                    self.scaler.get_scale(),
+                    rows.sum().item(),
+                )
                 if self.state.step == last:
                     break
 
@@ -101,8 +107,9 @@ def train(coordinator, kind, last, options):
         coordinator: over files.
         kind: "FSDP2" or "DDP".
         last: step to end after.
-        options: `save`: after which step, and where to; `kill`: in the middle of which step to be killed; `restore`: where
-            to resume from; `reversed_groups`: whether the optimizer has its groups in the other order.
+        options: `save`: after which step, and where to; `kill`: in the middle of which step to be
+            killed; `restore`: where to resume from; `reversed_groups`: whether the optimizer has
+            its groups in the other order.
     """
     join(coordinator)
     run = Run(kind, reversed_groups=options.get("reversed_groups", False))
@@ -116,13 +123,18 @@ def train(coordinator, kind, last, options):
         if options.get("kill") == run.state.step + 1:
             run.optimizer.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     kinds = sorted({type(leaf).__name__ for leaf in run.model.state_dict().values()})
-    moments = {name: type(value).__name__ for of_one in run.optimizer.state.values() for name, value in of_one.items()}
+    moments = {
+        name: type(value).__name__
+        for of_one in run.optimizer.state.values()
+        for name, value in of_one.items()
+    }
     leave(coordinator)
     return {"seen": seen, "kinds": kinds, "moments": moments, "metadata": run.state.metadata}
 
 
 def managed(coordinator, kind, root, last, kill):
-    """Train up to a step with a manager that saves every third one, resuming from what is there; perhaps to be killed before a step."""
+    """Train up to a step with a manager that saves every third one, resuming from what is there;
+    perhaps to be killed before a step."""
     join(coordinator)
     run = Run(kind)
     with shardckpt.CheckpointManager(root, every=3, keep=2) as manager:
@@ -135,7 +147,11 @@ def managed(coordinator, kind, root, last, kill):
                 manager.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
     leave(coordinator)
-    return {"from": None if restored is None else restored.step, "same": restored is not None and restored.state is run.state, "seen": seen}
+    return {
+        "from": None if restored is None else restored.step,
+        "same": restored is not None and restored.state is run.state,
+        "seen": seen,
+    }
 
 
 class Normed(nn.Module):
@@ -151,7 +167,8 @@ class Normed(nn.Module):
 
 
 def normalized(coordinator, kind, url, save):
-    """Train with statistics that differ from rank to rank, and save; or restore. What each rank's are, in the end and before."""
+    """Train with statistics that differ from rank to rank, and save; or restore. What each rank's
+    are, in the end and before."""
     join(coordinator)
     torch.manual_seed(0)
     model, mesh = Normed(), (dist.get_world_size(),) if dist.is_initialized() else None
@@ -168,13 +185,18 @@ def normalized(coordinator, kind, url, save):
         shardckpt.save(url, state)
     else:
         shardckpt.restore(url, state)
-    statistics = {name.removeprefix("module."): buffer.tolist() for name, buffer in model.named_buffers() if "norm" in name}
+    statistics = {
+        name.removeprefix("module."): buffer.tolist()
+        for name, buffer in model.named_buffers()
+        if "norm" in name
+    }
     leave(coordinator)
     return statistics
 
 
 def meshed(coordinator, shape, options):
-    """Of a transformer over a mesh of that shape: what it holds where it is saved or restored, and the losses after that."""
+    """Of a transformer over a mesh of that shape: what it holds where it is saved or restored, and
+    the losses after that."""
     join(coordinator)
     run = e2e_training.Run(shape)
     state = shardckpt.train_state(model=run.model, optimizer=run.optimizer, step=0)
@@ -191,7 +213,8 @@ def meshed(coordinator, shape, options):
 
 
 def staged(coordinator, url):
-    """Each rank has a stage of its own of a pipeline; new objects of it, after restoring, and a step of both."""
+    """Each rank has a stage of its own of a pipeline; new objects of it, after restoring, and a
+    step of both."""
     join(coordinator)
     rank = dist.get_rank()
 
@@ -200,7 +223,12 @@ def staged(coordinator, url):
         stage = nn.ModuleDict({f"stage{rank}": nn.Linear(3 + rank, 4)})
         optimizer = torch.optim.AdamW([{"params": stage.parameters(), "lr": 0.1 / (rank + 1)}])
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        return stage, optimizer, scheduler, shardckpt.train_state(model=stage, optimizer=optimizer, scheduler=scheduler)
+        return (
+            stage,
+            optimizer,
+            scheduler,
+            shardckpt.train_state(model=stage, optimizer=optimizer, scheduler=scheduler),
+        )
 
     def step(stage, optimizer, scheduler, _):
         optimizer.zero_grad()
@@ -220,12 +248,18 @@ def staged(coordinator, url):
 
 
 def compiled(coordinator, url):
-    """A compiled module under DDP, and a plain one that takes its place; what each holds after restoring."""
+    """A compiled module under DDP, and a plain one that takes its place; what each holds after
+    restoring."""
     join(coordinator)
-    wrapped, plain = DistributedDataParallel(torch.compile(Model("layer"), backend="eager")), Model("layer")
+    wrapped, plain = (
+        DistributedDataParallel(torch.compile(Model("layer"), backend="eager")),
+        Model("layer"),
+    )
     shardckpt.save(url, shardckpt.train_state(model=wrapped))
     shardckpt.restore(url, shardckpt.train_state(model=plain))
-    there = [torch.equal(a, b) for a, b in zip(wrapped.parameters(), plain.parameters(), strict=True)]
+    there = [
+        torch.equal(a, b) for a, b in zip(wrapped.parameters(), plain.parameters(), strict=True)
+    ]
     saved = plain.into.weight.tolist()
     with torch.no_grad():
         wrapped.module.into.weight.zero_()
@@ -245,7 +279,8 @@ def flat(coordinator):
 
 
 def elastic(coordinator, url, rng):
-    """Restore by another number of processes, each taking the loader of the first; then what each draws."""
+    """Restore by another number of processes, each taking the loader of the first; then what each
+    draws."""
     join(coordinator)
     run = Run("FSDP2" if dist.is_initialized() else "alone", choose=lambda states: states[0])
     if rng != "derive":
@@ -256,8 +291,17 @@ def elastic(coordinator, url, rng):
             return [type(e).__name__, str(e)]
     shardckpt.restore(url, run.state)
     moments = [value for of_one in run.optimizer.state.values() for value in of_one.values()]
-    whole = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in [*run.model.state_dict().values(), *moments]]
-    digest = hashlib.sha256(b"".join(leaf.contiguous().numpy().tobytes() for leaf in whole)).hexdigest()
-    drawn = [torch.rand(4).tolist(), np.random.rand(4).tolist(), [random.random() for _ in range(4)]]  # noqa: NPY002
+    whole = [
+        leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+        for leaf in [*run.model.state_dict().values(), *moments]
+    ]
+    digest = hashlib.sha256(
+        b"".join(leaf.contiguous().numpy().tobytes() for leaf in whole)
+    ).hexdigest()
+    drawn = [
+        torch.rand(4).tolist(),
+        np.random.rand(4).tolist(),  # noqa: NPY002
+        [random.random() for _ in range(4)],
+    ]
     leave(coordinator)
     return {"drawn": drawn, "digest": digest, "step": run.state.step}

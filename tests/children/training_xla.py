@@ -1,4 +1,5 @@
-"""Run by tests/training/test_xla.py on 8 virtual devices: a sharded training goes on in new objects, on the same mesh and another.
+"""Run by tests/training/test_xla.py on 8 virtual devices: a sharded training goes on in new
+objects, on the same mesh and another.
 
 Prints one JSON object with what was seen.
 """
@@ -40,7 +41,11 @@ def made(shape, dtype=torch.float32, kind=torch.optim.AdamW):
 def steps(model, optimizer, scheduler, first, last):
     losses = []
     for step in range(first, last):
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).to(model[0].weight.dtype).to("xla")
+        x = (
+            torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            .to(model[0].weight.dtype)
+            .to("xla")
+        )
         optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
@@ -58,7 +63,9 @@ def of(model, optimizer, scheduler, **more):
 def layouts(model, optimizer, moment="exp_avg"):
     """Of the first weight and of its moment."""
     weight = model[0].weight
-    return [_XLAC._get_xla_sharding_spec(tensor) for tensor in (weight, optimizer.state[weight][moment])]
+    return [
+        _XLAC._get_xla_sharding_spec(tensor) for tensor in (weight, optimizer.state[weight][moment])
+    ]
 
 
 def main():
@@ -79,7 +86,9 @@ def main():
             "step": state.step,
             "layouts": layouts(*fresh[:2]),
             "same parameters": held == [id(parameter) for parameter in fresh[0].parameters()],
-            "pending": sum(map(int, _XLAC._check_tensor_need_materialization(list(fresh[0].parameters())))),
+            "pending": sum(
+                map(int, _XLAC._check_tensor_need_materialization(list(fresh[0].parameters())))
+            ),
         }
         outcomes[str(shape)]["losses"] = steps(*fresh, 3, 6)
     narrow = made((4, 2), torch.bfloat16, torch.optim.SGD)
@@ -88,7 +97,11 @@ def main():
     fresh = made((2, 4), torch.bfloat16, torch.optim.SGD)
     shardckpt.restore(URL + "-narrow", of(*fresh))
     moment = fresh[1].state[fresh[0][0].weight]["momentum_buffer"]
-    outcomes["wide moment"] = [str(moment.dtype), bool((moment.cpu() == 1 / 3).all()), layouts(*fresh[:2], "momentum_buffer")]
+    outcomes["wide moment"] = [
+        str(moment.dtype),
+        bool((moment.cpu() == 1 / 3).all()),
+        layouts(*fresh[:2], "momentum_buffer"),
+    ]
     print(json.dumps(outcomes))
 
 

@@ -30,18 +30,26 @@ def weights(step):
 
 def laid_out(model, placement):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {name: t if t.ndim == 1 else distribute_tensor(t, mesh, PLACEMENTS[placement]) for name, t in model.items()}
+    return {
+        name: t if t.ndim == 1 else distribute_tensor(t, mesh, PLACEMENTS[placement])
+        for name, t in model.items()
+    }
 
 
 def full(leaf):
     return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
 
 
-def publish(coordinator, url, placement, steps, fail=None, process=1, anchor_every=5, snapshot="host"):
-    """Publish steps; a process fails at one of them. With `snapshot="device"` all but the smallest tensor are compared there."""
+def publish(
+    coordinator, url, placement, steps, fail=None, process=1, anchor_every=5, snapshot="host"
+):
+    """Publish steps; a process fails at one of them. With `snapshot="device"` all but the smallest
+    tensor are compared there."""
     join(coordinator)
     device.LEAST_BYTES = 1000
-    publisher = shardckpt.Publisher(url, anchor_every=anchor_every, commit_timeout=60, dtype="bfloat16", snapshot=snapshot)
+    publisher = shardckpt.Publisher(
+        url, anchor_every=anchor_every, commit_timeout=60, dtype="bfloat16", snapshot=snapshot
+    )
     errors = []
     for step in steps:
         state = laid_out(weights(step), placement)
@@ -58,7 +66,8 @@ def publish(coordinator, url, placement, steps, fail=None, process=1, anchor_eve
 
 
 def changing(step):
-    """Weights, and other tensors from step to step, so that the processes share the writing of the weights in other ways."""
+    """Weights, and other tensors from step to step, so that the processes share the writing of the
+    weights in other ways."""
     model = weights(step)
     more = torch.arange(48 * 64 * (step * 7 % 5), dtype=torch.float32).reshape(-1, 64)
     return {**model, **({"x": more} if step % 2 else {"a": more, "z": more + 1})}
@@ -89,13 +98,18 @@ def publish_at_once(coordinator, url, steps):
 def follow(coordinator, url, placement, until):
     """Follow to a step; the digest of all elements of each version, and what `prove` says."""
     join(coordinator)
-    like = laid_out({name: torch.zeros_like(t, dtype=torch.bfloat16) for name, t in weights(0).items()}, placement)
+    like = laid_out(
+        {name: torch.zeros_like(t, dtype=torch.bfloat16) for name, t in weights(0).items()},
+        placement,
+    )
     versions, began = [], time.monotonic()
     for version in shardckpt.follow(url, like, mode="each"):
         version.prepare()
         version.apply()
         proved = version.prove()
-        digest = hashlib.sha256(b"".join(full(like[name]).view(torch.int16).numpy().tobytes() for name in like)).hexdigest()
+        digest = hashlib.sha256(
+            b"".join(full(like[name]).view(torch.int16).numpy().tobytes() for name in like)
+        ).hexdigest()
         versions.append([version.step, proved, digest])
         if version.step >= until or time.monotonic() - began > 200:
             break

@@ -1,4 +1,5 @@
-"""Run by tests/versions/test_frameworks.py on 8 virtual devices: a training publishes its weights, and samplers on other meshes follow.
+"""Run by tests/versions/test_frameworks.py on 8 virtual devices: a training publishes its weights,
+and samplers on other meshes follow.
 
 Prints one JSON object with what was seen.
 """
@@ -46,13 +47,19 @@ def main():
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
     samplers = {str(shape): model_on(shape, torch.bfloat16) for shape in ((4, 2), (2, 4), (8, 1))}
     torch_xla.sync()
-    layouts = {shape: _XLAC._get_xla_sharding_spec(model[0].weight) for shape, model in samplers.items()}
-    followers = {shape: shardckpt.follow(URL, like=model.state_dict()) for shape, model in samplers.items()}
+    layouts = {
+        shape: _XLAC._get_xla_sharding_spec(model[0].weight) for shape, model in samplers.items()
+    }
+    followers = {
+        shape: shardckpt.follow(URL, like=model.state_dict()) for shape, model in samplers.items()
+    }
     versions = {shape: [] for shape in samplers}
     with shardckpt.Publisher(URL, dtype="bfloat16") as publisher:
         for step in range(4):
             publisher.publish(step, trained.state_dict())
-            expected = {name: tensor.to(torch.bfloat16) for name, tensor in on_host(trained).items()}
+            expected = {
+                name: tensor.to(torch.bfloat16) for name, tensor in on_host(trained).items()
+            }
             # The next step is computed while the version is being written.
             x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).to("xla")
             optimizer.zero_grad()
@@ -70,14 +77,19 @@ def main():
                     {
                         "step": version.step,
                         "base": version.base is not None,
-                        "equal": all(torch.equal(state[name].cpu(), expected[name]) for name in expected),
+                        "equal": all(
+                            torch.equal(state[name].cpu(), expected[name]) for name in expected
+                        ),
                         "proved": sorted(version.prove()),
                         "compiles": compiled,
                         "layout": _XLAC._get_xla_sharding_spec(state["0.weight"]) == layouts[shape],
                     }
                 )
     device.LEAST_BYTES = 0
-    refused = pytest.raises(shardckpt.errors.OptionError, match=r'torch_xla runs no program on one shard of a tensor.*snapshot="host"')
+    refused = pytest.raises(
+        shardckpt.errors.OptionError,
+        match=r'torch_xla runs no program on one shard of a tensor.*snapshot="host"',
+    )
     with shardckpt.Publisher(URL + "-device", snapshot="device") as publisher, refused:
         publisher.publish(0, trained.state_dict())
     print(json.dumps(versions))

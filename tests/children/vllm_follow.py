@@ -1,7 +1,7 @@
 """vLLM's engine that follows a publisher. Arguments: model, url, and options of `LLM` as JSON.
 
-A line of standard input is a command; each prints a line of JSON: "next" takes the newest version, "prepare" only prepares it, and "tokens"
-generates.
+A line of standard input is a command; each prints a line of JSON: "next" takes the newest version,
+"prepare" only prepares it, and "tokens" generates.
 """
 
 from __future__ import annotations

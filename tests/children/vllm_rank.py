@@ -1,6 +1,8 @@
-"""One rank of vLLM's tensor parallelism, without an engine: models by shardckpt's loader, compared with those by vLLM's own.
+"""One rank of vLLM's tensor parallelism, without an engine: models by shardckpt's loader, compared
+with those by vLLM's own.
 
-Arguments: rank, ranks, a directory, and names of models in it: NAME/hf as Hugging Face has it, NAME/c the checkpoint. Prints JSON.
+Arguments: rank, ranks, a directory, and names of models in it: NAME/hf as Hugging Face has it,
+NAME/c the checkpoint. Prints JSON.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ def load(config, measured):
         with set_default_torch_dtype(torch.float32):
             model = loader.create_model(vllm_config=config, model_config=config.model_config)
         for tensor in model.parameters():
-            tensor.data.zero_()  # so that its memory is there before the memory of loading is measured
+            # So that its memory is there before the memory of loading is measured.
+            tensor.data.zero_()
         with measured:
             loader.load_weights(model, config.model_config)
     return model
@@ -101,14 +104,18 @@ def main():
         if name == names[0]:
             with set_current_vllm_config(config):
                 store = f"file://{where}/rendezvous-{ranks}"
-                init_distributed_environment(int(ranks), int(rank), store, int(rank), backend="gloo")
+                init_distributed_environment(
+                    int(ranks), int(rank), store, int(rank), backend="gloo"
+                )
                 initialize_model_parallel(int(ranks))
         measured, stock = Measured(), Measured()
         ours = load(config, measured)
         theirs = load(config_of(place, int(ranks), "auto"), stock)
         pairs = zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True)
         differing = [key for (key, a), (other, b) in pairs if key != other or not torch.equal(a, b)]
-        kept = sum(tensor.nbytes for tensor in {t.data_ptr(): t for t in ours.parameters()}.values())
+        kept = sum(
+            tensor.nbytes for tensor in {t.data_ptr(): t for t in ours.parameters()}.values()
+        )
         print(
             json.dumps(
                 {

@@ -1,4 +1,5 @@
-"""Does with real torch_xla tensors on 8 virtual devices what test_torch_xla.py asks. JSON on stdin, answers on stdout."""
+"""Does with real torch_xla tensors on 8 virtual devices what test_torch_xla.py asks. JSON on stdin,
+answers on stdout."""
 
 import ctypes
 import gc
@@ -9,7 +10,9 @@ import sys
 from math import prod
 from pathlib import Path
 
-os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8", TF_CPP_MIN_LOG_LEVEL="3", MALLOC_ARENA_MAX="1")
+os.environ.update(
+    PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8", TF_CPP_MIN_LOG_LEVEL="3", MALLOC_ARENA_MAX="1"
+)
 
 import numpy as np
 import torch
@@ -42,12 +45,23 @@ def spec_of(case):
 
 
 def bits(shape, dtype, seed):
-    """Random bits, not-a-numbers among them, as a numpy array and as a CPU tensor that knows nothing of our adapters."""
+    """Random bits, not-a-numbers among them, as a numpy array and as a CPU tensor that knows
+    nothing of our adapters."""
     kind, size = by_name(dtype), prod(shape)
-    raw = np.random.default_rng(seed).integers(0, 2 if dtype == "bool" else 256, size * kind.itemsize, np.uint8)
+    raw = np.random.default_rng(seed).integers(
+        0, 2 if dtype == "bool" else 256, size * kind.itemsize, np.uint8
+    )
     if dtype == "float16":
-        raw[1::2] &= 0xBF  # no infinity and no NaN: reading a device, torch_xla 2.9 makes all NaNs of this dtype the same one
-    tensor = torch.zeros(0, dtype=getattr(torch, dtype)) if size == 0 else torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype))
+        raw[1::2] &= (
+            # No infinity and no NaN: reading a device, torch_xla 2.9 makes all NaNs of this dtype
+            # the same one.
+            0xBF
+        )
+    tensor = (
+        torch.zeros(0, dtype=getattr(torch, dtype))
+        if size == 0
+        else torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype))
+    )
     return raw.view(kind.numpy).reshape(shape), tensor.reshape(shape)
 
 
@@ -88,7 +102,9 @@ def filled(sink, array):
     """Buffers as a caller lends them: with rubbish where nothing is read to."""
     buffers = []
     for i, shape in enumerate(sink.buffer_shapes):
-        buffer = np.full(prod(shape) * sink.dtype.itemsize, 0xFF if sink.dtype.name != "bool" else 1, np.uint8)
+        buffer = np.full(
+            prod(shape) * sink.dtype.itemsize, 0xFF if sink.dtype.name != "bool" else 1, np.uint8
+        )
         buffer = buffer.view(sink.dtype.numpy).reshape(shape)
         box = sink.boxes[i]
         buffer[tuple(slice(n) for n in box.shape)] = array[box.slices]
@@ -97,13 +113,18 @@ def filled(sink, array):
 
 
 def same_bits(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
+    )
 
 
 def device_bits(tensor):
     """Bytes of the shard on every device, padding included."""
     return [
-        shard.reshape(-1).view(torch.uint8).numpy().tobytes() if shard.numel() else b"" for shard, _ in _XLAC._get_local_shards([tensor])[0]
+        shard.reshape(-1).view(torch.uint8).numpy().tobytes() if shard.numel() else b""
+        for shard, _ in _XLAC._get_local_shards([tensor])[0]
     ]
 
 
@@ -160,7 +181,9 @@ def targets(case):
     }
     facts = {}
     for way, sharding in ways.items():
-        sink = frameworks.target("w", Target(sharding), tuple(case["shape"]), by_name(case["dtype"]))
+        sink = frameworks.target(
+            "w", Target(sharding), tuple(case["shape"]), by_name(case["dtype"])
+        )
         restored = sink.place(filled(sink, array))
         facts[way] = text(restored) == text(tensor) and device_bits(restored) == device_bits(tensor)
     return facts | {"compiles": compiles() - before}
@@ -189,7 +212,10 @@ def pending(_):
     sources = frameworks.sources({**leaves, "base": base})
     after = compiles() - before
     whole = {
-        name: assembled(s, a)[0].tolist() for (name, s), a in zip(sources.items(), frameworks.fetch(list(sources.values())), strict=True)
+        name: assembled(s, a)[0].tolist()
+        for (name, s), a in zip(
+            sources.items(), frameworks.fetch(list(sources.values())), strict=True
+        )
     }
     lazy = base * 7
     marked = base * 9
@@ -211,8 +237,16 @@ def pending(_):
         "bystander": bystander.cpu().tolist(),
         "base": base.cpu().tolist(),
         "lazy boxes": len(sink.boxes),
-        "annotated": [annotated_programs, still, [len(sink.boxes) for sink in annotated], [str(sink.dtype) for sink in annotated]],
-        "annotated computed": [marked.cpu().tolist() == (base.cpu() * 9).tolist(), changed.cpu().tolist() == base.cpu().tolist()],
+        "annotated": [
+            annotated_programs,
+            still,
+            [len(sink.boxes) for sink in annotated],
+            [str(sink.dtype) for sink in annotated],
+        ],
+        "annotated computed": [
+            marked.cpu().tolist() == (base.cpu() * 9).tolist(),
+            changed.cpu().tolist() == base.cpu().tolist(),
+        ],
     }
 
 
@@ -230,20 +264,33 @@ def unmarked(_):
     return {
         "layouts": [str(s.layout) for s in sources.values()],
         "devices": [s.layout.num_devices for s in sources.values()],
-        "elements": [same_bits(fetched[0][0], array), same_bits(fetched[1][0], array), bool((fetched[2][0] == 2).all())],
+        "elements": [
+            same_bits(fetched[0][0], array),
+            same_bits(fetched[1][0], array),
+            bool((fetched[2][0] == 2).all()),
+        ],
         "restored": text(restored),
     }
 
 
 def identities(_):
     mesh = xs.Mesh(np.arange(8), (4, 2), NAMES[:2])
-    one, other = torch.nn.Linear(8, 8, bias=False).to("xla"), torch.nn.Linear(8, 8, bias=False).to("xla")
+    one, other = (
+        torch.nn.Linear(8, 8, bias=False).to("xla"),
+        torch.nn.Linear(8, 8, bias=False).to("xla"),
+    )
     with torch.no_grad():
         other.weight.copy_(one.weight)
     torch_xla.sync()
     xs.mark_sharding(one.weight, mesh, ("x", None))
     wrapped = xs.xla_sharding.wrap_as_sharded_tensor(one.weight)
-    aliases = [one.weight, one.state_dict()["weight"], one.weight.data, one.weight.detach(), wrapped]
+    aliases = [
+        one.weight,
+        one.state_dict()["weight"],
+        one.weight.data,
+        one.weight.detach(),
+        wrapped,
+    ]
     keys = {frameworks.identity(alias) for alias in aliases}
     return {
         "aliases": len(keys),
@@ -254,13 +301,16 @@ def identities(_):
 
 
 def training(_):
-    """Losses and compiles of three steps: trained on; and restored into a meta module, then trained on."""
+    """Losses and compiles of three steps: trained on; and restored into a meta module, then trained
+    on."""
     mesh = xs.Mesh(np.arange(8), (4, 2), NAMES[:2])
     specs = {"0.weight": ("x", "y"), "0.bias": ("x",), "2.weight": ("y", "x"), "2.bias": (None,)}
     inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 
     def net():
-        return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
+        return torch.nn.Sequential(
+            torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16)
+        )
 
     def steps(module):
         optimizer, before, losses = torch.optim.SGD(module.parameters(), lr=0.1), compiles(), []
@@ -281,7 +331,10 @@ def training(_):
         xs.mark_sharding(parameter, mesh, specs[name])
     state = normal.state_dict()
     saved = frameworks.sources(state)
-    arrays = {name: assembled(saved[name], a)[0] for name, a in zip(saved, frameworks.fetch(list(saved.values())), strict=True)}
+    arrays = {
+        name: assembled(saved[name], a)[0]
+        for name, a in zip(saved, frameworks.fetch(list(saved.values())), strict=True)
+    }
 
     with torch.device("meta"):
         restored = net()
@@ -310,7 +363,11 @@ def memory(case):
     source = frameworks.source("w", tensor)
 
     def status(key):
-        return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+        return next(
+            int(line.split()[1]) * 1024
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith(key)
+        )
 
     frameworks.fetch([source])  # waits until the tensor is on its devices
     gc.collect()
@@ -322,7 +379,8 @@ def memory(case):
 
 
 def private(case):
-    """A source's statement whether its arrays have memory of their own, and observations of that memory."""
+    """A source's statement whether its arrays have memory of their own, and observations of that
+    memory."""
     array, tensor = sharded(case)
     source = frameworks.source("w", tensor)
     torch_xla.sync(wait=True)
@@ -332,14 +390,20 @@ def private(case):
     kept = [one.copy() for one in first]
     unharmed = same_bits(assembled(source, first)[0], array)
     for _ in range(3):
-        tensor.mul_(2)  # the program may write to the memory that it is given: what was fetched sees nothing of that
+        tensor.mul_(
+            2
+            # The program may write to the memory that it is given: what was fetched sees nothing of
+            # that.
+        )
         torch_xla.sync(wait=True)
     del tensor, source
     gc.collect()
     return {
         "private": case["private"],
         "said": frameworks.source("w", sharded(case)[1]).private,
-        "apart": not any(np.shares_memory(a, b) for a, b in itertools.combinations([*first, *second], 2)),
+        "apart": not any(
+            np.shares_memory(a, b) for a, b in itertools.combinations([*first, *second], 2)
+        ),
         "nothing besides": all(one.nbytes == memory_under(one) for one in first),
         "unharmed": unharmed,
         "unchanged": all(map(same_bits, first, kept)),
@@ -359,7 +423,10 @@ def batched(case):
     adapter.CALL_BYTES = 3 * frameworks.source("w", tensors[0][1]).staged_bytes
     sources = [frameworks.source(str(i), tensor) for i, (_, tensor) in enumerate(tensors)]
     fetched = frameworks.fetch(sources)
-    return [same_bits(assembled(s, a)[0], array) for s, a, (array, _) in zip(sources, fetched, tensors, strict=True)]
+    return [
+        same_bits(assembled(s, a)[0], array)
+        for s, a, (array, _) in zip(sources, fetched, tensors, strict=True)
+    ]
 
 
 def refusals(_):
@@ -372,7 +439,9 @@ def refusals(_):
 
     return {
         "few": target(Sharding(Mesh((2, 2), ("x", "y")), PartitionSpec("x")), shape, f32),
-        "ids": target(Sharding(Mesh((8,), ("x",), range(100, 108)), PartitionSpec("x")), shape, f32),
+        "ids": target(
+            Sharding(Mesh((8,), ("x",), range(100, 108)), PartitionSpec("x")), shape, f32
+        ),
         "rank": target(Sharding(Mesh((8,), ("x",)), PartitionSpec(None, None, "x")), shape, f32),
         "six": target(deep, (8,) * 6, f32),
         "six whole": target(Sharding(Mesh((8,), ("x",)), PartitionSpec()), (8,) * 6, f32),
@@ -383,9 +452,24 @@ def refusals(_):
     }
 
 
-QUESTIONS = (round_trip, targets, names, pending, unmarked, identities, training, memory, private, batched, refusals)
+QUESTIONS = (
+    round_trip,
+    targets,
+    names,
+    pending,
+    unmarked,
+    identities,
+    training,
+    memory,
+    private,
+    batched,
+    refusals,
+)
 
 if __name__ == "__main__":
     questions = {question.__name__: question for question in QUESTIONS}
-    answers = {kind: [questions[kind](case) for case in cases] for kind, cases in json.load(sys.stdin).items()}
+    answers = {
+        kind: [questions[kind](case) for case in cases]
+        for kind, cases in json.load(sys.stdin).items()
+    }
     print(json.dumps(answers))

@@ -1,4 +1,5 @@
-"""Run by test_xla_end_to_end.py on 8 virtual devices: save under one layout, restore under another, through real storage.
+"""Run by test_xla_end_to_end.py on 8 virtual devices: save under one layout, restore under another,
+through real storage.
 
 Prints one JSON object with what was seen.
 """
@@ -24,7 +25,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int32, torch.uint8, torch.bool]
 SPECS = {
     0: [()],
     1: [(None,), ("x",), (("x", "y"),), ("y",)],
-    2: [(None, None), ("x", "y"), ("y", "x"), ("x", None), (None, "y"), (("x", "y"), None), (None, ("y", "x"))],
+    2: [
+        (None, None),
+        ("x", "y"),
+        ("y", "x"),
+        ("x", None),
+        (None, "y"),
+        (("x", "y"), None),
+        (None, ("y", "x")),
+    ],
     3: [(None, "x", "y"), ("y", None, "x"), (("x", "y"), None, None)],
 }
 
@@ -46,7 +55,8 @@ def meshes(rng):
 
 
 def pairs():
-    """Many tensors, each with a layout of its own to save and another to restore, in a few checkpoints."""
+    """Many tensors, each with a layout of its own to save and another to restore, in a few
+    checkpoints."""
     rng = random.Random(0)
     torch.manual_seed(0)
     wrong, done, compiled = [], 0, 0
@@ -71,12 +81,30 @@ def pairs():
         restored = shardckpt.restore(f"{ROOT}/pairs{batch}", like)
         compiled += compiles() - before
         for name, value in values.items():
-            placed = shardckpt.OpSharding.parse(torch_xla._XLAC._get_xla_sharding_spec(restored[name]))
+            placed = shardckpt.OpSharding.parse(
+                torch_xla._XLAC._get_xla_sharding_spec(restored[name])
+            )
             expected = targets[name].op_sharding(value.dim())
             # XLA calls a scalar or a tensor that no axis cuts replicated, without naming devices.
-            laid_out = placed.equivalent(expected) or placed.to_hlo() == expected.canonical().to_hlo() == "{replicated}"
-            if not torch.equal(restored[name].cpu(), value) or restored[name].dtype != value.dtype or not laid_out:
-                wrong.append([batch, name, list(value.shape), str(value.dtype), placed.to_hlo(), expected.to_hlo()])
+            laid_out = (
+                placed.equivalent(expected)
+                or placed.to_hlo() == expected.canonical().to_hlo() == "{replicated}"
+            )
+            if (
+                not torch.equal(restored[name].cpu(), value)
+                or restored[name].dtype != value.dtype
+                or not laid_out
+            ):
+                wrong.append(
+                    [
+                        batch,
+                        name,
+                        list(value.shape),
+                        str(value.dtype),
+                        placed.to_hlo(),
+                        expected.to_hlo(),
+                    ]
+                )
             done += 1
     return {"pairs": done, "wrong": wrong, "compiles": compiled}
 
@@ -127,7 +155,12 @@ def training():
         xs.mark_sharding(parameter, xla_mesh, ("x", "y") if name.endswith("weight") else (None,))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, 3)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3, "layout": str(first)}
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "step": 3,
+        "layout": str(first),
+    }
     shardckpt.save(f"{ROOT}/training", state)
     truth = {name: value.cpu() for name, value in state["model"].items()}
     moments = {i: s["exp_avg_sq"].cpu() for i, s in state["optimizer"]["state"].items()}
@@ -143,10 +176,18 @@ def training():
     # The optimizer's moments go where their parameters go; its groups come from the checkpoint.
     plain = shardckpt.restore(checkpoint, only="optimizer/param_groups/**")
     moment_targets = {
-        i: {"step": torch.zeros(()), **{k: Target(layout_of(n, second)) for k in ("exp_avg", "exp_avg_sq")}}
+        i: {
+            "step": torch.zeros(()),
+            **{k: Target(layout_of(n, second)) for k in ("exp_avg", "exp_avg_sq")},
+        }
         for i, n in enumerate(parameters)
     }
-    like = {"model": targets, "optimizer": {"state": moment_targets, **plain["optimizer"]}, "step": 0, "layout": ""}
+    like = {
+        "model": targets,
+        "optimizer": {"state": moment_targets, **plain["optimizer"]},
+        "step": 0,
+        "layout": "",
+    }
     before = compiles()
     restored = shardckpt.restore(checkpoint, like)
     compiled = compiles() - before
@@ -156,13 +197,17 @@ def training():
     again = torch.optim.AdamW(fresh.parameters(), lr=0.01)
     again.load_state_dict(restored["optimizer"])
     equal = all(torch.equal(fresh.state_dict()[n].cpu(), v) for n, v in truth.items())
-    equal_moments = all(torch.equal(again.state_dict()["state"][i]["exp_avg_sq"].cpu(), v) for i, v in moments.items())
+    equal_moments = all(
+        torch.equal(again.state_dict()["state"][i]["exp_avg_sq"].cpu(), v)
+        for i, v in moments.items()
+    )
     losses = train(fresh, again, 3)
     shards = torch_xla._XLAC._get_xla_sharding_spec(again.state_dict()["state"][0]["exp_avg"])
     return {
         "compiles": compiled,
         "tied": tied,
-        "tied_in_record": checkpoint.info("model/head.weight").tied_names == ("model/embed.weight",),
+        "tied_in_record": checkpoint.info("model/head.weight").tied_names
+        == ("model/embed.weight",),
         "equal": equal,
         "equal_moments": equal_moments,
         "expected": expected,
@@ -186,7 +231,8 @@ def errors():
 
 
 def skipping():
-    """A sharded tensor is left in a base that was saved with another layout, and restored to a third."""
+    """A sharded tensor is left in a base that was saved with another layout, and restored to a
+    third."""
     mesh = xs.Mesh(np.arange(8), (4, 2), ("x", "y"))
     whole = torch.arange(64 * 48, dtype=torch.float32).reshape(64, 48)
 
@@ -199,12 +245,16 @@ def skipping():
     shardckpt.save(f"{ROOT}/0", state(("x", "y"), 0))
     tuned, read = state((None, "x"), 1), []
     shards = torch_xla._XLAC._get_local_shards
-    torch_xla._XLAC._get_local_shards = lambda tensors: read.extend(map(id, tensors)) or shards(tensors)
+    torch_xla._XLAC._get_local_shards = lambda tensors: (
+        read.extend(map(id, tensors)) or shards(tensors)
+    )
     options = shardckpt.SaveOptions(base=f"{ROOT}/0", skip="frozen")
     report = shardckpt.save_async(f"{ROOT}/1", tuned, options=options).wait()
     torch_xla._XLAC._get_local_shards = shards
     info = shardckpt.open(f"{ROOT}/1").info("frozen")
-    restored = shardckpt.restore(f"{ROOT}/1", {"frozen": Target(layout_of_spec("y", "x")), "lora": None}, only="frozen")
+    restored = shardckpt.restore(
+        f"{ROOT}/1", {"frozen": Target(layout_of_spec("y", "x")), "lora": None}, only="frozen"
+    )
     return {
         "tensors read": len(set(read)),
         "written": report.nbytes,
@@ -219,4 +269,8 @@ def layout_of_spec(*spec):
     return Sharding(Mesh((4, 2), ("x", "y")), PartitionSpec(*spec))
 
 
-print(json.dumps({"pairs": pairs(), "training": training(), "errors": errors(), "skipping": skipping()}))
+print(
+    json.dumps(
+        {"pairs": pairs(), "training": training(), "errors": errors(), "skipping": skipping()}
+    )
+)

@@ -1,4 +1,5 @@
-"""Run by test_from_xser.py with torch_xla on its CPU devices: what its ways to save a state leave in a directory.
+"""Run by test_from_xser.py with torch_xla on its CPU devices: what its ways to save a state leave
+in a directory.
 
 Answers with a line of JSON: file → the state, as torch and torch_xla read it themselves.
 """
@@ -18,7 +19,11 @@ from foreign_states import described, without_torch
 
 ROOT = Path(sys.argv[1])
 on_host = {
-    "model": {"w": torch.randn(300, 70), "bf16": torch.ones(5, 3, dtype=torch.bfloat16), "t": torch.arange(6).reshape(2, 3)},
+    "model": {
+        "w": torch.randn(300, 70),
+        "bf16": torch.ones(5, 3, dtype=torch.bfloat16),
+        "t": torch.arange(6).reshape(2, 3),
+    },
     "list": [torch.tensor(3), (torch.zeros(0, 4), torch.ones(2, dtype=torch.bool))],
     "host": torch.arange(4),
     "step": 7,
@@ -44,4 +49,7 @@ read = {
     "xser.pt": xser.load(str(ROOT / "xser.pt")),
     "as it is.pt": {**on_host, "parameter": parameter},
 }
-sys.stdout.write(json.dumps({name: described(without_torch(state_read)) for name, state_read in read.items()}) + "\n")
+sys.stdout.write(
+    json.dumps({name: described(without_torch(state_read)) for name, state_read in read.items()})
+    + "\n"
+)

@@ -1,4 +1,5 @@
-"""Saves and restores a tensor on the one device that there is, with SPMD or without. JSON on stdin, answers on stdout."""
+"""Saves and restores a tensor on the one device that there is, with SPMD or without. JSON on stdin,
+answers on stdout."""
 
 import json
 import os
@@ -42,7 +43,8 @@ print(
         {
             "layout": str(source.layout),
             "fetched": bool((array == expected).all()),
-            "restored": restored.dtype == torch.bfloat16 and bool((restored.cpu().float().numpy() == expected).all()),
+            "restored": restored.dtype == torch.bfloat16
+            and bool((restored.cpu().float().numpy() == expected).all()),
             "device": restored.device.type,
             "boxes": len(source.boxes),
             "target": target,

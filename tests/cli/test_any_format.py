@@ -114,7 +114,10 @@ def test_plan_shows_what_an_import_would_do(run, foreign):
     answer = run("plan", place, "--mesh", "x=2", "--rule", "**=(x)", "--rate", "1GiB", width=120)
     assert answer.status == 0
     assert f"1 tensor, 384 B, in the format {name}" in answer.out
-    assert run("plan", place, "--mesh", "x=2", "--rule", "**=(x)", "--json").json["source"]["format"] == name
+    assert (
+        run("plan", place, "--mesh", "x=2", "--rule", "**=(x)", "--json").json["source"]["format"]
+        == name
+    )
 
 
 def test_ls_names_the_format_and_its_signs(run, foreign):
@@ -130,9 +133,15 @@ def test_a_directory_of_steps_says_which_to_give_and_ls_lists_them(run, tmp_path
         dcp.save(TORCH, checkpoint_id=tmp_path / "dcp" / f"{step}")
     answer = run("info", tmp_path / "orbax")
     assert (answer.status, answer.out) == (3, "")
-    assert f"steps of a CheckpointManager: 100, 200. Give one of them, for example {tmp_path}/orbax/200." in answer.err
+    assert (
+        "steps of a CheckpointManager: 100, 200. Give one of them, for example "
+        f"{tmp_path}/orbax/200." in answer.err
+    )
     names = {"orbax": [".", "100", "200"], "dcp": ["100", "200"]}
-    assert {name: [one["name"] for one in run("ls", tmp_path / name, "--json").json["foreign"]] for name in names} == names
+    assert {
+        name: [one["name"] for one in run("ls", tmp_path / name, "--json").json["foreign"]]
+        for name in names
+    } == names
     answer = run("info", tmp_path / "dcp")
     assert (answer.status, answer.out) == (3, "")
     assert f"`shardckpt ls {tmp_path}/dcp` lists what is directly below it." in answer.err
@@ -201,7 +210,10 @@ def test_runs_are_listed_with_their_newest_steps(run, saver, tmp_path):
     save_file({"w": np.ones(3)}, tmp_path / "start" / "model.safetensors")
     (tmp_path / "notes").mkdir()
     doc = run("ls", tmp_path, "--json").json
-    assert [(one["run"], one["checkpoints"], one["last_step"]) for one in doc["runs"]] == [("run-9", 1, 3), ("run-10", 2, 12)]
+    assert [(one["run"], one["checkpoints"], one["last_step"]) for one in doc["runs"]] == [
+        ("run-9", 1, 3),
+        ("run-10", 2, 12),
+    ]
     assert [(one["name"], one["format"]) for one in doc["foreign"]] == [("start", "safetensors")]
     lines = [line.split() for line in run("ls", tmp_path, width=100).out.splitlines()]
     assert lines[0] == ["run", "checkpoints", "last", "step", "stored", "last", "commit"]
@@ -216,7 +228,12 @@ def test_runs_are_listed_with_their_newest_steps(run, saver, tmp_path):
 def test_hosts_are_hosts_after_a_reshard(run, saver, tmp_path):
     saver(tmp_path / "a", {f"w{i}": np.ones((1024, 512), np.float32) for i in range(8)})
     shardckpt.reshard(
-        tmp_path / "a", tmp_path / "b", mesh=shardckpt.Mesh((2,), ("x",)), rules=["**=(x)"], dtype="float16", task_bytes="2MiB"
+        tmp_path / "a",
+        tmp_path / "b",
+        mesh=shardckpt.Mesh((2,), ("x",)),
+        rules=["**=(x)"],
+        dtype="float16",
+        task_bytes="2MiB",
     )
     heading = run("info", tmp_path / "b").out
     assert "1 host, " in heading
@@ -235,7 +252,14 @@ def test_a_tokenizer_is_named_and_not_printed_in_base64(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "{", '{"node_type": "thing"}', '{"node_type": "group", "consolidated_metadata": {"metadata": {"a": 3}}}', "1" * 5000]
+    "text",
+    [
+        "[]",
+        "{",
+        '{"node_type": "thing"}',
+        '{"node_type": "group", "consolidated_metadata": {"metadata": {"a": 3}}}',
+        "1" * 5000,
+    ],
 )
 def test_zarr_metadata_that_is_no_metadata_is_an_error(run, tmp_path, text):
     (tmp_path / "z").mkdir()
@@ -257,7 +281,9 @@ def test_zarr_groups_that_are_nested_without_end_are_an_error(run, tmp_path):
     member = {"node_type": "group", "zarr_format": 3}
     members = {"/".join(["g"] * depth): member for depth in range(1, 80)}
     (tmp_path / "z").mkdir()
-    (tmp_path / "z" / "zarr.json").write_text(json.dumps(member | {"consolidated_metadata": {"metadata": members}}))
+    (tmp_path / "z" / "zarr.json").write_text(
+        json.dumps(member | {"consolidated_metadata": {"metadata": members}})
+    )
     answer = run("info", tmp_path / "z")
     assert answer.status == 4
     assert "64 groups in each other" in answer.err
@@ -281,7 +307,9 @@ def test_zarr_arrays_of_texts_are_left_behind_with_a_note(tmp_path):
     assert (shardckpt.restore(tmp_path / "c")["w"] == 1).all()
 
 
-def test_a_save_that_was_never_committed_and_a_deleted_checkpoint_are_no_other_format(run, saver, tmp_path):
+def test_a_save_that_was_never_committed_and_a_deleted_checkpoint_are_no_other_format(
+    run, saver, tmp_path
+):
     saver(tmp_path / "1")
     assert run("rm", tmp_path / "1", "--yes").status == 0
     answer = run("info", tmp_path / "1")
@@ -295,7 +323,9 @@ def test_a_web_server_that_lists_nothing_is_asked_for_files_and_zarr(run, tmp_pa
     zarr.consolidate_metadata(tmp_path / "z")
     (tmp_path / "empty").mkdir()
     with web_server(tmp_path) as server:
-        assert run("info", f"{server.url}/model.safetensors", "--json").json["format"] == "safetensors"
+        assert (
+            run("info", f"{server.url}/model.safetensors", "--json").json["format"] == "safetensors"
+        )
         assert run("verify", f"{server.url}/z", "--json").json["complete"]
         answer = run("info", f"{server.url}/empty")
     assert answer.status == 3
@@ -308,4 +338,8 @@ def test_a_directory_of_loose_files_lists_what_lies_below_it_too(run, tmp_path):
     (tmp_path / "older").mkdir()
     save_file({"w": np.ones(3)}, tmp_path / "older" / "model.safetensors")
     entries = run("ls", tmp_path, "--json").json["foreign"]
-    assert [(one["name"], one["format"]) for one in entries] == [(".", "safetensors"), ("older", "safetensors"), ("state.pt", "torch")]
+    assert [(one["name"], one["format"]) for one in entries] == [
+        (".", "safetensors"),
+        ("older", "safetensors"),
+        ("state.pt", "torch"),
+    ]

@@ -22,7 +22,10 @@ def tuned(tmp_path):
 def test_ls_says_what_a_checkpoint_needs(run, tuned):
     answer = run("ls", tuned.parent, width=120)
     assert answer.out.splitlines()[-1].endswith("needs 0")
-    assert [entry["bases"] for entry in run("ls", "--json", tuned.parent).json["checkpoints"]] == [[], ["../0"]]
+    assert [entry["bases"] for entry in run("ls", "--json", tuned.parent).json["checkpoints"]] == [
+        [],
+        ["../0"],
+    ]
 
 
 def test_info_says_where_tensors_lie(run, tuned):
@@ -33,7 +36,10 @@ def test_info_says_where_tensors_lie(run, tuned):
     assert next(line for line in answer.out.splitlines() if "head" in line).endswith("in ../0")
     document = run("info", tuned, "--json").json
     assert [base["url"] for base in document["bases"]] == ["../0"]
-    assert {tensor["name"]: tensor["base"] for tensor in document["tensors"]} == {"head": 0, "w": None}
+    assert {tensor["name"]: tensor["base"] for tensor in document["tensors"]} == {
+        "head": 0,
+        "w": None,
+    }
 
 
 def test_info_of_a_tensor_says_where_it_lies_and_how_to_open_it_there(run, tuned):

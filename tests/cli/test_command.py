@@ -12,13 +12,23 @@ from pathlib import Path
 import pytest
 
 COMMAND = Path(sys.executable).with_name("shardckpt")
-ENVIRONMENT = {key: value for key, value in os.environ.items() if key not in {"COLUMNS", "NO_COLOR", "FORCE_COLOR"}} | {
-    "TERM": "xterm-256color"
-}
+ENVIRONMENT = {
+    key: value
+    for key, value in os.environ.items()
+    if key not in {"COLUMNS", "NO_COLOR", "FORCE_COLOR"}
+} | {"TERM": "xterm-256color"}
 
 
 def command(*args, **options):
-    return subprocess.run([COMMAND, *args], capture_output=True, text=True, encoding="utf-8", env=ENVIRONMENT, timeout=200, **options)
+    return subprocess.run(
+        [COMMAND, *args],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env=ENVIRONMENT,
+        timeout=200,
+        **options,
+    )
 
 
 def on_terminal(*args, columns=80, **environment):
@@ -29,7 +39,9 @@ def on_terminal(*args, columns=80, **environment):
 
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    process = subprocess.Popen([COMMAND, *args], stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRONMENT | environment)
+    process = subprocess.Popen(
+        [COMMAND, *args], stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRONMENT | environment
+    )
     os.close(theirs)
     output = b""
     while True:
@@ -63,10 +75,16 @@ def test_help_names_the_documentation_that_the_package_names(args):
 
 def test_the_module_is_the_command(checkpoint):
     run = subprocess.run(
-        [sys.executable, "-m", "shardckpt", "info", checkpoint], capture_output=True, text=True, check=True, env=ENVIRONMENT
+        [sys.executable, "-m", "shardckpt", "info", checkpoint],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=ENVIRONMENT,
     )
     assert run.stdout == command("info", checkpoint).stdout
-    lost = subprocess.run([sys.executable, "-m", "shardckpt", "info", "nothing"], capture_output=True, check=False)
+    lost = subprocess.run(
+        [sys.executable, "-m", "shardckpt", "info", "nothing"], capture_output=True, check=False
+    )
     assert lost.returncode == 3
 
 
@@ -82,12 +100,23 @@ def test_help_and_completion_import_nothing_heavy():
     heavy = ["numpy", "rich", "tensorstore", "zarr", "torch", "jax"]
     run = "import sys; sys.argv = ['shardckpt', '--help']; from shardckpt.cli import main; main()"
     code = f"{run}; print([m for m in {heavy} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.endswith("\n[]\n")
+    assert subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.endswith("\n[]\n")
 
 
 def test_the_shell_completes_commands_and_options():
-    environment = ENVIRONMENT | {"_SHARDCKPT_COMPLETE": "complete_bash", "COMP_CWORD": "1", "COMP_WORDS": "shardckpt ve"}
-    assert subprocess.run([COMMAND], env=environment, capture_output=True, text=True, check=True).stdout.strip() == "verify"
+    environment = ENVIRONMENT | {
+        "_SHARDCKPT_COMPLETE": "complete_bash",
+        "COMP_CWORD": "1",
+        "COMP_WORDS": "shardckpt ve",
+    }
+    assert (
+        subprocess.run(
+            [COMMAND], env=environment, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "verify"
+    )
 
 
 def test_statuses_are_those_of_the_process(checkpoint, tmp_path):
@@ -99,7 +128,12 @@ def test_statuses_are_those_of_the_process(checkpoint, tmp_path):
 
 def test_a_reader_that_has_seen_enough_is_no_error(saver, tmp_path):
     saver(tmp_path / "1", {f"leaf{i}": i for i in range(20_000)})
-    with subprocess.Popen([COMMAND, "info", tmp_path / "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
+    with subprocess.Popen(
+        [COMMAND, "info", tmp_path / "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+    ) as process:
         process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == b""
@@ -120,17 +154,35 @@ opening.open = slow
 sys.argv = ["shardckpt", "info", "anything"]
 sys.exit(main())
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
+    )
     assert (result.returncode, result.stdout, result.stderr) == (128 + signal.SIGINT, "", "")
 
 
 @pytest.mark.parametrize(
     ("command", "function", "advice"),
     [
-        (["reshard", "a", "b"], "shardckpt.reshard.execute.reshard", "run the same command again to continue"),
-        (["import", "a", "b"], "shardckpt.convert.importing.import_checkpoint", "run the same command again to continue"),
-        (["export", "a", "b"], "shardckpt.convert.export.export", "run the same command again to continue"),
-        (["export", "a", "b", "--to", "torch"], "shardckpt.convert.export.export", "run the same command again to start over"),
+        (
+            ["reshard", "a", "b"],
+            "shardckpt.reshard.execute.reshard",
+            "run the same command again to continue",
+        ),
+        (
+            ["import", "a", "b"],
+            "shardckpt.convert.importing.import_checkpoint",
+            "run the same command again to continue",
+        ),
+        (
+            ["export", "a", "b"],
+            "shardckpt.convert.export.export",
+            "run the same command again to continue",
+        ),
+        (
+            ["export", "a", "b", "--to", "torch"],
+            "shardckpt.convert.export.export",
+            "run the same command again to start over",
+        ),
     ],
 )
 def test_an_interrupt_of_long_work_says_how_it_is_gone_on_with(command, function, advice):
@@ -147,8 +199,14 @@ setattr(importlib.import_module("{module}"), "{name}", slow)
 sys.argv = {["shardckpt", *command]}
 sys.exit(main())
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", f"interrupted: {advice}\n")
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (
+        130,
+        "",
+        f"interrupted: {advice}\n",
+    )
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -157,7 +215,10 @@ def test_a_terminal_gets_colours_and_lines_that_fit(checkpoint, columns):
     assert "\x1b[1" in out
     plain = re.sub(r"\x1b\[[0-9;]*m", "", out)
     assert "\x1b" not in plain
-    assert max(len(line) for line in plain.splitlines() if not line.startswith("checkpoint ")) <= columns
+    assert (
+        max(len(line) for line in plain.splitlines() if not line.startswith("checkpoint "))
+        <= columns
+    )
 
 
 def test_no_color_is_respected(checkpoint):
@@ -172,7 +233,10 @@ def test_verify_draws_a_progress_bar_on_a_terminal_and_takes_it_away(checkpoint)
 
 def test_a_terminal_without_unicode_gets_ascii(checkpoint):
     result = subprocess.run(
-        [COMMAND, "info", checkpoint, "model/embed"], env=ENVIRONMENT | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=True
+        [COMMAND, "info", checkpoint, "model/embed"],
+        env=ENVIRONMENT | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=True,
     )
     assert result.stdout.isascii()
     assert b"| " in result.stdout
@@ -194,8 +258,14 @@ sys.meta_path.insert(0, Slow())
 sys.argv = ["shardckpt", "reshard", "a", "b"]
 sys.exit(main())
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted: nothing was begun\n")
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (
+        130,
+        "",
+        "interrupted: nothing was begun\n",
+    )
 
 
 @pytest.mark.parametrize("command", ["reshard", "import", "export"])
@@ -215,6 +285,8 @@ sys.meta_path.insert(0, Slow())
 sys.argv = ["shardckpt", "{command}", "a", "b"]
 sys.exit(main())
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
+    )
     assert (result.returncode, result.stdout) == (130, "")
     assert result.stderr == "interrupted: run the same command again to continue\n"

@@ -48,9 +48,22 @@ def test_where_nothing_is_unfinished_that_is_no_error(run, saver, tmp_path):
 def test_json_has_what_became_of_each_attempt(run, saver, tmp_path):
     attempt = uncommitted(saver(tmp_path / "1"))
     doc = run("commit", tmp_path / "1", "--json").json
-    assert doc == {"attempts": [{"name": ".", "url": str(tmp_path / "1"), "attempt": attempt, "state": "committed", "reason": None}]}
+    assert doc == {
+        "attempts": [
+            {
+                "name": ".",
+                "url": str(tmp_path / "1"),
+                "attempt": attempt,
+                "state": "committed",
+                "reason": None,
+            }
+        ]
+    }
     documented = PAGE.read_text(encoding="utf-8")
-    assert all(f"`{key}`" in documented for key in [*doc, *doc["attempts"][0], "committed", "incomplete", "overtaken", "refused"])
+    assert all(
+        f"`{key}`" in documented
+        for key in [*doc, *doc["attempts"][0], "committed", "incomplete", "overtaken", "refused"]
+    )
 
 
 def test_a_collected_attempt_is_committed_no_more(run, saver, tmp_path):

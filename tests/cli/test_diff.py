@@ -59,8 +59,20 @@ def test_json_has_all_differences(run, checkpoint, other):
     ]
     (value,) = doc["values"]
     assert value.pop("relative") > 0
-    assert value == {"name": "model/layers/1/w", "differing": 1, "elements": 48, "largest": 2.5, "nans": 0, "first": [3, 4]}
-    assert doc["layouts"][0] == {"name": "model/embed", "aspect": "layout", "a": "data, model over data=4 × model=2", "b": None}
+    assert value == {
+        "name": "model/layers/1/w",
+        "differing": 1,
+        "elements": 48,
+        "largest": 2.5,
+        "nans": 0,
+        "first": [3, 4],
+    }
+    assert doc["layouts"][0] == {
+        "name": "model/embed",
+        "aspect": "layout",
+        "a": "data, model over data=4 × model=2",
+        "b": None,
+    }
     assert doc["tensors_compared"] == 3
 
 
@@ -73,15 +85,24 @@ def test_structure_alone_reads_no_values(run, checkpoint, other, saver, model, t
 
 
 def test_another_layout_is_a_difference_on_request(run, checkpoint, saver, model, tmp_path):
-    rows = saver(tmp_path / "2", model(), shardings={"model/embed": Sharding(Mesh((2,), ("x",)), PartitionSpec("x"))})
+    rows = saver(
+        tmp_path / "2",
+        model(),
+        shardings={"model/embed": Sharding(Mesh((2,), ("x",)), PartitionSpec("x"))},
+    )
     assert run("diff", checkpoint, rows).status == 0
     answer = run("diff", checkpoint, rows, "--layout")
     assert answer.status == 1
-    assert " ".join(answer.out.split()).startswith("laid out otherwise (3) model/embed data, model over data=4 × model=2 → x over x=2")
+    assert " ".join(answer.out.split()).startswith(
+        "laid out otherwise (3) model/embed data, model over data=4 × model=2 → x over x=2"
+    )
 
 
 def test_an_infinite_difference_is_written_as_json_can(run, saver, tmp_path):
-    one, other = saver(tmp_path / "1", {"w": np.ones(2)}), saver(tmp_path / "2", {"w": np.array([1, np.inf])})
+    one, other = (
+        saver(tmp_path / "1", {"w": np.ones(2)}),
+        saver(tmp_path / "2", {"w": np.array([1, np.inf])}),
+    )
     (value,) = run("diff", one, other, "--json").json["values"]
     assert value["largest"] == "inf"
 

@@ -1,6 +1,8 @@
-"""The examples of docs/cli.md, and then those of transcript.txt, run one after another as they stand there.
+"""The examples of docs/cli.md, and then those of transcript.txt, run one after another as they
+stand there.
 
-Times, names of attempts and blanks may differ; `…` in an example stands for anything, alone on a line for any number of lines.
+Times, names of attempts and blanks may differ; `…` in an example stands for anything, alone on a
+line for any number of lines.
 """
 
 from __future__ import annotations
@@ -33,8 +35,16 @@ def save(step):
     embed = np.arange(4096 * 512, dtype=np.float32).reshape(4096, 512)
     if step == 10:
         embed[3, 5:17] += 0.25
-    model = {"embed": embed, "head": embed, "bias": np.zeros(512, np.float32), "scale": np.ones((16, 16))}
-    shardings = {"model/embed": Sharding(MESH, PartitionSpec("data", "model")), "model/bias": Sharding(MESH, PartitionSpec("model"))}
+    model = {
+        "embed": embed,
+        "head": embed,
+        "bias": np.zeros(512, np.float32),
+        "scale": np.ones((16, 16)),
+    }
+    shardings = {
+        "model/embed": Sharding(MESH, PartitionSpec("data", "model")),
+        "model/bias": Sharding(MESH, PartitionSpec("model")),
+    }
     options = SaveOptions(shardings=shardings, metadata={"loss": 1.25})
     shardckpt.save(RUN / f"step_{step}", {"model": model, "step": step}, options=options)
 
@@ -44,7 +54,9 @@ def download():
     place = Path("hf/tiny")
     place.mkdir(parents=True)
     half = np.zeros((512, 64), np.float32)
-    save_file({"model.embed_tokens.weight": half, "lm_head.weight": half + 1}, place / "model.safetensors")
+    save_file(
+        {"model.embed_tokens.weight": half, "lm_head.weight": half + 1}, place / "model.safetensors"
+    )
     for name in ("config.json", "tokenizer.json"):
         (place / name).write_text('{"model_type": "llama"}')
 
@@ -54,9 +66,14 @@ def download_llama():
     place = Path("hf/llama")
     place.mkdir(parents=True)
     layer = {"input_layernorm": (64,), "mlp.up_proj": (256, 64), "self_attn.q_proj": (128, 64)}
-    shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(12) for name, shape in layer.items()}
+    shapes = {
+        f"model.layers.{i}.{name}.weight": shape for i in range(12) for name, shape in layer.items()
+    }
     shapes |= {"model.embed_tokens.weight": (512, 64), "lm_head.weight": (512, 64)}
-    save_file({name: np.full(shape, i, np.float32) for i, (name, shape) in enumerate(shapes.items())}, place / "model.safetensors")
+    save_file(
+        {name: np.full(shape, i, np.float32) for i, (name, shape) in enumerate(shapes.items())},
+        place / "model.safetensors",
+    )
     for name in ("config.json", "tokenizer.json"):
         (place / name).write_text('{"model_type": "llama"}')
 
@@ -120,15 +137,26 @@ def normal(text, top):
 
 def shows(expected, printed):
     """Whether the lines of an example stand for the lines that were printed."""
-    patterns = (r"(.*\n)*" if line == "…" else re.escape(line).replace("…", ".*") + r"\n" for line in expected)
+    patterns = (
+        r"(.*\n)*" if line == "…" else re.escape(line).replace("…", ".*") + r"\n"
+        for line in expected
+    )
     return re.fullmatch("".join(patterns), "".join(f"{line}\n" for line in printed)) is not None
 
 
 def test_the_examples_of_the_command_line_show_what_it_says(runs, run, monkeypatch):
     monkeypatch.chdir(runs)
-    documented, further = (EXAMPLE.findall(path.read_text(encoding="utf-8")) for path in (PAGE, FURTHER))
-    assert " ".join(command.split()[0] for command, _ in documented) == "ls info info verify diff stats stats"
-    assert " ".join(command.split()[0] for command, _ in further) == "ls info info fingerprint plan plan reshard export import commit gc"
+    documented, further = (
+        EXAMPLE.findall(path.read_text(encoding="utf-8")) for path in (PAGE, FURTHER)
+    )
+    assert (
+        " ".join(command.split()[0] for command, _ in documented)
+        == "ls info info verify diff stats stats"
+    )
+    assert (
+        " ".join(command.split()[0] for command, _ in further)
+        == "ls info info fingerprint plan plan reshard export import commit gc"
+    )
     for command, output in [*documented, *further]:
         BEFORE.get(command, lambda: None)()
         answer = run(*command.split(), width=100)

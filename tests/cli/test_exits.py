@@ -53,7 +53,9 @@ def places(tmp_path, saver):
         (["diff", "sound", "sound", "--memory", "1"], "option", 2, "1 MiB"),
     ],
 )
-def test_a_mistake_is_one_line_or_one_document_and_a_status(run, places, monkeypatch, args, code, status, words):
+def test_a_mistake_is_one_line_or_one_document_and_a_status(
+    run, places, monkeypatch, args, code, status, words
+):
     monkeypatch.chdir(places)
     plain = run(*args)
     assert (plain.status, plain.out) == (status, "")
@@ -75,8 +77,12 @@ def test_every_error_has_a_status_and_answers_have_theirs_alone():
 
 
 def test_the_documentation_has_the_same_table():
-    rows = re.findall(r"^\| (\d+) \| .* \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    documented = {code: int(status) for status, codes in rows for code in re.findall(r"`([a-z-]+)`", codes)}
+    rows = re.findall(
+        r"^\| (\d+) \| .* \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    documented = {
+        code: int(status) for status, codes in rows for code in re.findall(r"`([a-z-]+)`", codes)
+    }
     assert documented == exits.STATUS
 
 
@@ -85,7 +91,12 @@ def test_the_keys_of_json_are_documented(run, places):
 
     def keys(doc):
         if isinstance(doc, dict):
-            return set(doc) | {key for name, value in doc.items() if name not in {"metadata", "tensorstore"} for key in keys(value)}
+            return set(doc) | {
+                key
+                for name, value in doc.items()
+                if name not in {"metadata", "tensorstore"}
+                for key in keys(value)
+            }
         return {key for item in doc for key in keys(item)} if isinstance(doc, list) else set()
 
     sound, broken = places / "sound", places / "broken"
@@ -142,24 +153,44 @@ def test_a_command_advises_its_own_options_only(run, tmp_path, monkeypatch, comm
     monkeypatch.chdir(tmp_path)
     for name in "AB":
         shardckpt.save(name, {"w": np.arange(1 << 16, dtype=np.float32)})
-    data = max((path for path in Path("B").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data = max(
+        (path for path in Path("B").rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     content = bytearray(data.read_bytes())
     content[9999] ^= 1
     data.write_bytes(content)
     answer = run(*command)
     assert "with a backup" in answer.out + answer.err
     advised = set(re.findall(r"(?<![\w-])(--[a-z-]+|[a-z_]+=)(?=[.,) ])", answer.err + answer.out))
-    assert advised == ({"--exclude"} if command[0] == "export" else {"--only"} if command[0] == "reshard" else set())
+    assert advised == (
+        {"--exclude"}
+        if command[0] == "export"
+        else {"--only"}
+        if command[0] == "reshard"
+        else set()
+    )
     helped = run(command[0], "--help").out
     assert all(option in helped for option in advised)
 
 
 @pytest.mark.parametrize(
-    "args", [["info", "{c}"], ["stats", "{c}"], ["ls", "{c}", "--json"], ["--help"], ["info", "--help"], ["--version"]]
+    "args",
+    [
+        ["info", "{c}"],
+        ["stats", "{c}"],
+        ["ls", "{c}", "--json"],
+        ["--help"],
+        ["info", "--help"],
+        ["--version"],
+    ],
 )
 def test_output_that_cannot_be_written_is_an_error_of_the_storage(tmp_path, args):
     shardckpt.save(tmp_path / "c", {"w": np.arange(5.0)})
     command = [sys.executable, "-m", "shardckpt", *(arg.format(c=tmp_path / "c") for arg in args)]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (6, "error: cannot write to standard output: No space left on device\n")
+    assert (done.returncode, done.stderr) == (
+        6,
+        "error: cannot write to standard output: No space left on device\n",
+    )

@@ -19,7 +19,9 @@ def test_a_checkpoint_of_another_format_is_to_be_imported(run, weights, command,
     name, *rest = command
     answer = run(name, place, *rest)
     assert (answer.status, answer.out) == (3, "")
-    assert answer.err.startswith(f"error: {place}: not a shardckpt checkpoint, but safetensors (model.safetensors")
+    assert answer.err.startswith(
+        f"error: {place}: not a shardckpt checkpoint, but safetensors (model.safetensors"
+    )
     assert f"`shardckpt import '{place}' DST`" in answer.err
 
 

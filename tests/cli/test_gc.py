@@ -73,7 +73,12 @@ def test_json_lists_what_became_of_each_attempt(run, runs):
     doc = run("gc", runs, "--json").json
     assert doc["dry_run"] is False
     (removed,), (kept,), failed = doc["removed"], doc["kept"], doc["failed"]
-    assert removed | {"idle": 0} == {"url": str(runs / "step_9"), "attempt": ATTEMPT, "idle": 0, "reason": None}
+    assert removed | {"idle": 0} == {
+        "url": str(runs / "step_9"),
+        "attempt": ATTEMPT,
+        "idle": 0,
+        "reason": None,
+    }
     assert 71 * 3600 < removed["idle"] < 73 * 3600
     assert (kept["url"], kept["reason"]) == (str(runs / "step_10"), "it may be a save under way")
     assert failed == []
@@ -86,7 +91,13 @@ def test_where_nothing_is_left_behind_that_is_no_error(run, saver, tmp_path):
     answer = run("gc", tmp_path)
     assert (answer.status, answer.out) == (0, "")
     assert "no unfinished saves" in answer.err
-    assert run("gc", tmp_path, "--json").json == {"dry_run": False, "removed": [], "published": [], "kept": [], "failed": []}
+    assert run("gc", tmp_path, "--json").json == {
+        "dry_run": False,
+        "removed": [],
+        "published": [],
+        "kept": [],
+        "failed": [],
+    }
 
 
 def test_what_the_storage_refuses_is_told_and_the_status_is_the_storages(run, runs, monkeypatch):
@@ -101,7 +112,7 @@ def test_what_the_storage_refuses_is_told_and_the_status_is_the_storages(run, ru
     assert run("gc", runs, "--json").status == 6
 
 
-# --- rm -------------------------------------------------------------------------------------------------------------
+# --- rm -------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_is_deleted_and_nothing_of_it_stays(run, runs):
@@ -131,7 +142,14 @@ def test_without_a_terminal_nobody_is_asked_and_nothing_deleted(run, runs):
 def test_on_a_terminal_it_asks_first(runs, typed, status):
     ours, theirs = pty.openpty()
     os.write(ours, typed)
-    done = subprocess.run([COMMAND, "rm", runs / "step_9"], stdin=theirs, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        [COMMAND, "rm", runs / "step_9"],
+        stdin=theirs,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     os.close(theirs)
     os.close(ours)
     assert done.returncode == status
@@ -148,12 +166,20 @@ def test_where_no_checkpoint_is_the_status_says_so(run, tmp_path):
     assert "no checkpoint there" in answer.err
 
 
-# --- lengths of time ------------------------------------------------------------------------------------------------
+# --- lengths of time ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("0", 0), ("90s", 90), ("5 min", 300), ("5m", 300), ("24h", 86400), ("1.5d", 129600), (" 7 d ", 604800)],
+    [
+        ("0", 0),
+        ("90s", 90),
+        ("5 min", 300),
+        ("5m", 300),
+        ("24h", 86400),
+        ("1.5d", 129600),
+        (" 7 d ", 604800),
+    ],
 )
 def test_times_are_read_with_their_units(text, seconds):
     assert parse_duration(text, "--grace") == seconds

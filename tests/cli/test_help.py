@@ -1,4 +1,5 @@
-"""Help: every command has an example, arguments as the documentation names them, and hints for names of other tools."""
+"""Help: every command has an example, arguments as the documentation names them, and hints for
+names of other tools."""
 
 from __future__ import annotations
 

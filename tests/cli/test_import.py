@@ -12,8 +12,16 @@ from shardckpt import Mesh, PartitionSpec, Sharding
 def weights(tmp_path):
     place = tmp_path / "hf"
     place.mkdir()
-    names = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"]
-    arrays = [np.ones((64, 16), np.float32), np.full((16, 16), 2, np.float32), np.ones(16, np.float32)]
+    names = [
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.norm.weight",
+    ]
+    arrays = [
+        np.ones((64, 16), np.float32),
+        np.full((16, 16), 2, np.float32),
+        np.ones(16, np.float32),
+    ]
     save_file(dict(zip(names, arrays, strict=True)), place / "model.safetensors")
     (place / "config.json").write_text('{"model_type": "llama"}')
     (place / "notes.txt").write_text("")
@@ -21,7 +29,18 @@ def weights(tmp_path):
 
 
 def test_it_says_what_was_found_and_left_behind(run, weights, tmp_path):
-    answer = run("import", weights, tmp_path / "out", "--mesh", "model=4", "--preset", "llama/tp", "--into", "model", width=100)
+    answer = run(
+        "import",
+        weights,
+        tmp_path / "out",
+        "--mesh",
+        "model=4",
+        "--preset",
+        "llama/tp",
+        "--into",
+        "model",
+        width=100,
+    )
     assert (answer.status, answer.err) == (0, "")
     assert answer.out.splitlines()[:4] == [
         "safetensors: model.safetensors in the directory",
@@ -41,14 +60,39 @@ def test_what_was_found_is_said_before_the_work_begins(run, weights, tmp_path):
 
 
 def test_names_change_as_in_an_export(run, weights, tmp_path):
-    options = ["--strip-prefix", "model.", "--exclude", "*norm*", "--rename", "s/[.]/\\//g", "--add-prefix", "net/"]
+    options = [
+        "--strip-prefix",
+        "model.",
+        "--exclude",
+        "*norm*",
+        "--rename",
+        "s/[.]/\\//g",
+        "--add-prefix",
+        "net/",
+    ]
     assert run("import", weights, tmp_path / "out", *options).status == 0
-    assert shardckpt.open(tmp_path / "out").names() == ["net/embed_tokens/weight", "net/layers/0/self_attn/q_proj/weight"]
+    assert shardckpt.open(tmp_path / "out").names() == [
+        "net/embed_tokens/weight",
+        "net/layers/0/self_attn/q_proj/weight",
+    ]
     assert run("import", weights, tmp_path / "other", "--mapping", "nothing.toml").status == 2
 
 
 def test_as_json_it_is_one_document(run, weights, tmp_path):
-    options = ["--layout", "zarr", "--compress", "zstd", "--dtype", "bfloat16", "--only", "*norm*", "--workers", "1", "--worker", "0/1"]
+    options = [
+        "--layout",
+        "zarr",
+        "--compress",
+        "zstd",
+        "--dtype",
+        "bfloat16",
+        "--only",
+        "*norm*",
+        "--workers",
+        "1",
+        "--worker",
+        "0/1",
+    ]
     answer = run("import", weights, tmp_path / "out", "--from", "safetensors", *options, "--json")
     document = answer.json
     assert document.keys() == {
@@ -68,7 +112,11 @@ def test_as_json_it_is_one_document(run, weights, tmp_path):
             "notices",
         )
     }
-    assert (document["format"], document["bytes"], document["committed"]) == ("safetensors", 32, False)
+    assert (document["format"], document["bytes"], document["committed"]) == (
+        "safetensors",
+        32,
+        False,
+    )
     assert run("commit", tmp_path / "out").status == 0
     assert shardckpt.open(tmp_path / "out").info("model.norm.weight").dtype.name == "bfloat16"
 

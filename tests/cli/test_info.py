@@ -46,7 +46,10 @@ def test_the_heading_shows_totals_mesh_and_metadata(run, checkpoint):
 def test_json_holds_the_whole_record(run, checkpoint):
     doc = run("info", checkpoint, "--json").json
     record = shardckpt.open(checkpoint).record
-    assert {key: doc[key] for key in ("url", "attempt", "layout", "compression", "hosts", "metadata", "totals")} == {
+    assert {
+        key: doc[key]
+        for key in ("url", "attempt", "layout", "compression", "hosts", "metadata", "totals")
+    } == {
         "url": str(checkpoint),
         "attempt": record.attempt,
         "layout": "packed",
@@ -66,7 +69,10 @@ def test_json_holds_the_whole_record(run, checkpoint):
     )
     assert doc["shardings"][embed["sharding"]]["spec"] == ["data", "model"]
     assert OpSharding.parse(doc["shardings"][norm["sharding"]]["op_sharding"]).parts(1) == (2,)
-    assert doc["leaves"] == [{"name": "opt/0/lr", "kind": "float", "value": "0.1"}, {"name": "step", "kind": "int", "value": "100"}]
+    assert doc["leaves"] == [
+        {"name": "opt/0/lr", "kind": "float", "value": "0.1"},
+        {"name": "step", "kind": "int", "value": "100"},
+    ]
 
 
 def test_a_tensor_is_shown_in_full_with_its_picture(run, checkpoint):
@@ -88,7 +94,11 @@ def test_stock_tensorstore_opens_a_tensor_by_the_spec_shown(run, saver, tmp_path
     saver(tmp_path / "1", layout=layout)
     spec = run("info", tmp_path / "1", "model/embed", "--json").json["tensorstore"]
     assert (ts.open(spec).result().read().result() == model()["model"]["embed"]).all()
-    line = next(line for line in run("info", tmp_path / "1", "model/embed").out.splitlines() if line.startswith("open with"))
+    line = next(
+        line
+        for line in run("info", tmp_path / "1", "model/embed").out.splitlines()
+        if line.startswith("open with")
+    )
     assert line == f"open with   tensorstore.open({spec!r})"
 
 
@@ -102,13 +112,22 @@ def test_json_of_a_tensor_names_its_layout(run, checkpoint):
     )
     assert doc["mesh"] == {"shape": [4, 2], "axes": ["data", "model"], "devices": None}
     plain = run("info", checkpoint, "model/layers/0/w", "--json").json
-    assert (plain["mesh"], plain["spec"], plain["op_sharding"], plain["pieces"]) == (None, None, None, [{"start": [0, 0], "shape": [8, 6]}])
+    assert (plain["mesh"], plain["spec"], plain["op_sharding"], plain["pieces"]) == (
+        None,
+        None,
+        None,
+        [{"start": [0, 0], "shape": [8, 6]}],
+    )
 
 
 def test_a_container_or_a_small_leaf_can_be_named(run, checkpoint):
-    assert [line.split()[-4:] for line in run("info", checkpoint, "model/layers").out.splitlines()][2] == ["8×6", "float64", "384", "B"]
+    assert [line.split()[-4:] for line in run("info", checkpoint, "model/layers").out.splitlines()][
+        2
+    ] == ["8×6", "float64", "384", "B"]
     assert run("info", checkpoint, "opt/0/lr").out.split() == ["opt/0/lr", "0.1", "float"]
-    assert [t["name"] for t in run("info", checkpoint, "model/layers", "--json").json["tensors"]] == [
+    assert [
+        t["name"] for t in run("info", checkpoint, "model/layers", "--json").json["tensors"]
+    ] == [
         "model/layers/0/w",
         "model/layers/1/w",
     ]
@@ -119,7 +138,9 @@ def test_patterns_and_depth_choose_what_is_shown(run, checkpoint):
     assert "norm" not in out
     assert out.count("float64") == 2
     assert "step" in out
-    assert [t["name"] for t in run("info", checkpoint, "--only", "model/n*", "--json").json["tensors"]] == ["model/norm"]
+    assert [
+        t["name"] for t in run("info", checkpoint, "--only", "model/n*", "--json").json["tensors"]
+    ] == ["model/norm"]
     shallow = run("info", checkpoint, "--depth", "1").out
     assert "model" in shallow
     assert "embed" not in shallow
@@ -135,12 +156,20 @@ def test_patterns_and_depth_choose_what_is_shown(run, checkpoint):
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_tree_of_a_language_model_fits_the_screen(run, saver, tmp_path, width):
     names = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "mlp.gate_proj")
-    layers = {f"model.layers.{i}.{name}.weight": np.zeros((1000, 500), np.float16) for i in range(3) for name in names}
-    sharding = Sharding(Mesh((8, 8), ("fully_sharded", "tensor")), PartitionSpec(("fully_sharded", "tensor")))
+    layers = {
+        f"model.layers.{i}.{name}.weight": np.zeros((1000, 500), np.float16)
+        for i in range(3)
+        for name in names
+    }
+    sharding = Sharding(
+        Mesh((8, 8), ("fully_sharded", "tensor")), PartitionSpec(("fully_sharded", "tensor"))
+    )
     saver(tmp_path / "1", {"model": layers}, shardings={"**": sharding})
     lines = run("info", tmp_path / "1", width=width).out.splitlines()
     assert max(map(len, lines[1:])) <= width
-    assert [line.split()[1:6] for line in lines if "layers" in line] == [["model.layers.{0…2}", "12", "tensors,", "11.4", "MiB"]]
+    assert [line.split()[1:6] for line in lines if "layers" in line] == [
+        ["model.layers.{0…2}", "12", "tensors,", "11.4", "MiB"]
+    ]
     rows = [line for line in lines if "proj.weight" in line]
     assert len(rows) == 4
     assert all("3 × 977 KiB" in row for row in rows)
@@ -165,10 +194,17 @@ def test_specs_say_which_of_several_meshes_they_are_over(run, saver, tmp_path):
 def test_names_and_metadata_cannot_reach_the_terminal(run, saver, tmp_path):
     mesh = Mesh((2,), (EVIL,))
     saver(
-        tmp_path / "1", {EVIL: np.ones(4), "leaf": EVIL}, shardings={"*evil*": Sharding(mesh, PartitionSpec(EVIL))}, metadata={EVIL: EVIL}
+        tmp_path / "1",
+        {EVIL: np.ones(4), "leaf": EVIL},
+        shardings={"*evil*": Sharding(mesh, PartitionSpec(EVIL))},
+        metadata={EVIL: EVIL},
     )
     name = shardckpt.open(tmp_path / "1").names()[0]
-    for args in (["info", tmp_path / "1"], ["info", tmp_path / "1", name], ["diff", tmp_path / "1", tmp_path / "1"]):
+    for args in (
+        ["info", tmp_path / "1"],
+        ["info", tmp_path / "1", name],
+        ["diff", tmp_path / "1", tmp_path / "1"],
+    ):
         out = run(*args).out
         assert out.replace("\n", "").isprintable()
     assert r"\x1b]0;owned\x07\n[red]\u202eevil[~1red]" in run("info", tmp_path / "1").out
@@ -180,7 +216,10 @@ def test_many_tensors_take_time_in_proportion(saver, tmp_path, run):
     """Counted in steps of Python, which do not depend on the machine."""
 
     def steps_of(n):
-        saver(tmp_path / str(n), {f"layer{i}": {"w": np.float32(i) * np.ones(1), "lr": 0.1} for i in range(n)})
+        saver(
+            tmp_path / str(n),
+            {f"layer{i}": {"w": np.float32(i) * np.ones(1), "lr": 0.1} for i in range(n)},
+        )
 
         def show():
             assert run("info", tmp_path / str(n)).status == 0
@@ -195,5 +234,7 @@ def test_many_tensors_take_time_in_proportion(saver, tmp_path, run):
 
 def test_json_is_one_document_also_for_small_leaves_that_json_lacks(run, saver, tmp_path):
     saver(tmp_path / "1", {"nan": float("nan"), "bytes": b"\xff", "big": 2**80, "z": 1j})
-    kinds = {leaf["name"]: leaf["kind"] for leaf in run("info", tmp_path / "1", "--json").json["leaves"]}
+    kinds = {
+        leaf["name"]: leaf["kind"] for leaf in run("info", tmp_path / "1", "--json").json["leaves"]
+    }
     assert kinds == {"nan": "float", "bytes": "bytes", "big": "int", "z": "complex"}

@@ -35,7 +35,9 @@ def test_unfinished_saves_show_on_request(run, saver, tmp_path):
     assert "uncommitted" not in run("ls", tmp_path).out
     answer = run("ls", "--all", tmp_path)
     *table, empty, hint = answer.out.splitlines()
-    assert re.fullmatch(r"2 +uncommitted: no host has finished, nothing written for [\d,]+ d", table[-1])
+    assert re.fullmatch(
+        r"2 +uncommitted: no host has finished, nothing written for [\d,]+ d", table[-1]
+    )
     assert table[0].split() == ["name", "created", "tensors", "size", "layout"]
     assert empty == ""
     assert hint == f"shardckpt gc {tmp_path} removes abandoned saves, a day after their last write"
@@ -88,8 +90,16 @@ def test_json_has_a_document_per_checkpoint(run, saver, tmp_path):
         "bases": [],
         "idle": None,
     }
-    assert (unfinished["state"], unfinished["attempt"], unfinished["bytes"]) == ("uncommitted", ATTEMPT, None)
-    assert (unfinished["finished"], unfinished["hosts"], unfinished["committable"]) == (1, None, False)
+    assert (unfinished["state"], unfinished["attempt"], unfinished["bytes"]) == (
+        "uncommitted",
+        ATTEMPT,
+        None,
+    )
+    assert (unfinished["finished"], unfinished["hosts"], unfinished["committable"]) == (
+        1,
+        None,
+        False,
+    )
     assert 0 <= unfinished["idle"] < 600
 
 
@@ -105,7 +115,9 @@ def test_a_damaged_record_is_listed_with_its_reason(run, saver, tmp_path):
 def test_everything_is_one_table_that_fits_the_terminal(run, saver, tmp_path):
     with shardckpt.CheckpointManager(tmp_path, every=1) as manager:
         for step in (1, 2):
-            manager.save(step, {"w": np.ones(9)}, metrics={"loss": 1.5 / step, "grad": float("inf")})
+            manager.save(
+                step, {"w": np.ones(9)}, metrics={"loss": 1.5 / step, "grad": float("inf")}
+            )
     begin(tmp_path / "3")
     run("rm", tmp_path / "1", "--yes")
     broken = tmp_path / "9"
@@ -116,7 +128,13 @@ def test_everything_is_one_table_that_fits_the_terminal(run, saver, tmp_path):
     assert max(map(len, table)) <= 80
     assert "" not in table
     assert empty == ""
-    assert [line.split()[0] for line in table if not line.startswith(" ")] == ["name", "2", "3", "9", "9"]  # of "1" nothing is left
+    assert [line.split()[0] for line in table if not line.startswith(" ")] == [
+        "name",
+        "2",
+        "3",
+        "9",
+        "9",
+    ]  # of "1" nothing is left
     assert table[0].split() == ["name", "created", "tensors", "size", "layout", "metrics"]
     assert table[1].endswith("loss=0.75 grad=inf")
 

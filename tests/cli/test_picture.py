@@ -37,9 +37,14 @@ def read_back(lines):
     for line in lines:
         caption = re.match(r"Dimension (\d+) (down|across)", line)
         if caption:
-            down, across = (int(caption[1]), across) if caption[2] == "down" else (down, int(caption[1]))
+            down, across = (
+                (int(caption[1]), across) if caption[2] == "down" else (down, int(caption[1]))
+            )
         elif line.startswith("  where "):
-            where = {int(d): (int(a), int(b)) for d, a, b in re.findall(r"dimension (\d+) is (\d+):(\d+)", line)}
+            where = {
+                int(d): (int(a), int(b))
+                for d, a, b in re.findall(r"dimension (\d+) is (\d+):(\d+)", line)
+            }
         elif "│" in line:
             head, *labels, _ = line.split("│")
             for j, label in enumerate(labels):
@@ -57,36 +62,60 @@ def read_back(lines):
 @settings(max_examples=150)
 @given(data=st.data())
 def test_every_cell_names_the_devices_that_hold_that_box(data):
-    mesh_shape = data.draw(st.sampled_from([(1,), (2,), (4, 2), (2, 2, 2), (8,), (3, 2)]), label="mesh")
+    mesh_shape = data.draw(
+        st.sampled_from([(1,), (2,), (4, 2), (2, 2, 2), (8,), (3, 2)]), label="mesh"
+    )
     axes = tuple("abc"[: len(mesh_shape)])
     devices = data.draw(st.permutations(range(int(np.prod(mesh_shape)))), label="devices")
     shape = tuple(data.draw(st.lists(st.integers(1, 12), max_size=4), label="shape"))
-    owners = data.draw(st.lists(st.integers(-1, len(shape) - 1), min_size=len(axes), max_size=len(axes)), label="axis → dimension")
-    spec = PartitionSpec(*(tuple(a for a, d in zip(axes, owners, strict=True) if d == dim) for dim in range(len(shape))))
+    owners = data.draw(
+        st.lists(st.integers(-1, len(shape) - 1), min_size=len(axes), max_size=len(axes)),
+        label="axis → dimension",
+    )
+    spec = PartitionSpec(
+        *(
+            tuple(a for a, d in zip(axes, owners, strict=True) if d == dim)
+            for dim in range(len(shape))
+        )
+    )
     layout = Sharding(Mesh(mesh_shape, axes, devices), spec)
 
     boxes = layout.device_boxes(shape)
     expected = {}
-    for device, start, stop in zip(boxes.device_ids.tolist(), boxes.boxes.start.tolist(), boxes.boxes.stop.tolist(), strict=True):
+    for device, start, stop in zip(
+        boxes.device_ids.tolist(),
+        boxes.boxes.start.tolist(),
+        boxes.boxes.stop.tolist(),
+        strict=True,
+    ):
         if all(a < b for a, b in zip(start, stop, strict=True)):
-            cut = {d: (a, b) for d, (a, b) in enumerate(zip(start, stop, strict=True)) if boxes.parts[d] > 1}
+            cut = {
+                d: (a, b)
+                for d, (a, b) in enumerate(zip(start, stop, strict=True))
+                if boxes.parts[d] > 1
+            }
             expected.setdefault(tuple(sorted(cut.items())), []).append(device)
     lines = draw(layout, shape)
     drawn = {tuple(sorted(box.items())): devices for box, devices in read_back(lines)}
     assert drawn == expected
     idle = sorted(set(boxes.device_ids.tolist()) - {i for held in expected.values() for i in held})
-    idle_shown = [ids(m[1]) for line in lines if (m := re.match(r"  Devices? (\S+) holds? nothing", line))]
+    idle_shown = [
+        ids(m[1]) for line in lines if (m := re.match(r"  Devices? (\S+) holds? nothing", line))
+    ]
     assert idle_shown == ([idle] if idle else [])
 
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize(
     "spec",
-    [s for n in range(3) for s in itertools.permutations(("fsdp", "tensor"), n)] + [(("fsdp", "tensor"),), (None, ("tensor", "fsdp"))],
+    [s for n in range(3) for s in itertools.permutations(("fsdp", "tensor"), n)]
+    + [(("fsdp", "tensor"),), (None, ("tensor", "fsdp"))],
 )
 @pytest.mark.parametrize("mesh", [(16, 16), (256, 16), (4, 1024)])
 def test_large_meshes_fit_the_screen_and_name_every_device_or_a_pattern(width, spec, mesh):
-    lines = draw(Sharding(Mesh(mesh, ("fsdp", "tensor")), PartitionSpec(*spec)), (8192, 8192), width)
+    lines = draw(
+        Sharding(Mesh(mesh, ("fsdp", "tensor")), PartitionSpec(*spec)), (8192, 8192), width
+    )
     assert len(lines) < 30
     assert max(map(len, lines)) <= width
     table = [line for line in lines if "│" in line]
@@ -101,8 +130,13 @@ def test_tiles_in_the_middle_are_joined_and_their_devices_named_together():
 
 
 def test_a_dimension_that_is_not_cut_is_not_drawn_and_those_that_are_are_named():
-    lines = draw(Sharding(Mesh((2, 2), ("x", "y")), PartitionSpec(None, "x", None, "y")), (5, 4, 7, 6))
-    assert lines[:2] == ["Dimension 1 down: 4 in 2 tiles of 2", "Dimension 3 across: 6 in 2 tiles of 3"]
+    lines = draw(
+        Sharding(Mesh((2, 2), ("x", "y")), PartitionSpec(None, "x", None, "y")), (5, 4, 7, 6)
+    )
+    assert lines[:2] == [
+        "Dimension 1 down: 4 in 2 tiles of 2",
+        "Dimension 3 across: 6 in 2 tiles of 3",
+    ]
 
 
 def test_many_grids_are_not_all_drawn_and_the_rest_is_counted():

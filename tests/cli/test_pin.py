@@ -12,7 +12,10 @@ def test_a_pinned_checkpoint_is_listed_so_and_cannot_be_deleted(run, saver, tmp_
     assert run("pin", tmp_path / "1").out == f"pinned  {tmp_path / '1'}\n"
     lines = run("ls", tmp_path, width=200).out.splitlines()
     assert [line.split()[-1] for line in lines] == ["state", "pinned", "packed"]
-    assert [entry["pinned"] for entry in run("ls", tmp_path, "--json").json["checkpoints"]] == [True, False]
+    assert [entry["pinned"] for entry in run("ls", tmp_path, "--json").json["checkpoints"]] == [
+        True,
+        False,
+    ]
     answer = run("rm", "-y", tmp_path / "1")
     assert answer.status == 2
     assert "is pinned, so it is not deleted; `shardckpt unpin` it first" in answer.err
@@ -41,7 +44,9 @@ def test_where_there_is_no_checkpoint_there_is_nothing_to_pin(run, saver, tmp_pa
 
 def test_a_superseded_checkpoint_is_listed_so(run, saver, tmp_path):
     saver(tmp_path / "1")
-    mark(Store.open(parse(tmp_path / "1")), SUPERSEDED, shardckpt.open(tmp_path / "1").record.attempt)
+    mark(
+        Store.open(parse(tmp_path / "1")), SUPERSEDED, shardckpt.open(tmp_path / "1").record.attempt
+    )
     assert run("ls", tmp_path, width=200).out.splitlines()[1].endswith("superseded")
     run("pin", tmp_path / "1")
     assert run("ls", tmp_path, width=200).out.splitlines()[1].endswith("superseded, pinned")
@@ -50,13 +55,19 @@ def test_a_superseded_checkpoint_is_listed_so(run, saver, tmp_path):
 def test_a_tagged_checkpoint_is_listed_so_and_cannot_be_deleted(run, saver, tmp_path):
     for step in (1, 2):
         saver(tmp_path / str(step))
-    assert run("tag", "best", tmp_path / "1", tmp_path / "2").out == f"tagged best  {tmp_path / '1'}\ntagged best  {tmp_path / '2'}\n"
+    assert (
+        run("tag", "best", tmp_path / "1", tmp_path / "2").out
+        == f"tagged best  {tmp_path / '1'}\ntagged best  {tmp_path / '2'}\n"
+    )
     run("tag", "released", tmp_path / "1")
     run("pin", tmp_path / "1")
     first, second = run("ls", tmp_path, width=200).out.splitlines()[1:]
     assert first.endswith("pinned, tagged best released")
     assert second.endswith("packed   tagged best")
-    assert [entry["tags"] for entry in run("ls", tmp_path, "--json").json["checkpoints"]] == [["best", "released"], ["best"]]
+    assert [entry["tags"] for entry in run("ls", tmp_path, "--json").json["checkpoints"]] == [
+        ["best", "released"],
+        ["best"],
+    ]
     answer = run("rm", "-y", tmp_path / "2")
     assert answer.status == 2
     assert "is tagged best, so it is not deleted; `shardckpt untag best` it first" in answer.err
@@ -68,7 +79,9 @@ def test_a_tagged_checkpoint_is_listed_so_and_cannot_be_deleted(run, saver, tmp_
 def test_tags_in_json_and_names_that_are_none(run, saver, tmp_path):
     saver(tmp_path / "1")
     assert run("tag", "best", tmp_path / "1", "--json").json == {"tagged": [str(tmp_path / "1")]}
-    assert run("untag", "best", tmp_path / "1", "--json").json == {"untagged": [str(tmp_path / "1")]}
+    assert run("untag", "best", tmp_path / "1", "--json").json == {
+        "untagged": [str(tmp_path / "1")]
+    }
     for name in ("step-7", "a b"):
         assert run("tag", name, tmp_path / "1").status == 2
     answer = run("tag", "best", tmp_path / "2")

@@ -23,7 +23,14 @@ def test_all_elements_are_read_within_the_memory_limit(run, saver, tmp_path):
 
 
 def test_two_checkpoints_are_listed_by_the_size_of_changes(run, saver, tmp_path):
-    a = {"same": np.ones(4), "little": np.ones(4), "much": np.ones(4), "shape": np.ones(3), "gone": np.ones(2), "zero": np.zeros(2)}
+    a = {
+        "same": np.ones(4),
+        "little": np.ones(4),
+        "much": np.ones(4),
+        "shape": np.ones(3),
+        "gone": np.ones(2),
+        "zero": np.zeros(2),
+    }
     b = {
         "same": np.ones(4),
         "little": np.full(4, 1.01),

@@ -16,7 +16,10 @@ def expand(text):
     if "…" in text:
         (first, second, last) = parts
         step = second[0] - first[0]
-        parts = [tuple(bound + k * step for bound in first) for k in range((last[0] - first[0]) // step + 1)]
+        parts = [
+            tuple(bound + k * step for bound in first)
+            for k in range((last[0] - first[0]) // step + 1)
+        ]
     return [i for part in parts for i in range(part[0], part[-1] + 1)]
 
 
@@ -75,5 +78,9 @@ def test_a_size_is_near_its_bytes(nbytes):
 
 
 def test_numbers_have_their_nouns():
-    assert (count(0, "chunk"), count(1, "chunk"), count(4096, "chunk")) == ("0 chunks", "1 chunk", "4,096 chunks")
+    assert (count(0, "chunk"), count(1, "chunk"), count(4096, "chunk")) == (
+        "0 chunks",
+        "1 chunk",
+        "4,096 chunks",
+    )
     assert shape_text((3, 4)) == "3×4"

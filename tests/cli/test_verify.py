@@ -3,7 +3,10 @@
 
 def damage(checkpoint):
     """Change one byte of the largest data file."""
-    path = max((p for p in checkpoint.rglob("hosts/*/*/d/*") if p.is_file()), key=lambda p: p.stat().st_size)
+    path = max(
+        (p for p in checkpoint.rglob("hosts/*/*/d/*") if p.is_file()),
+        key=lambda p: p.stat().st_size,
+    )
     data = bytearray(path.read_bytes())
     data[10] ^= 1
     path.write_bytes(data)
@@ -45,7 +48,10 @@ def test_a_lost_chunk_table_is_damage(run, checkpoint):
     next(checkpoint.rglob("hosts/00000/table")).unlink()
     answer = run("verify", checkpoint, "--json")
     assert answer.status == 1
-    assert any(entry["tensor"] is None and entry["file"].endswith("hosts/00000/table") for entry in answer.json["damage"])
+    assert any(
+        entry["tensor"] is None and entry["file"].endswith("hosts/00000/table")
+        for entry in answer.json["damage"]
+    )
 
 
 def test_long_lists_are_cut_off_for_people_and_whole_in_json(run, checkpoint, monkeypatch):
@@ -54,4 +60,6 @@ def test_long_lists_are_cut_off_for_people_and_whole_in_json(run, checkpoint, mo
     next(path for path in checkpoint.glob("*/table")).unlink()
     entries = run("verify", checkpoint, "--json").json["damage"]
     assert len(entries) > 2
-    assert run("verify", checkpoint).out.endswith(f"… and {len(entries) - 2} more; --json lists all\n")
+    assert run("verify", checkpoint).out.endswith(
+        f"… and {len(entries) - 2} more; --json lists all\n"
+    )

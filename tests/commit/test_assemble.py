@@ -1,4 +1,5 @@
-"""From what three hosts have written to one commit record: put together whole, or refused with a name in the message."""
+"""From what three hosts have written to one commit record: put together whole, or refused with a
+name in the message."""
 
 from __future__ import annotations
 
@@ -48,18 +49,31 @@ class Saved:
     def table(self, host):
         """Files, and array path → rows (chunk, file, offset, length, crc)."""
         files, arrays = decode_table(self.place.read(self.record(host).files.table.key), "")
-        columns = {path: [rows.chunk, rows.file, rows.offset, rows.length, rows.crc] for path, rows in arrays.items()}
-        return files, {path: list(zip(*(column.tolist() for column in of_array), strict=True)) for path, of_array in columns.items()}
+        columns = {
+            path: [rows.chunk, rows.file, rows.offset, rows.length, rows.crc]
+            for path, rows in arrays.items()
+        }
+        return files, {
+            path: list(zip(*(column.tolist() for column in of_array), strict=True))
+            for path, of_array in columns.items()
+        }
 
     def write_table(self, host, files, rows, *, chunks=None):
-        """A host's table, and the record that vouches for it; `chunks` as the record is to count them."""
+        """A host's table, and the record that vouches for it; `chunks` as the record is to count
+        them."""
         table = Table.of(
-            files, {path: ArrayChunks.of_rows(of_array) if of_array else ArrayChunks.none() for path, of_array in rows.items()}
+            files,
+            {
+                path: ArrayChunks.of_rows(of_array) if of_array else ArrayChunks.none()
+                for path, of_array in rows.items()
+            },
         )
         record = self.record(host)
         reference = write_table(self.place, record.files.table.key, table)
         chunks = sum(map(len, rows.values())) if chunks is None else chunks
-        self.write_record(replace(record, files=replace(record.files, table=reference), chunks=chunks))
+        self.write_record(
+            replace(record, files=replace(record.files, table=reference), chunks=chunks)
+        )
 
     def refuses(self, match):
         with pytest.raises(CommitError, match=match) as raised:
@@ -87,16 +101,23 @@ def saved(left, tmp_path):
 
 def holder(saved, path):
     """A host that has written chunks of an array, with its files and rows."""
-    return next((host, *saved.table(host)) for host in range(HOSTS) if saved.table(host)[1].get(path))
+    return next(
+        (host, *saved.table(host)) for host in range(HOSTS) if saved.table(host)[1].get(path)
+    )
 
 
 def path_of(saved, name):
     """The path of a tensor's array."""
-    (path,) = {path for host in range(HOSTS) for path in saved.table(host)[1] if path.rpartition("/")[2] == name}
+    (path,) = {
+        path
+        for host in range(HOSTS)
+        for path in saved.table(host)[1]
+        if path.rpartition("/")[2] == name
+    }
     return path
 
 
-# --- whole ----------------------------------------------------------------------------------------------------------
+# --- whole ----------------------------------------------------------------------------------------
 
 
 def test_what_all_hosts_have_written_becomes_one_checkpoint(saved):
@@ -104,13 +125,17 @@ def test_what_all_hosts_have_written_becomes_one_checkpoint(saved):
     assert publish(saved.root, record, read_prior(saved.root, overwrite=False))
     opened = shardckpt.open(str(saved.root))
     assert opened.verify().damage == []
-    np.testing.assert_array_equal(opened.read("large"), np.arange(2_400_000, dtype=np.float32).reshape(2400, 1000))
+    np.testing.assert_array_equal(
+        opened.read("large"), np.arange(2_400_000, dtype=np.float32).reshape(2400, 1000)
+    )
     small = opened.record.small_table
     chunks = sum(saved.record(host).chunks for host in range(HOSTS)) + sum(
         map(len, decode_table(saved.place.read(small.key), "")[1].values())
     )
     assert record.totals["chunks"] == chunks
-    assert [reference.key for reference in record.hosts] == [f"records/{host:05d}.json" for host in range(HOSTS)]
+    assert [reference.key for reference in record.hosts] == [
+        f"records/{host:05d}.json" for host in range(HOSTS)
+    ]
 
 
 def test_it_becomes_the_same_however_often_it_is_assembled(saved):
@@ -120,7 +145,7 @@ def test_it_becomes_the_same_however_often_it_is_assembled(saved):
     assert shardckpt.open(str(saved.root)).verify().damage == []
 
 
-# --- a lost, duplicated or short list of chunks ---------------------------------------------------------------------
+# --- a lost, duplicated or short list of chunks ---------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -154,15 +179,23 @@ def test_a_chunk_in_two_lists_is_refused_by_its_tensors_name(saved, name):
     other = (host + 1) % HOSTS
     others_files, others_rows = saved.table(other)
     number = rows[path][0]
-    place = (number[0], min(number[1], len(others_files) - 1) if others_files else number[1], *number[2:])
-    saved.write_table(other, others_files, {**others_rows, path: sorted([*others_rows.get(path, []), place])})
+    place = (
+        number[0],
+        min(number[1], len(others_files) - 1) if others_files else number[1],
+        *number[2:],
+    )
+    saved.write_table(
+        other, others_files, {**others_rows, path: sorted([*others_rows.get(path, []), place])}
+    )
     saved.refuses(f"more than one host wrote the same chunks of '{name}'")
 
 
 def test_a_chunk_in_two_lists_makes_up_for_no_other_that_is_in_none(saved):
     """The counts are right."""
     path = path_of(saved, "large")
-    (one, files, rows), (other, _, others) = [(h, *saved.table(h)) for h in range(HOSTS) if saved.table(h)[1].get(path)][:2]
+    (one, files, rows), (other, _, others) = [
+        (h, *saved.table(h)) for h in range(HOSTS) if saved.table(h)[1].get(path)
+    ][:2]
     assert one != other
     moved = (others[path][0][0], *rows[path][0][1:])
     saved.write_table(one, files, {**rows, path: sorted([*rows[path][1:], moved])})
@@ -192,7 +225,11 @@ def test_a_list_that_is_not_as_long_as_its_record_says_is_refused(saved, off):
 def test_a_list_that_is_not_the_one_its_record_vouches_for_is_refused(saved):
     key = saved.record(1).files.table.key
     whole = saved.place.read(key)
-    for data, why in ((whole[:-1], "bytes"), (whole[:-1] + bytes([whole[-1] ^ 1]), "its checksum is wrong"), (b"", "not the file")):
+    for data, why in (
+        (whole[:-1], "bytes"),
+        (whole[:-1] + bytes([whole[-1] ^ 1]), "its checksum is wrong"),
+        (b"", "not the file"),
+    ):
         saved.place.write(key, data)
         with pytest.raises(FormatError, match=f"hosts/00001/table.*{why}"):
             assemble(saved.place)
@@ -211,7 +248,8 @@ def test_an_index_that_lacks_a_chunk_of_the_list_is_refused(saved):
 
 
 def test_one_leaf_says_what_many_say(left, tmp_path, monkeypatch):
-    """Chunks in files of several hosts, chunks of small tensors, and documents, to TensorStore and to us."""
+    """Chunks in files of several hosts, chunks of small tensors, and documents, to TensorStore and
+    to us."""
     contents = []
     for most in (ocdbt.LEAF_KEYS, 3):
         monkeypatch.setattr(ocdbt, "LEAF_KEYS", most)
@@ -219,9 +257,16 @@ def test_one_leaf_says_what_many_say(left, tmp_path, monkeypatch):
         if saved.record(0).layout == "zarr":
             return
         assemble(saved.place)
-        database = ts.KvStore.open({"driver": "ocdbt", "base": saved.place.location.kvstore()}).result()
+        database = ts.KvStore.open(
+            {"driver": "ocdbt", "base": saved.place.location.kvstore()}
+        ).result()
         keys = sorted(database.list().result())
-        contents.append(({key: database.read(key).result().value for key in keys}, index.dump_index(saved.place)))
+        contents.append(
+            (
+                {key: database.read(key).result().value for key in keys},
+                index.dump_index(saved.place),
+            )
+        )
     assert contents[0] == contents[1]
     assert len(contents[0][1]) > 10
 
@@ -229,7 +274,8 @@ def test_one_leaf_says_what_many_say(left, tmp_path, monkeypatch):
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_single_change_of_any_list_goes_unnoticed(left, tmp_path_factory, data):
-    """A row is taken out, put twice, or given another number: always an error with a tensor's name in it."""
+    """A row is taken out, put twice, or given another number: always an error with a tensor's name
+    in it."""
     saved = Saved(shutil.copytree(left, tmp_path_factory.mktemp("changed") / "c"))
     host = data.draw(st.integers(0, HOSTS - 1))
     files, rows = saved.table(host)
@@ -238,13 +284,15 @@ def test_no_single_change_of_any_list_goes_unnoticed(left, tmp_path_factory, dat
     number, *place = rows[path][i]
     others = [row for k, row in enumerate(rows[path]) if k != i]
     numbers = {row[0] for row in others}
-    renumbered = data.draw(st.one_of(st.none(), st.integers(0, 40).filter(lambda n: n != number and n not in numbers)))
+    renumbered = data.draw(
+        st.one_of(st.none(), st.integers(0, 40).filter(lambda n: n != number and n not in numbers))
+    )
     changed = others if renumbered is None else sorted([*others, (renumbered, *place)])
     saved.write_table(host, files, {**rows, path: changed})
     saved.refuses(rf"chunk(s| \d+) of '{path.rpartition('/')[2]}'")
 
 
-# --- records --------------------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 def test_a_host_without_a_record_is_named(saved):
@@ -261,7 +309,7 @@ def test_a_failure_that_is_known_is_told_at_once(saved):
         wait_for_hosts(saved.place, HOSTS, 600, lambda: "process 1 ran out of luck.")
 
 
-def test_the_last_record_is_seen_when_an_eighth_of_the_time_has_passed_again_and_few_looks_are_taken():
+def test_the_last_record_is_seen_once_an_eighth_of_the_time_has_passed_again_with_few_looks():
     now, looks = 0.0, [0.0]
     while now < 60:
         now += pause(now)
@@ -294,7 +342,9 @@ def test_a_record_of_another_attempt_is_refused(saved):
 
 
 @pytest.mark.parametrize(
-    ("what", "value"), [("hosts", 4), ("layout", None), ("compression", "zstd"), ("prior", "0" * 64)], ids=lambda x: str(x)[:8]
+    ("what", "value"),
+    [("hosts", 4), ("layout", None), ("compression", "zstd"), ("prior", "0" * 64)],
+    ids=lambda x: str(x)[:8],
 )
 def test_hosts_that_saved_differently_are_refused(saved, what, value):
     record = saved.record(2)
@@ -316,11 +366,15 @@ def test_a_table_that_its_host_has_in_memory_is_compared_with_the_file(saved):
     for host in range(HOSTS):
         reference = saved.record(host).files.table
         tables[reference] = Table.decode(saved.place.read(reference.key), "")
-    assert replace(assemble(saved.place, None, tables), created="") == replace(assemble(saved.place), created="")
+    assert replace(assemble(saved.place, None, tables), created="") == replace(
+        assemble(saved.place), created=""
+    )
     for reference in tables:
         data = saved.place.read(reference.key)
         for position in (0, reference.header - 1, reference.header, reference.size - 1):
-            saved.place.write(reference.key, data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
+            saved.place.write(
+                reference.key, data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+            )
             with pytest.raises(FormatError):
                 assemble(saved.place, None, tables)
         saved.place.write(reference.key, data + b"\0")

@@ -1,4 +1,5 @@
-"""A checkpoint exists entirely or not at all: one process that dies, two that race, and storage that fails."""
+"""A checkpoint exists entirely or not at all: one process that dies, two that race, and storage
+that fails."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ LAYOUTS = ["packed", "zarr"]
 
 
 def state(value):
-    return {"w": np.full((40, 30), value, np.float32), "b": np.arange(value, value + 5), "leaf": value}
+    return {
+        "w": np.full((40, 30), value, np.float32),
+        "b": np.arange(value, value + 5),
+        "leaf": value,
+    }
 
 
 def value_of(url):
@@ -58,24 +63,33 @@ def contents(url):
 
 def child(script, *arguments):
     return subprocess.run(
-        [sys.executable, CHILDREN / script, *map(str, arguments)], capture_output=True, text=True, check=True, timeout=250
+        [sys.executable, CHILDREN / script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=250,
     ).stdout
 
 
-# --- a process that dies --------------------------------------------------------------------------------------------
+# --- a process that dies --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["packed", pytest.param("zarr", marks=pytest.mark.slow)])
-def test_a_first_save_killed_at_any_operation_leaves_no_checkpoint_and_a_place_to_save_to(tmp_path, layout):
+def test_a_first_save_killed_at_any_operation_leaves_no_checkpoint_and_a_place_to_save_to(
+    tmp_path, layout
+):
     died_before = json.loads(child("kill_at_every_operation.py", tmp_path, layout, "first"))
-    assert {"mkdir", "open", "write", "the second half of a write", "fsync", "rename"} <= set(died_before)
+    assert {"mkdir", "open", "write", "the second half of a write", "fsync", "rename"} <= set(
+        died_before
+    )
     if extension.moving and layout == "packed":
         assert {"pwrite", "the second half of a pwrite"} <= set(died_before), "where C writes, too"
     assert died_before[-2:] == ["rename", "fsync"]
     assert value_of(tmp_path / str(len(died_before) - 1) / "checkpoint") == 2
     for k in range(len(died_before) - 1):
         url = tmp_path / str(k) / "checkpoint"
-        # Its parts are there, under a name that nothing refers to; before there are any, there is just nothing.
+        # Its parts are there, under a name that nothing refers to; before there are any, there is
+        # just nothing.
         begun = any(is_attempt(Store.open(url), name) for name in attempts(url))
         with pytest.raises(errors.UncommittedError if begun else errors.NotFoundError):
             shardckpt.open(url)
@@ -87,32 +101,46 @@ def test_a_first_save_killed_at_any_operation_leaves_no_checkpoint_and_a_place_t
 
 
 @pytest.mark.parametrize("layout", ["packed", pytest.param("zarr", marks=pytest.mark.slow)])
-def test_an_overwrite_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(tmp_path, layout):
+def test_an_overwrite_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(
+    tmp_path, layout
+):
     died_before = json.loads(child("kill_at_every_operation.py", tmp_path, layout, "overwrite"))
     values = [value_of(tmp_path / str(k) / "checkpoint") for k in range(len(died_before))]
     published = values.index(2)
     assert values == [1] * published + [2] * (len(values) - published)
-    # Published by the last renaming; what follows makes it durable and removes the old one, and only then anything is removed.
+    # Published by the last renaming; what follows makes it durable and removes the old one, and
+    # only then anything is removed.
     assert died_before[published - 1 : published + 1] == ["rename", "fsync"]
     assert set(died_before[published + 1 :]) == {"unlink", "rmdir"}
     assert not {"unlink", "rmdir"} & set(died_before[:published])
     for k in (0, published - 1, published, len(values) - 1):
-        shardckpt.save(tmp_path / str(k) / "checkpoint", state(3), options=SaveOptions(layout=layout, overwrite=True))
+        shardckpt.save(
+            tmp_path / str(k) / "checkpoint",
+            state(3),
+            options=SaveOptions(layout=layout, overwrite=True),
+        )
         assert value_of(tmp_path / str(k) / "checkpoint") == 3
 
 
-# --- two processes at once ------------------------------------------------------------------------------------------
+# --- two processes at once ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_of_two_processes_that_publish_at_once_one_wins_and_the_other_leaves_nothing(tmp_path, overwrite):
+def test_of_two_processes_that_publish_at_once_one_wins_and_the_other_leaves_nothing(
+    tmp_path, overwrite
+):
     urls = [tmp_path / str(i) for i in range(8)]
     for url in urls:
         if overwrite:
             shardckpt.save(url, {"w": np.zeros(3)})
     command = [sys.executable, CHILDREN / "kill_race.py"]
     racers = [
-        subprocess.Popen([*command, str(i), str(int(overwrite)), *map(str, urls)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(i), str(int(overwrite)), *map(str, urls)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for i in range(2)
     ]
     for url in urls:
@@ -143,7 +171,9 @@ def lose_the_race(url, monkeypatch, *, overwrite):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_save_that_is_overtaken_says_so_and_leaves_the_winner_alone(tmp_path, monkeypatch, overwrite):
+def test_a_save_that_is_overtaken_says_so_and_leaves_the_winner_alone(
+    tmp_path, monkeypatch, overwrite
+):
     if overwrite:
         shardckpt.save(tmp_path / "c", state(0))
     with pytest.raises(errors.AlreadyExistsError, match="another save committed there"):
@@ -181,7 +211,7 @@ def test_a_save_where_a_checkpoint_is_committed_writes_nothing(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-# --- what a failing storage answers ---------------------------------------------------------------------------------
+# --- what a failing storage answers ---------------------------------------------------------------
 
 
 class Answers:
@@ -216,10 +246,14 @@ def test_an_error_after_the_record_is_visible_keeps_the_data_that_it_names(tmp_p
     assert value_of(tmp_path / "c") == 1
 
 
-def test_an_error_before_the_record_is_visible_keeps_the_data_and_says_how_to_publish_it(tmp_path, monkeypatch):
+def test_an_error_before_the_record_is_visible_keeps_the_data_and_says_how_to_publish_it(
+    tmp_path, monkeypatch
+):
     Answers(monkeypatch, errors.StorageError("no."), write=False)
     with pytest.raises(
-        errors.StorageError, match=r"no\. The data of the save is complete and stays there: `shardckpt commit .*c` publishes it"
+        errors.StorageError,
+        match=r"no\. The data of the save is complete and stays there: `shardckpt commit .*c` "
+        r"publishes it",
     ):
         shardckpt.save(tmp_path / "c", state(1))
     monkeypatch.undo()
@@ -238,8 +272,12 @@ def test_an_interrupt_while_publishing_deletes_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("failing", ["_host_records", "_check_coverage", "write_index", "write_plain_documents"])
-def test_a_save_that_fails_after_its_data_is_durable_keeps_it_whatever_the_error(tmp_path, monkeypatch, layout, failing):
+@pytest.mark.parametrize(
+    "failing", ["_host_records", "_check_coverage", "write_index", "write_plain_documents"]
+)
+def test_a_save_that_fails_after_its_data_is_durable_keeps_it_whatever_the_error(
+    tmp_path, monkeypatch, layout, failing
+):
     if failing not in {"packed": {"write_plain_documents"}, "zarr": {"write_index"}}[layout]:
         place = assemble if failing.startswith("_") else index
         with monkeypatch.context() as patch:
@@ -260,14 +298,17 @@ def test_a_save_that_fails_before_its_data_is_durable_leaves_nothing(tmp_path, m
 
 def test_an_old_attempt_that_cannot_be_removed_does_not_undo_the_new_one(tmp_path, monkeypatch):
     shardckpt.save(tmp_path / "c", state(1))
-    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(OSError("Input/output error")))
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(OSError("Input/output error"))
+    )
     with pytest.raises(errors.StorageError, match="new checkpoint is committed"):
         shardckpt.save(tmp_path / "c", state(2), options=SaveOptions(overwrite=True))
     assert value_of(tmp_path / "c") == 2
 
 
 def test_a_record_that_names_another_checkpoint_as_its_attempt_does_not_get_it_removed(tmp_path):
-    """run/checkpoint.json says that run/100, a checkpoint by itself, is its data: not something that we wrote."""
+    """run/checkpoint.json says that run/100, a checkpoint by itself, is its data: not something
+    that we wrote."""
     shardckpt.save(tmp_path / "run" / "100", state(1))
     shardckpt.save(tmp_path / "run", state(2))
     store = Store.open(tmp_path / "run")
@@ -279,12 +320,13 @@ def test_a_record_that_names_another_checkpoint_as_its_attempt_does_not_get_it_r
     assert value_of(tmp_path / "run" / "100") == 1
 
 
-# --- a full disk, a disk that cannot be written ---------------------------------------------------------------------
+# --- a full disk, a disk that cannot be written ---------------------------------------------------
 
 
 @contextlib.contextmanager
 def files_of_at_most(nbytes):
-    """Every write beyond that many bytes of a file fails, as on a full disk. (Python ignores the signal.)"""
+    """Every write beyond that many bytes of a file fails, as on a full disk. (Python ignores the
+    signal.)"""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
@@ -301,7 +343,10 @@ def test_a_full_disk_is_a_storage_error_and_leaves_what_was_there(tmp_path, layo
     shardckpt.save(tmp_path / "whole", large, options=SaveOptions(layout=layout))
     sizes = sorted({p.stat().st_size for p in (tmp_path / "whole").rglob("*") if p.is_file()})
     for size in sorted({0, *sizes[::3], sizes[-1]}):
-        for url, overwrite in ((shutil.copytree(tmp_path / "c", tmp_path / f"old {size}"), True), (tmp_path / f"new {size}", False)):
+        for url, overwrite in (
+            (shutil.copytree(tmp_path / "c", tmp_path / f"old {size}"), True),
+            (tmp_path / f"new {size}", False),
+        ):
             with files_of_at_most(max(size - 20, 0)), pytest.raises(errors.StorageError) as raised:
                 shardckpt.save(url, large, options=SaveOptions(layout=layout, overwrite=overwrite))
             assert "allows no file of that size" in str(raised.value)
@@ -309,7 +354,11 @@ def test_a_full_disk_is_a_storage_error_and_leaves_what_was_there(tmp_path, layo
             assert complete == (f"`shardckpt commit {url}`" in str(raised.value))
             if overwrite:
                 assert value_of(url) == 1
-            assert [outcome.state for outcome in shardckpt.commit(url)] == ["committed"] if complete else not attempts(url)[overwrite:]
+            assert (
+                [outcome.state for outcome in shardckpt.commit(url)] == ["committed"]
+                if complete
+                else not attempts(url)[overwrite:]
+            )
 
 
 def test_a_directory_that_may_not_be_written_is_a_storage_error(tmp_path):
@@ -331,12 +380,14 @@ def test_a_file_in_place_of_the_directory_is_a_storage_error(tmp_path):
     (tmp_path / "file").write_bytes(b"precious")
     for url in (tmp_path / "file", tmp_path / "file" / "c"):
         for overwrite in (False, True):
-            with pytest.raises(errors.StorageError, match="a file stands where a directory is needed"):
+            with pytest.raises(
+                errors.StorageError, match="a file stands where a directory is needed"
+            ):
                 shardckpt.save(url, state(1), options=SaveOptions(overwrite=overwrite))
     assert (tmp_path / "file").read_bytes() == b"precious"
 
 
-# --- names ----------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def test_attempts_have_names_of_their_own():
@@ -344,10 +395,12 @@ def test_attempts_have_names_of_their_own():
     assert len(set(names)) == 100
 
 
-# --- saves of the same tensors -------------------------------------------------------------------------------------
+# --- saves of the same tensors --------------------------------------------------------------------
 
 
-def test_tensors_of_later_saves_are_neither_encoded_nor_tried_to_be_read_again(tmp_path, monkeypatch):
+def test_tensors_of_later_saves_are_neither_encoded_nor_tried_to_be_read_again(
+    tmp_path, monkeypatch
+):
     counts = Counter()
 
     def counted(module, name):
@@ -371,17 +424,30 @@ def test_a_tree_that_readers_would_refuse_is_not_published_though_its_tensors_ar
     store = Store.open(parse(str(tmp_path / "other")))
     commit._check_readable(store, record, record.seal())
     assert record.structure.known_to_be_readable
-    for tree in ({"w": "$odd"}, {"v": "$tensor"}, {"w": "$tensor", "v": "$tensor"}, {"w": "$tensor", "n": {"$tied": "v"}}):
+    for tree in (
+        {"w": "$odd"},
+        {"v": "$tensor"},
+        {"w": "$tensor", "v": "$tensor"},
+        {"w": "$tensor", "n": {"$tied": "v"}},
+    ):
         other = replace(record, structure=record.structure.with_tree(tree))
         assert other.structure.known_to_be_readable
         with pytest.raises(errors.CommitError, match="could not be read again"):
             commit._check_readable(store, other, other.seal())
 
 
-def test_a_record_that_this_process_has_published_is_not_parsed_by_its_next_save_there(tmp_path, monkeypatch):
+def test_a_record_that_this_process_has_published_is_not_parsed_by_its_next_save_there(
+    tmp_path, monkeypatch
+):
     place, over = tmp_path / "c", SaveOptions(overwrite=True)
     store, parsed = Store.open(parse(str(place))), []
-    monkeypatch.setattr(commit, "_parse", lambda store, data, parse=commit._parse: (parsed.append(data is None), parse(store, data))[1])
+    monkeypatch.setattr(
+        commit,
+        "_parse",
+        lambda store, data, parse=commit._parse: (parsed.append(data is None), parse(store, data))[
+            1
+        ],
+    )
     shardckpt.save(place, {"w": np.zeros(3)})
     parsed.clear()
     first = commit.read_prior(store, overwrite=True)

@@ -1,4 +1,5 @@
-"""A checkpoint that somebody relies on is not replaced: it is pinned, tagged, or the base of checkpoints beside it."""
+"""A checkpoint that somebody relies on is not replaced: it is pinned, tagged, or the base of
+checkpoints beside it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ STATE = {"frozen": np.ones((100, 100), np.float32), "head": np.ones(3, np.float3
 
 def contents(root):
     """All files below a directory."""
-    return {path.relative_to(root): path.read_bytes() for path in Path(root).rglob("*") if path.is_file()}
+    return {
+        path.relative_to(root): path.read_bytes()
+        for path in Path(root).rglob("*")
+        if path.is_file()
+    }
 
 
 def save_with_base(url, base):
@@ -52,7 +57,9 @@ def save_in_background(root):
 
 
 def reshard(root, **options):
-    shardckpt.reshard(root / "other", root / "c", mesh=Mesh((2,), ("x",)), workers=1, overwrite=True, **options)
+    shardckpt.reshard(
+        root / "other", root / "c", mesh=Mesh((2,), ("x",)), workers=1, overwrite=True, **options
+    )
 
 
 def import_file(root):
@@ -77,7 +84,9 @@ def test_it_is_refused_with_the_sentence_of_rm_and_nothing_is_written(root, reli
     before = contents(root)
     with pytest.raises(errors.OptionError) as refused:
         replace(root)
-    assert str(refused.value) == str(of_rm.value).replace("so it is not deleted", "so it is not replaced")
+    assert str(refused.value) == str(of_rm.value).replace(
+        "so it is not deleted", "so it is not replaced"
+    )
     assert contents(root) == before
 
 
@@ -86,16 +95,26 @@ def test_a_complete_save_that_would_replace_it_is_not_committed(root, relied_on)
     save_without_commit(root / "c", 2, overwrite=True)
     RELIED_ON[relied_on](root)
     (outcome,) = shardckpt.commit(root / "c")
-    assert outcome.state == ("refused" if relied_on == "a base" else "overtaken")  # a pin makes a new version of the record
+    assert outcome.state == (
+        "refused" if relied_on == "a base" else "overtaken"
+    )  # a pin makes a new version of the record
     np.testing.assert_array_equal(shardckpt.restore(root / "c")["head"], STATE["head"])
 
 
-def test_a_base_that_is_needed_only_since_the_save_began_is_not_replaced_and_the_new_data_stays(root):
+def test_a_base_that_is_needed_only_since_the_save_began_is_not_replaced_and_the_new_data_stays(
+    root,
+):
     saver = Saver(memory_limit=64 << 20)
     handle = saver.begin(
-        root / "c", {"other": 1}, SaveOptions(overwrite=True), before_publish=lambda: save_with_base(root / "lora", root / "c")
+        root / "c",
+        {"other": 1},
+        SaveOptions(overwrite=True),
+        before_publish=lambda: save_with_base(root / "lora", root / "c"),
     )
-    with pytest.raises(errors.OptionError, match=r"is the base of checkpoints beside it.*: lora; so it is not replaced"):
+    with pytest.raises(
+        errors.OptionError,
+        match=r"is the base of checkpoints beside it.*: lora; so it is not replaced",
+    ):
         handle.wait()
     saver.close()
     np.testing.assert_array_equal(shardckpt.restore(root / "lora")["frozen"], STATE["frozen"])
@@ -104,7 +123,9 @@ def test_a_base_that_is_needed_only_since_the_save_began_is_not_replaced_and_the
     assert shardckpt.restore(root / "c") == {"other": 1}
 
 
-def test_a_base_that_is_needed_only_since_the_reshard_began_is_not_replaced_and_its_tasks_are_kept(root):
+def test_a_base_that_is_needed_only_since_the_reshard_began_is_not_replaced_and_its_tasks_are_kept(
+    root,
+):
     def progress(done, total):
         if done == total and not (root / "lora").exists():
             save_with_base(root / "lora", root / "c")
@@ -112,7 +133,14 @@ def test_a_base_that_is_needed_only_since_the_reshard_began_is_not_replaced_and_
     with pytest.raises(errors.OptionError, match="lora; so it is not replaced"):
         reshard(root, dtype="bfloat16", progress=progress)
     delete(root / "lora")
-    report = shardckpt.reshard(root / "other", root / "c", mesh=Mesh((2,), ("x",)), workers=1, overwrite=True, dtype="bfloat16")
+    report = shardckpt.reshard(
+        root / "other",
+        root / "c",
+        mesh=Mesh((2,), ("x",)),
+        workers=1,
+        overwrite=True,
+        dtype="bfloat16",
+    )
     assert report.done_before == report.tasks
 
 
@@ -127,7 +155,10 @@ def test_a_neighbour_of_a_newer_version_is_believed_to_need_the_base_that_it_nam
     save_with_base(root / "lora", root / "c")
     record = root / "lora" / "checkpoint.json"
     record.write_bytes(record.read_bytes().replace(b'"version":[2,', b'"version":[99,', 1))
-    with pytest.raises(errors.OptionError, match=r"/c is the base of checkpoints beside it, .*: lora; so it is not deleted"):
+    with pytest.raises(
+        errors.OptionError,
+        match=r"/c is the base of checkpoints beside it, .*: lora; so it is not deleted",
+    ):
         delete(root / "c")
     with pytest.raises(errors.OptionError, match="so it is not replaced"):
         save(root)
@@ -145,18 +176,23 @@ def test_a_neighbour_that_is_superseded_does_not_count(root):
 
 def test_where_nothing_is_replaced_no_neighbour_is_read(root, monkeypatch):
     RELIED_ON["a base"](root)
-    monkeypatch.setattr(Dependants, "check_replaceable", lambda *_: pytest.fail("there is nothing to replace"))
+    monkeypatch.setattr(
+        Dependants, "check_replaceable", lambda *_: pytest.fail("there is nothing to replace")
+    )
     shardckpt.save(root / "new", STATE, options=SaveOptions(overwrite=True))
 
 
-# --- requests -------------------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 NEIGHBOURS = 4
 
 
 @pytest.fixture(params=["gs", "s3"])
 def cloud(request):
-    with faulty_cloud(request.getfixturevalue("gcs_server" if request.param == "gs" else "s3_server"), retry_seconds="60") as cloud:
+    with faulty_cloud(
+        request.getfixturevalue("gcs_server" if request.param == "gs" else "s3_server"),
+        retry_seconds="60",
+    ) as cloud:
         yield cloud
 
 
@@ -196,11 +232,20 @@ class _Words(Coordinator):
 def test_one_process_of_a_job_looks_beside_it_and_the_others_learn_the_outcome(root, monkeypatch):
     RELIED_ON["a base"](root)
     looked, check, raised, words = [], Dependants.check_replaceable, {}, {}
-    monkeypatch.setattr(Dependants, "check_replaceable", lambda self, named: (looked.append(threading.get_ident()), check(self, named)))
+    monkeypatch.setattr(
+        Dependants,
+        "check_replaceable",
+        lambda self, named: (looked.append(threading.get_ident()), check(self, named)),
+    )
 
     def one(process):
         try:
-            shardckpt.save(root / "c", {"other": 1}, options=SaveOptions(overwrite=True), coordinator=_Words(words, process))
+            shardckpt.save(
+                root / "c",
+                {"other": 1},
+                options=SaveOptions(overwrite=True),
+                coordinator=_Words(words, process),
+            )
         except errors.ShardckptError as e:
             raised[process] = e
 
@@ -214,7 +259,7 @@ def test_one_process_of_a_job_looks_beside_it_and_the_others_learn_the_outcome(r
     assert "lora; so it is not replaced" in str(raised[1])
 
 
-# --- managers -------------------------------------------------------------------------------------------------------
+# --- managers -------------------------------------------------------------------------------------
 
 
 def test_after_a_rollback_a_base_of_other_checkpoints_stays_and_the_next_step_is_saved(tmp_path):
@@ -235,7 +280,11 @@ def test_after_a_rollback_a_base_of_steps_that_are_superseded_too_is_replaced(tm
     options = SaveOptions(base=str(run / "2"), skip="frozen")
     with shardckpt.CheckpointManager(run, every=1, options=options) as manager:
         for step in (1, 2, 3):
-            manager.save(step, {**STATE, "head": np.full(3, step, np.float32)}, skip=None if step == 3 else ())
+            manager.save(
+                step,
+                {**STATE, "head": np.full(3, step, np.float32)},
+                skip=None if step == 3 else (),
+            )
     with shardckpt.CheckpointManager(run, every=1) as manager:
         manager.restore(step=1)
         assert manager.save(2, {**STATE, "head": np.full(3, 20, np.float32)})

@@ -1,4 +1,5 @@
-"""Versions of a publisher as directories of differences, applied by a reader that is written from the format's rules alone."""
+"""Versions of a publisher as directories of differences, applied by a reader that is written from
+the format's rules alone."""
 
 from __future__ import annotations
 
@@ -50,7 +51,10 @@ def entries(file):
     (length,) = struct.unpack("<Q", data[:8])
     header, at = json.loads(data[8 : 8 + length]), 8 + length
     texts = header.pop("__metadata__", {})
-    return {name: (one, data[at + one["data_offsets"][0] : at + one["data_offsets"][1]]) for name, one in header.items()}, texts
+    return {
+        name: (one, data[at + one["data_offsets"][0] : at + one["data_offsets"][1]])
+        for name, one in header.items()
+    }, texts
 
 
 def base(root):
@@ -77,7 +81,9 @@ def apply(root, number, tensors):
         for tensor, (one, frame) in tensors_of_file.items():
             assert (one["dtype"], one["shape"]) == ("U8", [len(frame)])
             old = np.frombuffer(tensors[tensor], np.uint8)
-            with zstandard.ZstdDecompressor().stream_reader(frame, read_across_frames=False) as reader:
+            with zstandard.ZstdDecompressor().stream_reader(
+                frame, read_across_frames=False
+            ) as reader:
                 plain = np.frombuffer(reader.read(8 * old.nbytes + 8), np.uint8)
             if metadata["delta_encoding"] == "xor":
                 assert plain.nbytes == old.nbytes
@@ -119,7 +125,9 @@ class Training:
         for name in names:
             self.model[name] = changed(self.model[name], self.rng)
         self.model["head.weight"] = self.model["embed.weight"]
-        self.publisher.publish(step, {"model": self.model, "optimizer": {"m": np.full(5, step)}, "step": step})
+        self.publisher.publish(
+            step, {"model": self.model, "optimizer": {"m": np.full(5, step)}, "step": step}
+        )
         self.publisher.wait()
 
 
@@ -151,7 +159,8 @@ def plain(tmp_path, step, **options):
 
 
 def check(tmp_path, out, steps, **options):
-    """The reader gets each version's tensors from its directory, which has those tensors alone that changed."""
+    """The reader gets each version's tensors from its directory, which has those tensors alone that
+    changed."""
     tensors = base(out)
     assert tensors == plain(tmp_path, steps[0], **options)
     for number, (before, step) in enumerate(pairwise(steps), 1):
@@ -165,16 +174,31 @@ def check(tmp_path, out, steps, **options):
 @pytest.mark.parametrize("digest", [*DIGESTS])
 def test_a_reader_of_the_format_gets_each_version(training, tmp_path, encoding, digest):
     options = {"delta_encoding": encoding, "checksum_format": digest}
-    report = shardckpt.export(tmp_path / "policy", tmp_path / "out", to="canonical-delta", since=40, **NAMED, **options)
+    report = shardckpt.export(
+        tmp_path / "policy", tmp_path / "out", to="canonical-delta", since=40, **NAMED, **options
+    )
     assert report.files == tuple(f"weight_v{number:06d}" for number in range(5))
     check(tmp_path, tmp_path / "out", [40, 41, 50, 51, 60], **NAMED)
-    assert json.loads((tmp_path / "out/weight_v000003/model.safetensors.index.json").read_text())["weight_map"] == {}
+    assert (
+        json.loads((tmp_path / "out/weight_v000003/model.safetensors.index.json").read_text())[
+            "weight_map"
+        ]
+        == {}
+    )
 
 
 def test_tensors_that_are_renamed_and_converted_are_those_of_the_plain_export(training, tmp_path):
     (tmp_path / "map.toml").write_text('[[map]]\nfrom = "w"\nto = "wt"\ntranspose = true\n')
-    options = {**NAMED, "mapping": tmp_path / "map.toml", "dtype": {"x.bias": "float16"}, "rename": "s/^frozen$/ice/", "add_prefix": "x."}
-    shardckpt.export(tmp_path / "policy", tmp_path / "out", to="canonical-delta", since=30, **options)
+    options = {
+        **NAMED,
+        "mapping": tmp_path / "map.toml",
+        "dtype": {"x.bias": "float16"},
+        "rename": "s/^frozen$/ice/",
+        "add_prefix": "x.",
+    }
+    shardckpt.export(
+        tmp_path / "policy", tmp_path / "out", to="canonical-delta", since=30, **options
+    )
     check(tmp_path, tmp_path / "out", [30, 40, 41, 50, 51, 60], **options)
 
 
@@ -185,7 +209,9 @@ def test_a_later_call_continues_and_reads_differences_alone(training, tmp_path):
     assert shardckpt.export(tmp_path / "policy", out, **options).files == ()
     seen = []
     training.publish(61)
-    assert shardckpt.export(tmp_path / "policy", out, **options, on_version=seen.append).files == ("weight_v000005",)
+    assert shardckpt.export(tmp_path / "policy", out, **options, on_version=seen.append).files == (
+        "weight_v000005",
+    )
     check(tmp_path, out, [40, 41, 50, 51, 60, 61], **NAMED)
     assert [(one.version, one.step, one.tensors) for one in seen] == [(5, 61, 2)]
 
@@ -195,7 +221,10 @@ def test_what_a_killed_export_left_is_no_version_and_is_replaced(training, tmp_p
     options = {"to": "canonical-delta", "since": 40, **NAMED}
     shardckpt.export(tmp_path / "policy", out, **options)
     (out / "weight_v000004/model.safetensors.index.json").unlink()
-    shutil.copy(out / "weight_v000001/model-00001.safetensors", out / "weight_v000004/model-00007.safetensors")
+    shutil.copy(
+        out / "weight_v000001/model-00001.safetensors",
+        out / "weight_v000004/model-00007.safetensors",
+    )
     assert shardckpt.export(tmp_path / "policy", out, **options).files == ("weight_v000004",)
     check(tmp_path, out, [40, 41, 50, 51, 60], **NAMED)
 
@@ -203,11 +232,24 @@ def test_what_a_killed_export_left_is_no_version_and_is_replaced(training, tmp_p
 def test_a_process_that_follows_and_is_killed_again_and_again_leaves_a_chain(training, tmp_path):
     """Killed by SIGKILL at any instant, then started again with the same command."""
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "shardckpt", "export", str(tmp_path / "policy"), str(out), "--to", "canonical-delta", "--since", "40"]
+    command = [
+        sys.executable,
+        "-m",
+        "shardckpt",
+        "export",
+        str(tmp_path / "policy"),
+        str(out),
+        "--to",
+        "canonical-delta",
+        "--since",
+        "40",
+    ]
     command += ["--include", "model/**", "--strip-prefix", "model.", "--follow"]
     steps = [40, 41, 50, 51, 60]
     for step in range(70, 78):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         training.publish(step)
         steps.append(step)
         time.sleep(float(training.rng.uniform(1.2, 2.5)))
@@ -215,7 +257,11 @@ def test_a_process_that_follows_and_is_killed_again_and_again_leaves_a_chain(tra
         assert process.communicate() is not None
         assert process.returncode == -signal.SIGKILL
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    training.publish(78)  # the killed processes may have written all before; this one is written by a process that runs
+    training.publish(
+        78
+        # The killed processes may have written all before; this one is written by a process that
+        # runs.
+    )
     steps.append(78)
     last = out / f"weight_v{len(steps) - 1:06d}/model.safetensors.index.json"
     deadline = time.monotonic() + 60
@@ -280,7 +326,9 @@ def test_what_receivers_could_not_apply_is_refused(training, tmp_path):
     with pytest.raises(StructureMismatchError, match="receivers only change bytes"):
         shardckpt.export(policy, out, **options)
     shutil.rmtree(policy / "60")
-    with pytest.raises(NotFoundError, match=r"version 60 is gone, and .*weight_v000004 was written from it"):
+    with pytest.raises(
+        NotFoundError, match=r"version 60 is gone, and .*weight_v000004 was written from it"
+    ):
         shardckpt.export(policy, out, **options)
     assert len([*out.iterdir()]) == 5
     assert not (tmp_path / "new").exists()
@@ -290,7 +338,9 @@ def test_a_version_that_was_replaced_is_no_base(training, tmp_path):
     options = {"to": "canonical-delta", "since": 40, **NAMED}
     shardckpt.export(tmp_path / "policy", tmp_path / "out", **options)
     training.publish(60)
-    with pytest.raises(ReplacedError, match=r"version 60 was replaced, and .*weight_v000004 was written from it"):
+    with pytest.raises(
+        ReplacedError, match=r"version 60 was replaced, and .*weight_v000004 was written from it"
+    ):
         shardckpt.export(tmp_path / "policy", tmp_path / "out", **options)
     shardckpt.export(tmp_path / "policy", tmp_path / "out", **options, overwrite=True)
     check(tmp_path, tmp_path / "out", [40, 41, 50, 51, 60], **NAMED)
@@ -300,7 +350,9 @@ def test_a_version_that_was_replaced_is_no_base(training, tmp_path):
     ("more", "error"),
     [({"since": 99}, NotFoundError), ({"include": "nothing/**"}, NamesMismatchError)],
 )
-def test_overwrite_deletes_nothing_if_version_0_cannot_be_written(training, tmp_path, store, more, error):
+def test_overwrite_deletes_nothing_if_version_0_cannot_be_written(
+    training, tmp_path, store, more, error
+):
     url = str(store)
     if url.startswith("memory"):
         pytest.skip("a model's files are not written to memory://")
@@ -320,12 +372,18 @@ def test_overwrite_on_a_disk_deletes_nothing_if_the_source_is_damaged(training, 
     options = {"to": "canonical-delta", "since": 40, **NAMED}
     shardckpt.export(tmp_path / "policy", out, **options)
     before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    largest = max((file for file in (tmp_path / "policy/30").rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    largest = max(
+        (file for file in (tmp_path / "policy/30").rglob("*") if file.is_file()),
+        key=lambda file: file.stat().st_size,
+    )
     kept = largest.read_bytes()
     largest.write_bytes(bytes(len(kept)))
     with pytest.raises(CorruptionError):
         shardckpt.export(tmp_path / "policy", out, **(options | {"since": 30}), overwrite=True)
-    assert before.items() <= {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}.items()
+    assert (
+        before.items()
+        <= {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}.items()
+    )
     largest.write_bytes(kept)
     assert shardckpt.export(tmp_path / "policy", out, **options).files == ()
     check(tmp_path, out, [40, 41, 50, 51, 60], **NAMED)
@@ -360,7 +418,9 @@ def test_an_export_that_ends_with_an_error_leaves_no_lease_and_no_lock(training,
     with pytest.raises(KeyboardInterrupt) as raised:
         shardckpt.export(tmp_path / "policy", out, **options, on_version=fail)
     assert not [*(tmp_path / "policy/leases").glob("*")], raised
-    assert sorted(file.name for file in out.iterdir()) == [f"weight_v{number:06d}" for number in range(3)]
+    assert sorted(file.name for file in out.iterdir()) == [
+        f"weight_v{number:06d}" for number in range(3)
+    ]
     shardckpt.export(tmp_path / "policy", out, **options)
     assert not [*(tmp_path / "policy/leases").glob("*")]
     check(tmp_path, out, [40, 41, 50, 51, 60], **NAMED)
@@ -386,7 +446,8 @@ def delete(file):
 
 @pytest.fixture(scope="module")
 def behind(tmp_path_factory):
-    """A policy, directories with all of its versions but the last, and the options of their export; nothing there is changed."""
+    """A policy, directories with all of its versions but the last, and the options of their export;
+    nothing there is changed."""
     place = tmp_path_factory.mktemp("behind")
     options = {"to": "canonical-delta", "since": 40, **NAMED}
     with published(place / "policy") as made:
@@ -407,21 +468,32 @@ def behind(tmp_path_factory):
         (4, INDEX, lambda file: file.write_bytes(b"x" * file.stat().st_size)),
         (4, INDEX, lambda file: file.write_bytes(b"{}".ljust(file.stat().st_size))),
         (2, INDEX, lambda file: file.write_text("{}")),
-        *((number, NOTE, damage) for number in (0, 4) for damage in (delete, first_bytes(0), first_bytes(9))),
+        *(
+            (number, NOTE, damage)
+            for number in (0, 4)
+            for damage in (delete, first_bytes(0), first_bytes(9))
+        ),
         *((4, NOTE, noted(step=step)) for step in ("60", -1, True, None, 1.5)),
         (4, NOTE, noted(attempt=3)),
         (4, NOTE, noted(contents=None)),
-        *((4, NOTE, noted(files=files)) for files in ([1], {"model-00001.safetensors": "1"}, {}, None)),
+        *(
+            (4, NOTE, noted(files=files))
+            for files in ([1], {"model-00001.safetensors": "1"}, {}, None)
+        ),
         *((0, NOTE, noted(before=before)) for before in ([1], {"x": "a"}, {"1": 2}, {"-1": "a"})),
         (0, NOTE, noted(forms=1)),
         (0, NOTE, lambda file: file.write_text("[" * 100_000)),
     ],
 )
-def test_damage_in_written_directories_is_named_before_anything_is_written(behind, tmp_path, number, name, damage):
+def test_damage_in_written_directories_is_named_before_anything_is_written(
+    behind, tmp_path, number, name, damage
+):
     policy, whole, options = behind
     out = shutil.copytree(whole, tmp_path / "out")
     damage(out / f"weight_v{number:06d}" / name)
-    with pytest.raises(FormatError, match=rf"weight_v{number:06d}/{name}.*(directory|copy|damaged)"):
+    with pytest.raises(
+        FormatError, match=rf"weight_v{number:06d}/{name}.*(directory|copy|damaged)"
+    ):
         shardckpt.export(policy, out, **options)
     assert len([*out.iterdir()]) == 5
 
@@ -429,9 +501,13 @@ def test_damage_in_written_directories_is_named_before_anything_is_written(behin
 KILLED = """
 import os, sys, shardckpt
 from shardckpt.convert.formats.canonical_delta import directories
-die, exchange, delete = lambda *_: os.kill(os.getpid(), 9), directories.exchange, directories.VersionDirectories._delete
+die = lambda *_: os.kill(os.getpid(), 9)
+exchange, delete = directories.exchange, directories.VersionDirectories._delete
 {patch}
-shardckpt.export(sys.argv[1], sys.argv[2], to="canonical-delta", since=51, include="model/**", strip_prefix="model.", overwrite=True)
+shardckpt.export(
+    sys.argv[1], sys.argv[2], to="canonical-delta", since=51, include="model/**",
+    strip_prefix="model.", overwrite=True,
+)
 """
 
 
@@ -439,15 +515,26 @@ shardckpt.export(sys.argv[1], sys.argv[2], to="canonical-delta", since=51, inclu
     ("patch", "left", "since"),
     [
         ("directories.VersionDirectories.finish_first = die", 5, 40),
-        ("directories.VersionDirectories._delete = lambda self, numbers: die(delete(self, numbers[-1:]))", 4, 40),
+        (
+            (
+                "directories.VersionDirectories._delete = lambda self, numbers: die(delete(self, "
+                "numbers[-1:]))"
+            ),
+            4,
+            40,
+        ),
         ("directories.exchange = die", 1, 40),
         ("directories.exchange = lambda *names: die(exchange(*names))", 1, 51),
     ],
 )
-def test_overwrite_killed_at_any_point_leaves_a_chain_that_continues(training, tmp_path, patch, left, since):
+def test_overwrite_killed_at_any_point_leaves_a_chain_that_continues(
+    training, tmp_path, patch, left, since
+):
     out = tmp_path / "out"
     shardckpt.export(tmp_path / "policy", out, to="canonical-delta", since=40, **NAMED)
-    ended = subprocess.run([sys.executable, "-c", KILLED.format(patch=patch), tmp_path / "policy", out], check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED.format(patch=patch), tmp_path / "policy", out], check=False
+    )
     assert ended.returncode == -signal.SIGKILL
     assert len([*out.glob("weight_v*")]) == left
     shardckpt.export(tmp_path / "policy", out, to="canonical-delta", since=since, **NAMED)

@@ -1,4 +1,5 @@
-"""Detection of a place's format. A place of no format, or possibly of two, is refused; the error lists what is there."""
+"""Detection of a place's format. A place of no format, or possibly of two, is refused; the error
+lists what is there."""
 
 from __future__ import annotations
 
@@ -35,7 +36,12 @@ class Other:
 @pytest.fixture
 def formats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Besides safetensors, formats of which a file says it all."""
-    known = {"safetensors": module_of("safetensors"), "torch": Other(".bin"), "orbax": Other(".orbax"), "dcp": Other(".distcp")}
+    known = {
+        "safetensors": module_of("safetensors"),
+        "torch": Other(".bin"),
+        "orbax": Other(".orbax"),
+        "dcp": Other(".distcp"),
+    }
     monkeypatch.setattr(detecting, "FORMATS", {name: f"files of {name}" for name in known})
     monkeypatch.setattr(detecting, "module_of", known.__getitem__)
 
@@ -47,7 +53,9 @@ def formats(monkeypatch: pytest.MonkeyPatch) -> None:
         ("weights", "weights, which begins with the length of a header and the header"),
     ],
 )
-def test_a_file_is_known_by_its_name_or_by_how_it_begins(tmp_path: Path, name: str, seen: str) -> None:
+def test_a_file_is_known_by_its_name_or_by_how_it_begins(
+    tmp_path: Path, name: str, seen: str
+) -> None:
     save_file(ARRAYS, tmp_path / name)
     assert detect(parse(tmp_path / name)) == Detected("safetensors", seen)
 
@@ -67,17 +75,27 @@ def test_of_two_formats_side_by_side_one_may_go_before_the_other(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("formats")
-def test_of_two_formats_of_which_none_goes_before_the_other_one_has_to_be_meant(tmp_path: Path) -> None:
+def test_of_two_formats_of_which_none_goes_before_the_other_one_has_to_be_meant(
+    tmp_path: Path,
+) -> None:
     save_file(ARRAYS, tmp_path / "model.safetensors")
     (tmp_path / "x.orbax").write_bytes(b"")
-    with pytest.raises(errors.OptionError, match=r"could have several formats \(safetensors: .*; orbax: x.orbax\); choose one with from_"):
+    with pytest.raises(
+        errors.OptionError,
+        match=r"could have several formats \(safetensors: .*; orbax: x.orbax\); choose one with "
+        r"from_",
+    ):
         detect(parse(tmp_path))
 
 
-def test_what_is_no_format_is_refused_with_what_was_looked_for_and_what_is_there(tmp_path: Path) -> None:
+def test_what_is_no_format_is_refused_with_what_was_looked_for_and_what_is_there(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "weights.gguf").write_bytes(b"GGUF")
     (tmp_path / "sub").mkdir()
-    with pytest.raises(errors.FormatError, match=r"Looked for: a \*.safetensors file.* Found: sub/, weights.gguf\."):
+    with pytest.raises(
+        errors.FormatError, match=r"Looked for: a \*.safetensors file.* Found: sub/, weights.gguf\."
+    ):
         detect(parse(tmp_path))
     with pytest.raises(errors.FormatError, match=r"Found: a file that begins like none of these\."):
         detect(parse(tmp_path / "weights.gguf"))
@@ -108,9 +126,15 @@ def deepspeed(tmp_path: Path) -> Path:
     step.mkdir(parents=True)
     (tmp_path / "run/latest").write_text("global_step5")
     for rank in range(2):
-        torch.save({"module": {"w": torch.empty(0)}}, step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        torch.save(
+            {"module": {"w": torch.empty(0)}},
+            step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
+        )
         flat = {"fp32_flat_groups": [torch.ones(5)]}
-        torch.save({"optimizer_state_dict": flat}, step / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        torch.save(
+            {"optimizer_state_dict": flat},
+            step / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+        )
     return tmp_path / "run"
 
 
@@ -118,10 +142,15 @@ def test_a_checkpoint_of_deepspeed_is_refused_with_what_to_do(deepspeed: Path) -
     step = deepspeed / "global_step5"
     for path in (deepspeed, step):
         for options in ({}, {"from_": "torch"}):
-            with pytest.raises(errors.FormatError, match=rf"^{path} is a checkpoint of DeepSpeed .*zero_to_fp32\.py.*import `joined`"):
+            with pytest.raises(
+                errors.FormatError,
+                match=rf"^{path} is a checkpoint of DeepSpeed .*zero_to_fp32\.py.*import `joined`",
+            ):
                 shardckpt.import_checkpoint(path, deepspeed.parent / "new", **options)
     for path in step.iterdir():
-        with pytest.raises(errors.FormatError, match=rf"^{path} has one process's part .*zero_to_fp32\.py"):
+        with pytest.raises(
+            errors.FormatError, match=rf"^{path} has one process's part .*zero_to_fp32\.py"
+        ):
             shardckpt.import_checkpoint(path, deepspeed.parent / "new")
     (deepspeed / "latest").unlink()
     step.rename(deepspeed / "a_tag_of_the_users")
@@ -137,7 +166,10 @@ def test_a_universal_checkpoint_of_deepspeed_is_refused_with_what_to_do(tmp_path
     torch.save({}, step / "zero/optimizer_state.pt")
     torch.save({}, step / "mp_rank_00_model_states.pt")
     for path in (step, step.parent):
-        with pytest.raises(errors.FormatError, match=rf"^{path} \w+ a universal checkpoint of DeepSpeed.*under DeepSpeed"):
+        with pytest.raises(
+            errors.FormatError,
+            match=rf"^{path} \w+ a universal checkpoint of DeepSpeed.*under DeepSpeed",
+        ):
             detect(parse(str(path)))
     shardckpt.import_checkpoint(step / "zero/a.weight/fp32.pt", tmp_path / "new")
     assert shardckpt.open(tmp_path / "new").names() == ["param"]
@@ -147,7 +179,9 @@ def test_a_file_of_deepspeed_with_complete_tensors_is_read_with_a_note(tmp_path:
     for name in ("mp_rank_00_model_states.pt", "layer_00-model_states.pt"):
         torch.save({"module": {"w": torch.ones(2)}, "args": Other(".x")}, tmp_path / name)
         report = shardckpt.import_checkpoint(tmp_path / name, tmp_path / "new", overwrite=True)
-        assert report.notes[1] == f"{name} is one file of a checkpoint of DeepSpeed; only it is read."
+        assert (
+            report.notes[1] == f"{name} is one file of a checkpoint of DeepSpeed; only it is read."
+        )
         assert report.notes[2].startswith("args is left behind: it is a ")
 
 

@@ -1,4 +1,5 @@
-"""An export to an object store is there as a whole or not at all, and goes on where a killed one was."""
+"""An export to an object store is there as a whole or not at all, and goes on where a killed one
+was."""
 
 from __future__ import annotations
 
@@ -79,22 +80,35 @@ def on_disk(source):
 def killed(source, to, size, until):
     """Export in a process that dies when it has written so much."""
     command = [sys.executable, CHILD, source / "c", to, str(size), str(until)]
-    assert subprocess.run(command, env=os.environ, timeout=250, check=False).returncode == -signal.SIGKILL
+    assert (
+        subprocess.run(command, env=os.environ, timeout=250, check=False).returncode
+        == -signal.SIGKILL
+    )
 
 
 def test_one_file_is_that_of_a_disk_and_nothing_is_beside_it(source, place):
     seen = []
-    report = export(source, f"{place}/a.safetensors", progress=lambda *_: seen.append(set(objects(place))))
-    assert set().union(*seen) == {".a.safetensors.upload.json"}, "nothing under its name before the end"
+    report = export(
+        source, f"{place}/a.safetensors", progress=lambda *_: seen.append(set(objects(place)))
+    )
+    assert set().union(*seen) == {".a.safetensors.upload.json"}, (
+        "nothing under its name before the end"
+    )
     assert objects(place) == {"a.safetensors": (source / "one.safetensors").read_bytes()}
-    assert (report.url, report.files, report.tensors) == (f"{place}/a.safetensors", ("a.safetensors",), TENSORS)
+    assert (report.url, report.files, report.tensors) == (
+        f"{place}/a.safetensors",
+        ("a.safetensors",),
+        TENSORS,
+    )
     assert report.written_bytes == (source / "one.safetensors").stat().st_size
     assert report.read_bytes < 1.02 * report.nbytes
 
 
 def test_several_files_are_those_of_a_disk_and_the_index_comes_last(source, place):
     seen = []
-    report = export(source, place, max_shard_size=SHARD, progress=lambda *_: seen.append(set(objects(place))))
+    report = export(
+        source, place, max_shard_size=SHARD, progress=lambda *_: seen.append(set(objects(place)))
+    )
     assert all(INDEX not in names for names in seen)
     assert any(FILES[0] in names and FILES[1] not in names for names in seen)
     assert objects(place) == on_disk(source)
@@ -108,7 +122,9 @@ def test_one_file_that_was_interrupted_by_a_kill_is_gone_on_with(cloud, source, 
     with cloud.breaking():
         report = export(source, f"{place}/a.safetensors")
         sent = cloud.proxy.traffic.summary()["bytes_up"]
-    assert sent <= (TENSORS - 15 + 6) * MiB, "what the service has is not sent again, but for the parts under way"
+    assert sent <= (TENSORS - 15 + 6) * MiB, (
+        "what the service has is not sent again, but for the parts under way"
+    )
     assert report.resumed_bytes >= 9 * MiB
     assert report.read_bytes <= report.nbytes - report.resumed_bytes + 2 * MiB
     assert objects(place) == {"a.safetensors": (source / "one.safetensors").read_bytes()}
@@ -154,7 +170,9 @@ def test_another_export_removes_what_an_interrupted_one_has_left(source, place):
 
 
 @pytest.mark.parametrize("there", ["a.safetensors", FILES[0], FILES[2], INDEX])
-def test_what_is_there_is_refused_at_once_and_replaced_if_that_is_wanted(cloud, source, place, there):
+def test_what_is_there_is_refused_at_once_and_replaced_if_that_is_wanted(
+    cloud, source, place, there
+):
     one = there == "a.safetensors"
     to, options = (f"{place}/{there}", {}) if one else (place, {"max_shard_size": SHARD})
     Store.open(place).write(there, b"theirs")
@@ -164,7 +182,9 @@ def test_what_is_there_is_refused_at_once_and_replaced_if_that_is_wanted(cloud, 
         assert cloud.proxy.traffic.summary()["bytes_up"] < MiB, "before the elements are sent"
     assert objects(place) == {there: b"theirs"}
     export(source, to, overwrite=True, **options)
-    assert objects(place) == ({there: (source / "one.safetensors").read_bytes()} if one else on_disk(source))
+    assert objects(place) == (
+        {there: (source / "one.safetensors").read_bytes()} if one else on_disk(source)
+    )
 
 
 def test_a_damaged_source_leaves_nothing(tmp_path, place):

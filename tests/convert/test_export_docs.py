@@ -32,7 +32,10 @@ def run(tmp_path, monkeypatch):
 
 
 def loaded(path):
-    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in safetensors.torch.load_file(path).items()}
+    return {
+        name: (tuple(tensor.shape), tensor.dtype)
+        for name, tensor in safetensors.torch.load_file(path).items()
+    }
 
 
 def test_the_commands_run(run):
@@ -43,7 +46,9 @@ def test_the_commands_run(run):
         assert result.exit_code == 0, result.output
     assert loaded("hf/tiny/model.safetensors") == dict.fromkeys(NAMES, ((64, 32), torch.bfloat16))
     assert loaded("model.safetensors") == dict.fromkeys(NAMES, ((64, 32), torch.float32))
-    assert loaded("out.safetensors") == {f"h.{i}.q_proj.weight": ((64, 32), torch.bfloat16) for i in range(2)}
+    assert loaded("out.safetensors") == {
+        f"h.{i}.q_proj.weight": ((64, 32), torch.bfloat16) for i in range(2)
+    }
     assert torch.load("state.pt", weights_only=True)["step"] == 100
 
 
@@ -61,4 +66,9 @@ def test_every_option_is_described(name):
 
 
 def test_every_format_is_described():
-    assert re.findall(r"^\| `([\w-]+)` \|", PAGE, re.MULTILINE) == ["safetensors", "peft", *FORMATS, "canonical-delta"]
+    assert re.findall(r"^\| `([\w-]+)` \|", PAGE, re.MULTILINE) == [
+        "safetensors",
+        "peft",
+        *FORMATS,
+        "canonical-delta",
+    ]

@@ -1,4 +1,5 @@
-"""An export that was killed, at whatever instant, has published nothing by halves, and the same call continues where it stopped."""
+"""An export that was killed, at whatever instant, has published nothing by halves, and the same
+call continues where it stopped."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ KiB = 1 << 10
 
 @pytest.fixture
 def small(monkeypatch):
-    """Blocks of 8 KiB, batches of 32 and notes of 64, so that a small export has all that a large one has."""
+    """Blocks of 8 KiB, batches of 32 and notes of 64, so that a small export has all that a large
+    one has."""
     monkeypatch.setattr(grids, "BLOCK_BYTES", 8 * KiB)
     monkeypatch.setattr(streaming, "_BATCH", 32 * KiB)
     monkeypatch.setattr(local_files, "_NOTE_BYTES", 64 * KiB)
@@ -34,7 +36,11 @@ def small(monkeypatch):
 
 def source(place):
     """Some 400 KiB in eight tensors."""
-    return saved(place, {"model": {f"w{i}": random((60 + i, 200), seed=i) for i in range(8)}}, {"model/w1": sharded("a", "b")})
+    return saved(
+        place,
+        {"model": {f"w{i}": random((60 + i, 200), seed=i) for i in range(8)}},
+        {"model/w1": sharded("a", "b")},
+    )
 
 
 def left(directory):
@@ -58,7 +64,8 @@ def stopped(src, dst, after, **options):
 
 
 def killed(place, every, *before):
-    """Each death: operation, whether the file was there, bytes found, written and read by the next call."""
+    """Each death: operation, whether the file was there, bytes found, written and read by the next
+    call."""
     command = [sys.executable, CHILD, place, str(every), *before]
     finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
     assert finished.returncode == 0, finished.stderr
@@ -84,7 +91,9 @@ def check_deaths(place, deaths, unpublished):
     assert len(set(bytes_found)) >= 2
 
 
-def test_a_kill_at_any_of_many_instants_publishes_nothing_by_halves_and_the_same_call_goes_on(tmp_path):
+def test_a_kill_at_any_of_many_instants_publishes_nothing_by_halves_and_the_same_call_goes_on(
+    tmp_path,
+):
     source(tmp_path / "checkpoint")
     check_deaths(tmp_path, killed(tmp_path, 9), unpublished=False)
 
@@ -100,7 +109,9 @@ def test_a_kill_before_every_single_operation(tmp_path, before):
     source(tmp_path / "checkpoint")
     deaths = killed(tmp_path, 1, *before)
     check_deaths(tmp_path, deaths, unpublished=b"old".hex() if before else False)
-    assert {"pwritev", "the second half of a pwritev", "fdatasync", "link", "unlink", "rmdir"} <= {operation for operation, *_ in deaths}
+    assert {"pwritev", "the second half of a pwritev", "fdatasync", "link", "unlink", "rmdir"} <= {
+        operation for operation, *_ in deaths
+    }
 
 
 def test_a_process_killed_from_outside_is_gone_on_with_by_another(tmp_path):
@@ -110,10 +121,13 @@ def test_a_process_killed_from_outside_is_gone_on_with_by_another(tmp_path):
         "from shardckpt.convert.files import local_files\n"
         "from shardckpt.streaming import stream\n"
         "local_files._NOTE_BYTES = stream._BATCH = 4 << 20\n"
-        "shardckpt.export(sys.argv[1], sys.argv[2], progress=lambda done, total: print(done, flush=True))"
+        "shardckpt.export(sys.argv[1], sys.argv[2], progress=lambda done, total: print(done, "
+        "flush=True))"
     )
     to = tmp_path / "out" / "a.safetensors"
-    with subprocess.Popen([sys.executable, "-c", code, tmp_path / "c", to], stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path / "c", to], stdout=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None
         while int(child.stdout.readline()) < 20 << 20:
             pass
@@ -169,7 +183,15 @@ def test_notes_that_are_torn_count_as_far_as_they_are_whole(tmp_path, small):
     shardckpt.export(tmp_path / "c", tmp_path / "b.safetensors")
     expected = (tmp_path / "b.safetensors").read_bytes()
     partial = {path.name: path.read_bytes() for path in notes.parent.iterdir()}
-    for damaged in (whole[:-1], whole[:40], whole[:20], b"", whole + bytes(64), whole[:60] + bytes(len(whole) - 60), whole + b"\xff" * 9):
+    for damaged in (
+        whole[:-1],
+        whole[:40],
+        whole[:20],
+        b"",
+        whole + bytes(64),
+        whole[:60] + bytes(len(whole) - 60),
+        whole + b"\xff" * 9,
+    ):
         notes.parent.mkdir(exist_ok=True)
         for name, content in partial.items():
             (notes.parent / name).write_bytes(content)
@@ -185,15 +207,24 @@ def test_what_an_earlier_call_wrote_and_the_disk_has_lost_is_found_out(tmp_path,
     with (tmp_path / ".a.safetensors.partial" / "0").open("r+b") as file:
         file.seek(5000)
         file.write(b"lost")
-    with pytest.raises(errors.CorruptionError, match=r"'model\.w\d' does not read back as it was written to .*; nothing was published"):
+    with pytest.raises(
+        errors.CorruptionError,
+        match=r"'model\.w\d' does not read back as it was written to .*; nothing was published",
+    ):
         shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
 
 
-def test_a_file_system_that_gives_less_than_is_asked_for_is_asked_again(tmp_path, small, monkeypatch):
+def test_a_file_system_that_gives_less_than_is_asked_for_is_asked_again(
+    tmp_path, small, monkeypatch
+):
     source(tmp_path / "c")
     preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][: max(1, len(buffers[0]) // 3)]], at))
+    monkeypatch.setattr(
+        os,
+        "preadv",
+        lambda fd, buffers, at: preadv(fd, [buffers[0][: max(1, len(buffers[0]) // 3)]], at),
+    )
     shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors")
     monkeypatch.undo()
     shardckpt.export(tmp_path / "c", tmp_path / "b.safetensors", verify=False)
@@ -206,7 +237,10 @@ def test_two_exports_to_one_name_do_not_mix(tmp_path, small):
 
     def progress(done, total):
         if done == total:
-            with pytest.raises(errors.StorageError, match="another export is writing there; wait for it, or choose another name"):
+            with pytest.raises(
+                errors.StorageError,
+                match="another export is writing there; wait for it, or choose another name",
+            ):
                 shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors")
             ends.append(done)
 
@@ -218,7 +252,10 @@ def test_a_file_that_is_there_stays_unless_it_is_to_be_replaced(tmp_path, small)
     source(tmp_path / "c")
     to = tmp_path / "a.safetensors"
     to.write_bytes(b"mine")
-    with pytest.raises(errors.AlreadyExistsError, match=r"is there already; choose another place, or replace it with overwrite=True"):
+    with pytest.raises(
+        errors.AlreadyExistsError,
+        match=r"is there already; choose another place, or replace it with overwrite=True",
+    ):
         shardckpt.export(tmp_path / "c", to)
     assert to.read_bytes() == b"mine"
     to.unlink()
@@ -249,7 +286,9 @@ def test_an_interrupted_export_is_kept_though_somebody_else_has_put_a_file_there
     assert shardckpt.export(tmp_path / "c", to, overwrite=True).resumed_bytes >= 150 * KiB
 
 
-def test_a_file_that_was_named_and_removed_before_all_was_tidied_up_is_made_again(tmp_path, small, monkeypatch):
+def test_a_file_that_was_named_and_removed_before_all_was_tidied_up_is_made_again(
+    tmp_path, small, monkeypatch
+):
     source(tmp_path / "c")
     to = tmp_path / "a.safetensors"
 
@@ -274,16 +313,22 @@ def test_a_damaged_chunk_stops_the_export_and_leaves_nothing(tmp_path, small):
     content = bytearray(data.read_bytes())
     content[-3000] ^= 4
     data.write_bytes(content)
-    with pytest.raises(errors.CorruptionError, match=r"is damaged: .*with a backup, or leave the tensor out with exclude="):
+    with pytest.raises(
+        errors.CorruptionError,
+        match=r"is damaged: .*with a backup, or leave the tensor out with exclude=",
+    ):
         shardckpt.export(tmp_path / "c", tmp_path / "a.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
 
 
-@pytest.mark.parametrize(("to", "name"), [("safetensors", "a.safetensors"), ("torch", "a.pt"), ("dcp", "a")])
+@pytest.mark.parametrize(
+    ("to", "name"), [("safetensors", "a.safetensors"), ("torch", "a.pt"), ("dcp", "a")]
+)
 def test_files_that_may_not_grow_so_large_are_refused_with_what_to_do(tmp_path, to, name):
     source(tmp_path / "c")
     code = (
-        "import gc, resource, sys, shardckpt; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "import gc, resource, sys, shardckpt; resource.setrlimit(resource.RLIMIT_FSIZE, "
+        "(100_000, 100_000))\n"
         "try: shardckpt.export(sys.argv[1], sys.argv[2], to=sys.argv[3])\n"
         "except shardckpt.ShardckptError as e: print(type(e).__name__, e)\n"
         "gc.collect()  # torch's writer is destroyed, and writes once more"

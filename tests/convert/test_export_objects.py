@@ -1,4 +1,5 @@
-"""An export to a bucket makes the same files as one to a disk, goes on after an interruption, and keeps one model at a place."""
+"""An export to a bucket makes the same files as one to a disk, goes on after an interruption, and
+keeps one model at a place."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from shardckpt import errors
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 
-STATE = {"layers": [{"w": random((640, 512), seed=i)} for i in range(4)], "s": np.float32(3), "none": np.zeros((0, 3), np.int8)}
+STATE = {
+    "layers": [{"w": random((640, 512), seed=i)} for i in range(4)],
+    "s": np.float32(3),
+    "none": np.zeros((0, 3), np.int8),
+}
 OPTIONS = {"memory_limit": "64MiB"}
 SPLIT = 3 << 20
 """Bytes per file: two matrices."""
@@ -30,7 +35,8 @@ def place(tmp_path):
 
 @pytest.fixture(scope="module", params=["gs", "s3"])
 def bucket(request):
-    """One of each kind, behind the proxy, which mends what the emulator makes of a resumable upload."""
+    """One of each kind, behind the proxy, which mends what the emulator makes of a resumable
+    upload."""
     server = request.getfixturevalue("gcs_server" if request.param == "gs" else "s3_server")
     ours = dataclasses.replace(server, bucket=server.new_bucket(f"exports-{uuid.uuid4().hex}"))
     with faulty_cloud(ours) as faulty:
@@ -65,7 +71,9 @@ def test_objects_are_the_files_that_a_disk_would_have(tmp_path, place, there, mo
     assert contents(store) == on_disk(place, tmp_path / "bf16", max_shard_size=most, dtype="bf16")
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, SPLIT), (SPLIT, None)], ids=["one-several", "several-one"])
+@pytest.mark.parametrize(
+    ("before", "after"), [(None, SPLIT), (SPLIT, None)], ids=["one-several", "several-one"]
+)
 def test_another_model_is_refused_or_replaced_as_a_whole(tmp_path, place, there, before, after):
     url, store = there
     shardckpt.export(place, url, max_shard_size=before, **OPTIONS)

@@ -27,24 +27,42 @@ def names(directory):
 
 
 @pytest.mark.parametrize(
-    ("to", "below"), [("safetensors", ""), ("safetensors", "a.safetensors"), ("torch", "checkpoint.json"), ("dcp", "d")]
+    ("to", "below"),
+    [
+        ("safetensors", ""),
+        ("safetensors", "a.safetensors"),
+        ("torch", "checkpoint.json"),
+        ("dcp", "d"),
+    ],
 )
 @pytest.mark.parametrize("linked", [False, True])
-def test_nothing_is_written_into_the_checkpoint_that_is_exported(tmp_path, place, to, below, linked):
+def test_nothing_is_written_into_the_checkpoint_that_is_exported(
+    tmp_path, place, to, below, linked
+):
     given = place
     if linked:
         given = tmp_path / "link"
         given.symlink_to(place)
     before = names(place)
-    with pytest.raises(errors.OptionError, match=r"is inside the checkpoint that is exported, .*choose another place"):
+    with pytest.raises(
+        errors.OptionError,
+        match=r"is inside the checkpoint that is exported, .*choose another place",
+    ):
         shardckpt.export(place, given / below, to=to, overwrite=True)
     assert names(place) == before
     assert shardckpt.open(place).names() == ["a", "b"]
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, 100), (100, None), (20, 100)], ids=["one-many", "many-one", "more-fewer"])
-def test_a_directory_holds_one_model_and_another_one_is_replaced_as_a_whole(tmp_path, place, before, after):
-    """Loaders take `model.safetensors` before an index, or every file that they find: the old model, or both."""
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(None, 100), (100, None), (20, 100)],
+    ids=["one-many", "many-one", "more-fewer"],
+)
+def test_a_directory_holds_one_model_and_another_one_is_replaced_as_a_whole(
+    tmp_path, place, before, after
+):
+    """Loaders take `model.safetensors` before an index, or every file that they find: the old
+    model, or both."""
     saved(tmp_path / "other", {name: -array for name, array in STATE.items()})
     out = tmp_path / "out"
     shardckpt.export(tmp_path / "other", out, max_shard_size=before)
@@ -58,11 +76,15 @@ def test_a_directory_holds_one_model_and_another_one_is_replaced_as_a_whole(tmp_
     arrays = {}
     for file in out.glob("*.safetensors"):
         arrays |= safetensors.numpy.load_file(file)
-    assert {name: array.tobytes() for name, array in arrays.items()} == {name: array.tobytes() for name, array in STATE.items()}
+    assert {name: array.tobytes() for name, array in arrays.items()} == {
+        name: array.tobytes() for name, array in STATE.items()
+    }
 
 
 def test_what_other_exports_have_left_is_not_taken_for_ones_own(tmp_path, place):
-    others = [tmp_path / name for name in (".model.safetensors.partial", ".model.old.0123abcd.partial")]
+    others = [
+        tmp_path / name for name in (".model.safetensors.partial", ".model.old.0123abcd.partial")
+    ]
     own = tmp_path / ".model.0123abcd.partial"
     for directory in (*others, own):
         directory.mkdir()
@@ -72,7 +94,11 @@ def test_what_other_exports_have_left_is_not_taken_for_ones_own(tmp_path, place)
 
 
 def test_a_directory_that_was_about_to_be_replaced_is_brought_back(tmp_path, place):
-    out, replaced, draft = tmp_path / "d", tmp_path / ".d.0123abcd.replaced", tmp_path / ".d.0123abcd.partial"
+    out, replaced, draft = (
+        tmp_path / "d",
+        tmp_path / ".d.0123abcd.replaced",
+        tmp_path / ".d.0123abcd.partial",
+    )
     shardckpt.export(place, out, to="dcp")
     before = names(out)
     out.rename(replaced)

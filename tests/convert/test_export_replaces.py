@@ -1,4 +1,5 @@
-"""An export that replaces a directory, and is killed or fails at any operation, always leaves a complete directory to be found."""
+"""An export that replaces a directory, and is killed or fails at any operation, always leaves a
+complete directory to be found."""
 
 from __future__ import annotations
 
@@ -32,7 +33,13 @@ def place(tmp_path):
 
 
 def fates(place, how, act):
-    finished = subprocess.run([sys.executable, CHILD, place, how, act], capture_output=True, text=True, check=False, timeout=400)
+    finished = subprocess.run(
+        [sys.executable, CHILD, place, how, act],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout)
 
@@ -62,7 +69,9 @@ def test_a_complete_directory_is_found_whichever_operation_ends_the_export(place
     outcomes = fates(place, how, act)
     operations = [fate["operation"] for fate in outcomes]
     assert operations[0] == "fsync"
-    assert operations.count("exchange" if how == "exchange" else "rename") >= (1 if how == "exchange" else 3)
+    assert operations.count("exchange" if how == "exchange" else "rename") >= (
+        1 if how == "exchange" else 3
+    )
     for fate in outcomes:
         check(fate, atomic=how == "exchange" or act == "fail")
         if act == "fail" and fate["then"]["out"] == "nothing":
@@ -82,7 +91,10 @@ def test_an_error_names_both_directories_if_neither_can_get_the_name(place, monk
     monkeypatch.setattr(replacement, "exchange", lambda _one, _other: False)
     monkeypatch.setattr(os, "rename", never_to_the_name)
     for _ in range(2):  # the next export finds the same, and deletes nothing
-        with pytest.raises(errors.StorageError, match=r"neither the new export nor the old one .*\.complete, .*\.replaced; rename one"):
+        with pytest.raises(
+            errors.StorageError,
+            match=r"neither the new export nor the old one .*\.complete, .*\.replaced; rename one",
+        ):
             shardckpt.export(base / "two", base / "out", to="dcp", overwrite=True)
         assert sorted(path.suffix for path in base.iterdir()) == ["", "", ".complete", ".replaced"]
     monkeypatch.undo()
@@ -99,7 +111,9 @@ def test_files_that_somebody_puts_under_the_free_name_are_not_removed(place, mon
     with pytest.raises(errors.StorageError, match="neither the new export nor the old one"):
         shardckpt.export(base / "two", base / "out", to="dcp", overwrite=True)
     assert (base / "out" / "thesis.tex").read_text() == "…"
-    assert {".out.0123abcd.replaced", ".out.0123abcd.complete"} <= {path.name for path in base.iterdir()}
+    assert {".out.0123abcd.replaced", ".out.0123abcd.complete"} <= {
+        path.name for path in base.iterdir()
+    }
 
 
 def test_names_are_exchanged_where_the_file_system_can(tmp_path):
@@ -133,11 +147,22 @@ def test_every_file_and_every_new_directory_of_an_export_is_synced_after_its_las
     top = place / "base"
     final = top / "new" / "models" / "export"
     code = [sys.executable, "-c", DURABLE, top / "two", final, to]
-    synced = json.loads(subprocess.run(code, capture_output=True, text=True, check=True, timeout=250).stdout)
-    paths = [top, top / "new", top / "new" / "models", final, *(final.rglob("*") if final.is_dir() else ())]
+    synced = json.loads(
+        subprocess.run(code, capture_output=True, text=True, check=True, timeout=250).stdout
+    )
+    paths = [
+        top,
+        top / "new",
+        top / "new" / "models",
+        final,
+        *(final.rglob("*") if final.is_dir() else ()),
+    ]
     for path in paths:
         status = path.stat()
         seen = synced.get(f"{status.st_dev} {status.st_ino}")
         assert seen is not None, path
-        if (to, path) != ("safetensors", final):  # the hidden directory is removed after the files have their names
+        if (to, path) != (
+            "safetensors",
+            final,
+        ):  # the hidden directory is removed after the files have their names
             assert seen == [status.st_size, status.st_mtime_ns], path

@@ -5,7 +5,13 @@ import os
 import pytest
 
 from shardckpt.convert.files.file_version import FileVersion, file_at, identity_of
-from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError, StorageError
+from shardckpt.errors import (
+    CorruptionError,
+    FormatError,
+    MissingDataError,
+    ReplacedError,
+    StorageError,
+)
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 
@@ -42,13 +48,18 @@ def test_lengths_that_are_not_as_expected_are_errors(store):
 @pytest.mark.parametrize("then", [b"another one", b"9876543210", b"", None])
 def test_one_that_was_replaced_or_deleted_is_not_read_any_more(store, then):
     store.write("a", b"0123456789")
-    version, before = FileVersion(store, "a"), identity_of(store.location, [FileVersion(store, "a")])
+    version, before = (
+        FileVersion(store, "a"),
+        identity_of(store.location, [FileVersion(store, "a")]),
+    )
     store.delete("a")
     if then is not None:
         store.write("a", then)
         assert identity_of(store.location, [FileVersion(store, "a")]) != before
     for read in (lambda: version.read(2, 5), lambda: version.read_whole(100)):
-        with pytest.raises(ReplacedError, match="changed, replaced or deleted while it was being read"):
+        with pytest.raises(
+            ReplacedError, match="changed, replaced or deleted while it was being read"
+        ):
             read()
 
 

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.convert.foreign import ROWS_BYTES, ForeignPart, ForeignTensor, row_chunks, structure_of
+from shardckpt.convert.foreign import (
+    ROWS_BYTES,
+    ForeignPart,
+    ForeignTensor,
+    row_chunks,
+    structure_of,
+)
 from shardckpt.errors import FormatError
 from shardckpt.layout.dtypes import by_name
 from shardckpt.state import alias_map
@@ -15,7 +21,9 @@ F32 = by_name("float32")
 
 
 @given(shape=st.lists(st.integers(0, 3000), max_size=4), itemsize=st.sampled_from([1, 2, 4, 8]))
-def test_a_chunk_of_rows_is_one_run_of_bytes_of_bounded_size(shape: list[int], itemsize: int) -> None:
+def test_a_chunk_of_rows_is_one_run_of_bytes_of_bounded_size(
+    shape: list[int], itemsize: int
+) -> None:
     chunks = row_chunks(shape, itemsize)
     elements = 1
     for n in chunks:
@@ -23,13 +31,19 @@ def test_a_chunk_of_rows_is_one_run_of_bytes_of_bounded_size(shape: list[int], i
     assert len(chunks) == len(shape)
     assert elements * itemsize <= ROWS_BYTES
     longer = [d for d in range(len(shape)) if chunks[d] < shape[d]]
-    assert all(chunks[d] == 1 for d in range(min(longer, default=0))), "what is before the cut dimension is one index"
-    assert all(chunks[d] == max(1, shape[d]) for d in range(max(longer, default=-1) + 1, len(shape))), "what is after it is whole"
+    assert all(chunks[d] == 1 for d in range(min(longer, default=0))), (
+        "what is before the cut dimension is one index"
+    )
+    assert all(
+        chunks[d] == max(1, shape[d]) for d in range(max(longer, default=-1) + 1, len(shape))
+    ), "what is after it is whole"
 
 
 def test_a_state_of_foreign_tensors_becomes_a_structure() -> None:
     whole = ForeignTensor((4, 6), F32, (ForeignPart((0, 0), (4, 6), (2, 6)),), identity=7)
-    halves = ForeignTensor((4, 6), F32, (ForeignPart((0, 0), (4, 3), (4, 3)), ForeignPart((0, 3), (4, 3), (1, 3))))
+    halves = ForeignTensor(
+        (4, 6), F32, (ForeignPart((0, 0), (4, 3), (4, 3)), ForeignPart((0, 3), (4, 3), (1, 3)))
+    )
     structure = structure_of({"a": whole, "b": [halves, 5], "c": whole}, "file")
     assert [(t.name, t.shape, [p.path for p in t.pieces]) for t in structure.tensors.values()] == [
         ("a", (4, 6), ["a"]),

@@ -37,12 +37,22 @@ MiB = 1 << 20
 
 
 def read(source: ForeignSource, reads: list[Wanted]) -> None:
-    """Each by a request of its own; converted, where the buffer is of another dtype than the tensor."""
+    """Each by a request of its own; converted, where the buffer is of another dtype than the
+    tensor."""
     requests = []
     for name, box, buffer in reads:
         tensor = source.record.structure.tensors[name]
         meaning = None if buffer.dtype == tensor.dtype.storage else tensor.dtype.numpy
-        requests.append(Request(name, tensor.dtype.storage, tensor.pieces, BoxArray.of([box], box.ndim), [buffer], convert_from=meaning))
+        requests.append(
+            Request(
+                name,
+                tensor.dtype.storage,
+                tensor.pieces,
+                BoxArray.of([box], box.ndim),
+                [buffer],
+                convert_from=meaning,
+            )
+        )
     source.reader.read(requests)
 
 
@@ -50,11 +60,19 @@ def read(source: ForeignSource, reads: list[Wanted]) -> None:
 def cases(draw: st.DrawFn) -> tuple[dict[str, NDArray[Any]], list[Wanted]]:
     """A state, and boxes of it with memory for each, which may be larger, or of another dtype."""
     shapes = draw(st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=1, max_size=4))
-    state: dict[str, NDArray[Any]] = {f"t{i}": np.random.default_rng(i).random(shape, np.float32) for i, shape in enumerate(shapes)}
+    state: dict[str, NDArray[Any]] = {
+        f"t{i}": np.random.default_rng(i).random(shape, np.float32)
+        for i, shape in enumerate(shapes)
+    }
     reads = []
     for name in draw(st.lists(st.sampled_from(list(state)), min_size=1, max_size=6)):
         start = [draw(st.integers(0, n - 1)) for n in state[name].shape]
-        box = Box(tuple(start), tuple(draw(st.integers(a + 1, n)) for a, n in zip(start, state[name].shape, strict=True)))
+        box = Box(
+            tuple(start),
+            tuple(
+                draw(st.integers(a + 1, n)) for a, n in zip(start, state[name].shape, strict=True)
+            ),
+        )
         dtype = draw(st.sampled_from([np.float32, np.float64]))
         reads.append((name, box, np.zeros([n + draw(st.integers(0, 1)) for n in box.shape], dtype)))
     return state, reads
@@ -70,22 +88,32 @@ def test_any_boxes_of_any_tensors_are_read_to_any_memory(
         patch.setattr(from_safetensors, "ROWS_BYTES", rows)
         file = Path(directory, "model")
         if transposed:
-            torch.save({name: torch.from_numpy(array.T.copy().T) for name, array in state.items()}, file)
+            torch.save(
+                {name: torch.from_numpy(array.T.copy().T) for name, array in state.items()}, file
+            )
         else:
             save_file(state, file)
         read(ForeignSpec(str(file), "torch" if transposed else "safetensors").open(), reads)
     for name, box, buffer in reads:
         part = state[name][(*box.slices, ...)]
-        np.testing.assert_array_equal(buffer[(*map(slice, part.shape), ...)], part.astype(buffer.dtype))
+        np.testing.assert_array_equal(
+            buffer[(*map(slice, part.shape), ...)], part.astype(buffer.dtype)
+        )
 
 
 def test_what_follows_in_a_file_is_read_together_and_once(tmp_path: Path) -> None:
-    state = {f"t{i:04d}": np.full((16, 16), i, np.float32) for i in range(1000)} | {"large": np.zeros((3 * MiB, 4), np.uint8)}
+    state = {f"t{i:04d}": np.full((16, 16), i, np.float32) for i in range(1000)} | {
+        "large": np.zeros((3 * MiB, 4), np.uint8)
+    }
     save_file(state, tmp_path / "model.safetensors")
     source = ForeignSpec(str(tmp_path / "model.safetensors"), "safetensors").open()
     nbytes = sum(array.nbytes for array in state.values())
     straight = [(name, Box.full(array.shape), np.ones_like(array)) for name, array in state.items()]
-    copied = [(name, Box.full(array.shape), np.ones(array.shape, np.float64)) for name, array in state.items() if name != "large"]
+    copied = [
+        (name, Box.full(array.shape), np.ones(array.shape, np.float64))
+        for name, array in state.items()
+        if name != "large"
+    ]
 
     read(source, straight + copied)
 
@@ -95,15 +123,25 @@ def test_what_follows_in_a_file_is_read_together_and_once(tmp_path: Path) -> Non
 
 
 def test_groups_that_share_a_tensor_are_each_read_in_few_reads(tmp_path: Path) -> None:
-    state = {name: np.random.default_rng(i).random((300, 1000), np.float32) for i, name in enumerate("abc")}
+    state = {
+        name: np.random.default_rng(i).random((300, 1000), np.float32)
+        for i, name in enumerate("abc")
+    }
     save_file(state, tmp_path / "model.safetensors")
     source = ForeignSpec(str(tmp_path / "model.safetensors"), "safetensors").open()
     tensors = source.record.structure.tensors
     names_and_dtypes = [("ab", np.float32), ("bc", np.float64), ("a", np.float32)]
-    buffers = [{name: np.zeros((300, 1000), dtype) for name in names} for names, dtype in names_and_dtypes]
+    buffers = [
+        {name: np.zeros((300, 1000), dtype) for name in names} for names, dtype in names_and_dtypes
+    ]
     groups = [
         [
-            Request.of(tensors[name], BoxArray.of([Box.full((300, 1000))], 2), [into], converts=into.dtype == np.float64)
+            Request.of(
+                tensors[name],
+                BoxArray.of([Box.full((300, 1000))], 2),
+                [into],
+                converts=into.dtype == np.float64,
+            )
             for name, into in group.items()
         ]
         for group in buffers
@@ -127,7 +165,11 @@ def test_a_stored_bool_that_is_neither_0_nor_1_is_read_as_true(tmp_path: Path) -
 
 
 def test_the_table_of_a_file_has_the_place_of_each_chunk(tmp_path: Path) -> None:
-    state = {"a": np.random.default_rng(0).random((700, 1000), np.float32), "b": np.arange(5), "none": np.zeros((0, 3), np.int8)}
+    state = {
+        "a": np.random.default_rng(0).random((700, 1000), np.float32),
+        "b": np.arange(5),
+        "none": np.zeros((0, 3), np.int8),
+    }
     file = tmp_path / "model.safetensors"
     save_file(state, file)
     raw = file.read_bytes()
@@ -138,7 +180,12 @@ def test_the_table_of_a_file_has_the_place_of_each_chunk(tmp_path: Path) -> None
     for name, tensor in source.record.structure.tensors.items():
         (piece,) = tensor.pieces
         rows = table.arrays[piece.path]
-        places = [(table.files[row], at, n) for row, at, n in zip(rows.file, rows.offset.tolist(), rows.length.tolist(), strict=True)]
+        places = [
+            (table.files[row], at, n)
+            for row, at, n in zip(
+                rows.file, rows.offset.tolist(), rows.length.tolist(), strict=True
+            )
+        ]
         assert rows.chunk.tolist() == list(range(piece.num_chunks))
         assert {where for where, _, _ in places} <= {str(file)}
         assert b"".join(raw[at : at + n] for _, at, n in places) == state[name].tobytes()
@@ -147,7 +194,9 @@ def test_the_table_of_a_file_has_the_place_of_each_chunk(tmp_path: Path) -> None
 def test_a_tensor_whose_rows_move_is_read_in_as_few_reads_as_one_that_stays(tmp_path: Path) -> None:
     state = {"q": np.arange(4 * MiB, dtype=np.float32).reshape(1024, 4096)}
     save_file(state, tmp_path / "model.safetensors")
-    (tmp_path / "rows.toml").write_text('[[map]]\nfrom = "q"\nto = "q"\nrotary = {heads = 8, to = "halves"}')
+    (tmp_path / "rows.toml").write_text(
+        '[[map]]\nfrom = "q"\nto = "q"\nrotary = {heads = 8, to = "halves"}'
+    )
     reads = []
     for names in (NameOptions(), NameOptions(mapping=tmp_path / "rows.toml")):
         source = ForeignSpec(str(tmp_path / "model.safetensors"), "safetensors", names=names).open()
@@ -156,7 +205,9 @@ def test_a_tensor_whose_rows_move_is_read_in_as_few_reads_as_one_that_stays(tmp_
     assert reads[0] == reads[1]
 
 
-def test_a_flipped_bit_in_a_checksummed_tensor_is_an_error_that_names_tensor_and_file(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_a_checksummed_tensor_is_an_error_that_names_tensor_and_file(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "model.pt"
     torch.save({"a": torch.zeros(1000), "b": torch.arange(1000, dtype=torch.float32)}, file)
     raw = bytearray(file.read_bytes())
@@ -169,7 +220,9 @@ def test_a_flipped_bit_in_a_checksummed_tensor_is_an_error_that_names_tensor_and
 
 
 @pytest.mark.parametrize("place", ["disk", "object store"])
-def test_a_flipped_bit_is_noticed_in_a_storage_of_several_chunks_that_is_read_at_once(tmp_path: Path, place: str) -> None:
+def test_a_flipped_bit_is_noticed_in_a_storage_of_several_chunks_that_is_read_at_once(
+    tmp_path: Path, place: str
+) -> None:
     w = torch.arange(640 * 1024, dtype=torch.float32).reshape(640, 1024)
     torch.save({"w": w}, tmp_path / "model.pt")
     raw = bytearray((tmp_path / "model.pt").read_bytes())
@@ -184,7 +237,9 @@ def test_a_flipped_bit_is_noticed_in_a_storage_of_several_chunks_that_is_read_at
 
 
 @pytest.mark.parametrize("place", ["disk", "object store"])
-def test_a_flipped_bit_is_noticed_in_a_storage_of_several_chunks_that_several_tensors_view(tmp_path: Path, place: str) -> None:
+def test_a_flipped_bit_is_noticed_in_a_storage_of_several_chunks_that_several_tensors_view(
+    tmp_path: Path, place: str
+) -> None:
     flat = torch.arange(640 * 1024, dtype=torch.float32)
     views = {"flat": flat, "square": flat.reshape(640, 1024), "tail": flat[1000:]}
     torch.save(views, tmp_path / "model.pt")
@@ -195,10 +250,18 @@ def test_a_flipped_bit_is_noticed_in_a_storage_of_several_chunks_that_several_te
     source = ForeignSpec(f"{url}/model.pt", "torch").open()
 
     with pytest.raises(CorruptionError, match=r"model\.pt.*CRC-32"):
-        read(source, [(name, Box.full(view.shape), np.empty(view.shape, np.float32)) for name, view in views.items()])
+        read(
+            source,
+            [
+                (name, Box.full(view.shape), np.empty(view.shape, np.float32))
+                for name, view in views.items()
+            ],
+        )
 
 
-def test_in_an_object_store_several_pieces_are_looked_for_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_an_object_store_several_pieces_are_looked_for_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     url, file = f"memory://{uuid.uuid4().hex}", io.BytesIO()
     state = {name: torch.arange(100, dtype=torch.float32) + i for i, name in enumerate("ab")}
     torch.save(state, file)
@@ -218,11 +281,15 @@ def test_in_an_object_store_several_pieces_are_looked_for_at_a_time(monkeypatch:
     assert all((buffer == state[name].numpy()).all() for name, _, buffer in reads)
 
 
-def test_of_what_is_read_together_the_damaged_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_what_is_read_together_the_damaged_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_file({name: np.zeros(10, np.float32) for name in "abc"}, tmp_path / "model.safetensors")
     run = from_safetensors.SafetensorsFiles.run
 
-    def with_checksum(self: from_safetensors.SafetensorsFiles, tensor: Any, piece: Any) -> StoredRun:
+    def with_checksum(
+        self: from_safetensors.SafetensorsFiles, tensor: Any, piece: Any
+    ) -> StoredRun:
         span = run(self, tensor, piece).span
         return StoredRun(span, zlib.crc32(span.read(0, len(span))) ^ (tensor.name == "b"))
 
@@ -234,7 +301,10 @@ def test_of_what_is_read_together_the_damaged_one_is_named(tmp_path: Path, monke
 
 
 def test_what_comes_from_an_object_store_is_copied_from_where_it_came(tmp_path: Path) -> None:
-    url, array = f"memory://{uuid.uuid4().hex}", np.random.default_rng(0).random((2 * MiB,), np.float32)
+    url, array = (
+        f"memory://{uuid.uuid4().hex}",
+        np.random.default_rng(0).random((2 * MiB,), np.float32),
+    )
     save_file({"a": array}, tmp_path / "model.safetensors")
     Store.open(url).write("model.safetensors", (tmp_path / "model.safetensors").read_bytes())
     source = ForeignSpec(f"{url}/model.safetensors", "safetensors").open()
@@ -248,4 +318,6 @@ def test_what_comes_from_an_object_store_is_copied_from_where_it_came(tmp_path: 
 
     assert (straight == array).all()
     assert (converted == array).all()
-    assert peak < 2.5 * array.nbytes, "one thread has one run in memory, and this storage hands out a copy of it"
+    assert peak < 2.5 * array.nbytes, (
+        "one thread has one run in memory, and this storage hands out a copy of it"
+    )

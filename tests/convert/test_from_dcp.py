@@ -1,4 +1,5 @@
-"""Directories of torch.distributed.checkpoint that real gloo jobs wrote, read without torch, and held against DCP's own reading."""
+"""Directories of torch.distributed.checkpoint that real gloo jobs wrote, read without torch, and
+held against DCP's own reading."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from shardckpt.convert.detect import detect
 from shardckpt.convert.foreign import ROWS_BYTES
 from shardckpt.convert.formats.dcp import source as from_dcp
 from shardckpt.convert.importing import import_checkpoint
-from shardckpt.errors import CorruptionError, FormatError, MissingDataError, OptionError, ReplacedError
+from shardckpt.errors import (
+    CorruptionError,
+    FormatError,
+    MissingDataError,
+    OptionError,
+    ReplacedError,
+)
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 
@@ -51,7 +58,9 @@ def copied(plain, tmp_path):
 
 
 def opened(place):
-    return from_dcp.open_foreign(parse(place) if isinstance(place, Path) else place, trust_pickle=True)
+    return from_dcp.open_foreign(
+        parse(place) if isinstance(place, Path) else place, trust_pickle=True
+    )
 
 
 def bits(value):
@@ -103,20 +112,29 @@ def test_each_process_of_dcp_has_a_piece_of_its_own(jobs, tmp_path):
     assert [(p.start, p.shape) for p in tensors["square"].pieces] == [
         ((0, 0), (4, 3)), ((0, 3), (4, 2)), ((4, 0), (3, 3)), ((4, 3), (3, 2))
     ]  # fmt: skip
-    assert [p.shape for p in tensors["uneven"].pieces] == [(2,), (2,), (1,)], "an empty shard is not a piece"
+    assert [p.shape for p in tensors["uneven"].pieces] == [(2,), (2,), (1,)], (
+        "an empty shard is not a piece"
+    )
     assert len(tensors["replicated"].pieces) == 1
 
 
 def test_chunks_lie_as_the_elements_do_and_are_bounded(plain):
     tensors = opened(plain).structure.tensors
     assert tensors["rows"].pieces[0].chunks == (256, 1000)
-    assert tensors["transposed"].pieces[0].chunks == (1000, 256), "its columns are one run of bytes each"
+    assert tensors["transposed"].pieces[0].chunks == (1000, 256), (
+        "its columns are one run of bytes each"
+    )
     for tensor in tensors.values():
-        assert all(np.prod(piece.chunks) * tensor.dtype.itemsize <= ROWS_BYTES for piece in tensor.pieces)
+        assert all(
+            np.prod(piece.chunks) * tensor.dtype.itemsize <= ROWS_BYTES for piece in tensor.pieces
+        )
 
 
 def test_it_is_detected_and_said_what_was_seen(plain, tmp_path):
-    assert from_dcp.looks_like(plain) == "a torch.distributed.checkpoint directory: .metadata and 1 .distcp files"
+    assert (
+        from_dcp.looks_like(plain)
+        == "a torch.distributed.checkpoint directory: .metadata and 1 .distcp files"
+    )
     assert detect(plain).format == "dcp"
     (tmp_path / "metadata.json").write_text("{}")
     assert from_dcp.looks_like(parse(tmp_path)) is None
@@ -147,7 +165,9 @@ def test_its_identity_is_another_one_when_a_file_is(copied):
     assert opened(copied).identity != before
 
 
-def test_the_files_that_the_hugging_face_writer_leaves_of_each_process_are_one_state(jobs, tmp_path):
+def test_the_files_that_the_hugging_face_writer_leaves_of_each_process_are_one_state(
+    jobs, tmp_path
+):
     location = saved(jobs, tmp_path / "shards", 2, "sharded", "hugging face")
     assert detect(location).format == "dcp"
     report = import_checkpoint(str(location), tmp_path / "ours")
@@ -159,7 +179,7 @@ def test_the_files_that_the_hugging_face_writer_leaves_of_each_process_are_one_s
         opened(location)
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_without_trust_the_metadata_is_not_read(plain):
@@ -168,7 +188,9 @@ def test_without_trust_the_metadata_is_not_read(plain):
 
 
 def test_what_python_objects_need_pickle_for_is_left_behind_and_said(copied):
-    torch.save({"kept": 1, "slice": slice(3), "set": {1}, "list": [slice(1), 2]}, copied / "leaf.pt")
+    torch.save(
+        {"kept": 1, "slice": slice(3), "set": {1}, "list": [slice(1), 2]}, copied / "leaf.pt"
+    )
     replace_leaf(copied, "values.text", (copied / "leaf.pt").read_bytes())
     foreign = opened(copied)
     assert contents(foreign)["values"]["text"] == {"kept": 1, "list": [None, 2]}
@@ -185,16 +207,32 @@ def replace_leaf(directory, name, data):
     file = next(directory.glob("*.distcp"))
     at = file.stat().st_size
     file.write_bytes(file.read_bytes() + data)
-    change_metadata(directory, lambda m: m.storage_data.update({index(m, name): stored_at(m, name, offset=at, length=len(data))}))
+    change_metadata(
+        directory,
+        lambda m: m.storage_data.update(
+            {index(m, name): stored_at(m, name, offset=at, length=len(data))}
+        ),
+    )
 
 
 def index(metadata, name, start=None):
-    return next(i for i in metadata.storage_data if i.fqn == name and (start is None or tuple(i.offset) == start))
+    return next(
+        i
+        for i in metadata.storage_data
+        if i.fqn == name and (start is None or tuple(i.offset) == start)
+    )
 
 
 def stored_at(metadata, name, **changes):
     info = metadata.storage_data[index(metadata, name)]
-    return type(info)(**{"relative_path": info.relative_path, "offset": info.offset, "length": info.length, **changes})
+    return type(info)(
+        **{
+            "relative_path": info.relative_path,
+            "offset": info.offset,
+            "length": info.length,
+            **changes,
+        }
+    )
 
 
 def change_metadata(directory, change):
@@ -211,7 +249,11 @@ def test_metadata_whose_paths_another_python_has_pickled_is_read(copied, module)
     metadata = FileSystemReader(copied).read_metadata()
     before = contents(opened(copied)).keys()
     metadata.storage_meta.checkpoint_id = Path("runs/1")
-    data = re.sub(rb"cpathlib(?:\._local)?\nPosixPath\n", f"c{module}\nPosixPath\n".encode(), pickle.dumps(metadata, 2))
+    data = re.sub(
+        rb"cpathlib(?:\._local)?\nPosixPath\n",
+        f"c{module}\nPosixPath\n".encode(),
+        pickle.dumps(metadata, 2),
+    )
     assert f"c{module}\n".encode() in data
     path.write_bytes(data)
     assert contents(opened(copied)).keys() == before
@@ -227,7 +269,14 @@ def test_what_was_saved_without_checksums_is_read_without(copied):
     np.testing.assert_array_equal(contents(opened(copied))["values"]["text"]["a"], np.arange(3))
 
 
-@pytest.mark.parametrize(("size", "why"), [(8, "7 elements of 8"), (6, "outside the shape"), (1 << 61, "more bytes than can be addressed")])
+@pytest.mark.parametrize(
+    ("size", "why"),
+    [
+        (8, "7 elements of 8"),
+        (6, "outside the shape"),
+        (1 << 61, "more bytes than can be addressed"),
+    ],
+)
 def test_boxes_that_do_not_make_the_tensor_are_refused_by_name(copied, size, why):
     def resize(metadata):
         metadata.state_dict_metadata["part"].size = torch.Size([size])
@@ -238,7 +287,12 @@ def test_boxes_that_do_not_make_the_tensor_are_refused_by_name(copied, size, why
 
 
 def test_a_box_that_is_announced_twice_is_taken_once(copied):
-    change_metadata(copied, lambda m: m.state_dict_metadata["part"].chunks.append(m.state_dict_metadata["part"].chunks[0]))
+    change_metadata(
+        copied,
+        lambda m: m.state_dict_metadata["part"].chunks.append(
+            m.state_dict_metadata["part"].chunks[0]
+        ),
+    )
     assert len(opened(copied).structure.tensors["part"].pieces) == 1
 
 
@@ -247,7 +301,9 @@ def test_a_transformed_stream_is_refused_with_its_transform(copied):
         metadata.storage_data[index(metadata, "part")].transform_descriptors = ["stream.zstd/1"]
 
     change_metadata(copied, compress)
-    with pytest.raises(FormatError, match=r"'part' was written with the extensions \['stream.zstd/1'\]"):
+    with pytest.raises(
+        FormatError, match=r"'part' was written with the extensions \['stream.zstd/1'\]"
+    ):
         opened(copied)
 
 
@@ -267,7 +323,9 @@ def test_a_missing_file_and_one_that_is_cut_off_are_errors_before_anything_is_re
     file = next(copied.glob("*.distcp"))
     data = file.read_bytes()
     file.write_bytes(data[:-1])
-    with pytest.raises(CorruptionError, match=rf"{file.name} is shorter than the {len(data)} bytes"):
+    with pytest.raises(
+        CorruptionError, match=rf"{file.name} is shorter than the {len(data)} bytes"
+    ):
         opened(copied)
     file.unlink()
     with pytest.raises(MissingDataError, match=rf"{file.name} is missing"):
@@ -298,10 +356,16 @@ def change(directory, known):
 def test_metadata_of_another_file_are_noticed(copied):
     def swap(metadata):
         one, other = index(metadata, "part"), index(metadata, "permuted")
-        metadata.storage_data[one], metadata.storage_data[other] = metadata.storage_data[other], metadata.storage_data[one]
+        metadata.storage_data[one], metadata.storage_data[other] = (
+            metadata.storage_data[other],
+            metadata.storage_data[one],
+        )
 
     change_metadata(copied, swap)
-    with pytest.raises(FormatError, match=r"the metadata say float32 of shape .* but the file has torch.float32 of shape"):
+    with pytest.raises(
+        FormatError,
+        match=r"the metadata say float32 of shape .* but the file has torch.float32 of shape",
+    ):
         opened(copied)
 
 

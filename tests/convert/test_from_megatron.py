@@ -1,5 +1,6 @@
-"""Checkpoints that Megatron-Core 0.16.1 itself wrote (by tools/megatron_fixture.py): tests/golden/megatron with torch 2.9, and
-tests/golden/megatron_torch_2_13, which has the plans of all processes in its metadata, too.
+"""Checkpoints that Megatron-Core 0.16.1 itself wrote (by tools/megatron_fixture.py):
+tests/golden/megatron with torch 2.9, and tests/golden/megatron_torch_2_13, which has the plans of
+all processes in its metadata, too.
 """
 
 from __future__ import annotations
@@ -29,14 +30,27 @@ WRITTEN = GOLDEN / "iter_0000010"
 
 def check(state):
     weight = np.arange(24, dtype=np.float32).reshape(4, 6)
-    np.testing.assert_array_equal(state["decoder.layers.mlp.linear_fc1.weight"], [weight, weight + 100, weight + 200])
+    np.testing.assert_array_equal(
+        state["decoder.layers.mlp.linear_fc1.weight"], [weight, weight + 100, weight + 200]
+    )
     embedding = state["embedding.word_embeddings.weight"]
     assert embedding.dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(embedding.astype(np.float32), np.arange(40).reshape(8, 5))
-    np.testing.assert_array_equal(state["output_layer.weight"], np.arange(12, dtype=np.float16).reshape(2, 6))
-    np.testing.assert_array_equal(state["decoder.final_layernorm.weight"], np.arange(5, dtype=np.float32))
-    np.testing.assert_array_equal(state["optimizer.state.exp_avg.output_layer.weight"], np.arange(12).reshape(2, 6) / 8)
-    assert set(state["rng_state"]) == {"shard_0.0_2.2", "shard_0.1_2.2", "shard_1.0_2.2", "shard_1.1_2.2"}
+    np.testing.assert_array_equal(
+        state["output_layer.weight"], np.arange(12, dtype=np.float16).reshape(2, 6)
+    )
+    np.testing.assert_array_equal(
+        state["decoder.final_layernorm.weight"], np.arange(5, dtype=np.float32)
+    )
+    np.testing.assert_array_equal(
+        state["optimizer.state.exp_avg.output_layer.weight"], np.arange(12).reshape(2, 6) / 8
+    )
+    assert set(state["rng_state"]) == {
+        "shard_0.0_2.2",
+        "shard_0.1_2.2",
+        "shard_1.0_2.2",
+        "shard_1.1_2.2",
+    }
     (rng,) = state["rng_state"]["shard_1.0_2.2"]
     assert rng["random"] == (3, (1, 2))
     np.testing.assert_array_equal(rng["torch"], np.arange(4) + 2)
@@ -53,7 +67,9 @@ def test_sharded_tensors_objects_and_common_state_are_there(written):
     foreign = from_megatron.open_foreign(parse(written), trust_pickle=True)
     check(contents(foreign))
     pieces = foreign.structure.tensors["decoder.layers.mlp.linear_fc1.weight"].pieces
-    assert sorted(piece.start for piece in pieces) == [(layer, row, 0) for layer in range(3) for row in (0, 2)]
+    assert sorted(piece.start for piece in pieces) == [
+        (layer, row, 0) for layer in range(3) for row in (0, 2)
+    ]
 
 
 def test_of_the_directory_of_a_training_the_newest_is_taken(tmp_path):
@@ -64,7 +80,10 @@ def test_of_the_directory_of_a_training_the_newest_is_taken(tmp_path):
 
 
 def test_it_is_told_from_other_directories_of_dcp(tmp_path):
-    assert from_megatron.looks_like(parse(WRITTEN)) == "a checkpoint of Megatron-Core, format torch_dist: metadata.json"
+    assert (
+        from_megatron.looks_like(parse(WRITTEN))
+        == "a checkpoint of Megatron-Core, format torch_dist: metadata.json"
+    )
     assert from_dcp.looks_like(parse(WRITTEN)) is None
     (tmp_path / "metadata.json").write_text('{"weights": []}')
     assert from_megatron.looks_like(parse(tmp_path)) is None

@@ -1,4 +1,5 @@
-"""Files that torch.save has written are read as torch.load(weights_only=True) reads them, and nothing in their pickles is run."""
+"""Files that torch.save has written are read as torch.load(weights_only=True) reads them, and
+nothing in their pickles is run."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ from hypothesis import strategies as st
 import shardckpt
 from shardckpt.convert.formats.torch.source import looks_like, open_foreign
 from shardckpt.convert.importing import import_checkpoint
-from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError, ShardckptError
+from shardckpt.errors import (
+    CorruptionError,
+    FormatError,
+    MissingDataError,
+    ReplacedError,
+    ShardckptError,
+)
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.state import alias_map
@@ -38,8 +45,30 @@ from shardckpt.state import alias_map
 PATH = f"{type(Path()).__module__}.{type(Path()).__name__}"
 """The class of paths; Python 3.13 has moved it."""
 DTYPES = [
-    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32", "float64"),
-    *("complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *(
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+    ),
+    *(
+        "complex64",
+        "complex128",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    ),
 ]
 
 
@@ -59,12 +88,32 @@ def expect(path, state):
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_a_state_is_read_as_torch_reads_it(tmp_path, protocol):
     model = torch.nn.Sequential(torch.nn.Linear(300, 40), torch.nn.BatchNorm1d(40))
-    moments = {i: {"step": torch.tensor(3.0), "exp_avg": torch.randn_like(p)} for i, p in enumerate(model.parameters())}
+    moments = {
+        i: {"step": torch.tensor(3.0), "exp_avg": torch.randn_like(p)}
+        for i, p in enumerate(model.parameters())
+    }
     state = {
         "model": model.state_dict(),
         "parameters": dict(model.named_parameters()),
-        "optimizer": {"state": moments, "param_groups": [{"betas": (0.9, 0.95), "foreach": None, "params": [0, 1, 2, 3]}]},
-        "leaves": [1, -(2**70), 2.5, float("nan"), True, None, "é", b"\0\xff", 1 + 2j, (), {}, [], {3: "int", None: 0, True: 1}],
+        "optimizer": {
+            "state": moments,
+            "param_groups": [{"betas": (0.9, 0.95), "foreach": None, "params": [0, 1, 2, 3]}],
+        },
+        "leaves": [
+            1,
+            -(2**70),
+            2.5,
+            float("nan"),
+            True,
+            None,
+            "é",
+            b"\0\xff",
+            1 + 2j,
+            (),
+            {},
+            [],
+            {3: "int", None: 0, True: 1},
+        ],
         "torch": {"dtype": torch.bfloat16, "device": torch.device("cuda:1")},
         "empty": {"0": torch.empty(0), "3": torch.empty(2, 0, 3)},
         "scalar": torch.tensor(3.0, dtype=torch.float64),
@@ -84,13 +133,26 @@ def test_what_is_a_plain_value_in_other_clothes_is_taken(tmp_path):
         "numpy": np.arange(6, dtype=np.int16).reshape(2, 3),
         "numpy scalar": np.float32(2.5),
     }
-    plain = {**state, "arguments": vars(state["arguments"]), "size": (2, 3), "default": {"a": [1]}, "counter": {"a": 2, "b": 1}}
+    plain = {
+        **state,
+        "arguments": vars(state["arguments"]),
+        "size": (2, 3),
+        "default": {"a": [1]},
+        "counter": {"a": 2, "b": 1},
+    }
     expect(saved(tmp_path, state), plain)
 
 
 def test_every_dtype_of_torch_is_read(tmp_path):
-    random = torch.randint(0, 2, (40, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    expect(saved(tmp_path, state := {name: random.clone().view(getattr(torch, name)) for name in DTYPES}), state)
+    random = torch.randint(
+        0, 2, (40, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    expect(
+        saved(
+            tmp_path, state := {name: random.clone().view(getattr(torch, name)) for name in DTYPES}
+        ),
+        state,
+    )
 
 
 def test_a_tensor_that_is_itself_the_state_is_read(tmp_path):
@@ -107,7 +169,11 @@ def views(draw):
     for d in range(tensor.ndim):
         start, step = draw(st.integers(0, tensor.shape[d])), draw(st.integers(1, 3))
         tensor = tensor[(slice(None),) * d + (slice(start, None, step),)]
-    return tensor.unsqueeze(0).expand(draw(st.integers(0, 3)), *tensor.shape) if draw(st.booleans()) else tensor
+    return (
+        tensor.unsqueeze(0).expand(draw(st.integers(0, 3)), *tensor.shape)
+        if draw(st.booleans())
+        else tensor
+    )
 
 
 @settings(max_examples=60)
@@ -120,7 +186,12 @@ def test_views_are_read_whatever_their_strides(tmp_path_factory, tensors):
 
 def test_large_views_are_read_in_chunks(tmp_path):
     base = torch.arange(3 << 20, dtype=torch.int32).reshape(1 << 10, 3 << 10)
-    state = {"whole": base, "transposed": base.t(), "columns": base[:, ::7], "channels": base.view(4, 16, 64, 768).permute(0, 3, 1, 2)}
+    state = {
+        "whole": base,
+        "transposed": base.t(),
+        "columns": base[:, ::7],
+        "channels": base.view(4, 16, 64, 768).permute(0, 3, 1, 2),
+    }
     path = saved(tmp_path, state)
     expect(path, state)
     chunks = {name: tensor.num_chunks for name, tensor in opened(path).structure.tensors.items()}
@@ -129,7 +200,14 @@ def test_large_views_are_read_in_chunks(tmp_path):
 
 def test_what_is_the_same_memory_is_stored_once_and_other_views_are_not(tmp_path):
     weight = torch.nn.Parameter(torch.randn(4, 6))
-    state = {"a": weight, "b": weight, "c": weight.detach(), "transposed": weight.t(), "half": weight[:2], "copy": weight.clone()}
+    state = {
+        "a": weight,
+        "b": weight,
+        "c": weight.detach(),
+        "transposed": weight.t(),
+        "half": weight[:2],
+        "copy": weight.clone(),
+    }
     foreign = opened(saved(tmp_path, state))
     assert alias_map(foreign.structure.tree) == {"b": "a", "c": "a"}
     assert list(foreign.structure.tensors) == ["a", "transposed", "half", "copy"]
@@ -196,14 +274,18 @@ class RunsCode:
 
 UNSTORABLE = {
     "a quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-    "a quantized tensor: save its": lambda: torch.quantize_per_channel(torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.quint8),
+    "a quantized tensor: save its": lambda: torch.quantize_per_channel(
+        torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.quint8
+    ),
     "a sparse tensor": lambda: torch.eye(3).to_sparse(),
     "a sparse tensor: save": lambda: torch.eye(3).to_sparse_csr(),
     "on the device meta": lambda: torch.empty(3, device="meta"),
     "conjugated": lambda: torch.ones(3, dtype=torch.complex64).conj(),
     "a nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "float4_e2m1fn_x2": lambda: torch.ones(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
-    "is a torch.nn.modules.linear.Linear with a tensor that is nowhere else": lambda: torch.nn.Linear(2, 2),
+    "is a torch.nn.modules.linear.Linear with a tensor that is nowhere else": lambda: (
+        torch.nn.Linear(2, 2)
+    ),
     "test_from_torch.Custom with a tensor": lambda: Custom(a=[{"b": (torch.ones(2),)}]),
     "test_from_torch.Custom with a tensor that": lambda: Custom(sparse=torch.eye(2).to_sparse()),
     "test_from_torch.MyDict with a tensor": lambda: MyDict(w=torch.ones(2)),
@@ -211,7 +293,9 @@ UNSTORABLE = {
     "set with a tensor": lambda: {torch.ones(2)},
     "deque with a tensor": lambda: deque([torch.ones(2)]),
     "posix.system with a tensor": lambda: RunsCode(os.system, torch.ones(2)),
-    "a key that cannot be stored, as have 1 values of 'odd' with a tensor": lambda: {2.5: torch.ones(2)},
+    "a key that cannot be stored, as have 1 values of 'odd' with a tensor": lambda: {
+        2.5: torch.ones(2)
+    },
     "a key that cannot be stored": lambda: {torch.ones(2): 1},
     "a UntypedStorage": lambda: torch.ones(2).untyped_storage(),
     "nested too deep": lambda: deep(300),
@@ -258,12 +342,22 @@ LEFT = {
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 @pytest.mark.parametrize("words", LEFT)
-def test_an_object_of_another_class_is_left_behind_and_named_and_the_rest_is_read(tmp_path, words, protocol):
-    state = {"w": torch.ones(2), "hyper": argparse.Namespace(odd=LEFT[words](), epochs=3), "list": [LEFT[words](), 4]}
+def test_an_object_of_another_class_is_left_behind_and_named_and_the_rest_is_read(
+    tmp_path, words, protocol
+):
+    state = {
+        "w": torch.ones(2),
+        "hyper": argparse.Namespace(odd=LEFT[words](), epochs=3),
+        "list": [LEFT[words](), 4],
+    }
     foreign = opened(saved(tmp_path, state, pickle_protocol=protocol))
     read = contents(foreign)
     key = "key" in words
-    assert described(read) == described(without_torch({"w": torch.ones(2), "hyper": read["hyper"], "list": [{} if key else None, 4]}))
+    assert described(read) == described(
+        without_torch(
+            {"w": torch.ones(2), "hyper": read["hyper"], "list": [{} if key else None, 4]}
+        )
+    )
     assert read["hyper"] == {"odd": {}, "epochs": 3} if key else {"epochs": 3}
     at_odd, at_item = foreign.notes
     assert at_odd.startswith("hyper/odd[" if key else "hyper/odd is left behind: it ")
@@ -278,18 +372,30 @@ def test_an_object_whose_tensors_are_read_elsewhere_too_is_left_behind(tmp_path)
     optimizer.step()
     state = {"state_dict": net.state_dict(), "hyper_parameters": {"net": net, "rate": 0.1}}
     foreign = opened(saved(tmp_path, state))
-    expect(tmp_path / "state.pt", {"state_dict": net.state_dict(), "hyper_parameters": {"rate": 0.1}})
-    assert foreign.notes == ("hyper_parameters/net is left behind: it is a torch.nn.modules.container.Sequential.",)
-    with pytest.raises(FormatError, match=r"'optimizer' is a torch\.optim\.adamw\.AdamW with a tensor that is nowhere else"):
+    expect(
+        tmp_path / "state.pt", {"state_dict": net.state_dict(), "hyper_parameters": {"rate": 0.1}}
+    )
+    assert foreign.notes == (
+        "hyper_parameters/net is left behind: it is a torch.nn.modules.container.Sequential.",
+    )
+    with pytest.raises(
+        FormatError,
+        match=r"'optimizer' is a torch\.optim\.adamw\.AdamW with a tensor that is nowhere else",
+    ):
         opened(saved(tmp_path, {**state, "optimizer": optimizer}))
     net[0].extra = torch.ones(5)
-    with pytest.raises(FormatError, match=r"'hyper_parameters/net' is a .*Sequential with a tensor that is nowhere else"):
+    with pytest.raises(
+        FormatError,
+        match=r"'hyper_parameters/net' is a .*Sequential with a tensor that is nowhere else",
+    ):
         opened(saved(tmp_path, state))
 
 
 def test_a_state_that_is_itself_an_object_is_refused(tmp_path):
     for state in (Custom(rate=1), torch.nn.Linear(2, 2), {1, 2}):
-        with pytest.raises(FormatError, match=r"state\.pt: the state is a .*It cannot be stored.*state_dict\(\)"):
+        with pytest.raises(
+            FormatError, match=r"state\.pt: the state is a .*It cannot be stored.*state_dict\(\)"
+        ):
             opened(saved(tmp_path, state))
 
 
@@ -311,7 +417,13 @@ def test_objects_of_a_split_models_files_are_named_with_their_file(split):
 
 
 def test_an_import_reports_the_objects_that_it_leaves_behind(tmp_path):
-    path = saved(tmp_path, {"state_dict": {"w": torch.ones(3)}, "hyper_parameters": argparse.Namespace(root=Path("x"), epochs=2)})
+    path = saved(
+        tmp_path,
+        {
+            "state_dict": {"w": torch.ones(3)},
+            "hyper_parameters": argparse.Namespace(root=Path("x"), epochs=2),
+        },
+    )
     report = import_checkpoint(path, tmp_path / "imported")
     assert f"hyper_parameters/root is left behind: it is a {PATH}." in report.notes
     assert described(shardckpt.restore(tmp_path / "imported")) == described(
@@ -394,7 +506,9 @@ def test_an_archive_in_which_two_entries_have_one_name_is_refused(tmp_path):
     path = saved(tmp_path, {"w": torch.ones(3)})
     with zipfile.ZipFile(path, "a") as archive, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        archive.writestr(next(name for name in archive.namelist() if name.endswith("/data/0")), bytes(12))
+        archive.writestr(
+            next(name for name in archive.namelist() if name.endswith("/data/0")), bytes(12)
+        )
     with pytest.raises(FormatError, match="two of its entries have the same name"):
         opened(path)
 
@@ -402,7 +516,11 @@ def test_an_archive_in_which_two_entries_have_one_name_is_refused(tmp_path):
 def test_a_list_of_entries_that_leads_to_another_entry_is_noticed(tmp_path):
     path = saved(tmp_path, {"a": torch.ones(300_000), "b": torch.zeros(300_000)})
     with zipfile.ZipFile(path) as archive:
-        first, second = (info.header_offset for info in archive.infolist() if info.filename.endswith(("/data/0", "/data/1")))
+        first, second = (
+            info.header_offset
+            for info in archive.infolist()
+            if info.filename.endswith(("/data/0", "/data/1"))
+        )
     data = bytearray(path.read_bytes())
     at = data.rindex(second.to_bytes(4, "little"))
     data[at : at + 4] = first.to_bytes(4, "little")
@@ -420,16 +538,20 @@ def test_a_file_that_is_overwritten_while_it_is_read_is_an_error(tmp_path):
     assert opened(tmp_path / "state.pt").identity != before
 
 
-# --- Hugging Face directories -----------------------------------------------------------------------------------------
+# --- Hugging Face directories ---------------------------------------------------------------------
 
 
 @pytest.fixture
 def split(tmp_path):
     """Two files and their index."""
-    torch.save({"a": torch.ones(3), "b": torch.zeros(2, 2)}, tmp_path / "pytorch_model-00001-of-00002.bin")
+    torch.save(
+        {"a": torch.ones(3), "b": torch.zeros(2, 2)}, tmp_path / "pytorch_model-00001-of-00002.bin"
+    )
     torch.save({"c": torch.arange(5)}, tmp_path / "pytorch_model-00002-of-00002.bin")
     weight_map = {name: f"pytorch_model-0000{1 + (name == 'c')}-of-00002.bin" for name in "acb"}
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (tmp_path / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return tmp_path
 
 
@@ -459,7 +581,7 @@ def test_an_index_that_disagrees_with_its_files_is_refused(split, weight_map, er
         opened(split)
 
 
-# --- other places, and imports ----------------------------------------------------------------------------------------
+# --- other places, and imports --------------------------------------------------------------------
 
 
 def test_in_a_bucket_ranges_are_read(tmp_path, cloud):
@@ -473,9 +595,16 @@ def test_in_a_bucket_ranges_are_read(tmp_path, cloud):
 
 def test_an_import_restores_as_what_was_saved(tmp_path):
     tied = torch.randn(64, 32)
-    state = {"model": {"embed": tied, "head": tied, "bias": torch.randn(7).bfloat16()}, "step": 12, "t": torch.randn(30, 20).t()}
+    state = {
+        "model": {"embed": tied, "head": tied, "bias": torch.randn(7).bfloat16()},
+        "step": 12,
+        "t": torch.randn(30, 20).t(),
+    }
     report = import_checkpoint(
-        saved(tmp_path, state), tmp_path / "imported", mesh=shardckpt.Mesh((4,), ("x",)), rules={"**/embed": shardckpt.PartitionSpec("x")}
+        saved(tmp_path, state),
+        tmp_path / "imported",
+        mesh=shardckpt.Mesh((4,), ("x",)),
+        rules={"**/embed": shardckpt.PartitionSpec("x")},
     )
     assert report.format == "torch"
     checkpoint = shardckpt.open(tmp_path / "imported")
@@ -486,10 +615,14 @@ def test_an_import_restores_as_what_was_saved(tmp_path):
 def test_torch_is_not_imported(tmp_path):
     path = saved(tmp_path, {"w": torch.ones(3)})
     code = (
-        "import sys; from shardckpt.io.url import parse; from shardckpt.convert.formats.torch.source import open_foreign;"
-        f"print(list(open_foreign(parse({str(path)!r})).structure.tensors), 'torch' in sys.modules)"
+        "import sys; from shardckpt.io.url import parse; from "
+        "shardckpt.convert.formats.torch.source import open_foreign;"
+        f"print(list(open_foreign(parse({str(path)!r})).structure.tensors), 'torch' in "
+        "sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True
+    )
     assert done.stdout == "['w'] False\n"
 
 
@@ -499,7 +632,9 @@ def test_a_small_file_that_claims_exbibytes_is_refused_in_little_memory(tmp_path
     path = saved(tmp_path, {"w": torch.ones(1).expand(elements)})
     tracemalloc.start()
     try:
-        with pytest.raises(FormatError, match=f"a tensor has {elements} elements, made of 1 in the file"):
+        with pytest.raises(
+            FormatError, match=f"a tensor has {elements} elements, made of 1 in the file"
+        ):
             import_checkpoint(path, tmp_path / "c", memory_limit="64MiB")
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:

@@ -1,4 +1,5 @@
-"""Directories that torch_xla's own CheckpointManager wrote on 8 virtual devices, on a (4, 2) mesh."""
+"""Directories that torch_xla's own CheckpointManager wrote on 8 virtual devices, on a (4, 2)
+mesh."""
 
 from __future__ import annotations
 
@@ -34,7 +35,14 @@ SHAPES = {
 def base(tmp_path_factory):
     """Steps 10 and 20 of one state."""
     directory = tmp_path_factory.mktemp("xla") / "base"
-    forks.run([sys.executable, CHILD], input=json.dumps(str(directory)), text=True, check=True, capture_output=True, timeout=250)
+    forks.run(
+        [sys.executable, CHILD],
+        input=json.dumps(str(directory)),
+        text=True,
+        check=True,
+        capture_output=True,
+        timeout=250,
+    )
     return directory
 
 
@@ -44,7 +52,10 @@ def check(state, unsigned=np.uint16):
         expected = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
         assert state["model"][name].dtype == expected.dtype
         assert state["model"][name].tobytes() == expected.tobytes()
-    assert state["optimizer"] == {"state": {"0": {"step": np.float32(3)}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+    assert state["optimizer"] == {
+        "state": {"0": {"step": np.float32(3)}},
+        "param_groups": [{"lr": 0.1, "params": [0, 1]}],
+    }
     assert state["epoch"] == 2
 
 
@@ -68,7 +79,9 @@ def test_every_device_has_a_piece_of_its_own(base):
 
 
 def test_of_several_steps_one_is_to_be_named_and_of_one_it_is_taken(base, tmp_path):
-    assert from_torch_xla.looks_like(parse(base)) == "steps of torch_xla's CheckpointManager: 10, 20"
+    assert (
+        from_torch_xla.looks_like(parse(base)) == "steps of torch_xla's CheckpointManager: 10, 20"
+    )
     with pytest.raises(OptionError, match=r"has the steps 10, 20; name one: .*/20"):
         from_torch_xla.open_foreign(parse(base), trust_pickle=True)
     (tmp_path / "base").mkdir()
@@ -80,5 +93,8 @@ def test_of_several_steps_one_is_to_be_named_and_of_one_it_is_taken(base, tmp_pa
 
 
 def test_a_step_is_told_from_other_directories_of_dcp(base):
-    assert from_torch_xla.looks_like(parse(base / "10")) == "a step of torch_xla's CheckpointManager: .metadata and .manager_metadata"
+    assert (
+        from_torch_xla.looks_like(parse(base / "10"))
+        == "a step of torch_xla's CheckpointManager: .metadata and .manager_metadata"
+    )
     assert from_dcp.looks_like(parse(base / "10")) is None

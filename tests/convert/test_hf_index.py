@@ -37,7 +37,10 @@ def test_files_and_index_are_those_of_huggingface_hub(sizes: dict[str, int], lim
     text = ours.index(total_parameters=7)
     assert (text is not None) == theirs.is_sharded
     if text is not None:
-        assert json.loads(text) == {"metadata": {**theirs.metadata, "total_parameters": 7}, "weight_map": theirs.tensor_to_filename}
+        assert json.loads(text) == {
+            "metadata": {**theirs.metadata, "total_parameters": 7},
+            "weight_map": theirs.tensor_to_filename,
+        }
 
 
 def test_without_a_limit_there_is_one_file_and_without_tensors_an_empty_one() -> None:
@@ -45,7 +48,9 @@ def test_without_a_limit_there_is_one_file_and_without_tensors_an_empty_one() ->
     assert split({}, "1GB").files == {"model.safetensors": ()}
 
 
-@pytest.mark.parametrize(("size", "files"), [("5GB", 2), ("5 gb", 2), ("5GiB", 1), (5 * 2**30, 1), ("6000MB", 1)])
+@pytest.mark.parametrize(
+    ("size", "files"), [("5GB", 2), ("5 gb", 2), ("5GiB", 1), (5 * 2**30, 1), ("6000MB", 1)]
+)
 def test_sizes_are_decimal_unless_they_say_otherwise(size: int | str, files: int) -> None:
     assert len(split({"a": 3 * 10**9, "b": 2 * 10**9 + 1}, size).files) == files
 

@@ -1,7 +1,8 @@
-"""Nested states with hostile keys, exported as each format: the format's own library and our import give back what was exported.
+"""Nested states with hostile keys, exported as each format: the format's own library and our import
+give back what was exported.
 
-What a format has no words for is an error that says so; then nothing is written. What comes back otherwise than it was is what
-docs/export.md says: `MODELS` has it.
+What a format has no words for is an error that says so; then nothing is written. What comes back
+otherwise than it was is what docs/export.md says: `MODELS` has it.
 """
 
 from __future__ import annotations
@@ -52,8 +53,33 @@ KEYS = (
         "\\",
     ),
     *(0, 1, -1, 10**21, True, False, None),
-    *(".", "..", "a/..", "/", "a/", "/a", "c", "c/0", "zarr.json", "a/c", "\ud800", "\0", "x" * 250),
-    *("_METADATA", "_sharding", "_strings.json", "checkpoint", "manifest.ocdbt", "ocdbt.process_0", "d", "default", "state", "metadata"),
+    *(
+        ".",
+        "..",
+        "a/..",
+        "/",
+        "a/",
+        "/a",
+        "c",
+        "c/0",
+        "zarr.json",
+        "a/c",
+        "\ud800",
+        "\0",
+        "x" * 250,
+    ),
+    *(
+        "_METADATA",
+        "_sharding",
+        "_strings.json",
+        "checkpoint",
+        "manifest.ocdbt",
+        "ocdbt.process_0",
+        "d",
+        "default",
+        "state",
+        "metadata",
+    ),
     *(
         "metrics",
         "commit_success.txt",
@@ -72,7 +98,23 @@ tensors = st.builds(
 )
 small = st.one_of(
     st.sampled_from(
-        [0, -1, 1 << 63, 1 << 64, 1 << 70, True, None, 1.5, float("nan"), float("-inf"), 1j, b"", b"b", np.float16(2), np.int8(3)]
+        [
+            0,
+            -1,
+            1 << 63,
+            1 << 64,
+            1 << 70,
+            True,
+            None,
+            1.5,
+            float("nan"),
+            float("-inf"),
+            1j,
+            b"",
+            b"b",
+            np.float16(2),
+            np.int8(3),
+        ]
     ),
     st.sampled_from(["", "text", "a/b", "~", "\0", "é", "$tensor", "\ud800"]),
     st.sampled_from([torch.bfloat16, torch.device("cpu")]),
@@ -104,7 +146,9 @@ def plain(value):
 
 
 def has_tensors(value):
-    children = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
+    children = (
+        value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
+    )
     return isinstance(value, np.ndarray) or any(map(has_tensors, children))
 
 
@@ -112,10 +156,14 @@ def has_tensors(value):
 
 
 def torch_keeps(state):
-    """State as torch's format keeps it: a list or tuple that has lost an item is a dict, and a container that has lost all is not there."""
+    """State as torch's format keeps it: a list or tuple that has lost an item is a dict, and a
+    container that has lost all is not there."""
     if type(state) not in (dict, list, tuple) or not state:
         return LOST if isinstance(state, bytes) and not state else state
-    children = {key: torch_keeps(child) for key, child in (state.items() if isinstance(state, dict) else enumerate(state))}
+    children = {
+        key: torch_keeps(child)
+        for key, child in (state.items() if isinstance(state, dict) else enumerate(state))
+    }
     left = {key: child for key, child in children.items() if child is not LOST}
     if not left:
         return LOST
@@ -131,7 +179,8 @@ def from_torch(place):
 
 
 def as_dcp(value):
-    """Keys are texts, tuples with tensors in them are lists, and dicts without values are not there. A list with such a dict is refused."""
+    """Keys are texts, tuples with tensors in them are lists, and dicts without values are not
+    there. A list with such a dict is refused."""
     if isinstance(value, dict):
         children = {str(key): as_dcp(child) for key, child in value.items()}
         return {key: child for key, child in children.items() if child is not LOST} or LOST
@@ -156,7 +205,11 @@ def as_orbax(value):
     """Keys are texts, and tuples are lists."""
     if isinstance(value, dict):
         return {str(key): as_orbax(child) for key, child in value.items()}
-    return [as_orbax(child) for child in value] if type(value) is list or (type(value) is tuple and value) else value
+    return (
+        [as_orbax(child) for child in value]
+        if type(value) is list or (type(value) is tuple and value)
+        else value
+    )
 
 
 def from_orbax(place):
@@ -182,15 +235,26 @@ def safetensors_name(name):
 
 
 def orbax_keeps(state, keys=()):
-    """State as Orbax keeps it: None in the place of a lost leaf of a list or tuple; containers that lose all leaves stay."""
+    """State as Orbax keeps it: None in the place of a lost leaf of a list or tuple; containers that
+    lose all leaves stay."""
     if isinstance(state, dict):
         children = {key: orbax_keeps(child, (*keys, str(key))) for key, child in state.items()}
         return {key: child for key, child in children.items() if child is not LOST}
     if type(state) in (list, tuple):
         children = [orbax_keeps(child, (*keys, str(i))) for i, child in enumerate(state)]
         return type(state)(None if child is LOST else child for child in children)
-    lost = isinstance(state, bytes | complex | torch.dtype | torch.device) or (isinstance(state, int) and not -(1 << 63) <= state < 1 << 64)
-    return LOST if lost or (isinstance(state, str) and (state == "\ud800" or re.search("~(?![01])|\ud800", ".".join(keys)))) else state
+    lost = isinstance(state, bytes | complex | torch.dtype | torch.device) or (
+        isinstance(state, int) and not -(1 << 63) <= state < 1 << 64
+    )
+    return (
+        LOST
+        if lost
+        or (
+            isinstance(state, str)
+            and (state == "\ud800" or re.search("~(?![01])|\ud800", ".".join(keys)))
+        )
+        else state
+    )
 
 
 LOST = object()
@@ -198,7 +262,10 @@ MODELS = {
     "torch": (from_torch, lambda state: {} if torch_keeps(state) is LOST else torch_keeps(state)),
     "dcp": (from_dcp, lambda state: {} if as_dcp(state) is LOST else as_dcp(state)),
     "orbax": (from_orbax, lambda state: as_orbax(orbax_keeps(state))),
-    "safetensors": (from_safetensors, lambda state: {safetensors_name(name): array for name, array in joined(state).items()}),
+    "safetensors": (
+        from_safetensors,
+        lambda state: {safetensors_name(name): array for name, array in joined(state).items()},
+    ),
 }
 """The library that reads a format, and what becomes of a state."""
 OUTCOMES: Counter[str] = Counter()
@@ -218,13 +285,20 @@ def check(form, state):
         OUTCOMES[f"{form} exported"] += 1
         expected = plain(model(state))
         assert plain(library(place)) == expected, report.notes
-        shardckpt.import_checkpoint(place, Path(folder, "after"), from_=form, trust_pickle=form == "dcp", workers=1)
+        shardckpt.import_checkpoint(
+            place, Path(folder, "after"), from_=form, trust_pickle=form == "dcp", workers=1
+        )
         assert plain(shardckpt.restore(Path(folder, "after"))) == expected, report.notes
 
 
 @pytest.mark.timeout(3600 if TORTURE else 300)
 @pytest.mark.parametrize("form", MODELS)
-@settings(max_examples=1000 if TORTURE else 20, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=1000 if TORTURE else 20,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 @given(states)
 def test_a_hostile_tree_comes_back_from_the_format_s_own_library_and_from_our_import(form, state):
     check(form, state)
@@ -244,10 +318,15 @@ def test_a_list_with_an_empty_dict_comes_back_from_what_dcp_itself_saved(tmp_pat
     assert (items[0].tolist(), items[1], items[2].tolist()) == ([1, 1], {}, [0, 0, 0])
 
 
-@pytest.mark.parametrize("state", [["x", {}], ["x", {"k": {}}, "y"], [np.ones(2), {}, np.ones(1)], [["x", {}]]])
+@pytest.mark.parametrize(
+    "state", [["x", {}], ["x", {"k": {}}, "y"], [np.ones(2), {}, np.ones(1)], [["x", {}]]]
+)
 def test_a_list_with_a_dict_without_values_is_refused_for_dcp(tmp_path, state):
     shardckpt.save(tmp_path / "c", {"l": state, "m": ["x", ["y", []], []]})
-    with pytest.raises(errors.StructureMismatchError, match=r"'l(\.0)?\.1' is an empty dict in a list: DCP does not store it"):
+    with pytest.raises(
+        errors.StructureMismatchError,
+        match=r"'l(\.0)?\.1' is an empty dict in a list: DCP does not store it",
+    ):
         shardckpt.export(tmp_path / "c", tmp_path / "o", to="dcp")
     assert not (tmp_path / "o").exists()
     shardckpt.export(tmp_path / "c", tmp_path / "o", to="dcp", exclude="l/**")
@@ -257,12 +336,17 @@ def test_a_list_with_a_dict_without_values_is_refused_for_dcp(tmp_path, state):
 @pytest.mark.parametrize("to", ["dcp", "orbax"])
 def test_keys_that_are_one_text_are_refused_by_name_with_prefixes_too(tmp_path, to):
     shardckpt.save(tmp_path / "c", {"x": {1: {"a": np.ones(2)}, "1": {"b": np.ones(2)}}})
-    with pytest.raises(errors.NamesMismatchError, match="'x' has the keys 1 and '1', which become the same text in"):
+    with pytest.raises(
+        errors.NamesMismatchError, match="'x' has the keys 1 and '1', which become the same text in"
+    ):
         shardckpt.export(tmp_path / "c", tmp_path / "o", to=to)
 
 
 def test_texts_below_keys_with_slashes_and_items_without_leaves_come_back_from_orbax(tmp_path):
-    check("orbax", {"a/b": "x", "a/c": "y", "a~b": "left out", "l": [{"x": b"y"}, np.ones(2)], "nothing": {}})
+    check(
+        "orbax",
+        {"a/b": "x", "a/c": "y", "a~b": "left out", "l": [{"x": b"y"}, np.ones(2)], "nothing": {}},
+    )
     shardckpt.save(tmp_path / "c", {"a": {}})
     shardckpt.export(tmp_path / "c", tmp_path / "o", to="orbax")
     assert from_orbax(tmp_path / "o") == {"a": {}}

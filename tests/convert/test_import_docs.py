@@ -37,7 +37,9 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def check(made: Path) -> None:
     got = shardckpt.restore(made)["model"]
-    assert {name: array.tobytes() for name, array in got.items()} == {name: array.tobytes() for name, array in WEIGHTS.items()}
+    assert {name: array.tobytes() for name, array in got.items()} == {
+        name: array.tobytes() for name, array in WEIGHTS.items()
+    }
 
 
 def test_the_code_runs(made: Path) -> None:
@@ -50,12 +52,18 @@ def test_the_code_joins_a_universal_checkpoint_of_deepspeed() -> None:
     for kind, value in (("fp32", 1), ("exp_avg", 2), ("exp_avg_sq", 3)):
         for name in ("a.weight", "b.weight"):
             Path("universal/zero", name).mkdir(parents=True, exist_ok=True)
-            torch.save({"param": torch.full((2, 3), value), "cat_dim": 0}, Path("universal/zero", name, f"{kind}.pt"))
+            torch.save(
+                {"param": torch.full((2, 3), value), "cat_dim": 0},
+                Path("universal/zero", name, f"{kind}.pt"),
+            )
     with pytest.raises(FormatError, match=r"universal checkpoint of DeepSpeed.*docs/import\.md"):
         shardckpt.import_checkpoint("universal", "run/universal")
     exec(compile(BLOCKS[2], "docs/import.md", "exec"), {"shardckpt": shardckpt})
     state = shardckpt.restore("run/universal")
-    assert {kind: {name: int(array.max()) for name, array in tensors.items()} for kind, tensors in state.items()} == {
+    assert {
+        kind: {name: int(array.max()) for name, array in tensors.items()}
+        for kind, tensors in state.items()
+    } == {
         "model": {"a.weight": 1, "b.weight": 1},
         "exp_avg": {"a.weight": 2, "b.weight": 2},
         "exp_avg_sq": {"a.weight": 3, "b.weight": 3},

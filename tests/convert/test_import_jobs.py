@@ -1,4 +1,5 @@
-"""An import is a job like a reshard: killed and resumed, by several workers, within its memory, from any storage."""
+"""An import is a job like a reshard: killed and resumed, by several workers, within its memory,
+from any storage."""
 
 from __future__ import annotations
 
@@ -29,13 +30,22 @@ if TYPE_CHECKING:
 
 PATIENCE = 60
 MiB = 1 << 20
-JOB: dict[str, Any] = {"call": "import_checkpoint", "mesh": "x=3", "rules": ["*=(None,x)"], "task_bytes": "512KiB", "into": None}
+JOB: dict[str, Any] = {
+    "call": "import_checkpoint",
+    "mesh": "x=3",
+    "rules": ["*=(None,x)"],
+    "task_bytes": "512KiB",
+    "into": None,
+}
 
 
 def state() -> dict[str, NDArray[np.uint32]]:
     """8 MiB in two tensors; 16 tasks."""
     elements = np.random.default_rng(0).integers(0, 1 << 32, 1 << 21, np.uint32)
-    return {"a": elements[: 1 << 20].reshape(1024, 1024), "b": elements[1 << 20 :].reshape(512, 2048)}
+    return {
+        "a": elements[: 1 << 20].reshape(1024, 1024),
+        "b": elements[1 << 20 :].reshape(512, 2048),
+    }
 
 
 @pytest.fixture
@@ -46,7 +56,9 @@ def source(tmp_path: Path) -> Path:
 
 def same(target: Path | str) -> None:
     restored = shardckpt.restore(target)
-    assert {name: array.tobytes() for name, array in restored.items()} == {name: array.tobytes() for name, array in state().items()}
+    assert {name: array.tobytes() for name, array in restored.items()} == {
+        name: array.tobytes() for name, array in state().items()
+    }
     assert shardckpt.open(target).verify().ok
 
 
@@ -72,7 +84,9 @@ def test_an_import_that_is_killed_goes_on_where_it_was(source: Path, tmp_path: P
             shardckpt.open(target)
 
     options = {name: value for name, value in JOB.items() if name not in ("call", "mesh")}
-    report = shardckpt.import_checkpoint(source, target, mesh=Mesh((3,), ("x",)), workers=1, **options)
+    report = shardckpt.import_checkpoint(
+        source, target, mesh=Mesh((3,), ("x",)), workers=1, **options
+    )
 
     assert len(finished) <= report.done_before <= report.tasks
     assert finished.items() <= records(target).items()
@@ -80,12 +94,16 @@ def test_an_import_that_is_killed_goes_on_where_it_was(source: Path, tmp_path: P
     assert (source.read_bytes(), source.stat().st_mtime_ns) == before
 
 
-def test_one_process_opens_its_source_once_and_plans_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_opens_its_source_once_and_plans_once(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
 
     def counted(module: Any, name: str) -> None:
         function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, **named: calls.append(name) or function(*given, **named))
+        monkeypatch.setattr(
+            module, name, lambda *given, **named: calls.append(name) or function(*given, **named)
+        )
 
     counted(from_safetensors, "open_foreign")
     counted(job, "plan_reshard")
@@ -96,7 +114,10 @@ def test_one_process_opens_its_source_once_and_plans_once(source: Path, tmp_path
 
 def test_workers_that_others_start_meet_in_one_attempt(source: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"task_bytes": "1MiB", "workers": 1}
-    reports = [shardckpt.import_checkpoint(source, tmp_path / "out", worker=(k, 2), **options) for k in (1, 0)]
+    reports = [
+        shardckpt.import_checkpoint(source, tmp_path / "out", worker=(k, 2), **options)
+        for k in (1, 0)
+    ]
     assert len({report.attempt for report in reports}) == 1
     (outcome,) = shardckpt.commit(tmp_path / "out")
     assert outcome.state == "committed"
@@ -104,9 +125,14 @@ def test_workers_that_others_start_meet_in_one_attempt(source: Path, tmp_path: P
 
 
 def test_a_tensor_much_larger_than_the_limit_is_imported_within_it(tmp_path: Path) -> None:
-    shape = [8209, 8191]  # primes: hardly a border of the new chunks is one of the rows that are read at once
+    shape = [
+        8209,
+        8191,
+    ]  # primes: hardly a border of the new chunks is one of the rows that are read at once
     nbytes = 4 * shape[0] * shape[1]
-    header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, nbytes]}}).encode()
+    header = json.dumps(
+        {"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, nbytes]}}
+    ).encode()
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + nbytes)
@@ -117,7 +143,11 @@ def test_a_tensor_much_larger_than_the_limit_is_imported_within_it(tmp_path: Pat
         "rules": ["w=(None,x)"],
         "memory_limit": 64 * MiB,
     }
-    command = [sys.executable, CHILDREN / "reshard_memory.py", json.dumps({"call": "import_checkpoint", **options})]
+    command = [
+        sys.executable,
+        CHILDREN / "reshard_memory.py",
+        json.dumps({"call": "import_checkpoint", **options}),
+    ]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert finished.returncode == 0, finished.stderr
     took = json.loads(finished.stdout)
@@ -126,13 +156,21 @@ def test_a_tensor_much_larger_than_the_limit_is_imported_within_it(tmp_path: Pat
     assert took["read"] == nbytes, "each byte is read once"
 
 
-def test_a_limit_that_does_not_suffice_is_refused_with_both_numbers(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(errors.BudgetError, match=r"memory_limit=4 MiB is too little for 1 worker: .* each needs .* raise it to \d+ MiB"):
+def test_a_limit_that_does_not_suffice_is_refused_with_both_numbers(
+    source: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        errors.BudgetError,
+        match=r"memory_limit=4 MiB is too little for 1 worker: .* each needs .* "
+        r"raise it to \d+ MiB",
+    ):
         shardckpt.import_checkpoint(source, tmp_path / "out", memory_limit="4MiB")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_bucket_is_read_by_ranges_and_a_file_that_was_replaced_there_is_an_error(cloud: Emulator, tmp_path: Path) -> None:
+def test_a_bucket_is_read_by_ranges_and_a_file_that_was_replaced_there_is_an_error(
+    cloud: Emulator, tmp_path: Path
+) -> None:
     bucket = Store.open(cloud.url("imports"))
     bucket.write("hf/model.safetensors", save(state()))
     bucket.write("hf/config.json", b'{"model_type": "llama"}')
@@ -140,7 +178,9 @@ def test_a_bucket_is_read_by_ranges_and_a_file_that_was_replaced_there_is_an_err
     same(tmp_path / "out")
     assert shardckpt.open(tmp_path / "out").metadata == {"config.json": {"model_type": "llama"}}
     assert report.read_bytes == 8 * MiB
-    one = shardckpt.import_checkpoint(cloud.url("imports", "hf", "model.safetensors"), cloud.url("imports", "out"), workers=1)
+    one = shardckpt.import_checkpoint(
+        cloud.url("imports", "hf", "model.safetensors"), cloud.url("imports", "out"), workers=1
+    )
     assert one.committed
     same(cloud.url("imports", "out"))
 

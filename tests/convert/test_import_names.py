@@ -53,16 +53,25 @@ def weights() -> dict[str, NDArray[Any]]:
 
 def fused(state: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """The arrays that the mapping FUSED asks for, made by numpy."""
-    arrays = {"embed": state["embed"], "blocks.norms": np.stack([state[f"layers.{i}.norm"] for i in range(LAYERS)])}
+    arrays = {
+        "embed": state["embed"],
+        "blocks.norms": np.stack([state[f"layers.{i}.norm"] for i in range(LAYERS)]),
+    }
     for i in range(LAYERS):
         q, k, v = (state[f"layers.{i}.{name}.weight"].T for name in "qkv")
-        groups = [part for g in range(4) for part in (q[:, 6 * g : 6 * g + 6], k[:, 2 * g : 2 * g + 2], v[:, 2 * g : 2 * g + 2])]
+        groups = [
+            part
+            for g in range(4)
+            for part in (q[:, 6 * g : 6 * g + 6], k[:, 2 * g : 2 * g + 2], v[:, 2 * g : 2 * g + 2])
+        ]
         arrays[f"blocks.{i}.qkv.weight"] = np.concatenate(groups, 1)
     return arrays
 
 
 def same(actual: dict[str, NDArray[Any]], expected: dict[str, NDArray[Any]]) -> None:
-    assert {name: (a.shape, a.tobytes()) for name, a in actual.items()} == {name: (a.shape, a.tobytes()) for name, a in expected.items()}
+    assert {name: (a.shape, a.tobytes()) for name, a in actual.items()} == {
+        name: (a.shape, a.tobytes()) for name, a in expected.items()
+    }
 
 
 @pytest.fixture
@@ -77,54 +86,92 @@ def imported(source: Path, target: Path, **options: Any) -> Any:
     return shardckpt.restore(target)
 
 
-def test_tensors_are_made_of_others_as_numpy_makes_them_and_taken_apart_again(tmp_path: Path, mapping: Path) -> None:
+def test_tensors_are_made_of_others_as_numpy_makes_them_and_taken_apart_again(
+    tmp_path: Path, mapping: Path
+) -> None:
     save_file(weights(), tmp_path / "a.safetensors")
     layout: dict[str, Any] = {
         "mesh": Mesh((4,), ("x",)),
         "rules": ["blocks.*.qkv.weight=(x,None)", "embed=(None,x)"],
         "unmatched": "replicate",
     }
-    same(imported(tmp_path / "a.safetensors", tmp_path / "1", mapping=mapping, **layout), fused(weights()))
+    same(
+        imported(tmp_path / "a.safetensors", tmp_path / "1", mapping=mapping, **layout),
+        fused(weights()),
+    )
     shardckpt.export_safetensors(tmp_path / "1", tmp_path / "b.safetensors")
     same(load_file(tmp_path / "b.safetensors"), fused(weights()))
-    same(imported(tmp_path / "b.safetensors", tmp_path / "2", mapping=mapping, invert_mapping=True), weights())
+    same(
+        imported(tmp_path / "b.safetensors", tmp_path / "2", mapping=mapping, invert_mapping=True),
+        weights(),
+    )
     shardckpt.export_safetensors(tmp_path / "2", tmp_path / "c.safetensors", mapping=mapping)
     same(load_file(tmp_path / "c.safetensors"), fused(weights()))
 
 
 def test_renamed_tensors_are_read_once_and_slashes_make_containers(tmp_path: Path) -> None:
-    state = {name: np.arange(300_000, dtype=np.float32) + i for i, name in enumerate(("model.a.w", "model.b.w", "head.w"))}
+    state = {
+        name: np.arange(300_000, dtype=np.float32) + i
+        for i, name in enumerate(("model.a.w", "model.b.w", "head.w"))
+    }
     save_file(state, tmp_path / "a.safetensors")
-    options: dict[str, Any] = {"strip_prefix": "model.", "rename": ["s/[.]/\\//g"], "exclude": "head.*", "add_prefix": "net/", "into": "s"}
-    report = shardckpt.import_checkpoint(tmp_path / "a.safetensors", tmp_path / "1", workers=1, **options)
+    options: dict[str, Any] = {
+        "strip_prefix": "model.",
+        "rename": ["s/[.]/\\//g"],
+        "exclude": "head.*",
+        "add_prefix": "net/",
+        "into": "s",
+    }
+    report = shardckpt.import_checkpoint(
+        tmp_path / "a.safetensors", tmp_path / "1", workers=1, **options
+    )
     assert report.read_bytes == 2 * 4 * 300_000
     restored = shardckpt.restore(tmp_path / "1")
-    same({name: restored["s"]["net"][name]["w"] for name in "ab"}, {name: state[f"model.{name}.w"] for name in "ab"})
+    same(
+        {name: restored["s"]["net"][name]["w"] for name in "ab"},
+        {name: state[f"model.{name}.w"] for name in "ab"},
+    )
     assert restored.keys() == {"s"}
     assert restored["s"].keys() == {"net"}
     assert restored["s"]["net"].keys() == {"a", "b"}
 
 
-def test_the_attempt_follows_from_the_names_and_workers_agree(tmp_path: Path, mapping: Path) -> None:
+def test_the_attempt_follows_from_the_names_and_workers_agree(
+    tmp_path: Path, mapping: Path
+) -> None:
     save_file(weights(), tmp_path / "a.safetensors")
 
     def attempt(**options: Any) -> str:
-        return shardckpt.import_checkpoint(tmp_path / "a.safetensors", tmp_path / "1", worker=(0, 2), workers=1, **options).attempt
+        return shardckpt.import_checkpoint(
+            tmp_path / "a.safetensors", tmp_path / "1", worker=(0, 2), workers=1, **options
+        ).attempt
 
     assert attempt(mapping=mapping) == attempt(mapping=mapping)
-    (tmp_path / "other.toml").write_text(mapping.read_text().replace("interleave = 4", "interleave = 2"))
+    (tmp_path / "other.toml").write_text(
+        mapping.read_text().replace("interleave = 4", "interleave = 2")
+    )
     swapped = "s/layers.0.norm/x/", "s/layers.1.norm/layers.0.norm/", "s/x/layers.1.norm/"
-    all_of_them = [attempt(), attempt(mapping=mapping), attempt(mapping=tmp_path / "other.toml"), attempt(rename=swapped)]
+    all_of_them = [
+        attempt(),
+        attempt(mapping=mapping),
+        attempt(mapping=tmp_path / "other.toml"),
+        attempt(rename=swapped),
+    ]
     assert len(set(all_of_them)) == 4
 
 
-# --- the new state, without files -----------------------------------------------------------------------------------
+# --- the new state, without files -----------------------------------------------------------------
 
 F32 = by_name("float32")
 
 
 def tensor(shape: tuple[int, ...] = (4, 6), **options: Any) -> ForeignTensor:
-    return ForeignTensor(shape, F32, (ForeignPart((0,) * len(shape), shape, tuple(max(1, n) for n in shape)),), **options)
+    return ForeignTensor(
+        shape,
+        F32,
+        (ForeignPart((0,) * len(shape), shape, tuple(max(1, n) for n in shape)),),
+        **options,
+    )
 
 
 def arranged(state: object, **options: Any) -> tuple[Arrangement, Any]:
@@ -135,7 +182,13 @@ def arranged(state: object, **options: Any) -> tuple[Arrangement, Any]:
 
 
 def test_other_leaves_and_the_types_of_keys_stay_what_they_are() -> None:
-    state = {"opt": {"state": {0: {"m": tensor(), "step": 3}, 1: {"m": tensor()}}, "groups": [{"lr": 0.1}, (tensor(), 7)], "none": {}}}
+    state = {
+        "opt": {
+            "state": {0: {"m": tensor(), "step": 3}, 1: {"m": tensor()}},
+            "groups": [{"lr": 0.1}, (tensor(), 7)],
+            "none": {},
+        }
+    }
     _, tree = arranged(state, rename="s/m$/exp_avg/", exclude="opt/state/*/step")
     assert tree == {
         "opt": {
@@ -154,7 +207,13 @@ def test_other_leaves_and_the_types_of_keys_stay_what_they_are() -> None:
 
 def test_small_leaves_and_empty_containers_move_as_tensors_do() -> None:
     state = {
-        "optimizer_states": [{"state": {0: {"m": tensor(), "step": 3}}, "groups": [{"betas": (0.9, 0.95), "params": [0]}], "none": {}}]
+        "optimizer_states": [
+            {
+                "state": {0: {"m": tensor(), "step": 3}},
+                "groups": [{"betas": (0.9, 0.95), "params": [0]}],
+                "none": {},
+            }
+        ]
     }
     _, tree = arranged(state, rename="s#^optimizer_states/0#optimizer#")
     assert tree == {
@@ -173,12 +232,16 @@ def test_small_leaves_and_empty_containers_move_as_tensors_do() -> None:
 
 def test_a_file_of_names_moves_and_leaves_out_small_leaves(tmp_path: Path) -> None:
     (tmp_path / "names.json").write_text('{"global_step": "step", "epoch": null}')
-    _, tree = arranged({"w": tensor(), "global_step": 7, "epoch": 1}, rename_file=tmp_path / "names.json")
+    _, tree = arranged(
+        {"w": tensor(), "global_step": 7, "epoch": 1}, rename_file=tmp_path / "names.json"
+    )
     assert tree == {"w": ["w"], "step": 7}
 
 
 def test_two_leaves_never_get_one_name() -> None:
-    with pytest.raises(errors.NamesMismatchError, match="'steps' and 'step' would both be called 'step'"):
+    with pytest.raises(
+        errors.NamesMismatchError, match="'steps' and 'step' would both be called 'step'"
+    ):
         arranged({"w": tensor(), "steps": 7, "step": 1}, rename="s/^steps$/step/")
 
 
@@ -187,7 +250,9 @@ def test_two_leaves_never_get_one_name() -> None:
     state=st.recursive(
         st.integers() | st.just("tensor"),
         lambda inner: (
-            st.lists(inner, max_size=3) | st.tuples(inner, inner) | st.dictionaries(st.text("a0", min_size=1) | st.integers(0, 2), inner)
+            st.lists(inner, max_size=3)
+            | st.tuples(inner, inner)
+            | st.dictionaries(st.text("a0", min_size=1) | st.integers(0, 2), inner)
         ),
         max_leaves=12,
     )
@@ -214,7 +279,9 @@ def test_tied_tensors_stay_tied_or_become_copies() -> None:
     assert not arrangement.notes
     arrangement, _ = arranged(state, ties="copies")
     assert not alias_map(arrangement.structure.tree)
-    assert arrangement.notes == ("'head' is the same tensor as 'embed', and is written for itself.",)
+    assert arrangement.notes == (
+        "'head' is the same tensor as 'embed', and is written for itself.",
+    )
 
 
 def test_what_elements_mean_goes_with_them() -> None:
@@ -236,7 +303,9 @@ NAMES = st.lists(st.text("ab.~/0", min_size=1, max_size=5), min_size=2, max_size
 
 @settings(max_examples=150, deadline=None)
 @given(old=NAMES, new=NAMES)
-def test_any_names_become_a_state_or_an_error_and_no_tensor_is_lost(old: list[str], new: list[str]) -> None:
+def test_any_names_become_a_state_or_an_error_and_no_tensor_is_lost(
+    old: list[str], new: list[str]
+) -> None:
     count = min(len(old), len(new))
     structure = structure_of({name: tensor() for name in old[:count]}, "there")
     leaves = {name: object() for name in new[:count]}

@@ -1,4 +1,5 @@
-"""A model that was trained and saved on a mesh of devices answers elsewhere as it did there, from files that others' loaders know."""
+"""A model that was trained and saved on a mesh of devices answers elsewhere as it did there, from
+files that others' loaders know."""
 
 from __future__ import annotations
 
@@ -16,15 +17,30 @@ from safetensors import safe_open
 import shardckpt
 
 INDEX = "model.safetensors.index.json"
-# `make test` has what others' loaders find in files of a real model, see test_minilm.py and test_hf_models.py.
-pytestmark = [pytest.mark.xla, pytest.mark.slow, pytest.mark.timeout(300)]  # frameworks take their time to be imported on a busy machine
+# `make test` has what others' loaders find in files of a real model, see test_minilm.py and
+# test_hf_models.py.
+pytestmark = [
+    pytest.mark.xla,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+]  # frameworks take their time to be imported on a busy machine
 
 
 def run(child: str, *arguments: Path, **variables: str) -> str:
     """The last line that a child prints."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", **variables}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        **variables,
+    }
     done = subprocess.run(
-        [sys.executable, CHILDREN / child, *arguments], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, CHILDREN / child, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip().rpartition("\n")[2]
@@ -37,7 +53,12 @@ def trained(tmp_path_factory):
     layout = json.loads(run("trained_llama.py", folder, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8"))
     assert "devices=[4,2]" in layout
     report = shardckpt.export_safetensors(
-        folder / "run", folder / "model", include="model/**", strip_prefix="model/", config=folder / "model", max_shard_size="30KB"
+        folder / "run",
+        folder / "model",
+        include="model/**",
+        strip_prefix="model/",
+        config=folder / "model",
+        max_shard_size="30KB",
     )
     assert len(report.files) > 3
     return folder
@@ -53,7 +74,8 @@ def test_transformers_gives_the_same_logits(trained):
 
 
 def test_a_loader_that_walks_through_the_index_finds_each_tensor_once(trained):
-    """As vLLM does it: of the files in the folder those that the index names (`filter_duplicate_safetensors_files`), every name in them."""
+    """As vLLM does it: of the files in the folder those that the index names
+    (`filter_duplicate_safetensors_files`), every name in them."""
     folder = trained / "model"
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
     named = {str(folder / file) for file in weight_map.values()}
@@ -68,7 +90,9 @@ def test_a_loader_that_walks_through_the_index_finds_each_tensor_once(trained):
     checkpoint = shardckpt.open(trained / "run")
     assert len(seen) == len(set(seen))
     assert set(seen) == set(weight_map)
-    assert {f"model/{name}" for name in seen} == {name for name in checkpoint.names() if name.startswith("model/")}
+    assert {f"model/{name}" for name in seen} == {
+        name for name in checkpoint.names() if name.startswith("model/")
+    }
 
 
 def test_a_slice_of_a_file_is_that_of_the_checkpoint(trained):

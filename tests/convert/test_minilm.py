@@ -1,4 +1,5 @@
-"""A real model of 22 million parameters comes back from a reshard of an import as it was, and embeds sentences as it did."""
+"""A real model of 22 million parameters comes back from a reshard of an import as it was, and
+embeds sentences as it did."""
 
 from __future__ import annotations
 
@@ -34,20 +35,25 @@ def original():
 
 @pytest.fixture(scope="module")
 def brought_back(original, tmp_path_factory):
-    """A folder of the same model whose weights have been imported, laid out anew and exported; and the two checkpoints between."""
+    """A folder of the same model whose weights have been imported, laid out anew and exported; and
+    the two checkpoints between."""
     folder = tmp_path_factory.mktemp("minilm")
     rules = {
         "**.LayerNorm.*": PartitionSpec("model"),
         "**.weight": PartitionSpec("data", "model"),
         "**.bias": PartitionSpec(("model", "data")),
     }
-    shardckpt.import_checkpoint(original, folder / "first", into="model", mesh=Mesh((4, 2), ("data", "model")), rules=rules)
+    shardckpt.import_checkpoint(
+        original, folder / "first", into="model", mesh=Mesh((4, 2), ("data", "model")), rules=rules
+    )
     other = {
         "**.query.weight": PartitionSpec(None, ("data", "model")),
         "**.weight": PartitionSpec("model"),
         "**.bias": PartitionSpec("data"),
     }
-    shardckpt.reshard(folder / "first", folder / "second", mesh=Mesh((2, 4), ("data", "model")), rules=other)
+    shardckpt.reshard(
+        folder / "first", folder / "second", mesh=Mesh((2, 4), ("data", "model")), rules=other
+    )
     back = folder / "back"
     back.mkdir()
     for path in original.iterdir():
@@ -64,26 +70,42 @@ def data_section(path):
 
 
 def test_the_data_section_is_the_same(original, brought_back):
-    assert data_section(brought_back / "back" / "model.safetensors") == data_section(original / "model.safetensors")
+    assert data_section(brought_back / "back" / "model.safetensors") == data_section(
+        original / "model.safetensors"
+    )
     with (
         safe_open(original / "model.safetensors", "numpy") as before,
         safe_open(brought_back / "back" / "model.safetensors", "numpy") as after,
     ):
         assert after.keys() == before.keys()
-        assert all(before.get_slice(name).get_shape() == after.get_slice(name).get_shape() for name in after.keys())  # noqa: SIM118
+        assert all(
+            before.get_slice(name).get_shape() == after.get_slice(name).get_shape()
+            for name in after.keys()  # noqa: SIM118
+        )
 
 
 def test_it_was_laid_out_over_both_meshes(brought_back):
     query = "model/encoder.layer.0.attention.self.query.weight"
-    first, second = (shardckpt.open(brought_back / name).tensor(query) for name in ("first", "second"))
+    first, second = (
+        shardckpt.open(brought_back / name).tensor(query) for name in ("first", "second")
+    )
     assert first.layout == Sharding(Mesh((4, 2), ("data", "model")), PartitionSpec("data", "model"))
-    assert second.layout == Sharding(Mesh((2, 4), ("data", "model")), PartitionSpec(None, ("data", "model")))
+    assert second.layout == Sharding(
+        Mesh((2, 4), ("data", "model")), PartitionSpec(None, ("data", "model"))
+    )
 
 
 def test_sentences_are_embedded_to_the_same_bits(original, brought_back):
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "USE_TORCH_XLA": "0", "TRANSFORMERS_VERBOSITY": "error"}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "USE_TORCH_XLA": "0",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
     command = [sys.executable, CHILD, original, brought_back / "back"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     before, after = json.loads(done.stdout.splitlines()[-1])
     assert before == after

@@ -13,7 +13,10 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # of ModelExpress and what it imports
-    pytest.mark.skipif(find_spec("modelexpress_rl") is None, reason="ModelExpress is in the environment of vLLM: run `make vllm`"),
+    pytest.mark.skipif(
+        find_spec("modelexpress_rl") is None,
+        reason="ModelExpress is in the environment of vLLM: run `make vllm`",
+    ),
 ]
 STEPS = [7, 8, 20, 21, 22]
 
@@ -27,7 +30,12 @@ def s3(monkeypatch):
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     endpoint = "http://{}:{}".format(*server.get_host_and_port())
-    for name, value in {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "DEFAULT_REGION": "us-east-1", "ENDPOINT_URL": endpoint}.items():
+    for name, value in {
+        "ACCESS_KEY_ID": "a",
+        "SECRET_ACCESS_KEY": "b",
+        "DEFAULT_REGION": "us-east-1",
+        "ENDPOINT_URL": endpoint,
+    }.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="deltas")
     yield endpoint
@@ -37,7 +45,9 @@ def s3(monkeypatch):
 def published(url, seed=0):
     """The states of all steps."""
     rng, states = np.random.default_rng(seed), {}
-    model = {f"layers.{i}.weight": rng.standard_normal((64, 48)).astype(np.float32) for i in range(4)}
+    model = {
+        f"layers.{i}.weight": rng.standard_normal((64, 48)).astype(np.float32) for i in range(4)
+    }
     with shardckpt.Publisher(url, dtype="bfloat16") as publisher:
         for step in STEPS:
             name = f"layers.{step % 4}.weight"
@@ -66,12 +76,22 @@ def receiver(cache, seed, endpoint):
 
 def delta(number, url):
     """A version of ModelExpress, and where it is."""
-    from modelexpress_rl import ObjectStorageSource, ObjectStorageType, WeightPayloadFormat, WeightVersion, WeightVersionState
+    from modelexpress_rl import (
+        ObjectStorageSource,
+        ObjectStorageType,
+        WeightPayloadFormat,
+        WeightVersion,
+        WeightVersionState,
+    )
     from modelexpress_rl.inference.plan import ObjectStorageUpdateSource
 
     kind = WeightPayloadFormat.XOR_DELTA
-    place = ObjectStorageSource(ObjectStorageType.S3, f"{url}/weight_v{number:06d}/model.safetensors.index.json")
-    version = WeightVersion(f"{number:06d}", "m", kind, f"{number - 1:06d}", place, (), "", WeightVersionState.READY, 0)
+    place = ObjectStorageSource(
+        ObjectStorageType.S3, f"{url}/weight_v{number:06d}/model.safetensors.index.json"
+    )
+    version = WeightVersion(
+        f"{number:06d}", "m", kind, f"{number - 1:06d}", place, (), "", WeightVersionState.READY, 0
+    )
     return version, ObjectStorageUpdateSource(place, kind)
 
 
@@ -83,7 +103,9 @@ def held(prepared):
 
 
 def same(tensors, state):
-    return tensors.keys() == state.keys() and all(tensors[name].tobytes() == state[name].tobytes() for name in state)
+    return tensors.keys() == state.keys() and all(
+        tensors[name].tobytes() == state[name].tobytes() for name in state
+    )
 
 
 def test_modelexpress_applies_each_version_and_a_chain_of_versions(tmp_path, s3):
@@ -105,7 +127,10 @@ def test_modelexpress_applies_each_version_and_a_chain_of_versions(tmp_path, s3)
     one.close()
 
     late = receiver(tmp_path / "late", seed, s3)
-    assert same(held(late.prepare_chain(tuple(delta(number, url) for number in range(1, len(STEPS))))), states[STEPS[-1]])
+    assert same(
+        held(late.prepare_chain(tuple(delta(number, url) for number in range(1, len(STEPS))))),
+        states[STEPS[-1]],
+    )
     late.close()
 
 

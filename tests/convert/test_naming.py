@@ -20,7 +20,11 @@ from shardckpt.layout.dtypes import of_numpy
 from shardckpt.state import flatten
 
 W = np.arange(12, dtype=np.float32).reshape(4, 3)
-STATE = {"model": {"layers.0": {"w": W, "b": W[0]}, "head": W}, "optimizer": {"m": W + 1, "count": np.int64(3)}, "step": 7}
+STATE = {
+    "model": {"layers.0": {"w": W, "b": W[0]}, "head": W},
+    "optimizer": {"m": W + 1, "count": np.int64(3)},
+    "step": 7,
+}
 
 
 def structure(state: Any) -> Structure:
@@ -33,7 +37,9 @@ def structure(state: Any) -> Structure:
         if not isinstance(value, np.ndarray):
             return value
         whole = ForeignPart((0,) * value.ndim, value.shape, tuple(max(1, n) for n in value.shape))
-        return arrays.setdefault(id(value), ForeignTensor(value.shape, of_numpy(value.dtype), (whole,), None, id(value)))
+        return arrays.setdefault(
+            id(value), ForeignTensor(value.shape, of_numpy(value.dtype), (whole,), None, id(value))
+        )
 
     return structure_of(leaf(state), "here")
 
@@ -57,17 +63,27 @@ def test_all_tensors_are_written_tied_ones_once_and_other_leaves_are_noted() -> 
 
 
 def test_patterns_choose_by_the_names_of_the_checkpoint() -> None:
-    assert names(plan(include="model/**", exclude=["**/b"], strip_prefix="model/")) == ["layers.0.w"]
+    assert names(plan(include="model/**", exclude=["**/b"], strip_prefix="model/")) == [
+        "layers.0.w"
+    ]
     assert names(plan(include=["model/head"])) == ["model.head"], "a further name will do"
-    with pytest.raises(NamesMismatchError, match=r"here: include='modle/\*\*' selects none of its 4 tensors"):
+    with pytest.raises(
+        NamesMismatchError, match=r"here: include='modle/\*\*' selects none of its 4 tensors"
+    ):
         plan(include="modle/**")
-    with pytest.raises(NamesMismatchError, match=r"here: include=\['modle/\*\*'\] selects none of its 4 tensors"):
+    with pytest.raises(
+        NamesMismatchError, match=r"here: include=\['modle/\*\*'\] selects none of its 4 tensors"
+    ):
         plan(include=["model/**", "modle/**"], exclude="**/b")
 
 
 def test_steps_go_in_the_order_in_which_they_are_documented(tmp_path) -> None:
-    (tmp_path / "names.json").write_text(json.dumps({"layers.0.w": "l.0.left", "optimizer/m": "l.0.right"}))
-    (tmp_path / "m.toml").write_text('[[map]]\nfrom = ["l.*.gauche", "l.*.right"]\nto = "l.*"\naxis = 1')
+    (tmp_path / "names.json").write_text(
+        json.dumps({"layers.0.w": "l.0.left", "optimizer/m": "l.0.right"})
+    )
+    (tmp_path / "m.toml").write_text(
+        '[[map]]\nfrom = ["l.*.gauche", "l.*.right"]\nto = "l.*"\naxis = 1'
+    )
     outputs = plan(
         exclude="**/b",
         strip_prefix="model.",
@@ -84,14 +100,26 @@ def test_steps_go_in_the_order_in_which_they_are_documented(tmp_path) -> None:
 
 
 def test_a_dtype_for_all_floats_leaves_other_numbers_alone() -> None:
-    state = {"f": np.zeros(2, np.float64), "i": np.zeros(2, np.int32), "c": np.zeros(2, np.complex64)}
-    assert [o.dtype.name for o in plan(state, dtype="fp16").tensors] == ["float16", "int32", "complex64"]
-    assert [o.dtype.name for o in plan(state, dtype={"i": "uint8", "*": "float64"}, exclude="c").tensors] == [
+    state = {
+        "f": np.zeros(2, np.float64),
+        "i": np.zeros(2, np.int32),
+        "c": np.zeros(2, np.complex64),
+    }
+    assert [o.dtype.name for o in plan(state, dtype="fp16").tensors] == [
+        "float16",
+        "int32",
+        "complex64",
+    ]
+    assert [
+        o.dtype.name for o in plan(state, dtype={"i": "uint8", "*": "float64"}, exclude="c").tensors
+    ] == [
         "float64",
         "uint8",
     ]
     with pytest.raises(
-        DtypeMismatchError, match=r"'c' has dtype complex64, which cannot be converted to float32; leave it out of dtype='c'"
+        DtypeMismatchError,
+        match=r"'c' has dtype complex64, which cannot be converted to float32; leave it out of "
+        r"dtype='c'",
     ):
         plan(state, dtype={"c": "float32"})
     with pytest.raises(OptionError, match="'d' matches no tensor"):
@@ -99,10 +127,17 @@ def test_a_dtype_for_all_floats_leaves_other_numbers_alone() -> None:
 
 
 def test_numbers_that_mean_something_are_neither_converted_nor_passed_off_as_others() -> None:
-    flat = flatten({"rng": W, "w": W + 1}, lambda v: isinstance(v, np.ndarray), meaning=lambda v: "jax.key:fry" if v is W else None)
+    flat = flatten(
+        {"rng": W, "w": W + 1},
+        lambda v: isinstance(v, np.ndarray),
+        meaning=lambda v: "jax.key:fry" if v is W else None,
+    )
     tensors = structure({"rng": W, "w": W + 1}).tensors
     keys = Structure(flat.tree, tensors)
-    assert "'rng' is jax.key:fry, and is written as numbers." in outputs_of(keys, NameOptions(), "here").notes
+    assert (
+        "'rng' is jax.key:fry, and is written as numbers."
+        in outputs_of(keys, NameOptions(), "here").notes
+    )
     with pytest.raises(DtypeMismatchError, match=r"means jax\.key:fry"):
         outputs_of(keys, NameOptions(dtype={"*": "float16"}, rename="s/rng/r/"), "here")
 
@@ -138,12 +173,14 @@ def test_what_is_no_pattern_is_refused(option: str) -> None:
         ({"ties": "never"}, 'use "auto", "once" or "copies"'),
     ],
 )
-def test_an_option_that_cannot_be_is_refused_before_anything_is_read(options: dict[str, Any], message: str) -> None:
+def test_an_option_that_cannot_be_is_refused_before_anything_is_read(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(OptionError, match=message):
         NameOptions(**options)
 
 
-# --- ties -------------------------------------------------------------------------------------------------------------
+# --- ties -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -151,28 +188,55 @@ def test_an_option_that_cannot_be_is_refused_before_anything_is_read(options: di
     [
         (["model.embed_tokens.weight", "lm_head.weight"], "model.embed_tokens.weight"),
         (["lm_head.weight", "model.embed_tokens.weight"], "model.embed_tokens.weight"),
-        (["lm_head.weight", "model.decoder.embed_tokens.weight"], "model.decoder.embed_tokens.weight"),
-        (["decoder.embed_tokens.weight", "encoder.embed_tokens.weight", "lm_head.weight", "shared.weight"], "shared.weight"),
+        (
+            ["lm_head.weight", "model.decoder.embed_tokens.weight"],
+            "model.decoder.embed_tokens.weight",
+        ),
+        (
+            [
+                "decoder.embed_tokens.weight",
+                "encoder.embed_tokens.weight",
+                "lm_head.weight",
+                "shared.weight",
+            ],
+            "shared.weight",
+        ),
         (["cls.predictions.decoder.bias", "cls.predictions.bias"], "cls.predictions.bias"),
         (["lm_head.decoder.bias", "lm_head.bias"], "lm_head.bias"),
-        (["output_layer.weight", "embedding.word_embeddings.weight"], "embedding.word_embeddings.weight"),
+        (
+            ["output_layer.weight", "embedding.word_embeddings.weight"],
+            "embedding.word_embeddings.weight",
+        ),
         (["b", "a"], "b"),
     ],
 )
-def test_the_name_that_is_kept_is_the_one_that_transformers_ties_others_to(group: list[str], kept: str) -> None:
-    assert first_names(dict.fromkeys(group, "stored")) == {name: kept for name in group if name != kept}
+def test_the_name_that_is_kept_is_the_one_that_transformers_ties_others_to(
+    group: list[str], kept: str
+) -> None:
+    assert first_names(dict.fromkeys(group, "stored")) == {
+        name: kept for name in group if name != kept
+    }
 
 
 @pytest.mark.parametrize(
     ("ties", "tie_word_embeddings", "copied"),
-    [("auto", False, True), ("auto", True, False), ("auto", None, False), ("copies", True, True), ("once", False, False)],
+    [
+        ("auto", False, True),
+        ("auto", True, False),
+        ("auto", None, False),
+        ("copies", True, True),
+        ("once", False, False),
+    ],
 )
-def test_a_model_that_ties_nothing_gets_a_copy_for_each_name(tmp_path, ties: str, tie_word_embeddings: bool | None, copied: bool) -> None:
+def test_a_model_that_ties_nothing_gets_a_copy_for_each_name(
+    tmp_path, ties: str, tie_word_embeddings: bool | None, copied: bool
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tie_word_embeddings}))
     outputs = plan({"embed": W, "lm_head.weight": W}, ties=ties, config=tmp_path, add_prefix="net.")
     assert names(outputs) == (["net.embed", "net.lm_head.weight"] if copied else ["net.embed"])
     assert outputs.tied == ({} if copied else {"net.lm_head.weight": "net.embed"})
     (note,) = outputs.notes
     assert (
-        note == f"'net.lm_head.weight' is the same tensor as 'net.embed', and is {'written for itself' if copied else 'not written again'}."
+        note == "'net.lm_head.weight' is the same tensor as 'net.embed', and is "
+        f"{'written for itself' if copied else 'not written again'}."
     )

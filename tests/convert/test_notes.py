@@ -13,7 +13,9 @@ from shardckpt.errors import StorageError
 PLAN = bytes(range(32))
 
 
-def test_a_log_that_its_last_holder_removes_at_this_moment_is_created_again_and_takes_notes(tmp_path, monkeypatch):
+def test_a_log_that_its_last_holder_removes_at_this_moment_is_created_again_and_takes_notes(
+    tmp_path, monkeypatch
+):
     path, really = tmp_path / "notes", fcntl.flock
     removed = []
 
@@ -36,11 +38,15 @@ def test_a_log_that_its_last_holder_removes_at_this_moment_is_created_again_and_
     assert Notes(path).read(PLAN) == ([1, 2], False)
 
 
-def test_blocks_whose_file_could_not_be_made_durable_are_not_noted_and_the_error_is_raised_once(tmp_path, monkeypatch):
+def test_blocks_whose_file_could_not_be_made_durable_are_not_noted_and_the_error_is_raised_once(
+    tmp_path, monkeypatch
+):
     notes = Notes(tmp_path / "notes")
     notes.begin(PLAN)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", lambda _fd: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        patch.setattr(
+            os, "fdatasync", lambda _fd: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+        )
         notes.add_later([1], tmp_path / "0", 0)
         with pytest.raises(StorageError, match="Input/output error"):
             notes.wait()

@@ -1,4 +1,5 @@
-"""A file on an object store is gone on with by the next process, and what was written down about it goes with it."""
+"""A file on an object store is gone on with by the next process, and what was written down about it
+goes with it."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def place(cloud, monkeypatch):
 
 
 def open_target(place, *, digest="a", overwrite=False, memory_limit=LIMIT):
-    return ObjectTarget.open(place, nbytes=SIZE, digest=digest, overwrite=overwrite, memory_limit=memory_limit)
+    return ObjectTarget.open(
+        place, nbytes=SIZE, digest=digest, overwrite=overwrite, memory_limit=memory_limit
+    )
 
 
 def stored(place):
@@ -74,8 +77,12 @@ def test_a_file_is_written_and_nothing_lies_beside_it(place):
 
 
 @pytest.mark.parametrize("durable", [pytest.param(1, marks=pytest.mark.slow), 3 * MiB])
-def test_a_killed_process_is_gone_on_with_and_what_the_storage_has_is_not_sent_again(cloud, place, durable):
-    killed = subprocess.run([sys.executable, CHILD, str(place), str(durable)], env=os.environ, timeout=200, check=False)
+def test_a_killed_process_is_gone_on_with_and_what_the_storage_has_is_not_sent_again(
+    cloud, place, durable
+):
+    killed = subprocess.run(
+        [sys.executable, CHILD, str(place), str(durable)], env=os.environ, timeout=200, check=False
+    )
     assert killed.returncode == -signal.SIGKILL
     assert names(place) == [NOTE]
     with cloud.breaking(), open_target(place) as target:
@@ -101,7 +108,8 @@ def test_what_was_closed_is_gone_on_with_from_there_also_with_another_memory_lim
 
 
 def write_rest_and_finish(target, at):
-    """Write the rest; parts are sent in the background, so `finish` may be the first to say that one was refused."""
+    """Write the rest; parts are sent in the background, so `finish` may be the first to say that
+    one was refused."""
     write(target, at=at)
     target.finish()
 
@@ -232,7 +240,10 @@ def test_of_two_that_begin_at_the_same_moment_one_is_told(cloud, place, monkeypa
 
 def test_an_outage_ends_one_process_and_the_next_one_goes_on(cloud, place):
     with open_target(place) as target:
-        with cloud.breaking(Rule("status", kinds=("upload",), skip=6, times=None)), pytest.raises(StorageError):
+        with (
+            cloud.breaking(Rule("status", kinds=("upload",), skip=6, times=None)),
+            pytest.raises(StorageError),
+        ):
             write_and_finish(target)
         had = target.durable
         assert had > 0

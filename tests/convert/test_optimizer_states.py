@@ -1,4 +1,5 @@
-"""Optimizers of a `train_state`, exported for torch and imported from it: real optimizers, FSDP2 and stages of a pipeline."""
+"""Optimizers of a `train_state`, exported for torch and imported from it: real optimizers, FSDP2
+and stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -14,13 +15,21 @@ import shardckpt
 from shardckpt import errors
 from shardckpt.cli.app import app
 
-pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 FORMS = ("names", "numbers", "flat")
 SCHEDULERS = {
     "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
     "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 4, 4, 5], 0.5),
     "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o, [torch.optim.lr_scheduler.LinearLR(o, 0.1, 1, 3), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], milestones=[2]
+        o,
+        [
+            torch.optim.lr_scheduler.LinearLR(o, 0.1, 1, 3),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ],
+        milestones=[2],
     ),
 }
 
@@ -32,17 +41,23 @@ def made(scheduler="LambdaLR", *, order=1, kind=torch.optim.AdamW, **settings):
 
 
 def state_of(model, optimizer, scheduler, step=0):
-    return shardckpt.train_state(model=model, optimizer=optimizer, scheduler=scheduler, step=step, rng=False)
+    return shardckpt.train_state(
+        model=model, optimizer=optimizer, scheduler=scheduler, step=step, rng=False
+    )
 
 
 def go_on(model, optimizer, scheduler):
-    """Losses of three more steps, and the rates: any difference between two trainings would show in them."""
-    return steps(model, optimizer, 3, 6, scheduler), sorted(group["lr"] for group in optimizer.param_groups)
+    """Losses of three more steps, and the rates: any difference between two trainings would show in
+    them."""
+    return steps(model, optimizer, 3, 6, scheduler), sorted(
+        group["lr"] for group in optimizer.param_groups
+    )
 
 
 @pytest.fixture(scope="module", params=SCHEDULERS)
 def saved(request, tmp_path_factory):
-    """A checkpoint of three steps, which no test changes, the kind of its scheduler, and how the training goes on."""
+    """A checkpoint of three steps, which no test changes, the kind of its scheduler, and how the
+    training goes on."""
     run, checkpoint = made(request.param), tmp_path_factory.mktemp("saved") / "c"
     steps(*run[:2], 0, 3, run[2])
     shardckpt.save(checkpoint, state_of(*run, step=3))
@@ -50,20 +65,29 @@ def saved(request, tmp_path_factory):
 
 
 def as_torch_has_it(model, optimizer, flat):
-    return get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    return get_state_dict(
+        model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat)
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_torch_goes_on_bit_by_bit_with_an_exported_file(saved, tmp_path, form):
     checkpoint, scheduler, expected = saved
-    shardckpt.export(checkpoint, tmp_path / "state.pt", to="torch", **({} if form == "names" else {"optimizer": form}))
+    shardckpt.export(
+        checkpoint,
+        tmp_path / "state.pt",
+        to="torch",
+        **({} if form == "names" else {"optimizer": form}),
+    )
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     run = made(scheduler)
     if form == "numbers":
         run[0].load_state_dict(state["model"])
         run[1].load_state_dict(state["optimizer"])
     else:
-        set_state_dict(*run[:2], model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            *run[:2], model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
     run[2].load_state_dict(state["scheduler"])
     assert state["step"] == 3
     assert go_on(*run) == expected
@@ -86,7 +110,13 @@ def test_torch_goes_on_bit_by_bit_with_an_exported_directory_of_dcp(saved, tmp_p
         optimizer.load_state_dict(state["optimizer"])
     else:
         options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=options,
+        )
     schedule.load_state_dict(state["scheduler"])
     assert go_on(model, optimizer, schedule) == expected
 
@@ -94,19 +124,40 @@ def test_torch_goes_on_bit_by_bit_with_an_exported_directory_of_dcp(saved, tmp_p
 @pytest.mark.parametrize("to", ["torch", "dcp"])
 @pytest.mark.parametrize(
     ("form", "order"),
-    [("names", 1), ("names", -1), ("numbers", 1), ("flat", 1), ("flat", -1)],  # numbers are places in the optimizer
-    ids=["names", "names, groups in another order", "numbers", "flat", "flat, groups in another order"],
+    [
+        ("names", 1),
+        ("names", -1),
+        ("numbers", 1),
+        ("flat", 1),
+        ("flat", -1),
+    ],  # numbers are places in the optimizer
+    ids=[
+        "names",
+        "names, groups in another order",
+        "numbers",
+        "flat",
+        "flat, groups in another order",
+    ],
 )
 def test_a_training_goes_on_bit_by_bit_with_what_torch_saved(saved, tmp_path, form, order, to):
     checkpoint, scheduler, expected = saved
     run = made(scheduler)
     shardckpt.restore(checkpoint, state_of(*run))
     of_model, of_optimizer = as_torch_has_it(*run[:2], form == "flat")
-    state = {"model": of_model, "optimizer": of_optimizer, "scheduler": run[2].state_dict(), "step": 3}
+    state = {
+        "model": of_model,
+        "optimizer": of_optimizer,
+        "scheduler": run[2].state_dict(),
+        "step": 3,
+    }
     if form == "numbers":
         state["optimizer"] = run[1].state_dict()
-    dcp.save(state, checkpoint_id=tmp_path / "saved") if to == "dcp" else torch.save(state, tmp_path / "saved")
-    shardckpt.import_checkpoint(tmp_path / "saved", tmp_path / "imported", trust_pickle=True, workers=1)
+    dcp.save(state, checkpoint_id=tmp_path / "saved") if to == "dcp" else torch.save(
+        state, tmp_path / "saved"
+    )
+    shardckpt.import_checkpoint(
+        tmp_path / "saved", tmp_path / "imported", trust_pickle=True, workers=1
+    )
     fresh = made(scheduler, order=order)
     state = state_of(*fresh)
     shardckpt.restore(tmp_path / "imported", state)
@@ -126,10 +177,17 @@ def test_an_export_comes_back_as_it_was(saved, tmp_path):
 def test_optimizers_of_several_modules_have_the_names_of_their_own(tmp_path):
     def pair():
         generator, critic = net(), net()
-        return generator, critic, torch.optim.Adam(generator.parameters(), lr=0.01), torch.optim.Adam(groups(critic), lr=0.02)
+        return (
+            generator,
+            critic,
+            torch.optim.Adam(generator.parameters(), lr=0.01),
+            torch.optim.Adam(groups(critic), lr=0.02),
+        )
 
     def of(generator, critic, generators, critics):
-        return shardckpt.train_state(model=generator, optimizer=generators, critic=critic, critics=critics, rng=False)
+        return shardckpt.train_state(
+            model=generator, optimizer=generators, critic=critic, critics=critics, rng=False
+        )
 
     ours, fresh, back = pair(), pair(), pair()
     steps(ours[1], ours[3], 0, 2)
@@ -137,7 +195,9 @@ def test_optimizers_of_several_modules_have_the_names_of_their_own(tmp_path):
     shardckpt.save(tmp_path / "c", of(*ours))
     shardckpt.export(tmp_path / "c", tmp_path / "state.pt", to="torch")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
-    set_state_dict(fresh[1], fresh[3], model_state_dict=state["critic"], optim_state_dict=state["critics"])
+    set_state_dict(
+        fresh[1], fresh[3], model_state_dict=state["critic"], optim_state_dict=state["critics"]
+    )
     shardckpt.import_checkpoint(tmp_path / "state.pt", tmp_path / "again", workers=1)
     shardckpt.restore(tmp_path / "again", of(*back))
     expected = steps(ours[1], ours[3], 2, 4)
@@ -156,13 +216,21 @@ def test_settings_in_tensors_and_nested_settings_are_exported(tmp_path):
     assert flat["param_groups.first.weight.lr"] is flat["param_groups.last.weight.lr"]
     assert flat["param_groups.scale.betas"] == (0.8, 0.99)
     numbered = torch.load(tmp_path / "numbers.pt", weights_only=True)["optimizer"]
-    assert [group["params"] for group in numbered["param_groups"]] == [group["params"] for group in run[1].state_dict()["param_groups"]]
+    assert [group["params"] for group in numbered["param_groups"]] == [
+        group["params"] for group in run[1].state_dict()["param_groups"]
+    ]
     assert torch.equal(numbered["param_groups"][0]["lr"], run[1].param_groups[0]["lr"])
 
 
 def test_a_part_of_an_optimizer_is_exported_as_it_is_stored(saved, tmp_path):
     checkpoint, _, _ = saved
-    report = shardckpt.export(checkpoint, tmp_path / "state.pt", to="torch", include="optimizer/state/**", optimizer="numbers")
+    report = shardckpt.export(
+        checkpoint,
+        tmp_path / "state.pt",
+        to="torch",
+        include="optimizer/state/**",
+        optimizer="numbers",
+    )
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert state["optimizer"]["state"].keys() == {name for name, _ in net().named_parameters()}
     assert not report.notes
@@ -170,17 +238,32 @@ def test_a_part_of_an_optimizer_is_exported_as_it_is_stored(saved, tmp_path):
 
 def test_the_command_writes_the_form_that_is_asked_for_and_says_so(saved, tmp_path):
     checkpoint, _, _ = saved
-    result = CliRunner().invoke(app, ["export", str(checkpoint), str(tmp_path / "s.pt"), "--to", "torch", "--optimizer", "numbers"])
+    result = CliRunner().invoke(
+        app,
+        [
+            "export",
+            str(checkpoint),
+            str(tmp_path / "s.pt"),
+            "--to",
+            "torch",
+            "--optimizer",
+            "numbers",
+        ],
+    )
     assert result.exit_code == 0
     assert "by the numbers of parameters" in " ".join(result.stdout.split())
-    assert set(torch.load(tmp_path / "s.pt", weights_only=True)["optimizer"]["state"]) == set(range(7))
-    with pytest.raises(errors.OptionError, match=r"optimizer='number': give 'names', 'numbers', 'flat'"):
+    assert set(torch.load(tmp_path / "s.pt", weights_only=True)["optimizer"]["state"]) == set(
+        range(7)
+    )
+    with pytest.raises(
+        errors.OptionError, match=r"optimizer='number': give 'names', 'numbers', 'flat'"
+    ):
         shardckpt.export(checkpoint, tmp_path / "t.pt", to="torch", optimizer="number")
     with pytest.raises(errors.OptionError, match="is only for torch, dcp and orbax"):
         shardckpt.export(checkpoint, tmp_path / "t.safetensors", optimizer="numbers")
 
 
-# --- several processes ----------------------------------------------------------------------------------------------
+# --- several processes ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +279,9 @@ def ranks():
         yield run
 
 
-@pytest.mark.parametrize("flat", [pytest.param(False, id="names"), pytest.param(True, id="flat", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "flat", [pytest.param(False, id="names"), pytest.param(True, id="flat", marks=pytest.mark.slow)]
+)
 def test_trainings_under_fsdp2_go_both_ways(ranks, tmp_path, flat):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     expected = ranks("saves", "FSDP2", ours, theirs, flat)
@@ -206,7 +291,9 @@ def test_trainings_under_fsdp2_go_both_ways(ranks, tmp_path, flat):
     assert ranks("restores", "FSDP2", tmp_path / "imported") == expected
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["the same groups", "a group for each parameter"])
+@pytest.mark.parametrize(
+    "whole", [False, True], ids=["the same groups", "a group for each parameter"]
+)
 def test_stages_of_a_pipeline_with_groups_of_their_own_go_both_ways(ranks, tmp_path, whole):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     expected = ranks("saves", "stages", ours, theirs, True)

@@ -1,6 +1,8 @@
-"""A training of another library goes on from its imported checkpoint: the next ten losses are those of that library's own resume.
+"""A training of another library goes on from its imported checkpoint: the next ten losses are those
+of that library's own resume.
 
-Lightning's trainings are in tests/training/integrations/test_lightning.py, whole programs in test_migrating.py beside it.
+Lightning's trainings are in tests/training/integrations/test_lightning.py, whole programs in
+test_migrating.py beside it.
 """
 
 from __future__ import annotations
@@ -38,9 +40,17 @@ class Training:
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
-        layers = torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+        layers = (
+            torch.nn.Linear(8, 16),
+            torch.nn.BatchNorm1d(16),
+            torch.nn.Tanh(),
+            torch.nn.Linear(16, 1),
+        )
         self.model = torch.nn.Sequential(*layers)
-        groups = [{"params": layers[0].parameters()}, {"params": [*layers[1].parameters(), *layers[3].parameters()], "lr": 0.02}]
+        groups = [
+            {"params": layers[0].parameters()},
+            {"params": [*layers[1].parameters(), *layers[3].parameters()], "lr": 0.02},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=0.05, amsgrad=True)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 8, 11], 0.5)
 
@@ -57,7 +67,9 @@ class Training:
         return losses
 
     def state(self) -> dict[str, Any]:
-        return {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler")}
+        return {
+            name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler")
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         for name in ("model", "optimizer", "scheduler"):
@@ -95,12 +107,20 @@ def saved_by_dcp(training, place):
 
 def saved_by_dcp_with_its_state_dict(training, place):
     model, optimizer = get_state_dict(training.model, training.optimizer)
-    dcp.save({"model": model, "optimizer": optimizer, "scheduler": training.scheduler.state_dict()}, checkpoint_id=place)
+    dcp.save(
+        {"model": model, "optimizer": optimizer, "scheduler": training.scheduler.state_dict()},
+        checkpoint_id=place,
+    )
     resumed = Training(1)
     model, optimizer = get_state_dict(resumed.model, resumed.optimizer)
     state = {"model": model, "optimizer": optimizer, "scheduler": resumed.scheduler.state_dict()}
     dcp.load(state, checkpoint_id=place)
-    set_state_dict(resumed.model, resumed.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        resumed.model,
+        resumed.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
     resumed.scheduler.load_state_dict(state["scheduler"])
     return resumed
 
@@ -144,7 +164,9 @@ def optimizers():
     labels = {"layers": {0: "slow", 1: "fast"}, "head": "slow"}
     return {
         "adamw": optax.adamw(1e-2),
-        "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-2, 20))),
+        "chain": optax.chain(
+            optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-2, 20))
+        ),
         "masked": optax.masked(optax.adam(1e-2), {"layers": {0: True, 1: False}, "head": True}),
         "parts": optax.multi_transform({"slow": optax.sgd(1e-2), "fast": optax.adam(1e-2)}, labels),
         "steps": optax.MultiSteps(optax.adam(1e-2), 2),
@@ -155,7 +177,10 @@ def optimizers():
 def new_state(seed, optimizer):
     one, two, three = jax.random.split(jax.random.key(seed), 3)
     # Integer keys, as the lists of a flax nnx state have.
-    params = {"layers": {0: jax.random.normal(one, (8, 8)), 1: jax.random.normal(two, (8, 8))}, "head": jax.random.normal(three, (8,))}
+    params = {
+        "layers": {0: jax.random.normal(one, (8, 8)), 1: jax.random.normal(two, (8, 8))},
+        "head": jax.random.normal(three, (8,)),
+    }
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
 
@@ -169,7 +194,9 @@ def losses_of(state, optimizer, steps):
     def one(state):
         loss, gradient = jax.value_and_grad(loss_of)(state.params, state.step)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), loss
+        return TrainState(
+            state.step + 1, optax.apply_updates(state.params, updates), opt_state
+        ), loss
 
     losses = []
     for _ in range(steps):
@@ -187,20 +214,29 @@ def test_a_state_of_optax_goes_on_as_after_orbaxs_own_resume(tmp_path, name, str
     with ocp.CheckpointManager(tmp_path / "old") as manager:
         manager.save(BEFORE, args=ocp.args.StandardSave(state))
         manager.wait_until_finished()
-        expected = losses_of(manager.restore(BEFORE, args=ocp.args.StandardRestore(fresh)), optimizer, AFTER)[1]
+        expected = losses_of(
+            manager.restore(BEFORE, args=ocp.args.StandardRestore(fresh)), optimizer, AFTER
+        )[1]
     shardckpt.import_checkpoint(tmp_path / "old" / str(BEFORE), tmp_path / "run" / str(BEFORE))
     with shardckpt.CheckpointManager(tmp_path / "run") as manager:
         abstract = jax.eval_shape(lambda: fresh)
         resumed = manager.restore(abstract, strict=strict).state
     assert jax.tree.structure(resumed) == jax.tree.structure(state)
-    assert losses_of(resumed, optimizer, AFTER)[1] == expected == losses_of(state, optimizer, AFTER)[1]
+    assert (
+        losses_of(resumed, optimizer, AFTER)[1] == expected == losses_of(state, optimizer, AFTER)[1]
+    )
 
 
 def test_several_items_of_orbax_go_on_as_one_state(tmp_path):
     optimizer = optimizers()["chain"]
     state, _ = losses_of(new_state(0, optimizer), optimizer, BEFORE)
     with ocp.CheckpointManager(tmp_path / "old") as manager:
-        manager.save(BEFORE, args=ocp.args.Composite(state=ocp.args.StandardSave(state), loader=ocp.args.JsonSave({"epoch": 3})))
+        manager.save(
+            BEFORE,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state), loader=ocp.args.JsonSave({"epoch": 3})
+            ),
+        )
         manager.wait_until_finished()
     shardckpt.import_checkpoint(tmp_path / "old" / str(BEFORE), tmp_path / "new")
     like = {"state": new_state(1, optimizer), "loader": {"epoch": 0}}
@@ -214,7 +250,9 @@ def test_several_items_of_orbax_go_on_as_one_state(tmp_path):
 HIDDEN, HEADS, LAYERS, VOCABULARY, LENGTH = 16, 2, 2, 32, 8
 """Sizes of the model of tools/megatron_training.py."""
 LR, LAST = 0.02, 20
-PAGE = (DOCS / "import.md").read_text().partition("**Megatron-Core.**")[2].partition("**Orbax.**")[0]
+PAGE = (
+    (DOCS / "import.md").read_text().partition("**Megatron-Core.**")[2].partition("**Orbax.**")[0]
+)
 
 
 class NormAndLinear(torch.nn.Linear):
@@ -225,7 +263,9 @@ class NormAndLinear(torch.nn.Linear):
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(before))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return super().forward(functional.rms_norm(values, values.shape[-1:], self.layer_norm_weight, 1e-5))
+        return super().forward(
+            functional.rms_norm(values, values.shape[-1:], self.layer_norm_weight, 1e-5)
+        )
 
 
 class Layer(torch.nn.Module):
@@ -234,12 +274,18 @@ class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         back = {"linear_proj": torch.nn.Linear(HIDDEN, HIDDEN, bias=False)}
-        self.self_attention = torch.nn.ModuleDict({"linear_qkv": NormAndLinear(HIDDEN, 3 * HIDDEN), **back})
+        self.self_attention = torch.nn.ModuleDict(
+            {"linear_qkv": NormAndLinear(HIDDEN, 3 * HIDDEN), **back}
+        )
         back = {"linear_fc2": torch.nn.Linear(2 * HIDDEN, HIDDEN, bias=False)}
         self.mlp = torch.nn.ModuleDict({"linear_fc1": NormAndLinear(HIDDEN, 2 * HIDDEN), **back})
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        heads = self.self_attention["linear_qkv"](values).unflatten(-1, (HEADS, 3, HIDDEN // HEADS)).transpose(1, 2)
+        heads = (
+            self.self_attention["linear_qkv"](values)
+            .unflatten(-1, (HEADS, 3, HIDDEN // HEADS))
+            .transpose(1, 2)
+        )
         mixed = functional.scaled_dot_product_attention(*heads.unbind(3), is_causal=True)
         values = values + self.self_attention["linear_proj"](mixed.transpose(1, 2).flatten(2))
         return values + self.mlp["linear_fc2"](functional.gelu(self.mlp["linear_fc1"](values)))
@@ -250,14 +296,21 @@ class PlainGPT(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        embedding = {"word_embeddings": torch.nn.Embedding(VOCABULARY, HIDDEN), "position_embeddings": torch.nn.Embedding(LENGTH, HIDDEN)}
+        embedding = {
+            "word_embeddings": torch.nn.Embedding(VOCABULARY, HIDDEN),
+            "position_embeddings": torch.nn.Embedding(LENGTH, HIDDEN),
+        }
         self.embedding = torch.nn.ModuleDict(embedding)
         layers = torch.nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.decoder = torch.nn.ModuleDict({"layers": layers, "final_layernorm": torch.nn.RMSNorm(HIDDEN, 1e-5)})
+        self.decoder = torch.nn.ModuleDict(
+            {"layers": layers, "final_layernorm": torch.nn.RMSNorm(HIDDEN, 1e-5)}
+        )
         self.output_layer = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        values = self.embedding["word_embeddings"](tokens) + self.embedding["position_embeddings"].weight
+        values = (
+            self.embedding["word_embeddings"](tokens) + self.embedding["position_embeddings"].weight
+        )
         for layer in self.decoder["layers"]:
             values = layer(values)
         return self.output_layer(self.decoder["final_layernorm"](values))
@@ -266,12 +319,18 @@ class PlainGPT(torch.nn.Module):
 def losses_of_plain_gpt(model, optimizer, done):
     for group in optimizer.param_groups:
         group["initial_lr"] = LR
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / LAST, last_epoch=done - 1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 - step / LAST, last_epoch=done - 1
+    )
     losses = []
     for step in range(done, done + AFTER):
-        tokens = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(step % 2))
+        tokens = torch.randint(
+            VOCABULARY, (4, LENGTH + 1), generator=torch.Generator().manual_seed(step % 2)
+        )
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss = functional.cross_entropy(
+            model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -280,18 +339,26 @@ def losses_of_plain_gpt(model, optimizer, done):
     return losses
 
 
-def test_a_training_of_megatron_goes_on_in_plain_torch_as_after_its_own_resume(tmp_path, monkeypatch):
-    """Losses agree within the rounding of other sums: Megatron had two tensor-parallel ranks, and another release of torch."""
+def test_a_training_of_megatron_goes_on_in_plain_torch_as_after_its_own_resume(
+    tmp_path, monkeypatch
+):
+    """Losses agree within the rounding of other sums: Megatron had two tensor-parallel ranks, and
+    another release of torch."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoints").symlink_to(GOLDEN / "megatron_training")
-    (mapping,), (command,), (program,) = (re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("toml", "bash", "python"))
+    (mapping,), (command,), (program,) = (
+        re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("toml", "bash", "python")
+    )
     (tmp_path / "layers.toml").write_text(mapping)
     done = CliRunner().invoke(app, shlex.split(command)[1:])
     assert done.exit_code == 0, done.output
 
     model = PlainGPT()
     decayed = [[p for p in model.parameters() if (p.ndim > 1) is large] for large in (True, False)]
-    groups = [{"params": parameters, "weight_decay": decay} for parameters, decay in zip(decayed, (0.1, 0.0), strict=True)]
+    groups = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in zip(decayed, (0.1, 0.0), strict=True)
+    ]
     optimizer = torch.optim.AdamW(groups, lr=LR)
     names = {"shardckpt": shardckpt, "model": model, "optimizer": optimizer}
     exec(compile(program, "docs/import.md", "exec"), names)

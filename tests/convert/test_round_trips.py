@@ -1,4 +1,5 @@
-"""A state that is exported and imported again is unchanged, bit for bit, for each format and all that it can hold.
+"""A state that is exported and imported again is unchanged, bit for bit, for each format and all
+that it can hold.
 
 What a format cannot hold comes back as `COMES_BACK` says, and nothing else is different:
 
@@ -6,7 +7,7 @@ What a format cannot hold comes back as `COMES_BACK` says, and nothing else is d
 |---|---|---|---|---|
 | elements, dtypes, shapes | same | same | same | same |
 | dicts in dicts | one dict, its keys joined by dots | same | same | same |
-| keys that are ints | text, in the joined key | same | text, but in tuples that have no tensor | text |
+| int keys | text, in the joined key | same | text, but in tuples that have no tensor | text |
 | lists | as dicts with their indices as keys | same | same | same |
 | tuples | as lists | same | lists, where a tensor is in them | lists |
 | tied tensors | one, by the name that comes first | tied | one for each name | one for each name |
@@ -28,7 +29,21 @@ import shardckpt
 from shardckpt import SaveOptions
 
 DTYPES = (
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32", "float64"),
+    *(
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+    ),
     *("complex64", "float8_e4m3fn", "float8_e5m2"),
 )
 """Those that all four have."""
@@ -40,7 +55,9 @@ tensors = st.builds(
     st.sampled_from(DTYPES),
     st.integers(0, 1 << 30),
 )
-small = st.one_of(st.integers(-(2**63), 2**63 - 1), st.booleans(), st.floats(), st.text(max_size=8), st.none())
+small = st.one_of(
+    st.integers(-(2**63), 2**63 - 1), st.booleans(), st.floats(), st.text(max_size=8), st.none()
+)
 leaves = st.one_of(tensors, tensors, small)
 inner = st.recursive(
     leaves,
@@ -56,9 +73,12 @@ inner = st.recursive(
 
 @st.composite
 def states(draw):
-    """A state with a tensor that has two names, and how each of its tensors is laid out, evenly or not."""
+    """A state with a tensor that has two names, and how each of its tensors is laid out, evenly or
+    not."""
     state = draw(st.dictionaries(KEYS, inner, max_size=3))
-    state["first"] = random((3, draw(st.integers(1, 9))), draw(st.sampled_from(DTYPES)))  # tensors without elements are not tied
+    state["first"] = random(
+        (3, draw(st.integers(1, 9))), draw(st.sampled_from(DTYPES))
+    )  # tensors without elements are not tied
     state["tied"] = {"second": state["first"]}
     shardings = {}
     for path, tensor in arrays_of(state):
@@ -99,7 +119,9 @@ def test_an_import_of_an_export_is_what_was_exported(form, drawn):
         shardckpt.save(folder / "before", state, options=SaveOptions(shardings=shardings))
         out = folder / {"safetensors": "a.safetensors", "torch": "a.pt"}.get(form, "a")
         exported = shardckpt.export(folder / "before", out, to=form)
-        imported = shardckpt.import_checkpoint(out, folder / "after", trust_pickle=form == "dcp", workers=1)
+        imported = shardckpt.import_checkpoint(
+            out, folder / "after", trust_pickle=form == "dcp", workers=1
+        )
         note(f"{exported.notes} {imported.notes}")
         restored = shardckpt.restore(folder / "after")
     assert imported.format == form

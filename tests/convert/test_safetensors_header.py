@@ -1,4 +1,5 @@
-"""Headers of safetensors files are read or refused as by the reference implementation, which is the oracle."""
+"""Headers of safetensors files are read or refused as by the reference implementation, which is the
+oracle."""
 
 from __future__ import annotations
 
@@ -34,11 +35,17 @@ def ours(content: bytes) -> Mapping[str, Any]:
     parsed = parse_header(content[8 : 8 + nbytes], "file")
     if parsed.nbytes != len(content):
         raise FormatError("it is longer or shorter")
-    return {name: (t.dtype.name, list(t.shape), content[t.start : t.stop]) for name, t in parsed.tensors.items()}
+    return {
+        name: (t.dtype.name, list(t.shape), content[t.start : t.stop])
+        for name, t in parsed.tensors.items()
+    }
 
 
 def theirs(content: bytes) -> Mapping[str, Any]:
-    return {name: (_DTYPES[t["dtype"]], t["shape"], bytes(t["data"])) for name, t in deserialize(content)}
+    return {
+        name: (_DTYPES[t["dtype"]], t["shape"], bytes(t["data"]))
+        for name, t in deserialize(content)
+    }
 
 
 @pytest.mark.parametrize("dtype", sorted(_DTYPES))
@@ -62,9 +69,16 @@ def test_every_dtype_of_whole_bytes_is_known(dtype: str) -> None:
         b" " + header({"w": PAIR}) + b"   \n",
         {"__metadata__": {"a": "b"}, "w": PAIR},
         {"__metadata__": None, "w": PAIR},
-        {"b": {**PAIR, "shape": [1], "data_offsets": [4, 8]}, "a": {**PAIR, "shape": [1], "data_offsets": [0, 4]}},
+        {
+            "b": {**PAIR, "shape": [1], "data_offsets": [4, 8]},
+            "a": {**PAIR, "shape": [1], "data_offsets": [0, 4]},
+        },
         {"w": PAIR, "none": {**PAIR, "shape": [0, 5], "data_offsets": [8, 8]}},
-        {"none": {**PAIR, "shape": [0, 5], "data_offsets": [0, 0]}, "w": PAIR, "": {**PAIR, "shape": [2, 0], "data_offsets": [8, 8]}},
+        {
+            "none": {**PAIR, "shape": [0, 5], "data_offsets": [0, 0]},
+            "w": PAIR,
+            "": {**PAIR, "shape": [2, 0], "data_offsets": [8, 8]},
+        },
         {"é/~ $": PAIR},
     ],
 )
@@ -91,11 +105,17 @@ def test_what_the_reference_reads_is_read(doc: object) -> None:
         ({"w": {**PAIR, "shape": [-1, -2]}}, "'w': its shape"),
         ({"w": {**PAIR, "shape": 2}}, "'w': its shape"),
         ({"w": {**PAIR, "shape": [1] * 40}}, "'w': its shape"),
-        ({"w": {**PAIR, "shape": [1 << 40, 1 << 40, 0]}}, "'w': .* more bytes than can be addressed"),
+        (
+            {"w": {**PAIR, "shape": [1 << 40, 1 << 40, 0]}},
+            "'w': .* more bytes than can be addressed",
+        ),
         ({"w": {**PAIR, "data_offsets": [0, 8, 8]}}, "'w': its data_offsets"),
         ({"w": {**PAIR, "data_offsets": [8, 0]}}, "'w': its data_offsets .* 8 bytes of F32"),
         ({"w": {**PAIR, "data_offsets": [0, 12]}}, "'w': its data_offsets .* 8 bytes of F32"),
-        ({"w": {**PAIR, "data_offsets": [4, 12]}}, "'w': it begins at byte .*, and the tensor before it ends at byte"),
+        (
+            {"w": {**PAIR, "data_offsets": [4, 12]}},
+            "'w': it begins at byte .*, and the tensor before it ends at byte",
+        ),
         ({"a": PAIR, "w": PAIR}, "'w': it begins"),
         ({"w": PAIR, "none": {**PAIR, "shape": [0], "data_offsets": [4, 4]}}, "it begins"),
         ({"__metadata__": {"a": 1}, "w": PAIR}, "__metadata__"),
@@ -123,13 +143,17 @@ def test_elements_that_share_bytes_are_refused_by_name() -> None:
         ours(file({"w": {"dtype": "F4", "shape": [16], "data_offsets": [0, 8]}}))
 
 
-@pytest.mark.parametrize("length", [b"", bytes(7), bytes(8), (100_000_001).to_bytes(8, "little"), b"\xff" * 8])
+@pytest.mark.parametrize(
+    "length", [b"", bytes(7), bytes(8), (100_000_001).to_bytes(8, "little"), b"\xff" * 8]
+)
 def test_a_length_that_no_header_has_is_refused_before_memory_is_taken(length: bytes) -> None:
     with pytest.raises(FormatError, match="not a safetensors file"):
         header_bytes(length, "file")
 
 
-def test_with_any_bit_of_the_header_flipped_it_is_refused_or_read_as_the_reference_reads_it() -> None:
+def test_with_any_bit_of_the_header_flipped_it_is_refused_or_read_as_the_reference_reads_it() -> (
+    None
+):
     doc = {
         "__metadata__": {"format": "pt"},
         "layer.0": {"dtype": "BF16", "shape": [3, 4], "data_offsets": [0, 24]},

@@ -1,4 +1,5 @@
-"""Several files and one that names them: the last one comes last, and what was there before is whole or gone."""
+"""Several files and one that names them: the last one comes last, and what was there before is
+whole or gone."""
 
 from __future__ import annotations
 
@@ -27,12 +28,24 @@ def write(place, to, *, overwrite=False, **options):
     checkpoint = shardckpt.open(place)
     outputs = [identity(checkpoint.tensor(name)) for name in ("w", "v", "none", "s")]
     files = [lay_out(outputs[:3]), lay_out(outputs[3:])]
-    return write_safetensors(checkpoint, files, LocalFiles(to, NAMES, overwrite=overwrite), limit=64 << 20, last=INDEX, **options)
+    return write_safetensors(
+        checkpoint,
+        files,
+        LocalFiles(to, NAMES, overwrite=overwrite),
+        limit=64 << 20,
+        last=INDEX,
+        **options,
+    )
 
 
 @pytest.fixture
 def place(tmp_path):
-    state = {"w": random((50, 40)), "v": random((3,), "bool", 1), "none": random((0, 4)), "s": random((), "float16", 2)}
+    state = {
+        "w": random((50, 40)),
+        "v": random((3,), "bool", 1),
+        "none": random((0, 4)),
+        "s": random((), "float16", 2),
+    }
     saved(tmp_path / "c", state)
     return tmp_path / "c"
 
@@ -40,10 +53,16 @@ def place(tmp_path):
 def test_all_files_are_written_and_nothing_else_is_left(tmp_path, place):
     written = write(place, tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == NAMES
-    assert sorted(safetensors.torch.load_file(tmp_path / "out" / "a.safetensors")) == ["none", "v", "w"]
+    assert sorted(safetensors.torch.load_file(tmp_path / "out" / "a.safetensors")) == [
+        "none",
+        "v",
+        "w",
+    ]
     assert safetensors.torch.load_file(tmp_path / "out" / "b.safetensors")["s"].shape == ()
     assert (tmp_path / "out" / "index.json").read_bytes() == INDEX
-    assert written.written_bytes == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    assert written.written_bytes == sum(
+        path.stat().st_size for path in (tmp_path / "out").iterdir()
+    )
 
 
 @pytest.mark.parametrize("there", NAMES)
@@ -57,7 +76,9 @@ def test_a_file_that_is_there_is_an_error_whichever_it_is(tmp_path, place, there
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("dies_at", range(3))
-def test_the_index_is_never_there_beside_files_that_it_does_not_mean(tmp_path, place, monkeypatch, overwrite, dies_at):
+def test_the_index_is_never_there_beside_files_that_it_does_not_mean(
+    tmp_path, place, monkeypatch, overwrite, dies_at
+):
     out = tmp_path / "out"
     if overwrite:
         out.mkdir()
@@ -66,7 +87,11 @@ def test_the_index_is_never_there_beside_files_that_it_does_not_mean(tmp_path, p
     links = []
 
     def link(*paths, really=os.link):
-        state = {path.name: path.read_bytes()[:4] == b"old " for path in out.iterdir() if path.name in NAMES}
+        state = {
+            path.name: path.read_bytes()[:4] == b"old "
+            for path in out.iterdir()
+            if path.name in NAMES
+        }
         assert "index.json" not in state or len(set(state.values())) == 1
         if len(links) == dies_at:
             raise KeyboardInterrupt
@@ -100,7 +125,11 @@ def test_files_without_hard_links_are_replaced_by_one_rename_each(tmp_path, plac
     monkeypatch.setattr(Path, "replace", replace)
     monkeypatch.setattr(Path, "rename", replace)
     write(place, out, overwrite=True)
-    assert sorted(name for name in renames if name in NAMES) == NAMES == sorted(path.name for path in out.iterdir())
+    assert (
+        sorted(name for name in renames if name in NAMES)
+        == NAMES
+        == sorted(path.name for path in out.iterdir())
+    )
     assert sum(not name.startswith("notes.") for name in renames) == len(NAMES)
 
 
@@ -135,7 +164,7 @@ def test_an_export_that_was_stopped_while_it_named_files_is_continued_where_ther
     assert sorted(path.name for path in out.iterdir()) == NAMES
 
 
-def test_an_export_that_was_stopped_while_it_named_files_is_continued_where_links_have_inode_numbers_of_their_own(
+def test_an_export_stopped_while_it_names_files_goes_on_where_links_have_inodes_of_their_own(
     tmp_path, place, monkeypatch
 ):
     out = tmp_path / "out"
@@ -173,7 +202,14 @@ class FrontToBack:
     def begin(self, plan):
         self.directory.mkdir(exist_ok=True)
         held = [self._size(number) for number in range(len(plan.sizes))]
-        return next((i for i, (_, file, runs) in enumerate(plan.blocks()) if any(at + n > held[file] for at, n in runs)), 1 << 62)
+        return next(
+            (
+                i
+                for i, (_, file, runs) in enumerate(plan.blocks())
+                if any(at + n > held[file] for at, n in runs)
+            ),
+            1 << 62,
+        )
 
     def write(self, writes, checks):
         assert all(checks)
@@ -200,16 +236,24 @@ class FrontToBack:
 
 
 def test_files_can_be_written_front_to_back_and_gone_on_with(tmp_path):
-    saved(tmp_path / "c", {"w": random((600, 500)), "v": random((40, 7, 9), "float64"), "s": random(())}, {"w": sharded("a", "b")})
+    saved(
+        tmp_path / "c",
+        {"w": random((600, 500)), "v": random((40, 7, 9), "float64"), "s": random(())},
+        {"w": sharded("a", "b")},
+    )
     checkpoint = shardckpt.open(tmp_path / "c")
     outputs = [identity(checkpoint.tensor(name)) for name in ("w", "v", "s")]
     files = [lay_out(outputs[:2]), lay_out(outputs[2:])]
     for stop_after in (100, 30_000, 1 << 62):
         place = FrontToBack(tmp_path / "out", stop_after)
         with pytest.raises(KeyboardInterrupt) if stop_after < 1 << 62 else nullcontext():
-            write_safetensors(shardckpt.open(tmp_path / "c"), files, place, limit=64 << 20, last=INDEX)
+            write_safetensors(
+                shardckpt.open(tmp_path / "c"), files, place, limit=64 << 20, last=INDEX
+            )
     assert (tmp_path / "out" / "2").read_bytes() == INDEX
     for number, names in enumerate((["v", "w"], ["s"])):
         tensors = safetensors.torch.load((tmp_path / "out" / str(number)).read_bytes())
         assert sorted(tensors) == names
-        assert all(t.numpy().tobytes() == checkpoint.read(name).tobytes() for name, t in tensors.items())
+        assert all(
+            t.numpy().tobytes() == checkpoint.read(name).tobytes() for name, t in tensors.items()
+        )

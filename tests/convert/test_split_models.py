@@ -1,4 +1,5 @@
-"""Imports of models that are split among files without an index, as an interrupted download leaves them."""
+"""Imports of models that are split among files without an index, as an interrupted download leaves
+them."""
 
 from __future__ import annotations
 
@@ -19,13 +20,22 @@ def write(path, name):
 
 
 @pytest.mark.parametrize(
-    "pattern", ["model-{}-of-00003.safetensors", "diffusion_pytorch_model-{}-of-00003.safetensors", "pytorch_model-{}-of-00003.bin"]
+    "pattern",
+    [
+        "model-{}-of-00003.safetensors",
+        "diffusion_pytorch_model-{}-of-00003.safetensors",
+        "pytorch_model-{}-of-00003.bin",
+    ],
 )
-def test_a_split_model_without_an_index_is_imported_whole_or_refused_with_the_missing_files(tmp_path, pattern):
+def test_a_split_model_without_an_index_is_imported_whole_or_refused_with_the_missing_files(
+    tmp_path, pattern
+):
     parts = [pattern.format(f"{number:05d}") for number in (1, 2, 3)]
     for number in (0, 2):
         write(tmp_path / parts[number], f"w{number}")
-    with pytest.raises(MissingDataError, match=f"of the 3 files of a split model, {parts[1]} is missing"):
+    with pytest.raises(
+        MissingDataError, match=f"of the 3 files of a split model, {parts[1]} is missing"
+    ):
         import_checkpoint(tmp_path, tmp_path / "new")
     write(tmp_path / parts[1], "w1")
     import_checkpoint(tmp_path, tmp_path / "new")
@@ -46,7 +56,11 @@ def test_a_part_of_a_split_model_that_is_named_as_a_file_is_imported_with_a_note
 def test_files_with_slices_of_a_models_tensors_are_refused(tmp_path, numbers):
     for number in numbers:
         write(tmp_path / f"consolidated.{number:02d}.safetensors", "w")
-    with pytest.raises(FormatError, match=r"consolidated\.01\.safetensors ha(s|ve) slices of the tensors .* cannot be joined here"):
+    with pytest.raises(
+        FormatError,
+        match=r"consolidated\.01\.safetensors ha(s|ve) slices of the tensors .* cannot be joined "
+        r"here",
+    ):
         import_checkpoint(tmp_path, tmp_path / "new")
 
 
@@ -56,7 +70,10 @@ def test_a_file_with_slices_of_tensors_that_is_named_is_imported_with_a_note(tmp
     write(written, "w")
     part = written.rename(written.with_suffix(".pth")) if suffix == ".bin" else written
     report = import_checkpoint(part, tmp_path / "new")
-    assert f"{part.name} has slices of the tensors of a model in Meta's form; only it is read." in report.notes
+    assert (
+        f"{part.name} has slices of the tensors of a model in Meta's form; only it is read."
+        in report.notes
+    )
 
 
 def test_a_model_in_one_file_of_metas_form_is_imported(tmp_path):

@@ -1,4 +1,5 @@
-"""Boxes of tensors in files of torch.save, whatever their strides are; torch's own slices are what they are held against."""
+"""Boxes of tensors in files of torch.save, whatever their strides are; torch's own slices are what
+they are held against."""
 
 from __future__ import annotations
 
@@ -44,9 +45,22 @@ def read(data, box):
 @given(st.data())
 def test_any_box_of_any_view_is_what_torch_slices(data):
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
-    tensor = torch.arange(prod(shape), dtype=torch.int32).reshape(shape).permute(*data.draw(st.permutations(range(len(shape)))))
+    tensor = (
+        torch.arange(prod(shape), dtype=torch.int32)
+        .reshape(shape)
+        .permute(*data.draw(st.permutations(range(len(shape)))))
+    )
     for d in range(tensor.ndim):
-        tensor = tensor[(slice(None),) * d + (slice(data.draw(st.integers(0, tensor.shape[d] - 1)), None, data.draw(st.integers(1, 3))),)]
+        tensor = tensor[
+            (slice(None),) * d
+            + (
+                slice(
+                    data.draw(st.integers(0, tensor.shape[d] - 1)),
+                    None,
+                    data.draw(st.integers(1, 3)),
+                ),
+            )
+        ]
     start = [data.draw(st.integers(0, n)) for n in tensor.shape]
     stop = [data.draw(st.integers(a, n)) for a, n in zip(start, tensor.shape, strict=True)]
     box = Box(tuple(start), tuple(stop))
@@ -58,7 +72,11 @@ def test_any_box_of_any_view_is_what_torch_slices(data):
 @given(st.data())
 def test_what_torch_has_in_row_major_order_is_one_run_of_bytes_and_nothing_else(data):
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-    tensor = torch.arange(prod(shape), dtype=torch.int32).reshape(shape).permute(*data.draw(st.permutations(range(len(shape)))))
+    tensor = (
+        torch.arange(prod(shape), dtype=torch.int32)
+        .reshape(shape)
+        .permute(*data.draw(st.permutations(range(len(shape)))))
+    )
     tensor = tensor[data.draw(st.integers(0, tensor.shape[0] - 1)) :]
     written = saved(tensor)
     file = open_torch_file(Span(LoadedFile("the file", written), 0, len(written)))
@@ -66,7 +84,9 @@ def test_what_torch_has_in_row_major_order_is_one_run_of_bytes_and_nothing_else(
     assert (entry is not None) == tensor.is_contiguous()
     if entry is not None:
         assert entry.span.read(0, len(entry.span)).tobytes() == tensor.numpy().tobytes()
-        assert (entry.crc is not None) == (tensor.numel() == prod(shape)), "a checksum is of a whole storage"
+        assert (entry.crc is not None) == (tensor.numel() == prod(shape)), (
+            "a checksum is of a whole storage"
+        )
 
 
 def test_a_chunk_is_read_without_what_is_beside_it():

@@ -1,4 +1,5 @@
-"""A state as a directory of torch.distributed.checkpoint, against that package itself: real gloo jobs, real loads."""
+"""A state as a directory of torch.distributed.checkpoint, against that package itself: real gloo
+jobs, real loads."""
 
 from __future__ import annotations
 
@@ -40,12 +41,21 @@ def directory(checkpoint, tmp_path_factory):
 
 
 def export(source, place, **options):
-    return write_state(Checkpoint(source), parse(place), "dcp", StateOptions(**{"memory_limit": 64 * MiB, **options}))
+    return write_state(
+        Checkpoint(source),
+        parse(place),
+        "dcp",
+        StateOptions(**{"memory_limit": 64 * MiB, **options}),
+    )
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=["2 processes", "2 x 2 processes"])
-def test_dcp_loads_the_state_onto_shardings_of_its_own_bit_by_bit(processes, checkpoint, directory, mesh):
-    assert processes.run("load", int(np.prod(mesh)), checkpoint, directory, mesh) == [[]] * int(np.prod(mesh))
+def test_dcp_loads_the_state_onto_shardings_of_its_own_bit_by_bit(
+    processes, checkpoint, directory, mesh
+):
+    assert processes.run("load", int(np.prod(mesh)), checkpoint, directory, mesh) == [[]] * int(
+        np.prod(mesh)
+    )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -63,7 +73,9 @@ def test_dcp_makes_one_file_of_it_with_the_same_elements(checkpoint, directory, 
 def test_its_metadata_says_what_dcp_s_own_says_of_the_same_state(checkpoint, directory, tmp_path):
     state = torch_state(shardckpt.restore(checkpoint))
     dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    theirs, ours = (dcp.FileSystemReader(place).read_metadata() for place in (tmp_path / "theirs", directory))
+    theirs, ours = (
+        dcp.FileSystemReader(place).read_metadata() for place in (tmp_path / "theirs", directory)
+    )
     assert ours.planner_data == theirs.planner_data
     assert list(ours.state_dict_metadata) == list(theirs.state_dict_metadata)
     for name, stored in theirs.state_dict_metadata.items():
@@ -88,18 +100,27 @@ def torch_state(value):
 
 def test_tied_tensors_are_stored_once(directory):
     places = dcp.FileSystemReader(directory).read_metadata().storage_data
-    of = {name: [(p.offset, p.length) for index, p in places.items() if index.fqn == name] for name in ("model.w", "model.tied")}
+    of = {
+        name: [(p.offset, p.length) for index, p in places.items() if index.fqn == name]
+        for name in ("model.w", "model.tied")
+    }
     assert of["model.w"] == of["model.tied"] != []
 
 
 def test_blocks_are_shards_of_the_recorded_layout_where_these_are_large_enough(tmp_path):
     w = np.zeros((4096, 2048), np.float32)
     sharding = shardckpt.Sharding(exported.MESH, shardckpt.PartitionSpec("data"))
-    shardckpt.save(tmp_path / "c", {"w": w, "v": w[:8, :8].copy()}, options=shardckpt.SaveOptions(shardings={"w": sharding, "v": sharding}))
+    shardckpt.save(
+        tmp_path / "c",
+        {"w": w, "v": w[:8, :8].copy()},
+        options=shardckpt.SaveOptions(shardings={"w": sharding, "v": sharding}),
+    )
     export(tmp_path / "c", tmp_path / "d", memory_limit=256 * MiB)
     entries = dcp.FileSystemReader(tmp_path / "d").read_metadata().state_dict_metadata
     assert [tuple(chunk.sizes) for chunk in entries["w"].chunks] == [(1024, 2048)] * 4
-    assert [tuple(chunk.offsets) for chunk in entries["w"].chunks] == [(1024 * i, 0) for i in range(4)]
+    assert [tuple(chunk.offsets) for chunk in entries["w"].chunks] == [
+        (1024 * i, 0) for i in range(4)
+    ]
     assert [tuple(chunk.sizes) for chunk in entries["v"].chunks] == [(8, 8)]
 
 
@@ -111,15 +132,25 @@ def test_tuples_with_tensors_in_them_become_lists_and_say_so(tmp_path):
         dcp.load(state, checkpoint_id=tmp_path / "d")
     assert state["opt"][0].tolist() == [1, 1, 1]
     assert (state["opt"][1], state["plain"]) == ((1, 2), (1, "a"))
-    assert written.notes == ("'opt' is a tuple with tensors in it, where DCP looks for none; it is exported as a list.",)
+    assert written.notes == (
+        "'opt' is a tuple with tensors in it, where DCP looks for none; it is exported as a list.",
+    )
 
 
 @pytest.mark.parametrize(
     ("state", "error", "words"),
     [
         ([np.ones(2)], errors.StructureMismatchError, "is a list, but DCP stores only dicts"),
-        ({"a.b": np.ones(2), "a": {"b": np.ones(3)}}, errors.NamesMismatchError, r"two names become the same in DCP.*a\.b"),
-        ({"w": exported.bits((3,), "uint4", 0)}, errors.DtypeError, "'w': torch has no dtype uint4"),
+        (
+            {"a.b": np.ones(2), "a": {"b": np.ones(3)}},
+            errors.NamesMismatchError,
+            r"two names become the same in DCP.*a\.b",
+        ),
+        (
+            {"w": exported.bits((3,), "uint4", 0)},
+            errors.DtypeError,
+            "'w': torch has no dtype uint4",
+        ),
     ],
 )
 def test_what_dcp_has_no_words_for_is_refused_and_nothing_is_left(tmp_path, state, error, words):
@@ -134,7 +165,9 @@ def test_only_a_checkpoint_of_dcp_is_replaced(checkpoint, tmp_path):
     (tmp_path / "d" / "thesis.tex").write_text("…")
     with pytest.raises(errors.AlreadyExistsError, match="is there already"):
         export(checkpoint, tmp_path / "d")
-    with pytest.raises(errors.AlreadyExistsError, match=r"is not an earlier export \(it has no \.metadata\)"):
+    with pytest.raises(
+        errors.AlreadyExistsError, match=r"is not an earlier export \(it has no \.metadata\)"
+    ):
         export(checkpoint, tmp_path / "d", overwrite=True)
     (tmp_path / "d" / "thesis.tex").rename(tmp_path / "d" / ".metadata")
     export(checkpoint, tmp_path / "d", overwrite=True)
@@ -153,7 +186,9 @@ def large(tmp_path_factory):
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp", "orbax"])
-def test_a_tensor_much_larger_than_the_limit_is_exported_within_it_and_read_once(processes, large, tmp_path, to):
+def test_a_tensor_much_larger_than_the_limit_is_exported_within_it_and_read_once(
+    processes, large, tmp_path, to
+):
     (took,) = processes.run("memory", 1, large, tmp_path / to, to, 64 * MiB)
     assert took["memory"] <= 64 * MiB + 32 * MiB
     assert took["read"] <= 1.01 * 256 * MiB

@@ -26,7 +26,12 @@ CHILD = CHILDREN / "orbax_restores.py"
 
 
 def export(source, place, **options):
-    return write_state(Checkpoint(source), parse(place), "orbax", StateOptions(**{"memory_limit": 64 * MiB, **options}))
+    return write_state(
+        Checkpoint(source),
+        parse(place),
+        "orbax",
+        StateOptions(**{"memory_limit": 64 * MiB, **options}),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,9 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def orbax(root):
     """Answers of Orbax about the exported checkpoints."""
-    child = subprocess.run([sys.executable, CHILD, root], capture_output=True, text=True, timeout=250, check=False)
+    child = subprocess.run(
+        [sys.executable, CHILD, root], capture_output=True, text=True, timeout=250, check=False
+    )
     assert child.returncode == 0, child.stderr[-4000:]
     return json.loads(child.stdout.splitlines()[-1])
 
@@ -78,26 +85,48 @@ def test_damage_is_noticed_when_orbax_reads(orbax):
 
 def test_zarr_reads_the_arrays_too(root, tmp_path):
     export(root / "checkpoint", tmp_path / "o", include=["model/*", "optimizer/**"])
-    assert exported.raw(zarr.open_array(tmp_path / "o" / "model.uneven")[:]) == exported.state()["model"]["uneven"].tobytes()
+    assert (
+        exported.raw(zarr.open_array(tmp_path / "o" / "model.uneven")[:])
+        == exported.state()["model"]["uneven"].tobytes()
+    )
     assert zarr.open_array(tmp_path / "o" / "optimizer.state.0.step")[()] == 7
 
 
 def test_chunks_are_shards_of_the_recorded_layout_where_these_are_large_enough(tmp_path):
     w = np.zeros((4096, 2048), np.float32)
     sharding = shardckpt.Sharding(exported.MESH, shardckpt.PartitionSpec("data"))
-    shardckpt.save(tmp_path / "c", {"w": w}, options=shardckpt.SaveOptions(shardings={"w": sharding}))
+    shardckpt.save(
+        tmp_path / "c", {"w": w}, options=shardckpt.SaveOptions(shardings={"w": sharding})
+    )
     export(tmp_path / "c", tmp_path / "o", memory_limit=256 * MiB)
-    assert sorted(path.name for path in (tmp_path / "o" / "w" / "c").iterdir()) == ["0", "1", "2", "3"]
+    assert sorted(path.name for path in (tmp_path / "o" / "w" / "c").iterdir()) == [
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
 
 
 def test_what_orbax_has_no_place_for_is_left_out_by_name_and_keeps_its_place_in_lists(tmp_path):
-    state = {"list": [1, b"bytes", 3], "z": 1j, "huge": 1 << 70, "own": PerProcess(4), "w": np.ones(2), "brain": ml_dtypes.bfloat16(2)}
+    state = {
+        "list": [1, b"bytes", 3],
+        "z": 1j,
+        "huge": 1 << 70,
+        "own": PerProcess(4),
+        "w": np.ones(2),
+        "brain": ml_dtypes.bfloat16(2),
+    }
     exported.save(tmp_path / "c", state)
     written = export(tmp_path / "c", tmp_path / "o")
     names = ("list/1", "z", "huge", "own")
-    assert [note.split(":")[0] for note in written.notes] == [f"'{name}' is left out" for name in names]
+    assert [note.split(":")[0] for note in written.notes] == [
+        f"'{name}' is left out" for name in names
+    ]
     tree = json.loads((tmp_path / "o" / "_METADATA").read_text())["tree_metadata"]
-    assert tree["('list', '1')"]["value_metadata"] == {"value_type": "None", "skip_deserialize": True}
+    assert tree["('list', '1')"]["value_metadata"] == {
+        "value_type": "None",
+        "skip_deserialize": True,
+    }
     assert not {"('z',)", "('huge',)", "('own',)"} & set(tree)
 
 
@@ -105,13 +134,41 @@ def test_what_orbax_has_no_place_for_is_left_out_by_name_and_keeps_its_place_in_
     ("state", "error", "words"),
     [
         ({}, errors.StructureMismatchError, "that is not empty"),
-        ({"a.b": np.ones(2), "a": {"b": np.ones(3)}}, errors.NamesMismatchError, "two names become 'a.b' in Orbax"),
-        ({"ocdbt.process_0": np.ones(2)}, errors.NamesMismatchError, "'ocdbt.process_0' is the name of a file of Orbax itself"),
-        ({"checkpoint": np.ones(2)}, errors.NamesMismatchError, "'checkpoint' is the name of a file of Orbax itself"),
-        ({"_METADATA": np.ones(2)}, errors.NamesMismatchError, "'_METADATA' is the name of a file of Orbax itself"),
-        ({"../../w": np.ones(2)}, errors.NamesMismatchError, "directory of its name: '../../w' is not a valid key below"),
-        ({"a": np.ones(2), "a/c": np.ones(2)}, errors.NamesMismatchError, "'a/c' would be inside the directory of another array"),
-        ({"w": exported.bits((3,), "uint4", 0)}, errors.DtypeError, "'w': TensorStore has no dtype uint4"),
+        (
+            {"a.b": np.ones(2), "a": {"b": np.ones(3)}},
+            errors.NamesMismatchError,
+            "two names become 'a.b' in Orbax",
+        ),
+        (
+            {"ocdbt.process_0": np.ones(2)},
+            errors.NamesMismatchError,
+            "'ocdbt.process_0' is the name of a file of Orbax itself",
+        ),
+        (
+            {"checkpoint": np.ones(2)},
+            errors.NamesMismatchError,
+            "'checkpoint' is the name of a file of Orbax itself",
+        ),
+        (
+            {"_METADATA": np.ones(2)},
+            errors.NamesMismatchError,
+            "'_METADATA' is the name of a file of Orbax itself",
+        ),
+        (
+            {"../../w": np.ones(2)},
+            errors.NamesMismatchError,
+            "directory of its name: '../../w' is not a valid key below",
+        ),
+        (
+            {"a": np.ones(2), "a/c": np.ones(2)},
+            errors.NamesMismatchError,
+            "'a/c' would be inside the directory of another array",
+        ),
+        (
+            {"w": exported.bits((3,), "uint4", 0)},
+            errors.DtypeError,
+            "'w': TensorStore has no dtype uint4",
+        ),
     ],
 )
 def test_what_orbax_has_no_words_for_is_refused_and_nothing_is_left(tmp_path, state, error, words):
@@ -121,7 +178,9 @@ def test_what_orbax_has_no_words_for_is_refused_and_nothing_is_left(tmp_path, st
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_a_directory_appears_whole_or_not_at_all_and_a_former_checkpoint_stays_until_then(root, tmp_path):
+def test_a_directory_appears_whole_or_not_at_all_and_a_former_checkpoint_stays_until_then(
+    root, tmp_path
+):
     export(root / "checkpoint", tmp_path / "o", include="model/w")
 
     def stop(done, _total):
@@ -145,8 +204,18 @@ def test_orbax_finds_the_shardings_of_arrays_with_any_name(tmp_path):
 
     layout = shardckpt.Sharding(shardckpt.Mesh((2,), ("x",)), shardckpt.PartitionSpec("x"))
     names = ("ab?", "params.w?", "a>b", "w")
-    shardckpt.save(tmp_path / "c", {n: np.ones(4) for n in names}, options=shardckpt.SaveOptions(shardings=dict.fromkeys(names, layout)))
+    shardckpt.save(
+        tmp_path / "c",
+        {n: np.ones(4) for n in names},
+        options=shardckpt.SaveOptions(shardings=dict.fromkeys(names, layout)),
+    )
     shardckpt.export(tmp_path / "c", tmp_path / "o", to="orbax")
     for name in names:
-        document = ts.open(get_sharding_tensorstore_spec(str(tmp_path / "o"), name)).result().read().result().item()
+        document = (
+            ts.open(get_sharding_tensorstore_spec(str(tmp_path / "o"), name))
+            .result()
+            .read()
+            .result()
+            .item()
+        )
         assert json.loads(document)["partition_spec"] == ["x"]

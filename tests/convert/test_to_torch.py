@@ -31,7 +31,12 @@ def checkpoint(tmp_path_factory):
 
 
 def export(source, place, **options):
-    return write_state(Checkpoint(source), parse(place), "torch", StateOptions(**{"memory_limit": 64 * MiB, **options}))
+    return write_state(
+        Checkpoint(source),
+        parse(place),
+        "torch",
+        StateOptions(**{"memory_limit": 64 * MiB, **options}),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +53,15 @@ def test_torch_loads_the_state_bit_by_bit_without_leave_to_run_code(file, mmap):
         assert list(loaded[group]) == list(expected[group])
         for name, array in expected[group].items():
             tensor = loaded[group][name]
-            assert (str(tensor.dtype), tuple(tensor.shape)) == (f"torch.{array.dtype.name}", array.shape), name
+            assert (str(tensor.dtype), tuple(tensor.shape)) == (
+                f"torch.{array.dtype.name}",
+                array.shape,
+            ), name
             assert exported.raw(tensor) == array.tobytes(), name
-    assert loaded["optimizer"]["state"][1]["m"].numpy().tobytes() == expected["optimizer"]["state"][1]["m"].tobytes()
+    assert (
+        loaded["optimizer"]["state"][1]["m"].numpy().tobytes()
+        == expected["optimizer"]["state"][1]["m"].tobytes()
+    )
     assert [loaded["optimizer"]["state"][i]["step"] for i in (0, 1)] == [7, 8]
     assert loaded["list"][1] == {"nested": [True, None, -1.5]}
     assert (loaded["none"], loaded["nothing"]) == (None, {})
@@ -73,29 +84,63 @@ def test_what_torch_saves_itself_is_the_same_but_for_its_own_name(file, tmp_path
     theirs, ours = zipfile.ZipFile(tmp_path / "state.pt"), zipfile.ZipFile(file)
     assert theirs.namelist() == ours.namelist()
     for one, other in zip(theirs.infolist(), ours.infolist(), strict=True):
-        if not one.filename.endswith(("serialization_id", "data.pkl")):  # keys that are one str object are written once
+        if not one.filename.endswith(
+            ("serialization_id", "data.pkl")
+        ):  # keys that are one str object are written once
             assert (one.CRC, one.file_size) == (other.CRC, other.file_size), one.filename
 
 
-def test_numbers_of_numpy_are_python_s_and_what_cannot_be_read_without_leave_is_left_out_by_name(tmp_path):
-    state = {"n": np.float32(0.5), "i": np.int8(-3), "empty": b"", "bytes": b"\xff", "huge": 1 << 3000, "size": torch.Size([2]), "z": 1j}
-    exported.save(tmp_path / "c", state | {"dtype": torch.float8_e5m2, "when": np.datetime64("2024-01-01")})
+def test_numbers_of_numpy_are_python_s_and_what_cannot_be_read_without_leave_is_left_out_by_name(
+    tmp_path,
+):
+    state = {
+        "n": np.float32(0.5),
+        "i": np.int8(-3),
+        "empty": b"",
+        "bytes": b"\xff",
+        "huge": 1 << 3000,
+        "size": torch.Size([2]),
+        "z": 1j,
+    }
+    exported.save(
+        tmp_path / "c", state | {"dtype": torch.float8_e5m2, "when": np.datetime64("2024-01-01")}
+    )
     written = export(tmp_path / "c", tmp_path / "s.pt")
     loaded = torch.load(tmp_path / "s.pt", weights_only=True)
-    assert loaded == {"n": 0.5, "i": -3, "bytes": b"\xff", "size": torch.Size([2]), "z": 1j, "dtype": torch.float8_e5m2}
+    assert loaded == {
+        "n": 0.5,
+        "i": -3,
+        "bytes": b"\xff",
+        "size": torch.Size([2]),
+        "z": 1j,
+        "dtype": torch.float8_e5m2,
+    }
     assert (type(loaded["n"]), type(loaded["i"]), type(loaded["size"])) == (float, int, torch.Size)
-    assert [note.split(":")[0] for note in written.notes] == [f"'{name}' is left out" for name in ("empty", "huge", "when")]
+    assert [note.split(":")[0] for note in written.notes] == [
+        f"'{name}' is left out" for name in ("empty", "huge", "when")
+    ]
 
 
 def test_a_part_of_it_in_another_dtype(checkpoint, tmp_path):
-    export(checkpoint, tmp_path / "s.pt", include="model/*", exclude=["model/rows"], dtype={"model/uneven": "bfloat16"})
+    export(
+        checkpoint,
+        tmp_path / "s.pt",
+        include="model/*",
+        exclude=["model/rows"],
+        dtype={"model/uneven": "bfloat16"},
+    )
     loaded, expected = torch.load(tmp_path / "s.pt", weights_only=True), exported.state()["model"]
     assert list(loaded) == ["model"]
     assert list(loaded["model"]) == [name for name in expected if name != "rows"]
-    assert torch.equal(loaded["model"]["uneven"].nan_to_num(), torch.from_numpy(expected["uneven"]).to(torch.bfloat16).nan_to_num())
+    assert torch.equal(
+        loaded["model"]["uneven"].nan_to_num(),
+        torch.from_numpy(expected["uneven"]).to(torch.bfloat16).nan_to_num(),
+    )
     with pytest.raises(errors.NamesMismatchError, match="selects none of its names"):
         export(checkpoint, tmp_path / "none.pt", include="nothing like it")
-    with pytest.raises(errors.NamesMismatchError, match=r"include=\['modle/\*\*'\] selects none of its names"):
+    with pytest.raises(
+        errors.NamesMismatchError, match=r"include=\['modle/\*\*'\] selects none of its names"
+    ):
         export(checkpoint, tmp_path / "none.pt", include=["model/**", "modle/**"])
 
 
@@ -124,7 +169,9 @@ def test_an_export_that_fails_leaves_nothing_and_what_was_there_stays(checkpoint
     assert "model" in torch.load(place, weights_only=True)
 
 
-def test_what_a_killed_export_left_goes_with_the_next_one_and_a_live_one_s_stays(checkpoint, tmp_path):
+def test_what_a_killed_export_left_goes_with_the_next_one_and_a_live_one_s_stays(
+    checkpoint, tmp_path
+):
     place, killed = tmp_path / "s.pt", tmp_path / ".s.pt.01234567.partial"
     killed.write_bytes(b"left")
     sizes = []
@@ -144,13 +191,17 @@ def test_what_a_killed_export_left_goes_with_the_next_one_and_a_live_one_s_stays
     assert [path.name for path in tmp_path.iterdir()] == ["s.pt"]
 
 
-def test_it_is_written_to_a_local_disk_only_and_only_where_there_is_room(checkpoint, tmp_path, monkeypatch):
+def test_it_is_written_to_a_local_disk_only_and_only_where_there_is_room(
+    checkpoint, tmp_path, monkeypatch
+):
     with pytest.raises(errors.OptionError, match="written to a local disk only"):
         export(checkpoint, "memory://somewhere/s.pt")
     status = os.statvfs(tmp_path)
     full = os.statvfs_result((*status[:4], 1, *status[5:]))
     monkeypatch.setattr(os, "statvfs", lambda _path: full)
-    with pytest.raises(errors.StorageError, match=r"needs [\d.]+ [KMGT]iB .* the disk has [\d.]+ [KMGT]iB free"):
+    with pytest.raises(
+        errors.StorageError, match=r"needs [\d.]+ [KMGT]iB .* the disk has [\d.]+ [KMGT]iB free"
+    ):
         export(checkpoint, tmp_path / "s.pt")
     assert not list(tmp_path.iterdir())
 

@@ -24,17 +24,40 @@ from shardckpt.convert.plain_values import plain, whole
 from shardckpt.convert.span import LoadedFile, Span
 from shardckpt.errors import CorruptionError, FormatError
 
-scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=300)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(max_size=300)
+)
 keys = scalars | st.tuples(scalars, scalars)
 values = st.recursive(
-    scalars, lambda children: st.lists(children) | st.tuples(children, children) | st.tuples(children) | st.dictionaries(keys, children)
+    scalars,
+    lambda children: (
+        st.lists(children)
+        | st.tuples(children, children)
+        | st.tuples(children)
+        | st.dictionaries(keys, children)
+    ),
 )
 
 
 @given(values, st.integers(2, 5))
 def test_plain_values_are_what_python_itself_reads(value, protocol):
     data = pickle.dumps(value, protocol)
-    assert unpickle(data, "file", {"_codecs.encode": TABLE["_codecs.encode"], "__builtin__.bytes": TABLE["__builtin__.bytes"]}) == value
+    assert (
+        unpickle(
+            data,
+            "file",
+            {
+                "_codecs.encode": TABLE["_codecs.encode"],
+                "__builtin__.bytes": TABLE["__builtin__.bytes"],
+            },
+        )
+        == value
+    )
 
 
 @given(values)
@@ -64,7 +87,9 @@ def test_nothing_that_a_pickle_calls_is_called(tmp_path, protocol):
     data = pickle.dumps([Attack()], protocol)
     (item,) = unpickle(data, "file")
     assert (item.name, item.arguments) == ("posix.system", (f"touch {tmp_path}/reached",))
-    with pytest.raises(FormatError, match=r"file: this pickle names 'posix\.system'.*nothing of this one was run"):
+    with pytest.raises(
+        FormatError, match=r"file: this pickle names 'posix\.system'.*nothing of this one was run"
+    ):
         parse_metadata(data, "file")
     assert list(tmp_path.iterdir()) == []
     pickle.loads(data)
@@ -73,7 +98,9 @@ def test_nothing_that_a_pickle_calls_is_called(tmp_path, protocol):
 
 ATTACKS = {
     "eval": b"cbuiltins\neval\n(X\x01\x00\x00\x00atR.",
-    "in the state of a class": b"ctorch.distributed.checkpoint.metadata\nMetadata\n}X\x01\x00\x00\x00acposix\nsystem\nsb.",
+    "in the state of a class": (
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n}X\x01\x00\x00\x00acposix\nsystem\nsb."
+    ),
     "dropped from the stack": b"cposix\nsystem\n0N.",
     "a getattr": b"c__builtin__\ngetattr\n(X\x01\x00\x00\x00atR.",
     "the old way": b"(S'touch'\niposix\nsystem\n.",
@@ -93,13 +120,20 @@ def test_a_state_is_given_to_instances_alone():
     for target in (b"c__builtin__\nobject\n", b"]", b"K\x01"):
         with pytest.raises(FormatError, match="is given a state"):
             unpickle(target + b"}b.", "file")
-    assert unpickle(b"ccollections\nOrderedDict\n)R}b.", "file", TABLE) == {}, "torch keeps versions of modules there"
+    assert unpickle(b"ccollections\nOrderedDict\n)R}b.", "file", TABLE) == {}, (
+        "torch keeps versions of modules there"
+    )
 
 
 def test_a_large_number_in_few_bytes_takes_no_memory():
     # Python's own machine makes a table as long as the largest place that is spoken of.
     assert unpickle(b"Nr\xff\xff\xff\x7f.", "file") is None
-    for length in (b"B\xff\xff\xff\xff", b"\x8e" + struct.pack("<Q", 1 << 60), b"X\xff\xff\xff\xff", b"\x8b\xff\xff\xff\x7f"):
+    for length in (
+        b"B\xff\xff\xff\xff",
+        b"\x8e" + struct.pack("<Q", 1 << 60),
+        b"X\xff\xff\xff\xff",
+        b"\x8b\xff\xff\xff\x7f",
+    ):
         with pytest.raises(FormatError, match="ends at byte"):
             unpickle(length + b"abc.", "file")
 
@@ -119,7 +153,9 @@ def test_a_pickle_that_is_cut_off_or_nested_without_end_is_an_error_and_no_crash
 
 @given(st.binary(max_size=60), st.data())
 def test_any_bytes_are_read_or_refused(noise, data):
-    sound = pickle.dumps({"a": [1, (2.5, "b")], 3: OrderedDict(c=b"d")}, data.draw(st.integers(2, 5)))
+    sound = pickle.dumps(
+        {"a": [1, (2.5, "b")], 3: OrderedDict(c=b"d")}, data.draw(st.integers(2, 5))
+    )
     at = data.draw(st.integers(0, len(sound)))
     with suppress(FormatError):
         unpickle(sound[:at] + noise + sound[at:], "file", TABLE)
@@ -136,7 +172,8 @@ def test_functions_of_ours_stand_for_what_is_called():
 
 def test_names_that_dcp_metadata_may_contain_are_data_alone():
     assert not any(
-        name.startswith(("os.", "posix.", "builtins.", "__builtin__.")) for name in CLASSES - {"builtins.bytes", "__builtin__.bytes"}
+        name.startswith(("os.", "posix.", "builtins.", "__builtin__."))
+        for name in CLASSES - {"builtins.bytes", "__builtin__.bytes"}
     )
 
 
@@ -164,9 +201,23 @@ def test_calls_states_and_items_of_objects_are_recorded_alone(protocol):
     listed = Listed([1, 2])
     listed.note = "x"
     inner = Outer.Inner()
-    objects = [listed, {1, 2}, frozenset([3]), bytearray(b"ab"), Outer.Inner, inner, inner.method, ByKeywords(rate=2), {inner: 1}]
+    objects = [
+        listed,
+        {1, 2},
+        frozenset([3]),
+        bytearray(b"ab"),
+        Outer.Inner,
+        inner,
+        inner.method,
+        ByKeywords(rate=2),
+        {inner: 1},
+    ]
     recorded = unpickle(pickle.dumps(objects, protocol), "file")
-    assert (recorded[0].name, recorded[0].appended, recorded[0].state) == (f"{__name__}.Listed", [1, 2], {"note": "x"})
+    assert (recorded[0].name, recorded[0].appended, recorded[0].state) == (
+        f"{__name__}.Listed",
+        [1, 2],
+        {"note": "x"},
+    )
     assert (recorded[1].appended or recorded[1].arguments[0]) == [1, 2]
     assert recorded[2].arguments == ([3],)
     assert recorded[3].name in ("builtins.bytearray", "__builtin__.bytearray")
@@ -179,7 +230,13 @@ def test_calls_states_and_items_of_objects_are_recorded_alone(protocol):
 
 HOSTILE = {
     "a call of what a call returned": b"cposix\nsystem\n)R)R",
-    "an attribute of an attribute": b"cbuiltins\ngetattr\n(cbuiltins\ngetattr\n(cos\npath\nX\x01\x00\x00\x00atRX\x01\x00\x00\x00btR",
+    "an attribute of an attribute": b"cbuiltins\n"
+    b"getattr\n"
+    b"(cbuiltins\n"
+    b"getattr\n"
+    b"(cos\n"
+    b"path\n"
+    b"X\x01\x00\x00\x00atRX\x01\x00\x00\x00btR",
     "an attribute of a call": b"cbuiltins\ngetattr\n(cos\npath\n)RX\x01\x00\x00\x00atR)R",
     "a state of a call": b"cposix\nsystem\n)R}X\x01\x00\x00\x00aNsb",
     "items of a call": b"cposix\nsystem\n)R(NNu(Ne",
@@ -200,7 +257,9 @@ def test_a_hostile_object_is_left_behind_and_named(hostile):
         state: object
         pickle_bytes: int = 1000
 
-    root = unpickle(b"}(X\x01\x00\x00\x00x" + HOSTILE[hostile] + b"X\x01\x00\x00\x00yK\x01u.", "file", TABLE)
+    root = unpickle(
+        b"}(X\x01\x00\x00\x00x" + HOSTILE[hostile] + b"X\x01\x00\x00\x00yK\x01u.", "file", TABLE
+    )
     state, notes = whole(File(root), {})
     assert state == {"y": 1}
     assert len(notes) == 1
@@ -223,14 +282,19 @@ def test_shared_lists_in_objects_are_searched_for_tensors_once():
 
 
 def test_a_reference_to_anything_but_a_storage_is_an_error():
-    for reference in (b"N", b"K\x01", b"(X\x07\x00\x00\x00storagecposix\nsystem\nX\x01\x00\x00\x000NK\x01t", b"cposix\nsystem\n)R"):
+    for reference in (
+        b"N",
+        b"K\x01",
+        b"(X\x07\x00\x00\x00storagecposix\nsystem\nX\x01\x00\x00\x000NK\x01t",
+        b"cposix\nsystem\n)R",
+    ):
         with pytest.raises(FormatError, match="a reference does not name a storage"):
             unpickle(reference + b"Q.", "file", TABLE, persistent=storage_of)
         with pytest.raises(FormatError, match="refers to something outside"):
             unpickle(reference + b"Q.", "file", TABLE)
 
 
-# --- what torch.save was given -----------------------------------------------------------------------------------------
+# --- what torch.save was given --------------------------------------------------------------------
 
 
 def test_what_is_shared_over_and_over_is_left_behind():

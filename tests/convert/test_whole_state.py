@@ -1,4 +1,5 @@
-"""Exports of states in every format appear whole or not at all, and hold the same as the checkpoint."""
+"""Exports of states in every format appear whole or not at all, and hold the same as the
+checkpoint."""
 
 from __future__ import annotations
 
@@ -29,15 +30,31 @@ def test_what_does_not_read_back_is_not_published(checkpoint, tmp_path, to):
     def damage(done, total):
         if done == total:
             (draft,) = tmp_path.glob(".state.*.partial")
-            file = {"torch": draft, "dcp": draft / "__0_0.distcp", "orbax": draft / "model.rows" / "c" / "0" / "0"}[to]
+            file = {
+                "torch": draft,
+                "dcp": draft / "__0_0.distcp",
+                "orbax": draft / "model.rows" / "c" / "0" / "0",
+            }[to]
             with file.open("r+b") as opened:
                 opened.seek(file.stat().st_size // 2)
                 opened.write(b"damage")
 
-    with pytest.raises(errors.CorruptionError, match="'model/rows' does not read back as it was written"):
-        write_state(Checkpoint(checkpoint), parse(tmp_path / "state"), to, StateOptions(memory_limit=64 * MiB, progress=damage))
+    with pytest.raises(
+        errors.CorruptionError, match="'model/rows' does not read back as it was written"
+    ):
+        write_state(
+            Checkpoint(checkpoint),
+            parse(tmp_path / "state"),
+            to,
+            StateOptions(memory_limit=64 * MiB, progress=damage),
+        )
     assert not list(tmp_path.iterdir())
-    write_state(Checkpoint(checkpoint), parse(tmp_path / "state"), to, StateOptions(memory_limit=64 * MiB, progress=damage, verify=False))
+    write_state(
+        Checkpoint(checkpoint),
+        parse(tmp_path / "state"),
+        to,
+        StateOptions(memory_limit=64 * MiB, progress=damage, verify=False),
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
@@ -47,28 +64,57 @@ def test_a_damaged_checkpoint_is_not_exported_and_nothing_is_left(tmp_path, to):
     for path in tmp_path.glob("c/*/hosts/*/*/d/*"):
         path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(errors.CorruptionError):
-        write_state(Checkpoint(tmp_path / "c"), parse(tmp_path / "state"), to, StateOptions(memory_limit=64 * MiB))
+        write_state(
+            Checkpoint(tmp_path / "c"),
+            parse(tmp_path / "state"),
+            to,
+            StateOptions(memory_limit=64 * MiB),
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_limit_that_does_not_suffice_is_refused_and_nothing_is_left(checkpoint, tmp_path, to):
     with pytest.raises(errors.BudgetError, match="memory_limit=1 KiB is too little"):
-        write_state(Checkpoint(checkpoint), parse(tmp_path / "state"), to, StateOptions(memory_limit=1024))
+        write_state(
+            Checkpoint(checkpoint), parse(tmp_path / "state"), to, StateOptions(memory_limit=1024)
+        )
     assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_format_is_refused_by_name(checkpoint, tmp_path):
     with pytest.raises(errors.OptionError, match=r"'onnx'.*'torch', 'dcp', 'orbax'"):
-        write_state(Checkpoint(checkpoint), parse(tmp_path / "state"), "onnx", StateOptions(memory_limit=64 * MiB))
+        write_state(
+            Checkpoint(checkpoint),
+            parse(tmp_path / "state"),
+            "onnx",
+            StateOptions(memory_limit=64 * MiB),
+        )
 
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_the_public_function_and_the_command_do_the_same(checkpoint, tmp_path, to):
-    report = shardckpt.export(checkpoint, tmp_path / "a", to=to, include="model/**", memory_limit="64MiB")
+    report = shardckpt.export(
+        checkpoint, tmp_path / "a", to=to, include="model/**", memory_limit="64MiB"
+    )
     assert (report.tensors, report.files, report.url) == (8, ("a",), str(tmp_path / "a"))
-    answer = CliRunner().invoke(app, ["export", str(checkpoint), str(tmp_path / "b"), "--to", to, "--include", "model/**", "--json"])
+    answer = CliRunner().invoke(
+        app,
+        [
+            "export",
+            str(checkpoint),
+            str(tmp_path / "b"),
+            "--to",
+            to,
+            "--include",
+            "model/**",
+            "--json",
+        ],
+    )
     assert answer.exit_code == 0, answer.output
     assert json.loads(answer.stdout)["bytes"] == report.nbytes
-    with pytest.raises(errors.OptionError, match="does not have the option metadata=, which is only for safetensors"):
+    with pytest.raises(
+        errors.OptionError,
+        match="does not have the option metadata=, which is only for safetensors",
+    ):
         shardckpt.export(checkpoint, tmp_path / "c", to=to, metadata={"a": "b"})

@@ -1,4 +1,5 @@
-"""Restores onto CUDA tensors, random states and process groups on a real GPU. `make cuda` runs them; elsewhere they are skipped."""
+"""Restores onto CUDA tensors, random states and process groups on a real GPU. `make cuda` runs
+them; elsewhere they are skipped."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ import shardckpt
 from shardckpt import SaveOptions, Target, errors
 from shardckpt.frameworks import cuda_runtime
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(300),
+]
 
 MiB = 1 << 20
 
@@ -30,13 +34,19 @@ def pinned(monkeypatch):
         return error
 
     monkeypatch.setattr(cuda_runtime.runtime, "pin", counted)
-    monkeypatch.setattr(cuda_runtime.runtime, "unpin", lambda address: (now.pop(address), unpin(address))[1])
+    monkeypatch.setattr(
+        cuda_runtime.runtime, "unpin", lambda address: (now.pop(address), unpin(address))[1]
+    )
     yield most
     assert now == {}
 
 
 def test_tensors_are_filled_in_place_through_a_small_ring(tmp_path, pinned):
-    value = {"large": torch.randn(16384, 4096), "half": torch.randn(513, 77).bfloat16(), "scalar": torch.tensor(3.5)}
+    value = {
+        "large": torch.randn(16384, 4096),
+        "half": torch.randn(513, 77).bfloat16(),
+        "scalar": torch.tensor(3.5),
+    }
     shardckpt.save(tmp_path / "c", value)
     like = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in value.items()}
     strided = {**like, "large": torch.zeros(4096, 16384, device="cuda").T}
@@ -51,8 +61,18 @@ def test_tensors_are_filled_in_place_through_a_small_ring(tmp_path, pinned):
 
 
 def test_many_small_tensors_are_copied_together_beside_large_ones(tmp_path, pinned):
-    kinds = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128, torch.float8_e4m3fn]
-    value = {f"s{i}": torch.randint(0, 2, (1 + i % 9, 1 + i % 50)).to(kinds[i % len(kinds)]) for i in range(2000)}
+    kinds = [
+        torch.float32,
+        torch.bfloat16,
+        torch.int64,
+        torch.bool,
+        torch.complex128,
+        torch.float8_e4m3fn,
+    ]
+    value = {
+        f"s{i}": torch.randint(0, 2, (1 + i % 9, 1 + i % 50)).to(kinds[i % len(kinds)])
+        for i in range(2000)
+    }
     value |= {f"w{i}": torch.randn(1024, 1024) for i in range(40)}
     shardckpt.save(tmp_path / "c", value)
     places = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in value.items()}
@@ -60,8 +80,13 @@ def test_many_small_tensors_are_copied_together_beside_large_ones(tmp_path, pinn
     for place in places.values():
         place.view(torch.uint8).fill_(1)  # queued before: must not come after
     shardckpt.restore(tmp_path / "c", places, memory_limit="128MiB")
-    changed = {name: place.clone() for name, place in places.items()}  # queued later: must not come before
-    assert all(torch.equal(changed[name].cpu().view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in value.items())
+    changed = {
+        name: place.clone() for name, place in places.items()
+    }  # queued later: must not come before
+    assert all(
+        torch.equal(changed[name].cpu().view(torch.uint8), tensor.view(torch.uint8))
+        for name, tensor in value.items()
+    )
     assert 0 < pinned[0] <= 128 * MiB
 
 
@@ -75,14 +100,19 @@ def test_a_damaged_chunk_reaches_no_tensor(tmp_path):
     like = {name: torch.full_like(tensor, -1.0, device="cuda") for name, tensor in value.items()}
     with pytest.raises(errors.CorruptionError, match="w7"):
         shardckpt.restore(tmp_path / "c", like, memory_limit="16MiB")
-    assert all(bool(((like[name].cpu() == -1) | (like[name].cpu() == tensor)).all()) for name, tensor in value.items())
+    assert all(
+        bool(((like[name].cpu() == -1) | (like[name].cpu() == tensor)).all())
+        for name, tensor in value.items()
+    )
 
 
 def test_a_target_names_a_device_and_a_dtype(tmp_path):
     value = torch.randn(300, 70)
     shardckpt.save(tmp_path / "c", {"w": value, "v": value})
     device = torch.device("cuda", torch.cuda.current_device())
-    restored = shardckpt.restore(tmp_path / "c", {"w": Target(device), "v": Target(device, dtype="bfloat16")}, cast=True)
+    restored = shardckpt.restore(
+        tmp_path / "c", {"w": Target(device), "v": Target(device, dtype="bfloat16")}, cast=True
+    )
     assert restored["w"].device == device
     assert torch.equal(restored["w"].cpu(), value)
     assert torch.equal(restored["v"].cpu(), value.bfloat16())
@@ -103,10 +133,14 @@ def test_the_numbers_after_restoring_are_those_that_followed_the_save(tmp_path):
     torch.cuda.manual_seed_all(5)
     torch.rand(9, device="cuda")
     shardckpt.save(tmp_path / "c", shardckpt.train_state())
-    followed = [torch.rand(9, device=f"cuda:{i}").tolist() for i in range(torch.cuda.device_count())]
+    followed = [
+        torch.rand(9, device=f"cuda:{i}").tolist() for i in range(torch.cuda.device_count())
+    ]
     torch.cuda.manual_seed_all(6)
     shardckpt.restore(tmp_path / "c", shardckpt.train_state())
-    assert [torch.rand(9, device=f"cuda:{i}").tolist() for i in range(torch.cuda.device_count())] == followed
+    assert [
+        torch.rand(9, device=f"cuda:{i}").tolist() for i in range(torch.cuda.device_count())
+    ] == followed
 
 
 @pytest.fixture
@@ -126,9 +160,17 @@ def test_an_nccl_group_is_found_by_its_store_and_runs_nothing_of_ours(tmp_path, 
 
     mesh = init_device_mesh("cuda", (1,))
     value = torch.randn(64, 32, device="cuda")
-    model = {"w": distribute_tensor(value, mesh, [Shard(0)]), "norm": torch.randn(32, device="cuda")}
+    model = {
+        "w": distribute_tensor(value, mesh, [Shard(0)]),
+        "norm": torch.randn(32, device="cuda"),
+    }
     assert type(shardckpt.Coordinator.current()).__name__ == "TorchStore"
-    with CommDebugMode() as counted, shardckpt.CheckpointManager(tmp_path, options=SaveOptions(device_copy="overlap")) as manager:
+    with (
+        CommDebugMode() as counted,
+        shardckpt.CheckpointManager(
+            tmp_path, options=SaveOptions(device_copy="overlap")
+        ) as manager,
+    ):
         manager.save(1, {"model": model})
         manager.wait()
         with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Saves of CUDA tensors on a real GPU. `make cuda` runs them; without a GPU they are skipped, which is their purpose."""
+"""Saves of CUDA tensors on a real GPU. `make cuda` runs them; without a GPU they are skipped, which
+is their purpose."""
 
 from __future__ import annotations
 
@@ -11,12 +12,37 @@ from shardckpt import CheckpointManager, SaveOptions, errors
 from shardckpt.frameworks import cuda_runtime
 from shardckpt.writing.background import Saver
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(300),
+]
 
 MiB = 1 << 20
 DTYPES = [
-    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32", "float64"),
-    *("complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *(
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+    ),
+    *(
+        "complex64",
+        "complex128",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    ),
 ]
 FORMS = {
     "contiguous": lambda t: t,
@@ -32,7 +58,13 @@ FORMS = {
 def random_bits(shape, dtype, device="cuda"):
     kind = getattr(torch, dtype)
     most = 2 if dtype == "bool" else 256
-    return torch.randint(0, most, (int(np.prod(shape)) * kind.itemsize,), dtype=torch.uint8, device=device).view(kind).reshape(shape)
+    return (
+        torch.randint(
+            0, most, (int(np.prod(shape)) * kind.itemsize,), dtype=torch.uint8, device=device
+        )
+        .view(kind)
+        .reshape(shape)
+    )
 
 
 def bits_of(tensor):
@@ -45,7 +77,9 @@ def same(a, b):
 
 
 def restored(path, like):
-    return shardckpt.restore(path, {name: torch.empty(t.shape, dtype=t.dtype) for name, t in like.items()})
+    return shardckpt.restore(
+        path, {name: torch.empty(t.shape, dtype=t.dtype) for name, t in like.items()}
+    )
 
 
 def assert_saved(path, expected):
@@ -97,7 +131,10 @@ def test_100_states_of_a_running_training_are_the_states_at_their_saves(tmp_path
             "model": dict(model.named_parameters()),
             "moments": {str(i): s["exp_avg"] for i, s in enumerate(optimizer.state.values())},
         }
-        expected = {part: {name: tensor.detach().clone() for name, tensor in tensors.items()} for part, tensors in state.items()}
+        expected = {
+            part: {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            for part, tensors in state.items()
+        }
         handle = saver.begin(tmp_path / "c", state, SaveOptions(device_copy=mode, overwrite=True))
         model(torch.randn(256, 512, device="cuda")).square().mean().backward()
         optimizer.step()  # changes everything that is being copied
@@ -105,9 +142,15 @@ def test_100_states_of_a_running_training_are_the_states_at_their_saves(tmp_path
         handle.wait()
         for part, tensors in expected.items():
             stored = shardckpt.restore(
-                tmp_path / "c", {part: {n: torch.empty(t.shape, dtype=t.dtype) for n, t in tensors.items()}}, strict=False
+                tmp_path / "c",
+                {part: {n: torch.empty(t.shape, dtype=t.dtype) for n, t in tensors.items()}},
+                strict=False,
             )
-            wrong += [f"{step} {name}" for name, tensor in tensors.items() if not same(stored[part][name], tensor)]
+            wrong += [
+                f"{step} {name}"
+                for name, tensor in tensors.items()
+                if not same(stored[part][name], tensor)
+            ]
     saver.close()
     assert not wrong
 
@@ -169,7 +212,10 @@ def test_a_tensor_of_another_stream_is_saved_as_of_the_current_one(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_tensors_of_several_devices_are_saved_together(tmp_path):
-    state = {f"w{i}": torch.randn(512, 512, device=f"cuda:{i % torch.cuda.device_count()}") for i in range(8)}
+    state = {
+        f"w{i}": torch.randn(512, 512, device=f"cuda:{i % torch.cuda.device_count()}")
+        for i in range(8)
+    }
     expected = {name: tensor.cpu() for name, tensor in state.items()}
     handle = shardckpt.save_async(tmp_path / "c", state)
     for tensor in state.values():
@@ -188,7 +234,9 @@ def test_pinned_memory_is_pinned_once_kept_and_given_back(tmp_path):
             kept.append(manager._background._saver.pool.kept)
         assert kept[0] == kept[1] == kept[2]
         assert len(kept[0]) == 1
-        assert cuda_runtime.runtime.pin(kept[0][0], MiB) == 712  # cudaErrorHostMemoryAlreadyRegistered
+        assert (
+            cuda_runtime.runtime.pin(kept[0][0], MiB) == 712
+        )  # cudaErrorHostMemoryAlreadyRegistered
         address = kept[0][0]
     torch.ones(1, device="cuda")  # no error of the call above is left
     assert cuda_runtime.runtime.unpin(address) != 0
@@ -240,7 +288,9 @@ def test_a_full_device_leaves_the_state_whole_and_publishes_nothing(tmp_path):
         except torch.OutOfMemoryError:
             pass
     try:
-        with pytest.raises(errors.BudgetError, match="has no memory left to save a tensor that is not contiguous"):
+        with pytest.raises(
+            errors.BudgetError, match="has no memory left to save a tensor that is not contiguous"
+        ):
             shardckpt.save_async(tmp_path / "c", state)
     finally:
         filled.clear()

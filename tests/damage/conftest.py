@@ -1,4 +1,5 @@
-"""Fixtures of the tests of damage: checkpoints of one host and of three, to be damaged and looked at."""
+"""Fixtures of the tests of damage: checkpoints of one host and of three, to be damaged and looked
+at."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ def _saved(root, seed, hosts):
     for layout in flip_bits.KINDS:
         for number in (1, 3):
             path = root / f"{layout}{number}"
-            checkpoints[layout, number] = path, flip_bits.save(path, seed, layout, processes=hosts if number > 1 else None)
+            checkpoints[layout, number] = (
+                path,
+                flip_bits.save(path, seed, layout, processes=hosts if number > 1 else None),
+            )
     return checkpoints
 
 
@@ -35,7 +39,9 @@ def saved(hosts, tmp_path_factory):
 @pytest.fixture(scope="session")
 def stale(hosts, tmp_path_factory):
     """The same of another state, which differs in its elements alone: the same names and sizes."""
-    return {key: path for key, (path, _) in _saved(tmp_path_factory.mktemp("stale"), 1, hosts).items()}
+    return {
+        key: path for key, (path, _) in _saved(tmp_path_factory.mktemp("stale"), 1, hosts).items()
+    }
 
 
 @pytest.fixture

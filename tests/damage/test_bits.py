@@ -1,4 +1,5 @@
-"""No flipped bit goes unnoticed, whichever file it is in: refused or harmless, reported, located, and the rest restored."""
+"""No flipped bit goes unnoticed, whichever file it is in: refused or harmless, reported, located,
+and the rest restored."""
 
 import flip_bits
 import pytest
@@ -9,7 +10,10 @@ from shardckpt import errors
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("layout", "compression", "number"), [("packed", None, 1), ("packed", None, 3), ("zarr", "zstd", 3)])
+@pytest.mark.parametrize(
+    ("layout", "compression", "number"),
+    [("packed", None, 1), ("packed", None, 3), ("zarr", "zstd", 3)],
+)
 def test_no_flipped_bit_goes_unnoticed(hosts, tmp_path, layout, compression, number):
     tally = flip_bits.run(layout, compression, 75, 1, tmp_path, hosts if number > 1 else None)
     assert tally.failures == []

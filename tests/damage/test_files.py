@@ -1,4 +1,5 @@
-"""A file of any kind that is missing, cut off or too long is noticed; of tensors' data it is known which part is lost."""
+"""A file of any kind that is missing, cut off or too long is noticed; of tensors' data it is known
+which part is lost."""
 
 import os
 
@@ -22,14 +23,22 @@ def test_a_truncated_file_of_any_kind_is_noticed(checkpoint_of, layout, number, 
     checkpoint, truth = checkpoint_of(layout, number)
     path = file_kinds(checkpoint, layout)[kind][0]
     size = path.stat().st_size
-    for left in (size - 2, size // 2, 0):  # the last byte of a record is a newline that nobody needs
+    for left in (
+        size - 2,
+        size // 2,
+        0,
+    ):  # the last byte of a record is a newline that nobody needs
         os.truncate(path, left)
         assert_noticed(checkpoint, path, kind, truth)
 
 
-@pytest.mark.parametrize(("layout", "number", "kind"), [k for k in KINDS if k[2] not in {"lane: node", "merged index: nodes"}])
+@pytest.mark.parametrize(
+    ("layout", "number", "kind"),
+    [k for k in KINDS if k[2] not in {"lane: node", "merged index: nodes"}],
+)
 def test_bytes_after_the_end_of_a_file_are_noticed(checkpoint_of, layout, number, kind):
-    """But behind an index's node, to which the index points with its length; nobody reads what follows."""
+    """But behind an index's node, to which the index points with its length; nobody reads what
+    follows."""
     checkpoint, truth = checkpoint_of(layout, number)
     path = file_kinds(checkpoint, layout)[kind][0]
     with path.open("ab") as file:

@@ -1,4 +1,5 @@
-"""A chunk table that is larger than any file that is read as a whole is read in parts, and is not damage by itself."""
+"""A chunk table that is larger than any file that is read as a whole is read in parts, and is not
+damage by itself."""
 
 import os
 

@@ -16,10 +16,14 @@ def test_a_damaged_chunk_is_located_and_the_rest_restored(tmp_path, layout):
     mesh = shardckpt.Mesh((4, 4), ("x", "y"))
     sharding = shardckpt.Sharding(mesh, shardckpt.PartitionSpec("x", "y"))
     state = {"before": np.arange(9), "w": value, "after": np.arange(7.0), "leaf": "text"}
-    shardckpt.save(tmp_path / "c", state, options=SaveOptions(layout=layout, shardings={"w": sharding}))
+    shardckpt.save(
+        tmp_path / "c", state, options=SaveOptions(layout=layout, shardings={"w": sharding})
+    )
     checkpoint = shardckpt.open(tmp_path / "c")
     place = value[64:65, 128:160].tobytes()  # the beginning of a row of the chunk at (1, 2)
-    (file,) = [p for p in file_kinds(tmp_path / "c", layout)[CHUNKS[layout]] if place in p.read_bytes()]
+    (file,) = [
+        p for p in file_kinds(tmp_path / "c", layout)[CHUNKS[layout]] if place in p.read_bytes()
+    ]
     file.write_bytes(file.read_bytes().replace(place, bytes(len(place))))
 
     (damage,) = checkpoint.verify().damage
@@ -34,7 +38,12 @@ def test_a_damaged_chunk_is_located_and_the_rest_restored(tmp_path, layout):
 
     others = shardckpt.restore(tmp_path / "c", only=["before", "after", "leaf"])
     assert same({k: v for k, v in state.items() if k != "w"}, others)
-    for box in (Box((0, 0), (64, 256)), Box((64, 0), (256, 128)), Box((128, 128), (256, 256)), Box((64, 192), (128, 256))):
+    for box in (
+        Box((0, 0), (64, 256)),
+        Box((64, 0), (256, 128)),
+        Box((128, 128), (256, 256)),
+        Box((64, 192), (128, 256)),
+    ):
         np.testing.assert_array_equal(checkpoint.read("w", box), value[box.slices])
     with pytest.raises(errors.CorruptionError):
         checkpoint.read("w", damage.box)
@@ -53,7 +62,11 @@ def test_a_damaged_chunk_of_a_tied_tensor_is_lost_to_all_its_names(checkpoint_of
 
 def test_verify_reports_all_damage_and_not_just_the_first(checkpoint_of):
     checkpoint, _ = checkpoint_of("packed", 3)
-    files = [path for kind in ("data file", "small tensors") for path in file_kinds(checkpoint, "packed")[kind]]
+    files = [
+        path
+        for kind in ("data file", "small tensors")
+        for path in file_kinds(checkpoint, "packed")[kind]
+    ]
     for file in files:
         file.write_bytes(bytes(file.stat().st_size))
     opened = shardckpt.open(checkpoint)

@@ -1,4 +1,5 @@
-"""Parts that are there twice may be lost once: the table of all or the hosts' own. Each host's files are its own loss."""
+"""Parts that are there twice may be lost once: the table of all or the hosts' own. Each host's
+files are its own loss."""
 
 import shutil
 from pathlib import Path
@@ -26,8 +27,12 @@ def put_directory(path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("spoilt", [Path.unlink, spoil, put_directory], ids=["missing", "damaged", "a directory"])
-def test_without_the_table_of_all_the_others_do_and_everything_is_still_verified(checkpoint_of, layout, spoilt):
+@pytest.mark.parametrize(
+    "spoilt", [Path.unlink, spoil, put_directory], ids=["missing", "damaged", "a directory"]
+)
+def test_without_the_table_of_all_the_others_do_and_everything_is_still_verified(
+    checkpoint_of, layout, spoilt
+):
     checkpoint, truth = checkpoint_of(layout, 3)
     kinds = file_kinds(checkpoint, layout)
     (table,) = kinds["chunk table"]
@@ -37,7 +42,11 @@ def test_without_the_table_of_all_the_others_do_and_everything_is_still_verified
     assert report.chunks == shardckpt.open(checkpoint).record.totals["chunks"]
     assert same(truth, shardckpt.restore(checkpoint))
     # But one of them more, and nothing is guessed.
-    for other in (kinds["a host's chunk table"][2], kinds["small tensors' table"][0], kinds["host record"][1]):
+    for other in (
+        kinds["a host's chunk table"][2],
+        kinds["small tensors' table"][0],
+        kinds["host record"][1],
+    ):
         aside = other.rename(other.with_suffix(".aside"))
         if spoilt is not Path.unlink:
             shutil.copy(aside, other)
@@ -54,7 +63,17 @@ def test_without_the_table_of_all_the_others_do_and_everything_is_still_verified
 def test_without_all_hosts_records_and_tables_their_tensors_are_there(checkpoint_of, layout):
     checkpoint, truth = checkpoint_of(layout, 3)
     kinds = file_kinds(checkpoint, layout)
-    lost = {path for kind in ("host record", "a host's chunk table", "small tensors' table", "contents", "values") for path in kinds[kind]}
+    lost = {
+        path
+        for kind in (
+            "host record",
+            "a host's chunk table",
+            "small tensors' table",
+            "contents",
+            "values",
+        )
+        for path in kinds[kind]
+    }
     for path in lost:
         spoil(path)
     tensors = shardckpt.restore(checkpoint, only=lambda name: name != "own")
@@ -71,7 +90,9 @@ def test_the_values_of_one_process_are_lost_to_no_other(checkpoint_of):
 
     def mine(process):
         coordinator = OneOfSeveral(process, 3)
-        return shardckpt.restore(checkpoint, {"own": PerProcess(None)}, only="own", coordinator=coordinator)["own"].value
+        return shardckpt.restore(
+            checkpoint, {"own": PerProcess(None)}, only="own", coordinator=coordinator
+        )["own"].value
 
     assert same([mine(0), mine(2)], [truth["own"][0], truth["own"][2]])
     with pytest.raises(errors.FormatError, match=r"hosts/00001/values\.json"):
@@ -82,7 +103,12 @@ def test_damage_to_what_several_hosts_share_is_reported_once(checkpoint_of):
     """And hides nothing else."""
     checkpoint, _ = checkpoint_of("packed", 3)
     kinds = file_kinds(checkpoint, "packed")
-    lost = [*kinds["contents"], kinds["a host's chunk table"][1], kinds["values"][2], kinds["chunk table"][0]]
+    lost = [
+        *kinds["contents"],
+        kinds["a host's chunk table"][1],
+        kinds["values"][2],
+        kinds["chunk table"][0],
+    ]
     for path in lost:
         spoil(path)
     files = [d.file for d in shardckpt.open(checkpoint).verify().damage if d.tensor is None]

@@ -1,4 +1,5 @@
-"""A whole file in the wrong place, which passes every checksum of its own: of another host, another tensor, another attempt."""
+"""A whole file in the wrong place, which passes every checksum of its own: of another host, another
+tensor, another attempt."""
 
 from itertools import combinations
 from random import Random
@@ -34,9 +35,13 @@ def exchange(one, other):
 def test_all_files_of_equal_size_that_changed_places_are_reported(checkpoint_of, layout):
     """Each passes its own checksums: only who refers to them knows which belongs where."""
     checkpoint, truth = checkpoint_of(layout, 3)
-    kind_of = {path: kind for kind, paths in file_kinds(checkpoint, layout).items() for path in paths}
+    kind_of = {
+        path: kind for kind, paths in file_kinds(checkpoint, layout).items() for path in paths
+    }
     pairs = [
-        pair for pair in combinations(kind_of, 2) if len({path.stat().st_size for path in pair}) == 1 and len({*contents_of(*pair)}) == 2
+        pair
+        for pair in combinations(kind_of, 2)
+        if len({path.stat().st_size for path in pair}) == 1 and len({*contents_of(*pair)}) == 2
     ]
     assert {frozenset(map(kind_of.get, pair)) for pair in pairs} >= {
         frozenset({kind}) for kind in (CHUNKS[layout], "values", "host record")
@@ -54,14 +59,26 @@ def test_all_files_of_equal_size_that_changed_places_are_reported(checkpoint_of,
     assert same(truth, shardckpt.restore(checkpoint))
 
 
-SINGLE = {"chunk table", "small tensors", "small tensors' table", "commit record", "merged index: manifest", "merged index: nodes"}
+SINGLE = {
+    "chunk table",
+    "small tensors",
+    "small tensors' table",
+    "commit record",
+    "merged index: manifest",
+    "merged index: nodes",
+}
 """Kinds of which there is one file, where the index is small."""
 COMMITTED = {"checksums of replicas"}
 """Kinds that only the committer reads."""
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind"), [(layout, kind) for layout, number, kind in KINDS if number == 3 and kind not in SINGLE | COMMITTED]
+    ("layout", "kind"),
+    [
+        (layout, kind)
+        for layout, number, kind in KINDS
+        if number == 3 and kind not in SINGLE | COMMITTED
+    ],
 )
 def test_files_of_two_hosts_that_changed_places_are_reported(checkpoint_of, layout, kind):
     """Files of equal and of different sizes."""
@@ -78,27 +95,47 @@ def test_files_of_two_hosts_that_changed_places_are_reported(checkpoint_of, layo
 def test_every_stale_file_of_equal_size_is_noticed(checkpoint_of, stale, layout, number):
     """From another attempt at the same state with other elements, file by file."""
     checkpoint, truth = checkpoint_of(layout, number)
-    attempt, other = (path / shardckpt.open(path).record.attempt for path in (checkpoint, stale[layout, number]))
+    attempt, other = (
+        path / shardckpt.open(path).record.attempt for path in (checkpoint, stale[layout, number])
+    )
     tried = set()
     for kind, paths in file_kinds(checkpoint, layout).items():
         for path in paths[:: max(1, len(paths) // 20)]:
-            old = other / path.relative_to(attempt) if kind != "commit record" else other.parent / path.name
-            if not old.exists() or old.stat().st_size != path.stat().st_size or old.read_bytes() == path.read_bytes():
+            old = (
+                other / path.relative_to(attempt)
+                if kind != "commit record"
+                else other.parent / path.name
+            )
+            if (
+                not old.exists()
+                or old.stat().st_size != path.stat().st_size
+                or old.read_bytes() == path.read_bytes()
+            ):
                 continue  # named by its digest, say; or it holds places and no elements
             tried.add(kind)
             before = path.read_bytes()
             path.write_bytes(old.read_bytes())
             if kind in {"lane: manifest", "merged index: manifest"}:
-                # It says of the index's one node what the right one says, which has the same name; only its identity is another.
+                # It says of the index's one node what the right one says, which has the same name;
+                # only its identity is another.
                 assert same(truth, shardckpt.restore(checkpoint))
             elif kind == "commit record":
-                with pytest.raises(errors.CorruptionError, match=other.name):  # it names what is not there
+                with pytest.raises(
+                    errors.CorruptionError, match=other.name
+                ):  # it names what is not there
                     shardckpt.restore(checkpoint)
                 assert not shardckpt.open(checkpoint).verify().ok
             else:
                 assert_noticed(checkpoint, path, kind, truth)
             path.write_bytes(before)
-    assert tried >= {CHUNKS[layout], "chunk table", "a host's chunk table", "host record", "values", "commit record"}
+    assert tried >= {
+        CHUNKS[layout],
+        "chunk table",
+        "a host's chunk table",
+        "host record",
+        "values",
+        "commit record",
+    }
     assert same(truth, shardckpt.restore(checkpoint))
 
 

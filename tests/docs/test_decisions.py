@@ -12,11 +12,15 @@ HEADINGS = ["Context", "Decision", "Consequences"]
 
 
 def test_numbers_have_no_gaps():
-    assert [path.name[:5] for path in RECORDS] == [f"{number:04d}-" for number in range(1, len(RECORDS) + 1)]
+    assert [path.name[:5] for path in RECORDS] == [
+        f"{number:04d}-" for number in range(1, len(RECORDS) + 1)
+    ]
 
 
 def test_the_index_has_each_record_once():
-    rows = re.findall(r"^\| \[(\d+)\]\(([^)]+)\) \| \S", (FOLDER / "index.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| \[(\d+)\]\(([^)]+)\) \| \S", (FOLDER / "index.md").read_text(), re.MULTILINE
+    )
     assert rows == [(str(number), path.name) for number, path in enumerate(RECORDS, 1)]
 
 
@@ -35,5 +39,11 @@ def test_measurements_are_there(record):
 
 
 def test_links_lead_to_pages():
-    links = {(path, link) for path in FOLDER.glob("*.md") for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text())}
-    assert {(path.name, link) for path, link in links if not (path.parent / link).is_file()} == set()
+    links = {
+        (path, link)
+        for path in FOLDER.glob("*.md")
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text())
+    }
+    assert {
+        (path.name, link) for path, link in links if not (path.parent / link).is_file()
+    } == set()

@@ -1,4 +1,5 @@
-"""Commands that install shardckpt: every text names the one that works, and it does, from a clone."""
+"""Commands that install shardckpt: every text names the one that works, and it does, from a
+clone."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from shardckpt.text import REPOSITORY, install_command
 
 DOCUMENT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = DOCUMENT["project"]["optional-dependencies"]
-TEXTS = [ROOT / "README.md", *sorted((ROOT / "shardckpt").rglob("*.py")), *sorted((ROOT / "examples").glob("*"))]
+TEXTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "shardckpt").rglob("*.py")),
+    *sorted((ROOT / "examples").glob("*")),
+]
 TEXTS += [path for path in sorted(DOCS.rglob("*.md")) if not {"lab", "decisions"} & set(path.parts)]
 COMMANDS = re.compile(r"pip install[^`\n]*?['\"]shardckpt\[([\w,]*)\]([^'\"\n]*)['\"]")
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
@@ -46,16 +51,28 @@ def test_errors_for_missing_extras_name_extras_that_exist():
 
 
 def test_the_command_installs_from_a_clone(tmp_path):
-    """The address is that of a clone of this commit; packages that shardckpt needs are there already."""
+    """The address is that of a clone of this commit; packages that shardckpt needs are there
+    already."""
     subprocess.run(["git", "clone", "--quiet", f"file://{ROOT}", tmp_path / "clone"], check=True)
-    subprocess.run(["git", "-C", tmp_path / "clone", "checkout", "--quiet", "-B", "main"], check=True)
+    subprocess.run(
+        ["git", "-C", tmp_path / "clone", "checkout", "--quiet", "-B", "main"], check=True
+    )
     command = install_command("serve", "gcs").replace(REPOSITORY, f"git+file://{tmp_path}/clone")
     (requirement,) = re.findall(r"'(.*)'", command)
     uv = Path(sys.executable).with_name("uv")
     options = ["--quiet", "--no-deps", "--target", tmp_path / "site", "--python", sys.executable]
     subprocess.run([uv, "pip", "install", *options, requirement], check=True, timeout=250)
-    code = "import shardckpt, importlib.metadata as m; print(shardckpt.__file__, m.metadata('shardckpt').get_all('Provides-Extra'))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path / "site", capture_output=True, text=True, check=True)
+    code = (
+        "import shardckpt, importlib.metadata as m; print(shardckpt.__file__, "
+        "m.metadata('shardckpt').get_all('Provides-Extra'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "site",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.startswith(str(tmp_path / "site"))
     for extra in EXTRAS:
         assert f"'{extra}'" in done.stdout

@@ -31,7 +31,9 @@ def ran(tmp_path_factory):
 def test_its_code_runs_and_the_callback_is_told_of_every_save(ran):
     _, variables = ran
     assert len(variables["messages"]) == 3
-    assert re.fullmatch(r"step 10: training waited \d+\.\d{3} s of \d+\.\d{3} s", variables["messages"][0])
+    assert re.fullmatch(
+        r"step 10: training waited \d+\.\d{3} s of \d+\.\d{3} s", variables["messages"][0]
+    )
     assert variables["report"].url.endswith("runs/7b/30")
 
 
@@ -51,7 +53,9 @@ def test_its_scalars_are_what_tensorboard_shows(ran):
     assert [event.step for event in last["checkpoint/stall_s"]] == [10, 20, 30]
     seconds = {name: scalars[-1].value for name, scalars in last.items()}
     assert seconds["checkpoint/total_s"] == pytest.approx(variables["report"].total_s, rel=1e-5)
-    assert sum(seconds[f"checkpoint/{phase}_s"] for phase in PHASES) == pytest.approx(seconds["checkpoint/total_s"], rel=1e-4, abs=1e-6)
+    assert sum(seconds[f"checkpoint/{phase}_s"] for phase in PHASES) == pytest.approx(
+        seconds["checkpoint/total_s"], rel=1e-4, abs=1e-6
+    )
 
 
 def test_its_logger_of_a_wandb_run_gives_each_commit_its_own_step_and_alerts_of_failures(ran):
@@ -90,6 +94,9 @@ def test_every_event_is_in_its_table():
 def test_every_metric_is_in_its_table_and_the_other_way_round():
     registry = CollectorRegistry()
     Prometheus(registry)
-    counted = {family.name + ("_total" if family.type == "counter" else "") for family in registry.collect()}
+    counted = {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in registry.collect()
+    }
     table = DOCUMENT.split("## Prometheus")[1].split("An alert")[0]
     assert set(re.findall(r"`(shardckpt_\w+)", table)) == counted

@@ -24,8 +24,16 @@ PUBLIC_NAMES = {
 def docstrings(source):
     """Strings that stand alone: docstrings, and those of attributes; with their lines."""
     for node in ast.walk(ast.parse(source)):
-        for statement in getattr(node, "body", None) or [] if not isinstance(node, ast.Lambda | ast.IfExp) else []:
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
+        for statement in (
+            getattr(node, "body", None) or []
+            if not isinstance(node, ast.Lambda | ast.IfExp)
+            else []
+        ):
+            if (
+                isinstance(statement, ast.Expr)
+                and isinstance(statement.value, ast.Constant)
+                and isinstance(statement.value.value, str)
+            ):
                 yield statement.lineno, statement.value.value.strip()
 
 
@@ -37,22 +45,44 @@ def comments(source):
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_docstring_or_comment_opens_as_a_question(folder):
-    """An editor shows the first line of a docstring alone: it is a noun phrase or begins with a verb."""
+    """An editor shows the first line of a docstring alone: it is a noun phrase or begins with a
+    verb."""
     questions = []
     for path in (ROOT / folder).rglob("*.py"):
         source = path.read_text()
-        opening = [*docstrings(source), *((line, text) for line, text in comments(source) if re.match(r"Wh(o|at|oever|ose)\b", text))]
-        questions += [f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}" for line, text in opening if QUESTION.match(text)]
+        opening = [
+            *docstrings(source),
+            *(
+                (line, text)
+                for line, text in comments(source)
+                if re.match(r"Wh(o|at|oever|ose)\b", text)
+            ),
+        ]
+        questions += [
+            f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+            for line, text in opening
+            if QUESTION.match(text)
+        ]
     assert questions == []
 
 
 def bindings(tree):
-    """Names of variables, attributes, parameters and functions where they are bound, with their lines."""
+    """Names of variables, attributes, parameters and functions where they are bound, with their
+    lines."""
     for node in ast.walk(tree):
         match node:
-            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+            case (
+                ast.Name(id=name, ctx=ast.Store())
+                | ast.Attribute(attr=name, ctx=ast.Store())
+                | ast.arg(arg=name)
+            ):
                 yield node.lineno, name
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.MatchAs(name=str(name)) | ast.alias(asname=str(name)):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.MatchAs(name=str(name))
+                | ast.alias(asname=str(name))
+            ):
                 yield node.lineno, name
 
 
@@ -62,5 +92,9 @@ def test_no_name_is_a_participle_that_says_nothing_of_its_value(folder):
     for path in (ROOT / folder).rglob("*.py"):
         refused = NO_NAMES - PUBLIC_NAMES.get(str(path.relative_to(ROOT)), set())
         bound = bindings(ast.parse(path.read_text()))
-        names += [f"{path.relative_to(ROOT)}:{line}: {name}" for line, name in bound if name.lstrip("_") in refused]
+        names += [
+            f"{path.relative_to(ROOT)}:{line}: {name}"
+            for line, name in bound
+            if name.lstrip("_") in refused
+        ]
     assert names == []

@@ -20,16 +20,26 @@ def test_every_public_name_is_in_the_reference():
         for page in (DOCS / "reference").glob("*.md")
         for name in re.findall(r"^::: shardckpt\.([\w.]+)$", page.read_text(), re.MULTILINE)
     }
-    for module in ("reshard.execute.", "commit.committing."):  # functions whose name in `shardckpt` is a package that can be called
+    for module in (
+        "reshard.execute.",
+        "commit.committing.",
+    ):  # functions whose name in `shardckpt` is a package that can be called
         shown |= {name.removeprefix(module) for name in shown}
-    public = set(shardckpt.__all__) - {"__version__", "ShardckptError"}  # the error is in shardckpt.errors, which is shown whole
+    public = set(shardckpt.__all__) - {
+        "__version__",
+        "ShardckptError",
+    }  # the error is in shardckpt.errors, which is shown whole
     assert public <= shown | {name.rpartition(".")[2] for name in shown}
     assert "errors" in shown
 
 
 def test_every_page_can_be_found():
     listed = set(re.findall(r"[\w/-]+\.md", CONFIGURATION.read_text()))
-    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if path.relative_to(DOCS).parts[0] not in {"lab", "decisions"}}
+    pages = {
+        str(path.relative_to(DOCS))
+        for path in DOCS.rglob("*.md")
+        if path.relative_to(DOCS).parts[0] not in {"lab", "decisions"}
+    }
     assert listed - {"decisions/index.md"} == pages | GENERATED
 
 

@@ -30,21 +30,36 @@ def blocks(language):
 def test_its_code_runs(gcs_server):
     (code,) = blocks("python")
     check = "assert state['step'] == 100 and state['model']['w'].sum() == 512 * 512"
-    variables = {"STORAGE_EMULATOR_HOST": gcs_server.endpoint, "PATH": "", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
-    run = subprocess.run([sys.executable, "-c", f"{code}\n{check}"], env=variables, capture_output=True, text=True, timeout=250)
+    variables = {
+        "STORAGE_EMULATOR_HOST": gcs_server.endpoint,
+        "PATH": "",
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{check}"],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
     assert run.returncode == 0, run.stderr
 
 
 def test_every_variable_is_one_that_the_code_documents_and_the_other_way_round():
     internal = {"GOOGLE_AUTH_TOKEN_FOR_TESTING"}
-    assert set(VARIABLES.findall(DOCUMENT)) - {"SHARDCKPT_NO_EXTENSION"} == set(VARIABLES.findall(settings.__doc__)) - internal
+    assert (
+        set(VARIABLES.findall(DOCUMENT)) - {"SHARDCKPT_NO_EXTENSION"}
+        == set(VARIABLES.findall(settings.__doc__)) - internal
+    )
 
 
 def test_the_defaults_are_those_of_the_code():
     assert f"| {settings.BUCKET['write']:g}; in a save, divided by its processes |" in DOCUMENT
     assert f"| {settings.BUCKET['read']:g}; in a save, divided by its processes |" in DOCUMENT
     assert f"`SHARDCKPT_RETRY_SECONDS` | {settings._RETRY_SECONDS:g} |" in DOCUMENT
-    assert f"`TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS` | {settings._STALLED_SECONDS:g}, or" in DOCUMENT
+    assert (
+        f"`TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS` | {settings._STALLED_SECONDS:g}, or" in DOCUMENT
+    )
 
 
 def test_the_policy_names_the_actions_that_are_needed():

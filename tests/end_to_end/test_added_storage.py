@@ -1,7 +1,8 @@
-"""A kind of storage that somebody adds holds checkpoints from the first save to the last deletion: nothing asks for the kinds we know.
+"""A kind of storage that somebody adds holds checkpoints from the first save to the last deletion:
+nothing asks for the kinds we know.
 
-The kind `latent` takes a moment for each request, has no paths, and TensorStore has no driver for it (`latent_store`). Azure is such a
-kind, too.
+The kind `latent` takes a moment for each request, has no paths, and TensorStore has no driver for
+it (`latent_store`). Azure is such a kind, too.
 """
 
 from __future__ import annotations
@@ -78,7 +79,14 @@ def test_a_checkpoint_is_saved_restored_replaced_and_deleted(place, layout, comp
 
 def test_a_state_on_one_mesh_is_restored_onto_another():
     child = [sys.executable, str(TESTS / "children" / "added_storage_jax.py")]
-    done = subprocess.run(child, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}, timeout=240, check=False)
+    done = subprocess.run(
+        child,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        timeout=240,
+        check=False,
+    )
     assert (done.returncode, done.stdout.split()) == (0, ["4"]), done.stderr
 
 
@@ -102,7 +110,9 @@ def test_a_cluster_is_refused_because_it_cannot_reach_the_place(latent, tmp_path
 
 
 def test_a_run_keeps_the_steps_of_its_rule(place):
-    with shardckpt.CheckpointManager(place, every=1, keep=2, coordinator=SingleProcess()) as manager:
+    with shardckpt.CheckpointManager(
+        place, every=1, keep=2, coordinator=SingleProcess()
+    ) as manager:
         for step in range(1, 4):
             manager.save(step, trained(step))
         manager.wait()
@@ -130,14 +140,18 @@ def test_a_checkpoint_is_exported_to_safetensors_on_a_disk(place, tmp_path):
     save(f"{place}/1")
     shardckpt.export(f"{place}/1", tmp_path / "model.safetensors")
     np.testing.assert_array_equal(load_file(tmp_path / "model.safetensors")["w"], STATE["w"])
-    with pytest.raises(errors.OptionError, match="safetensors files are written to a local disk, gs:// or s3://"):
+    with pytest.raises(
+        errors.OptionError, match="safetensors files are written to a local disk, gs:// or s3://"
+    ):
         shardckpt.export(f"{place}/1", f"{place}/model.safetensors")
 
 
 def test_safetensors_files_that_lie_there_are_imported(place, tmp_path):
     save(place)
     shardckpt.export(place, tmp_path / "model.safetensors")
-    Store.open(place).write("files/model.safetensors", (tmp_path / "model.safetensors").read_bytes())
+    Store.open(place).write(
+        "files/model.safetensors", (tmp_path / "model.safetensors").read_bytes()
+    )
     shardckpt.import_checkpoint(f"{place}/files", f"{place}/imported")
     np.testing.assert_array_equal(shardckpt.restore(f"{place}/imported")["w"], STATE["w"])
 
@@ -150,12 +164,19 @@ def test_the_service_shows_runs_that_lie_there(place):
         assert [one["run"] for one in service.get("/v1/runs")["runs"]] == ["lab"]
         tensor = service.get("/v1/checkpoints/lab/10/tensors/w")
         assert (tensor["shape"], tensor["tensorstore"]) == ([2048, 80], None)
-        assert service.ask("/v1/checkpoints/lab/10/tensors/w?format=raw").body == STATE["w"].tobytes()
+        assert (
+            service.ask("/v1/checkpoints/lab/10/tensors/w?format=raw").body == STATE["w"].tobytes()
+        )
 
 
 def test_commands_read_what_lies_there(place):
     save(f"{place}/1")
-    for command in (["ls", place], ["info", f"{place}/1"], ["info", f"{place}/1", "w"], ["verify", f"{place}/1"]):
+    for command in (
+        ["ls", place],
+        ["info", f"{place}/1"],
+        ["info", f"{place}/1", "w"],
+        ["verify", f"{place}/1"],
+    ):
         shown = CliRunner().invoke(app, command)
         assert shown.exit_code == 0, shown.output
         assert "tensorstore.open" not in shown.output
@@ -166,6 +187,11 @@ def test_an_index_of_several_leaves_is_written_where_tensorstore_has_no_driver(p
     shardckpt.save(place, many)
     opened = shardckpt.open(place)
     assert opened.verify().ok
-    assert len([*index.index_values(Store.open(place).sub(opened.record.attempt))]) > 2 * ocdbt.LEAF_KEYS
-    with pytest.raises(errors.StorageError, match=f"TensorStore has no driver for {place.partition(':')[0]}://"):
+    assert (
+        len([*index.index_values(Store.open(place).sub(opened.record.attempt))])
+        > 2 * ocdbt.LEAF_KEYS
+    )
+    with pytest.raises(
+        errors.StorageError, match=f"TensorStore has no driver for {place.partition(':')[0]}://"
+    ):
         opened.stock_spec("w0")

@@ -1,4 +1,5 @@
-"""Saving asks nothing of other processes: no collective, no message, no wait at a store; and no program is run for it."""
+"""Saving asks nothing of other processes: no collective, no message, no wait at a store; and no
+program is run for it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ WORDS = {"torch": {"set", "check", "get"}, "JAX": {"key_value_set", "key_value_t
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if "4" in name or "xla" in name else []) for name in JOBS]
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] if "4" in name or "xla" in name else [])
+        for name in JOBS
+    ],
 )
 def job(request, run_job, tmp_path_factory):
     """The framework, the checkpoints' place, and what each process has counted."""
@@ -39,8 +44,13 @@ def test_ten_saves_take_no_collective_no_wait_and_no_program(job, words, record_
         assert set(answer["counted"]["saves"]) <= words
     # "committed", ten times; and in the first save below the root, what process 0 has written first
     assert {"set": 11, "key_value_set": 11}.items() & answers[0]["counted"]["saves"].items()
-    record_testsuite_property("store operations in ten saves", [answer["counted"]["saves"] for answer in answers])
-    assert {path.name for path in root.iterdir()} == {*(str(i) for i in range(10) if i % 4 != 3), "in turn"}
+    record_testsuite_property(
+        "store operations in ten saves", [answer["counted"]["saves"] for answer in answers]
+    )
+    assert {path.name for path in root.iterdir()} == {
+        *(str(i) for i in range(10) if i % 4 != 3),
+        "in turn",
+    }
     assert all(shardckpt.open(path).verify().ok for path in root.iterdir())
 
 
@@ -60,7 +70,11 @@ def test_a_process_writes_its_share_before_the_next_one_has_begun(job, words):
 def test_what_other_programs_ask_of_each_other_is_counted(job, words):
     """Else the zeros above would mean nothing."""
     for answer in job[2]:
-        controls = {name: counted for name, counted in answer["counted"].items() if name not in ("saves", "words", "in turn")}
+        controls = {
+            name: counted
+            for name, counted in answer["counted"].items()
+            if name not in ("saves", "words", "in turn")
+        }
         assert controls
         for name, counted in controls.items():
             assert set(counted) - words, name

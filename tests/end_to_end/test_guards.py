@@ -1,8 +1,10 @@
-"""Limits of each operation's cost, by counts: bytes, system calls, memory, copied elements, and Python steps per chunk.
+"""Limits of each operation's cost, by counts: bytes, system calls, memory, copied elements, and
+Python steps per chunk.
 
-Times depend on the machine; these do not. A bound on bytes, calls of the kernel or memory is what was counted when it was written,
-and up to a sixth more. A bound on steps is twice what was counted: it is there for what takes another order of steps, not for one
-function more. If you make an operation cheaper, lower its bounds.
+Times depend on the machine; these do not. A bound on bytes, calls of the kernel or memory is what
+was counted when it was written, and up to a sixth more. A bound on steps is twice what was counted:
+it is there for what takes another order of steps, not for one function more. If you make an
+operation cheaper, lower its bounds.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ READING = max(2, min(8, cores())) * 8 * MiB + 4 * MiB
 """One run for each thread that reads, and what is made of chunk tables."""
 ROWS = Sharding(Mesh((8,), ("x",)), PartitionSpec("x"))
 PORTIONS = NBYTES // MiB + 2 if extension.moving else 0
-"""Calls of the kernel by the extension, which moves a MiB with each, without the interpreter and without its lock."""
+"""Calls of the kernel by the extension, which moves a MiB with each, without the interpreter and
+without its lock."""
 OPTIONS = SaveOptions(shardings={"matrix*": ROWS})
 MOST_INDEX_FILES = 8
-"""Two, unless TensorStore flushes the nodes of one of its two transactions in several files, as it does in one save of a hundred
-or so, more often on a busy machine."""
+"""Two, unless TensorStore flushes the nodes of one of its two transactions in several files, as it
+does in one save of a hundred or so, more often on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -48,54 +51,90 @@ def place(tmp_path_factory):
     shardckpt.save(directory / "kept", state, options=OPTIONS)
     (piece,) = shardckpt.open(directory / "kept").record.structure.tensors["matrix0"].pieces
     assert piece.chunks == (CHUNK, CHUNK)
-    return SimpleNamespace(state=state, kept=directory / "kept", out=directory / "out", file=directory / "model.safetensors")
+    return SimpleNamespace(
+        state=state,
+        kept=directory / "kept",
+        out=directory / "out",
+        file=directory / "model.safetensors",
+    )
 
 
 @pytest.mark.parametrize(
     ("save", "threads", "at_once"),
     [
         pytest.param(shardckpt.save, min(4, cores()), 4 * MiB, id="save"),
-        pytest.param(lambda *where, **how: shardckpt.save_async(*where, **how).wait(), 1, 2 * MiB, id="save_async"),
+        pytest.param(
+            lambda *where, **how: shardckpt.save_async(*where, **how).wait(),
+            1,
+            2 * MiB,
+            id="save_async",
+        ),
     ],
 )
 def test_a_save_writes_its_bytes_once_in_a_few_large_calls(place, save, threads, at_once):
-    took = counted(lambda: save(place.out, place.state, options=OPTIONS), lambda: shutil.rmtree(place.out, ignore_errors=True))
+    took = counted(
+        lambda: save(place.out, place.state, options=OPTIONS),
+        lambda: shutil.rmtree(place.out, ignore_errors=True),
+    )
 
     assert NBYTES <= took.written <= 1.002 * NBYTES
     assert took.read <= 80 * KiB, "a save reads what it has written of indexes, and no data"
     assert took.writes <= 50 + 2 * MOST_INDEX_FILES + PORTIONS
     assert took.reads <= 30
     assert took.peak <= threads * at_once + 1 * MiB, (
-        "elements go from the state, or from the buffer that is kept, to where they are laid out, to the file"
+        "elements go from the state, or from the buffer that is kept, to where they are laid "
+        "out, to the file"
     )
     assert took.steps <= 26 * CHUNKS
-    files = [path.relative_to(place.out).parts[1:] for path in place.out.rglob("*") if path.is_file()]
+    files = [
+        path.relative_to(place.out).parts[1:] for path in place.out.rglob("*") if path.is_file()
+    ]
     index = [file for file in files if file[:1] == ("d",)]
     assert len(index) <= MOST_INDEX_FILES
     assert len(files) - len(index) <= 6 + 3 * threads, "a lane for each thread"
 
 
-@pytest.mark.parametrize("save", [shardckpt.save, lambda *where: shardckpt.save_async(*where).wait()], ids=["save", "save_async"])
+@pytest.mark.parametrize(
+    "save",
+    [shardckpt.save, lambda *where: shardckpt.save_async(*where).wait()],
+    ids=["save", "save_async"],
+)
 def test_a_small_tensor_costs_a_save_few_steps(tmp_path, save):
     def saving(tensors):
         state = {f"block{i}": np.ones((64, 64), np.float32) for i in range(tensors)}
         save(tmp_path / f"warm{tensors}", state)
         return steps(lambda: save(tmp_path / f"counted{tensors}", state))
 
-    assert saving(300) - saving(100) <= 350 * 200, "of which 17 are for reading the record as every reader will, before it is published"
+    assert saving(300) - saving(100) <= 350 * 200, (
+        "of which 17 are for reading the record as every reader will, before it is published"
+    )
 
 
 @pytest.mark.parametrize(
-    "make", [np.ones, torch.ones, lambda shape: torch.nn.Parameter(torch.ones(shape))], ids=["numpy", "torch", "parameter"]
+    "make",
+    [np.ones, torch.ones, lambda shape: torch.nn.Parameter(torch.ones(shape))],
+    ids=["numpy", "torch", "parameter"],
 )
 def test_a_tensor_of_a_common_class_costs_the_walk_of_a_state_few_steps(make):
     def walking(tensors):
         state = {f"block{i}": make((8, 8)) for i in range(tensors)}
-        return steps(lambda: flatten(state, frameworks.is_tensor, frameworks.identity, frameworks.meaning, composite=frameworks.composite))
+        return steps(
+            lambda: flatten(
+                state,
+                frameworks.is_tensor,
+                frameworks.identity,
+                frameworks.meaning,
+                composite=frameworks.composite,
+            )
+        )
 
     walking(1)  # finds the adapter of the class
-    most = 30 if "torch_xla" not in sys.modules else 50  # where torch_xla is imported, a tensor may be one of its own
-    assert walking(300) - walking(100) <= most * 200, "its class says which adapter it has, so that no adapter is asked"
+    most = (
+        30 if "torch_xla" not in sys.modules else 50
+    )  # where torch_xla is imported, a tensor may be one of its own
+    assert walking(300) - walking(100) <= most * 200, (
+        "its class says which adapter it has, so that no adapter is asked"
+    )
 
 
 def test_a_restore_in_place_reads_its_bytes_once_in_large_reads_and_copies_none_twice(place):
@@ -127,11 +166,14 @@ def sizes(tmp_path_factory):
 MOVING = {"write_chunks": 1, "read_chunks": 3} | dict.fromkeys(
     ("crc32c", "lay_out_all", "Band.scatter", "preadv", "begin_write_back", "_copy"), 1
 )
-"""Calls whose number grows with the bytes, and times that each gives the lock up; a file is opened and closed for each that reads.
-Those for a lane and its files depend on the number of threads."""
+"""Calls whose number grows with the bytes, and times that each gives the lock up; a file is opened
+and closed for each that reads. Those for a lane and its files depend on the number of threads."""
 
 
-@pytest.mark.skipif(not extension.moving, reason="Python gives the lock up several times per chunk: 740 to 2,240 times per GB")
+@pytest.mark.skipif(
+    not extension.moving,
+    reason="Python gives the lock up several times per chunk: 740 to 2,240 times per GB",
+)
 @pytest.mark.parametrize(
     "operation",
     [
@@ -141,8 +183,12 @@ Those for a lane and its files depend on the number of threads."""
         pytest.param(lambda at: shardckpt.open(at.kept).verify(), id="verify"),
     ],
 )
-def test_a_quarter_of_a_gigabyte_more_gives_the_interpreter_lock_up_a_few_times_more(sizes, monkeypatch, operation):
-    monkeypatch.setattr(extension, "LONGEST_S", 1e6)  # else a busy disk decides how many calls there are
+def test_a_quarter_of_a_gigabyte_more_gives_the_interpreter_lock_up_a_few_times_more(
+    sizes, monkeypatch, operation
+):
+    monkeypatch.setattr(
+        extension, "LONGEST_S", 1e6
+    )  # else a busy disk decides how many calls there are
     totals = []
     for at in sizes:
         shutil.rmtree(at.out, ignore_errors=True)
@@ -178,7 +224,9 @@ def test_a_part_is_read_and_nothing_else(place, box, steps):
 
     took = counted(read)
 
-    assert all(np.array_equal(part, place.state[f"matrix{i}"][box.slices]) for i, part in enumerate(read()))
+    assert all(
+        np.array_equal(part, place.state[f"matrix{i}"][box.slices]) for i, part in enumerate(read())
+    )
     assert needed <= took.read <= 1.01 * needed
     assert took.written == 0
     assert took.reads <= needed // (CHUNK * CHUNK * 4) + 20, "one call per chunk at most"
@@ -198,28 +246,40 @@ def test_verifying_reads_every_stored_byte_once(place):
 
 
 def test_an_export_writes_its_bytes_once_and_reads_them_and_what_it_wrote_once(place):
-    took = counted(lambda: shardckpt.export_safetensors(place.kept, place.file), lambda: place.file.unlink(missing_ok=True))
+    took = counted(
+        lambda: shardckpt.export_safetensors(place.kept, place.file),
+        lambda: place.file.unlink(missing_ok=True),
+    )
 
     assert NBYTES <= took.written <= 1.001 * NBYTES
-    assert NBYTES <= took.read <= 2.002 * NBYTES, "to compare the file with the checksums of what should be in it takes a look at it"
-    assert took.reads + took.writes <= 100 + NBYTES // (256 * KiB), "what was written is read in blocks of 256 KiB"
+    assert NBYTES <= took.read <= 2.002 * NBYTES, (
+        "to compare the file with the checksums of what should be in it takes a look at it"
+    )
+    assert took.reads + took.writes <= 100 + NBYTES // (256 * KiB), (
+        "what was written is read in blocks of 256 KiB"
+    )
     assert took.copied <= NBYTES
     assert took.writes <= 12, "a batch of 16 MiB is one call"
     assert took.peak <= 80 * MiB, "four batches, and a run for each thread that reads"
     assert took.steps <= 42 * CHUNKS
 
 
-def test_an_import_writes_its_bytes_once_and_reads_them_and_what_it_wrote_once_in_large_calls(place, tmp_path):
+def test_an_import_writes_its_bytes_once_and_reads_them_and_what_it_wrote_once_in_large_calls(
+    place, tmp_path
+):
     layers = 2000
     state = {f"layer{i}": np.full((32, 32), i, np.float32) for i in range(layers)}
     save_file(state, tmp_path / "model.safetensors")
     nbytes = sum(array.nbytes for array in state.values())
 
     took = counted(
-        lambda: shardckpt.import_checkpoint(tmp_path / "model.safetensors", place.out), lambda: shutil.rmtree(place.out, ignore_errors=True)
+        lambda: shardckpt.import_checkpoint(tmp_path / "model.safetensors", place.out),
+        lambda: shutil.rmtree(place.out, ignore_errors=True),
     )
 
-    assert nbytes <= took.written <= 1.1 * nbytes, "and what describes each tensor, to other readers too"
+    assert nbytes <= took.written <= 1.1 * nbytes, (
+        "and what describes each tensor, to other readers too"
+    )
     assert 2 * nbytes <= took.read <= 2.1 * nbytes
     assert took.reads + took.writes <= 56
     assert took.copied <= nbytes // 100, "elements are read to where they are written from"

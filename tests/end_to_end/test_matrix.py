@@ -1,6 +1,8 @@
-"""Every framework restores, onto meshes of its own and bit by bit, the saves of every other one, by any number of processes.
+"""Every framework restores, onto meshes of its own and bit by bit, the saves of every other one, by
+any number of processes.
 
-The processes, their layouts and how each of them is compared with what its framework says: `tests/children/e2e_*.py`.
+The processes, their layouts and how each of them is compared with what its framework says:
+`tests/children/e2e_*.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def saved(rounds, kind, run_job, tmp_path_factory):
         places = {kind: (root / f"{seed} {saver}", KINDS[kind])}
         answers = run_job(framework, "save", processes, places, seed)
         assert all(answer == answers[0] for answer in answers)
-        checkpoints |= {(seed, saver, kind): (places[kind][0], layouts) for kind, layouts in answers[0].items()}
+        checkpoints |= {
+            (seed, saver, kind): (places[kind][0], layouts) for kind, layouts in answers[0].items()
+        }
     return checkpoints
 
 
@@ -73,9 +77,17 @@ def restored(rounds, kind, saved, flipped, run_job):
     """By round, saver, kind and restorer: what each process has found, and each tensor's layout."""
     by_pair = {}
     for (restorer, (framework, processes)), seed in product(JOBS.items(), rounds):
-        places = {"/".join(pair): (saved[seed, *pair][0], JOBS[pair[0]][1]) for pair in product(JOBS, [kind])}
-        answers = run_job(framework, "restore", processes, places | {"flipped": (flipped[0], 1)}, seed)
-        by_pair |= {(seed, *place.split("/"), restorer): [answer[place] for answer in answers] for place in places}
+        places = {
+            "/".join(pair): (saved[seed, *pair][0], JOBS[pair[0]][1])
+            for pair in product(JOBS, [kind])
+        }
+        answers = run_job(
+            framework, "restore", processes, places | {"flipped": (flipped[0], 1)}, seed
+        )
+        by_pair |= {
+            (seed, *place.split("/"), restorer): [answer[place] for answer in answers]
+            for place in places
+        }
         by_pair[seed, "flipped", restorer] = [answer["flipped"] for answer in answers]
     return by_pair
 
@@ -84,7 +96,9 @@ def restored(rounds, kind, saved, flipped, run_job):
 @pytest.mark.parametrize("saver", JOBS)
 def test_what_one_saved_another_restores_bit_by_bit(rounds, restored, saver, restorer, kind):
     for seed in rounds:
-        assert [answer["wrong"] for answer in restored[seed, saver, kind, restorer]] == [[]] * JOBS[restorer][1]
+        assert [answer["wrong"] for answer in restored[seed, saver, kind, restorer]] == [[]] * JOBS[
+            restorer
+        ][1]
 
 
 def test_all_savers_recorded_one_fingerprint(saved, kind):
@@ -96,22 +110,35 @@ def test_all_savers_recorded_one_fingerprint(saved, kind):
 
 @pytest.mark.parametrize("restorer", JOBS)
 def test_a_flipped_bit_would_have_been_noticed(flipped, restored, restorer):
-    assert {name for answer in restored[0, "flipped", restorer] for name in answer["wrong"]} == set(flipped[1])
+    assert {name for answer in restored[0, "flipped", restorer] for name in answer["wrong"]} == set(
+        flipped[1]
+    )
 
 
-def test_every_element_of_every_tensor_was_compared_in_every_pair(rounds, kind, saved, restored, record_testsuite_property):
+def test_every_element_of_every_tensor_was_compared_in_every_pair(
+    rounds, kind, saved, restored, record_testsuite_property
+):
     checkpoint = shardckpt.open(saved[0, "numpy", kind][0])
-    sizes = {name: prod(checkpoint.info(name).shape) for name in checkpoint.names() if name != "model/head"}
+    sizes = {
+        name: prod(checkpoint.info(name).shape)
+        for name in checkpoint.names()
+        if name != "model/head"
+    }
     cells = dict.fromkeys(product(JOBS, JOBS), 0)
     for seed, saver, restorer in product(rounds, JOBS, JOBS):
         answers = restored[seed, saver, kind, restorer]
-        assert all(sum(answer["compared"][name] for answer in answers) >= size for name, size in sizes.items())
+        assert all(
+            sum(answer["compared"][name] for answer in answers) >= size
+            for name, size in sizes.items()
+        )
         cells[saver, restorer] += len(sizes)
     assert cells == dict.fromkeys(cells, len(rounds) * TENSORS)
     record_testsuite_property("tensors compared", sum(cells.values()))
 
 
-def test_nearly_every_tensor_was_restored_onto_another_layout_than_it_was_saved_with(saved, restored, record_testsuite_property):
+def test_nearly_every_tensor_was_restored_onto_another_layout_than_it_was_saved_with(
+    saved, restored, record_testsuite_property
+):
     same = different = 0
     for (place, (_, layouts)), restorer in product(saved.items(), JOBS):
         after = restored[*place, restorer][0]["layouts"]
@@ -123,6 +150,8 @@ def test_nearly_every_tensor_was_restored_onto_another_layout_than_it_was_saved_
 
 def test_every_process_wrote_a_share_of_its_own(saved):
     for (_, saver, _), (url, _) in saved.items():
-        records = [json.loads(path.read_text())["record"] for path in sorted(url.glob("*/records/*"))]
+        records = [
+            json.loads(path.read_text())["record"] for path in sorted(url.glob("*/records/*"))
+        ]
         assert [record["host"] for record in records] == list(range(JOBS[saver][1]))
         assert all(record["chunks"] for record in records)

@@ -1,4 +1,5 @@
-"""Host memory stays inside the budget, however large tensors are: counted by the pool, and as the peak of a whole process."""
+"""Host memory stays inside the budget, however large tensors are: counted by the pool, and as the
+peak of a whole process."""
 
 import json
 import subprocess
@@ -17,12 +18,18 @@ LARGE, ALL = 256 * MiB, 512 * MiB
 SAVED = {"mesh": [8], "spec": ["x"]}
 READERS = max(2, min(8, cores()))
 MARGIN = READERS * 4 * MiB + 24 * MiB
-"""Memory of a process besides staging: one run per reading thread, chunk lists, and what the allocator keeps."""
+"""Memory of a process besides staging: one run per reading thread, chunk lists, and what the
+allocator keeps."""
 
 
 def child(verb, **case):
     finished = subprocess.run(
-        [sys.executable, CHILD], input=json.dumps({"verb": verb, **case}), capture_output=True, text=True, check=False, timeout=250
+        [sys.executable, CHILD],
+        input=json.dumps({"verb": verb, **case}),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
     )
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout)
@@ -43,7 +50,9 @@ def test_saving_takes_no_more_memory_than_its_limit(saved):
 
 
 def test_saving_many_small_objects_takes_no_more_memory_than_its_limit(tmp_path):
-    took = child("save", url=str(tmp_path / "c"), names=["large"], layout="zarr", limit=64 * MiB, **SAVED)
+    took = child(
+        "save", url=str(tmp_path / "c"), names=["large"], layout="zarr", limit=64 * MiB, **SAVED
+    )
 
     assert took["growth"] <= 64 * MiB
 
@@ -53,7 +62,9 @@ def test_saving_many_small_objects_takes_no_more_memory_than_its_limit(tmp_path)
     [
         pytest.param([8], [None, "x"], [3], LARGE // 8, id="one of 8 devices"),
         pytest.param([4, 2], ["x", "y"], [2, 3], LARGE // 4, id="two of 8 devices"),
-        pytest.param([2, 4], ["y"], [1, 2], LARGE // 2, id="two different shards, with replicas elsewhere"),
+        pytest.param(
+            [2, 4], ["y"], [1, 2], LARGE // 2, id="two different shards, with replicas elsewhere"
+        ),
     ],
 )
 @pytest.mark.parametrize("limit", [16 * MiB, 80 * MiB])

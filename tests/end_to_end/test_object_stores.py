@@ -1,4 +1,5 @@
-"""Checkpoints on object stores, from the first save to the last deletion, by one process and by several; and what is asked of the store."""
+"""Checkpoints on object stores, from the first save to the last deletion, by one process and by
+several; and what is asked of the store."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from shardckpt.runs.collecting import collect, delete
 from shardckpt.writing.packed import DATA_FILE_BYTES, OBJECT_BYTES, PackedWriter
 
 MiB = 1 << 20
-RESTORED = (np.arange(2_400_000, dtype=np.float32).reshape(2400, 1000), np.arange(40_000, dtype=np.int32), np.arange(5))
+RESTORED = (
+    np.arange(2_400_000, dtype=np.float32).reshape(2400, 1000),
+    np.arange(40_000, dtype=np.int32),
+    np.arange(5),
+)
 
 
 class Cloud:
@@ -32,12 +37,19 @@ class Cloud:
         return f"{self.emulator.scheme}://{self.bucket}/{uuid.uuid4().hex}"
 
     def requests(self, url, kind):
-        return [e.operation for e in self.proxy.traffic.exchanges(url.partition("://")[2]) if e.operation.kind == kind]
+        return [
+            e.operation
+            for e in self.proxy.traffic.exchanges(url.partition("://")[2])
+            if e.operation.kind == kind
+        ]
 
     def sizes(self, url):
         """Object, relative to the place → bytes that came to store it."""
         prefix = url.partition("://")[2]
-        return {name.removeprefix(prefix): size for name, size in self.proxy.traffic.uploaded(prefix).items()}
+        return {
+            name.removeprefix(prefix): size
+            for name, size in self.proxy.traffic.uploaded(prefix).items()
+        }
 
 
 EVERY = pytest.mark.parametrize("cloud", ["gs", "s3", "az"], indirect=True)
@@ -45,8 +57,14 @@ EVERY = pytest.mark.parametrize("cloud", ["gs", "s3", "az"], indirect=True)
 
 @pytest.fixture(scope="module", params=["gs", "s3"])
 def cloud(request):
-    emulator = request.getfixturevalue({"gs": "gcs_server", "s3": "s3_server", "az": "azure_server"}[request.param])
-    with FaultProxy(emulator.endpoint) as proxy, environment(emulator.env(proxy.url)), Processes("many_hosts") as job:
+    emulator = request.getfixturevalue(
+        {"gs": "gcs_server", "s3": "s3_server", "az": "azure_server"}[request.param]
+    )
+    with (
+        FaultProxy(emulator.endpoint) as proxy,
+        environment(emulator.env(proxy.url)),
+        Processes("many_hosts") as job,
+    ):
         yield Cloud(emulator, proxy, job)
 
 
@@ -64,8 +82,12 @@ def attempts(url):
 
 @EVERY
 @pytest.mark.timeout(300)  # a few seconds on a machine of its own
-@pytest.mark.parametrize(("processes", "layout"), [pytest.param(1, "zarr", marks=pytest.mark.slow), (3, "packed")])
-def test_a_checkpoint_is_saved_verified_restored_replaced_collected_around_and_deleted(cloud, layout, processes):
+@pytest.mark.parametrize(
+    ("processes", "layout"), [pytest.param(1, "zarr", marks=pytest.mark.slow), (3, "packed")]
+)
+def test_a_checkpoint_is_saved_verified_restored_replaced_collected_around_and_deleted(
+    cloud, layout, processes
+):
     url, options = cloud.place(), {"layout": layout}
 
     def save(shift, **more):
@@ -124,7 +146,9 @@ def test_nothing_is_ever_listed_but_host_records_once_per_look(cloud, layout, pr
     listings = cloud.requests(url, "list")
     looks = len(listings)
     assert {listing.name for listing in listings} == {f"{place}/records/"}
-    assert looks >= (2 if processes > 1 else 1)  # the committer waits for the others, and reads what it has found
+    assert looks >= (
+        2 if processes > 1 else 1
+    )  # the committer waits for the others, and reads what it has found
 
     assert_holds(url, 0)
     assert len(cloud.requests(url, "list")) == looks
@@ -136,7 +160,9 @@ def test_data_files_are_bounded_by_64_mib_and_by_memory(cloud):
     shardckpt.save(url, state)
     sizes = sorted(size for name, size in cloud.sizes(url).items() if "/hosts/00000/0/d/0" in name)
     assert len(sizes) == 3
-    assert OBJECT_BYTES - 5 * MiB < sizes[1] <= sizes[2] <= OBJECT_BYTES + 4096  # of the request, not the object
+    assert (
+        OBJECT_BYTES - 5 * MiB < sizes[1] <= sizes[2] <= OBJECT_BYTES + 4096
+    )  # of the request, not the object
 
     small = cloud.place()
     shardckpt.save(small, {"w": state["w"][: 5 * MiB]}, options=SaveOptions(memory_limit="40MiB"))

@@ -1,4 +1,5 @@
-"""torch_xla processes that each own some of 8 devices write one checkpoint: every chunk once, by one that has it."""
+"""torch_xla processes that each own some of 8 devices write one checkpoint: every chunk once, by
+one that has it."""
 
 from __future__ import annotations
 
@@ -24,14 +25,18 @@ CASES = {
     "twice": ((1030, 512), {"mesh": [4, 2], "devices": DEVICES, "spec": ["x", None]}),
     "four times": ((512, 515), {"mesh": [4, 2], "devices": DEVICES, "spec": [None, "y"]}),
     "once": ((1000, 601), {"mesh": [2, 4], "devices": DEVICES, "spec": ["y", "x"]}),
-    "over two axes": ((1001, 300), {"mesh": [2, 2, 2], "devices": DEVICES, "spec": [["z", "x"], None]}),
+    "over two axes": (
+        (1001, 300),
+        {"mesh": [2, 2, 2], "devices": DEVICES, "spec": [["z", "x"], None]},
+    ),
 }
 """Name → shape and layout."""
 
 
 @pytest.fixture(scope="module", params=OWNED if TORTURE else [4])
 def checkpoint(request, run_job, tmp_path_factory):
-    """A saved checkpoint: its place, the number of processes that saved it, and the part of each tensor on each device."""
+    """A saved checkpoint: its place, the number of processes that saved it, and the part of each
+    tensor on each device."""
     url = tmp_path_factory.mktemp("owned") / "c"
     answers = run_job("torch_xla", "save_numbered", request.param, url, CASES)
     assert all(answer == answers[0] for answer in answers)
@@ -59,7 +64,9 @@ def test_it_restores_in_one_process_bit_by_bit(checkpoint):
     url, *_ = checkpoint
     restored = shardckpt.restore(url)
     for name, (shape, _) in CASES.items():
-        np.testing.assert_array_equal(restored[name], np.arange(prod(shape), dtype=np.float32).reshape(shape))
+        np.testing.assert_array_equal(
+            restored[name], np.arange(prod(shape), dtype=np.float32).reshape(shape)
+        )
     assert shardckpt.open(url).verify().ok
 
 
@@ -87,9 +94,13 @@ def test_those_who_have_the_same_share_it_out_evenly_to_a_chunk(checkpoint):
             for process, arrays in enumerate(tables):
                 rows = arrays.get(piece.path, ArrayChunks.none())
                 for chunk, length in zip(rows.chunk.tolist(), rows.length.tolist(), strict=True):
-                    bytes_of.setdefault(frozenset(np.flatnonzero(has[:, chunk]).tolist()), Counter())[process] += length
+                    bytes_of.setdefault(
+                        frozenset(np.flatnonzero(has[:, chunk]).tolist()), Counter()
+                    )[process] += length
                     largest = max(largest, length)
     assert any(len(group) == processes for group in bytes_of)
     assert any(1 < len(group) < processes for group in bytes_of)
     for group, written_by in bytes_of.items():
-        assert max(written_by.values()) - min(written_by[process] for process in group) <= largest, group
+        assert (
+            max(written_by.values()) - min(written_by[process] for process in group) <= largest
+        ), group

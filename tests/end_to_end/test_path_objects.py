@@ -1,4 +1,5 @@
-"""A path object of a url is the url wherever a place is given: nothing is written to a directory named after a scheme."""
+"""A path object of a url is the url wherever a place is given: nothing is written to a directory
+named after a scheme."""
 
 from __future__ import annotations
 
@@ -82,7 +83,9 @@ def test_a_manager_takes_a_path_object_of_a_url(root):
 
 def test_a_manager_s_base_may_be_a_path_object_of_a_url(root):
     shardckpt.save(root / "base", STATE)
-    with shardckpt.CheckpointManager(root / "run", options=shardckpt.SaveOptions(base=root / "base", skip="v")) as manager:
+    with shardckpt.CheckpointManager(
+        root / "run", options=shardckpt.SaveOptions(base=root / "base", skip="v")
+    ) as manager:
         manager.save(1, STATE)
     assert shardckpt.open((root / "run" / "1").url).bases
 
@@ -108,7 +111,9 @@ def test_an_export_that_needs_a_disk_refuses_a_path_object_of_another_storage(ro
 CALLS = {
     "save": lambda place: shardckpt.save(place, STATE),
     "save_async": lambda place: shardckpt.save_async(place, STATE),
-    "base": lambda place: shardckpt.save("x", STATE, options=shardckpt.SaveOptions(base=place, skip="v")),
+    "base": lambda place: shardckpt.save(
+        "x", STATE, options=shardckpt.SaveOptions(base=place, skip="v")
+    ),
     "open": shardckpt.open,
     "restore": shardckpt.restore,
     "manager": shardckpt.CheckpointManager,
@@ -128,5 +133,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_every_call_refuses_a_url_whose_slashes_pathlib_has_joined(root, call):
-    with pytest.raises(errors.UrlError, match="a gs url starts with gs://, and pathlib joins its slashes"):
+    with pytest.raises(
+        errors.UrlError, match="a gs url starts with gs://, and pathlib joins its slashes"
+    ):
         call(Path("gs://bucket/run"))

@@ -22,8 +22,25 @@ from shardckpt.runs.collecting import collect
 
 LAYOUTS = ["packed", "zarr"]
 TORCH_DTYPES = [
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz),
-    *(torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16),
+    *(
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e4m3fnuz,
+    ),
+    *(
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.uint16,
+    ),
     *(torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128),
 ]
 
@@ -35,9 +52,18 @@ def bits(value):
 def same(a, b):
     """Equal to the bit, containers and types included."""
     if isinstance(a, np.ndarray):
-        return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
+        return (
+            isinstance(b, np.ndarray)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and bits(a) == bits(b)
+        )
     if isinstance(a, dict):
-        return type(b) is dict and [(type(k), k) for k in a] == [(type(k), k) for k in b] and all(same(a[k], b[k]) for k in a)
+        return (
+            type(b) is dict
+            and [(type(k), k) for k in a] == [(type(k), k) for k in b]
+            and all(same(a[k], b[k]) for k in a)
+        )
     if isinstance(a, list | tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, float) and math.isnan(a):
@@ -60,31 +86,60 @@ def torch_bits(t):
 @st.composite
 def arrays(draw):
     """An array of random bits."""
-    dtype = np.dtype(draw(st.sampled_from(["f4", "f2", "i8", "u1", "?", "c8", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])))
+    dtype = np.dtype(
+        draw(
+            st.sampled_from(
+                ["f4", "f2", "i8", "u1", "?", "c8", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
+            )
+        )
+    )
     shape = draw(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=6))
     size = int(np.prod(shape)) * dtype.itemsize
     raw = np.frombuffer(draw(st.binary(min_size=size, max_size=size)), np.uint8)
     return (raw & (1 if dtype.kind == "b" else 255)).view(dtype).reshape(shape)
 
 
-LEAVES = st.one_of(arrays(), st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=5))
+LEAVES = st.one_of(
+    arrays(),
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+)
 KEYS = st.one_of(st.text(max_size=6), st.integers(-3, 3), st.none())
 STATES = st.recursive(
     LEAVES,
-    lambda inner: st.one_of(st.dictionaries(KEYS, inner, max_size=4), st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple)),
+    lambda inner: st.one_of(
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+    ),
     max_leaves=8,
 )
 
 
-def test_the_plain_layout_has_a_file_per_mebibyte_or_tensor_and_the_packed_one_its_own_chunks(tmp_path):
+def test_the_plain_layout_has_a_file_per_mebibyte_or_tensor_and_the_packed_one_its_own_chunks(
+    tmp_path,
+):
     state = {str(i): np.full((300, 300), float(i)) for i in range(5)}
     for layout in LAYOUTS:
         shardckpt.save(tmp_path / layout, state, options=SaveOptions(layout=layout))
     shardckpt.reshard(tmp_path / "packed", tmp_path / "unpacked", layout="zarr")
     shardckpt.reshard(tmp_path / "unpacked", tmp_path / "repacked", layout="packed")
-    for place, chunks in {"packed": (38, 60), "zarr": (300, 300), "unpacked": (300, 300), "repacked": (38, 60)}.items():
+    for place, chunks in {
+        "packed": (38, 60),
+        "zarr": (300, 300),
+        "unpacked": (300, 300),
+        "repacked": (38, 60),
+    }.items():
         opened = shardckpt.open(tmp_path / place)
-        assert {piece.chunks for tensor in opened.record.structure.tensors.values() for piece in tensor.pieces} == {chunks}
+        assert {
+            piece.chunks
+            for tensor in opened.record.structure.tensors.values()
+            for piece in tensor.pieces
+        } == {chunks}
         assert same(shardckpt.restore(opened), state)
     assert len(list((tmp_path / "zarr").glob("*/zarr/*/c/*/*"))) == len(state)
 
@@ -93,8 +148,16 @@ def test_the_plain_layout_has_a_file_per_mebibyte_or_tensor_and_the_packed_one_i
 def test_keys_that_end_like_a_lock_file_are_stored_as_all_others(tmp_path, layout):
     """TensorStore's file driver keeps the ending `.__lock` for itself."""
     large = np.arange(40_000, dtype=np.float32).reshape(200, 200)
-    state = {"a.__lock": {"w": large}, "w.__lock": large + 1, "small.__lock": large[0, :3], ".__lock": large + 2, "cut.__lock": large + 3}
-    options = SaveOptions(layout=layout, shardings={"cut*": Sharding(Mesh((7,), ("x",)), PartitionSpec("x"))})
+    state = {
+        "a.__lock": {"w": large},
+        "w.__lock": large + 1,
+        "small.__lock": large[0, :3],
+        ".__lock": large + 2,
+        "cut.__lock": large + 3,
+    }
+    options = SaveOptions(
+        layout=layout, shardings={"cut*": Sharding(Mesh((7,), ("x",)), PartitionSpec("x"))}
+    )
     shardckpt.save(tmp_path / "c", state, options=options)
     shardckpt.reshard(tmp_path / "c", tmp_path / "d", mesh=Mesh((2,), ("x",)), rules=["**=(x)"])
     for place in (tmp_path / "c", tmp_path / "d"):
@@ -102,7 +165,9 @@ def test_keys_that_end_like_a_lock_file_are_stored_as_all_others(tmp_path, layou
         assert opened.verify().ok
         assert same(shardckpt.restore(place), state)
         for name in opened.names():
-            assert np.array_equal(ts.open(opened.stock_spec(name)).result().read().result(), opened.read(name))
+            assert np.array_equal(
+                ts.open(opened.stock_spec(name)).result().read().result(), opened.read(name)
+            )
     if layout == "zarr":
         group = zarr.open_group(next((tmp_path / "c").glob("*/zarr")), mode="r")
         assert np.array_equal(group["a=2E__lock/w"][...], large)
@@ -130,7 +195,9 @@ def layouts(draw, ndim):
     ids = draw(st.permutations(range(int(np.prod(shape)))))
     spec, free = [], list(names)
     for _ in range(ndim):
-        axes = draw(st.lists(st.sampled_from(free), unique=True, max_size=len(free))) if free else []
+        axes = (
+            draw(st.lists(st.sampled_from(free), unique=True, max_size=len(free))) if free else []
+        )
         free = [n for n in free if n not in axes]
         spec.append(tuple(axes) if axes else None)
     return Sharding(Mesh(shape, names, ids), PartitionSpec(*spec))
@@ -177,7 +244,9 @@ def test_an_optimizer_state_comes_back_into_an_optimizer(tmp_path):
     fresh = torch.optim.AdamW(torch.nn.Linear(4, 3).parameters())
     like = {"optimizer": optimizer.state_dict()}
     fresh.load_state_dict(shardckpt.restore(tmp_path / "c", like, only="optimizer/**")["optimizer"])
-    assert torch.equal(fresh.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    assert torch.equal(
+        fresh.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
+    )
 
 
 def test_tied_weights_are_stored_once_and_restored_tied(tmp_path):
@@ -211,7 +280,10 @@ def test_containers_come_from_like(tmp_path):
 
 def test_only_restores_a_part(tmp_path):
     shardckpt.save(tmp_path / "c", {"model": {"w": np.ones(3), "b": np.ones(2)}, "step": 7})
-    assert same(shardckpt.restore(tmp_path / "c", only="model/**"), {"model": {"w": np.ones(3), "b": np.ones(2)}})
+    assert same(
+        shardckpt.restore(tmp_path / "c", only="model/**"),
+        {"model": {"w": np.ones(3), "b": np.ones(2)}},
+    )
     like = {"model": {"w": np.zeros(3), "b": np.zeros(2)}, "step": 0}
     restored = shardckpt.restore(tmp_path / "c", like, only=["**/b"])
     assert same(restored, {"model": {"w": np.zeros(3), "b": np.ones(2)}, "step": 0})
@@ -224,7 +296,9 @@ def test_one_misspelt_pattern_of_several_is_an_error(tmp_path):
     assert shardckpt.restore(tmp_path / "c", only=["model/**", "empty"])["empty"] == {}
     like = {"model": {"w": np.zeros(3)}, "lora": {"a": np.zeros(2)}, "empty": {}, "step": 0}
     for target in (None, {**like}):
-        with pytest.raises(errors.NamesMismatchError, match=r"/c: only=\['stpe', 'x'\] selects none of its names"):
+        with pytest.raises(
+            errors.NamesMismatchError, match=r"/c: only=\['stpe', 'x'\] selects none of its names"
+        ):
             shardckpt.restore(tmp_path / "c", target, only=["model/**", "stpe", "x"])
     restored = shardckpt.restore(tmp_path / "c", like, only=["model/**", "lora/**"], strict=False)
     assert same(restored, {**like, "model": {"w": np.ones(3)}})
@@ -234,12 +308,20 @@ def test_one_misspelt_pattern_of_several_is_an_error(tmp_path):
 
 def test_a_restore_of_nothing_is_an_error_even_if_names_may_differ(tmp_path):
     shardckpt.save(tmp_path / "c", {"model": {"w": np.ones(3)}, "step": 7})
-    for like, only in (({"net": {"w": np.zeros(3)}, "epoch": 0}, None), ({"model": {"v": np.zeros(3)}, "step": 0}, "model/**")):
+    for like, only in (
+        ({"net": {"w": np.zeros(3)}, "epoch": 0}, None),
+        ({"model": {"v": np.zeros(3)}, "step": 0}, "model/**"),
+    ):
         with pytest.raises(
-            errors.NamesMismatchError, match=r"No name is in both, so nothing would be restored; change the names in `like`\.$"
+            errors.NamesMismatchError,
+            match=r"No name is in both, so nothing would be restored; "
+            r"change the names in `like`\.$",
         ):
             shardckpt.restore(tmp_path / "c", like, only=only, strict=False)
-    assert shardckpt.restore(tmp_path / "c", {"step": 0, "epoch": 0}, strict=False) == {"step": 7, "epoch": 0}
+    assert shardckpt.restore(tmp_path / "c", {"step": 0, "epoch": 0}, strict=False) == {
+        "step": 7,
+        "epoch": 0,
+    }
     hooks = {"model": {"w": np.ones(3)}, "hooks": {}, "rng": 1}
     shardckpt.save(tmp_path / "d", hooks)
     for like, only in (
@@ -267,12 +349,18 @@ def test_a_target_without_sharding_is_a_numpy_array(tmp_path):
         ({"w": np.zeros(3), "x": np.zeros(1)}, errors.NamesMismatchError, "'x'"),
         ({}, errors.NamesMismatchError, "'w'"),
         ({"w": np.zeros(4)}, errors.ShapeMismatchError, r"w: .* has shape \(3,\), .* \(4,\)"),
-        ({"w": np.zeros(3, "f4")}, errors.DtypeMismatchError, "w: .* has dtype float64, .* float32; pass cast=True"),
+        (
+            {"w": np.zeros(3, "f4")},
+            errors.DtypeMismatchError,
+            "w: .* has dtype float64, .* float32; pass cast=True",
+        ),
         ({"w": 0}, errors.StructureMismatchError, "w"),
         ({"w": {"a": np.zeros(3)}}, errors.StructureMismatchError, "w"),
     ],
 )
-def test_a_like_that_does_not_fit_is_refused_before_anything_is_read(tmp_path, like, error, message):
+def test_a_like_that_does_not_fit_is_refused_before_anything_is_read(
+    tmp_path, like, error, message
+):
     shardckpt.save(tmp_path / "c", {"w": np.ones(3)})
     checkpoint = shardckpt.open(tmp_path / "c")
     with pytest.raises(error, match=message) as raised:
@@ -288,7 +376,23 @@ def test_a_misspelt_name_is_answered_with_the_nearest_one(tmp_path):
 
 
 def test_names_that_are_no_file_names_are_stored_and_found(tmp_path):
-    names = ["..", ".", "a/b", "", "ünï\u2028", "x" * 300, "zarr.json", "c", "__x", "a~b", "A", "a", "nul\0", "\ud800", "c/0"]
+    names = [
+        "..",
+        ".",
+        "a/b",
+        "",
+        "ünï\u2028",
+        "x" * 300,
+        "zarr.json",
+        "c",
+        "__x",
+        "a~b",
+        "A",
+        "a",
+        "nul\0",
+        "\ud800",
+        "c/0",
+    ]
     state = {name: np.full((2,), i) for i, name in enumerate(names)}
     for layout in LAYOUTS:
         shardckpt.save(tmp_path / layout, state, options=SaveOptions(layout=layout))
@@ -302,7 +406,11 @@ def test_a_save_returns_what_it_did(tmp_path):
     report = shardckpt.save(tmp_path / "c", state)
     record = shardckpt.open(tmp_path / "c").record
     assert (report.url, report.attempt) == (str(tmp_path / "c"), record.attempt)
-    assert (report.tensors, report.nbytes, report.stored_bytes) == (2, (1 << 20) + 24, record.totals["stored_bytes"])
+    assert (report.tensors, report.nbytes, report.stored_bytes) == (
+        2,
+        (1 << 20) + 24,
+        record.totals["stored_bytes"],
+    )
     phases = (report.planning_s, report.writing_s, report.waiting_s, report.committing_s)
     assert min(phases) >= 0
     assert report.total_s == pytest.approx(sum(phases))
@@ -315,7 +423,9 @@ def test_a_checkpoint_lists_what_is_for_users(tmp_path):
     listed = dir(checkpoint)
     assert {"names", "info", "read", "tree", "metadata", "zarr_store", "verify"} <= set(listed)
     assert all(hasattr(checkpoint, name) for name in listed)
-    assert not {name for name in listed if name.startswith("_")} | ({"reader", "place", "parsed_tree", "limit_reading"} & set(listed))
+    assert not {name for name in listed if name.startswith("_")} | (
+        {"reader", "place", "parsed_tree", "limit_reading"} & set(listed)
+    )
 
 
 def test_a_checkpoint_is_there_once(tmp_path):
@@ -356,10 +466,14 @@ def test_a_place_without_a_checkpoint_says_what_is_there(tmp_path):
         shardckpt.restore(tmp_path)
     for step in range(70, 77):
         (tmp_path / str(step)).mkdir()
-    with pytest.raises(errors.NotFoundError, match=r"/80: no checkpoint there; the nearest steps are 9, 100\.$"):
+    with pytest.raises(
+        errors.NotFoundError, match=r"/80: no checkpoint there; the nearest steps are 9, 100\.$"
+    ):
         shardckpt.restore(tmp_path / "80")
     undo_commit(tmp_path / "100")
-    with pytest.raises(errors.UncommittedError, match=r"never committed.*`shardckpt commit` commits it"):
+    with pytest.raises(
+        errors.UncommittedError, match=r"never committed.*`shardckpt commit` commits it"
+    ):
         shardckpt.open(tmp_path / "100")
 
 
@@ -374,7 +488,9 @@ def test_leaves_that_cannot_be_stored_are_named_and_nothing_is_written(tmp_path)
 def test_a_pattern_of_shardings_that_matches_nothing_is_refused(tmp_path):
     sharding = Sharding(Mesh((2,), ("x",)), PartitionSpec("x"))
     with pytest.raises(errors.OptionError, match="'v' matches no plain tensor"):
-        shardckpt.save(tmp_path / "c", {"w": np.ones(3)}, options=SaveOptions(shardings={"v": sharding}))
+        shardckpt.save(
+            tmp_path / "c", {"w": np.ones(3)}, options=SaveOptions(shardings={"v": sharding})
+        )
 
 
 def test_shards_without_a_common_grid_become_pieces(tmp_path):
@@ -383,7 +499,11 @@ def test_shards_without_a_common_grid_become_pieces(tmp_path):
     value = np.arange(2 * n, dtype=np.float32)
     sharding = Sharding(Mesh((2,), ("x",)), PartitionSpec("x"))
     for layout in LAYOUTS:
-        shardckpt.save(tmp_path / layout, {"w": value}, options=SaveOptions(layout=layout, shardings={"w": sharding}))
+        shardckpt.save(
+            tmp_path / layout,
+            {"w": value},
+            options=SaveOptions(layout=layout, shardings={"w": sharding}),
+        )
         checkpoint = shardckpt.open(tmp_path / layout)
         assert [p.box.start for p in checkpoint.tensor("w").pieces] == [(0,), (n,)]
         assert max(p.chunks[0] for p in checkpoint.tensor("w").pieces) * 4 <= 1.01 * (2 << 20)
@@ -407,11 +527,15 @@ def test_stock_tensorstore_and_zarr_read_the_same_values(tmp_path, layout, compr
     shardckpt.save(tmp_path / "c", state, options=options)
     checkpoint = shardckpt.open(tmp_path / "c")
     for name, value in state.items():
-        array = ts.open(checkpoint.stock_spec(name), context=Store.open(checkpoint.location).context()).result()
+        array = ts.open(
+            checkpoint.stock_spec(name), context=Store.open(checkpoint.location).context()
+        ).result()
         np.testing.assert_array_equal(array.read().result(), value)
         by_url = ts.open(checkpoint.stock_url(name)).result()
         np.testing.assert_array_equal(by_url.read().result(), value)
-        np.testing.assert_array_equal(zarr.open_group(checkpoint.zarr_store(), mode="r")[name][...], value)
+        np.testing.assert_array_equal(
+            zarr.open_group(checkpoint.zarr_store(), mode="r")[name][...], value
+        )
     if layout == "zarr":
         group = zarr.open_group(tmp_path / "c" / checkpoint.record.attempt / "zarr", mode="r")
         for name, value in state.items():
@@ -433,7 +557,9 @@ def test_a_checkpoint_works_where_it_is_moved_to(tmp_path):
     (tmp_path / "a").rename(tmp_path / "b")
     checkpoint = shardckpt.open(tmp_path / "b")
     assert checkpoint.verify().ok
-    np.testing.assert_array_equal(ts.open(checkpoint.stock_url("w")).result().read().result(), np.arange(5))
+    np.testing.assert_array_equal(
+        ts.open(checkpoint.stock_url("w")).result().read().result(), np.arange(5)
+    )
 
 
 def test_metadata_is_kept_as_it_is(tmp_path):
@@ -463,36 +589,68 @@ def test_a_tensor_of_no_elements_that_no_reader_would_believe_is_refused(tmp_pat
 
 def test_an_attempt_that_no_reader_would_accept_is_not_published_and_the_checkpoint_stays(tmp_path):
     n = 1 << 20  # devices of each of 17 layouts: readers take 2^24 of all together
-    layouts = {f"w{i:02}": OpSharding.parse(f"{{devices=[1,{n - i}]<=[{n - i}] last_tile_dim_replicate}}") for i in range(17)}
+    layouts = {
+        f"w{i:02}": OpSharding.parse(f"{{devices=[1,{n - i}]<=[{n - i}] last_tile_dim_replicate}}")
+        for i in range(17)
+    }
     shardckpt.save(tmp_path / "c", {"before": np.ones(3)})
-    with pytest.raises(errors.CommitError, match=r"nothing was published.*its shardings have more than 16777216 devices together"):
-        shardckpt.save(tmp_path / "c", {name: np.ones(3) for name in layouts}, options=SaveOptions(shardings=layouts, overwrite=True))
+    with pytest.raises(
+        errors.CommitError,
+        match=r"nothing was published.*its shardings have more than 16777216 devices together",
+    ):
+        shardckpt.save(
+            tmp_path / "c",
+            {name: np.ones(3) for name in layouts},
+            options=SaveOptions(shardings=layouts, overwrite=True),
+        )
     assert list(shardckpt.restore(tmp_path / "c")) == ["before"]
-    (left,) = collect(tmp_path / "c", grace=0)  # its data was complete: a collection tries once more to publish it
+    (left,) = collect(
+        tmp_path / "c", grace=0
+    )  # its data was complete: a collection tries once more to publish it
     assert left.outcome == "removed"
     assert len([path for path in (tmp_path / "c").iterdir() if path.is_dir()]) == 1
 
 
 def test_a_layout_that_does_not_fit_names_the_tensor(tmp_path):
     mesh = Mesh((2,), ("x",))
-    for layout in (Sharding(mesh, PartitionSpec(None, "x")), OpSharding.parse("{devices=[2,1]<=[2]}"), OpSharding.parse("{manual}")):
+    for layout in (
+        Sharding(mesh, PartitionSpec(None, "x")),
+        OpSharding.parse("{devices=[2,1]<=[2]}"),
+        OpSharding.parse("{manual}"),
+    ):
         with pytest.raises(errors.ShardingError, match=r"^'a/w': "):
-            shardckpt.save(tmp_path / "c", {"a": {"w": np.ones(3)}}, options=SaveOptions(shardings={"a/w": layout}))
+            shardckpt.save(
+                tmp_path / "c",
+                {"a": {"w": np.ones(3)}},
+                options=SaveOptions(shardings={"a/w": layout}),
+            )
     assert not (tmp_path / "c").exists()
 
 
 def test_a_pattern_behind_a_wider_one_is_said_to_be_shadowed(tmp_path):
     layout = Sharding(Mesh((2,), ("x",)), PartitionSpec("x"))
     with pytest.raises(errors.OptionError, match=r"'a/w' is shadowed by 'a/\*'"):
-        shardckpt.save(tmp_path / "c", {"a": {"w": np.ones(3)}}, options=SaveOptions(shardings={"a/*": layout, "a/w": layout}))
-    shardckpt.save(tmp_path / "c", {"a": {"w": np.ones(3), "b": np.ones(3)}}, options=SaveOptions(shardings={"a/w": layout, "a/*": layout}))
+        shardckpt.save(
+            tmp_path / "c",
+            {"a": {"w": np.ones(3)}},
+            options=SaveOptions(shardings={"a/*": layout, "a/w": layout}),
+        )
+    shardckpt.save(
+        tmp_path / "c",
+        {"a": {"w": np.ones(3), "b": np.ones(3)}},
+        options=SaveOptions(shardings={"a/w": layout, "a/*": layout}),
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_saving_below_a_file_says_that_it_is_one_and_not_that_nothing_can_be_deleted(tmp_path, layout):
+def test_saving_below_a_file_says_that_it_is_one_and_not_that_nothing_can_be_deleted(
+    tmp_path, layout
+):
     (tmp_path / "file").write_text("")
     with pytest.raises(errors.StorageError, match="cannot make a directory"):
-        shardckpt.save(tmp_path / "file" / "c", {"w": np.ones(3)}, options=SaveOptions(layout=layout))
+        shardckpt.save(
+            tmp_path / "file" / "c", {"w": np.ones(3)}, options=SaveOptions(layout=layout)
+        )
 
 
 @pytest.mark.parametrize("options", [{}, {"layout": "zarr"}, "zarr", SaveOptions])

@@ -10,7 +10,8 @@ import pytest
 from paths import CHILDREN
 
 SAVE, RESTORE = 34, 27
-"""Of the second save and the second restore in a process; the first ones also enter what finds frameworks and opens the storage."""
+"""Of the second save and the second restore in a process; the first ones also enter what finds
+frameworks and opens the storage."""
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
@@ -28,5 +29,7 @@ import sys, numpy, shardckpt
 shardckpt.save({str(tmp_path / "a")!r}, {{"w": numpy.zeros(9)}})
 print([name for name in sys.modules if name.startswith("shardckpt.reading")])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True
+    )
     assert done.stdout.strip() == "[]"

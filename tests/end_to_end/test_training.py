@@ -1,4 +1,5 @@
-"""A training that was killed and resumed, on the same processes or on others, is the training that was never interrupted.
+"""A training that was killed and resumed, on the same processes or on others, is the training that
+was never interrupted.
 
 What is trained, and how: `tests/children/e2e_training.py` and `e2e_training_jax.py`.
 """
@@ -37,10 +38,14 @@ RESUMED = {
 }
 """On what else, by what was interrupted."""
 TORTURES = {("JAX, 2 processes", "on 3 processes")}
-NAMES = [pytest.param(name, marks=[] if name == "FSDP2 and TP" else [pytest.mark.slow]) for name in JOBS]
+NAMES = [
+    pytest.param(name, marks=[] if name == "FSDP2 and TP" else [pytest.mark.slow]) for name in JOBS
+]
 """`make sweeps` has DDP and JAX; `make test` resumes under DDP what FSDP2 saved."""
 RESUMES = [
-    pytest.param(n, p, marks=[pytest.mark.slow] if n != "FSDP2 and TP" or p == "on 6 processes" else [])
+    pytest.param(
+        n, p, marks=[pytest.mark.slow] if n != "FSDP2 and TP" or p == "on 6 processes" else []
+    )
     for n in JOBS
     for p in RESUMED[n]
     if TORTURE or (n, p) not in TORTURES
@@ -54,11 +59,15 @@ class Training:
         self.framework, self.processes, self.shape = JOBS[name]
         self.run_job, self.url = run_job, directory / "checkpoint"
         self.whole = self.train(self.processes, self.shape)
-        self.killed = self.train(self.processes, self.shape, save=[SAVED, self.url], kill=KILLED, expect="signal")
+        self.killed = self.train(
+            self.processes, self.shape, save=[SAVED, self.url], kill=KILLED, expect="signal"
+        )
         self.truth = json.loads(self.url.with_suffix(".json").read_text())
 
     def train(self, processes, shape, *, expect=None, **options):
-        return self.run_job(self.framework, "train", processes, shape, STEPS, options, expect=expect)
+        return self.run_job(
+            self.framework, "train", processes, shape, STEPS, options, expect=expect
+        )
 
     def resume(self, processes, shape, **options):
         return self.train(processes, shape, restore=self.url, **options)
@@ -83,7 +92,9 @@ def training(run_job, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_training_resumed_on_the_mesh_it_had_is_the_one_never_interrupted_bit_by_bit(training, name):
+def test_a_training_resumed_on_the_mesh_it_had_is_the_one_never_interrupted_bit_by_bit(
+    training, name
+):
     ours = training(name)
     assert ours.killed == [{"signal": 9}] * ours.processes
     resumed = ours.resume(ours.processes, ours.shape)
@@ -118,7 +129,9 @@ def test_what_tensor_parallelism_leaves_alone_is_one_tensor_replicated_over_its_
     """FSDP2 has it on a mesh of its own for each of them."""
     checkpoint = shardckpt.open(training("FSDP2 and TP").url)
     for name in ("model/norm.weight", "optimizer/state/blocks.0.before.bias/exp_avg"):
-        assert checkpoint.info(name).layout == Sharding(Mesh((2, 2), ("dp", "tp")), PartitionSpec("dp"))
+        assert checkpoint.info(name).layout == Sharding(
+            Mesh((2, 2), ("dp", "tp")), PartitionSpec("dp")
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)

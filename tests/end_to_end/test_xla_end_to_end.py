@@ -57,7 +57,16 @@ def test_a_sharding_that_cannot_be_is_refused_with_both_numbers(seen):
     assert seen["errors"]["longer spec"][0] == "ShardingError"
 
 
-def test_a_skipped_tensor_is_not_read_from_the_devices_and_restores_from_the_base_to_any_layout(seen):
+def test_a_skipped_tensor_is_not_read_from_the_devices_and_restores_from_the_base_to_any_layout(
+    seen,
+):
     answer = seen["skipping"]
-    assert answer == {**answer, "tensors read": 1, "written": 8 * 48 * 4, "base": True, "equal": True, "other": True}
+    assert answer == {
+        **answer,
+        "tensors read": 1,
+        "written": 8 * 48 * 4,
+        "base": True,
+        "equal": True,
+        "other": True,
+    }
     assert answer["op_sharding"].startswith("{devices=[1,4,2]")

@@ -1,4 +1,5 @@
-"""The notebook examples/quickstart.ipynb, its cells run from top to bottom, twice, as a user does."""
+"""The notebook examples/quickstart.ipynb, its cells run from top to bottom, twice, as a user
+does."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ def test_the_cells_run_from_top_to_bottom_and_the_training_resumes(tmp_path):
     cells = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
     program = SHOWN + "".join(f"shown({cell!r})\n" for cell in cells)
     for first in (1, 31):
-        done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=250)
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=250,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         assert f"from step {first} to {first + 29}" in done.stdout
         for kind in ("Checkpoint", "LazyArray", "Comparison"):

@@ -1,4 +1,5 @@
-"""Saves to and restores from object stores, by a real TensorStore, while the storage fails in every way that it can."""
+"""Saves to and restores from object stores, by a real TensorStore, while the storage fails in every
+way that it can."""
 
 from __future__ import annotations
 
@@ -35,18 +36,26 @@ ON_ONE_STORE = pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 
 def on_each_store(names, *, gs, s3):
     """Run a test on both stores, on each with its own values of these parameters."""
-    cases = [(store, *(case if isinstance(case, tuple) else (case,))) for store, of_store in (("gs", gs), ("s3", s3)) for case in of_store]
+    cases = [
+        (store, *(case if isinstance(case, tuple) else (case,)))
+        for store, of_store in (("gs", gs), ("s3", s3))
+        for case in of_store
+    ]
     return pytest.mark.parametrize(("bucket", *names), cases, indirect=["bucket"])
 
 
-# --- faults that pass -----------------------------------------------------------------------------------------------
+# --- faults that pass -----------------------------------------------------------------------------
 
 
-@on_each_store(["fault", "layout"], gs=product(TRANSIENT, LAYOUTS), s3=product(TRANSIENT, ["packed"]))
+@on_each_store(
+    ["fault", "layout"], gs=product(TRANSIENT, LAYOUTS), s3=product(TRANSIENT, ["packed"])
+)
 def test_a_save_survives_failures_of_every_kind_of_request(cloud, fault, layout):
     url = cloud.place()
     times = {"upload": 2, "read": 2, "stat": 1} | ({"list": 1} if TORTURE else {})
-    with cloud.breaking(*(Rule(**TRANSIENT[fault], kinds=(kind,), times=n) for kind, n in times.items())):
+    with cloud.breaking(
+        *(Rule(**TRANSIENT[fault], kinds=(kind,), times=n) for kind, n in times.items())
+    ):
         assert cloud.attempt_save(url, STATE, layout=layout) is None
         assert cloud.injected() == sum(times.values())
     cloud.assert_whole(url, STATE)
@@ -73,7 +82,9 @@ def test_a_save_that_replaces_survives_that_any_one_request_fails(cloud, fault):
         state = make_state(k)
         assert cloud.attempt_save(url, state, overwrite=True) is None
         cloud.assert_whole(url, state)
-    assert len({key.partition("/")[0] for key in cloud.keys(url)}) == 2, "something of those that were replaced is left"
+    assert len({key.partition("/")[0] for key in cloud.keys(url)}) == 2, (
+        "something of those that were replaced is left"
+    )
 
 
 @pytest.mark.parametrize("fault", TRANSIENT)
@@ -84,7 +95,9 @@ def test_a_restore_survives_that_any_one_request_fails(cloud, fault):
         assert cloud.attempt_restore(url, STATE)
 
 
-@on_each_store(["overwrite", "times"], gs=product([False, True], [1, 3]), s3=product([False, True], [1]))
+@on_each_store(
+    ["overwrite", "times"], gs=product([False, True], [1, 3]), s3=product([False, True], [1])
+)
 def test_a_commit_whose_answer_is_lost_is_not_taken_for_somebody_else_s(cloud, overwrite, times):
     url = cloud.place()
     if overwrite:
@@ -102,7 +115,11 @@ def test_a_commit_whose_answer_is_lost_is_not_taken_for_somebody_else_s(cloud, o
 @pytest.mark.parametrize("fault", ["429", "reset"])
 def test_a_bucket_that_is_down_for_a_while_is_waited_for(cloud, fault):
     url = cloud.place()
-    with patience_of("60"), ThreadPoolExecutor(1) as pool, cloud.breaking(Rule(**TRANSIENT[fault], times=None)):
+    with (
+        patience_of("60"),
+        ThreadPoolExecutor(1) as pool,
+        cloud.breaking(Rule(**TRANSIENT[fault], times=None)),
+    ):
         saving = pool.submit(shardckpt.save, url, STATE)
         while cloud.injected() < 2:
             assert not saving.done()
@@ -114,19 +131,35 @@ def test_a_bucket_that_is_down_for_a_while_is_waited_for(cloud, fault):
 @ON_ONE_STORE
 def test_a_limit_on_how_often_one_object_is_written_is_waited_out(cloud):
     url = cloud.place()
-    with patience_of("2"), cloud.breaking(Rule("rate", seconds=0.3, times=None)):  # the service allows one write per second
+    with (
+        patience_of("2"),
+        cloud.breaking(Rule("rate", seconds=0.3, times=None)),
+    ):  # the service allows one write per second
         shardckpt.save(url, STATE)
     cloud.assert_whole(url, STATE)
 
 
-# --- faults that stay -----------------------------------------------------------------------------------------------
+# --- faults that stay -----------------------------------------------------------------------------
 
-REFUSED = {"503": {"fault": "status", "status": 503}, "403": {"fault": "status", "status": 403}, "reset": {"fault": "reset"}}
+REFUSED = {
+    "503": {"fault": "status", "status": 503},
+    "403": {"fault": "status", "status": 403},
+    "reset": {"fault": "reset"},
+}
 
 
 @on_each_store(
     ["key", "fault"],
-    gs=product(["hosts/00000/0/d/00001", "hosts/00000/table", "records/00000.json", "manifest.ocdbt", "checkpoint.json"], REFUSED),
+    gs=product(
+        [
+            "hosts/00000/0/d/00001",
+            "hosts/00000/table",
+            "records/00000.json",
+            "manifest.ocdbt",
+            "checkpoint.json",
+        ],
+        REFUSED,
+    ),
     s3=product(["hosts/00000/0/d/00001", "records/00000.json", "checkpoint.json"], ["403", "503"]),
 )
 def test_a_save_fails_with_the_url_of_the_object_that_cannot_be_written(cloud, key, fault):
@@ -136,7 +169,9 @@ def test_a_save_fails_with_the_url_of_the_object_that_cannot_be_written(cloud, k
     assert isinstance(error, StorageError)
     assert url in str(error)
     assert key in str(error)
-    if key.startswith("hosts/"):  # else a record vouches for the attempt, or may come to, and somebody else may commit it
+    if key.startswith(
+        "hosts/"
+    ):  # else a record vouches for the attempt, or may come to, and somebody else may commit it
         assert cloud.keys(url) == [], "something of the attempt is left"
     with pytest.raises(NotFoundError):
         shardckpt.open(url)
@@ -158,7 +193,9 @@ def test_a_replacement_that_fails_leaves_what_was_there(cloud):
 @pytest.mark.parametrize("begins_with", [0, 5])
 def test_a_save_into_a_bucket_that_goes_down_fails_in_time_and_says_where(cloud, begins_with):
     url = cloud.place()
-    with cloud.breaking(Rule("reset", kinds=() if TORTURE else NOT_LISTINGS, skip=begins_with, times=None)):
+    with cloud.breaking(
+        Rule("reset", kinds=() if TORTURE else NOT_LISTINGS, skip=begins_with, times=None)
+    ):
         error = cloud.attempt_save(url, STATE)
     assert isinstance(error, StorageError)
     assert url in str(error)
@@ -169,7 +206,9 @@ def test_a_save_into_a_bucket_that_goes_down_fails_in_time_and_says_where(cloud,
 def test_a_commit_that_is_neither_confirmed_nor_denied_is_left_as_it_is(cloud):
     url = cloud.place()
     put_placeholder(url)
-    outage = Rule("reset", kinds=NOT_LISTINGS, objects=RECORD, skip=1, times=None)  # after the look for a record
+    outage = Rule(
+        "reset", kinds=NOT_LISTINGS, objects=RECORD, skip=1, times=None
+    )  # after the look for a record
     with cloud.breaking(Rule("lost-answer", kinds=("upload",), objects=RECORD), outage):
         assert isinstance(cloud.attempt_save(url, STATE), StorageError)
     assert cloud.committed(url, STATE) is STATE, "what may be committed is not removed"
@@ -202,11 +241,14 @@ def test_the_error_names_an_object_that_is_gone(cloud):
     url = cloud.place()
     shardckpt.save(url, STATE)
     gone = Rule("status", status=404, objects=DATA_FILE, times=None)
-    with cloud.breaking(gone), pytest.raises(CorruptionError, match=r"hosts/00000/0/d/00001 is missing"):
+    with (
+        cloud.breaking(gone),
+        pytest.raises(CorruptionError, match=r"hosts/00000/0/d/00001 is missing"),
+    ):
         shardckpt.restore(url)
 
 
-# --- faults of all kinds --------------------------------------------------------------------------------------------
+# --- faults of all kinds --------------------------------------------------------------------------
 
 
 @on_each_store(["seed"], gs=range(1000 if TORTURE else 15), s3=range(300 if TORTURE else 4))
@@ -228,7 +270,7 @@ def test_a_checkpoint_is_whole_or_absent_whatever_fails(cloud, seed):
             cloud.attempt_restore(url, after)
 
 
-# --- many savers ----------------------------------------------------------------------------------------------------
+# --- many savers ----------------------------------------------------------------------------------
 
 
 class Savers:
@@ -238,11 +280,16 @@ class Savers:
 
     def __init__(self, stack):
         # Silence of the storage is waited out for a second.
-        environment = os.environ | {"SHARDCKPT_RETRY_SECONDS": "60", "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "1"}
+        environment = os.environ | {
+            "SHARDCKPT_RETRY_SECONDS": "60",
+            "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "1",
+        }
         self.processes = []
         for first in (0, 4):
             command = [sys.executable, str(CHILD), str(first), "4"]
-            process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
             stack.callback(process.communicate)
             stack.callback(process.kill)
             self.processes.append(process)
@@ -253,11 +300,16 @@ class Savers:
         for process in self.processes:
             process.stdin.write(f"{url}\n")
             process.stdin.flush()
-        return [outcome for process in self.processes for outcome in json.loads(process.stdout.readline())]
+        return [
+            outcome
+            for process in self.processes
+            for outcome in json.loads(process.stdout.readline())
+        ]
 
 
 class Threads:
-    """Four threads of this process, which do the same: two processes more would be most of what the tests of S3 take."""
+    """Four threads of this process, which do the same: two processes more would be most of what the
+    tests of S3 take."""
 
     number = 4
 
@@ -282,11 +334,15 @@ def test_exactly_one_of_many_saves_at_one_place_commits(cloud, savers, lost_answ
     url = cloud.place()
     # All of them look, see nothing, and want to be first.
     slow = Rule("latency", seconds=0.3, kinds=("upload",), objects=RECORD, times=None)
-    with cloud.breaking(slow, Rule("lost-answer", kinds=("upload",), objects=RECORD, times=lost_answers)):
+    with cloud.breaking(
+        slow, Rule("lost-answer", kinds=("upload",), objects=RECORD, times=lost_answers)
+    ):
         outcomes = savers.save(url)
     assert sorted(outcomes) == ["AlreadyExistsError"] * (savers.number - 1) + ["saved"]
     cloud.assert_whole(url, {"w": np.full(1000, outcomes.index("saved"))})
-    assert len({key.partition("/")[0] for key in cloud.keys(url)}) == 2, "something of the losers is left"
+    assert len({key.partition("/")[0] for key in cloud.keys(url)}) == 2, (
+        "something of the losers is left"
+    )
 
 
 @ON_ONE_STORE
@@ -296,21 +352,29 @@ def test_a_storage_that_falls_silent_is_asked_again(cloud, savers):
         assert savers.save(url).count("saved") == 1
 
 
-# --- what it costs --------------------------------------------------------------------------------------------------
+# --- what it costs --------------------------------------------------------------------------------
 
 
 @ON_ONE_STORE
 @pytest.mark.parametrize(("mebibytes", "memory_limit"), [(64, "1GiB"), (4, "40MiB")])
-def test_an_upload_that_is_cut_off_is_sent_again_and_nothing_else_is(bucket, mebibytes, memory_limit, record_property):
+def test_an_upload_that_is_cut_off_is_sent_again_and_nothing_else_is(
+    bucket, mebibytes, memory_limit, record_property
+):
     state = {"w": np.ones(33 << 20, np.float32)}  # 132 MiB
     url, half = bucket.place(), mebibytes << 19
     with bucket.breaking(Rule("reset", kinds=("upload",), objects=DATA_FILE, after_bytes=half)):
         shardckpt.save(url, state, options=shardckpt.SaveOptions(memory_limit=memory_limit))
         # A connection that ends before anything is sent on it costs nothing.
-        data = [e for e in bucket.proxy.traffic.exchanges(bucket.name_of(url)) if "/d/0" in e.operation.name and e.bytes_up]
+        data = [
+            e
+            for e in bucket.proxy.traffic.exchanges(bucket.name_of(url))
+            if "/d/0" in e.operation.name and e.bytes_up
+        ]
     assert max(e.bytes_up for e in data) <= (mebibytes << 20) + 4096, "the size of a data file"
     assert [e.bytes_up for e in data if e.status != 200] == [half]
-    assert [name[-5:] for name, tries in Counter(e.operation.name for e in data).items() if tries > 1] == ["00001"]
+    assert [
+        name[-5:] for name, tries in Counter(e.operation.name for e in data).items() if tries > 1
+    ] == ["00001"]
     record_property("resent", half / state["w"].nbytes)
 
 

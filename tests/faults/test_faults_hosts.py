@@ -1,7 +1,7 @@
 """Saves and restores by several processes at once while their object store fails.
 
-Whatever fails, a checkpoint is whole or not there, no process waits for ever, and none returns from a save that is not
-committed.
+Whatever fails, a checkpoint is whole or not there, no process waits for ever, and none returns from
+a save that is not committed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ pytestmark = pytest.mark.slow
 RECORD = "*/checkpoint.json"
 LAYOUTS = ["packed", "zarr"]
 ON_ONE_STORE = pytest.mark.parametrize("job", ["gs", "s3"] if TORTURE else ["gs"], indirect=True)
-"""For behaviour that does not depend on the store's protocol, as tests by one process on both of them show."""
+"""For behaviour that does not depend on the store's protocol, as tests by one process on both of
+them show."""
 
 
 class Job:
@@ -37,12 +38,19 @@ class Job:
     def save(self, url, seed=1, processes=2, **options):
         """Outcome of each process: `saved`, or the error's class and message."""
         answers = self.run("save", processes, url, seed, options)
-        assert all(answer == "saved" or issubclass(getattr(errors, answer["error"]), errors.ShardckptError) for answer in answers), answers
+        assert all(
+            answer == "saved" or issubclass(getattr(errors, answer["error"]), errors.ShardckptError)
+            for answer in answers
+        ), answers
         return answers
 
     def committed(self, url, *seeds, processes=2):
-        """The one of these states that the checkpoint there holds, None if there is no checkpoint; it is complete."""
-        states = [{**state(seed), "own": [own(process, seed) for process in range(processes)]} for seed in seeds]
+        """The one of these states that the checkpoint there holds, None if there is no checkpoint;
+        it is complete."""
+        states = [
+            {**state(seed), "own": [own(process, seed) for process in range(processes)]}
+            for seed in seeds
+        ]
         state_there = self.cloud.committed(url, *states)
         return None if state_there is None else state_there["step"]
 
@@ -65,13 +73,16 @@ def outage(fault, objects="*", **when):
     return Rule(**fault, kinds=("upload",), objects=objects, times=None, **when)
 
 
-# --- faults that pass -----------------------------------------------------------------------------------------------
+# --- faults that pass -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("layout", "fault"), list(zip(LAYOUTS * 4, TRANSIENT, strict=True)))
 def test_a_save_survives_failures_of_every_kind_of_request(cloud, job, fault, layout):
     url = cloud.place()
-    rules = [Rule(**TRANSIENT[fault], kinds=(kind,), times=n) for kind, n in {"upload": 4, "read": 4, "stat": 1}.items()]
+    rules = [
+        Rule(**TRANSIENT[fault], kinds=(kind,), times=n)
+        for kind, n in {"upload": 4, "read": 4, "stat": 1}.items()
+    ]
     with cloud.breaking(*rules, Rule(**TRANSIENT[fault], kinds=("upload",), objects=RECORD)):
         assert job.save(url, layout=layout) == ["saved"] * 2
         assert cloud.injected() == 10
@@ -97,7 +108,10 @@ def test_a_bucket_that_is_down_for_a_while_is_waited_for_by_all(cloud, job, faul
 @ON_ONE_STORE
 def test_a_slow_bucket_is_as_good_as_any(cloud, job):
     url = cloud.place()
-    slow = Rule("bandwidth", bytes_per_second=2e6, times=None), Rule("latency", seconds=0.01, times=None)
+    slow = (
+        Rule("bandwidth", bytes_per_second=2e6, times=None),
+        Rule("latency", seconds=0.01, times=None),
+    )
     with cloud.breaking(*slow):
         assert job.save(url) == ["saved"] * 2
         assert job.run("restore", 2, url) == [1, 1]
@@ -108,7 +122,11 @@ def test_a_commit_whose_answer_is_lost_is_known_to_all(cloud, job):
     put_placeholder(url)
     with cloud.breaking(Rule("lost-answer", kinds=("upload",), objects=RECORD)):
         assert job.save(url, processes=3) == ["saved"] * 3
-        tries = [e for e in cloud.proxy.traffic.exchanges(cloud.name_of(url, "checkpoint.json")) if e.operation.kind == "upload"]
+        tries = [
+            e
+            for e in cloud.proxy.traffic.exchanges(cloud.name_of(url, "checkpoint.json"))
+            if e.operation.kind == "upload"
+        ]
     assert [e.status for e in tries][:2] == [None, 412]
     assert job.committed(url, 1, processes=3)
 
@@ -116,14 +134,16 @@ def test_a_commit_whose_answer_is_lost_is_known_to_all(cloud, job):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_host_that_does_not_know_whether_its_record_is_there_removes_nothing(cloud, job, layout):
     url = cloud.place()
-    with cloud.breaking(Rule("lost-answer", kinds=("upload",), objects="*/records/00001.json", times=None)):
+    with cloud.breaking(
+        Rule("lost-answer", kinds=("upload",), objects="*/records/00001.json", times=None)
+    ):
         answers = job.save(url, layout=layout)
     assert answers[0] == "saved", "the record is there, and that is all that the committer needs"
     assert answers[1]["error"] == "StorageError"
     assert job.committed(url, 1)
 
 
-# --- faults that stay -----------------------------------------------------------------------------------------------
+# --- faults that stay -----------------------------------------------------------------------------
 
 FOR_GOOD = {
     "403": {"fault": "status", "status": 403},
@@ -145,7 +165,9 @@ FOR_GOOD = {
     ],
 )
 @ON_ONE_STORE
-def test_an_object_that_may_not_be_written_is_named_and_the_other_processes_are_told(cloud, job, key, culprit, fault):
+def test_an_object_that_may_not_be_written_is_named_and_the_other_processes_are_told(
+    cloud, job, key, culprit, fault
+):
     url = cloud.place()
     with cloud.breaking(outage(FOR_GOOD[fault], f"*/{key}")):
         answers = job.save(url)
@@ -159,7 +181,8 @@ def test_an_object_that_may_not_be_written_is_named_and_the_other_processes_are_
 
 
 @pytest.mark.parametrize(
-    ("fault", "overwrite"), [("403", False), ("404", True), ("503", True), ("reset", False), ("412", False), ("412", True)]
+    ("fault", "overwrite"),
+    [("403", False), ("404", True), ("503", True), ("reset", False), ("412", False), ("412", True)],
 )
 @ON_ONE_STORE
 def test_a_commit_that_is_refused_for_good_is_known_to_all(cloud, job, fault, overwrite):
@@ -193,7 +216,14 @@ def test_an_object_that_may_not_be_read_is_named(cloud, job, fault):
     url = cloud.place()
     assert job.save(url) == ["saved"] * 2
     for key in ("checkpoint.json", "hosts/00001/0/d/00001"):
-        with cloud.breaking(Rule(**(FOR_GOOD | TRANSIENT)[fault], kinds=("read", "stat"), objects=f"*/{key}", times=None)):
+        with cloud.breaking(
+            Rule(
+                **(FOR_GOOD | TRANSIENT)[fault],
+                kinds=("read", "stat"),
+                objects=f"*/{key}",
+                times=None,
+            )
+        ):
             for answer in job.run("restore", 2, url):
                 missing = {"checkpoint.json": "UncommittedError"}.get(key, "MissingDataError")
                 assert answer["error"] == (missing if fault == "404" else "StorageError")
@@ -202,11 +232,13 @@ def test_an_object_that_may_not_be_read_is_named(cloud, job, fault):
     assert job.run("restore", 2, url) == [1, 1]
 
 
-# --- writes that land late ------------------------------------------------------------------------------------------
+# --- writes that land late ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_commit_that_lands_after_all_have_given_up_finds_what_every_host_wrote(cloud, job, overwrite):
+def test_a_commit_that_lands_after_all_have_given_up_finds_what_every_host_wrote(
+    cloud, job, overwrite
+):
     url = cloud.place()
     if overwrite:
         assert job.save(url, 1) == ["saved"] * 2
@@ -221,7 +253,9 @@ def test_a_commit_that_lands_after_all_have_given_up_finds_what_every_host_wrote
 
 
 @pytest.mark.parametrize("collected", [False, True])
-def test_a_host_s_record_that_lands_late_completes_the_attempt_unless_it_was_collected(cloud, job, collected):
+def test_a_host_s_record_that_lands_late_completes_the_attempt_unless_it_was_collected(
+    cloud, job, collected
+):
     url = cloud.place()
     late = Rule("late", kinds=("upload",), objects="*/records/00001.json")
     with cloud.breaking(late, outage(FOR_GOOD["503"], late.objects)):
@@ -234,26 +268,32 @@ def test_a_host_s_record_that_lands_late_completes_the_attempt_unless_it_was_col
     assert job.committed(url, 1) == (None if collected else 1)
 
 
-# --- faults of all kinds --------------------------------------------------------------------------------------------
+# --- faults of all kinds --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(300 if TORTURE else 3))
-def test_a_checkpoint_is_whole_or_absent_whatever_fails_and_each_process_says_which(cloud, job, seed):
+def test_a_checkpoint_is_whole_or_absent_whatever_fails_and_each_process_says_which(
+    cloud, job, seed
+):
     url, processes, layout = cloud.place(), 2 + seed % 2, LAYOUTS[seed % 2]
     there = None
     for step, overwrite in ((1, False), (2, True)):
         with cloud.breaking(*random_rules(3 * seed + step)):
-            answers = job.save(url, step, processes, layout=layout, overwrite=overwrite, commit_timeout=5)
+            answers = job.save(
+                url, step, processes, layout=layout, overwrite=overwrite, commit_timeout=5
+            )
         before, there = there, job.committed(url, 1, 2, processes=processes)
         assert there in (before, step), "what was there is gone"
         assert there == step or "saved" not in answers
     if there is not None:
         with cloud.breaking(*random_rules(3 * seed)):
             answers_of_restore = job.run("restore", processes, url)
-        assert all(answer == there or hasattr(errors, answer["error"]) for answer in answers_of_restore), answers_of_restore
+        assert all(
+            answer == there or hasattr(errors, answer["error"]) for answer in answers_of_restore
+        ), answers_of_restore
 
 
-# --- races ----------------------------------------------------------------------------------------------------------
+# --- races ----------------------------------------------------------------------------------------
 
 ROUNDS = 20
 TOGETHER = Rule("together", kinds=("upload",), objects=RECORD, times=None)
@@ -265,10 +305,16 @@ def test_exactly_one_of_two_commits_at_once_wins_and_both_know(cloud, job, recor
     urls = [cloud.place() for _ in range(ROUNDS)]
     for url in urls:
         put_placeholder(url)
-    with cloud.breaking(TOGETHER, Rule("lost-answer", kinds=("upload",), objects=RECORD, times=None, probability=0.2)):
+    with cloud.breaking(
+        TOGETHER,
+        Rule("lost-answer", kinds=("upload",), objects=RECORD, times=None, probability=0.2),
+    ):
         outcomes = list(zip(*job.run("race", 2, urls, timeout=200), strict=True))
         refusals = cloud.proxy.traffic.summary()["statuses"]["412"]
-    record_property("won by the first, by the second", [sum(both[i] == "saved" for both in outcomes) for i in (0, 1)])
+    record_property(
+        "won by the first, by the second",
+        [sum(both[i] == "saved" for both in outcomes) for i in (0, 1)],
+    )
     assert {tuple(sorted(both)) for both in outcomes} == {("AlreadyExistsError", "saved")}
     assert refusals >= ROUNDS, "in each of them both have tried"
     for url, both in zip(urls, outcomes, strict=True):
@@ -276,11 +322,17 @@ def test_exactly_one_of_two_commits_at_once_wins_and_both_know(cloud, job, recor
 
 
 def test_without_preconditions_both_would_win(gcs_server, record_property):
-    """Proof that the test above can fail: processes that send no conditions are both told that they have saved."""
+    """Proof that the test above can fail: processes that send no conditions are both told that they
+    have saved."""
     server = replace(gcs_server, bucket=gcs_server.new_bucket("faults-lax"))
-    with FaultProxy(server.endpoint, enforces=False) as lax, Processes("fault_hosts", env=server.env(lax.url)) as processes:
+    with (
+        FaultProxy(server.endpoint, enforces=False) as lax,
+        Processes("fault_hosts", env=server.env(lax.url)) as processes,
+    ):
         lax.rules.add(TOGETHER)
-        outcomes = zip(*processes.run("race", 2, [server.url(str(i)) for i in range(5)], False), strict=True)
+        outcomes = zip(
+            *processes.run("race", 2, [server.url(str(i)) for i in range(5)], False), strict=True
+        )
         both = sum(outcome == ("saved", "saved") for outcome in outcomes)
     record_property("both won", both)
     assert both == 5

@@ -1,7 +1,8 @@
-"""Writes that their sender believes lost, and that land later: by then nothing may depend on their not landing.
+"""Writes that their sender believes lost, and that land later: by then nothing may depend on their
+not landing.
 
-The proxy takes such a request in, resets the connection, and passes the request on when the test says so. Whoever sent
-it has long given up, been overtaken, been collected or been deleted.
+The proxy takes such a request in, resets the connection, and passes the request on when the test
+says so. Whoever sent it has long given up, been overtaken, been collected or been deleted.
 """
 
 from __future__ import annotations
@@ -57,11 +58,15 @@ def attempts(cloud, url):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("then", [503, 403, 404, 412, "nothing at all"])
-def test_a_commit_that_lands_after_its_saver_has_given_up_finds_all_that_it_names(cloud, then, overwrite):
+def test_a_commit_that_lands_after_its_saver_has_given_up_finds_all_that_it_names(
+    cloud, then, overwrite
+):
     url = cloud.place()
     # After the look for a record that comes before the write.
     silence = Rule("reset", kinds=("upload", "read"), objects=RECORD, skip=1, times=None)
-    save_without_an_answer(cloud, url, silence if then == "nothing at all" else refused(then), overwrite=overwrite)
+    save_without_an_answer(
+        cloud, url, silence if then == "nothing at all" else refused(then), overwrite=overwrite
+    )
     assert cloud.proxy.land() == [200]
     cloud.assert_whole(url, STATE)
 
@@ -85,7 +90,9 @@ def test_a_commit_that_lands_after_another_one_changes_nothing(cloud):
     shardckpt.save(url, OTHER)
     assert cloud.proxy.land() == [412]
     cloud.assert_whole(url, OTHER)
-    assert len(attempts(cloud, url)) == 2, "nobody has told the saver that it may remove what it wrote"
+    assert len(attempts(cloud, url)) == 2, (
+        "nobody has told the saver that it may remove what it wrote"
+    )
     collecting.collect(url, grace=0)
     assert len(attempts(cloud, url)) == 1
     cloud.assert_whole(url, OTHER)
@@ -95,8 +102,14 @@ def test_a_saver_that_is_overtaken_between_its_tries_removes_what_can_no_longer_
     url = cloud.place()
     put_placeholder(url)
     # The other saver does not go through the proxy.
-    with Processes("fault_hosts", env=cloud.emulator.env()) as others, patience_of("300"), ThreadPoolExecutor(1) as pool:
-        assert others.run("save", 1, cloud.place(), 0) == ["saved"], "they have started, however long it took"
+    with (
+        Processes("fault_hosts", env=cloud.emulator.env()) as others,
+        patience_of("300"),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert others.run("save", 1, cloud.place(), 0) == ["saved"], (
+            "they have started, however long it took"
+        )
         with cloud.breaking(LATE, refused()):
             saving = pool.submit(cloud.attempt_save, url, OTHER)
             while cloud.injected() < 2:
@@ -109,10 +122,14 @@ def test_a_saver_that_is_overtaken_between_its_tries_removes_what_can_no_longer_
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_commit_that_lands_after_a_collection_has_published_its_attempt_changes_nothing(cloud, overwrite):
+def test_a_commit_that_lands_after_a_collection_has_published_its_attempt_changes_nothing(
+    cloud, overwrite
+):
     url = cloud.place()
     save_without_an_answer(cloud, url, refused(), overwrite=overwrite)
-    assert [one.outcome for one in collecting.collect(url, grace=0)] == ["published"], "its data is complete"
+    assert [one.outcome for one in collecting.collect(url, grace=0)] == ["published"], (
+        "its data is complete"
+    )
     assert cloud.proxy.land() in ([412], [404])
     assert len(attempts(cloud, url)) == 1
     cloud.assert_whole(url, STATE)
@@ -140,7 +157,9 @@ def test_a_host_s_record_that_lands_after_its_saver_has_given_up_completes_the_a
 
 @pytest.mark.parametrize("status", [404, 412])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_storage_that_refuses_and_shows_what_was_there_before_is_not_believed(cloud, status, overwrite):
+def test_a_storage_that_refuses_and_shows_what_was_there_before_is_not_believed(
+    cloud, status, overwrite
+):
     url = cloud.place()
     if overwrite:
         shardckpt.save(url, OTHER)

@@ -31,7 +31,8 @@ def test_a_save_survives_an_upload_s_answer_that_asks_for_another_try(cloud, sta
 
 @pytest.mark.parametrize("put", ["placeholder", "fence"])
 def test_a_tombstone_that_goes_before_its_writer_has_an_answer_does_not_come_back(cloud, put):
-    """The answer to its creation is lost, so it is tried again; and in between somebody removes it."""
+    """The answer to its creation is lost, so it is tried again; and in between somebody removes
+    it."""
     store = Store.open(cloud.place())
     if put == "fence":  # what a version has begun that put no placeholder there
         store.write("20260101T000000-00000000/small", b"")
@@ -40,13 +41,18 @@ def test_a_tombstone_that_goes_before_its_writer_has_an_answer_does_not_come_bac
         if put == "fence":
             assert collect(store, grace=0)[0].outcome == "removed"
         else:
-            assert commit.hold_place(store, commit.read_prior(store, overwrite=False), overwrite=False).holds
+            assert commit.hold_place(
+                store, commit.read_prior(store, overwrite=False), overwrite=False
+            ).holds
 
     slow = [
         Rule("latency", seconds=5, kinds=("upload",), objects=RECORD, skip=1),
         Rule("latency", seconds=0.3, kinds=("delete",), objects=RECORD, skip=1),
     ]
-    with ThreadPoolExecutor(1) as pool, cloud.breaking(*slow, Rule("lost-answer", kinds=("upload",), objects=RECORD)):
+    with (
+        ThreadPoolExecutor(1) as pool,
+        cloud.breaking(*slow, Rule("lost-answer", kinds=("upload",), objects=RECORD)),
+    ):
         creating = pool.submit(create)
         while not (first := store.read_versioned(commit.RECORD)[0]):
             time.sleep(0.01)
@@ -54,6 +60,8 @@ def test_a_tombstone_that_goes_before_its_writer_has_an_answer_does_not_come_bac
         while not creating.done() and (second := store.read_versioned(commit.RECORD)[0]) is None:
             time.sleep(0.01)
         creating.result()
-        second = second or store.read_versioned(commit.RECORD)[0]  # it may have come and been answered since the last look
+        second = (
+            second or store.read_versioned(commit.RECORD)[0]
+        )  # it may have come and been answered since the last look
     assert second is not None
     assert first != second

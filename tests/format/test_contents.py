@@ -16,7 +16,9 @@ def says(**metadata):
 
 
 def test_metadata_is_what_one_process_or_several_alike_have_given():
-    union = Contents.union([([0], says(run="a", loss=0.5)), ([1, 2], says(run="a")), ([3], says(tag=1))])
+    union = Contents.union(
+        [([0], says(run="a", loss=0.5)), ([1, 2], says(run="a")), ([3], says(tag=1))]
+    )
     assert union.metadata == {"run": "a", "loss": 0.5, "tag": 1}
 
 
@@ -29,7 +31,10 @@ def test_other_shapes_are_told_as_shapes_not_as_other_elements():
     def has(n):
         record = TensorRecord("w", (n,), by_name("float32"), None, (Piece("w", (0,), (n,), (n,)),))
         state = {"w": np.zeros(n)}
-        structure = Structure(flatten(state, lambda leaf: isinstance(leaf, np.ndarray), id, lambda _: None).tree, {"w": record})
+        structure = Structure(
+            flatten(state, lambda leaf: isinstance(leaf, np.ndarray), id, lambda _: None).tree,
+            {"w": record},
+        )
         return Contents(structure, {"w": bytes(4 * n)}, {})
 
     with pytest.raises(CommitError, match=r"'w'.*\(4,\).*\(5,\)"):

@@ -21,7 +21,9 @@ def pairs(draw):
     new = old.copy()
     n = min(count, draw(st.sampled_from([0, 1, 2, count // 50, count // 4, count])))
     rows = rng.choice(count, n, replace=False)
-    new.reshape(-1, itemsize)[rows, draw(st.integers(0, itemsize - 1))] ^= rng.integers(1, 256, n, np.uint8)
+    new.reshape(-1, itemsize)[rows, draw(st.integers(0, itemsize - 1))] ^= rng.integers(
+        1, 256, n, np.uint8
+    )
     return old, new, itemsize
 
 
@@ -43,7 +45,8 @@ def test_a_difference_turns_the_old_chunk_into_the_new_one_and_names_just_what_c
         np.testing.assert_array_equal(position, np.flatnonzero(differ))
         number = f"u{min(itemsize, 8)}"
         np.testing.assert_array_equal(
-            growth.reshape(-1), (target.view(number) - kept.view(number)).reshape(len(differ), -1)[differ].reshape(-1)
+            growth.reshape(-1),
+            (target.view(number) - kept.view(number)).reshape(len(differ), -1)[differ].reshape(-1),
         )
         assert crc == crc32c(target.tobytes())
     if not len(stored):

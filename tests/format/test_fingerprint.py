@@ -1,4 +1,5 @@
-"""Sums of blocks: the same for any cut of a tensor into boxes, and different for any other elements."""
+"""Sums of blocks: the same for any cut of a tensor into boxes, and different for any other
+elements."""
 
 from __future__ import annotations
 
@@ -21,19 +22,31 @@ def sums_of(array):
 
 
 def naive(array):
-    """By the definition, bit by bit of nothing but the checksum: each block, filled up with zeros at its end."""
+    """By the definition, bit by bit of nothing but the checksum: each block, filled up with zeros
+    at its end."""
     data = array.tobytes()
-    blocks = [data[at : at + BLOCK_BYTES].ljust(BLOCK_BYTES, b"\0") for at in range(0, len(data), BLOCK_BYTES)]
+    blocks = [
+        data[at : at + BLOCK_BYTES].ljust(BLOCK_BYTES, b"\0")
+        for at in range(0, len(data), BLOCK_BYTES)
+    ]
     return [crc32c(block, 0xFFFFFFFF) ^ 0xFFFFFFFF for block in blocks]
 
 
 @st.composite
 def cuts(draw):
     """An array, and boxes that have each of its elements once."""
-    shape = draw(st.lists(st.integers(0, 9), max_size=4).filter(lambda shape: np.prod(shape, dtype=int) < 2000))
+    shape = draw(
+        st.lists(st.integers(0, 9), max_size=4).filter(
+            lambda shape: np.prod(shape, dtype=int) < 2000
+        )
+    )
     dtype = np.dtype(draw(st.sampled_from(DTYPES)))
     rng = np.random.default_rng(draw(st.integers(0, 9)))
-    array = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0] if shape else np.array(rng.integers(9), dtype)
+    array = (
+        rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0]
+        if shape
+        else np.array(rng.integers(9), dtype)
+    )
     boxes = [tuple((0, n) for n in shape)]
     for _ in range(draw(st.integers(0, 6))):
         at = draw(st.integers(0, len(boxes) - 1))
@@ -65,7 +78,9 @@ def test_the_sums_of_any_cut_are_those_of_the_whole(cut, random, dense):
         assert parts.tolist() == whole.tolist()
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 3, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 12345])
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, 3, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 12345]
+)
 def test_a_sum_is_the_remainder_of_its_block(nbytes):
     data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
     assert sums_of(data).tolist() == naive(data)
@@ -92,12 +107,17 @@ def test_a_changed_bit_a_swap_another_dtype_and_another_shape_are_seen(data):
     array = np.random.default_rng(data.draw(st.integers(0, 9))).integers(0, 256, (64, 32), np.uint8)
     digests = {digest("uint8", array.shape, sums_of(array))}
     flipped = array.copy()
-    flipped.reshape(-1)[data.draw(st.integers(0, array.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    flipped.reshape(-1)[data.draw(st.integers(0, array.size - 1))] ^= 1 << data.draw(
+        st.integers(0, 7)
+    )
     digests.add(digest("uint8", array.shape, sums_of(flipped)))
     size = data.draw(st.integers(1, 512))
     one, other = data.draw(st.integers(0, 512 - size)), data.draw(st.integers(512, 2048 - size))
     swapped = array.reshape(-1).copy()
-    swapped[one : one + size], swapped[other : other + size] = swapped[other : other + size].copy(), swapped[one : one + size].copy()
+    swapped[one : one + size], swapped[other : other + size] = (
+        swapped[other : other + size].copy(),
+        swapped[one : one + size].copy(),
+    )
     same = np.array_equal(swapped, array.reshape(-1))
     digests.add(digest("uint8", array.shape, sums_of(swapped.reshape(64, 32))))
     digests.add(digest("int8", array.shape, sums_of(array)))
@@ -115,15 +135,22 @@ def test_products_are_those_of_shifting_bit_by_bit():
     x = np.array([1 << 30], np.uint32)
     for n in range(1, 200):
         power = multiply(power, x)
-        bits = crc32c(bytes([0x01]) + bytes(n // 8), 0xFFFFFFFF) ^ 0xFFFFFFFF  # x^(8k+39) of a message of one bit
+        bits = (
+            crc32c(bytes([0x01]) + bytes(n // 8), 0xFFFFFFFF) ^ 0xFFFFFFFF
+        )  # x^(8k+39) of a message of one bit
         if n % 8 == 0:
-            shifted = multiply(np.array([crc32c(b"\x01", 0xFFFFFFFF) ^ 0xFFFFFFFF], np.uint32), power)
+            shifted = multiply(
+                np.array([crc32c(b"\x01", 0xFFFFFFFF) ^ 0xFFFFFFFF], np.uint32), power
+            )
             assert int(shifted[0]) == bits
     assert multiply(one, x).tolist() == x.tolist()
 
 
 def test_fingerprints_name_what_differs():
-    one, other = Fingerprint({"a": "1", "b": "2", "c": "3"}), Fingerprint({"b": "2", "c": "4", "d": "1"})
+    one, other = (
+        Fingerprint({"a": "1", "b": "2", "c": "3"}),
+        Fingerprint({"b": "2", "c": "4", "d": "1"}),
+    )
     assert one.differing(other) == other.differing(one) == ["a", "c", "d"]
     assert one.total != other.total
     assert one.total == Fingerprint({"c": "3", "b": "2", "a": "1"}).total

@@ -10,7 +10,13 @@ import pytest
 from shardckpt import Mesh, PartitionSpec, Sharding
 from shardckpt.errors import FormatError, VersionError
 from shardckpt.format.documents import FileReference, TableReference, open_envelope, seal
-from shardckpt.format.record import CheckpointRecord, HostFiles, HostRecord, Tombstone, parse_checkpoint
+from shardckpt.format.record import (
+    CheckpointRecord,
+    HostFiles,
+    HostRecord,
+    Tombstone,
+    parse_checkpoint,
+)
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.layout import dtypes
 from shardckpt.plan.pieces import Piece
@@ -35,7 +41,12 @@ def table_reference(key):
     return TableReference.of(key, key.encode(), 3)
 
 
-FILES = HostFiles(table_reference("hosts/00002/table"), ("hosts/00002/0", "hosts/00002/1"), reference("contents/x.json"), None)
+FILES = HostFiles(
+    table_reference("hosts/00002/table"),
+    ("hosts/00002/0", "hosts/00002/1"),
+    reference("contents/x.json"),
+    None,
+)
 HOST = HostRecord("attempt-1", 2, 3, "f" * 64, "packed", None, FILES, 5, 1000)
 TOTALS = {"tensors": 1, "bytes": 1, "stored_bytes": 2, "chunks": 3}
 RECORD = CheckpointRecord(
@@ -60,7 +71,14 @@ def reread(record):
 
 def test_records_come_back_as_they_were():
     assert parse_checkpoint(seal(RECORD.to_json()), "here") == RECORD
-    for host in (HOST, replace(HOST, prior=None, files=replace(FILES, lanes=(), values=reference("hosts/00002/values.json")))):
+    for host in (
+        HOST,
+        replace(
+            HOST,
+            prior=None,
+            files=replace(FILES, lanes=(), values=reference("hosts/00002/values.json")),
+        ),
+    ):
         assert HostRecord.from_json(reread(host), "here") == host
         assert HostFiles.from_json(reread(host), "here") == host.files
 
@@ -79,9 +97,15 @@ def test_a_fence_makes_another_version_of_the_same_record():
 
 
 def test_tombstones_come_back_and_no_two_of_them_are_the_same_bytes():
-    for tombstone in (Tombstone("deleted"), Tombstone("collected", "1f2e3d4c"), Tombstone("begun", "1f2e3d4c", begun=True)):
+    for tombstone in (
+        Tombstone("deleted"),
+        Tombstone("collected", "1f2e3d4c"),
+        Tombstone("begun", "1f2e3d4c", begun=True),
+    ):
         assert parse_checkpoint(seal(tombstone.to_json()), "here") == tombstone
-    assert parse_checkpoint(seal({"tombstone": "by an early version"}), "here") == Tombstone("by an early version")
+    assert parse_checkpoint(seal({"tombstone": "by an early version"}), "here") == Tombstone(
+        "by an early version"
+    )
     assert seal(Tombstone("x", "1").to_json()) != seal(Tombstone("x", "2").to_json())
 
 
@@ -89,7 +113,9 @@ def test_a_reference_vouches_for_every_byte_of_a_file():
     file = FileReference.of("table", b"12345")
     file.check(b"12345", "here")
     for other in (b"", b"1234", b"123456", b"12346"):
-        with pytest.raises(FormatError, match="here: not the file that the checkpoint's record names"):
+        with pytest.raises(
+            FormatError, match="here: not the file that the checkpoint's record names"
+        ):
             file.check(other, "here")
 
 
@@ -99,7 +125,9 @@ def test_a_reference_vouches_for_every_byte_of_a_table_s_header():
     assert (table.size, table.header) == (5, 2)
     table.check(b"12", "here")
     for other in (b"", b"1", b"13", b"123", b"12345"):
-        with pytest.raises(FormatError, match="here: not the file that the checkpoint's record names"):
+        with pytest.raises(
+            FormatError, match="here: not the file that the checkpoint's record names"
+        ):
             table.check(other, "here")
 
 
@@ -125,7 +153,10 @@ def test_what_is_no_record_is_refused(data):
 
 def test_a_newer_major_version_is_refused_by_name_and_a_newer_minor_is_read():
     data = seal(RECORD.to_json())
-    with pytest.raises(VersionError, match=r"here: format version 7\.0 is newer than this shardckpt reads \(6\.0\); upgrade"):
+    with pytest.raises(
+        VersionError,
+        match=r"here: format version 7\.0 is newer than this shardckpt reads \(6\.0\); upgrade",
+    ):
         open_envelope(data.replace(b'"version":[1,0]', b'"version":[7,0]'), "here")
     assert parse_checkpoint(data.replace(b'"version":[1,0]', b'"version":[1,7]'), "here") == RECORD
 
@@ -165,7 +196,10 @@ def test_an_object_with_a_key_twice_is_refused():
         ({"table": {"key": "table", "size": -1, "header": 1, "sha256": "0"}}, "out of range"),
         ({"table": {"key": "table", "size": 1, "header": 2**70, "sha256": "0"}}, "out of range"),
         ({"table": {"key": "table", "size": 1, "sha256": "0"}}, "'header' is missing"),
-        ({"table": {"key": "../table", "size": 1, "header": 1, "sha256": "0"}}, "outside the attempt"),
+        (
+            {"table": {"key": "../table", "size": 1, "header": 1, "sha256": "0"}},
+            "outside the attempt",
+        ),
         ({"small_table": []}, "'small_table' is a list"),
         ({"fence": 1}, "'fence' is a int"),
         ({"tensors": {}}, "disagree"),
@@ -193,7 +227,10 @@ def test_a_commit_record_that_lies_is_refused(change, why):
         ({"lanes": ["hosts/../../x"]}, "outside the attempt"),
         ({"lanes": "hosts/00000/0"}, "'lanes' is a str"),
         ({"table": None}, "'table' is a NoneType"),
-        ({"contents": {"key": "/contents/x.json", "size": 1, "sha256": "0"}}, "outside the attempt"),
+        (
+            {"contents": {"key": "/contents/x.json", "size": 1, "sha256": "0"}},
+            "outside the attempt",
+        ),
         ({"values": {"size": 1, "sha256": "0"}}, "'key' is missing"),
         ({"chunks": 1.0}, "a whole number is expected"),
         ({"stored_bytes": None}, "a whole number is expected"),

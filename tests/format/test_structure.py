@@ -1,4 +1,5 @@
-"""Structure of a checkpoint, without its bytes: read back unchanged, refused if invalid, and merged for all processes."""
+"""Structure of a checkpoint, without its bytes: read back unchanged, refused if invalid, and merged
+for all processes."""
 
 import json
 from dataclasses import replace
@@ -17,19 +18,28 @@ from shardckpt.state.names import array_path, piece_path
 
 def tensor(name, shape, layout=None, *, pieces=None, dtype="float32", partial=False):
     whole = (Piece(array_path(name), (0,) * len(shape), shape, tuple(max(1, n) for n in shape)),)
-    return TensorRecord(name, shape, dtypes.by_name(dtype), layout, whole if pieces is None else pieces, partial)
+    return TensorRecord(
+        name, shape, dtypes.by_name(dtype), layout, whole if pieces is None else pieces, partial
+    )
 
 
 def rows(name, shape, *spans):
     """Pieces that hold some rows each."""
     return tuple(
-        Piece(piece_path(name, shape, (a, *(0,) * (len(shape) - 1))), (a, *(0,) * (len(shape) - 1)), (b - a, *shape[1:]), (1,) * len(shape))
+        Piece(
+            piece_path(name, shape, (a, *(0,) * (len(shape) - 1))),
+            (a, *(0,) * (len(shape) - 1)),
+            (b - a, *shape[1:]),
+            (1,) * len(shape),
+        )
         for a, b in spans
     )
 
 
 def of(*tensors, **leaves):
-    return Structure({**{t.name: "$tensor" for t in tensors}, **leaves}, {t.name: t for t in tensors})
+    return Structure(
+        {**{t.name: "$tensor" for t in tensors}, **leaves}, {t.name: t for t in tensors}
+    )
 
 
 MESH = Mesh((4, 2), ("data", "model"), [3, 1, 2, 0, 7, 5, 6, 4])
@@ -37,7 +47,12 @@ STRUCTURE = of(
     tensor("sharded", (8, 4), Sharding(MESH, PartitionSpec("data", "model"))),
     tensor("strided", (16, 4), Placements.of(MESH, ["_S(0,2)", "S(0)"])),
     tensor("held by ranks", (16, 4), Placements.of(Mesh((2,), None), ["R"])),
-    tensor("nameless", (8,), OpSharding.parse("{devices=[2,4]<=[8] last_tile_dim_replicate}"), dtype="bfloat16"),
+    tensor(
+        "nameless",
+        (8,),
+        OpSharding.parse("{devices=[2,4]<=[8] last_tile_dim_replicate}"),
+        dtype="bfloat16",
+    ),
     tensor("replicated", (8,), OpSharding.replicated(8)),
     tensor("scalar", (), dtype="uint4"),
     tensor("in pieces", (7,), pieces=rows("in pieces", (7,), (0, 4), (4, 7))),
@@ -78,7 +93,7 @@ def test_what_one_process_shows_is_no_whole_tensor():
         reread(STRUCTURE)
 
 
-# --- lies -----------------------------------------------------------------------------------------------------------
+# --- lies -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -94,13 +109,28 @@ def test_what_one_process_shows_is_no_whole_tensor():
         ({"dtype": "object"}, "object"),
         ({"sharding": 99}, "entry 99"),
         ({"pieces": []}, "hold 0 elements of 32"),
-        ({"pieces": [{"start": [0, 0], "shape": [8, 4], "chunks": [8, 4]}] * 2}, "two of its pieces start at the same element"),
-        ({"pieces": [{"start": [i, 0], "shape": [8, 4], "chunks": [8, 4]} for i in (0, 1)]}, "lies outside the shape"),
-        ({"pieces": [{"start": [i, 0], "shape": [4, 4], "chunks": [8, 4]} for i in (0, 3)]}, "hold the same elements"),
+        (
+            {"pieces": [{"start": [0, 0], "shape": [8, 4], "chunks": [8, 4]}] * 2},
+            "two of its pieces start at the same element",
+        ),
+        (
+            {"pieces": [{"start": [i, 0], "shape": [8, 4], "chunks": [8, 4]} for i in (0, 1)]},
+            "lies outside the shape",
+        ),
+        (
+            {"pieces": [{"start": [i, 0], "shape": [4, 4], "chunks": [8, 4]} for i in (0, 3)]},
+            "hold the same elements",
+        ),
         ({"pieces": [{"start": [0], "shape": [8], "chunks": [8]}]}, "another rank"),
         ({"pieces": [{"start": [0, 0], "shape": [8, 4]}]}, "'chunks' is missing"),
-        ({"pieces": [{"start": [0, 0], "shape": [4, 4], "chunks": [4, 4]}], "partial": True}, "only some of its pieces"),
-        ({"pieces": [{"start": [0, 0], "shape": [4, 4], "chunks": [4, 4]}], "partial": "yes"}, "hold 16 elements of 32"),
+        (
+            {"pieces": [{"start": [0, 0], "shape": [4, 4], "chunks": [4, 4]}], "partial": True},
+            "only some of its pieces",
+        ),
+        (
+            {"pieces": [{"start": [0, 0], "shape": [4, 4], "chunks": [4, 4]}], "partial": "yes"},
+            "hold 16 elements of 32",
+        ),
     ],
 )
 def test_a_tensor_that_cannot_be_is_refused_by_name(change, why):
@@ -144,7 +174,7 @@ def test_a_layout_that_does_not_fit_its_tensor_is_refused_by_name():
         Structure.from_json(doc, "here")
 
 
-# --- several processes ----------------------------------------------------------------------------------------------
+# --- several processes ----------------------------------------------------------------------------
 
 
 def test_processes_that_say_the_same_say_what_each_says():
@@ -164,18 +194,31 @@ def test_pieces_of_several_processes_make_a_tensor_in_one_order():
         ([1, 2], of(tensor("w", (6, 2), pieces=rows("w", (6, 2), (1, 4)), partial=True))),
         ([3], of(tensor("w", (6, 2), pieces=rows("w", (6, 2), (4, 6)), partial=True))),  # a replica
     ]
-    assert Structure.union(parts) == of(tensor("w", (6, 2), pieces=rows("w", (6, 2), (0, 1), (1, 4), (4, 6))))
+    assert Structure.union(parts) == of(
+        tensor("w", (6, 2), pieces=rows("w", (6, 2), (0, 1), (1, 4), (4, 6)))
+    )
 
 
-@pytest.mark.parametrize(("spans", "why"), [([(0, 1), (1, 5)], "hold 10 elements of 12"), ([(0, 4), (3, 5)], "hold the same elements")])
+@pytest.mark.parametrize(
+    ("spans", "why"),
+    [([(0, 1), (1, 5)], "hold 10 elements of 12"), ([(0, 4), (3, 5)], "hold the same elements")],
+)
 def test_pieces_of_several_processes_that_do_not_make_the_tensor_are_refused_by_name(spans, why):
-    parts = [([p], of(tensor("w", (6, 2), pieces=rows("w", (6, 2), span), partial=True))) for p, span in enumerate(spans)]
-    with pytest.raises(CommitError, match=f"'w': the processes' shards do not form the tensor of shape .6, 2.: .*{why}"):
+    parts = [
+        ([p], of(tensor("w", (6, 2), pieces=rows("w", (6, 2), span), partial=True)))
+        for p, span in enumerate(spans)
+    ]
+    with pytest.raises(
+        CommitError,
+        match=f"'w': the processes' shards do not form the tensor of shape .6, 2.: .*{why}",
+    ):
         Structure.union(parts)
 
 
 def test_one_process_that_shows_only_some_pieces_makes_no_tensor():
-    with pytest.raises(CommitError, match="'one row': the processes' shards do not form the tensor"):
+    with pytest.raises(
+        CommitError, match="'one row': the processes' shards do not form the tensor"
+    ):
         Structure.union([([0], STRUCTURE)])
 
 
@@ -192,7 +235,9 @@ def test_one_process_that_shows_only_some_pieces_makes_no_tensor():
 )
 def test_processes_that_know_one_tensor_differently_are_named(other, what):
     with pytest.raises(
-        CommitError, match=f"'w': its {what} is .* on process 3 and .* on process 5; give tensors that differ names of their own"
+        CommitError,
+        match=f"'w': its {what} is .* on process 3 and .* on process 5; give tensors that differ "
+        "names of their own",
     ):
         Structure.union([([3, 4], of(tensor("w", (4, 8)))), ([5], of(other))])
 
@@ -202,7 +247,10 @@ def in_base(attempt, url, name="w"):
 
 
 def test_tensors_in_bases_come_back_and_each_base_is_written_once():
-    bases = [InBase(Base("a", "packed", None, "../0"), "x"), InBase(Base("b", "zarr", "zstd", "file:///r/0"), "2")] * 2
+    bases = [
+        InBase(Base("a", "packed", None, "../0"), "x"),
+        InBase(Base("b", "zarr", "zstd", "file:///r/0"), "2"),
+    ] * 2
     structure = of(*(replace(tensor(str(i), (8,)), base=base) for i, base in enumerate(bases)))
     assert reread(structure) == structure
     assert [base.url for base in reread(structure).bases] == ["../0", "file:///r/0"]
@@ -211,8 +259,16 @@ def test_tensors_in_bases_come_back_and_each_base_is_written_once():
 def test_processes_may_reach_one_base_by_different_urls_but_not_find_different_attempts_there():
     one, other = in_base("a", "file:///mnt/0"), in_base("a", "file:///data/0")
     assert Structure.union([([0], one), ([1], other)]).bases[0].url == "file:///mnt/0"
-    for another in (in_base("b", "file:///mnt/0"), in_base("a", "file:///mnt/0", "v"), of(tensor("w", (6, 2)))):
-        with pytest.raises(CommitError, match=r"'w': its base is attempt a, 'w' on process 0 and .*; save with the same base= and skip="):
+    for another in (
+        in_base("b", "file:///mnt/0"),
+        in_base("a", "file:///mnt/0", "v"),
+        of(tensor("w", (6, 2))),
+    ):
+        with pytest.raises(
+            CommitError,
+            match=r"'w': its base is attempt a, 'w' on process 0 and .*; save with the same base= "
+            r"and skip=",
+        ):
             Structure.union([([0], one), ([1], another)])
 
 
@@ -220,7 +276,10 @@ def test_processes_may_reach_one_base_by_different_urls_but_not_find_different_a
 def test_a_tensor_that_is_written_like_the_one_before_it_but_for_a_type_is_refused(odd):
     alike = {name: {"shape": [1, 4], "dtype": "float32", "chunks": [1, 4]} for name in ("a", "b")}
     doc = {"shardings": [], "meshes": [], "tensors": alike, "tree": dict.fromkeys(alike, "$tensor")}
-    assert [t.pieces[0].path for t in Structure.from_json(doc, "here").tensors.values()] == ["a", "b"]
+    assert [t.pieces[0].path for t in Structure.from_json(doc, "here").tensors.values()] == [
+        "a",
+        "b",
+    ]
     alike["b"]["shape"] = [odd, 4]
     with pytest.raises(FormatError, match="'b'"):
         Structure.from_json(doc, "here")

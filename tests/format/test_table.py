@@ -38,21 +38,44 @@ def test_a_table_comes_back_as_it_was():
 
 def test_chunks_are_found_by_position():
     table = Table.of(["x"], {"w": rows(0, 2, 5), "whole": rows(0, 1), "none": rows()})
-    array, chunks = np.array([[0, 5], [0, 1], [0, 0], [0, 6], [1, 1], [1, 2], [2, 0], [3, 0], [1, 0], [0, -1]]).T
-    assert table.find(["w", "whole", "none", "unknown"], array, chunks).tolist() == [2, -1, 0, -1, 4, -1, -1, -1, 3, -1]
+    array, chunks = np.array(
+        [[0, 5], [0, 1], [0, 0], [0, 6], [1, 1], [1, 2], [2, 0], [3, 0], [1, 0], [0, -1]]
+    ).T
+    assert table.find(["w", "whole", "none", "unknown"], array, chunks).tolist() == [
+        2,
+        -1,
+        0,
+        -1,
+        4,
+        -1,
+        -1,
+        -1,
+        3,
+        -1,
+    ]
 
 
 @settings(deadline=None)
-@given(st.dictionaries(st.sampled_from("abc"), st.sets(st.integers(0, 9))), st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 10))))
+@given(
+    st.dictionaries(st.sampled_from("abc"), st.sets(st.integers(0, 9))),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 10))),
+)
 def test_searched_rows_are_those_of_a_search_one_by_one(held, searched):
     table = Table.of(["x"], {path: rows(*sorted(chunks)) for path, chunks in held.items()})
-    places = {chunk: row for row, chunk in enumerate((path, chunk) for path in held for chunk in sorted(held[path]))}
+    places = {
+        chunk: row
+        for row, chunk in enumerate((path, chunk) for path in held for chunk in sorted(held[path]))
+    }
     array, chunks = np.array(searched, np.int64).reshape(-1, 2).T
-    assert table.find("abc", array, chunks).tolist() == [places.get(("abc"[i], chunk), -1) for i, chunk in searched]
+    assert table.find("abc", array, chunks).tolist() == [
+        places.get(("abc"[i], chunk), -1) for i, chunk in searched
+    ]
 
 
 def test_tables_of_several_hosts_become_one():
-    table = merge_tables([Table.of(["a"], {"w": rows(0, 2)}), Table.of(["b"], {"w": rows(1), "v": rows(0)})])
+    table = merge_tables(
+        [Table.of(["a"], {"w": rows(0, 2)}), Table.of(["b"], {"w": rows(1), "v": rows(0)})]
+    )
     assert table.files == ["a", "b"]
     merged = dict(table.arrays())
     assert merged["w"].chunk.tolist() == [0, 1, 2]
@@ -102,10 +125,16 @@ def with_block(n):
         (with_count(10**40), "invalid file name, or an array twice"),
         (with_count(2**62), "4611686018427387904 chunks need a header of"),
         (with_count(10**5), "100000 chunks need a header of"),
-        *((with_block(n), "1 to 4096 rows per block") for n in (b"0", b"-1", b"4097", b"true", b"1.5", b'"1"', b"null")),
+        *(
+            (with_block(n), "1 to 4096 rows per block")
+            for n in (b"0", b"-1", b"4097", b"true", b"1.5", b'"1"', b"null")
+        ),
         (flipped(-1), "block 0 of the chunk table is damaged"),
         (flipped(-29), "block 0 of the chunk table is damaged"),  # of its digest
-        (encode_table(["x"], {"w": rows(0)}).replace(b'["w",1]', b'[["",1'), "header is unreadable"),
+        (
+            encode_table(["x"], {"w": rows(0)}).replace(b'["w",1]', b'[["",1'),
+            "header is unreadable",
+        ),
     ],
 )
 def test_a_table_that_lies_is_refused(table, why):
@@ -137,9 +166,15 @@ def test_a_header_is_what_a_record_refers_to_and_no_shorter():
     table = Table.of(["x"], {"w": rows(*range(300))})
     data = table.encode()
     header = len(data) - table.body_bytes
-    assert TableHeader.vouched(data, TableReference.of("table", data, header), "here").counts == {"w": 300}
+    assert TableHeader.vouched(data, TableReference.of("table", data, header), "here").counts == {
+        "w": 300
+    }
     for nbytes in (12, header - 16, header + 28):
-        with pytest.raises(FormatError, match=r"here: (a chunk table for 300 chunks has|the chunk table's header)"):
+        with pytest.raises(
+            FormatError, match=r"here: (a chunk table for 300 chunks has|the chunk table's header)"
+        ):
             TableHeader.vouched(data, TableReference.of("table", data, nbytes), "here")
     with pytest.raises(FormatError, match=f"300 chunks has {len(data)} bytes"):
-        TableHeader.vouched(data, replace(TableReference.of("table", data, header), size=len(data) + 28), "here")
+        TableHeader.vouched(
+            data, replace(TableReference.of("table", data, header), size=len(data) + 28), "here"
+        )

@@ -1,4 +1,5 @@
-"""zarr-python and TensorStore read each other's arrays of the types that zarr-python does not know by itself."""
+"""zarr-python and TensorStore read each other's arrays of the types that zarr-python does not know
+by itself."""
 
 import json
 import subprocess
@@ -18,7 +19,8 @@ from shardckpt.layout.dtypes import DTYPES
 NAMES = sorted(CLASSES)
 FLOATS = [name for name in NAMES if name.startswith(("float", "bfloat"))]
 STORE_ALL = {"write_empty_chunks": True}
-"""Else zarr-python drops a chunk of negative zeros: it compares with the fill value, not its bits."""
+"""Else zarr-python drops a chunk of negative zeros: it compares with the fill value, not its
+bits."""
 SUB_BYTE = {"int2": 2, "int4": 4, "float4_e2m1fn": 4}
 
 
@@ -26,7 +28,9 @@ def bits(array):
     """An array's or scalar's bits; of types of fewer than eight only those that count."""
     array = np.asarray(array)
     whole = array.view(f"u{array.itemsize}")
-    return whole & ((1 << SUB_BYTE[array.dtype.name]) - 1) if array.dtype.name in SUB_BYTE else whole
+    return (
+        whole & ((1 << SUB_BYTE[array.dtype.name]) - 1) if array.dtype.name in SUB_BYTE else whole
+    )
 
 
 def every_value(name):
@@ -37,11 +41,19 @@ def every_value(name):
 
 
 def tensorstore_array(path, name, *, fill=None, endian="little", shape=(4,)):
-    codec = {"name": "bytes", "configuration": {"endian": endian}} if CLASSES[name].native.itemsize > 1 else {"name": "bytes"}
+    codec = (
+        {"name": "bytes", "configuration": {"endian": endian}}
+        if CLASSES[name].native.itemsize > 1
+        else {"name": "bytes"}
+    )
     metadata = {"data_type": name, "shape": list(shape), "codecs": [codec, {"name": "crc32c"}]}
     if fill is not None:
         metadata["fill_value"] = fill
-    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}, "metadata": metadata}
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{path}/"},
+        "metadata": metadata,
+    }
     return ts.open(spec, create=True).result()
 
 
@@ -71,7 +83,13 @@ def test_zarr_python_reads_every_value_that_tensorstore_writes(tmp_path, name):
 def test_tensorstore_reads_every_value_that_zarr_python_writes(tmp_path, name, given):
     values = every_value(name)
     dtype = values.dtype if given == "numpy dtype" else name
-    array = zarr.create_array(tmp_path / "a", shape=values.shape, chunks=(1, values.shape[1] // 2), dtype=dtype, config=STORE_ALL)
+    array = zarr.create_array(
+        tmp_path / "a",
+        shape=values.shape,
+        chunks=(1, values.shape[1] // 2),
+        dtype=dtype,
+        config=STORE_ALL,
+    )
     array[...] = values
 
     array = open_in_tensorstore(tmp_path / "a")
@@ -80,7 +98,9 @@ def test_tensorstore_reads_every_value_that_zarr_python_writes(tmp_path, name, g
     assert np.array_equal(bits(array.read().result()), bits(values))
 
 
-@pytest.mark.parametrize("fill", [0, 1, -1, 1.5, -0.0, "NaN", "Infinity", "-Infinity", "0x01", "0x7f", "0xff", 1e30])
+@pytest.mark.parametrize(
+    "fill", [0, 1, -1, 1.5, -0.0, "NaN", "Infinity", "-Infinity", "0x01", "0x7f", "0xff", 1e30]
+)
 @pytest.mark.parametrize("name", sorted({*FLOATS} - {"float8_e8m0fnu"}))
 def test_a_fill_value_means_what_tensorstore_takes_it_for(tmp_path, name, fill):
     meant = tensorstore_array(tmp_path / "a", name, fill=fill).read().result()
@@ -93,13 +113,18 @@ def test_a_fill_value_means_what_tensorstore_takes_it_for(tmp_path, name, fill):
     assert np.array_equal(bits(rewritten[...]), bits(meant))
 
 
-@pytest.mark.parametrize(("fill", "expected"), [(1, 127), (0.5, 126), (2.0**127, 254), (0, 0), ("0x07", 7), ("NaN", 255)])
+@pytest.mark.parametrize(
+    ("fill", "expected"), [(1, 127), (0.5, 126), (2.0**127, 254), (0, 0), ("0x07", 7), ("NaN", 255)]
+)
 def test_a_fill_value_of_float8_e8m0fnu_means_what_the_specification_says(fill, expected):
-    # Exponent bias 127. TensorStore 0.1.86 takes numbers for bias 63 here, so it is not an oracle, and we write bits.
+    # Exponent bias 127. TensorStore 0.1.86 takes numbers for bias 63 here, so it is not an oracle,
+    # and we write bits.
     element = CLASSES["float8_e8m0fnu"]().from_json_scalar(fill, zarr_format=3)
 
     assert bits(element) == expected
-    assert CLASSES["float8_e8m0fnu"]().to_json_scalar(element, zarr_format=3) == ("NaN" if expected == 255 else f"0x{expected:02x}")
+    assert CLASSES["float8_e8m0fnu"]().to_json_scalar(element, zarr_format=3) == (
+        "NaN" if expected == 255 else f"0x{expected:02x}"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,16 +132,19 @@ def test_every_value_can_be_a_fill_value_in_both_libraries(tmp_path, name):
     # All of 8 bits or fewer; of bfloat16 zeros, ones, infinities, NaNs with payloads, subnormals.
     values = every_value(name).reshape(-1)
     if len(values) > 256:
-        values = np.array([0, 1, 0x3F80, 0x7F80, 0x7FC0, 0x7FC1, 0x7FFF, 0x8000, 0xBF80, 0xFF80, 0xFF81, 0xFFC0], np.uint16).view(
-            values.dtype
-        )
+        values = np.array(
+            [0, 1, 0x3F80, 0x7F80, 0x7FC0, 0x7FC1, 0x7FFF, 0x8000, 0xBF80, 0xFF80, 0xFF81, 0xFFC0],
+            np.uint16,
+        ).view(values.dtype)
     for i, value in enumerate(values):
         if i % 16 == 0 or len(values) <= 16:
             written = zarr.create_array(tmp_path / str(i), shape=(2,), dtype=name, fill_value=value)
             assert bits(written.fill_value) == bits(value)
             assert bits(open_in_tensorstore(tmp_path / str(i)).read().result())[0] == bits(value)
         text = CLASSES[name]().to_json_scalar(value, zarr_format=3)
-        again = CLASSES[name]().from_json_scalar(json.loads(json.dumps(text, allow_nan=False)), zarr_format=3)
+        again = CLASSES[name]().from_json_scalar(
+            json.loads(json.dumps(text, allow_nan=False)), zarr_format=3
+        )
         assert bits(again) == bits(value)
 
 
@@ -136,7 +164,9 @@ def test_what_is_no_fill_value_is_refused(name, fill):
         CLASSES[name]().from_json_scalar(fill, zarr_format=3)
 
 
-@pytest.mark.parametrize(("name", "fill"), [("int4", 8), ("int4", -9), ("int2", 2), ("int2", 0.5), ("int4", "0x1")])
+@pytest.mark.parametrize(
+    ("name", "fill"), [("int4", 8), ("int4", -9), ("int2", 2), ("int2", 0.5), ("int4", "0x1")]
+)
 def test_an_integer_out_of_range_is_no_fill_value(name, fill):
     with pytest.raises(TypeError, match=name):
         CLASSES[name]().from_json_scalar(fill, zarr_format=3)
@@ -146,14 +176,18 @@ def test_the_type_may_be_named_by_an_object_as_the_specification_allows(tmp_path
     values = np.array([1, 2], ml_dtypes.bfloat16)
     tensorstore_array(tmp_path / "a", "bfloat16", shape=(2,)).write(values).result()
     document = json.loads((tmp_path / "a/zarr.json").read_text())
-    (tmp_path / "a/zarr.json").write_text(json.dumps({**document, "data_type": {"name": "bfloat16", "configuration": {}}}))
+    (tmp_path / "a/zarr.json").write_text(
+        json.dumps({**document, "data_type": {"name": "bfloat16", "configuration": {}}})
+    )
 
     assert np.array_equal(zarr.open_array(tmp_path / "a", mode="r")[...], values)
 
 
 def test_bfloat16_in_the_other_byte_order_is_refused_and_not_misread(tmp_path):
     other = {"little": "big", "big": "little"}[sys.byteorder]
-    tensorstore_array(tmp_path / "a", "bfloat16", endian=other).write(np.ones(4, ml_dtypes.bfloat16)).result()
+    tensorstore_array(tmp_path / "a", "bfloat16", endian=other).write(
+        np.ones(4, ml_dtypes.bfloat16)
+    ).result()
 
     array = zarr.open_array(tmp_path / "a", mode="r")
 
@@ -161,18 +195,27 @@ def test_bfloat16_in_the_other_byte_order_is_refused_and_not_misread(tmp_path):
         array[...]
 
 
-def test_plain_zarr_opens_a_group_of_such_arrays_without_shardckpt_being_imported_and_without_a_warning(tmp_path):
+def test_plain_zarr_opens_a_group_of_such_arrays_without_shardckpt_and_without_a_warning(
+    tmp_path,
+):
     for name in NAMES:
         values = every_value(name)
         tensorstore_array(tmp_path / name, name, shape=values.shape).write(values).result()
-    (tmp_path / "zarr.json").write_text(json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}))
+    (tmp_path / "zarr.json").write_text(
+        json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}})
+    )
     program = """
 import sys, zarr
 assert not any(name.startswith("shardckpt") for name in sys.modules)
 group = zarr.open_group(sys.argv[1], mode="r")
 print(*sorted(f"{name}:{array[...].dtype}" for name, array in group.arrays()))
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
     assert done.stderr == ""
     assert done.stdout.split() == [f"{name}:{name}" for name in NAMES]

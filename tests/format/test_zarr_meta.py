@@ -33,7 +33,9 @@ NUMPY = [d for d in DTYPES.values() if d.storage.type.__module__ == "numpy"]
 
 def as_tensorstore_writes_it(document):
     """The document after TensorStore has created an array by it."""
-    array = ts.open({"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": document}, create=True).result()
+    array = ts.open(
+        {"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": document}, create=True
+    ).result()
     return array, json.loads(array.kvstore.read("zarr.json").result().value)
 
 
@@ -55,8 +57,19 @@ def test_tensorstore_creates_the_very_array_that_the_document_describes(dtype, c
 @pytest.mark.parametrize("dtype", NUMPY, ids=str)
 def test_zarr_python_writes_the_same_document(dtype, compression):
     memory = zarr.storage.MemoryStore()
-    codecs = [zarr.codecs.ZstdCodec(level=1), zarr.codecs.Crc32cCodec()] if compression else [zarr.codecs.Crc32cCodec()]
-    zarr.create_array(memory, shape=(5, 3), chunks=(2, 3), dtype=dtype.storage, compressors=codecs, attributes={"a": 1})
+    codecs = (
+        [zarr.codecs.ZstdCodec(level=1), zarr.codecs.Crc32cCodec()]
+        if compression
+        else [zarr.codecs.Crc32cCodec()]
+    )
+    zarr.create_array(
+        memory,
+        shape=(5, 3),
+        chunks=(2, 3),
+        dtype=dtype.storage,
+        compressors=codecs,
+        attributes={"a": 1},
+    )
     stored = json.loads(memory._store_dict["zarr.json"].to_bytes())
     assert stored == array_json((5, 3), dtype, (2, 3), compression, {"a": 1})
 
@@ -69,10 +82,14 @@ def test_documents_are_strict_json(dtype):
 
 def test_consolidated_metadata_is_what_zarr_python_writes(tmp_path):
     root = zarr.open_group(tmp_path, mode="w", zarr_format=3, attributes={"who": "me"})
-    root.create_array("model/w", shape=(4, 4), chunks=(2, 2), dtype="f4", compressors=[zarr.codecs.Crc32cCodec()])
+    root.create_array(
+        "model/w", shape=(4, 4), chunks=(2, 2), dtype="f4", compressors=[zarr.codecs.Crc32cCodec()]
+    )
     root.create_array("step", shape=(), dtype="i8", compressors=[zarr.codecs.Crc32cCodec()])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # zarr-python warns that the specification does not have it yet
+        warnings.simplefilter(
+            "ignore"
+        )  # zarr-python warns that the specification does not have it yet
         zarr.consolidate_metadata(tmp_path)
     expected = json.loads((tmp_path / "zarr.json").read_text())
     members = {
@@ -92,13 +109,18 @@ def test_chunk_keys_are_tensorstores(shape, chunks):
     array, _ = as_tensorstore_writes_it(array_json(shape, DTYPES["uint8"], chunks))
     array.write(np.ones(shape, np.uint8)).result()
     grid = np.ndindex(*(-(-n // c) for n, c in zip(shape, chunks, strict=True)))
-    assert {k.decode() for k in array.kvstore.list().result()} == {"zarr.json", *map(chunk_key, grid)}
+    assert {k.decode() for k in array.kvstore.list().result()} == {
+        "zarr.json",
+        *map(chunk_key, grid),
+    }
 
 
 @given(st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=4).map("/".join)))
 def test_every_array_has_all_its_groups_and_no_more(paths):
     groups = parent_groups(paths)
-    assert groups == sorted({p.rpartition("/")[0] for p in [*paths, *(g for g in groups if g)]} | {""})
+    assert groups == sorted(
+        {p.rpartition("/")[0] for p in [*paths, *(g for g in groups if g)]} | {""}
+    )
 
 
 @given(
@@ -111,13 +133,22 @@ def test_every_array_has_all_its_groups_and_no_more(paths):
     st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_documents_that_are_encoded_by_their_form_are_those_that_are_encoded_alone(shapes, compression, sharded):
+def test_documents_that_are_encoded_by_their_form_are_those_that_are_encoded_alone(
+    shapes, compression, sharded
+):
     state = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     rows = Sharding(Mesh((2,), ("x",)), PartitionSpec("x"))
     shardings = {"*": rows} if sharded and any(len(shape) for shape in shapes.values()) else {}
-    sources = frameworks.sources({name: value for name, value in state.items() if value.ndim or not sharded})
+    sources = frameworks.sources(
+        {name: value for name, value in state.items() if value.ndim or not sharded}
+    )
     records = tensor_records(sources, SaveOptions(shardings=shardings if sources else {}), World())
     structure = Structure({}, records)
-    alone = {path: encode_document(document) for path, document in zarr_documents(structure, compression)}
+    alone = {
+        path: encode_document(document) for path, document in zarr_documents(structure, compression)
+    }
     assert dict(encoded_documents(structure, compression)) == alone
-    assert all(json.loads(document)["attributes"]["shardckpt"]["name"] in records for document in alone.values())
+    assert all(
+        json.loads(document)["attributes"]["shardckpt"]["name"] in records
+        for document in alone.values()
+    )

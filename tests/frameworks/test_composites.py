@@ -1,4 +1,5 @@
-"""Composite tensors: stored as their parts, and restored into tensors of the same class bit by bit."""
+"""Composite tensors: stored as their parts, and restored into tensors of the same class bit by
+bit."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def version_of(path):
 @pytest.mark.parametrize("options", [{}, {"layout": "zarr"}, {"fingerprint": True}])
 def test_a_composite_tensor_is_filled_in_place_bit_by_bit(tmp_path, options):
     tensor, like = scaled(), scaled(1)
-    shardckpt.save(tmp_path / "c", {"w": tensor, "b": torch.ones(2)}, options=shardckpt.SaveOptions(**options))
+    shardckpt.save(
+        tmp_path / "c", {"w": tensor, "b": torch.ones(2)}, options=shardckpt.SaveOptions(**options)
+    )
     memory = like.data_.data_ptr()
     back = shardckpt.restore(tmp_path / "c", {"w": like, "b": torch.zeros(2)})["w"]
     assert back is like
@@ -47,7 +50,10 @@ def test_without_the_class_its_parts_are_plain_arrays(tmp_path):
 
 
 def test_only_records_with_a_composite_tensor_have_the_newer_version(tmp_path):
-    shardckpt.save(tmp_path / "plain", {"w": torch.ones(2), "note": '{"$composite": {', "$composite": {"type": 1}})
+    shardckpt.save(
+        tmp_path / "plain",
+        {"w": torch.ones(2), "note": '{"$composite": {', "$composite": {"type": 1}},
+    )
     shardckpt.save(tmp_path / "composite", {"w": scaled()})
     assert version_of(tmp_path / "plain") == [1, 0]
     assert version_of(tmp_path / "composite") == [5, 0]
@@ -73,30 +79,67 @@ def test_a_part_may_be_composite_and_tied(tmp_path):
 @pytest.mark.parametrize(
     ("like", "words"),
     [
-        (lambda: torch.zeros(8, 4), "is a composite tensor .*Scaled. of shape .8, 4. and the parts data_, scale in the checkpoint"),
-        (lambda: scaled(block=(1, 2)), r"another context: the context/block/\$tuple/1 is 4 there and 2 here"),
-        (lambda: scaled(preference=Preference.FAST), 'the context/preference is "Preference.AUTO" there and "Preference.FAST" here'),
-        (lambda: scaled(shape=(4, 4)), "composite tensor .*Scaled. of shape .4, 4.; make the tensor there as the saved one was made"),
-        (lambda: Code.zeros((8, 4)), "composite tensor .*Code. of the parts codes, scale, table; make"),
+        (
+            lambda: torch.zeros(8, 4),
+            (
+                "is a composite tensor .*Scaled. of shape .8, 4. and the parts data_, scale in the "
+                "checkpoint"
+            ),
+        ),
+        (
+            lambda: scaled(block=(1, 2)),
+            r"another context: the context/block/\$tuple/1 is 4 there and 2 here",
+        ),
+        (
+            lambda: scaled(preference=Preference.FAST),
+            'the context/preference is "Preference.AUTO" there and "Preference.FAST" here',
+        ),
+        (
+            lambda: scaled(shape=(4, 4)),
+            (
+                "composite tensor .*Scaled. of shape .4, 4.; make the tensor there as the saved "
+                "one was made"
+            ),
+        ),
+        (
+            lambda: Code.zeros((8, 4)),
+            "composite tensor .*Code. of the parts codes, scale, table; make",
+        ),
     ],
 )
-def test_what_differs_from_the_stored_tensor_is_refused_by_name_before_anything_is_read(tmp_path, like, words):
+def test_what_differs_from_the_stored_tensor_is_refused_by_name_before_anything_is_read(
+    tmp_path, like, words
+):
     shardckpt.save(tmp_path / "c", {"layer": {"w": scaled()}})
     leaf = like()
-    before = [getattr(leaf, key).clone() for key in leaf.__tensor_flatten__()[0]] if isinstance(leaf, Scaled) else []
+    before = (
+        [getattr(leaf, key).clone() for key in leaf.__tensor_flatten__()[0]]
+        if isinstance(leaf, Scaled)
+        else []
+    )
     with pytest.raises(StructureMismatchError, match=rf"'layer/w' .*{words}"):
         shardckpt.restore(tmp_path / "c", {"layer": {"w": leaf}})
-    assert all(torch.equal(a, getattr(leaf, key)) for a, key in zip(before, ("data_", "scale"), strict=False))
+    assert all(
+        torch.equal(a, getattr(leaf, key))
+        for a, key in zip(before, ("data_", "scale"), strict=False)
+    )
 
 
 def test_a_composite_tensor_in_place_of_a_stored_plain_one_is_refused(tmp_path):
     shardckpt.save(tmp_path / "c", {"w": torch.ones(8, 4)})
-    with pytest.raises(StructureMismatchError, match=r"'w' is a tensor in the checkpoint, and in `like` a composite tensor"):
+    with pytest.raises(
+        StructureMismatchError,
+        match=r"'w' is a tensor in the checkpoint, and in `like` a composite tensor",
+    ):
         shardckpt.restore(tmp_path / "c", {"w": scaled()})
 
 
 def test_a_context_that_is_not_plain_data_is_refused_by_name(tmp_path):
-    with pytest.raises(LeafError, match=r"'w': the context\['block'\] of this composite tensor is a builtins.object, which is not plain"):
+    with pytest.raises(
+        LeafError,
+        match=r"'w': the context\['block'\] of this composite tensor is a builtins.object, "
+        r"which is not plain",
+    ):
         shardckpt.save(tmp_path / "c", {"w": scaled(block=object())})
     with pytest.raises(LeafError, match=r"a builtins\.function"):
         shardckpt.save(tmp_path / "c", {"w": scaled(block={"f": lambda: 1})})
@@ -117,7 +160,12 @@ def test_a_module_with_quantized_parameters_resumes_also_on_the_meta_device(tmp_
     assert same(fresh.weight, model.weight)
     assert torch.equal(fresh.bias, model.bias)
     empty = nn.Linear(4, 8, device="meta")
-    empty.weight = nn.Parameter(Scaled(torch.empty(8, 4, dtype=torch.int8, device="meta"), torch.empty(8, 1, device="meta")), False)
+    empty.weight = nn.Parameter(
+        Scaled(
+            torch.empty(8, 4, dtype=torch.int8, device="meta"), torch.empty(8, 1, device="meta")
+        ),
+        False,
+    )
     shardckpt.restore(tmp_path / "c", shardckpt.train_state(model=empty, step=0))
     assert isinstance(empty.weight, nn.Parameter)
     assert same(empty.weight, model.weight)
@@ -133,10 +181,14 @@ def test_states_of_an_8_bit_optimizer_resume_before_its_first_step(tmp_path):
     model = net()
     optimizer = CodedSGD(model.parameters())
     train(model, optimizer, 0, 3)
-    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=model, optimizer=optimizer, rng=False))
+    shardckpt.save(
+        tmp_path / "c", shardckpt.train_state(model=model, optimizer=optimizer, rng=False)
+    )
     fresh = net()
     other = CodedSGD(fresh.parameters())
-    shardckpt.restore(tmp_path / "c", shardckpt.train_state(model=fresh, optimizer=other, rng=False))
+    shardckpt.restore(
+        tmp_path / "c", shardckpt.train_state(model=fresh, optimizer=other, rng=False)
+    )
     assert all(type(other.state[p]["momentum"]) is Code for p in fresh.parameters())
     assert train(fresh, other, 3, 6) == train(model, optimizer, 3, 6)
 
@@ -149,18 +201,32 @@ def test_a_class_that_is_not_registered_cannot_be_made_from_its_name_in_the_chec
     optimizer = torch.optim.SGD(model.parameters())
     for p in model.parameters():
         optimizer.state[p]["momentum"] = Coded.zeros(p.shape)
-    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=model, optimizer=optimizer, rng=False))
-    state = shardckpt.train_state(model=net(), optimizer=torch.optim.SGD(net().parameters()), rng=False)
+    shardckpt.save(
+        tmp_path / "c", shardckpt.train_state(model=model, optimizer=optimizer, rng=False)
+    )
+    state = shardckpt.train_state(
+        model=net(), optimizer=torch.optim.SGD(net().parameters()), rng=False
+    )
     fresh = net()
-    state = shardckpt.train_state(model=fresh, optimizer=torch.optim.SGD(fresh.parameters()), rng=False)
-    with pytest.raises(StructureMismatchError, match=r"'optimizer/state/0.weight/momentum' is a composite tensor .*Coded.*register_tensor"):
+    state = shardckpt.train_state(
+        model=fresh, optimizer=torch.optim.SGD(fresh.parameters()), rng=False
+    )
+    with pytest.raises(
+        StructureMismatchError,
+        match=r"'optimizer/state/0.weight/momentum' is a composite tensor .*Coded.*register_tensor",
+    ):
         shardckpt.restore(tmp_path / "c", state)
 
 
 def test_a_name_of_another_registered_class_is_refused():
     register_code()
-    with pytest.raises(OptionError, match=r"register_tensor\(Scaled\): the name 'tests.Code' belongs to composites.Code"):
-        shardckpt.register_tensor(Scaled, name="tests.Code", split=lambda t: ({}, None), make=lambda *_: None)
+    with pytest.raises(
+        OptionError,
+        match=r"register_tensor\(Scaled\): the name 'tests.Code' belongs to composites.Code",
+    ):
+        shardckpt.register_tensor(
+            Scaled, name="tests.Code", split=lambda t: ({}, None), make=lambda *_: None
+        )
     with pytest.raises(OptionError, match="1 to 256 printable characters"):
         shardckpt.register_tensor(Scaled, name="", split=lambda t: ({}, None), make=lambda *_: None)
 

@@ -1,4 +1,5 @@
-"""CUDA tensors, on devices of which only streams and events are imitated: no order of theirs gives wrong bytes.
+"""CUDA tensors, on devices of which only streams and events are imitated: no order of theirs gives
+wrong bytes.
 
 tests/cuda has what needs a GPU.
 """
@@ -24,14 +25,31 @@ from shardckpt.writing.background import Saver
 
 MiB = 1 << 20
 DTYPES = (
-    *(torch.bool, torch.uint8, torch.int16, torch.uint32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+    *(
+        torch.bool,
+        torch.uint8,
+        torch.int16,
+        torch.uint32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    ),
+    *(
+        torch.complex64,
+        torch.complex128,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e8m0fnu,
+    ),
 )
 
 
 @st.composite
 def states(draw, devices=2):
-    """Tensors of all kinds on some devices, by name: (fake, parameters). Several may be views of one storage."""
+    """Tensors of all kinds on some devices, by name: (fake, parameters). Several may be views of
+    one storage."""
     seed = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     fake = FakeCuda(draw(st.integers(0, 2**32)))
     tensors = {"first": fake.put(random_tensor((5,), torch.float32, seed))}
@@ -55,22 +73,42 @@ def states(draw, devices=2):
 
 
 trainings = given(
-    states(), st.sampled_from(["wait", "overlap"]), st.integers(1, 3), st.integers(0, 30), st.sampled_from(["packed", "zarr"])
+    states(),
+    st.sampled_from(["wait", "overlap"]),
+    st.integers(1, 3),
+    st.integers(0, 30),
+    st.sampled_from(["packed", "zarr"]),
 )
 
 
 @trainings
 @settings(max_examples=40)
-def test_what_a_running_training_saves_is_the_state_at_each_save(tmp_path_factory, case, mode, saves, turns, layout):
-    train(tmp_path_factory.mktemp("run"), case, SaveOptions(device_copy=mode, layout=layout), saves, turns)
+def test_what_a_running_training_saves_is_the_state_at_each_save(
+    tmp_path_factory, case, mode, saves, turns, layout
+):
+    train(
+        tmp_path_factory.mktemp("run"),
+        case,
+        SaveOptions(device_copy=mode, layout=layout),
+        saves,
+        turns,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 @trainings
 @settings(max_examples=400)
-def test_what_any_running_training_saves_is_the_state_at_each_save(tmp_path_factory, case, mode, saves, turns, layout):
-    train(tmp_path_factory.mktemp("run"), case, SaveOptions(device_copy=mode, layout=layout), saves, turns)
+def test_what_any_running_training_saves_is_the_state_at_each_save(
+    tmp_path_factory, case, mode, saves, turns, layout
+):
+    train(
+        tmp_path_factory.mktemp("run"),
+        case,
+        SaveOptions(device_copy=mode, layout=layout),
+        saves,
+        turns,
+    )
 
 
 def train(root, case, options, saves, turns):
@@ -96,7 +134,9 @@ def train(root, case, options, saves, turns):
 
 @given(states(), st.booleans())
 @settings(max_examples=15)
-def test_a_save_that_waits_and_a_fingerprint_come_after_the_work_that_is_queued(tmp_path_factory, case, fingerprint):
+def test_a_save_that_waits_and_a_fingerprint_come_after_the_work_that_is_queued(
+    tmp_path_factory, case, fingerprint
+):
     fake, tensors = case
     path = tmp_path_factory.mktemp("run") / "c"
     with fake.installed():
@@ -106,7 +146,9 @@ def test_a_save_that_waits_and_a_fingerprint_come_after_the_work_that_is_queued(
             assert shardckpt.fingerprint(dict(tensors)) == shardckpt.fingerprint(optimizer.values)
             optimizer.step()
         shardckpt.save(path, dict(tensors))
-        restored = shardckpt.restore(path, {name: torch.empty_like(value) for name, value in optimizer.values.items()})
+        restored = shardckpt.restore(
+            path, {name: torch.empty_like(value) for name, value in optimizer.values.items()}
+        )
         assert all(same(restored[name], value) for name, value in optimizer.values.items())
         assert fake.wrong == []
         assert fake.pinned == {}
@@ -114,12 +156,17 @@ def test_a_save_that_waits_and_a_fingerprint_come_after_the_work_that_is_queued(
 
 @given(states(), st.integers(0, 9))
 @settings(max_examples=25)
-def test_a_restore_comes_after_the_work_that_is_queued_and_before_all_later_work(tmp_path_factory, case, turns):
+def test_a_restore_comes_after_the_work_that_is_queued_and_before_all_later_work(
+    tmp_path_factory, case, turns
+):
     fake, tensors = case
     path = tmp_path_factory.mktemp("run") / "c"
     places = {name: tensor for name, tensor in tensors.items() if not tensor.is_conj()}
     with fake.installed():
-        stored = {name: random_tensor(place.shape, place.dtype, torch.Generator().manual_seed(7)) for name, place in places.items()}
+        stored = {
+            name: random_tensor(place.shape, place.dtype, torch.Generator().manual_seed(7))
+            for name, place in places.items()
+        }
         shardckpt.save(path, stored)
         optimizer = Descent(fake, places)
         optimizer.step()
@@ -128,13 +175,19 @@ def test_a_restore_comes_after_the_work_that_is_queued_and_before_all_later_work
         optimizer.values = stored
         optimizer.step()
         fake.idle()
-        assert all(restored[name] is place and same(place, optimizer.values[name]) for name, place in places.items())
+        assert all(
+            restored[name] is place and same(place, optimizer.values[name])
+            for name, place in places.items()
+        )
         assert fake.wrong == []
         assert fake.pinned == {}
 
 
 def of_one(fake, shape=(64, 64), **kinds):
-    return {name: fake.put(torch.zeros(shape, dtype=dtype)) for name, dtype in (kinds or {"w": torch.float32}).items()}
+    return {
+        name: fake.put(torch.zeros(shape, dtype=dtype))
+        for name, dtype in (kinds or {"w": torch.float32}).items()
+    }
 
 
 # --- the fake notices
@@ -162,7 +215,13 @@ def broken(monkeypatch, what):
 
 
 @pytest.mark.parametrize(
-    "what", ["the host does not wait for events", "later work does not wait", "copies do not wait for earlier work", "nothing is broken"]
+    "what",
+    [
+        "the host does not wait for events",
+        "later work does not wait",
+        "copies do not wait for earlier work",
+        "nothing is broken",
+    ],
 )
 @pytest.mark.parametrize("mode", ["wait", "overlap"])
 def test_an_order_that_is_left_out_shows_in_some_schedule(tmp_path, monkeypatch, what, mode):
@@ -176,11 +235,16 @@ def test_an_order_that_is_left_out_shows_in_some_schedule(tmp_path, monkeypatch,
             for number in range(2):
                 optimizer.step()
                 expected = {name: value.clone() for name, value in optimizer.values.items()}
-                handle = saver.begin(tmp_path / f"{seed}-{number}", dict(tensors), SaveOptions(device_copy=mode))
+                handle = saver.begin(
+                    tmp_path / f"{seed}-{number}", dict(tensors), SaveOptions(device_copy=mode)
+                )
                 optimizer.step()
                 handle.wait()
                 restored = shardckpt.restore(tmp_path / f"{seed}-{number}")
-                wrong += any(restored[name].tobytes() != value.numpy().tobytes() for name, value in expected.items())
+                wrong += any(
+                    restored[name].tobytes() != value.numpy().tobytes()
+                    for name, value in expected.items()
+                )
             saver.close()
             wrong += len(fake.wrong)
             fake.idle()
@@ -199,10 +263,15 @@ def test_overlap_fails_by_name_where_a_version_counter_shows_a_change(tmp_path, 
         tensors = of_one(fake, a=torch.float32, b=torch.float32)
         optimizer, saver = Descent(fake, tensors), Saver()
         with fake.lock:  # no copy is made meanwhile
-            handle = saver.begin(tmp_path / "c", {"model": tensors}, SaveOptions(device_copy="overlap"))
+            handle = saver.begin(
+                tmp_path / "c", {"model": tensors}, SaveOptions(device_copy="overlap")
+            )
             optimizer.change("b", counted=counted)
         if counted:
-            with pytest.raises(errors.CommitError, match=r"^'model/b': the tensor was changed.*nothing was published"):
+            with pytest.raises(
+                errors.CommitError,
+                match=r"^'model/b': the tensor was changed.*nothing was published",
+            ):
                 handle.wait()
             with pytest.raises(errors.NotFoundError):
                 shardckpt.open(tmp_path / "c")
@@ -232,12 +301,17 @@ def test_a_compiled_step_of_an_optimizer_waits_too(tmp_path):
     with fake.installed():
         parameter = torch.nn.Parameter(torch.ones(4))
         parameter.grad = torch.ones(4)
-        step, saver = torch.compile(torch.optim.SGD([parameter], lr=0.5).step, backend="eager"), Saver()
+        step, saver = (
+            torch.compile(torch.optim.SGD([parameter], lr=0.5).step, backend="eager"),
+            Saver(),
+        )
         step()
         for number in range(3):
             # The update itself runs at once: only its wait is of the fake's making.
             with fake.lock:
-                handle = saver.begin(tmp_path / str(number), of_one(fake), SaveOptions(device_copy="overlap"))
+                handle = saver.begin(
+                    tmp_path / str(number), of_one(fake), SaveOptions(device_copy="overlap")
+                )
                 queued = len(fake.current_stream(torch.device("cuda", 0)).queue)
                 step()
                 assert len(fake.current_stream(torch.device("cuda", 0)).queue) == queued + 1
@@ -320,7 +394,9 @@ def test_a_change_of_a_dtensor_shows_in_its_own_counter_or_in_that_of_its_shard(
             saver = Saver()
             with fake.lock:
                 saved = leaf.detach() if of == "alias" else leaf
-                handle = saver.begin(tmp_path / str(number), {"w": saved}, SaveOptions(device_copy="overlap"))
+                handle = saver.begin(
+                    tmp_path / str(number), {"w": saved}, SaveOptions(device_copy="overlap")
+                )
                 with torch.no_grad():
                     (leaf._local_tensor if of == "shard" else leaf).add_(1)
             with pytest.raises(errors.CommitError, match=r"^'w': the tensor was changed"):
@@ -338,7 +414,12 @@ state = {{"w": torch.ones(9), "m": torch.zeros(3, dtype=torch.bfloat16)}}
 shardckpt.save({str(tmp_path / "a")!r}, state)
 shardckpt.save_async({str(tmp_path / "b")!r}, state).wait()
 shardckpt.restore({str(tmp_path / "a")!r}, state)
-print([name for name in sys.modules if name.startswith("shardckpt.") and "cuda" in name], torch.cuda.is_initialized())
+print(
+    [name for name in sys.modules if name.startswith("shardckpt.") and "cuda" in name],
+    torch.cuda.is_initialized(),
+)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True
+    )
     assert done.stdout.strip() == "[] False"

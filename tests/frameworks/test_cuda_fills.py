@@ -1,6 +1,8 @@
-"""The ring of pinned slots of a restore onto devices, of which only streams and events are imitated (`fake_cuda`).
+"""The ring of pinned slots of a restore onto devices, of which only streams and events are imitated
+(`fake_cuda`).
 
-Each wait and each order that is taken out of the code shows in some schedule. tests/cuda has what needs a GPU.
+Each wait and each order that is taken out of the code shows in some schedule. tests/cuda has what
+needs a GPU.
 """
 
 from __future__ import annotations
@@ -41,14 +43,24 @@ def large(count=3 * SLOTS):
 
 def small(count=300):
     """Tensors of all sizes of elements, a few bytes to some KiB."""
-    seed, kinds = torch.Generator().manual_seed(0), [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex128]
-    return {f"s{i}": random_tensor((i % 7, 1 + i % 50), kinds[i % len(kinds)], seed) for i in range(count)}
+    seed, kinds = (
+        torch.Generator().manual_seed(0),
+        [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex128],
+    )
+    return {
+        f"s{i}": random_tensor((i % 7, 1 + i % 50), kinds[i % len(kinds)], seed)
+        for i in range(count)
+    }
 
 
 def places(fake, values, *, strided=False):
     made = {}
     for name, value in values.items():
-        like = torch.zeros_like(value) if not strided else torch.zeros(value.shape[::-1], dtype=value.dtype).transpose(0, -1)
+        like = (
+            torch.zeros_like(value)
+            if not strided
+            else torch.zeros(value.shape[::-1], dtype=value.dtype).transpose(0, -1)
+        )
         made[name] = fake.put(like)
     return made
 
@@ -84,7 +96,11 @@ def broken(monkeypatch, what):
         monkeypatch.setattr(landing.Staging, "_land", without_wait)
     elif what == "small tensors are taken from the place beside":
         spread = FakeCuda.spread
-        monkeypatch.setattr(FakeCuda, "spread", lambda self, targets, starts, *rest: spread(self, targets, [*starts[1:], 0], *rest))
+        monkeypatch.setattr(
+            FakeCuda,
+            "spread",
+            lambda self, targets, starts, *rest: spread(self, targets, [*starts[1:], 0], *rest),
+        )
     elif what == "copies begin while chunks are read":
         copied = landing.Landing.prepare
 
@@ -145,12 +161,16 @@ def test_no_byte_is_placed_before_its_checksum_is_compared(tmp_path, monkeypatch
         with pytest.raises(errors.CorruptionError, match="w7"):
             shardckpt.restore(tmp_path / "c", like, memory_limit=LIMIT)
         fake.idle()
-    placed = all(bool(((like[name] == -1) | (like[name] == value)).all()) for name, value in values.items())
+    placed = all(
+        bool(((like[name] == -1) | (like[name] == value)).all()) for name, value in values.items()
+    )
     assert placed == (not early)
 
 
 @pytest.mark.parametrize("drained", [True, False])
-def test_after_an_error_all_copies_are_waited_for_before_the_slots_go(tmp_path, monkeypatch, drained):
+def test_after_an_error_all_copies_are_waited_for_before_the_slots_go(
+    tmp_path, monkeypatch, drained
+):
     values = large()
     shardckpt.save(tmp_path / "c", values)
     if not drained:
@@ -194,7 +214,9 @@ def test_after_ctrl_c_amid_a_wait_all_copies_are_waited_for_too(fake, tmp_path, 
 # --- waits, and copies
 
 
-def test_nothing_waits_while_there_is_a_free_slot_and_each_slot_is_pinned_once(fake, tmp_path, monkeypatch):
+def test_nothing_waits_while_there_is_a_free_slot_and_each_slot_is_pinned_once(
+    fake, tmp_path, monkeypatch
+):
     values, waits = large(2 * SLOTS), []
     shardckpt.save(tmp_path / "c", values)
     copy = fake.copy
@@ -216,14 +238,18 @@ def test_small_tensors_that_lie_side_by_side_are_one_copy(fake, tmp_path, stride
     assert fake.spreads[0] == sum(value.numel() > 0 for value in values.values())
 
 
-def test_small_tensors_between_large_ones_are_gathered_as_far_as_they_are_neighbours(fake, tmp_path):
+def test_small_tensors_between_large_ones_are_gathered_as_far_as_they_are_neighbours(
+    fake, tmp_path
+):
     values = {**small(20), **large(4), **{f"t{i}": torch.full((9,), i) for i in range(20)}}
     shardckpt.save(tmp_path / "c", values)
     assert wrong(shardckpt.restore(tmp_path / "c", places(fake, values)), values) == []
     assert fake.copies < 4 + 12
 
 
-def test_a_device_without_memory_for_that_gets_small_tensors_one_by_one(fake, tmp_path, monkeypatch):
+def test_a_device_without_memory_for_that_gets_small_tensors_one_by_one(
+    fake, tmp_path, monkeypatch
+):
     values = small(40)
     shardckpt.save(tmp_path / "c", values)
 
@@ -243,7 +269,9 @@ def kind_of_torch(monkeypatch, kind, *names):
     frameworks_torch.has_streams.cache_clear()
     original, module = torch.get_device_module, SimpleNamespace(**dict.fromkeys(names))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module if device == kind else original(device))
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda device: module if device == kind else original(device)
+    )
 
 
 @pytest.fixture
@@ -258,7 +286,12 @@ ALL = ("Stream", "Event", "current_stream", "stream", "device")
 @pytest.mark.usefixtures("_forgets")
 def test_the_accelerator_of_torch_is_copied_by_streams_if_it_has_them(monkeypatch):
     kind_of_torch(monkeypatch, "xpu", *ALL)
-    assert [frameworks_torch.has_streams(kind) for kind in ("cuda", "xpu", "mps", "cpu")] == [True, True, False, False]
+    assert [frameworks_torch.has_streams(kind) for kind in ("cuda", "xpu", "mps", "cpu")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     kind_of_torch(monkeypatch, "mps", "Event")
     assert not frameworks_torch.has_streams("mps")
     monkeypatch.delattr(torch, "accelerator")
@@ -287,7 +320,9 @@ def test_tensors_of_another_kind_of_device_take_the_same_way(tmp_path, monkeypat
 
 def test_bits_are_spread_to_tensors_of_every_size_of_elements():
     values = [value for value in small(50).values() if value.numel()]
-    starts = np.cumsum([0, *(-(-value.numel() * value.itemsize // 64) * 64 for value in values)]).tolist()
+    starts = np.cumsum(
+        [0, *(-(-value.numel() * value.itemsize // 64) * 64 for value in values)]
+    ).tolist()
     source = torch.zeros(starts[-1], dtype=torch.uint8)
     for value, start in zip(values, starts, strict=False):
         source[start : start + value.numel() * value.itemsize] = value.reshape(-1).view(torch.uint8)

@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 import torch
 from paths import CHILDREN
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
@@ -27,7 +31,9 @@ class Table(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shards, offsets, size, sizes=None):
-        table = torch.Tensor._make_wrapper_subclass(cls, size, dtype=shards[0].dtype if shards else torch.float32)
+        table = torch.Tensor._make_wrapper_subclass(
+            cls, size, dtype=shards[0].dtype if shards else torch.float32
+        )
         table.shards = shards
         table.chunks = [
             ChunkStorageMetadata(torch.Size(offset), torch.Size(n))
@@ -40,7 +46,10 @@ class Table(torch.Tensor):
         raise AssertionError(f"{func} is not for a table")
 
     def __create_write_items__(self, fqn, _):
-        data = [TensorWriteData(chunk, TensorProperties(dtype=self.dtype), torch.Size(self.size())) for chunk in self.chunks]
+        data = [
+            TensorWriteData(chunk, TensorProperties(dtype=self.dtype), torch.Size(self.size()))
+            for chunk in self.chunks
+        ]
         return [
             WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=d)
             for chunk, d in zip(self.chunks, data, strict=True)
@@ -61,7 +70,9 @@ def boxes_of(adapter):
 def ranks(tmp_path_factory):
     """Descriptions by two ranks of one DTensor around shards of its own."""
     jobs = [{"ranks": 2, "topics": {"protocol": str(tmp_path_factory.mktemp("dcp"))}}]
-    child = forks.run([sys.executable, CHILD], input=json.dumps(jobs), capture_output=True, text=True, timeout=250)
+    child = forks.run(
+        [sys.executable, CHILD], input=json.dumps(jobs), capture_output=True, text=True, timeout=250
+    )
     assert child.returncode == 0, child.stderr[-4000:]
     return [rank["protocol"] for rank in json.loads(child.stdout.splitlines()[-1])[0]]
 
@@ -79,7 +90,12 @@ def test_the_ranks_shards_are_together_what_dcp_saves_each_element_once(ranks):
 
 def test_a_rank_speaks_for_its_own_shards_and_they_are_its_own_memory(ranks):
     for number, rank in enumerate(ranks):
-        assert (rank["layout"], rank["own pieces"], rank["views"], rank["tied"]) == (None, True, True, True)
+        assert (rank["layout"], rank["own pieces"], rank["views"], rank["tied"]) == (
+            None,
+            True,
+            True,
+            True,
+        )
         assert rank["holders"] == [[number]] * (2, 1)[number]
 
 
@@ -88,9 +104,15 @@ def test_restoring_fills_the_shards_where_they_are_and_autograd_hears_of_it(rank
 
 
 def test_a_tensor_of_torch_s_own_is_taken_as_it_describes_itself():
-    leaf = LocalShardsWrapper([torch.arange(4.0).reshape(2, 2), torch.arange(6.0).reshape(2, 3)], [(0, 0), (0, 2)])
+    leaf = LocalShardsWrapper(
+        [torch.arange(4.0).reshape(2, 2), torch.arange(6.0).reshape(2, 3)], [(0, 0), (0, 2)]
+    )
     source = frameworks.source("w", leaf, World(3, 5))
-    assert (source.shape, boxes_of(source), source.holders) == ((2, 5), ["[0:2, 0:2]", "[0:2, 2:5]"], [(3,), (3,)])
+    assert (source.shape, boxes_of(source), source.holders) == (
+        (2, 5),
+        ["[0:2, 0:2]", "[0:2, 2:5]"],
+        [(3,), (3,)],
+    )
     assert [a.tolist() for a in frameworks.fetch([source], [[1]])[0]] == [[[0, 1, 2], [3, 4, 5]]]
 
 
@@ -100,7 +122,13 @@ def test_only_what_has_elements_is_a_shard():
         assert (adapter.shape, boxes_of(adapter)) == ((6, 3), ["[4:6, 0:3]"])
     nothing = Table([], [], (6, 3))
     source = frameworks.source("w", nothing)
-    assert (source.shape, source.dtype, len(source.boxes), source.holders, frameworks.fetch([source])) == ((6, 3), F32, 0, [], [[]])
+    assert (
+        source.shape,
+        source.dtype,
+        len(source.boxes),
+        source.holders,
+        frameworks.fetch([source]),
+    ) == ((6, 3), F32, 0, [], [[]])
     assert frameworks.target("w", nothing, (6, 3), F32).place([]) is nothing
 
 
@@ -111,14 +139,20 @@ def test_a_scalar_is_one_shard():
 
 
 def test_bits_of_the_shards_dtype_go_there_and_back():
-    shards = [torch.arange(6.0).reshape(2, 3).to(torch.bfloat16), torch.full((1, 3), torch.nan, dtype=torch.bfloat16)]
+    shards = [
+        torch.arange(6.0).reshape(2, 3).to(torch.bfloat16),
+        torch.full((1, 3), torch.nan, dtype=torch.bfloat16),
+    ]
     leaf = Table(shards, [(0, 0), (2, 0)], (3, 3))
     source = frameworks.source("w", leaf)
     (arrays,) = frameworks.fetch([source])
     assert source.dtype.name == "bfloat16"
     other = Table([torch.zeros_like(shard) for shard in shards], [(0, 0), (2, 0)], (3, 3))
     assert frameworks.target("w", other, (3, 3), F32).place(arrays) is other
-    assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(other.shards, shards, strict=True))
+    assert all(
+        torch.equal(a.view(torch.int16), b.view(torch.int16))
+        for a, b in zip(other.shards, shards, strict=True)
+    )
 
 
 def test_strided_shards_are_views():
@@ -142,21 +176,44 @@ def freed():
 @pytest.mark.parametrize(
     ("leaf", "words"),
     [
-        (lambda: Table([ONES, ONES], [(0, 0), (1, 0)], (4, 3)), r"shard \[1:3, 0:3\] overlaps another one"),
-        (lambda: Table([ONES, ONES], [(0, 0), (0, 0)], (2, 3)), r"shard \[0:2, 0:3\] overlaps another one"),
-        (lambda: Table([ONES], [(3, 0)], (4, 3)), r"shard 0 begins at \(3, 0\) of shape \(4, 3\) and has shape \(2, 3\)"),
+        (
+            lambda: Table([ONES, ONES], [(0, 0), (1, 0)], (4, 3)),
+            r"shard \[1:3, 0:3\] overlaps another one",
+        ),
+        (
+            lambda: Table([ONES, ONES], [(0, 0), (0, 0)], (2, 3)),
+            r"shard \[0:2, 0:3\] overlaps another one",
+        ),
+        (
+            lambda: Table([ONES], [(3, 0)], (4, 3)),
+            r"shard 0 begins at \(3, 0\) of shape \(4, 3\) and has shape \(2, 3\)",
+        ),
         (lambda: Table([ONES], [(-1, 0)], (4, 3)), r"shard 0 begins at \(-1, 0\)"),
         (lambda: Table([ONES], [(0,)], (4, 3)), r"shard 0 begins at \(0,\)"),
-        (lambda: Table([ONES], [(0, 0)], (4, 3), [(3, 3)]), r"has shape \(3, 3\), but its data has shape \(2, 3\)"),
-        (lambda: Table([ONES, ONES.double()], [(0, 0), (2, 0)], (4, 3)), "dtypes .'float32', 'float64'."),
+        (
+            lambda: Table([ONES], [(0, 0)], (4, 3), [(3, 3)]),
+            r"has shape \(3, 3\), but its data has shape \(2, 3\)",
+        ),
+        (
+            lambda: Table([ONES, ONES.double()], [(0, 0), (2, 0)], (4, 3)),
+            "dtypes .'float32', 'float64'.",
+        ),
         (lambda: Table([ONES.to("meta")], [(0, 0)], (2, 3)), "meta tensor without data"),
         (lambda: Table([freed()], [(0, 0)], (2, 3)), "storage, which has 0: its memory was freed"),
-        (lambda: Table([ONES.to_sparse()], [(0, 0)], (2, 3)), "layout torch.sparse_coo cannot be stored"),
+        (
+            lambda: Table([ONES.to_sparse()], [(0, 0)], (2, 3)),
+            "layout torch.sparse_coo cannot be stored",
+        ),
         (lambda: Table([ONES.as_subclass(Other)], [(0, 0)], (2, 3)), "Other computes its elements"),
-        (lambda: Contradiction([ONES, ONES], [(0, 0), (2, 0)], (4, 3)), r"different shapes, \[\(4, 3\), \(5, 3\)\]"),
+        (
+            lambda: Contradiction([ONES, ONES], [(0, 0), (2, 0)], (4, 3)),
+            r"different shapes, \[\(4, 3\), \(5, 3\)\]",
+        ),
     ],
 )
-def test_a_tensor_that_contradicts_itself_or_holds_what_cannot_be_stored_is_refused_by_name(leaf, words):
+def test_a_tensor_that_contradicts_itself_or_holds_what_cannot_be_stored_is_refused_by_name(
+    leaf, words
+):
     for ask in frameworks.source, lambda name, leaf: frameworks.target(name, leaf, (4, 3), F32):
         with pytest.raises(LeafError, match=f"'layer/w': .*{words}"):
             ask("layer/w", leaf())
@@ -171,7 +228,10 @@ class Other(torch.Tensor):
 class Contradiction(Table):
     def __create_write_items__(self, fqn, _):
         first, second = super().__create_write_items__(fqn, _)
-        return [first, replace(second, tensor_data=replace(second.tensor_data, size=torch.Size((5, 3))))]
+        return [
+            first,
+            replace(second, tensor_data=replace(second.tensor_data, size=torch.Size((5, 3)))),
+        ]
 
 
 def test_shards_that_cannot_be_restored_into_are_refused_by_name():
@@ -188,13 +248,27 @@ def test_dtypes_that_cannot_be_stored_are_refused_by_name():
 
 
 def described(tensor, shape, offsets, begins, sizes):
-    tensor.global_shape, tensor.global_offsets, tensor.local_offsets, tensor.local_sizes = shape, offsets, begins, sizes
+    tensor.global_shape, tensor.global_offsets, tensor.local_offsets, tensor.local_sizes = (
+        shape,
+        offsets,
+        begins,
+        sizes,
+    )
     return tensor
 
 
 def test_a_plain_tensor_is_recognised_by_the_attributes_that_describe_it_and_its_shards_are_views():
-    leaf = described(torch.arange(12.0).reshape(4, 3), (9, 3), [(6, 0), torch.Size((0, 1))], ((1, 0), (0, 1)), [[2, 3], [1, 2]])
-    for adapter in frameworks.source("w", leaf, World(1, 2)), frameworks.target("w", leaf, (9, 3), F32):
+    leaf = described(
+        torch.arange(12.0).reshape(4, 3),
+        (9, 3),
+        [(6, 0), torch.Size((0, 1))],
+        ((1, 0), (0, 1)),
+        [[2, 3], [1, 2]],
+    )
+    for adapter in (
+        frameworks.source("w", leaf, World(1, 2)),
+        frameworks.target("w", leaf, (9, 3), F32),
+    ):
         assert (adapter.shape, boxes_of(adapter)) == ((9, 3), ["[6:8, 0:3]", "[0:1, 1:3]"])
     ((rows, corner),) = frameworks.fetch([frameworks.source("w", leaf)])
     assert (rows.tolist(), corner.tolist()) == ([[3, 4, 5], [6, 7, 8]], [[1, 2]])
@@ -236,5 +310,9 @@ def test_described_tensors_are_tied_by_their_memory_and_their_description():
 )
 def test_a_description_that_contradicts_itself_is_refused_by_name(description):
     for ask in frameworks.source, lambda name, leaf: frameworks.target(name, leaf, (4, 3), F32):
-        with pytest.raises(LeafError, match=r"'layer/w': this tensor of shape \(2, 3\) describes itself as shards by global_shape="):
+        with pytest.raises(
+            LeafError,
+            match=r"'layer/w': this tensor of shape \(2, 3\) describes itself as shards by "
+            r"global_shape=",
+        ):
             ask("layer/w", described(torch.ones(2, 3), *description))

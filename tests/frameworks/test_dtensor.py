@@ -1,7 +1,7 @@
 """The DTensor adapter against torch, on the ranks of real gloo jobs.
 
-One process does everything that is asked, and forks the ranks: `tests/children/dtensor_ranks.py`. What every rank says it
-holds is put together here.
+One process does everything that is asked, and forks the ranks: `tests/children/dtensor_ranks.py`.
+What every rank says it holds is put together here.
 """
 
 import json
@@ -21,7 +21,20 @@ from shardckpt.layout.sharding import Sharding
 CHILD = CHILDREN / "dtensor_ranks.py"
 ROWS = (1, 2, 3, 5, 6, 7, 10, 12, 13)
 DTYPES = (
-    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
+    *(
+        "bool",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "float32",
+        "float64",
+    ),
     *("complex64", "complex128", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
 )
 
@@ -36,7 +49,13 @@ def plain(mesh, rows, ids=None, gather=False):
 def strided(mesh):
     """Strided shards of lengths that all their parts divide."""
     after = prod(mesh[1:])
-    pairs = [(f"_S(0,{mesh[-1]})", "S(0)"), ("S(0)", "_S(0,2)"), ("S(0)", "_S(0,3)"), ("_S(0,2)", "R"), ("R", "_S(0,3)")]
+    pairs = [
+        (f"_S(0,{mesh[-1]})", "S(0)"),
+        ("S(0)", "_S(0,2)"),
+        ("S(0)", "_S(0,3)"),
+        ("_S(0,2)", "R"),
+        ("R", "_S(0,3)"),
+    ]
     pairs += [
         ("_S(0,2)", "_S(0,2)"),
         (f"_S(0,{2 * mesh[-1]})", "S(0)"),
@@ -44,7 +63,11 @@ def strided(mesh):
         ("_S(0,2)", "_S(1,3)"),
         ("_S(1,2)", "_S(0,3)"),
     ]
-    deep = [(f"_S(0,{after})", f"_S(0,{mesh[-1]})", "S(0)"), ("S(0)", f"_S(0,{mesh[-1]})", "S(0)"), (f"_S(0,{mesh[1]})", "S(0)", "S(0)")]
+    deep = [
+        (f"_S(0,{after})", f"_S(0,{mesh[-1]})", "S(0)"),
+        ("S(0)", f"_S(0,{mesh[-1]})", "S(0)"),
+        (f"_S(0,{mesh[1]})", "S(0)", "S(0)"),
+    ]
     deep += [
         (f"_S(0,{after})", "S(0)", "S(0)"),
         ("R", f"_S(0,{mesh[-1]})", "S(0)"),
@@ -57,12 +80,21 @@ def strided(mesh):
 
 def uneven(mesh):
     """Strided shards of which torch does not say in one way where they are."""
-    for texts in (("S(0)", "_S(0,2)"), ("_S(0,2)", "R"), ("_S(0,2)", "S(1)"), ("_S(0,2)", "_S(0,3)")):
+    for texts in (
+        ("S(0)", "_S(0,2)"),
+        ("_S(0,2)", "R"),
+        ("_S(0,2)", "S(1)"),
+        ("_S(0,2)", "_S(0,3)"),
+    ):
         yield {"mesh": mesh, "ids": None, "shape": [10, 4], "placements": texts}
 
 
 CASES = {
-    2: [*plain([2], ROWS, gather=True), *plain([1, 2], (3,)), {"mesh": [2], "ids": None, "shape": [], "placements": ["R"]}],
+    2: [
+        *plain([2], ROWS, gather=True),
+        *plain([1, 2], (3,)),
+        {"mesh": [2], "ids": None, "shape": [], "placements": ["R"]},
+    ],
     4: [
         *plain([4], ROWS),
         *plain([2, 2], ROWS),
@@ -71,16 +103,47 @@ CASES = {
         *plain([2, 2], (7, 8), gather=True),
         *strided([2, 2]),
         *uneven([2, 2]),
-        *({"mesh": [4], "ids": None, "shape": shape, "placements": ["S(0)"]} for shape in ([0], [0, 3], [3], [9], [3, 0], [5, 2, 3])),
+        *(
+            {"mesh": [4], "ids": None, "shape": shape, "placements": ["S(0)"]}
+            for shape in ([0], [0, 3], [3], [9], [3, 0], [5, 2, 3])
+        ),
     ],
-    6: [*plain([6], ROWS), *plain([2, 3], ROWS), *plain([3, 2], ROWS), *plain([1, 2, 3], (7, 13), ids=[5, 3, 1, 0, 2, 4])]
-    + [case for mesh in ([2, 3], [3, 2], [1, 2, 3], [3, 1, 2], [3, 2, 1]) for case in strided(mesh)],
+    6: [
+        *plain([6], ROWS),
+        *plain([2, 3], ROWS),
+        *plain([3, 2], ROWS),
+        *plain([1, 2, 3], (7, 13), ids=[5, 3, 1, 0, 2, 4]),
+    ]
+    + [
+        case for mesh in ([2, 3], [3, 2], [1, 2, 3], [3, 1, 2], [3, 2, 1]) for case in strided(mesh)
+    ],
 }
-ALONE = ("partial", "from_local", "outside", "tied", "autograd", "modules", "refusals", "targets", "pending")
+ALONE = (
+    "partial",
+    "from_local",
+    "outside",
+    "tied",
+    "autograd",
+    "modules",
+    "refusals",
+    "targets",
+    "pending",
+)
 JOBS = [
     {"ranks": 2, "topics": {"distributed": CASES[2], "bits": DTYPES} | dict.fromkeys(ALONE)},
-    {"ranks": 4, "topics": {"distributed": CASES[4], "fsdp_over_tp": [[2, 2]], "hsdp": [[2, 2]], "trained": None}},
-    {"ranks": 6, "topics": {"distributed": CASES[6], "fsdp_over_tp": [[2, 3], [3, 2]], "hsdp": [[2, 3]]}},
+    {
+        "ranks": 4,
+        "topics": {
+            "distributed": CASES[4],
+            "fsdp_over_tp": [[2, 2]],
+            "hsdp": [[2, 2]],
+            "trained": None,
+        },
+    },
+    {
+        "ranks": 6,
+        "topics": {"distributed": CASES[6], "fsdp_over_tp": [[2, 3], [3, 2]], "hsdp": [[2, 3]]},
+    },
     {"ranks": 9, "topics": {"fsdp_over_tp": [[3, 3]]}},
 ]
 
@@ -93,7 +156,9 @@ def answers():
     assert child.returncode == 0, child.stderr[-4000:]
     by_job = json.loads(child.stdout.splitlines()[-1])
     return {
-        (job["ranks"], topic): [rank[topic] for rank in ranks] for job, ranks in zip(JOBS, by_job, strict=True) for topic in job["topics"]
+        (job["ranks"], topic): [rank[topic] for rank in ranks]
+        for job, ranks in zip(JOBS, by_job, strict=True)
+        for topic in job["topics"]
     }
 
 
@@ -101,20 +166,28 @@ def answers():
 def distributed(answers):
     """Cases, and what each rank says of them."""
     return [
-        (case, ranks) for n, cases in CASES.items() for case, ranks in zip(cases, zip(*answers[n, "distributed"], strict=True), strict=True)
+        (case, ranks)
+        for n, cases in CASES.items()
+        for case, ranks in zip(cases, zip(*answers[n, "distributed"], strict=True), strict=True)
     ]
 
 
 @pytest.fixture(scope="module")
 def models(answers):
-    """Parameters of models under FSDP2, by where they come from, and what each rank says of them."""
+    """Parameters of models under FSDP2, by where they come from, and what each rank says of
+    them."""
     parameters = {}
     for (n, topic), ranks in answers.items():
         if topic in {"fsdp_over_tp", "hsdp"}:
             for case, models in enumerate(zip(*ranks, strict=True)):
-                parameters |= {(topic, n, case, name): [model[name] for model in models] for name in models[0]}
+                parameters |= {
+                    (topic, n, case, name): [model[name] for model in models] for name in models[0]
+                }
         if topic == "trained":
-            parameters |= {(topic, n, 0, name): [rank["facts"][name] for rank in ranks] for name in ranks[0]["facts"]}
+            parameters |= {
+                (topic, n, 0, name): [rank["facts"][name] for rank in ranks]
+                for name in ranks[0]["facts"]
+            }
     return parameters
 
 
@@ -132,7 +205,9 @@ def check_whole(ranks, where):
         covered[tuple(map(slice, start, stop))] += 1
     assert (covered == 1).all(), where
     for rank in ranks:
-        assert rank["holders"] == [owners[tuple(start), tuple(stop)] for start, stop in rank["boxes"]], where
+        assert rank["holders"] == [
+            owners[tuple(start), tuple(stop)] for start, stop in rank["boxes"]
+        ], where
 
 
 def layout_of(ranks):
@@ -148,7 +223,9 @@ def is_refused(case):
 # Boxes
 
 
-def test_boxes_of_all_ranks_are_the_tensor_once_and_their_holders_are_those_who_have_them(distributed):
+def test_boxes_of_all_ranks_are_the_tensor_once_and_their_holders_are_those_who_have_them(
+    distributed,
+):
     assert len(distributed) == 491
     for case, ranks in distributed:
         if not is_refused(case):
@@ -159,11 +236,18 @@ def test_our_own_arithmetic_says_of_every_rank_what_torch_has_put_there(distribu
     for case, ranks in distributed:
         if is_refused(case):
             continue
-        layout = Placements.of(Mesh(case["mesh"], tuple("abc")[: len(case["mesh"])], case["ids"]), case["placements"])
+        layout = Placements.of(
+            Mesh(case["mesh"], tuple("abc")[: len(case["mesh"])], case["ids"]), case["placements"]
+        )
         full = np.arange(prod(case["shape"]), dtype=np.float32).reshape(case["shape"])
         for rank, facts in enumerate(ranks):
-            boxes, places = layout.rank_boxes(case["shape"], rank), layout.local_boxes(case["shape"], rank)
-            assert [[list(boxes[i].start), list(boxes[i].stop)] for i in range(len(boxes))] == facts["boxes"], case
+            boxes, places = (
+                layout.rank_boxes(case["shape"], rank),
+                layout.local_boxes(case["shape"], rank),
+            )
+            assert [
+                [list(boxes[i].start), list(boxes[i].stop)] for i in range(len(boxes))
+            ] == facts["boxes"], case
             shape = layout.local_shape(case["shape"], rank)
             if shape is None:
                 assert facts["boxes"] == facts["local"] == []
@@ -179,14 +263,19 @@ def test_our_own_arithmetic_says_of_every_rank_what_torch_has_put_there(distribu
 
 
 def test_what_torch_gathers_is_what_was_saved(distributed):
-    gathered = [rank["gathered"] for _, ranks in distributed for rank in ranks if "gathered" in rank]
+    gathered = [
+        rank["gathered"] for _, ranks in distributed for rank in ranks if "gathered" in rank
+    ]
     assert len(gathered) > 100
     assert all(gathered)
 
 
 def test_boxes_of_a_sharding_are_recorded_as_one_and_no_others(distributed, models):
     kinds = {Sharding: 0, Placements: 0}
-    for where, ranks in [*((str(case), ranks) for case, ranks in distributed if not is_refused(case)), *models.items()]:
+    for where, ranks in [
+        *((str(case), ranks) for case, ranks in distributed if not is_refused(case)),
+        *models.items(),
+    ]:
         layout = layout_of(ranks)
         kinds[type(layout)] += 1
         if isinstance(layout, Placements):
@@ -195,7 +284,9 @@ def test_boxes_of_a_sharding_are_recorded_as_one_and_no_others(distributed, mode
         held = layout.device_boxes(ranks[0]["shape"])
         for i, rank in enumerate(held.device_ids.tolist()):
             box = held.boxes[i]
-            assert ranks[rank]["boxes"] == ([[list(box.start), list(box.stop)]] if box.size else []), where
+            assert ranks[rank]["boxes"] == (
+                [[list(box.start), list(box.stop)]] if box.size else []
+            ), where
     assert min(kinds.values()) > 100
 
 
@@ -226,8 +317,13 @@ def test_hsdp_and_the_optimizer_state_of_a_trained_model_are_saved_as_they_lie(m
 # Restoring
 
 
-def test_restoring_fills_every_local_tensor_where_it_is_or_makes_a_new_one_for_meta(distributed, models):
-    for where, ranks in [*((str(case), ranks) for case, ranks in distributed if not is_refused(case)), *models.items()]:
+def test_restoring_fills_every_local_tensor_where_it_is_or_makes_a_new_one_for_meta(
+    distributed, models
+):
+    for where, ranks in [
+        *((str(case), ranks) for case, ranks in distributed if not is_refused(case)),
+        *models.items(),
+    ]:
         for rank in ranks:
             assert rank["filled"], where
             assert rank["copied"], where
@@ -250,7 +346,12 @@ def test_every_dtype_goes_there_and_back_bit_by_bit(answers):
 
 def test_a_target_of_mesh_and_placements_gives_a_new_dtensor(answers):
     for number, rank in enumerate(answers[2, "targets"]):
-        assert (rank["dtype"], rank["placements"], rank["mesh"], rank["shape"]) == ("torch.bfloat16", "(Shard(dim=0),)", True, [5, 2])
+        assert (rank["dtype"], rank["placements"], rank["mesh"], rank["shape"]) == (
+            "torch.bfloat16",
+            "(Shard(dim=0),)",
+            True,
+            [5, 2],
+        )
         assert rank["local"] == [list(range(6)), list(range(6, 10))][number]
         assert rank["scalar"] == 3
         assert rank["requires grad"] is False
@@ -290,12 +391,16 @@ def test_ranks_with_layers_of_their_own_each_hold_theirs(answers):
 
 def test_ranks_that_are_not_the_processes_are_refused_by_name(answers):
     for number, rank in enumerate(answers[2, "refusals"]):
-        for question, process, processes in (("alone", 0, 1), ("renumbered", 1 - number, 2), ("more processes", number, 3)):
+        for question, process, processes in (
+            ("alone", 0, 1),
+            ("renumbered", 1 - number, 2),
+            ("more processes", number, 3),
+        ):
             kind, message = rank[question]
             assert kind == "ShardingError"
             assert message.startswith(
-                f"'layer/w': torch.distributed says that this is rank {number} of 2, but the coordinator says "
-                f"process {process} of {processes}; "
+                f"'layer/w': torch.distributed says that this is rank {number} of 2, but the "
+                f"coordinator says process {process} of {processes}; "
             )
 
 
@@ -318,7 +423,9 @@ def test_local_tensors_cut_by_another_rule_are_refused_by_name(answers):
             kind, message = rank[question]
             assert kind == "ShardingError"
             assert message.startswith("'layer/w': (Shard(dim=0),) of shape (5, 3) ")
-            assert f"of shape ({ours[number]}, 3), and it has one of ({theirs[number]}, 3)" in message
+            assert (
+                f"of shape ({ours[number]}, 3), and it has one of ({theirs[number]}, 3)" in message
+            )
 
 
 @pytest.mark.parametrize("made", ["uneven", "transposed"])
@@ -327,7 +434,9 @@ def test_uneven_and_transposed_local_tensors_are_saved_as_they_lie(answers, made
 
 
 def test_distribute_module_replicates_what_it_does_not_shard(answers):
-    buffers = {name: [rank[name] for rank in answers[2, "modules"]] for name in ("weight", "running_mean")}
+    buffers = {
+        name: [rank[name] for rank in answers[2, "modules"]] for name in ("weight", "running_mean")
+    }
     for name, ranks in buffers.items():
         check_whole(ranks, name)
     assert buffers["weight"][1]["boxes"] == [[[3], [5]]]
@@ -347,7 +456,9 @@ def test_partial_values_are_refused_by_name_with_what_to_do(answers):
         for question in "saved", "restored":
             kind, message = rank[question]
             assert kind == "ShardingError"
-            assert message.startswith("'grad': over mesh dimension 'dp' it holds partial values (Partial(sum))")
+            assert message.startswith(
+                "'grad': over mesh dimension 'dp' it holds partial values (Partial(sum))"
+            )
             assert "reduce_partial=True" in message
 
 

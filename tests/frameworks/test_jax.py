@@ -1,4 +1,5 @@
-"""The JAX adapter against JAX itself, on 8 virtual devices, and against torch_xla through a checkpoint.
+"""The JAX adapter against JAX itself, on 8 virtual devices, and against torch_xla through a
+checkpoint.
 
 Everything is asked of processes of their own: `tests/children/jax_*.py`.
 """
@@ -22,7 +23,9 @@ ORDERED, PERMUTED = list(range(8)), [3, 1, 2, 0, 7, 6, 5, 4]
 WIDE = {"int64", "uint64", "float64", "complex128"}
 FLOATS_OF_6_BITS = {"float6_e2m3fn", "float6_e3m2fn"}
 """JAX has them since 0.12; they round-trip, and are staged without being counted as copied."""
-UNKNOWN = {"complex32", "bcomplex32"} | (FLOATS_OF_6_BITS if version("jax").split(".")[:2] < ["0", "12"] else set())
+UNKNOWN = {"complex32", "bcomplex32"} | (
+    FLOATS_OF_6_BITS if version("jax").split(".")[:2] < ["0", "12"] else set()
+)
 PACKED = {"int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"}
 GSPMD = [
     ("{replicated}", [8, 8]),
@@ -56,7 +59,13 @@ def layouts():
             ([3], [6, 2], ["x"]),
             ([1], [6], ["x"]),
         ):
-            yield {"mesh": mesh, "devices": devices[: prod(mesh)], "shape": shape, "spec": spec, "dtype": "float32"}
+            yield {
+                "mesh": mesh,
+                "devices": devices[: prod(mesh)],
+                "shape": shape,
+                "spec": spec,
+                "dtype": "float32",
+            }
 
 
 def of_other_shardings():
@@ -69,19 +78,38 @@ def of_other_shardings():
 def of_every_dtype():
     for dtype in sorted(set(DTYPES) - WIDE - UNKNOWN - FLOATS_OF_6_BITS):
         for shape, spec in (([8, 6], ["x", "y"]), ([8, 7], ["y", None]), ([3, 5], []), ([], [])):
-            yield {"mesh": [4, 2], "devices": PERMUTED, "shape": shape, "spec": spec, "dtype": dtype}
+            yield {
+                "mesh": [4, 2],
+                "devices": PERMUTED,
+                "shape": shape,
+                "spec": spec,
+                "dtype": dtype,
+            }
 
 
 CASES = {
     "round_trip": [*layouts(), *of_other_shardings(), *of_every_dtype()],
     "ordered": [
-        {"mesh": [8], "devices": PERMUTED, "shape": [8, 6, 5], "spec": ["x"], "dtype": dtype, "order": order}
+        {
+            "mesh": [8],
+            "devices": PERMUTED,
+            "shape": [8, 6, 5],
+            "spec": ["x"],
+            "dtype": dtype,
+            "order": order,
+        }
         for dtype in ("float32", "bfloat16")
         for order in ([0, 1, 2], [2, 0, 1])
     ],
     "targets": [*layouts(), *of_other_shardings()],
     "layouts": [
-        {"mesh": [4, 2], "devices": PERMUTED, "shape": [8, 8, 8], "spec": [["x", "y"], None], "dtype": "float32"},
+        {
+            "mesh": [4, 2],
+            "devices": PERMUTED,
+            "shape": [8, 8, 8],
+            "spec": [["x", "y"], None],
+            "dtype": "float32",
+        },
         {"mesh": [4, 2], "devices": ORDERED, "shape": [8], "spec": [], "dtype": "float32"},
         {"text": "{devices=[4,2]<=[8]}", "devices": PERMUTED, "shape": [8, 8], "dtype": "float32"},
         {"device": 5, "shape": [3], "dtype": "float32"},
@@ -97,7 +125,11 @@ CASES = {
                 "{devices=[8,1]<=[8]}",
             ],
         },
-        {"devices": [1, 3, 4, 5, 6, 7], "shape": [6, 6], "texts": ["{devices=[2,3]<=[6]}", "{devices=[2,3]<=[3,2]T(1,0)}", "{replicated}"]},
+        {
+            "devices": [1, 3, 4, 5, 6, 7],
+            "shape": [6, 6],
+            "texts": ["{devices=[2,3]<=[6]}", "{devices=[2,3]<=[3,2]T(1,0)}", "{replicated}"],
+        },
     ],
     "memory_of_boxes": [
         {"mesh": [8], "devices": PERMUTED, "spec": ["x"], "wanted": [6, 1]},
@@ -106,7 +138,14 @@ CASES = {
         {"mesh": [2, 4], "devices": PERMUTED, "spec": ["x"], "wanted": [1]},
     ],
     "named_owners": [
-        {"mesh": [4, 2], "devices": ORDERED, "shape": [8, 8], "spec": spec, "dtype": "float32", "owners": owners}
+        {
+            "mesh": [4, 2],
+            "devices": ORDERED,
+            "shape": [8, 8],
+            "spec": spec,
+            "dtype": "float32",
+            "owners": owners,
+        }
         for owners in ({d: d // 4 for d in ORDERED}, {d: d % 2 for d in ORDERED})
         for spec in (["x"], ["y"], [])
     ],
@@ -114,7 +153,16 @@ CASES = {
     **{
         key: [None]
         for key in (
-            *("control", "uncommitted", "adoption", "memory_kinds", "x64", "identities", "guarded", "pmapped"),
+            *(
+                "control",
+                "uncommitted",
+                "adoption",
+                "memory_kinds",
+                "x64",
+                "identities",
+                "guarded",
+                "pmapped",
+            ),
             *("together", "amid_another", "refusals"),
         )
     },
@@ -122,8 +170,13 @@ CASES = {
 
 
 def environment(devices=8):
-    # The children are allowed to use fewer threads than there are devices: others work on the machine too.
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    # The children are allowed to use fewer threads than there are devices: others work on the
+    # machine too.
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +198,7 @@ def round_trips(answers):
     return list(zip(CASES["round_trip"], answers["round_trip"], strict=True))
 
 
-# --- Saving -------------------------------------------------------------------------------------------------------
+# --- Saving ---------------------------------------------------------------------------------------
 
 
 def test_fetched_boxes_are_the_array_bit_by_bit_each_element_once(round_trips):
@@ -169,7 +222,9 @@ def test_fetching_on_cpu_copies_packed_elements_only_and_says_so(round_trips):
 
 def test_jax_is_asked_for_no_array_where_python_can_look_at_the_memory(round_trips):
     for case, answer in round_trips:
-        assert answer["made by jax"] == (0 if by_name(case["dtype"]).numpy.isbuiltin == 1 else answer["boxes"][0]), case
+        assert answer["made by jax"] == (
+            0 if by_name(case["dtype"]).numpy.isbuiltin == 1 else answer["boxes"][0]
+        ), case
 
 
 def test_the_order_in_which_jax_holds_elements_does_not_matter(answers):
@@ -183,9 +238,15 @@ def test_only_wanted_boxes_are_copied_to_the_host(answers):
         assert (0 <= answer["taken"] < 1.1) if case["wanted"] else answer["taken"] < 1 << 16, case
 
 
-def test_a_box_is_held_by_those_whose_devices_have_it_and_an_array_that_may_move_by_nobody_in_particular(answers):
+def test_a_box_is_held_by_those_whose_devices_have_it_and_an_array_that_may_move_by_nobody(
+    answers,
+):
     halves, alternating = answers["named_owners"][:3], answers["named_owners"][3:]
-    assert [answer["holders"] for answer in halves] == [[[0], [0], [1], [1]], [[0, 1]] * 2, [[0, 1]]]
+    assert [answer["holders"] for answer in halves] == [
+        [[0], [0], [1], [1]],
+        [[0, 1]] * 2,
+        [[0, 1]],
+    ]
     assert [answer["holders"] for answer in alternating] == [[[0, 1]] * 4, [[0], [1]], [[0, 1]]]
     assert {answer["uncommitted"] for answer in answers["named_owners"]} == {None}
 
@@ -214,7 +275,10 @@ def test_no_copy_stays_with_the_array_when_it_was_fetched(round_trips):
 
 def test_the_layout_has_the_axes_names_or_else_the_op_sharding_over_device_ids(answers):
     assert answers["layouts"] == [
-        "Sharding(mesh=Mesh((4, 2), ('x', 'y'), [3, 1, 2, 0, 7, 6, 5, 4]), spec=PartitionSpec(('x', 'y'), None))",
+        (
+            "Sharding(mesh=Mesh((4, 2), ('x', 'y'), [3, 1, 2, 0, 7, 6, 5, 4]), "
+            "spec=PartitionSpec(('x', 'y'), None))"
+        ),
         "Sharding(mesh=Mesh((4, 2), ('x', 'y')), spec=PartitionSpec())",
         "{devices=[4,2]3,1,2,0,7,6,5,4}",
         answers["layouts"][3],
@@ -222,7 +286,7 @@ def test_the_layout_has_the_axes_names_or_else_the_op_sharding_over_device_ids(a
     assert "MAXIMAL" in answers["layouts"][3]
 
 
-# --- Restoring ----------------------------------------------------------------------------------------------------
+# --- Restoring ------------------------------------------------------------------------------------
 
 
 def test_a_restored_array_holds_on_every_device_what_the_original_holds(round_trips):
@@ -241,7 +305,10 @@ def test_targets_of_all_vocabularies_make_the_array_that_device_put_makes(answer
     for case, answer in zip(CASES["targets"], answers["targets"], strict=True):
         assert answer == {way: True for way in answer if way != "compiles"} | {"compiles": 0}, case
         assert set(answer) >= {"jax", "layout", "struct"}
-    assert sum("op_sharding" in answer and "tiled" in answer for answer in answers["targets"]) == 2 * 19
+    assert (
+        sum("op_sharding" in answer and "tiled" in answer for answer in answers["targets"])
+        == 2 * 19
+    )
 
 
 def test_an_array_that_jax_may_move_stays_so(answers):
@@ -269,7 +336,9 @@ def test_a_restored_array_is_the_memory_that_was_read_into_and_can_be_donated(an
 
 def test_arrays_come_back_in_the_kind_of_memory_that_their_sharding_says(answers):
     (answer,) = answers["memory_kinds"]
-    assert answer == {kind: {"kinds": [kind], "bits": True} for kind in ("device", "pinned_host", "unpinned_host")}
+    assert answer == {
+        kind: {"kinds": [kind], "bits": True} for kind in ("device", "pinned_host", "unpinned_host")
+    }
 
 
 def test_elements_of_64_bits_are_never_made_smaller_in_silence(answers):
@@ -291,7 +360,7 @@ def test_an_array_of_64_bits_is_saved_with_x64_on_or_off(answers):
     assert (answer["fetched"], answer["restored"]) == (elements, elements)
 
 
-# --- Leaves -------------------------------------------------------------------------------------------------------
+# --- Leaves ---------------------------------------------------------------------------------------
 
 
 def test_identity_is_being_the_same_array(answers):
@@ -359,7 +428,7 @@ def test_a_state_of_torch_xla_tensors_does_not_make_jax_look_for_devices(togethe
     assert not together[1]["jax is awake"]
 
 
-# --- Through storage ----------------------------------------------------------------------------------------------
+# --- Through storage ------------------------------------------------------------------------------
 
 
 def started(script, *arguments, **environment_variables):
@@ -378,10 +447,15 @@ def together(tmp_path_factory):
     """JAX and torch_xla restore each other's checkpoints. Without torch_xla, JAX is alone."""
     root = tmp_path_factory.mktemp("jax")
     partner = started("jax_xla_partner.py", root, CROSS) if CROSS else None
-    with partner or nullcontext(), started("jax_end_to_end.py", root, PAIRS, CROSS, **environment()) as jax:
+    with (
+        partner or nullcontext(),
+        started("jax_end_to_end.py", root, PAIRS, CROSS, **environment()) as jax,
+    ):
         assert partner is None or partner.stdout.readline() == "saved\n"
         jax_seen, _ = jax.communicate("go on\n", timeout=250)
-        partner_seen, _ = ("{}", None) if partner is None else partner.communicate("go on\n", timeout=250)
+        partner_seen, _ = (
+            ("{}", None) if partner is None else partner.communicate("go on\n", timeout=250)
+        )
     assert jax.returncode == 0
     assert partner is None or partner.returncode == 0
     return json.loads(jax_seen.splitlines()[-1]), json.loads(partner_seen.splitlines()[-1])

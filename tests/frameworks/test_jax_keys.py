@@ -1,4 +1,5 @@
-"""Arrays of random keys: their words are stored, and keys come back. Asked of `tests/children/jax_keys.py`."""
+"""Arrays of random keys: their words are stored, and keys come back. Asked of
+`tests/children/jax_keys.py`."""
 
 import json
 import os
@@ -33,7 +34,9 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def cases():
-    return [{"devices": PERMUTED, **layout, "impl": impl} for impl in GENERATORS for layout in LAYOUTS]
+    return [
+        {"devices": PERMUTED, **layout, "impl": impl} for impl in GENERATORS for layout in LAYOUTS
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +44,21 @@ def answers(cases, tmp_path_factory):
     root = str(tmp_path_factory.mktemp("keys"))
     child = subprocess.run(
         [sys.executable, CHILD],
-        input=json.dumps({"round_trip": cases, "numbers": list(GENERATORS), "leaves": [None], "through_storage": [root]}),
+        input=json.dumps(
+            {
+                "round_trip": cases,
+                "numbers": list(GENERATORS),
+                "leaves": [None],
+                "through_storage": [root],
+            }
+        ),
         capture_output=True,
         text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        },
         timeout=250,
     )
     assert child.returncode == 0, child.stderr[-4000:]
@@ -56,12 +70,17 @@ def round_trips(cases, answers):
     return list(zip(cases, answers["round_trip"], strict=True))
 
 
-# --- Saving -------------------------------------------------------------------------------------------------------
+# --- Saving ---------------------------------------------------------------------------------------
 
 
 def test_keys_are_stored_as_their_words_each_once(round_trips):
     for case, answer in round_trips:
-        assert answer["stored"] == ["uint32", [*case["shape"], GENERATORS[case["impl"]]], True, True], case
+        assert answer["stored"] == [
+            "uint32",
+            [*case["shape"], GENERATORS[case["impl"]]],
+            True,
+            True,
+        ], case
         assert answer["boxes"][0] == answer["boxes"][1], case
 
 
@@ -75,18 +94,26 @@ def test_the_meaning_says_that_they_are_keys_and_of_which_generator(round_trips)
 
 
 def test_only_keys_have_a_meaning_raw_ones_and_their_words_are_numbers(answers):
-    assert answers["leaves"][0]["meanings"] == ["jax.key:mine", None, None, "jax.key:threefry2x32", None]
+    assert answers["leaves"][0]["meanings"] == [
+        "jax.key:mine",
+        None,
+        None,
+        "jax.key:threefry2x32",
+        None,
+    ]
 
 
 def test_neither_way_compiles_anything_or_leaves_a_copy_on_the_host(round_trips):
-    assert {(answer["compiles"], answer["kept on the host"]) for _, answer in round_trips} == {(0, 0)}
+    assert {(answer["compiles"], answer["kept on the host"]) for _, answer in round_trips} == {
+        (0, 0)
+    }
 
 
 def test_a_key_that_was_saved_has_not_been_used(answers):
     assert answers["leaves"][0]["saved and used"]
 
 
-# --- Restoring ----------------------------------------------------------------------------------------------------
+# --- Restoring ------------------------------------------------------------------------------------
 
 
 def test_keys_come_back_as_jax_had_laid_them_out(round_trips):
@@ -109,7 +136,9 @@ def test_one_key_named_twice_is_one_and_keys_are_not_their_words(answers):
     assert answers["leaves"][0]["identity"] == answers["leaves"][0]["ties"] == [True, False]
 
 
-@pytest.mark.parametrize(("question", "words"), [("deleted", "deleted or donated"), ("traced", "is being traced")])
+@pytest.mark.parametrize(
+    ("question", "words"), [("deleted", "deleted or donated"), ("traced", "is being traced")]
+)
 def test_keys_without_words_are_refused_by_name(answers, question, words):
     kind, message = answers["leaves"][0][question]
     assert kind == "LeafError"
@@ -123,7 +152,7 @@ def test_keys_of_a_generator_without_a_name_are_refused_by_name(answers):
         assert message.startswith("'w': these keys (key<?>) come from a generator without a name")
 
 
-# --- Through storage ----------------------------------------------------------------------------------------------
+# --- Through storage ------------------------------------------------------------------------------
 
 
 def test_a_state_with_keys_comes_back_the_same_and_on_another_mesh(answers):
@@ -133,10 +162,17 @@ def test_a_state_with_keys_comes_back_the_same_and_on_another_mesh(answers):
 
 def test_without_a_like_and_for_a_target_keys_are_their_words(answers):
     (answer,) = answers["through_storage"]
-    assert (answer["plain"], answer["numpy"], answer["words"]) == ([True] * 3, ["ndarray"] * 3, True)
+    assert (answer["plain"], answer["numpy"], answer["words"]) == (
+        [True] * 3,
+        ["ndarray"] * 3,
+        True,
+    )
 
 
-@pytest.mark.parametrize(("what", "name"), [("another generator", "keys"), ("numbers", "keys"), ("keys for numbers", "raw")])
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [("another generator", "keys"), ("numbers", "keys"), ("keys for numbers", "raw")],
+)
 def test_keys_are_not_restored_as_something_else(answers, what, name):
     kind, message = answers["through_storage"][0]["refused"][what]
     assert kind == "StructureMismatchError"

@@ -1,4 +1,5 @@
-"""JAX on accelerators: copies by way of XLA's pinned memory. JAX's CPU lists such memory, too, and stands for an accelerator here.
+"""JAX on accelerators: copies by way of XLA's pinned memory. JAX's CPU lists such memory, too, and
+stands for an accelerator here.
 
 Everything is asked of one process: `tests/children/jax_pinned.py`. tests/cuda has what needs a GPU.
 """
@@ -20,7 +21,11 @@ def answers(tmp_path_factory):
         [sys.executable, CHILDREN / "jax_pinned.py", tmp_path_factory.mktemp("pinned")],
         capture_output=True,
         text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        },
         timeout=250,
     )
     assert child.returncode == 0, child.stderr[-4000:]
@@ -46,7 +51,15 @@ def test_arrays_may_be_donated_and_changed_as_soon_as_the_call_has_returned(answ
 
 def test_a_state_within_the_limit_is_one_batch_which_is_written_from_pinned_memory(answers):
     answer = answers["memory"]["52MiB"]
-    assert answer == {"streamed": [False] * 3, "within": True, "calls": 3, "most": 48, "left": 0, "kept": 0, "wrong": []}
+    assert answer == {
+        "streamed": [False] * 3,
+        "within": True,
+        "calls": 3,
+        "most": 48,
+        "left": 0,
+        "kept": 0,
+        "wrong": [],
+    }
 
 
 def test_a_larger_state_streams_in_batches_within_the_limit(answers):
@@ -89,7 +102,10 @@ def test_arrays_are_restored_with_several_transfers_under_way(answers):
 
 
 def test_no_buffer_is_reused_before_its_transfers_are_complete_whatever_their_order(answers):
-    (wrong, under_way), (wrong_without_waits, _) = answers["ring"]["whole"], answers["ring"]["broken"]
+    (wrong, under_way), (wrong_without_waits, _) = (
+        answers["ring"]["whole"],
+        answers["ring"]["broken"],
+    )
     assert wrong == 0
     assert under_way > 4
     assert wrong_without_waits > 0, "the schedules would not show a wait that is missing"

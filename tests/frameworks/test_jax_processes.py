@@ -1,6 +1,8 @@
-"""JAX in several processes, with gloo between them: what each holds, who writes it, and that nobody waits for anybody.
+"""JAX in several processes, with gloo between them: what each holds, who writes it, and that nobody
+waits for anybody.
 
-Of each job one process works at a time, while the main threads of the others wait for a line on stdin.
+Of each job one process works at a time, while the main threads of the others wait for a line on
+stdin.
 """
 
 import json
@@ -68,7 +70,10 @@ def job(request, tmp_path_factory):
         address = f"127.0.0.1:{free.getsockname()[1]}"
     root = tmp_path_factory.mktemp("said")
     with ExitStack() as stack:
-        processes = [stack.enter_context(Process(address, i, request.param, root)) for i in range(len(request.param))]
+        processes = [
+            stack.enter_context(Process(address, i, request.param, root))
+            for i in range(len(request.param))
+        ]
 
         def all_at_once(word):
             for process in processes:
@@ -76,7 +81,10 @@ def job(request, tmp_path_factory):
             return [process.answer() for process in processes]
 
         seen = {"devices": all_at_once("devices")}
-        seen |= {word: [process.ask(word) for process in reversed(processes)][::-1] for word in ("cases", "own", "refusals")}
+        seen |= {
+            word: [process.ask(word) for process in reversed(processes)][::-1]
+            for word in ("cases", "own", "refusals")
+        }
         seen["connected before"] = ["[Gloo]" in process.log.read_text() for process in processes]
         seen["together"] = all_at_once("together")
         seen["connected after"] = ["[Gloo]" in process.log.read_text() for process in processes]
@@ -90,7 +98,9 @@ def test_ids_of_several_processes_are_not_0_to_n(job):
     ids = [device for device, _ in job["devices"][0]]
     assert len(ids) == sum(job["local"])
     assert sorted(ids) != list(range(len(ids)))
-    assert [sum(process == i for _, process in job["devices"][0]) for i in range(len(job["local"]))] == list(job["local"])
+    assert [
+        sum(process == i for _, process in job["devices"][0]) for i in range(len(job["local"]))
+    ] == list(job["local"])
 
 
 def test_a_process_holds_the_boxes_that_jax_says_with_the_processes_that_jax_says(job):
@@ -106,7 +116,9 @@ def test_a_process_fetches_the_wanted_boxes_while_the_others_do_nothing(job):
 
 def test_a_process_places_its_own_shards_of_a_global_array_while_the_others_do_nothing(job):
     for cases in job["cases"]:
-        assert [case["sinks"] and case["restored"] and case["shardings"] for case in cases] == [True] * CASES
+        assert [case["sinks"] and case["restored"] and case["shardings"] for case in cases] == [
+            True
+        ] * CASES
 
 
 def test_neither_fetching_nor_placing_compiles_anything(job):
@@ -119,8 +131,12 @@ def test_no_collective_runs_until_a_program_of_all_processes_needs_one(job):
 
 
 def test_there_are_arrays_of_all_sorts(job):
-    """Else the other tests would say little: held by all, by some, by one, and not at all by this process."""
-    assert len({str([(case["sharding"], case["shape"]) for case in cases]) for cases in job["cases"]}) == 1
+    """Else the other tests would say little: held by all, by some, by one, and not at all by this
+    process."""
+    assert (
+        len({str([(case["sharding"], case["shape"]) for case in cases]) for cases in job["cases"]})
+        == 1
+    )
     everybody = list(range(len(job["local"])))
     for process, cases in enumerate(job["cases"]):
         sorts = {str(holders) for case in cases for *_, holders in case["held"]}
@@ -128,7 +144,11 @@ def test_there_are_arrays_of_all_sorts(job):
         assert any(not case["held"] and prod(case["shape"]) for case in cases)
     assert any(len({str(holders) for *_, holders in case["held"]}) > 1 for case in job["cases"][0])
     if len(everybody) > 2:
-        assert any(1 < len(holders) < len(everybody) for case in job["cases"][0] for *_, holders in case["held"])
+        assert any(
+            1 < len(holders) < len(everybody)
+            for case in job["cases"][0]
+            for *_, holders in case["held"]
+        )
 
 
 def test_every_element_has_one_writer(job):
@@ -139,7 +159,16 @@ def test_every_element_has_one_writer(job):
         for i, case in enumerate(cases):
             for start, stop, holders in case["held"]:
                 box = written[i][tuple(map(slice, start, stop))]  # a view
-                parts.append(Part(f"t{i:02}", "", tuple(start), tuple(holders), len(box), box[0].size * case["itemsize"]))
+                parts.append(
+                    Part(
+                        f"t{i:02}",
+                        "",
+                        tuple(start),
+                        tuple(holders),
+                        len(box),
+                        box[0].size * case["itemsize"],
+                    )
+                )
                 rows.append(box)
         for share, box in zip(deal(parts, process), rows, strict=True):
             box[share.start : share.stop] += 1
@@ -175,7 +204,9 @@ def test_a_world_that_contradicts_jax_is_refused_by_name(job, question, words):
 
 
 def test_processes_may_be_numbered_otherwise_than_jax_numbers_them(job):
-    assert [answer["numbered otherwise"] for answer in job["refusals"]] == [True] * len(job["local"])
+    assert [answer["numbered otherwise"] for answer in job["refusals"]] == [True] * len(
+        job["local"]
+    )
 
 
 def test_training_goes_on_over_all_processes_with_what_each_restored_by_itself(job):

@@ -70,7 +70,11 @@ def test_an_array_without_elements_has_no_boxes(shape):
 def test_an_array_of_the_other_byte_order_is_fetched_and_filled_in_ours():
     array = np.arange(6, dtype=">i4")
     source, (elements,) = fetched(array)
-    assert (source.dtype.name, elements.dtype.isnative, elements.tolist()) == ("int32", True, [0, 1, 2, 3, 4, 5])
+    assert (source.dtype.name, elements.dtype.isnative, elements.tolist()) == (
+        "int32",
+        True,
+        [0, 1, 2, 3, 4, 5],
+    )
     assert source.staged_bytes == array.nbytes
     sink = frameworks.target("w", array, (6,), F32)
     sink.destinations[0][...] = np.arange(6, 12, dtype=np.int32)
@@ -109,7 +113,20 @@ def test_a_memory_map_is_an_array(tmp_path):
     assert np.fromfile(tmp_path / "data").tolist() == [5, 5, 5, 5]
 
 
-@pytest.mark.parametrize("value", [np.float32(1), np.bool_(1), 3, 2.5, None, "text", [np.zeros(1)], ml_dtypes.bfloat16(1), np.float32])
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.float32(1),
+        np.bool_(1),
+        3,
+        2.5,
+        None,
+        "text",
+        [np.zeros(1)],
+        ml_dtypes.bfloat16(1),
+        np.float32,
+    ],
+)
 def test_scalars_and_containers_are_no_tensors(value):
     assert not frameworks.is_tensor(value)
     assert frameworks.identity(value) is None
@@ -166,7 +183,14 @@ def test_views_that_slice_and_transpose_do_not_overlap(data):
 def test_identity_is_where_the_elements_are_and_how_they_are_seen():
     array = np.zeros((4, 4))
     same = [array, array[:], array.view(), np.asarray(array)]
-    other = [array[1:], array.T, array.reshape(2, 8), array.view(np.int64), array.copy(), np.zeros((4, 4))]
+    other = [
+        array[1:],
+        array.T,
+        array.reshape(2, 8),
+        array.view(np.int64),
+        array.copy(),
+        np.zeros((4, 4)),
+    ]
     assert len({frameworks.identity(a) for a in same}) == 1
     assert len({frameworks.identity(a) for a in [array, *other]}) == 1 + len(other)
     assert frameworks.identity(np.zeros((0, 3))) is None
@@ -177,7 +201,11 @@ def test_a_target_without_sharding_is_a_new_array_of_the_stored_shape_and_dtype(
     sink.destinations[0][...] = 2
     array = sink.place(sink.destinations)
     assert isinstance(array, np.ndarray)
-    assert (array.shape, array.dtype, array.astype(float).tolist()) == ((2, 3), ml_dtypes.bfloat16, [[2] * 3] * 2)
+    assert (array.shape, array.dtype, array.astype(float).tolist()) == (
+        (2, 3),
+        ml_dtypes.bfloat16,
+        [[2] * 3] * 2,
+    )
 
 
 def test_a_target_says_shape_and_dtype_instead_of_the_stored_ones():
@@ -185,13 +213,19 @@ def test_a_target_says_shape_and_dtype_instead_of_the_stored_ones():
     assert (sink.shape, sink.dtype.name) == ((4,), "float16")
 
 
-@pytest.mark.parametrize("dtype", ["float8_e5m2", ml_dtypes.float8_e5m2, np.dtype(ml_dtypes.float8_e5m2), by_name("float8_e5m2")])
+@pytest.mark.parametrize(
+    "dtype",
+    ["float8_e5m2", ml_dtypes.float8_e5m2, np.dtype(ml_dtypes.float8_e5m2), by_name("float8_e5m2")],
+)
 def test_a_dtype_can_be_said_in_every_framework_s_way(dtype):
     assert dtype_of(dtype) == by_name("float8_e5m2")
     assert Target(dtype=dtype) == Target(dtype="float8_e5m2")
 
 
-@pytest.mark.parametrize(("fields", "words"), [({"shape": (2, -1)}, "shape"), ({"shape": 3}, "shape"), ({"dtype": 3}, "not a dtype")])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"shape": (2, -1)}, "shape"), ({"shape": 3}, "shape"), ({"dtype": 3}, "not a dtype")],
+)
 def test_a_target_that_cannot_be_is_refused(fields, words):
     with pytest.raises(OptionError, match=words):
         Target(**fields)

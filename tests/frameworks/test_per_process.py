@@ -1,4 +1,5 @@
-"""Values that every process owns by itself: what can be one, that it comes back to the bit, and who gets which."""
+"""Values that every process owns by itself: what can be one, that it comes back to the bit, and who
+gets which."""
 
 import copy
 import json
@@ -18,7 +19,14 @@ from hypothesis.extra import numpy as hnp
 from paths import DOCS
 
 from shardckpt.errors import FormatError, LeafError, MismatchError, MissingExtraError
-from shardckpt.frameworks.per_process import LARGEST_VALUES, PerProcess, choose_value, decode_value, encode_value, encode_values
+from shardckpt.frameworks.per_process import (
+    LARGEST_VALUES,
+    PerProcess,
+    choose_value,
+    decode_value,
+    encode_value,
+    encode_values,
+)
 from shardckpt.layout.dtypes import DTYPES
 from shardckpt.layout.world import World
 from shardckpt.state import flatten
@@ -45,9 +53,15 @@ def same(one, other):
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and same(bits(one), bits(other))
+        return (
+            one.dtype == other.dtype and one.shape == other.shape and same(bits(one), bits(other))
+        )
     if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+        return (
+            one.dtype == other.dtype
+            and one.shape == other.shape
+            and one.tobytes() == other.tobytes()
+        )
     return one == other
 
 
@@ -84,7 +98,10 @@ def test_the_state_of_numpys_global_generator_comes_back():
     assert same(through_json(modern), modern)
 
 
-@pytest.mark.parametrize("kind", [np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64])
+@pytest.mark.parametrize(
+    "kind",
+    [np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64],
+)
 def test_the_state_of_a_bit_generator_of_numpy_comes_back(kind):
     generator = np.random.Generator(kind(7))
     generator.integers(0, 5, dtype=np.uint8)
@@ -100,9 +117,17 @@ def test_the_state_of_a_data_loader_comes_back():
         "_snapshot": {
             "_snapshot_step": 12,
             "_last_yielded_worker_id": np.int64(1),
-            "_main_snapshot": {"_sampler_iter_state": None, "_num_workers": 2, "_base_seed": 2**63 + 1, "_iterator_finished": False},
+            "_main_snapshot": {
+                "_sampler_iter_state": None,
+                "_num_workers": 2,
+                "_base_seed": 2**63 + 1,
+                "_iterator_finished": False,
+            },
             "_worker_snapshots": {
-                f"worker_{i}": {"dataset_state": {"file": "s3://b/\ud800", "offset": 2**40, 3: (i, [])}, "rng": torch.get_rng_state()}
+                f"worker_{i}": {
+                    "dataset_state": {"file": "s3://b/\ud800", "offset": 2**40, 3: (i, [])},
+                    "rng": torch.get_rng_state(),
+                }
                 for i in range(2)
             },
         },
@@ -129,14 +154,19 @@ class Config:
 
 
 def test_containers_of_other_classes_come_back_plain():
-    assert same(through_json(Pair(Config(np.ones(1)), deque([2]))), {"first": {"w": np.ones(1)}, "second": [2]})
+    assert same(
+        through_json(Pair(Config(np.ones(1)), deque([2]))),
+        {"first": {"w": np.ones(1)}, "second": [2]},
+    )
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(sorted(DTYPES)).flatmap(
         lambda name: hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4).flatmap(
-            lambda shape: st.tuples(st.just(DTYPES[name].numpy), st.just(shape), st.binary(min_size=64, max_size=64))
+            lambda shape: st.tuples(
+                st.just(DTYPES[name].numpy), st.just(shape), st.binary(min_size=64, max_size=64)
+            )
         )
     )
 )
@@ -152,8 +182,25 @@ def test_an_array_of_any_dtype_comes_back_to_the_bit(drawn):
 
 
 TORCH_DTYPES = [
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+    ),
+    *(
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    ),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
 ]
 
@@ -164,7 +211,9 @@ def test_a_torch_tensor_of_any_dtype_comes_back_to_the_bit(dtype, shape):
     tensor = torch.arange(6).to(torch.float32).to(dtype).reshape(2, 3)
     tensor = {(): tensor[1, 1], (0, 3): tensor[:0], (2, 3): tensor}[shape]
     assert same(through_json(tensor), tensor)
-    assert same(through_json(tensor.mT if shape else tensor), tensor.mT.contiguous() if shape else tensor)
+    assert same(
+        through_json(tensor.mT if shape else tensor), tensor.mT.contiguous() if shape else tensor
+    )
 
 
 def test_parameters_and_lazy_views_come_back_as_plain_tensors():
@@ -181,7 +230,9 @@ def test_an_array_in_the_other_byte_order_comes_back_in_ours():
 
 def test_the_trees_that_it_is_in_conform_to_the_schema():
     state = {"rng": PerProcess(1), "key": np.ones(2), "l": [PerProcess(2)]}
-    tree = flatten(state, lambda leaf: isinstance(leaf, np.ndarray), meaning=lambda _leaf: "jax.key:rbg").tree
+    tree = flatten(
+        state, lambda leaf: isinstance(leaf, np.ndarray), meaning=lambda _leaf: "jax.key:rbg"
+    ).tree
     validate(tree, "node")
     for node in ({"$per_process": 1}, {"$tensor": ""}, {"$tensor": 1}):
         with pytest.raises(jsonschema.ValidationError):
@@ -229,7 +280,9 @@ def test_more_than_the_limit_is_refused_with_name_size_and_what_to_do():
     encode_value(half, "loader")
     with pytest.raises(LeafError) as caught:
         encode_value([half, half.copy(), half.copy()], "loader")
-    assert str(caught.value).startswith("'loader' takes 96.0 MiB, and all PerProcess values of a process may take 64 MiB")
+    assert str(caught.value).startswith(
+        "'loader' takes 96.0 MiB, and all PerProcess values of a process may take 64 MiB"
+    )
     assert 'host_tensors="local"' in str(caught.value)
     encode_value([half, half, half], "loader")  # one array
 
@@ -319,8 +372,14 @@ def test_a_document_deeper_than_any_value_is_a_format_error():
 
 
 NODES = st.recursive(
-    st.none() | st.integers(-2, 2**64) | st.text(max_size=3) | st.sampled_from(["$tensor", "numpy", "torch", "int8", "", "AA==", "rng/a"]),
-    lambda nodes: st.lists(nodes, max_size=3) | st.dictionaries(st.sampled_from(["a", "$tied", "$tuple", "$tensor"]), nodes, max_size=2),
+    st.none()
+    | st.integers(-2, 2**64)
+    | st.text(max_size=3)
+    | st.sampled_from(["$tensor", "numpy", "torch", "int8", "", "AA==", "rng/a"]),
+    lambda nodes: (
+        st.lists(nodes, max_size=3)
+        | st.dictionaries(st.sampled_from(["a", "$tied", "$tuple", "$tensor"]), nodes, max_size=2)
+    ),
     max_leaves=6,
 )
 ARRAYS = st.dictionaries(
@@ -329,7 +388,8 @@ ARRAYS = st.dictionaries(
         {
             "kind": st.sampled_from(["numpy", "torch", "jax", "x"]),
             "dtype": st.sampled_from(["int8", "bool", "uint4", "float8_e4m3fn", "x"]),
-            "shape": st.lists(st.integers(-1, 3), max_size=2) | st.lists(st.integers(0, 2**63), max_size=2),
+            "shape": st.lists(st.integers(-1, 3), max_size=2)
+            | st.lists(st.integers(0, 2**63), max_size=2),
             "data": st.sampled_from(["", "AA==", "AAE=", "A", "AAAA"]),
         }
     ),
@@ -353,14 +413,25 @@ def test_whatever_json_says_it_is_a_value_or_a_format_error(tree, arrays):
 def test_as_many_processes_as_saved_get_their_own():
     values = {0: "a", 1: "b", 2: "c"}
     for choose in (None, lambda _values: "other"):
-        got = [choose_value(values, PerProcess(None, choose), "rng", saved=3, world=World(i, 3)) for i in range(3)]
+        got = [
+            choose_value(values, PerProcess(None, choose), "rng", saved=3, world=World(i, 3))
+            for i in range(3)
+        ]
         assert got == ["a", "b", "c"]
 
 
 def test_other_numbers_of_processes_get_what_they_choose():
     values = {2: "c", 0: "a"}
-    assert choose_value(values, PerProcess(None, list), "rng", saved=3, world=World(1, 2)) == ["a", "c"]
-    assert choose_value(values, PerProcess(None, lambda values: values[-1]), "rng", saved=3, world=World(1, 3)) == "c"
+    assert choose_value(values, PerProcess(None, list), "rng", saved=3, world=World(1, 2)) == [
+        "a",
+        "c",
+    ]
+    assert (
+        choose_value(
+            values, PerProcess(None, lambda values: values[-1]), "rng", saved=3, world=World(1, 3)
+        )
+        == "c"
+    )
 
 
 @pytest.mark.parametrize(

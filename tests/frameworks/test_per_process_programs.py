@@ -1,4 +1,5 @@
-"""Values that every process owns by itself, in programs of their own: with JAX or without, without torch, with DTensors."""
+"""Values that every process owns by itself, in programs of their own: with JAX or without, without
+torch, with DTensors."""
 
 import json
 import os
@@ -19,7 +20,8 @@ def run(code, *, given="", **environment):
             "-W",
             "error",
             "-c",
-            "import json, sys\nfrom shardckpt.frameworks.per_process import decode_value, encode_value\n" + code,
+            "import json, sys\n"
+            "from shardckpt.frameworks.per_process import decode_value, encode_value\n" + code,
         ],
         input=given,
         capture_output=True,
@@ -33,7 +35,8 @@ def run(code, *, given="", **environment):
 
 @pytest.fixture(scope="module")
 def of_jax():
-    """Encoded by a process with JAX: an array over two devices, one that is on none in particular, and keys."""
+    """Encoded by a process with JAX: an array over two devices, one that is on none in particular,
+    and keys."""
     return run(
         """
 import jax, numpy as np
@@ -59,9 +62,11 @@ def test_arrays_and_keys_of_jax_come_back_as_such_where_jax_is_imported(of_jax):
         """
 import jax, numpy as np
 back = decode_value(json.load(sys.stdin), "rng")
-assert all(isinstance(back[name], jax.Array) for name in ("sharded", "bf16", "empty", "key", "keys"))
+names = ("sharded", "bf16", "empty", "key", "keys")
+assert all(isinstance(back[name], jax.Array) for name in names)
 assert type(back["numpy"]) is np.ndarray
-assert np.asarray(back["sharded"]).tolist() == [0, 1, 2, 3] and back["bf16"].dtype == "bfloat16" and back["empty"].shape == (0, 2)
+assert np.asarray(back["sharded"]).tolist() == [0, 1, 2, 3]
+assert back["bf16"].dtype == "bfloat16" and back["empty"].shape == (0, 2)
 assert jax.random.uniform(back["key"]) == jax.random.uniform(jax.random.key(3))
 assert back["keys"].dtype == jax.random.key(0, impl="rbg").dtype and back["keys"].shape == (3,)
 print("fine")
@@ -142,7 +147,11 @@ except LeafError as e:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code, address, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            [sys.executable, "-c", code, address, str(i)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         for i in range(2)
     ]

@@ -20,14 +20,38 @@ from shardckpt.state.flatten import flatten
 
 F32 = by_name("float32")
 DTYPES = (
-    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
-    *("complex64", "complex128", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *(
+        "bool",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "float32",
+        "float64",
+    ),
+    *(
+        "complex64",
+        "complex128",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    ),
 )
 
 
 def random_bits(dtype, shape):
     itemsize = getattr(torch, dtype).itemsize
-    raw = np.random.default_rng(3).integers(0, 2 if dtype == "bool" else 256, prod(shape) * itemsize, np.uint8)
+    raw = np.random.default_rng(3).integers(
+        0, 2 if dtype == "bool" else 256, prod(shape) * itemsize, np.uint8
+    )
     return raw, torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)).reshape(shape)
 
 
@@ -51,7 +75,11 @@ def seen_in_many_ways(tensor):
 def test_every_dtype_is_fetched_bit_by_bit_without_a_copy(name):
     raw, tensor = random_bits(name, (4, 6))
     source, (elements,) = fetched(tensor)
-    assert (source.dtype.name, elements.dtype, source.staged_bytes) == (name, by_name(name).numpy, 0)
+    assert (source.dtype.name, elements.dtype, source.staged_bytes) == (
+        name,
+        by_name(name).numpy,
+        0,
+    )
     assert elements.tobytes() == raw.tobytes()
     assert elements.__array_interface__["data"][0] == tensor.data_ptr()
 
@@ -119,16 +147,26 @@ def test_conjugate_and_negative_views_are_fetched_as_what_they_say():
         source, (elements,) = fetched(view)
         np.testing.assert_array_equal(elements, view.resolve_conj().resolve_neg().numpy())
         assert source.staged_bytes == elements.nbytes
-        with pytest.raises(LeafError, match="'w': this tensor is a lazily conjugated or negated view"):
+        with pytest.raises(
+            LeafError, match="'w': this tensor is a lazily conjugated or negated view"
+        ):
             frameworks.target("w", view, (2,), F32)
 
 
 def test_a_meta_tensor_becomes_a_new_tensor_on_the_cpu():
-    for leaf in torch.empty(2, 3, dtype=torch.bfloat16, device="meta"), torch.nn.Parameter(torch.empty(2, 3, device="meta")):
+    for leaf in (
+        torch.empty(2, 3, dtype=torch.bfloat16, device="meta"),
+        torch.nn.Parameter(torch.empty(2, 3, device="meta")),
+    ):
         sink = frameworks.target("w", leaf, (), F32)
         sink.destinations[0][...] = 2
         tensor = sink.place(sink.destinations)
-        assert (type(tensor), tensor.device.type, tensor.dtype, tensor.requires_grad) == (torch.Tensor, "cpu", leaf.dtype, False)
+        assert (type(tensor), tensor.device.type, tensor.dtype, tensor.requires_grad) == (
+            torch.Tensor,
+            "cpu",
+            leaf.dtype,
+            False,
+        )
         assert tensor.tolist() == [[2] * 3] * 2
 
 
@@ -204,7 +242,10 @@ def test_a_subclass_without_operations_of_its_own_is_stored_as_its_elements_and_
 
 @pytest.mark.parametrize("more", [{"scale": torch.ones(1)}, {"state": object()}])
 def test_a_subclass_with_more_than_its_elements_is_refused_by_the_attribute(more):
-    with pytest.raises(LeafError, match=rf"'w': this .*Named has the attribute '{next(iter(more))}' beside its elements"):
+    with pytest.raises(
+        LeafError,
+        match=rf"'w': this .*Named has the attribute '{next(iter(more))}' beside its elements",
+    ):
         frameworks.source("w", named(**more))
 
 
@@ -220,14 +261,19 @@ def freed(keep=0, view=lambda tensor: tensor):
         (freed, "take 48 bytes of its storage, which has 0: its memory was freed"),
         (lambda: torch.nn.Parameter(freed()), "its memory was freed"),
         (lambda: freed(44), "take 48 bytes of its storage, which has 44"),
-        (lambda: freed(44, lambda tensor: tensor[1:, 2:]), "take 48 bytes of its storage, which has 44"),
+        (
+            lambda: freed(44, lambda tensor: tensor[1:, 2:]),
+            "take 48 bytes of its storage, which has 44",
+        ),
         (lambda: freed(44, torch.t), "take 48 bytes of its storage, which has 44"),
         (lambda: torch._efficientzerotensor(3), "represents zeros without memory"),
     ],
 )
 def test_a_tensor_whose_memory_was_freed_is_refused_by_name(make, words):
     leaf = make()
-    assert frameworks.identity(leaf) is None or "has 44" in words, "two tensors without any memory are not tied"
+    assert frameworks.identity(leaf) is None or "has 44" in words, (
+        "two tensors without any memory are not tied"
+    )
     with pytest.raises(LeafError, match=f"'layer/w': .*{words}"):
         frameworks.source("layer/w", leaf)
     with pytest.raises(LeafError, match=f"'layer/w': .*{words}"):
@@ -301,7 +347,13 @@ def test_identity_is_the_same_for_aliases_and_not_for_equal_elements():
     module = torch.nn.Linear(3, 3, bias=False)
     weight = module.weight
     same = [weight, weight.detach(), weight.data, module.state_dict()["weight"], weight[:]]
-    other = [weight.t(), weight[1:], weight.detach().clone(), weight.detach().view(torch.int32), torch.zeros(3, 3, device="meta")]
+    other = [
+        weight.t(),
+        weight[1:],
+        weight.detach().clone(),
+        weight.detach().view(torch.int32),
+        torch.zeros(3, 3, device="meta"),
+    ]
     assert len({frameworks.identity(t) for t in same}) == 1
     assert len({frameworks.identity(t) for t in [weight, *other]}) == 1 + len(other)
 
@@ -331,26 +383,30 @@ def test_leaves_of_several_frameworks_are_fetched_in_their_order():
 
 def test_a_state_without_torch_imports_no_framework():
     code = (
-        "import sys, numpy as np; from shardckpt import frameworks; s = frameworks.source('w', np.zeros(2)); frameworks.fetch([s]);"
-        "frameworks.is_tensor(object()); assert not {'torch', 'torch_xla', 'jax'} & set(sys.modules)"
+        "import sys, numpy as np; from shardckpt import frameworks; s = frameworks.source('w', "
+        "np.zeros(2)); frameworks.fetch([s]);frameworks.is_tensor(object()); assert not "
+        "{'torch', 'torch_xla', 'jax'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_state_of_plain_torch_tensors_imports_nothing_else_of_torch_s():
     code = (
-        "import sys, torch; from shardckpt import frameworks; s = frameworks.source('w', torch.zeros(2)); frameworks.fetch([s]);"
-        "assert not {'torch_xla', 'jax', 'torch.distributed.tensor'} & set(sys.modules)"
+        "import sys, torch; from shardckpt import frameworks; s = frameworks.source('w', "
+        "torch.zeros(2)); frameworks.fetch([s]);assert not {'torch_xla', 'jax', "
+        "'torch.distributed.tensor'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_jax_imported_beside_torch_is_not_made_to_look_for_devices():
     code = (
-        "import jax, torch, numpy as np; from jax._src import xla_bridge; from shardckpt import frameworks\n"
+        "import jax, torch, numpy as np; from jax._src import xla_bridge; from shardckpt import "
+        "frameworks\n"
         "leaves = {'a': torch.ones(2), 'b': np.ones(2)}\n"
         "(a,), (b,) = frameworks.fetch(list(frameworks.sources(leaves).values()))\n"
-        "assert (a == b).all() and not frameworks.is_tensor(object()) and not xla_bridge.backends_are_initialized()"
+        "assert (a == b).all() and not frameworks.is_tensor(object()) and not "
+        "xla_bridge.backends_are_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -377,7 +433,11 @@ def test_ties_are_the_same_whether_tensors_at_one_address_are_asked_for_first_or
     slow = flatten(state, *asked, composite=frameworks.composite)
     quick = flatten(state, *asked, composite=frameworks.composite, addresses=frameworks.ADDRESSES)
     assert {torch.Tensor, torch.nn.Parameter} <= frameworks.ADDRESSES.keys()
-    assert (quick.tree, quick.aliases, [*quick.tensors]) == (slow.tree, slow.aliases, [*slow.tensors])
+    assert (quick.tree, quick.aliases, [*quick.tensors]) == (
+        slow.tree,
+        slow.aliases,
+        [*slow.tensors],
+    )
     assert all(quick.tensors[name] is slow.tensors[name] for name in slow.tensors)
     assert slow.aliases == {
         "same": "w",
@@ -387,17 +447,40 @@ def test_ties_are_the_same_whether_tensors_at_one_address_are_asked_for_first_or
         "conjugated/1": "conjugated/0",
     }
     backwards = dict(reversed(state.items()))
-    slow, quick = (flatten(backwards, *asked, addresses=addresses) for addresses in (None, frameworks.ADDRESSES))
-    assert (quick.tree, quick.aliases, [*quick.tensors]) == (slow.tree, slow.aliases, [*slow.tensors])
+    slow, quick = (
+        flatten(backwards, *asked, addresses=addresses)
+        for addresses in (None, frameworks.ADDRESSES)
+    )
+    assert (quick.tree, quick.aliases, [*quick.tensors]) == (
+        slow.tree,
+        slow.aliases,
+        [*slow.tensors],
+    )
 
     class Own(torch.nn.Parameter):
         """Not among the known classes."""
 
-    values = [w, w.data, array_of(w, F32), w.reshape(3, 4), Own(w), array_of(w, F32)[:4], weight, torch.nn.Parameter(w)]
+    values = [
+        w,
+        w.data,
+        array_of(w, F32),
+        w.reshape(3, 4),
+        Own(w),
+        array_of(w, F32)[:4],
+        weight,
+        torch.nn.Parameter(w),
+    ]
     for leaves in permutations(values, 3):
         for known in (frameworks.ADDRESSES, {torch.Tensor: frameworks.ADDRESSES[torch.Tensor]}):
-            slow, quick = (flatten([*leaves], *asked, composite=frameworks.composite, addresses=addresses) for addresses in (None, known))
-            assert (quick.tree, quick.aliases, [*quick.tensors]) == (slow.tree, slow.aliases, [*slow.tensors])
+            slow, quick = (
+                flatten([*leaves], *asked, composite=frameworks.composite, addresses=addresses)
+                for addresses in (None, known)
+            )
+            assert (quick.tree, quick.aliases, [*quick.tensors]) == (
+                slow.tree,
+                slow.aliases,
+                [*slow.tensors],
+            )
 
 
 def test_tied_parameters_of_a_class_that_a_save_meets_for_the_first_time_are_restored(tmp_path):

@@ -15,12 +15,31 @@ from paths import CHILDREN
 pytestmark = pytest.mark.xla
 
 ORDERED, PERMUTED = list(range(8)), [3, 1, 2, 0, 7, 6, 5, 4]
-TILED = {"mesh": [4, 2], "devices": ORDERED, "shape": [512, 512], "spec": ["x", "y"], "dtype": "float32"}
+TILED = {
+    "mesh": [4, 2],
+    "devices": ORDERED,
+    "shape": [512, 512],
+    "spec": ["x", "y"],
+    "dtype": "float32",
+}
 PARTIAL = TILED | {"spec": ["y", None]}
 REPLICATED = TILED | {"spec": [None, None]}
 MEMORY = [case | {"shape": [8192, 1024]} for case in (TILED, PARTIAL, REPLICATED)]
 DTYPES = (
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"),
+    *(
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+    ),
     *("complex64", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
 )
 
@@ -56,13 +75,30 @@ def layouts():
             ([2, 2, 2], [2, 3, 2, 3, 4], [None, "y", None, None, ["x", "z"]]),
             ([1, 8], [16, 3], ["y", "x"]),
         ):
-            yield {"mesh": mesh, "devices": devices, "shape": shape, "spec": spec, "dtype": "float32"}
+            yield {
+                "mesh": mesh,
+                "devices": devices,
+                "shape": shape,
+                "spec": spec,
+                "dtype": "float32",
+            }
 
 
 def of_every_dtype():
     for dtype in DTYPES:
-        for shape, spec in (([10, 7], ["x", "y"]), ([10, 7], ["y", None]), ([3, 5], [None, None]), ([], [])):
-            yield {"mesh": [4, 2], "devices": PERMUTED, "shape": shape, "spec": spec, "dtype": dtype}
+        for shape, spec in (
+            ([10, 7], ["x", "y"]),
+            ([10, 7], ["y", None]),
+            ([3, 5], [None, None]),
+            ([], []),
+        ):
+            yield {
+                "mesh": [4, 2],
+                "devices": PERMUTED,
+                "shape": shape,
+                "spec": spec,
+                "dtype": dtype,
+            }
 
 
 CASES = {
@@ -71,7 +107,10 @@ CASES = {
     "names": [TILED | {"devices": PERMUTED}, PARTIAL, REPLICATED],
     "pending": [None],
     "private": [
-        *(case | {"private": True} for case in (TILED, PARTIAL, TILED | {"dtype": "bfloat16"}, TILED | {"dtype": "int32"})),
+        *(
+            case | {"private": True}
+            for case in (TILED, PARTIAL, TILED | {"dtype": "bfloat16"}, TILED | {"dtype": "int32"})
+        ),
         TILED | {"shape": [10, 7], "private": False},
         REPLICATED | {"private": False},
     ],
@@ -87,7 +126,9 @@ CASES = {
 def ask(script, cases, devices=8):
     env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
     command = [sys.executable, CHILDREN / script]
-    child = forks.run(command, input=json.dumps(cases), capture_output=True, text=True, env=env, timeout=280)
+    child = forks.run(
+        command, input=json.dumps(cases), capture_output=True, text=True, env=env, timeout=280
+    )
     assert child.returncode == 0, child.stderr[-4000:]
     return json.loads(child.stdout.splitlines()[-1])
 
@@ -104,7 +145,10 @@ def round_trips(answers):
 
 def parts(case):
     sizes = dict(zip("xyz", case["mesh"], strict=False))
-    return [prod(sizes[axis] for axis in (part if isinstance(part, list) else [part] if part else [])) for part in case["spec"]]
+    return [
+        prod(sizes[axis] for axis in (part if isinstance(part, list) else [part] if part else []))
+        for part in case["spec"]
+    ]
 
 
 def test_fetched_boxes_are_the_tensor_bit_by_bit_each_element_once(round_trips):
@@ -116,11 +160,16 @@ def test_fetched_boxes_are_the_tensor_bit_by_bit_each_element_once(round_trips):
 
 def test_only_distinct_boxes_that_are_not_empty_are_fetched(round_trips):
     for case, answer in round_trips:
-        tiles = [ceil(dim / ceil(dim / part)) if dim else 0 for dim, part in zip(case["shape"], parts(case), strict=True)]
+        tiles = [
+            ceil(dim / ceil(dim / part)) if dim else 0
+            for dim, part in zip(case["shape"], parts(case), strict=True)
+        ]
         assert answer["boxes"] == prod(tiles), case
 
 
-def test_a_restored_tensor_holds_on_every_device_what_the_original_holds_padding_included(round_trips):
+def test_a_restored_tensor_holds_on_every_device_what_the_original_holds_padding_included(
+    round_trips,
+):
     for case, answer in round_trips:
         assert answer["restored"], case
         assert answer["restored text"] == answer["text"], case
@@ -129,7 +178,9 @@ def test_a_restored_tensor_holds_on_every_device_what_the_original_holds_padding
 
 
 def test_a_restored_tensor_is_plain_and_asks_for_no_gradient(round_trips):
-    assert {(answer["type"], answer["requires_grad"]) for _, answer in round_trips} == {("Tensor", False)}
+    assert {(answer["type"], answer["requires_grad"]) for _, answer in round_trips} == {
+        ("Tensor", False)
+    }
 
 
 def test_neither_fetching_nor_placing_compiles_anything(round_trips):
@@ -140,15 +191,21 @@ def test_tiled_and_replicated_tensors_leave_the_devices_once(round_trips):
     for case, answer in round_trips:
         replicas = prod(case["mesh"]) // prod(parts(case))
         if replicas == 1 or prod(parts(case)) == 1:
-            padded = prod(part * ceil(dim / part) for dim, part in zip(case["shape"], parts(case), strict=True))
+            padded = prod(
+                part * ceil(dim / part)
+                for dim, part in zip(case["shape"], parts(case), strict=True)
+            )
             assert answer["read"] == padded * answer["itemsize"], case
 
 
 def test_replicas_of_a_partially_replicated_tensor_are_read_and_dropped(round_trips):
-    # torch_xla 2.9 reads one shard by itself only after running a program; see the adapter's docstring.
+    # torch_xla 2.9 reads one shard by itself only after running a program; see the adapter's
+    # docstring.
     for case, answer in round_trips:
         if 1 < prod(parts(case)) < 8:
-            tile = prod(ceil(dim / part) for dim, part in zip(case["shape"], parts(case), strict=True))
+            tile = prod(
+                ceil(dim / part) for dim, part in zip(case["shape"], parts(case), strict=True)
+            )
             assert answer["read"] == 8 * tile * answer["itemsize"], case
             assert answer["boxes"] <= prod(parts(case)), case
 
@@ -176,15 +233,30 @@ def test_many_leaves_in_several_calls_are_the_leaves_one_by_one(answers):
 def test_targets_of_all_vocabularies_make_the_tensor_that_mark_sharding_makes(answers):
     for case, answer in zip(CASES["targets"], answers["targets"], strict=True):
         assert answer == {way: True for way in answer if way != "compiles"} | {"compiles": 0}, case
-        assert set(answer) == {"Sharding", "OpSharding", "op_sharding", "ShardingSpec", "pair", "compiles"}
+        assert set(answer) == {
+            "Sharding",
+            "OpSharding",
+            "op_sharding",
+            "ShardingSpec",
+            "pair",
+            "compiles",
+        }
 
 
 def test_axis_names_are_recorded_where_the_global_mesh_explains_the_sharding(answers):
     tiled, partial, replicated = answers["names"]
-    assert tiled["same"] == "Sharding(mesh=Mesh((4, 2), ('x', 'y'), [3, 1, 2, 0, 7, 6, 5, 4]), spec=PartitionSpec('x', 'y'))"
+    assert (
+        tiled["same"] == "Sharding(mesh=Mesh((4, 2), ('x', 'y'), [3, 1, 2, 0, 7, 6, 5, 4]), "
+        "spec=PartitionSpec('x', 'y'))"
+    )
     assert tiled["none"] == tiled["other"] == "{devices=[4,2]3,1,2,0,7,6,5,4}"
-    assert partial["same"] == "Sharding(mesh=Mesh((4, 2), ('x', 'y')), spec=PartitionSpec('y', None))"
-    assert replicated["same"] == "Sharding(mesh=Mesh((4, 2), ('x', 'y')), spec=PartitionSpec(None, None))"
+    assert (
+        partial["same"] == "Sharding(mesh=Mesh((4, 2), ('x', 'y')), spec=PartitionSpec('y', None))"
+    )
+    assert (
+        replicated["same"]
+        == "Sharding(mesh=Mesh((4, 2), ('x', 'y')), spec=PartitionSpec(None, None))"
+    )
 
 
 def test_pending_leaves_are_computed_in_one_program_and_nothing_else_is(answers):
@@ -213,14 +285,23 @@ def test_a_pending_leaf_that_was_marked_is_not_computed_to_be_replaced(answers):
 
 def test_tensors_that_nobody_marked_are_replicated_over_all_devices(answers):
     (answer,) = answers["unmarked"]
-    assert answer == {"layouts": ["{replicated}"] * 3, "devices": [8] * 3, "elements": [True] * 3, "restored": "{replicated}"}
+    assert answer == {
+        "layouts": ["{replicated}"] * 3,
+        "devices": [8] * 3,
+        "elements": [True] * 3,
+        "restored": "{replicated}",
+    }
 
 
 def test_identity_is_the_same_for_aliases_of_a_parameter_and_not_for_equal_elements(answers):
-    assert answers["identities"] == [{"aliases": 1, "equal elements": False, "transposed": False, "is_tensor": True}]
+    assert answers["identities"] == [
+        {"aliases": 1, "equal elements": False, "transposed": False, "is_tensor": True}
+    ]
 
 
-def test_a_meta_module_that_is_assigned_restored_tensors_trains_on_with_the_programs_there_are(answers):
+def test_a_meta_module_that_is_assigned_restored_tensors_trains_on_with_the_programs_there_are(
+    answers,
+):
     (answer,) = answers["training"]
     normal, restored = answer["losses"]
     assert normal == restored
@@ -255,7 +336,17 @@ def test_replicated_targets_may_have_any_number_of_dimensions(answers):
     assert answers["refusals"][0]["six whole"] is None
 
 
-@pytest.mark.parametrize(("spmd", "layout"), [pytest.param(False, "None", marks=pytest.mark.slow), (True, "{replicated}")])
+@pytest.mark.parametrize(
+    ("spmd", "layout"),
+    [pytest.param(False, "None", marks=pytest.mark.slow), (True, "{replicated}")],
+)
 def test_one_device_needs_no_sharding(spmd, layout):
     answer = ask("xla_single.py", {"spmd": spmd}, devices=1)
-    assert answer == {"layout": layout, "fetched": True, "restored": True, "device": "xla", "boxes": 1, "target": spmd}
+    assert answer == {
+        "layout": layout,
+        "fetched": True,
+        "restored": True,
+        "device": "xla",
+        "boxes": 1,
+        "target": spmd,
+    }

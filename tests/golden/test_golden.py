@@ -1,4 +1,5 @@
-"""Every checkpoint format that was ever released is read for ever: `tools/make_golden.py` wrote these checkpoints."""
+"""Every checkpoint format that was ever released is read for ever: `tools/make_golden.py` wrote
+these checkpoints."""
 
 import json
 import shutil
@@ -27,7 +28,12 @@ def path(request):
 @pytest.fixture(autouse=True)
 def interval():
     """The registered leaf type that the checkpoints hold."""
-    shardckpt.register_leaf(Interval, name="golden.Interval", encode=lambda i: [i.low, i.high], decode=lambda pair: Interval(*pair))
+    shardckpt.register_leaf(
+        Interval,
+        name="golden.Interval",
+        encode=lambda i: [i.low, i.high],
+        decode=lambda pair: Interval(*pair),
+    )
 
 
 def expected(path):
@@ -41,7 +47,12 @@ def equal(a, b):
 def test_there_are_checkpoints_of_one_host_and_of_three_in_both_layouts():
     records = [shardckpt.open(path).record for path in CHECKPOINTS]
 
-    assert sorted((len(record.hosts), record.layout) for record in records) == [(1, "packed"), (1, "zarr"), (3, "packed"), (3, "zarr")]
+    assert sorted((len(record.hosts), record.layout) for record in records) == [
+        (1, "packed"),
+        (1, "zarr"),
+        (3, "packed"),
+        (3, "zarr"),
+    ]
 
 
 def test_the_state_is_restored_to_the_last_bit(path):
@@ -53,13 +64,19 @@ def test_metadata_and_layouts_are_what_was_given(path):
 
     assert checkpoint.metadata == expected(path)["metadata"]
     infos = {name: checkpoint.info(name) for name in checkpoint.names()}
-    assert {name: layout_facts(i.layout, i.shape) for name, i in infos.items() if i.layout is not None} == expected(path)["layouts"]
+    assert {
+        name: layout_facts(i.layout, i.shape) for name, i in infos.items() if i.layout is not None
+    } == expected(path)["layouts"]
 
 
 def test_tied_tensors_are_known_by_both_names(path):
     checkpoint = shardckpt.open(path)
 
-    (tied,) = [(name, checkpoint.info(name).tied_names) for name in checkpoint.names() if checkpoint.info(name).tied_names][:1]
+    (tied,) = [
+        (name, checkpoint.info(name).tied_names)
+        for name in checkpoint.names()
+        if checkpoint.info(name).tied_names
+    ][:1]
     assert tied in {("tied/first", ("tied/second",)), ("plain/tied/0", ("plain/tied/1",))}
     assert checkpoint.info(*tied[1]).tied_names == (tied[0],)
 
@@ -69,8 +86,13 @@ def test_every_box_is_the_part_of_the_whole(path):
 
     for name in checkpoint.names():
         whole = checkpoint.read(name)
-        box = shardckpt.Box(tuple(n // 3 for n in whole.shape), tuple(n - n // 4 for n in whole.shape))
-        assert equal(checkpoint.read(name, box), np.ascontiguousarray(whole[(*box.slices, ...)]).reshape(box.shape)), name
+        box = shardckpt.Box(
+            tuple(n // 3 for n in whole.shape), tuple(n - n // 4 for n in whole.shape)
+        )
+        assert equal(
+            checkpoint.read(name, box),
+            np.ascontiguousarray(whole[(*box.slices, ...)]).reshape(box.shape),
+        ), name
 
 
 def test_a_process_gets_its_own_values_back(path):
@@ -81,7 +103,9 @@ def test_a_process_gets_its_own_values_back(path):
     assert len(whole) == hosts
     for process in range(hosts):
         like = {"rng": shardckpt.PerProcess(None)}
-        mine = shardckpt.restore(path, like, only="rng", coordinator=OneOfSeveral(process, hosts))["rng"].value
+        mine = shardckpt.restore(path, like, only="rng", coordinator=OneOfSeveral(process, hosts))[
+            "rng"
+        ].value
         assert facts(mine) == facts(whole[process])
         assert mine["seen"][0] == process
 
@@ -113,7 +137,10 @@ def test_zarr_python_reads_the_same(path):
     group = zarr.open_group(checkpoint.zarr_store(), mode="r")
 
     for name in arrays(checkpoint):
-        assert equal(group[array_path(name)][...], checkpoint.read(name).view(checkpoint.info(name).dtype.storage)), name
+        assert equal(
+            group[array_path(name)][...],
+            checkpoint.read(name).view(checkpoint.info(name).dtype.storage),
+        ), name
 
 
 def test_stock_tensorstore_reads_the_same(path):
@@ -136,21 +163,31 @@ def test_a_checkpoint_is_restored_together_with_what_it_has_left_in_others(step,
     checkpoint = shardckpt.open(BASES / step)
 
     assert checkpoint.bases() == [str(BASES / base) for base in bases]
-    assert facts(shardckpt.restore(checkpoint)) == json.loads((BASES / "expected.json").read_text())[step]
+    assert (
+        facts(shardckpt.restore(checkpoint))
+        == json.loads((BASES / "expected.json").read_text())[step]
+    )
     assert checkpoint.verify().damage == []
     group = zarr.open_group(checkpoint.zarr_store(), mode="r")
     for name in arrays(checkpoint):
         stored = checkpoint.read(name).view(checkpoint.info(name).dtype.storage)
         assert equal(group[array_path(name)][...], stored), name
         assert equal(ts.open(checkpoint.stock_spec(name)).result().read().result(), stored), name
-    assert sum(file.stat().st_size for file in (BASES / step).rglob("*") if file.is_file()) <= LARGEST_BYTES
+    assert (
+        sum(file.stat().st_size for file in (BASES / step).rglob("*") if file.is_file())
+        <= LARGEST_BYTES
+    )
 
 
 def test_values_that_belong_to_each_process_are_restored_by_process():
     path = GOLDEN / "v4" / "local" / "packed"
     assert facts(shardckpt.restore(path)) == json.loads((path.parent / "expected.json").read_text())
     for process in range(2):
-        given = {"q": np.zeros((3 + process, 4), np.int8), "kept": np.zeros(9, np.float32), "nested": None}
+        given = {
+            "q": np.zeros((3 + process, 4), np.int8),
+            "kept": np.zeros(9, np.float32),
+            "nested": None,
+        }
         state = shardckpt.train_state(rng=False, local=["q", "nested/*"], **given)
         shardckpt.restore(path, state, coordinator=OneOfSeveral(process, 2))
         assert equal(state.values["q"], shardckpt.restore(path)["q"][process])
@@ -164,7 +201,12 @@ def test_composite_tensors_are_restored_as_parts_and_into_places_of_their_class(
     path = GOLDEN / "v5" / "composite" / layout
     whole = shardckpt.restore(path)
     assert facts(whole) == json.loads((path.parent / "expected.json").read_text())
-    context = {"block": {"$tuple": [1, 4]}, "dtype": {"$torch.dtype": "float32"}, "rounding": "Rounding.NEAREST", "none": None}
+    context = {
+        "block": {"$tuple": [1, 4]},
+        "dtype": {"$torch.dtype": "float32"},
+        "rounding": "Rounding.NEAREST",
+        "none": None,
+    }
     parts = {"data": np.zeros((6, 4), np.int8), "scale": np.zeros((6, 1), np.float32)}
     like = CompositeTensor("golden.Scaled", (6, 4), context, parts, lambda values: values)
     parts_restored = shardckpt.restore(path, {"w": like}, strict=False)["w"]
@@ -181,10 +223,19 @@ def test_values_by_the_position_on_an_axis_are_restored_by_position():
         for process in range(processes):
             position = process * 2 // processes
             like = {"loader": shardckpt.PerProcess(None, axis=(position, 2))}
-            read = shardckpt.restore(path, like, only="loader", coordinator=OneOfSeveral(process, processes))["loader"].value
+            read = shardckpt.restore(
+                path, like, only="loader", coordinator=OneOfSeveral(process, processes)
+            )["loader"].value
             assert facts(read) == facts(whole["loader"][2 * position])
-    with pytest.raises(shardckpt.errors.MismatchError, match="an axis of size 2, and this process is at 0 of 4"):
-        shardckpt.restore(path, {"loader": shardckpt.PerProcess(None, axis=(0, 4))}, only="loader", coordinator=OneOfSeveral(0, 4))
+    with pytest.raises(
+        shardckpt.errors.MismatchError, match="an axis of size 2, and this process is at 0 of 4"
+    ):
+        shardckpt.restore(
+            path,
+            {"loader": shardckpt.PerProcess(None, axis=(0, 4))},
+            only="loader",
+            coordinator=OneOfSeveral(0, 4),
+        )
     assert shardckpt.open(path).verify().damage == []
 
 
@@ -192,7 +243,10 @@ def test_values_by_the_position_on_an_axis_are_restored_by_position():
 def test_versions_with_differences_are_restored_with_those_that_they_differ_from(step):
     path = GOLDEN / "v6" / "differences" / str(step)
     checkpoint = shardckpt.open(path)
-    assert facts(shardckpt.restore(checkpoint)) == json.loads((path.parent / "expected.json").read_text())[str(step)]
+    assert (
+        facts(shardckpt.restore(checkpoint))
+        == json.loads((path.parent / "expected.json").read_text())[str(step)]
+    )
     assert checkpoint.bases() == [str(path.parent / str(base)) for base in reversed(range(step))]
     assert checkpoint.verify().damage == []
     assert checkpoint.fingerprint() == checkpoint.fingerprint(recorded=False)

@@ -1,4 +1,5 @@
-"""Fixtures of the tests of hostile checkpoints: forgeries of a checkpoint by one host, and of one by three."""
+"""Fixtures of the tests of hostile checkpoints: forgeries of a checkpoint by one host, and of one
+by three."""
 
 from __future__ import annotations
 
@@ -41,11 +42,14 @@ def of_three_hosts(_three_hosts, tmp_path):
 
 @pytest.fixture(scope="module")
 def forgeries(_three_hosts, tmp_path_factory):
-    """Layout and number of hosts → a forgery, to be written and used over and over; and the watch over what lies outside of each."""
+    """Layout and number of hosts → a forgery, to be written and used over and over; and the watch
+    over what lies outside of each."""
     made = {}
     for layout in ("packed", "zarr"):
         root = tmp_path_factory.mktemp(layout)
-        made[layout, 1] = Forgery.of_one_host(root / "one", layout, None if layout == "packed" else "zstd")
+        made[layout, 1] = Forgery.of_one_host(
+            root / "one", layout, None if layout == "packed" else "zstd"
+        )
         shutil.copytree(_three_hosts / layout, root / "three")
         made[layout, 3] = Forgery(root / "three")
     with Watch([forgery.url.parent / "outside" for forgery in made.values()]) as watch:

@@ -1,4 +1,5 @@
-"""An attempt that claims what is not so is refused by who commits it, by name, in bounded memory; and stays as it is."""
+"""An attempt that claims what is not so is refused by who commits it, by name, in bounded memory;
+and stays as it is."""
 
 import base64
 import copy
@@ -62,7 +63,9 @@ def with_tensor(contents, name, **entry):
     """A host's contents, with another entry for a tensor."""
     changed = copy.deepcopy(contents)
     tensors = changed["structure"]["tensors"]
-    tensors[name] = {key: value for key, value in {**tensors[name], **entry}.items() if value is not None}
+    tensors[name] = {
+        key: value for key, value in {**tensors[name], **entry}.items() if value is not None
+    }
     return changed
 
 
@@ -95,7 +98,11 @@ def test_a_tensor_that_cannot_be_or_that_nobody_wrote(of_three_hosts, hosts, ent
         ("scalar", base64.b64encode(bytes(9)).decode(), "9 bytes of elements of 'scalar'"),
         ("scalar", "@@@@", "not base64"),
         ("scalar", 7, "not base64"),
-        ("scalar", base64.b64encode(bytes(8)).decode(), "'scalar': this small plain tensor has other elements"),
+        (
+            "scalar",
+            base64.b64encode(bytes(8)).decode(),
+            "'scalar': this small plain tensor has other elements",
+        ),
         ("even", base64.b64encode(bytes(64 * 48 * 4)).decode(), "more than one host wrote"),
         ("x" * 100_000, "", "which no tensor of that name has"),
     ],
@@ -113,12 +120,24 @@ def test_elements_of_small_tensors_that_are_not_theirs(of_three_hosts, name, dat
 def test_a_small_tensor_with_a_chunk_that_would_have_to_be_filled_up(of_three_hosts):
     """A few bytes of elements, and a terabyte of zeros behind them."""
     forgery = of_three_hosts()
-    forgery.write(contents={n: with_tensor(forgery.contents[n], "dtypes/int8", chunks=[2**20, 2**20]) for n in range(3)})
+    forgery.write(
+        contents={
+            n: with_tensor(forgery.contents[n], "dtypes/int8", chunks=[2**20, 2**20])
+            for n in range(3)
+        }
+    )
     assert "chunks of 'dtypes/int8' are larger than the tensor" in refused(forgery)
 
 
 @pytest.mark.parametrize(
-    "tree", [deep(201, "list"), deep(201, "dict"), deep(450, "list"), ["$tensor"] * 1000, {"$leaf": ["os.system", "true"]}]
+    "tree",
+    [
+        deep(201, "list"),
+        deep(201, "dict"),
+        deep(450, "list"),
+        ["$tensor"] * 1000,
+        {"$leaf": ["os.system", "true"]},
+    ],
 )
 def test_a_tree_that_cannot_be(of_three_hosts, tree):
     forgery = of_three_hosts()

@@ -1,4 +1,5 @@
-"""Records that claim more than there is, or what cannot be, are refused before memory is taken for it."""
+"""Records that claim more than there is, or what cannot be, are refused before memory is taken for
+it."""
 
 import json
 import math
@@ -13,7 +14,9 @@ from shardckpt import ShardckptError, errors
 def with_tensor(forgery, **entry):
     """The commit record with another entry for w."""
     commit = json.loads(json.dumps(forgery.commit))
-    commit["tensors"]["w"] = {k: v for k, v in {**commit["tensors"]["w"], **entry}.items() if v is not None}
+    commit["tensors"]["w"] = {
+        k: v for k, v in {**commit["tensors"]["w"], **entry}.items() if v is not None
+    }
     return commit
 
 
@@ -30,15 +33,22 @@ def test_a_giant_tensor_is_looked_at_without_counting_its_chunks(forgery, chunks
                 checkpoint.read("w", box)
         report = checkpoint.verify()
         assert {d.tensor for d in report.damage} >= {"w"}
-        assert any("more of its chunks" in d.reason for d in report.damage) == (checkpoint.info("w").num_chunks > 20_000)
+        assert any("more of its chunks" in d.reason for d in report.damage) == (
+            checkpoint.info("w").num_chunks > 20_000
+        )
         with pytest.raises(errors.BudgetError, match="only="):
             shardckpt.restore(forgery.url)
         assert set(shardckpt.restore(forgery.url, only="pair/**")) == {"pair"}
 
 
-def test_a_large_tensor_of_tiny_chunks_that_are_not_there_is_refused_before_they_are_planned(forgery):
+def test_a_large_tensor_of_tiny_chunks_that_are_not_there_is_refused_before_they_are_planned(
+    forgery,
+):
     forgery.write(commit=with_tensor(forgery, shape=[4000, 4000], chunks=[1, 1]))
-    with at_most(512 * MIB), pytest.raises(errors.MissingDataError, match=r"w\[0:1, 4:5\]|w\[0:1, "):
+    with (
+        at_most(512 * MIB),
+        pytest.raises(errors.MissingDataError, match=r"w\[0:1, 4:5\]|w\[0:1, "),
+    ):
         shardckpt.open(forgery.url).read("w")
 
 
@@ -46,7 +56,11 @@ def test_a_large_tensor_of_tiny_chunks_that_are_not_there_is_refused_before_they
     "entry",
     [
         {"shape": [2**61, 4], "dtype": "complex128", "chunks": [1, 1]},  # 2^67 bytes
-        {"shape": [0, 2**61], "dtype": "complex128", "chunks": [1, 1]},  # numpy has no such shape, though it is empty
+        {
+            "shape": [0, 2**61],
+            "dtype": "complex128",
+            "chunks": [1, 1],
+        },  # numpy has no such shape, though it is empty
         {"shape": [2], "chunks": [2**60], "dtype": "float64"},  # the padded chunk
         {"shape": [2**63], "chunks": [1]},
         {"shape": [1] * 33, "chunks": [1] * 33},
@@ -91,9 +105,19 @@ def test_pieces_that_overlap_or_leave_gaps_are_refused_however_many_they_are(for
     """Comparing each with each other would take minutes: these all have the same rows."""
     n = 10_000
     columns = [(0, 2, i, i + 1) for i in range(n)]
-    twice = [*columns[:-1], columns[0]]  # one column is missing, another one there twice: the sizes add up
-    for boxes, why in ((columns, None), (twice, "same element"), (columns[:-1], "hold"), ([*columns[:-1], (0, 2, n, n + 1)], "outside")):
-        commit = with_tensor(forgery, shape=[2, n], chunks=None, sharding=None, pieces=pieces(*boxes))
+    twice = [
+        *columns[:-1],
+        columns[0],
+    ]  # one column is missing, another one there twice: the sizes add up
+    for boxes, why in (
+        (columns, None),
+        (twice, "same element"),
+        (columns[:-1], "hold"),
+        ([*columns[:-1], (0, 2, n, n + 1)], "outside"),
+    ):
+        commit = with_tensor(
+            forgery, shape=[2, n], chunks=None, sharding=None, pieces=pieces(*boxes)
+        )
         forgery.write(commit=commit)
         if why is None:
             assert len(shardckpt.open(forgery.url).tensor("w").pieces) == n

@@ -30,12 +30,25 @@ FORBIDDEN_MODULES = {
     "runpy",
     "yaml",
 }
-FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "load", "loads", "system", "popen", "allow_pickle", "execfile"}
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "load",
+    "loads",
+    "system",
+    "popen",
+    "allow_pickle",
+    "execfile",
+}
 HARMLESS = {"json.loads", "tomllib.loads", "re.compile"}
 WRITTEN_BY_HAND = PACKAGE / "io" / "config_files.py"
-"""Reads files that the user has written by hand, YAML among them, with a loader that makes plain data and nothing else."""
+"""Reads files that the user has written by hand, YAML among them, with a loader that makes plain
+data and nothing else."""
 HARMLESS_IN = {WRITTEN_BY_HAND: {"yaml.load"}, PACKAGE / "serve" / "server.py": {"config.load"}}
-"""Calls allowed in one file: the second is uvicorn's, which opens the certificate of a server whose application is an object."""
+"""Calls allowed in one file: the second is uvicorn's, which opens the certificate of a server whose
+application is an object."""
 
 
 def test_the_package_neither_unpickles_nor_evaluates_anything():
@@ -49,12 +62,19 @@ def test_the_package_neither_unpickles_nor_evaluates_anything():
                 assert (node.module or "").partition(".")[0] not in modules, path
             elif isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
-                assert called in harmless or called.rpartition(".")[2] not in FORBIDDEN_CALLS, f"{path}: {called}"
+                assert called in harmless or called.rpartition(".")[2] not in FORBIDDEN_CALLS, (
+                    f"{path}: {called}"
+                )
                 assert "allow_pickle" not in {keyword.arg for keyword in node.keywords}, path
 
 
 @pytest.mark.parametrize(
-    "text", ["!!python/object/apply:os.mkdir ['{}']", "rules: !!python/object/new:os.mkdir ['{}']", "!!python/name:os.mkdir {}"]
+    "text",
+    [
+        "!!python/object/apply:os.mkdir ['{}']",
+        "rules: !!python/object/new:os.mkdir ['{}']",
+        "!!python/name:os.mkdir {}",
+    ],
 )
 def test_a_rules_file_runs_nothing(tmp_path, text):
     (tmp_path / "rules.yaml").write_text(text.format(tmp_path / "made"))

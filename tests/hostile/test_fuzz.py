@@ -17,7 +17,9 @@ from one_of_several import OneOfSeveral
 import shardckpt
 from shardckpt import PerProcess
 
-FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+FUZZ = settings(
+    max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None
+)
 SEEDS = st.integers(0, 2**64 - 1)
 MADE = st.sampled_from([("packed", 1), ("zarr", 1), ("packed", 3), ("zarr", 3)])
 THREE = flip_bits.make_state(0, 3)
@@ -77,7 +79,8 @@ def test_a_chunk_table_with_anything_in_it(forgeries, seed, which):
 
 
 def assert_right(restored, which):
-    """The commit record is whole: whatever other parts say, what is restored has the names and shapes that it says."""
+    """The commit record is whole: whatever other parts say, what is restored has the names and
+    shapes that it says."""
     if restored is not None:
         name = "w" if which[1] == 1 else "even"
         assert restored[name].shape == tensors_of(which)[name].shape
@@ -111,7 +114,9 @@ NUMBERS = count()
 
 @given(seed=SEEDS, which=MADE)
 @settings(FUZZ, max_examples=25)  # each commits
-def test_an_attempt_with_anything_in_it_is_committed_or_refused(forgeries, tmp_path_factory, seed, which):
+def test_an_attempt_with_anything_in_it_is_committed_or_refused(
+    forgeries, tmp_path_factory, seed, which
+):
     """A committer of attempts by others believes as little as a reader."""
     random = Random(seed)
     place = forgeries[0][which].url.with_name(f"attempt{next(NUMBERS)}")

@@ -1,4 +1,5 @@
-"""Records that are not JSON, too deep, of another version or not what they should be are refused."""
+"""Records that are not JSON, too deep, of another version or not what they should be are
+refused."""
 
 import pytest
 from forgery import TRUTH, seal
@@ -40,7 +41,9 @@ def test_a_tree_that_is_too_deep_is_refused(forgery):
 
 
 @pytest.mark.parametrize("kind", ["list", "dict"])
-def test_metadata_that_is_too_deep_is_refused_and_what_earlier_versions_stored_is_read(forgery, kind):
+def test_metadata_that_is_too_deep_is_refused_and_what_earlier_versions_stored_is_read(
+    forgery, kind
+):
     forgery.write_raw(seal({**forgery.commit, "metadata": {"k": deep(450, kind)}}))
     assert sorted(shardckpt.restore(forgery.url)) == sorted(TRUTH)
     for levels in (500, 700):
@@ -51,7 +54,10 @@ def test_metadata_that_is_too_deep_is_refused_and_what_earlier_versions_stored_i
 
 def test_a_newer_major_version_is_refused_by_name_and_a_newer_minor_one_is_read(forgery):
     forgery.write_raw(seal(forgery.commit, version=(7, 0)))
-    with pytest.raises(errors.VersionError, match=r"format version 7\.0 is newer than this shardckpt reads \(6\.0\); upgrade"):
+    with pytest.raises(
+        errors.VersionError,
+        match=r"format version 7\.0 is newer than this shardckpt reads \(6\.0\); upgrade",
+    ):
         shardckpt.open(forgery.url)
     forgery.write_raw(seal({**forgery.commit, "in a minor version to come": [1]}, version=(1, 7)))
     assert sorted(shardckpt.restore(forgery.url)) == sorted(TRUTH)

@@ -45,7 +45,12 @@ def secret(tmp_path):
 @pytest.mark.parametrize("path", ESCAPES)
 def test_no_path_of_a_commit_record_leads_out_of_the_checkpoint(forgery, secret, path):
     reference = {**forgery.commit["table"], "key": path}
-    for change in ({"attempt": path}, {"hosts": [reference]}, {"table": reference}, {"small_table": reference}):
+    for change in (
+        {"attempt": path},
+        {"hosts": [reference]},
+        {"table": reference},
+        {"small_table": reference},
+    ):
         forgery.write(commit={**forgery.commit, **change})
         with pytest.raises(errors.FormatError):
             shardckpt.open(forgery.url)
@@ -116,9 +121,13 @@ def test_a_link_to_a_checkpoint_and_links_within_it_are_followed(tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("special", ["a pipe", "a device", "a directory"])
-def test_a_pipe_device_or_directory_in_place_of_a_file_is_an_error_and_not_waited_for(tmp_path, layout, special):
+def test_a_pipe_device_or_directory_in_place_of_a_file_is_an_error_and_not_waited_for(
+    tmp_path, layout, special
+):
     original = Forgery.of_one_host(tmp_path / "checkpoint", layout).url
-    for i, path in enumerate(sorted(p.relative_to(original) for p in original.rglob("*") if p.is_file())):
+    for i, path in enumerate(
+        sorted(p.relative_to(original) for p in original.rglob("*") if p.is_file())
+    ):
         copy = tmp_path / str(i)
         shutil.copytree(original, copy)
         (copy / path).unlink()

@@ -16,7 +16,9 @@ from shardckpt.io import ocdbt
 
 
 def test_a_frame_that_unpacks_to_more_than_its_chunk_is_refused_without_unpacking_it(tmp_path):
-    forgery = Forgery.of_one_host(tmp_path / "checkpoint", "zarr", "zstd", {"w": np.zeros((100, 100), np.uint8)})
+    forgery = Forgery.of_one_host(
+        tmp_path / "checkpoint", "zarr", "zstd", {"w": np.zeros((100, 100), np.uint8)}
+    )
     for bomb in (Zstd().encode(bytes(300 * MIB)), Zstd().encode(bytes(10)), b"", b"no frame"):
         stored = bomb + crc32c.crc32c(bomb).to_bytes(4, "little")
         (forgery.attempt / "zarr" / "w" / "c" / "0" / "0").write_bytes(stored)
@@ -34,7 +36,9 @@ def test_a_frame_that_unpacks_to_more_than_its_chunk_is_refused_without_unpackin
 def test_a_table_that_gives_a_chunk_gigabytes_is_refused_before_they_are_allocated(forgery):
     files, arrays = decode_table(forgery.table, "")
     changed = {
-        path: type(rows)(rows.chunk, rows.file, rows.offset, np.full(len(rows), 2**32 - 1, np.uint32), rows.crc)
+        path: type(rows)(
+            rows.chunk, rows.file, rows.offset, np.full(len(rows), 2**32 - 1, np.uint32), rows.crc
+        )
         for path, rows in arrays.items()
     }
     forgery.write(table=encode_table(files, changed))

@@ -19,7 +19,8 @@ def disk(tmp_path):
 
 
 def write(disk, key, *, at):
-    """A file that was written then; its directories later, as when another file in them was removed."""
+    """A file that was written then; its directories later, as when another file in them was
+    removed."""
     disk.write(key, b"x")
     os.utime(disk.local_path(key), (at, at))
 

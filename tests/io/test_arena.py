@@ -13,11 +13,18 @@ DTYPES = ("uint8", "float32", "complex128", ml_dtypes.bfloat16)
 
 
 @settings(max_examples=50)
-@given(st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.sampled_from(DTYPES)), max_size=30))
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.sampled_from(DTYPES)),
+        max_size=30,
+    )
+)
 def test_arrays_of_an_arena_share_no_byte_and_are_aligned(shapes):
     arena = Arena()
     arrays = [arena.array(shape, dtype) for shape, dtype in shapes]
-    assert [(a.shape, a.dtype) for a in arrays] == [(shape, np.dtype(dtype)) for shape, dtype in shapes]
+    assert [(a.shape, a.dtype) for a in arrays] == [
+        (shape, np.dtype(dtype)) for shape, dtype in shapes
+    ]
     assert not any(a.ctypes.data % 64 for a in arrays if a.size)
     ranges = sorted((a.ctypes.data, a.ctypes.data + a.nbytes) for a in arrays if a.size)
     assert all(one[1] <= other[0] for one, other in pairwise(ranges))

@@ -21,7 +21,13 @@ def test_no_more_than_the_limit_exists_unless_one_lease_is_larger(requests):
     assert pool.high_water <= max([pool.limit, *map(round_up, requests)])
 
 
-@given(st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 5000)), min_size=1, max_size=20))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2000), st.integers(0, 2000), st.integers(0, 5000)),
+        min_size=1,
+        max_size=20,
+    )
+)
 @settings(max_examples=20, deadline=None)
 def test_threads_that_share_a_pool_stay_inside_its_limit(requests):
     pool = BufferPool(4096)
@@ -183,7 +189,9 @@ def test_kept_buffers_are_used_again_and_the_oldest_go():
     assert kept.take(100) is first
     kept.give_back(first)
     assert kept.take(50).nbytes == 50
-    assert kept.take(100) is not first, "buffers of other sizes are not counted in anybody's limit, so they went"
+    assert kept.take(100) is not first, (
+        "buffers of other sizes are not counted in anybody's limit, so they went"
+    )
     for buffer in (first, second, np.empty(150, np.uint8)):
         kept.give_back(buffer)
     assert kept.take(100) is second, "the first went, because 350 bytes are too many"

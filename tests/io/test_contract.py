@@ -1,8 +1,7 @@
 """The contract of `Store`: a kind of storage that passes all of this holds checkpoints.
 
-The fixture `store` has a store of each kind: a disk, the memory, emulators of Cloud Storage, S3 and Azure, Cloud Storage by
-fsspec, and a kind that is not ours
-(`latent_store`).
+The fixture `store` has a store of each kind: a disk, the memory, emulators of Cloud Storage, S3 and
+Azure, Cloud Storage by fsspec, and a kind that is not ours (`latent_store`).
 """
 
 from __future__ import annotations
@@ -19,8 +18,23 @@ from shardckpt.errors import CorruptionError, FormatError, MissingDataError, Sto
 from shardckpt.io.ages import idle_seconds, last_written, storage_now
 from shardckpt.io.store import kind_of
 
-pytestmark = pytest.mark.parametrize("store", ["file", "memory", "gs", "s3", "az", "fsspec", "latent"], indirect=True)
-NAMES = ["a b", "o'clock", "100%", "q?x", "h#y", "ünï-日本", "a&amp;b", "c:d", "[x]*", "{}", "a+b", '"']
+pytestmark = pytest.mark.parametrize(
+    "store", ["file", "memory", "gs", "s3", "az", "fsspec", "latent"], indirect=True
+)
+NAMES = [
+    "a b",
+    "o'clock",
+    "100%",
+    "q?x",
+    "h#y",
+    "ünï-日本",
+    "a&amp;b",
+    "c:d",
+    "[x]*",
+    "{}",
+    "a+b",
+    '"',
+]
 
 
 def refuses_to_replace(store, key):
@@ -35,7 +49,13 @@ def refuses_to_replace(store, key):
 
 
 def test_what_was_written_is_read(store):
-    for data in (b"bytes", bytearray(b"array"), memoryview(b"view"), np.arange(9, dtype=np.uint8), b""):
+    for data in (
+        b"bytes",
+        bytearray(b"array"),
+        memoryview(b"view"),
+        np.arange(9, dtype=np.uint8),
+        b"",
+    ):
         store.write("deep/down/ünï 100%", data)
         assert store.read("deep/down/ünï 100%") == bytes(data)
 
@@ -74,7 +94,8 @@ def test_an_object_is_created_once(store):
 
 @pytest.mark.parametrize("begin", ["nothing", "something"])
 def test_of_many_threads_exactly_one_writes_first(store, begin):
-    """All have seen the same: nothing, which one of them creates, or an object, which one of them replaces."""
+    """All have seen the same: nothing, which one of them creates, or an object, which one of them
+    replaces."""
     barrier = threading.Barrier(16)
 
     def write(i, key):
@@ -95,7 +116,8 @@ def test_of_many_threads_exactly_one_writes_first(store, begin):
 
 
 def test_a_writer_that_finds_its_own_bytes_has_written_them(store):
-    """The answer to a write may be lost, and the second try finds the object changed: by the first."""
+    """The answer to a write may be lost, and the second try finds the object changed: by the
+    first."""
     assert store.create("record", b"mine")
     assert store.create("record", b"mine")
     assert not store.create("record", b"yours")
@@ -146,8 +168,11 @@ def test_ranges_are_read_into_several_buffers(store):
     parts = [bytearray(2), bytearray(0), bytearray(3)]
     generation = store.read_into("key", 4, [memoryview(part) for part in parts])
     assert parts == [b"45", b"", b"678"]
-    # A disk computes no generation for a range; and no generation is of use where nothing is replaced.
-    assert generation == (b"" if store.location.local_path or not store.replaces else store.read_versioned("key")[1])
+    # A disk computes no generation for a range; and no generation is of use where nothing is
+    # replaced.
+    assert generation == (
+        b"" if store.location.local_path or not store.replaces else store.read_versioned("key")[1]
+    )
     with pytest.raises(CorruptionError, match=r"key ends before byte 11"):
         store.read_into("key", 9, [memoryview(bytearray(2))])
     with pytest.raises(MissingDataError, match="no/such key is missing"):
@@ -218,7 +243,9 @@ def test_an_object_is_removed_only_if_it_is_still_that_version(store):
     data, second = store.read_versioned("key")
     assert not store.remove("key", first)
     assert store.read("key") == data
-    if store.location.scheme == "az" or not store.replaces:  # on Azure for the blank in its name: see `test_conditional_delete`
+    if (
+        store.location.scheme == "az" or not store.replaces
+    ):  # on Azure for the blank in its name: see `test_conditional_delete`
         assert not store.remove("key", second)
         assert store.read_versioned("key") == (data, second)
         return
@@ -297,7 +324,12 @@ def test_places_of_one_kind_have_its_capabilities(store):
 def test_a_path_is_that_of_a_file_with_the_object_s_bytes(store):
     store.write("a/b", b"bytes")
     path = store.local_path("a/b")
-    assert store.has_paths == (path is not None) == (store.location.local_path is not None) == (store.local_path("") is not None)
+    assert (
+        store.has_paths
+        == (path is not None)
+        == (store.location.local_path is not None)
+        == (store.local_path("") is not None)
+    )
     assert path is None or path.read_bytes() == b"bytes"
 
 
@@ -314,7 +346,10 @@ def test_tensorstore_sees_the_objects_or_the_error_says_that_it_has_no_driver(st
     if store.has_driver:
         assert store.kvstore().read("key").result().value == b"bytes"
     else:
-        with pytest.raises(StorageError, match=re.escape(f"TensorStore has no driver for {store.location.scheme}://")):
+        with pytest.raises(
+            StorageError,
+            match=re.escape(f"TensorStore has no driver for {store.location.scheme}://"),
+        ):
             store.kvstore()
 
 
@@ -348,7 +383,11 @@ def test_a_storage_that_copies_by_itself_copies_the_same_bytes(store):
     target = store.sub("below")
     if target.copies_from(store):
         target.copy_from(store, [("old", "deep/new"), ("old", "other")])
-        assert (target.read("deep/new"), target.read("other"), store.read("old")) == (b"bytes", b"bytes", b"bytes")
+        assert (target.read("deep/new"), target.read("other"), store.read("old")) == (
+            b"bytes",
+            b"bytes",
+            b"bytes",
+        )
         with pytest.raises(StorageError, match="no such key"):
             target.copy_from(store, [("no such key", "new")])
     else:

@@ -27,7 +27,11 @@ def test_what_was_appended_is_there_in_that_order(store):
 
 def test_many_parts_are_appended_in_their_order_however_few_the_kernel_takes(store, monkeypatch):
     writev = os.writev
-    monkeypatch.setattr(os, "writev", lambda fd, parts: writev(fd, [*parts[:2], parts[2][:1]] if len(parts) > 2 else parts))
+    monkeypatch.setattr(
+        os,
+        "writev",
+        lambda fd, parts: writev(fd, [*parts[:2], parts[2][:1]] if len(parts) > 2 else parts),
+    )
     file = create_data_file(store, "d/0")
     parts = [b"%d," % i for i in range(3000)]
     file.append([memoryview(part) for part in parts])
@@ -36,7 +40,9 @@ def test_many_parts_are_appended_in_their_order_however_few_the_kernel_takes(sto
     assert store.read("d/0") == b"".join(parts)
 
 
-def test_a_disk_begins_with_a_file_while_it_is_appended_to_and_is_told_of_no_byte_twice(tmp_path, monkeypatch):
+def test_a_disk_begins_with_a_file_while_it_is_appended_to_and_is_told_of_no_byte_twice(
+    tmp_path, monkeypatch
+):
     calls = []
 
     def begin(fd, offset, nbytes):
@@ -48,7 +54,12 @@ def test_a_disk_begins_with_a_file_while_it_is_appended_to_and_is_told_of_no_byt
     for _ in range(9):
         file.append(bytes(3 * MiB))
         file.append([memoryview(bytes(MiB))] * 2)
-    assert calls == [(0, 8 * MiB, 8 * MiB), (8 * MiB, 10 * MiB, 18 * MiB), (18 * MiB, 10 * MiB, 28 * MiB), (28 * MiB, 10 * MiB, 38 * MiB)]
+    assert calls == [
+        (0, 8 * MiB, 8 * MiB),
+        (8 * MiB, 10 * MiB, 18 * MiB),
+        (18 * MiB, 10 * MiB, 28 * MiB),
+        (28 * MiB, 10 * MiB, 38 * MiB),
+    ]
     file.seal()
     file.wait()
     assert (tmp_path / "d/0").stat().st_size == 45 * MiB
@@ -59,7 +70,9 @@ def test_linux_takes_the_hint(tmp_path):
     with (tmp_path / "0").open("wb", buffering=0) as file:
         file.write(bytes(MiB))
         assert begin_write_back(file.fileno(), 0, MiB)
-        assert not begin_write_back(file.fileno(), -1, MiB), "it was told what to write, and not something else"
+        assert not begin_write_back(file.fileno(), -1, MiB), (
+            "it was told what to write, and not something else"
+        )
 
 
 def test_a_kernel_that_cannot_be_told_is_left_alone(tmp_path, monkeypatch):

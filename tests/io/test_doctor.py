@@ -44,7 +44,9 @@ def unkept(diagnosis):
 def test_each_kind_works_but_for_what_it_lacks_and_nothing_is_left(store):
     diagnosis = examine(store.location)
     lacks = LACKS[store.location.scheme]
-    assert {name: outcome for name, outcome in outcomes(diagnosis).items() if outcome != "works"} == dict.fromkeys(lacks, "lacks")
+    assert {
+        name: outcome for name, outcome in outcomes(diagnosis).items() if outcome != "works"
+    } == dict.fromkeys(lacks, "lacks")
     assert unkept(diagnosis) == {promise.name for promise in PROMISES if lacks & {*promise.needs}}
     assert diagnosis.ok == ("processes" not in lacks)
     assert diagnosis.left is None
@@ -106,13 +108,25 @@ class Careless(LatentStore):
 @pytest.mark.parametrize(
     ("kind", "fails", "broken", "text"),
     [
-        (Unconditional, {"create", "replace"}, {"save", "replace"}, "2 of two writers of one missing object succeeded (round 1)"),
+        (
+            Unconditional,
+            {"create", "replace"},
+            {"save", "replace"},
+            "2 of two writers of one missing object succeeded (round 1)",
+        ),
         (Late, {"list"}, {"save"}, "a listing lacks an object that was written just before"),
-        (Undeletable, {"delete", "clock", "create", "replace"}, {"save", "replace", "clean", "grace"}, "forbidden"),
+        (
+            Undeletable,
+            {"delete", "clock", "create", "replace"},
+            {"save", "replace", "clean", "grace"},
+            "forbidden",
+        ),
         (Careless, {"remove"}, {"replace", "clean"}, "an object that had changed was deleted"),
     ],
 )
-def test_an_ability_that_a_place_has_not_got_breaks_the_promises_that_need_it(latent, monkeypatch, kind, fails, broken, text):
+def test_an_ability_that_a_place_has_not_got_breaks_the_promises_that_need_it(
+    latent, monkeypatch, kind, fails, broken, text
+):
     monkeypatch.setitem(sys.modules, "doctor_kinds", sys.modules[__name__])
     monkeypatch.setitem(SCHEMES, "latent", ("doctor_kinds", kind.__name__))
     diagnosis = examine(latent)
@@ -125,31 +139,46 @@ def test_an_ability_that_a_place_has_not_got_breaks_the_promises_that_need_it(la
 
 
 @pytest.mark.parametrize(("kind", "works"), [(ReadOnly, {"look"}), (Closed, set())])
-def test_nothing_else_is_tried_where_nothing_can_be_written_or_looked_at(latent, monkeypatch, kind, works):
+def test_nothing_else_is_tried_where_nothing_can_be_written_or_looked_at(
+    latent, monkeypatch, kind, works
+):
     monkeypatch.setitem(sys.modules, "doctor_kinds", sys.modules[__name__])
     monkeypatch.setitem(SCHEMES, "latent", ("doctor_kinds", kind.__name__))
     diagnosis = examine(latent)
     assert {name for name, outcome in outcomes(diagnosis).items() if outcome == "works"} == works
     assert list(outcomes(diagnosis).values()).count("fails") == 1
-    assert unkept(diagnosis) == {promise.name for promise in PROMISES} - ({"restore"} if works else set())
+    assert unkept(diagnosis) == {promise.name for promise in PROMISES} - (
+        {"restore"} if works else set()
+    )
     assert not diagnosis.ok
 
 
 def test_a_real_service_that_ignores_conditions_is_found_out(gcs_server):
-    """fake-gcs-server without the proxy that enforces them: it deletes an object whose version has changed."""
+    """fake-gcs-server without the proxy that enforces them: it deletes an object whose version has
+    changed."""
     with environment(gcs_server.env()):
         diagnosis = examine(f"gs://{gcs_server.new_bucket(f'b-{uuid.uuid4().hex}')}/run")
-    assert {name for name, outcome in outcomes(diagnosis).items() if outcome != "works"} == {"remove"}
+    assert {name for name, outcome in outcomes(diagnosis).items() if outcome != "works"} == {
+        "remove"
+    }
     assert unkept(diagnosis) == {"replace", "clean"}
     assert not diagnosis.ok
 
 
 def test_an_error_of_the_other_process_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "_PEER", "import sys; sys.stdin.readline(); print('\"it has no rights\"', flush=True)")
+    monkeypatch.setattr(
+        doctor,
+        "_PEER",
+        "import sys; sys.stdin.readline(); print('\"it has no rights\"', flush=True)",
+    )
     diagnosis = examine(tmp_path)
-    assert [trial.detail for trial in diagnosis.trials if trial.name == "create"] == ["in another process: it has no rights"]
+    assert [trial.detail for trial in diagnosis.trials if trial.name == "create"] == [
+        "in another process: it has no rights"
+    ]
     monkeypatch.setattr(doctor, "_PEER", "raise SystemExit(1)")
-    assert "the other process ended" in next(trial.detail for trial in examine(tmp_path).trials if trial.name == "create")
+    assert "the other process ended" in next(
+        trial.detail for trial in examine(tmp_path).trials if trial.name == "create"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -160,14 +189,18 @@ def test_ctrl_c_leaves_nothing_behind(azure_server, tmp_path, kind, seconds):
     url = str(tmp_path / "new/run") if kind == "file" else azure_server.url(uuid.uuid4().hex)
     with environment(azure_server.env()):
         command = [sys.executable, "-m", "shardckpt", "doctor", url]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ}, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ}, text=True
+        )
         store = Store.open(url)
         while process.poll() is None and not store.list_children():
             time.sleep(0.005)
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=200)
-        assert process.returncode in {130, 0, -signal.SIGINT}, output  # the last: Python was about to end
+        assert process.returncode in {130, 0, -signal.SIGINT}, (
+            output
+        )  # the last: Python was about to end
         assert store.list() == []
     assert list(tmp_path.iterdir()) == []
 
@@ -180,6 +213,8 @@ def test_the_command_has_text_json_and_a_status(tmp_path, latent):
     assert answer.exit_code == 1
     document = json.loads(answer.output)
     assert (document["url"], document["ok"], document["left"]) == (latent, False, None)
-    assert {"name": "replace", "outcome": "works"}.items() <= next(one for one in document["trials"] if one["name"] == "replace").items()
+    assert {"name": "replace", "outcome": "works"}.items() <= next(
+        one for one in document["trials"] if one["name"] == "replace"
+    ).items()
     assert [one["name"] for one in document["promises"]] == [promise.name for promise in PROMISES]
     assert Store.open(latent).list() == []

@@ -44,13 +44,15 @@ def test_a_full_disk_is_told_from_one_without_inodes(tmp_path, monkeypatch, file
 
 
 def test_a_quota_is_of_bytes_or_of_files():
-    assert "the quota of bytes or of files is used up" in message(OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)))
+    assert "the quota of bytes or of files is used up" in message(
+        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    )
 
 
 def test_an_answer_without_a_field_says_so():
     assert message(KeyError("ContentLength"), "s3://bucket/c") == (
-        "cannot write s3://bucket/c: the storage's answer lacks 'ContentLength'; its service does not follow the protocol; "
-        "check the endpoint."
+        "cannot write s3://bucket/c: the storage's answer lacks 'ContentLength'; its service "
+        "does not follow the protocol; check the endpoint."
     )
 
 
@@ -58,7 +60,10 @@ def test_an_answer_without_a_field_says_so():
 def damaged(tmp_path):
     """A checkpoint with one flipped bit."""
     shardckpt.save(tmp_path / "c", {"w": np.arange(1 << 16, dtype=np.float32), "v": np.ones(3)})
-    data = max((path for path in (tmp_path / "c").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data = max(
+        (path for path in (tmp_path / "c").rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     content = bytearray(data.read_bytes())
     content[9999] ^= 1
     data.write_bytes(content)
@@ -69,7 +74,10 @@ CALLS = {
     "restore": (lambda c, to: shardckpt.restore(c), "with only=."),
     "reshard": (lambda c, to: shardckpt.reshard(c, to / "r", layout="zarr"), "with only=."),
     "export": (lambda c, to: shardckpt.export(c, to / "o.safetensors"), "with exclude=."),
-    "export to torch": (lambda c, to: shardckpt.export(c, to / "o.pt", to="torch"), "with exclude=."),
+    "export to torch": (
+        lambda c, to: shardckpt.export(c, to / "o.pt", to="torch"),
+        "with exclude=.",
+    ),
     "read": (lambda c, to: shardckpt.open(c).read("w"), None),
     "fingerprint": (lambda c, to: shardckpt.open(c).fingerprint(), None),
 }
@@ -90,6 +98,12 @@ def test_a_report_of_damage_names_no_option(damaged):
 
 def test_ctrl_c_amid_the_question_whether_python_shuts_down_leaves_the_main_thread_alive():
     for at in range(20):
-        interrupted(at, threading.__file__, lambda code: code.co_filename == threading.__file__, is_shutting_down, lambda: None)
+        interrupted(
+            at,
+            threading.__file__,
+            lambda code: code.co_filename == threading.__file__,
+            is_shutting_down,
+            lambda: None,
+        )
         assert threading.main_thread().is_alive()
         assert not is_shutting_down()

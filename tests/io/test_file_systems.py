@@ -1,4 +1,5 @@
-"""File systems that answer otherwise than ext4: their answers are given here in the system's place; `make fuse` mounts real ones."""
+"""File systems that answer otherwise than ext4: their answers are given here in the system's place;
+`make fuse` mounts real ones."""
 
 from __future__ import annotations
 
@@ -92,7 +93,9 @@ def test_a_save_ends_where_every_look_up_makes_up_an_inode_number(tmp_path, monk
     assert not [*tmp_path.rglob("*.__lock")]
 
 
-def test_of_many_writers_one_wins_where_every_look_up_makes_up_an_inode_number(tmp_path, monkeypatch):
+def test_of_many_writers_one_wins_where_every_look_up_makes_up_an_inode_number(
+    tmp_path, monkeypatch
+):
     numbers = itertools.count(10**6)
     renumber(monkeypatch, lambda _: next(numbers))
     store = Store.open(tmp_path)
@@ -101,7 +104,9 @@ def test_of_many_writers_one_wins_where_every_look_up_makes_up_an_inode_number(t
             generation = store.read_versioned("key")[1]
             written = [f"{turn} {i}".encode() for i in range(8)]
             won = list(pool.map(store.replace, ["key"] * 8, written, [generation] * 8))
-            assert [data for data, is_mine in zip(written, won, strict=True) if is_mine] == [store.read("key")]
+            assert [data for data, is_mine in zip(written, won, strict=True) if is_mine] == [
+                store.read("key")
+            ]
     assert names(tmp_path) == ["key"]
 
 
@@ -120,12 +125,16 @@ def test_a_save_is_published_where_inode_numbers_change_while_it_runs(tmp_path, 
     assert shardckpt.CheckpointManager(tmp_path).all_steps() == [2]
 
 
-def test_a_file_that_is_another_one_at_every_look_is_not_written_and_the_error_says_so(tmp_path, monkeypatch):
+def test_a_file_that_is_another_one_at_every_look_is_not_written_and_the_error_says_so(
+    tmp_path, monkeypatch
+):
     """So does a file system whose locks exclude nobody."""
     numbers = itertools.count(10**6)
     renumber(monkeypatch, lambda _: next(numbers))
     monkeypatch.setattr(files, "lock_file", lambda _fd, _path: None)
-    with pytest.raises(StorageError, match=r"key.__lock was another file at each of 101 looks.*no locks that hold"):
+    with pytest.raises(
+        StorageError, match=r"key.__lock was another file at each of 101 looks.*no locks that hold"
+    ):
         Store.open(tmp_path).write("key", b"new")
     assert not (tmp_path / "key").exists()
 
@@ -134,7 +143,9 @@ def test_a_file_that_is_another_one_at_every_look_is_not_written_and_the_error_s
 
 
 @pytest.mark.parametrize("unknown", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_flock_excludes_writers_where_locks_of_open_files_are_unknown(tmp_path, refused, unknown, monkeypatch):
+def test_flock_excludes_writers_where_locks_of_open_files_are_unknown(
+    tmp_path, refused, unknown, monkeypatch
+):
     refused(unknown, None)
     monkeypatch.setattr(files, "_LOCK_SECONDS", 0.1)
     store = Store.open(tmp_path)
@@ -151,17 +162,23 @@ def test_flock_excludes_writers_where_locks_of_open_files_are_unknown(tmp_path, 
 def test_a_save_where_nothing_locks_is_refused_with_what_to_mount(tmp_path, refused, unknown):
     refused(unknown, unknown)
     with pytest.raises(
-        StorageError, match=r"checkpoint.json: this file system has no locks \(Refused\); mount it with locks \(Lustre: -o flock"
+        StorageError,
+        match=r"checkpoint.json: this file system has no locks \(Refused\); mount it with locks "
+        r"\(Lustre: -o flock",
     ):
         shardckpt.save(tmp_path / "c", STATE)
 
 
 @pytest.mark.parametrize("to", ["safetensors", "dcp", "torch"])
-def test_an_export_where_nothing_locks_is_refused_with_what_to_mount_and_leaves_nothing(tmp_path, refused, to):
+def test_an_export_where_nothing_locks_is_refused_with_what_to_mount_and_leaves_nothing(
+    tmp_path, refused, to
+):
     shardckpt.save(tmp_path / "c", STATE)
     (tmp_path / "out").mkdir()
     refused(errno.ENOSYS, errno.ENOSYS)
-    with pytest.raises(StorageError, match=r"this file system has no locks \(Refused\); mount it with locks"):
+    with pytest.raises(
+        StorageError, match=r"this file system has no locks \(Refused\); mount it with locks"
+    ):
         shardckpt.export(tmp_path / "c", tmp_path / "out" / "x.safetensors", to=to)
     assert names(tmp_path / "out") == []
 
@@ -175,7 +192,9 @@ def test_an_error_of_a_lock_that_says_nothing_about_the_file_system_is_kept(tmp_
 # --- directories
 
 
-def test_a_directory_that_cannot_be_synced_is_named_in_the_log_once_and_the_save_goes_on(tmp_path, monkeypatch, caplog):
+def test_a_directory_that_cannot_be_synced_is_named_in_the_log_once_and_the_save_goes_on(
+    tmp_path, monkeypatch, caplog
+):
     really = os.fsync
 
     def fsync(fd):
@@ -189,23 +208,34 @@ def test_a_directory_that_cannot_be_synced_is_named_in_the_log_once_and_the_save
         shardckpt.save(tmp_path / f"{step}", STATE)
     for to in ("safetensors", "dcp"):
         shardckpt.export(tmp_path / "1", tmp_path / to, to=to)
-    assert sum("cannot make directories durable" in record.message for record in caplog.records) == 1
+    assert (
+        sum("cannot make directories durable" in record.message for record in caplog.records) == 1
+    )
 
 
-def test_a_file_system_that_cannot_rename_is_told_from_others_with_the_way_out(tmp_path, monkeypatch):
+def test_a_file_system_that_cannot_rename_is_told_from_others_with_the_way_out(
+    tmp_path, monkeypatch
+):
     def rename(_path, _to):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(StorageError, match=r"Function not implemented.*use the bucket's own url \(s3://"):
+    with pytest.raises(
+        StorageError, match=r"Function not implemented.*use the bucket's own url \(s3://"
+    ):
         shardckpt.save(tmp_path / "c", STATE)
 
 
-def test_an_open_file_that_was_deleted_is_not_listed_and_its_directory_goes_when_it_is_closed(tmp_path):
+def test_an_open_file_that_was_deleted_is_not_listed_and_its_directory_goes_when_it_is_closed(
+    tmp_path,
+):
     """NFS and FUSE keep it under a name of their own as long as it is open."""
     directory = tmp_path / "d"
     directory.mkdir()
-    hidden = [directory / ".nfs0000000002be1234000001f5", directory / ".fuse_hidden0000000500000002"]
+    hidden = [
+        directory / ".nfs0000000002be1234000001f5",
+        directory / ".fuse_hidden0000000500000002",
+    ]
     for path in hidden:
         path.touch()
     assert Store.open(directory).list() == Store.open(directory).list_children() == []
@@ -221,7 +251,9 @@ def test_an_open_file_that_was_deleted_is_not_listed_and_its_directory_goes_when
 
 @pytest.mark.parametrize("error", [errno.ENOENT, errno.ESTALE])
 @pytest.mark.parametrize("asks_by", ["create", "replace", "read"])
-def test_a_file_that_is_removed_between_being_opened_and_asked_for_its_status_is_opened_again(tmp_path, monkeypatch, error, asks_by):
+def test_a_file_that_is_removed_between_being_opened_and_asked_for_its_status_is_opened_again(
+    tmp_path, monkeypatch, error, asks_by
+):
     store = Store.open(tmp_path)
     if asks_by != "create":
         store.write("key", b"old")

@@ -1,4 +1,5 @@
-"""A process that is forked after TensorStore was used is told so by every call; one that is forked before works."""
+"""A process that is forked after TensorStore was used is told so by every call; one that is forked
+before works."""
 
 import json
 import subprocess
@@ -11,7 +12,13 @@ CHILD = CHILDREN / "forked.py"
 
 
 def answers_of(tmp_path, when):
-    done = subprocess.run([sys.executable, CHILD, when, tmp_path], capture_output=True, text=True, check=False, timeout=250)
+    done = subprocess.run(
+        [sys.executable, CHILD, when, tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 

@@ -1,4 +1,5 @@
-"""Places that fsspec reaches: what their clients do conditionally is proved here by two processes, and nothing else is written."""
+"""Places that fsspec reaches: what their clients do conditionally is proved here by two processes,
+and nothing else is written."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ STATE = {"w": np.arange(4000, dtype=np.float32).reshape(40, 100), "step": 7}
 
 @contextmanager
 def opened(request, protocol):
-    """The url of a bucket, without its scheme, on the emulator of a protocol's service, and the environment that leads there."""
+    """The url of a bucket, without its scheme, on the emulator of a protocol's service, and the
+    environment that leads there."""
     with ExitStack() as stack:
         if protocol == "s3":
             server = request.getfixturevalue("s3_server")
@@ -69,8 +71,15 @@ def test_of_two_processes_that_create_one_object_exactly_one_succeeds(written):
     diagnosis = examine(written)
     outcomes = {trial.name: trial.outcome for trial in diagnosis.trials}
     lacks = {"replace", "remove", "clock", "copies", "exports", "driver"}
-    assert {name: outcome for name, outcome in outcomes.items() if outcome != "works"} == dict.fromkeys(lacks, "lacks"), diagnosis.trials
-    assert {promise.name for promise in PROMISES if diagnosis.holds(promise)} == {"restore", "save", "hosts", "durable"}
+    assert {
+        name: outcome for name, outcome in outcomes.items() if outcome != "works"
+    } == dict.fromkeys(lacks, "lacks"), diagnosis.trials
+    assert {promise.name for promise in PROMISES if diagnosis.holds(promise)} == {
+        "restore",
+        "save",
+        "hosts",
+        "durable",
+    }
     assert Store.open(written).list() == []
 
 
@@ -78,7 +87,9 @@ def test_of_two_processes_that_create_one_object_exactly_one_succeeds(written):
 def test_a_new_checkpoint_is_saved_restored_resharded_and_stays(written, layout):
     shardckpt.save(f"{written}/1", STATE, options=SaveOptions(layout=layout))
     assert_holds(f"{written}/1")
-    shardckpt.save_async(f"{written}/2", STATE, options=SaveOptions(overwrite=True, layout=layout)).wait()
+    shardckpt.save_async(
+        f"{written}/2", STATE, options=SaveOptions(overwrite=True, layout=layout)
+    ).wait()
     shardckpt.reshard(f"{written}/1", f"{written}/3", mesh=Mesh((4,), ("x",)))
     assert_holds(f"{written}/3")
     with pytest.raises(errors.AlreadyExistsError):
@@ -91,7 +102,9 @@ def test_what_replaces_or_deletes_a_record_is_refused_by_name_before_anything_is
     shardckpt.save(url, STATE)
     before = Store.open(written).list()
     refused = {
-        "save over what is at": lambda: shardckpt.save(url, STATE, options=SaveOptions(overwrite=True)),
+        "save over what is at": lambda: shardckpt.save(
+            url, STATE, options=SaveOptions(overwrite=True)
+        ),
         "delete": lambda: delete(url),
         "collect what unfinished saves left at": lambda: collect(written),
         "pin": lambda: pin(url),
@@ -102,7 +115,9 @@ def test_what_replaces_or_deletes_a_record_is_refused_by_name_before_anything_is
     }
     for action, use in refused.items():
         with pytest.raises(
-            errors.StorageError, match=rf"cannot {action} {re.escape(written)}.* cannot replace an object only if it is unchanged"
+            errors.StorageError,
+            match=rf"cannot {action} {re.escape(written)}.* cannot replace an object only if it is "
+            r"unchanged",
         ):
             use()
     assert Store.open(written).list() == before
@@ -147,8 +162,12 @@ def test_several_processes_save_and_of_two_jobs_one_commits(request, protocol):
 
 def test_a_place_that_another_client_holds_is_refused(gcs):
     by_gcsfs, own = gcs
-    Attempt.at(f"{own}/1", SingleProcess(), SaveOptions()).place.write("hosts/00000/0/d/00000", b"data of a save that was killed")
-    hold_place(Store.open(f"{own}/1"), read_prior(Store.open(f"{own}/1"), overwrite=False), overwrite=False)
+    Attempt.at(f"{own}/1", SingleProcess(), SaveOptions()).place.write(
+        "hosts/00000/0/d/00000", b"data of a save that was killed"
+    )
+    hold_place(
+        Store.open(f"{own}/1"), read_prior(Store.open(f"{own}/1"), overwrite=False), overwrite=False
+    )
     before = Store.open(f"{own}/1").list()
     with pytest.raises(errors.StorageError, match="cannot save over what is at"):
         shardckpt.save(f"{by_gcsfs}/1", STATE)
@@ -189,7 +208,9 @@ def test_a_base_by_another_protocol_is_refused(gcs):
     ],
 )
 def test_a_base_that_a_record_names_by_another_protocol_is_not_read(checkpoint, base):
-    with pytest.raises(errors.FormatError, match=r"is in another kind of storage|which is not valid"):
+    with pytest.raises(
+        errors.FormatError, match=r"is in another kind of storage|which is not valid"
+    ):
         base_location(parse(checkpoint), Base("attempt", "packed", None, base))
 
 
@@ -204,9 +225,14 @@ def test_a_protocol_that_is_not_proved_is_read_only(tmp_path):
             lambda: shardckpt.save(f"fsspec+http://{host}/2", STATE),
             lambda: shardckpt.reshard(url, f"fsspec+http://{host}/2"),
         ):
-            with pytest.raises(errors.StorageError, match=f"cannot save to fsspec\\+http://{host}/2: the place is read only"):
+            with pytest.raises(
+                errors.StorageError,
+                match=f"cannot save to fsspec\\+http://{host}/2: the place is read only",
+            ):
                 use()
-        with pytest.raises(errors.StorageError, match=r"it is not proved that its client creates .*fsspec\+gs://"):
+        with pytest.raises(
+            errors.StorageError, match=r"it is not proved that its client creates .*fsspec\+gs://"
+        ):
             store.write("key", b"")
         assert not examine(url).ok
 
@@ -222,7 +248,9 @@ def served(folder):
         def log_message(self, *_):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder))) as server:
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder))
+    ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"127.0.0.1:{server.server_port}"
         server.shutdown()

@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 from shardckpt.io import ocdbt
 from shardckpt.io.ocdbt import Version, leaf_node, manifest, read_manifest, read_node, varints
 
-numbers = st.one_of(st.integers(0, 300), st.integers(0, 2**62), st.sampled_from([2**k + d for k in range(1, 62) for d in (-1, 0)]))
+numbers = st.one_of(
+    st.integers(0, 300),
+    st.integers(0, 2**62),
+    st.sampled_from([2**k + d for k in range(1, 62) for d in (-1, 0)]),
+)
 places = st.tuples(st.integers(0, 2), numbers, st.integers(1, 2**40))
 
 
@@ -34,13 +38,23 @@ def test_varints_are_leb128(values):
     assert read_leb128(varints(values)) == values
 
 
-@pytest.mark.parametrize(("value", "encoded"), [(0, "00"), (127, "7f"), (128, "8001"), (16384, "808001"), (2**63 - 1, "ff" * 8 + "7f")])
+@pytest.mark.parametrize(
+    ("value", "encoded"),
+    [(0, "00"), (127, "7f"), (128, "8001"), (16384, "808001"), (2**63 - 1, "ff" * 8 + "7f")],
+)
 def test_varints_have_no_needless_bytes(value, encoded):
     assert varints([value]).hex() == encoded
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.dictionaries(st.binary(min_size=1, max_size=12).map(lambda key: key.replace(b"\0", b"\1")), places, min_size=1, max_size=40))
+@given(
+    st.dictionaries(
+        st.binary(min_size=1, max_size=12).map(lambda key: key.replace(b"\0", b"\1")),
+        places,
+        min_size=1,
+        max_size=40,
+    )
+)
 def test_tensorstore_reads_every_key_and_place(entries):
     files = ["d/00000", "d/00001", "d/other"]
     keys = sorted(entries)
@@ -48,13 +62,24 @@ def test_tensorstore_reads_every_key_and_place(entries):
     context = ts.Context()
     base = ts.KvStore.open({"driver": "memory"}, context=context).result()
     base.write("d/tree", node).result()
-    base.write("manifest.ocdbt", manifest("d/tree", len(node), len(keys), sum(e[2] for e in entries.values()))).result()
+    base.write(
+        "manifest.ocdbt",
+        manifest("d/tree", len(node), len(keys), sum(e[2] for e in entries.values())),
+    ).result()
 
     root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
     assert root["statistics"]["num_keys"] == len(keys)
     entries_read = ts.ocdbt.dump(base, root["location"]).result()["entries"]
-    assert {e["key"]: e["indirect_value"] for e in entries_read} == {k: f"value::{files[f]}:{o}:{n}" for k, (f, o, n) in entries.items()}
-    assert ts.KvStore.open({"driver": "ocdbt", "base": "memory://"}, context=context).result().list().result() == keys
+    assert {e["key"]: e["indirect_value"] for e in entries_read} == {
+        k: f"value::{files[f]}:{o}:{n}" for k, (f, o, n) in entries.items()
+    }
+    assert (
+        ts.KvStore.open({"driver": "ocdbt", "base": "memory://"}, context=context)
+        .result()
+        .list()
+        .result()
+        == keys
+    )
 
 
 texts = st.binary(min_size=1, max_size=12).map(lambda key: key.replace(b"\0", b"\1"))
@@ -64,8 +89,12 @@ texts = st.binary(min_size=1, max_size=12).map(lambda key: key.replace(b"\0", b"
 @given(st.dictionaries(texts, st.one_of(places, st.binary(max_size=3000)), min_size=1, max_size=40))
 def test_tensorstore_reads_values_in_the_node_beside_those_in_files(entries):
     files, keys = ["d/00000", "d/00001", "d/other"], sorted(entries)
-    inside = [value if isinstance(value, bytes) else None for value in map(entries.__getitem__, keys)]
-    rows = [(0, 0, 0) if isinstance(value, bytes) else value for value in map(entries.__getitem__, keys)]
+    inside = [
+        value if isinstance(value, bytes) else None for value in map(entries.__getitem__, keys)
+    ]
+    rows = [
+        (0, 0, 0) if isinstance(value, bytes) else value for value in map(entries.__getitem__, keys)
+    ]
     node = leaf_node(keys, files, *zip(*rows, strict=True), inside)
     context = ts.Context()
     base = ts.KvStore.open({"driver": "memory"}, context=context).result()
@@ -78,7 +107,11 @@ def test_tensorstore_reads_values_in_the_node_beside_those_in_files(entries):
     for key, value in zip(keys, inside, strict=True):
         assert value is None or database.read(key).result().value == value
     values = dict(ocdbt.read_node(node).values)
-    assert values == {key: (files[f], o, n) for key, (f, o, n), value in zip(keys, rows, inside, strict=True) if value is None}
+    assert values == {
+        key: (files[f], o, n)
+        for key, (f, o, n), value in zip(keys, rows, inside, strict=True)
+        if value is None
+    }
     root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
     for entry in ts.ocdbt.dump(base, root["location"]).result()["entries"]:
         assert ("indirect_value" in entry) == (entries[entry["key"]].__class__ is tuple)
@@ -96,23 +129,37 @@ def test_a_damaged_leaf_is_refused_by_tensorstore():
         node[i] ^= 1
 
 
-@given(st.sets(st.binary(min_size=1, max_size=9).filter(lambda key: 0 not in key), min_size=1, max_size=30), st.sampled_from([1, 40]))
+@given(
+    st.sets(
+        st.binary(min_size=1, max_size=9).filter(lambda key: 0 not in key), min_size=1, max_size=30
+    ),
+    st.sampled_from([1, 40]),
+)
 def test_shared_prefixes_are_as_long_as_keys_agree(keys, at_a_time):
     ordered = sorted(keys)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ocdbt, "_COMPARED_BYTES", at_a_time)
         lengths = ocdbt.shared_prefixes(ordered)
-    agree = [takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)) for a, b in pairwise(ordered)]
+    agree = [
+        takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+        for a, b in pairwise(ordered)
+    ]
     assert lengths.tolist() == [len([*pairs]) for pairs in agree]
 
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(st.lists(st.binary(min_size=1, max_size=9), min_size=1, max_size=5), min_size=1, max_size=20),
+    st.lists(
+        st.lists(st.binary(min_size=1, max_size=9), min_size=1, max_size=5), min_size=1, max_size=20
+    ),
     st.sampled_from([None, {"id": "zstd"}]),
 )
 def test_versions_are_what_tensorstore_says(commits, compression):
-    spec = {"driver": "ocdbt", "base": "memory://", "config": {"compression": compression, "max_inline_value_bytes": 2}}
+    spec = {
+        "driver": "ocdbt",
+        "base": "memory://",
+        "config": {"compression": compression, "max_inline_value_bytes": 2},
+    }
     database = ts.KvStore.open(spec, context=ts.Context()).result()
     for keys in commits:
         with ts.Transaction() as together:
@@ -122,11 +169,16 @@ def test_versions_are_what_tensorstore_says(commits, compression):
     roots = [version["root"] for version in ts.ocdbt.dump(database.base).result()["versions"]]
     versions = read_manifest(encoded)
     assert [counted(version) for version in versions] == [root["statistics"] for root in roots]
-    assert [located("btreenode", version.node) for version in versions] == [root.get("location") for root in roots]
+    assert [located("btreenode", version.node) for version in versions] == [
+        root.get("location") for root in roots
+    ]
 
 
 def counted(version):
-    return {name: getattr(version, name) for name in ("num_keys", "num_tree_bytes", "num_indirect_value_bytes")}
+    return {
+        name: getattr(version, name)
+        for name in ("num_keys", "num_tree_bytes", "num_indirect_value_bytes")
+    }
 
 
 def located(kind, place):
@@ -140,17 +192,27 @@ def located(kind, place):
     st.sampled_from([200, 8 << 20]),
 )
 def test_every_node_is_read_as_tensorstore_reads_it(values, compression, node_bytes):
-    config = {"compression": compression, "max_inline_value_bytes": 20, "max_decoded_node_bytes": node_bytes}
-    database = ts.KvStore.open({"driver": "ocdbt", "base": "memory://", "config": config}, context=ts.Context()).result()
+    config = {
+        "compression": compression,
+        "max_inline_value_bytes": 20,
+        "max_decoded_node_bytes": node_bytes,
+    }
+    database = ts.KvStore.open(
+        {"driver": "ocdbt", "base": "memory://", "config": config}, context=ts.Context()
+    ).result()
     with ts.Transaction() as together:
-        for pending in [database.with_transaction(together).write(key, b"v" * n) for key, n in values.items()]:
+        for pending in [
+            database.with_transaction(together).write(key, b"v" * n) for key, n in values.items()
+        ]:
             pending.result()
     (*_, version) = read_manifest(database.base.read("manifest.ocdbt").result().value)
     nodes = [version.node]
     while nodes:
         place = nodes.pop()
         dumped = ts.ocdbt.dump(database.base, located("btreenode", place)).result()
-        node = read_node(database.base.read(place[0]).result().value[place[1] : place[1] + place[2]])
+        node = read_node(
+            database.base.read(place[0]).result().value[place[1] : place[1] + place[2]]
+        )
         nodes += [child for _, child in node.children]
         if dumped["height"]:
             assert [(key, located("btreenode", child)) for key, child in node.children] == [
@@ -158,7 +220,9 @@ def test_every_node_is_read_as_tensorstore_reads_it(values, compression, node_by
             ]
         else:
             assert [(key, located("value", value)) for key, value in node.values] == [
-                (entry["key"], entry["indirect_value"]) for entry in dumped["entries"] if "indirect_value" in entry
+                (entry["key"], entry["indirect_value"])
+                for entry in dumped["entries"]
+                if "indirect_value" in entry
             ]
 
 

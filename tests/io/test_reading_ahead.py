@@ -11,7 +11,8 @@ SECONDS = 20.0
 
 
 def clock_of(used):
-    """A clock by which one second passes until it is asked again, in which so many of processor time are used."""
+    """A clock by which one second passes until it is asked again, in which so many of processor
+    time are used."""
     moments = iter([(0.0, 0.0), (1.0, used)])
     return lambda: next(moments)
 
@@ -42,7 +43,9 @@ def lent(batch, _alone):
 @pytest.mark.parametrize(("copies", "used"), [(False, 1.6), (True, 0.4)])
 def test_the_next_batches_are_read_while_one_is_placed(copies, used, ahead):
     reading, placed = Reading(), []
-    for batch, value in read_ahead(range(1, 8), lent, reading, ahead=ahead, copies=copies, now=clock_of(used)):
+    for batch, value in read_ahead(
+        range(1, 8), lent, reading, ahead=ahead, copies=copies, now=clock_of(used)
+    ):
         assert value == -batch
         assert reading.begins_with(min(batch + ahead, 7))
         placed.append(batch)
@@ -63,12 +66,16 @@ def test_a_batch_without_room_waits_until_earlier_ones_are_placed():
         asked.append((batch, alone))
         if sum(held) + batch > 5 and not alone:
             return None
-        assert sum(held) + batch <= 5 or not held, "it must not wait for what only its caller can give back"
+        assert sum(held) + batch <= 5 or not held, (
+            "it must not wait for what only its caller can give back"
+        )
         held.append(batch)
         return batch
 
     placed = []
-    for batch, value in read_ahead([2, 3, 5, 1, 9, 1], lend, lambda _batch: None, ahead=2, copies=False):
+    for batch, value in read_ahead(
+        [2, 3, 5, 1, 9, 1], lend, lambda _batch: None, ahead=2, copies=False
+    ):
         placed.append(value)
         held.remove(batch)
     assert placed == [2, 3, 5, 1, 9, 1]
@@ -81,7 +88,9 @@ def test_nothing_is_read_any_more_when_it_is_closed():
     with closing(read_ahead([1, 2, 3, 4], lent, reading, ahead=2, copies=False)) as batches:
         next(batches)
     assert 4 not in reading.begun
-    assert set(threading.enumerate()) <= before, "threads of earlier tests may end meanwhile; none is new"
+    assert set(threading.enumerate()) <= before, (
+        "threads of earlier tests may end meanwhile; none is new"
+    )
 
 
 def test_what_reading_raises_comes_when_its_batch_is_asked_for():
@@ -97,7 +106,11 @@ def test_what_reading_raises_comes_when_its_batch_is_asked_for():
 
 def test_a_single_batch_is_read_by_the_calling_thread():
     threads = []
-    assert list(read_ahead([1], lent, lambda _: threads.append(threading.current_thread()), ahead=2, copies=True)) == [(1, -1)]
+    assert list(
+        read_ahead(
+            [1], lent, lambda _: threads.append(threading.current_thread()), ahead=2, copies=True
+        )
+    ) == [(1, -1)]
     assert threads == [threading.current_thread()]
 
 

@@ -28,8 +28,8 @@ def test_a_save_that_does_not_fit_is_refused_with_the_place_both_sizes_and_what_
     with pytest.raises(StorageError) as caught:
         check_space(Store.open(tmp_path / "run"), 1 << 60)
     assert re.fullmatch(
-        rf"{tmp_path}/run: this save takes 1,048,576 TiB and the disk has [\d.]+ [KMGT]iB free, [\d.,]+ TiB too little; "
-        r"make room .*",
+        rf"{tmp_path}/run: this save takes 1,048,576 TiB and the disk has [\d.]+ [KMGT]iB free, "
+        r"[\d.,]+ TiB too little; make room .*",
         str(caught.value),
     )
 

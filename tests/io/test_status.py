@@ -1,4 +1,5 @@
-"""Looks at paths: typed errors for paths that cannot be looked at, and no other way to look in the whole package."""
+"""Looks at paths: typed errors for paths that cannot be looked at, and no other way to look in the
+whole package."""
 
 from __future__ import annotations
 
@@ -20,8 +21,28 @@ from shardckpt.errors import StorageError
 from shardckpt.io.status import exists, is_directory, is_file, is_link, status
 
 PACKAGE = ROOT / "shardckpt"
-_OF_PATHS = {"exists", "is_dir", "is_file", "is_symlink", "is_mount", "is_fifo", "is_socket", "is_block_device", "is_char_device"}
-_OF_OS = {"exists", "lexists", "isdir", "isfile", "islink", "samefile", "getsize", "getmtime", "ismount"}
+_OF_PATHS = {
+    "exists",
+    "is_dir",
+    "is_file",
+    "is_symlink",
+    "is_mount",
+    "is_fifo",
+    "is_socket",
+    "is_block_device",
+    "is_char_device",
+}
+_OF_OS = {
+    "exists",
+    "lexists",
+    "isdir",
+    "isfile",
+    "islink",
+    "samefile",
+    "getsize",
+    "getmtime",
+    "ismount",
+}
 
 
 def predicates(source):
@@ -31,18 +52,34 @@ def predicates(source):
             continue
         of, name = ast.unparse(node.func.value), node.func.attr
         of_entry = of in ("entry", "e")  # of os.scandir
-        if (of == "os.path" and name in _OF_OS) or name == "samefile" or (name in _OF_PATHS and not node.args and not of_entry):
+        if (
+            (of == "os.path" and name in _OF_OS)
+            or name == "samefile"
+            or (name in _OF_PATHS and not node.args and not of_entry)
+        ):
             yield node.lineno, ast.unparse(node)
 
 
 def test_the_package_looks_at_paths_by_its_own_functions_only():
-    calls = [(str(path.relative_to(ROOT)), *call) for path in PACKAGE.rglob("*.py") for call in predicates(path.read_text())]
+    calls = [
+        (str(path.relative_to(ROOT)), *call)
+        for path in PACKAGE.rglob("*.py")
+        for call in predicates(path.read_text())
+    ]
     assert calls == []
 
 
 def test_the_rule_finds_what_it_looks_for():
-    source = "path.exists(); os.path.isfile(p); store.exists(key); entry.is_dir(); (a / b).is_symlink(); a.samefile(b)"
-    assert [text for _, text in predicates(source)] == ["path.exists()", "os.path.isfile(p)", "(a / b).is_symlink()", "a.samefile(b)"]
+    source = (
+        "path.exists(); os.path.isfile(p); store.exists(key); entry.is_dir(); (a / "
+        "b).is_symlink(); a.samefile(b)"
+    )
+    assert [text for _, text in predicates(source)] == [
+        "path.exists()",
+        "os.path.isfile(p)",
+        "(a / b).is_symlink()",
+        "a.samefile(b)",
+    ]
 
 
 def test_kinds_of_files(tmp_path):
@@ -67,7 +104,11 @@ def test_kinds_of_files(tmp_path):
 
 
 def test_a_name_that_is_too_long_is_a_storage_error(tmp_path):
-    with pytest.raises(StorageError, match=r"cannot look at .*File name too long; a name on the way is too long for the file system"):
+    with pytest.raises(
+        StorageError,
+        match=r"cannot look at .*File name too long; a name on the way is too long for the file "
+        r"system",
+    ):
         status(tmp_path / ("a" * 300))
 
 
@@ -90,7 +131,15 @@ def places():
 def as_another_user(places, entries):
     command = [sys.executable, CHILDREN / "another_user.py", places / "mine"]
     env = os.environ | {"COLUMNS": "200", "PYTHONIOENCODING": "utf-8"}
-    finished = subprocess.run(command, input=json.dumps(entries), capture_output=True, text=True, check=False, timeout=600, env=env)
+    finished = subprocess.run(
+        command,
+        input=json.dumps(entries),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        env=env,
+    )
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout)
 
@@ -129,12 +178,21 @@ COMMANDS = [
 
 @pytest.mark.timeout(700)  # it starts some dozen programs, one after another
 def test_every_command_of_a_user_who_may_not_enter_a_directory_says_so(places):
-    entries = [[one.replace("CLOSED", str(places / "closed")).replace("OK", str(places / "ok")) for one in each] for each in COMMANDS]
+    entries = [
+        [
+            one.replace("CLOSED", str(places / "closed")).replace("OK", str(places / "ok"))
+            for one in each
+        ]
+        for each in COMMANDS
+    ]
     for command, (code, err) in zip(COMMANDS, as_another_user(places, entries), strict=True):
         assert "Traceback" not in err, (command, err)
         assert "bug in shardckpt" not in err, (command, err)
         assert code in (2, 3, 6), (command, code, err)
-        assert any(text in err for text in ("ermission denied", "ame too long", "is a shardckpt checkpoint already")), (command, err)
+        assert any(
+            text in err
+            for text in ("ermission denied", "ame too long", "is a shardckpt checkpoint already")
+        ), (command, err)
 
 
 SAVE = "import numpy; shardckpt.save({!r}, {{'w': numpy.ones(3)}})"
@@ -142,26 +200,45 @@ SAVE = "import numpy; shardckpt.save({!r}, {{'w': numpy.ones(3)}})"
 
 def test_a_user_without_a_home_saves_and_restores_on_a_disk(places):
     nothing_odd = "assert not __import__('os').path.exists('~')"
-    calls = [SAVE.format("c"), "assert shardckpt.restore('c')['w'].tolist() == [1, 1, 1]", SAVE.format("~/c"), nothing_odd]
+    calls = [
+        SAVE.format("c"),
+        "assert shardckpt.restore('c')['w'].tolist() == [1, 1, 1]",
+        SAVE.format("~/c"),
+        nothing_odd,
+    ]
     saved, restored, tilde, left = as_another_user(places, calls)
     assert (saved, restored, left) == (None, None, None)
     assert tilde[0] == "UrlError"
     assert "this user has no home directory; set HOME, or give an absolute path" in tilde[1]
 
 
-def test_a_checkpoint_beside_a_directory_that_may_not_be_entered_is_neither_replaced_nor_removed(places):
+def test_a_checkpoint_beside_a_directory_that_may_not_be_entered_is_neither_replaced_nor_removed(
+    places,
+):
     """The directory may be a checkpoint that stores tensors in this one."""
-    save = f"import numpy; shardckpt.save({str(places / 'ok')!r}, {{'w': numpy.ones(3)}}, options=shardckpt.SaveOptions(overwrite=True))"
-    (code, removed), (kind, replaced) = as_another_user(places, [["rm", "--yes", str(places / "ok")], save])
+    save = (
+        f"import numpy; shardckpt.save({str(places / 'ok')!r}, {{'w': numpy.ones(3)}}, "
+        "options=shardckpt.SaveOptions(overwrite=True))"
+    )
+    (code, removed), (kind, replaced) = as_another_user(
+        places, [["rm", "--yes", str(places / "ok")], save]
+    )
     assert (code, kind) == (6, "StorageError")
     for text in (removed, replaced):
-        assert "may be the base of closed beside it, which this user may not enter" in " ".join(text.split())
+        assert "may be the base of closed beside it, which this user may not enter" in " ".join(
+            text.split()
+        )
     (places / "closed").chmod(0o700)
     shardckpt.save(places / "ok", {"w": np.ones(3)}, options=shardckpt.SaveOptions(overwrite=True))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a directory of another user is needed, which root can make")
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="a directory of another user is needed, which root can make"
+)
 def test_directories_of_others_in_a_public_directory_do_not_count(places):
     places.chmod(0o1777)
-    save = f"import numpy; shardckpt.save({str(places / 'own')!r}, {{'w': numpy.ones(3)}}, options=shardckpt.SaveOptions(overwrite=True))"
+    save = (
+        f"import numpy; shardckpt.save({str(places / 'own')!r}, {{'w': numpy.ones(3)}}, "
+        "options=shardckpt.SaveOptions(overwrite=True))"
+    )
     assert as_another_user(places, [save, save]) == [None, None]

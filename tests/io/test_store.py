@@ -25,11 +25,17 @@ from shardckpt.io.store import Store
 
 def test_of_many_processes_exactly_one_creates(tmp_path):
     program = (
-        "import json, sys; from shardckpt.io.store import Store; s = Store.open(sys.argv[1]); s.exists('x'); sys.stdin.read(1);"
-        "print(json.dumps([s.create(f'record {i}', sys.argv[2].encode()) for i in range(50)]))"
+        "import json, sys; from shardckpt.io.store import Store; s = Store.open(sys.argv[1]); "
+        "s.exists('x'); sys.stdin.read(1);print(json.dumps([s.create(f'record {i}', "
+        "sys.argv[2].encode()) for i in range(50)]))"
     )
     children = [
-        subprocess.Popen([sys.executable, "-c", program, str(tmp_path), str(i)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path), str(i)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for i in range(3)
     ]
     for child in children:
@@ -37,7 +43,9 @@ def test_of_many_processes_exactly_one_creates(tmp_path):
         child.stdin.flush()
     won = np.array([json.loads(child.communicate()[0]) for child in children])
     assert (won.sum(0) == 1).all()
-    assert [Store.open(tmp_path).read(f"record {i}") for i in range(50)] == [b"%d" % w for w in won.argmax(0)]
+    assert [Store.open(tmp_path).read(f"record {i}") for i in range(50)] == [
+        b"%d" % w for w in won.argmax(0)
+    ]
 
 
 def test_deleting_removes_links_and_not_what_they_point_to(tmp_path):
@@ -101,8 +109,12 @@ def test_in_a_bucket_that_is_not_there_nothing_is_written(cloud):
 
 @pytest.fixture
 def proxied(cloud):
-    """A proxy, and a store behind it that gives up soon, in a bucket that TensorStore knows by this proxy alone."""
-    with FaultProxy(cloud.endpoint) as proxy, environment({**cloud.env(proxy.url), "SHARDCKPT_RETRY_SECONDS": "0.1"}):
+    """A proxy, and a store behind it that gives up soon, in a bucket that TensorStore knows by this
+    proxy alone."""
+    with (
+        FaultProxy(cloud.endpoint) as proxy,
+        environment({**cloud.env(proxy.url), "SHARDCKPT_RETRY_SECONDS": "0.1"}),
+    ):
         yield proxy, Store.open(f"{cloud.scheme}://{cloud.new_bucket(f'b-{uuid.uuid4().hex}')}/run")
 
 
@@ -125,7 +137,9 @@ def test_a_request_that_fails_for_a_moment_is_repeated(proxied, fault):
     uses = {
         "read": lambda: store.read("key") == store.read("key", 0, 10) == b"0123456789",
         "stat": lambda: store.exists("key") and not store.exists("no such key"),
-        "upload": lambda: store.write("written", b"x") is None and store.create("created", b"x") and replace(),
+        "upload": lambda: (
+            store.write("written", b"x") is None and store.create("created", b"x") and replace()
+        ),
         "delete": lambda: store.delete("key") is None and not store.exists("key"),
     }
     for kind, use in uses.items():
@@ -134,7 +148,9 @@ def test_a_request_that_fails_for_a_moment_is_repeated(proxied, fault):
             assert kind == "stat" or proxy.rules.fired()[0][1] == 1
 
 
-@pytest.mark.parametrize("fault", [Rule("status", times=None), Rule("reset", times=None)], ids=lambda rule: rule.fault)
+@pytest.mark.parametrize(
+    "fault", [Rule("status", times=None), Rule("reset", times=None)], ids=lambda rule: rule.fault
+)
 def test_a_request_that_fails_for_good_is_an_error_with_the_url(proxied, fault):
     proxy, store = proxied
     store.write("key", b"0123456789")
@@ -156,10 +172,19 @@ def test_a_request_that_fails_for_good_is_an_error_with_the_url(proxied, fault):
 @pytest.mark.parametrize(
     ("text", "advice"),
     [
-        ("PERMISSION_DENIED: Failed to open: \"/x\": Permission denied [os_error_code='13']", "give this user permission"),
+        (
+            "PERMISSION_DENIED: Failed to open: \"/x\": Permission denied [os_error_code='13']",
+            "give this user permission",
+        ),
         ("RESOURCE_EXHAUSTED: No space left on device [os_error_code='28']", "make room"),
         ("Failed to create directory: Read-only file system", "choose another place"),
-        ("PERMISSION_DENIED: Failed to open: \"/x.__lock\": Read-only file system [os_error_code='30']", "choose another place"),
+        (
+            (
+                'PERMISSION_DENIED: Failed to open: "/x.__lock": Read-only file system '
+                "[os_error_code='30']"
+            ),
+            "choose another place",
+        ),
         ("PERMISSION_DENIED: 403 Insufficient Permission", "give these credentials permission"),
         ("something new", "storage's own message"),
     ],
@@ -182,9 +207,19 @@ def test_every_directory_on_the_way_is_made_durable(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", seen)
     store = Store.open(tmp_path / "runs" / "7")
     store.sub("attempt").write("hosts/00000/table", b"")
-    steps = ["runs", "runs/7", "runs/7/attempt", "runs/7/attempt/hosts", "runs/7/attempt/hosts/00000"]
+    steps = [
+        "runs",
+        "runs/7",
+        "runs/7/attempt",
+        "runs/7/attempt/hosts",
+        "runs/7/attempt/hosts/00000",
+    ]
     directory = tmp_path / steps[-1]
-    assert synced == [*((tmp_path / step).parent for step in steps), directory / "table.__lock", directory]
+    assert synced == [
+        *((tmp_path / step).parent for step in steps),
+        directory / "table.__lock",
+        directory,
+    ]
     store.write("attempt/hosts/00000/record", b"")
     assert synced[len(steps) + 2 :] == [directory / "record.__lock", directory]
 
@@ -197,7 +232,9 @@ def test_a_directory_that_was_deleted_is_made_again(tmp_path):
     assert store.read("a/b") == b"2"
 
 
-def test_a_directory_with_nothing_but_locks_of_killed_writers_is_removed_and_one_with_a_held_lock_is_not(tmp_path):
+def test_a_directory_with_only_locks_of_killed_writers_is_removed_and_one_with_a_held_lock_is_not(
+    tmp_path,
+):
     for name in ("killed", "held", "used"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"a{LOCK_SUFFIX}").write_bytes(b"half a rec")
@@ -206,5 +243,8 @@ def test_a_directory_with_nothing_but_locks_of_killed_writers_is_removed_and_one
         lock_file(fd, tmp_path / "held" / "a")
         for name in ("killed", "held", "used"):
             Store.open(tmp_path / name).remove_empty()
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")) == [f"held/a{LOCK_SUFFIX}", f"used/a{LOCK_SUFFIX}"]
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")) == [
+        f"held/a{LOCK_SUFFIX}",
+        f"used/a{LOCK_SUFFIX}",
+    ]
     assert not (tmp_path / "killed").exists()

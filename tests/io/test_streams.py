@@ -1,4 +1,5 @@
-"""Standard streams that are missing, closed or no files: programs without them save and restore as others do."""
+"""Standard streams that are missing, closed or no files: programs without them save and restore as
+others do."""
 
 from __future__ import annotations
 
@@ -48,7 +49,16 @@ def test_a_program_without_standard_streams_saves_and_restores(tmp_path, how):
     assert (tmp_path / "o.safetensors").exists()
 
 
-STATUSES = {"ls .": 0, "info c": 0, "info c --json": 0, "verify c": 0, "info nothing": 3, "rm c": 2, "--help": 0, "info": 2}
+STATUSES = {
+    "ls .": 0,
+    "info c": 0,
+    "info c --json": 0,
+    "verify c": 0,
+    "info nothing": 3,
+    "rm c": 2,
+    "--help": 0,
+    "info": 2,
+}
 """Commands, and the statuses that they end with."""
 COMMANDS = """
 import json, os, sys
@@ -88,5 +98,15 @@ def test_commands_without_standard_streams_end_with_their_usual_statuses(tmp_pat
 def test_streams_that_are_there_and_terminals():
     closed = io.StringIO()
     closed.close()
-    assert [is_open(one) for one in (None, closed, io.StringIO(), object())] == [False, False, True, True]
-    assert [is_terminal(one) for one in (None, closed, io.StringIO(), object())] == [False, False, False, False]
+    assert [is_open(one) for one in (None, closed, io.StringIO(), object())] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert [is_terminal(one) for one in (None, closed, io.StringIO(), object())] == [
+        False,
+        False,
+        False,
+        False,
+    ]

@@ -1,4 +1,5 @@
-"""Python can start so many threads and no more: what then fails says so, changes nothing, and goes well when it can again."""
+"""Python can start so many threads and no more: what then fails says so, changes nothing, and goes
+well when it can again."""
 
 import subprocess
 import sys
@@ -16,12 +17,17 @@ from shardckpt.runs.collecting import collect
 
 STARTS = "_start_joinable_thread" if sys.version_info >= (3, 13) else "_start_new_thread"
 """The function of `threading` that starts a thread."""
-STATE = {"a": np.arange(3 << 20, dtype=np.float32), "b": np.ones((2048, 1024)), "small": np.arange(7)}
+STATE = {
+    "a": np.arange(3 << 20, dtype=np.float32),
+    "b": np.ones((2048, 1024)),
+    "small": np.arange(7),
+}
 
 
 @pytest.fixture
 def fewer_threads(monkeypatch):
-    """A function that does something with so many threads, as often as it takes until they suffice; what it raised each time."""
+    """A function that does something with so many threads, as often as it takes until they suffice;
+    what it raised each time."""
 
     def limited(act, after=lambda: None):
         start, raised = getattr(threading, STARTS), []
@@ -82,7 +88,10 @@ def test_a_save_leaves_the_checkpoint_that_is_there(tmp_path, fewer_threads, lay
     assert_holds(tmp_path / "c", STATE)
 
 
-@pytest.mark.parametrize("read", ["restore", "read", "verify", "commit", "reshard", "export", "compare", "catalog", "collect"])
+@pytest.mark.parametrize(
+    "read",
+    ["restore", "read", "verify", "commit", "reshard", "export", "compare", "catalog", "collect"],
+)
 def test_reading_works_again_after_a_thread_could_not_be_started(tmp_path, fewer_threads, read):
     shardckpt.save(tmp_path / "c", STATE)
     act = {
@@ -90,8 +99,12 @@ def test_reading_works_again_after_a_thread_could_not_be_started(tmp_path, fewer
         "read": lambda: shardckpt.open(tmp_path / "c").read("b"),
         "verify": lambda: shardckpt.open(tmp_path / "c").verify(),
         "commit": lambda: shardckpt.commit(tmp_path),
-        "reshard": lambda: shardckpt.reshard(tmp_path / "c", tmp_path / "resharded", overwrite=True),
-        "export": lambda: shardckpt.export_safetensors(tmp_path / "c", tmp_path / "exported.safetensors", overwrite=True),
+        "reshard": lambda: shardckpt.reshard(
+            tmp_path / "c", tmp_path / "resharded", overwrite=True
+        ),
+        "export": lambda: shardckpt.export_safetensors(
+            tmp_path / "c", tmp_path / "exported.safetensors", overwrite=True
+        ),
         "compare": lambda: compare(shardckpt.open(tmp_path / "c"), shardckpt.open(tmp_path / "c")),
         "catalog": lambda: catalog(tmp_path),
         "collect": lambda: collect(tmp_path),
@@ -136,7 +149,9 @@ def test_a_process_that_really_can_start_none_says_so(tmp_path):
                 print(e)
         threading.stack_size(0)
         shardckpt.save(sys.argv[1] + "/d", state)"""
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=250)
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=250
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Python starts no threads any more (can't start new thread)") == 5
     assert shardckpt.open(tmp_path / "d").names() == ["w"]

@@ -21,7 +21,15 @@ import pytest
 from interrupting import interrupted
 
 import shardckpt
-from shardckpt.io.threads import SWITCH_SECONDS, Workers, _Setting, collector_paused, prompt_turns, read_ahead, run_on_threads
+from shardckpt.io.threads import (
+    SWITCH_SECONDS,
+    Workers,
+    _Setting,
+    collector_paused,
+    prompt_turns,
+    read_ahead,
+    run_on_threads,
+)
 from shardckpt.writing.background import Saver
 
 SECONDS = 20.0
@@ -40,7 +48,12 @@ def test_an_error_is_raised_here_and_holds_on_to_nothing():
     with pytest.raises(ValueError, match="0") as caught:
         run_on_threads(range(9), [fails, fails], "test")
     frames = [*_frames(caught.value.__traceback__)]
-    assert not any(caught.value in held for frame in frames for held in frame.f_locals.values() if isinstance(held, list))
+    assert not any(
+        caught.value in held
+        for frame in frames
+        for held in frame.f_locals.values()
+        if isinstance(held, list)
+    )
 
 
 def _frames(traceback):
@@ -142,26 +155,35 @@ def test_the_first_error_stops_the_rest_and_keeps_nothing_alive():
         gone = weakref.ref(memory)
         assert 1 <= failing(memory) <= 2
         del memory
-        assert gone() is None, "an error in a cycle keeps what was read into until the collector comes"
+        assert gone() is None, (
+            "an error in a cycle keeps what was read into until the collector comes"
+        )
     finally:
         gc.enable()
 
 
 def _read_ahead(_, work, items):
-    with closing(read_ahead(items, lambda item, _alone: item + 1, work, ahead=2, copies=False)) as batches:
+    with closing(
+        read_ahead(items, lambda item, _alone: item + 1, work, ahead=2, copies=False)
+    ) as batches:
         list(batches)
 
 
 @pytest.mark.parametrize(
     ("run", "items"),
     [
-        pytest.param(lambda _, work, items: run_on_threads(items, [work] * 3, "test"), range(20), id="run_on_threads"),
+        pytest.param(
+            lambda _, work, items: run_on_threads(items, [work] * 3, "test"),
+            range(20),
+            id="run_on_threads",
+        ),
         pytest.param(Workers.do, range(40), id="Workers"),
         pytest.param(_read_ahead, range(3), id="read_ahead"),
     ],
 )
 def test_an_interrupt_at_any_instant_leaves_no_thread_at_work(run, items):
-    """Ctrl-C in turn before each line that the calling thread comes to, at each call inside of a pool, and when a thread is to begin."""
+    """Ctrl-C in turn before each line that the calling thread comes to, at each call inside of a
+    pool, and when a thread is to begin."""
     data = bytes(300_000)
     pool, waiting = concurrent.futures.thread.__file__, threading.Event.wait.__code__
     for at in count():
@@ -228,7 +250,9 @@ def test_a_thread_in_the_background_pauses_no_collector():
     assert seen == [True, False]
 
 
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # by JAX, where another test has imported it
+@pytest.mark.filterwarnings(
+    "ignore:os.fork:RuntimeWarning"
+)  # by JAX, where another test has imported it
 def test_of_pauses_that_overlap_the_last_one_counts():
     one, other = collector_paused(), collector_paused()
     one.__enter__()
@@ -287,7 +311,12 @@ def test_the_switch_interval_that_a_program_chooses_during_a_save_stays():
 def test_what_a_program_chooses_during_a_background_save_stays_though_another_save_begins(tmp_path):
     chosen = threading.Event()
     saver = Saver()
-    handle = saver.begin(tmp_path / "a", {"w": np.zeros(10)}, shardckpt.SaveOptions(), before_publish=lambda: chosen.wait(SECONDS))
+    handle = saver.begin(
+        tmp_path / "a",
+        {"w": np.zeros(10)},
+        shardckpt.SaveOptions(),
+        before_publish=lambda: chosen.wait(SECONDS),
+    )
     sys.setswitchinterval(0.02)
     shardckpt.save(tmp_path / "b", {"w": np.zeros(10)})
     chosen.set()
@@ -337,7 +366,9 @@ def test_a_setting_comes_back_however_often_users_in_threads_and_ctrl_c_overlap(
             threads = [threading.Thread(target=use) for _ in range(2)]
             for thread in threads:
                 thread.start()
-            interrupted(at, _Setting._leave.__code__.co_filename, lambda _code: False, use, lambda: None)
+            interrupted(
+                at, _Setting._leave.__code__.co_filename, lambda _code: False, use, lambda: None
+            )
             for thread in threads:
                 thread.join()
             gc.collect()
@@ -364,7 +395,9 @@ for _ in range(100):
             pass
 assert len(saves) > 10, len(saves)
 """
-    run = subprocess.run([sys.executable, "-c", program, tmp_path / "c"], capture_output=True, text=True, timeout=250)
+    run = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "c"], capture_output=True, text=True, timeout=250
+    )
     assert run.returncode == 0, run.stderr
 
 

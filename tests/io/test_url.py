@@ -16,14 +16,19 @@ from shardckpt.errors import FormatError, UrlError
 from shardckpt.format.documents import check_key
 from shardckpt.io.url import Location, parse
 
-names = st.text(st.characters(exclude_characters="/\\\0", exclude_categories=["Cs"]), min_size=1, max_size=20).filter(
-    lambda n: n not in (".", "..") and not n.endswith(".__lock")
-)
+names = st.text(
+    st.characters(exclude_characters="/\\\0", exclude_categories=["Cs"]), min_size=1, max_size=20
+).filter(lambda n: n not in (".", "..") and not n.endswith(".__lock"))
 buckets = st.sampled_from(["bucket", "a.b-c", "0xy"])
 printable = names.filter(lambda n: not any(ord(c) < 32 or ord(c) == 127 for c in n))
 locations = st.one_of(
-    st.builds(lambda parts: Location("file", "/" + "/".join(parts)), st.lists(names, min_size=1, max_size=4)),
-    st.builds(lambda parts: Location("memory", "/".join(parts)), st.lists(names, min_size=1, max_size=4)),
+    st.builds(
+        lambda parts: Location("file", "/" + "/".join(parts)),
+        st.lists(names, min_size=1, max_size=4),
+    ),
+    st.builds(
+        lambda parts: Location("memory", "/".join(parts)), st.lists(names, min_size=1, max_size=4)
+    ),
     st.builds(
         lambda scheme, bucket, parts: Location(scheme, "/".join([bucket, *parts])),
         st.sampled_from(["gs", "s3"]),
@@ -48,7 +53,24 @@ def test_joining_names_goes_down_by_those_names(location, first, second):
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "a b", "ünï-日本", "100%", "a%20b", "q?x", "h#y", "a|b", "c:d", "new\nline", "'\"", ".hidden", "-", "~", "a&b=c"]
+    "name",
+    [
+        "plain",
+        "a b",
+        "ünï-日本",
+        "100%",
+        "a%20b",
+        "q?x",
+        "h#y",
+        "a|b",
+        "c:d",
+        "new\nline",
+        "'\"",
+        ".hidden",
+        "-",
+        "~",
+        "a&b=c",
+    ],
 )
 def test_tensorstore_makes_a_directory_of_exactly_that_name(tmp_path, name):
     location = parse(tmp_path / name)
@@ -60,15 +82,21 @@ def test_tensorstore_makes_a_directory_of_exactly_that_name(tmp_path, name):
 
 def test_a_relative_path_is_below_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert parse("runs//a/../b/") == parse(Path("runs/b")) == Location("file", f"{Path.cwd()}/runs/b")
+    assert (
+        parse("runs//a/../b/") == parse(Path("runs/b")) == Location("file", f"{Path.cwd()}/runs/b")
+    )
     assert parse(".").local_path == Path.cwd()
 
 
-def test_a_relative_path_in_a_working_directory_that_was_removed_is_refused_and_others_are_not(tmp_path, monkeypatch):
+def test_a_relative_path_in_a_working_directory_that_was_removed_is_refused_and_others_are_not(
+    tmp_path, monkeypatch
+):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    with pytest.raises(UrlError, match="'ckpt/1' is relative to the working directory, which was removed"):
+    with pytest.raises(
+        UrlError, match="'ckpt/1' is relative to the working directory, which was removed"
+    ):
         parse("ckpt/1")
     assert parse(tmp_path / "here").local_path == tmp_path / "here"
     monkeypatch.chdir(tmp_path)
@@ -109,7 +137,11 @@ def test_an_object_store_s_url_is_a_bucket_and_what_its_names_begin_with(url, bu
     location = parse(url)
     assert (location.bucket, location.object_prefix, location.local_path) == (bucket, prefix, None)
     spec = location.kvstore()
-    assert (spec["driver"], spec["bucket"], spec["path"]) == ("gcs" if location.scheme == "gs" else "s3", bucket, prefix)
+    assert (spec["driver"], spec["bucket"], spec["path"]) == (
+        "gcs" if location.scheme == "gs" else "s3",
+        bucket,
+        prefix,
+    )
     assert parse("/data/x").bucket is None
 
 
@@ -163,7 +195,13 @@ def test_of_s3_bucket_names_we_take_those_that_aws_documents(name):
         ("memory://", "''"),
         ("memory://a//b", "''"),
         ("memory://a/../b", "'..'"),
-        ("ftp://host/x", "unknown scheme ftp://; known are file://, gs://, s3://, az://, abfs://, memory://, http://"),
+        (
+            "ftp://host/x",
+            (
+                "unknown scheme ftp://; known are file://, gs://, s3://, az://, abfs://, "
+                "memory://, http://"
+            ),
+        ),
         ("gs://", "is not a bucket name"),
         ("s3://B/x", "is not a bucket name"),
         ("gs://bucket//x", "''"),
@@ -210,7 +248,9 @@ class PathLike:
     [
         PathLike("gs://bucket/run%201"),
         epath.Path("gs://bucket/run%201"),
-        PathLike("/home/me/.cache/bucket/run 1", shown="gs://bucket/run%201"),  # `os.fspath` gives the path of a local copy
+        PathLike(
+            "/home/me/.cache/bucket/run 1", shown="gs://bucket/run%201"
+        ),  # `os.fspath` gives the path of a local copy
     ],
 )
 def test_a_path_object_that_stands_for_a_url_is_this_url(given):
@@ -218,14 +258,24 @@ def test_a_path_object_that_stands_for_a_url_is_this_url(given):
 
 
 def test_a_path_object_that_gives_a_path_is_this_path(tmp_path):
-    assert parse(epath.Path(tmp_path / "a%20b")) == parse(PathLike(str(tmp_path / "a%20b"))) == parse(tmp_path / "a%20b")
+    assert (
+        parse(epath.Path(tmp_path / "a%20b"))
+        == parse(PathLike(str(tmp_path / "a%20b")))
+        == parse(tmp_path / "a%20b")
+    )
     assert parse(tmp_path / "gs:" / "x").local_path == tmp_path / "gs:" / "x"
 
 
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (Path("gs://bucket/run"), "'gs:/bucket/run': a gs url starts with gs://, and pathlib joins its slashes; give the url as text"),
+        (
+            Path("gs://bucket/run"),
+            (
+                "'gs:/bucket/run': a gs url starts with gs://, and pathlib joins its slashes; give "
+                "the url as text"
+            ),
+        ),
         (Path("file:///data"), "a file url starts with file://, and pathlib"),
         (PathLike("adl://container/x"), "unknown scheme adl://"),
         (PathLike("gs://"), "is not a bucket name"),
@@ -238,7 +288,9 @@ def test_a_path_object_of_an_invalid_url_is_refused(given, why):
     assert why in str(error.value)
 
 
-@pytest.mark.parametrize("key", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a/", "a\\b", "a\0"])
+@pytest.mark.parametrize(
+    "key", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a/", "a\\b", "a\0"]
+)
 def test_a_key_that_could_leave_its_place_is_refused(key):
     with pytest.raises(FormatError, match="is not a valid key below"):
         check_key(key, "/data")
@@ -268,7 +320,14 @@ def test_a_path_may_start_at_home(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("url", "above"),
-    [("/a/b", "/a"), ("/a", "/"), ("/", None), ("gs://bucket/a", "gs://bucket"), ("gs://bucket", None), ("memory://a/b", "memory://a")],
+    [
+        ("/a/b", "/a"),
+        ("/a", "/"),
+        ("/", None),
+        ("gs://bucket/a", "gs://bucket"),
+        ("gs://bucket", None),
+        ("memory://a/b", "memory://a"),
+    ],
 )
 def test_a_place_lies_in_another_unless_it_is_the_first(url, above):
     assert parse(url).parent == (None if above is None else parse(above))

@@ -11,12 +11,20 @@ from shardckpt.layout import dtypes
 from shardckpt.layout.dtypes import DTYPES, DType
 
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-SUB_BYTE_INTS = {"int1": (-1, 1), "uint1": (0, 2), "int2": (-2, 2), "uint2": (0, 4), "int4": (-8, 8), "uint4": (0, 16)}
+SUB_BYTE_INTS = {
+    "int1": (-1, 1),
+    "uint1": (0, 2),
+    "int2": (-2, 2),
+    "uint2": (0, 4),
+    "int4": (-8, 8),
+    "uint4": (0, 16),
+}
 SUB_BYTE_FLOATS = {"float4_e2m1fn": 4, "float6_e2m3fn": 6, "float6_e3m2fn": 6}
 
 
 def every_value(dtype: DType) -> np.ndarray:
-    """All values of the small types, and random bits of the others: NaNs of every payload among them."""
+    """All values of the small types, and random bits of the others: NaNs of every payload among
+    them."""
     if dtype.name in SUB_BYTE_INTS:
         return np.arange(*SUB_BYTE_INTS[dtype.name]).astype(dtype.numpy)
     if dtype.name == "bool":
@@ -27,7 +35,9 @@ def every_value(dtype: DType) -> np.ndarray:
         return np.arange(256, dtype=np.uint8).view(dtype.numpy)
     if dtype.itemsize == 2:
         return np.arange(65536, dtype=np.uint16).view(dtype.numpy)
-    return np.random.default_rng(0).integers(0, 256, 4096 * dtype.itemsize, np.uint8).view(dtype.numpy)
+    return (
+        np.random.default_rng(0).integers(0, 256, 4096 * dtype.itemsize, np.uint8).view(dtype.numpy)
+    )
 
 
 @pytest.fixture
@@ -40,7 +50,11 @@ def tensorstore():
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_every_bit_comes_back_from_a_zarr_array(tensorstore, dtype):
     values = every_value(dtype)
-    spec = {"driver": "zarr3", "kvstore": "memory://", "metadata": {"data_type": dtype.zarr, "codecs": CODECS, "shape": [len(values)]}}
+    spec = {
+        "driver": "zarr3",
+        "kvstore": "memory://",
+        "metadata": {"data_type": dtype.zarr, "codecs": CODECS, "shape": [len(values)]},
+    }
     stored = tensorstore.open(spec, create=True, dtype=dtype.storage).result()
     stored.write(values.view(dtype.storage)).result()
     back = stored.read().result()
@@ -50,7 +64,9 @@ def test_every_bit_comes_back_from_a_zarr_array(tensorstore, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_the_zarr_name_is_the_one_that_tensorstore_writes(tensorstore, dtype):
-    stored = tensorstore.open({"driver": "zarr3", "kvstore": "memory://"}, create=True, dtype=dtype.storage, shape=[2]).result()
+    stored = tensorstore.open(
+        {"driver": "zarr3", "kvstore": "memory://"}, create=True, dtype=dtype.storage, shape=[2]
+    ).result()
     metadata = json.loads(stored.kvstore.read("zarr.json").result().value)
     assert metadata["data_type"] == dtype.zarr
     assert stored.dtype.numpy_dtype == dtype.storage
@@ -64,11 +80,17 @@ def test_bits_are_stored_only_for_what_tensorstore_lacks(tensorstore):
             return False
         return True
 
-    assert [d.name for d in DTYPES.values() if d.as_bits] == [d.name for d in DTYPES.values() if not known(d)]
+    assert [d.name for d in DTYPES.values() if d.as_bits] == [
+        d.name for d in DTYPES.values() if not known(d)
+    ]
 
 
 def test_every_number_type_of_ml_dtypes_can_be_stored():
-    offered = {name for name in ml_dtypes.__all__ if isinstance(getattr(ml_dtypes, name), type) and name not in {"finfo", "iinfo"}}
+    offered = {
+        name
+        for name in ml_dtypes.__all__
+        if isinstance(getattr(ml_dtypes, name), type) and name not in {"finfo", "iinfo"}
+    }
     assert offered <= set(DTYPES)
 
 
@@ -107,10 +129,26 @@ def test_a_big_endian_array_has_the_same_dtype():
 
 
 def test_two_integer_types_of_one_width_are_one_dtype():
-    assert dtypes.of_numpy(np.dtype("longlong")) is dtypes.of_numpy(np.dtype("long")) is dtypes.by_name("int64")
+    assert (
+        dtypes.of_numpy(np.dtype("longlong"))
+        is dtypes.of_numpy(np.dtype("long"))
+        is dtypes.by_name("int64")
+    )
 
 
-REFUSED = ["O", "U5", "S5", "M8[ns]", "m8[s]", "V2", "g", "G", [("a", "f4")], np.dtype(("f4", (2,))), np.dtypes.StringDType()]
+REFUSED = [
+    "O",
+    "U5",
+    "S5",
+    "M8[ns]",
+    "m8[s]",
+    "V2",
+    "g",
+    "G",
+    [("a", "f4")],
+    np.dtype(("f4", (2,))),
+    np.dtypes.StringDType(),
+]
 
 
 @pytest.mark.parametrize("dtype", REFUSED, ids=str)
@@ -122,7 +160,20 @@ def test_a_dtype_that_cannot_be_stored_is_refused_by_name(dtype):
 
 
 @pytest.mark.parametrize(
-    "name", ["object", "str", "datetime64", "float128", "complex256", "longdouble", "float", "torch.float32", "", None, 3]
+    "name",
+    [
+        "object",
+        "str",
+        "datetime64",
+        "float128",
+        "complex256",
+        "longdouble",
+        "float",
+        "torch.float32",
+        "",
+        None,
+        3,
+    ],
 )
 def test_an_unknown_name_is_refused(name):
     with pytest.raises(DtypeError, match="cannot be stored"):

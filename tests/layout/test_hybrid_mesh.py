@@ -1,4 +1,5 @@
-"""Slices fill a hybrid mesh block by block. torch_xla and JAX are asked for the same in test_sharding_{xla,jax}.py."""
+"""Slices fill a hybrid mesh block by block. torch_xla and JAX are asked for the same in
+test_sharding_{xla,jax}.py."""
 
 from itertools import pairwise
 
@@ -14,7 +15,10 @@ def tpu(torus, slices, cores=1, first_slice=0):
     """Made-up slices of a torus: ids count through slices, chips (x fastest) and cores."""
     chips = [tuple(reversed(at)) for at in np.ndindex(*reversed(torus))]
     places = [(s, chip, core) for s in range(slices) for chip in chips for core in range(cores)]
-    return [Device(i, first_slice + s, chip, core, process_index=i // 4) for i, (s, chip, core) in enumerate(places)]
+    return [
+        Device(i, first_slice + s, chip, core, process_index=i // 4)
+        for i, (s, chip, core) in enumerate(places)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -34,7 +38,10 @@ def test_every_axis_is_contiguous_in_a_slice_and_slices_are_its_major_part(torus
     assert mesh.shape == tuple(i * d for i, d in zip(ici, dcn, strict=True))
     numbers = np.arange(slices).reshape(dcn)
     for at, device in np.ndenumerate(mesh.devices):
-        assert slice_of[int(device)] == numbers[tuple(place // i for place, i in zip(at, ici, strict=True))]
+        assert (
+            slice_of[int(device)]
+            == numbers[tuple(place // i for place, i in zip(at, ici, strict=True))]
+        )
 
 
 def test_neighbours_on_the_last_axis_are_neighbours_in_the_torus():
@@ -55,12 +62,19 @@ def test_two_cores_of_a_chip_are_a_dimension_of_the_torus():
 
 def test_the_order_of_the_devices_does_not_matter():
     devices = tpu((2, 2, 4), 2)
-    assert HybridMesh((4, 4), (2, 1), None, devices[::-1]) == HybridMesh((4, 4), (2, 1), None, devices)
+    assert HybridMesh((4, 4), (2, 1), None, devices[::-1]) == HybridMesh(
+        (4, 4), (2, 1), None, devices
+    )
 
 
 def test_slice_indices_may_start_anywhere_and_coordinates_too():
-    devices = [Device(d.id, d.slice_index, tuple(c + 2 for c in d.coords)) for d in tpu((2, 2, 2), 2, first_slice=5)]
-    assert HybridMesh((2, 4), (2, 1), None, devices) == HybridMesh((2, 4), (2, 1), None, tpu((2, 2, 2), 2))
+    devices = [
+        Device(d.id, d.slice_index, tuple(c + 2 for c in d.coords))
+        for d in tpu((2, 2, 2), 2, first_slice=5)
+    ]
+    assert HybridMesh((2, 4), (2, 1), None, devices) == HybridMesh(
+        (2, 4), (2, 1), None, tpu((2, 2, 2), 2)
+    )
 
 
 def test_processes_can_stand_in_for_slices():
@@ -90,7 +104,12 @@ def test_it_is_a_mesh():
         ((1, 4), (4, 1), tpu((2, 2, 1), 2), r"4 slices, but the devices are in 2: \[0, 1\]"),
         ((1, 8), (2, 1), tpu((2, 2, 1), 2), "8 devices per slice, but slice 0 has 4"),
         ((1, 4), (2, 1), tpu((2, 2, 1), 2)[:-1], "slice 1 has 3"),
-        ((4,), (1,), [Device(i, 0, (i // 2, i // 2, 0)) for i in range(4)], "2×2×1 places for 4 devices; they must fill a cuboid"),
+        (
+            (4,),
+            (1,),
+            [Device(i, 0, (i // 2, i // 2, 0)) for i in range(4)],
+            "2×2×1 places for 4 devices; they must fill a cuboid",
+        ),
         ((3,), (1,), tpu((2, 2, 1), 1)[:-1], "2×2×1 places for 3"),
         ((2,), (1,), [Device(0, 0, (0, 0, 0)), Device(1, 0)], "without coordinates"),
         ((2,), (1,), [Device(3), Device(3)], "device id 3 stands at more than one"),

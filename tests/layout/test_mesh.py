@@ -47,7 +47,12 @@ def test_equality_is_of_shape_names_and_ids():
     mesh = Mesh((2, 2), ("x", "y"))
     assert mesh == Mesh([2, 2], ["x", "y"], [0, 1, 2, 3])
     assert hash(mesh) == hash(Mesh((2, 2), ("x", "y"), [0, 1, 2, 3]))
-    for other in (Mesh((4, 1), ("x", "y")), Mesh((2, 2), ("x", "z")), Mesh((2, 2), ("x", "y"), [0, 1, 3, 2]), "mesh"):
+    for other in (
+        Mesh((4, 1), ("x", "y")),
+        Mesh((2, 2), ("x", "z")),
+        Mesh((2, 2), ("x", "y"), [0, 1, 3, 2]),
+        "mesh",
+    ):
         assert mesh != other
 
 
@@ -88,7 +93,11 @@ def test_json_brings_the_same_mesh_back(mesh):
 
 
 def test_json_writes_no_ids_where_they_count_from_zero():
-    assert Mesh((512, 200), ("x", "y")).to_json() == {"shape": [512, 200], "axes": ["x", "y"], "devices": None}
+    assert Mesh((512, 200), ("x", "y")).to_json() == {
+        "shape": [512, 200],
+        "axes": ["x", "y"],
+        "devices": None,
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""OpShardings: the text in and out, what is the same, what can be saved. XLA itself is asked in test_sharding_{xla,jax}.py."""
+"""OpShardings: the text in and out, what is the same, what can be saved. XLA itself is asked in
+test_sharding_{xla,jax}.py."""
 
 import json
 import re
@@ -20,19 +21,34 @@ def tiled(draw, subgroups=SUBGROUPS):
     dims = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     kinds = draw(st.lists(st.sampled_from(subgroups), max_size=2))
     dims += draw(st.lists(st.integers(1, 3), min_size=len(kinds), max_size=len(kinds)))
-    ids = draw(st.one_of(st.none(), st.permutations(range(100, 100 + int(np.prod(dims)))), st.permutations(range(int(np.prod(dims))))))
+    ids = draw(
+        st.one_of(
+            st.none(),
+            st.permutations(range(100, 100 + int(np.prod(dims)))),
+            st.permutations(range(int(np.prod(dims)))),
+        )
+    )
     return OpSharding.tiled(dims, ids, subgroups=kinds)
 
 
 def shardings():
-    plain = [OpSharding(kind) for kind in (Kind.REPLICATED, Kind.MANUAL, Kind.UNKNOWN, Kind.UNREDUCED)]
-    return st.one_of(st.sampled_from(plain), st.integers(0, 10**18 - 1).map(OpSharding.maximal), tiled())
+    plain = [
+        OpSharding(kind) for kind in (Kind.REPLICATED, Kind.MANUAL, Kind.UNKNOWN, Kind.UNREDUCED)
+    ]
+    return st.one_of(
+        st.sampled_from(plain), st.integers(0, 10**18 - 1).map(OpSharding.maximal), tiled()
+    )
 
 
 def holdings(sharding, shape):
     """The box of every device, as a dictionary: the meaning of a sharding."""
     tiles = sharding.device_boxes(shape)
-    rows = zip(tiles.device_ids.tolist(), tiles.boxes.start.tolist(), tiles.boxes.stop.tolist(), strict=True)
+    rows = zip(
+        tiles.device_ids.tolist(),
+        tiles.boxes.start.tolist(),
+        tiles.boxes.stop.tolist(),
+        strict=True,
+    )
     return {device: (start, stop) for device, start, stop in rows}
 
 
@@ -56,10 +72,16 @@ def test_printing_what_was_parsed_gives_the_same_text(sharding):
     [
         ("{devices=[4,2]<=[8]}", "{devices=[4,2]0,1,2,3,4,5,6,7}"),
         ("{devices=[4,2]<=[2,4]T(1,0)}", "{devices=[4,2]0,4,1,5,2,6,3,7}"),
-        ("{devices=[4,1,2]<=[8] last_tile_dim_replicate}", "{devices=[4,1,2]0,1,2,3,4,5,6,7 last_tile_dims={replicated}}"),
+        (
+            "{devices=[4,1,2]<=[8] last_tile_dim_replicate}",
+            "{devices=[4,1,2]0,1,2,3,4,5,6,7 last_tile_dims={replicated}}",
+        ),
         ("{devices=[2,2,2]<=[2,2,2]T(2,1,0)}", "{devices=[2,2,2]0,4,2,6,1,5,3,7}"),
         ("{devices=[1]<=[1]}", "{devices=[1]0}"),
-        ("{devices=[2,2]<=[4] last_tile_dims={manual}}", "{devices=[2,2]0,1,2,3 last_tile_dims={manual}}"),
+        (
+            "{devices=[2,2]<=[4] last_tile_dims={manual}}",
+            "{devices=[2,2]0,1,2,3 last_tile_dims={manual}}",
+        ),
     ],
 )
 def test_iota_and_listed_forms_are_one_sharding(iota, listed):
@@ -86,8 +108,20 @@ def test_devices_without_an_iota_cannot_be_printed_as_one():
         ("{manual}", Kind.MANUAL, None, None, ()),
         ("{unknown}", Kind.UNKNOWN, None, None, ()),
         ("{unreduced}", Kind.UNREDUCED, None, None, ()),
-        (" {\tdevices = [ 2 ,1, 2 ] 3 , 2,\n1,0   last_tile_dim_replicate } ", Kind.TILED, (2, 1, 2), [3, 2, 1, 0], (Kind.REPLICATED,)),
-        ("{devices=[1,2,2]<=[4] last_tile_dims={manual, replicated}}", Kind.TILED, (1, 2, 2), [0, 1, 2, 3], (Kind.MANUAL, Kind.REPLICATED)),
+        (
+            " {\tdevices = [ 2 ,1, 2 ] 3 , 2,\n1,0   last_tile_dim_replicate } ",
+            Kind.TILED,
+            (2, 1, 2),
+            [3, 2, 1, 0],
+            (Kind.REPLICATED,),
+        ),
+        (
+            "{devices=[1,2,2]<=[4] last_tile_dims={manual, replicated}}",
+            Kind.TILED,
+            (1, 2, 2),
+            [0, 1, 2, 3],
+            (Kind.MANUAL, Kind.REPLICATED),
+        ),
     ],
 )
 def test_every_type_of_xla_is_read(text, kind, dims, devices, subgroups):
@@ -121,7 +155,10 @@ def test_every_type_of_xla_is_read(text, kind, dims, devices, subgroups):
         ("{devices=[4,2]<=[4,2]}", "needs its order"),
         ("{devices=[8]<=[4,2]T(0,0)}", "not a permutation"),
         ("{devices=[8]<=[4,2]T(1,0,2)}", "not a permutation"),
-        ("{devices=[2]0,1 last_tile_dims={unknown}}", "found 'unknown' where replicated, manual or unreduced"),
+        (
+            "{devices=[2]0,1 last_tile_dims={unknown}}",
+            "found 'unknown' where replicated, manual or unreduced",
+        ),
         ("{devices=[2]0,1 last_tile_dims={manual manual}}", "expected ','"),
         ("{devices=[2]0,1 last_tile_dims={manual,manual}}", "2 subgroups for the 1 dimensions"),
         ("{devices=[2]0,1 last_tile_dim_replicate last_tile_dim_replicate}", "where '}'"),
@@ -202,7 +239,10 @@ def test_the_number_of_devices_is_checked_and_given_to_replicated():
         (lambda: OpSharding(Kind.REPLICATED, OpSharding.tiled((2, 2)).tiles), "flat list"),
         (lambda: OpSharding(Kind.REPLICATED, None, (Kind.MANUAL,)), "replicated has no subgroups"),
         (lambda: OpSharding.tiled((2, 2), subgroups=(Kind.UNKNOWN,)), "cannot be unknown"),
-        (lambda: OpSharding.tiled((2,), subgroups=(Kind.MANUAL, Kind.MANUAL)), "2 subgroups for the 1 dimensions"),
+        (
+            lambda: OpSharding.tiled((2,), subgroups=(Kind.MANUAL, Kind.MANUAL)),
+            "2 subgroups for the 1 dimensions",
+        ),
         (lambda: OpSharding.replicated(0), "at least 1"),
         (lambda: OpSharding.replicated([]), "at least 1"),
         (lambda: OpSharding.maximal(-1), "negative"),
@@ -215,8 +255,12 @@ def test_fields_that_contradict_each_other_are_refused(make, message):
 
 def test_positions_are_replaced_by_the_ids_of_a_device_list():
     ids = [2048, 7, 2049, 6]
-    assert OpSharding.parse("{devices=[2,2]<=[2,2]T(1,0)}").relabel(ids) == OpSharding.tiled((2, 2), [2048, 2049, 7, 6])
-    assert OpSharding.parse("{replicated}").relabel(ids) == OpSharding.replicated([6, 7, 2048, 2049])
+    assert OpSharding.parse("{devices=[2,2]<=[2,2]T(1,0)}").relabel(ids) == OpSharding.tiled(
+        (2, 2), [2048, 2049, 7, 6]
+    )
+    assert OpSharding.parse("{replicated}").relabel(ids) == OpSharding.replicated(
+        [6, 7, 2048, 2049]
+    )
     assert OpSharding.parse("{replicated}", 2).relabel(ids) == OpSharding.replicated([7, 2048])
     assert OpSharding.parse("{maximal device=1}").relabel(ids) == OpSharding.maximal(7)
     assert OpSharding.parse("{manual}").relabel(ids).kind is Kind.MANUAL
@@ -239,7 +283,8 @@ def test_the_canonical_form_leaves_every_device_what_it_had(sharding, data):
 
 @given(tiled(subgroups=[Kind.REPLICATED]), st.data())
 def test_shardings_are_equivalent_exactly_when_devices_hold_the_same(sharding, data):
-    """Of a tensor with more elements than tiles in each dimension, so that no two tiles are the same box."""
+    """Of a tensor with more elements than tiles in each dimension, so that no two tiles are the
+    same box."""
     ids = sharding.tiles.devices.copy()
     i, j = data.draw(st.integers(0, len(ids) - 1)), data.draw(st.integers(0, len(ids) - 1))
     ids[[i, j]] = ids[[j, i]]
@@ -251,12 +296,24 @@ def test_shardings_are_equivalent_exactly_when_devices_hold_the_same(sharding, d
 @pytest.mark.parametrize(
     ("a", "b", "same"),
     [
-        ("{devices=[2,2,2]7,6,5,4,3,2,1,0 last_tile_dim_replicate}", "{devices=[2,2,2]6,7,4,5,2,3,0,1 last_tile_dim_replicate}", True),
+        (
+            "{devices=[2,2,2]7,6,5,4,3,2,1,0 last_tile_dim_replicate}",
+            "{devices=[2,2,2]6,7,4,5,2,3,0,1 last_tile_dim_replicate}",
+            True,
+        ),
         ("{devices=[8,1]<=[8] last_tile_dim_replicate}", "{devices=[8]<=[8]}", True),
         ("{devices=[1,8]<=[8] last_tile_dim_replicate}", "{replicated}", True),
         ("{devices=[1,1]3}", "{maximal device=3}", True),
-        ("{devices=[2,2]<=[4] last_tile_dims={manual}}", "{devices=[2,2]<=[4] last_tile_dims={replicated}}", False),
-        ("{devices=[2,2]0,1,3,2 last_tile_dims={manual}}", "{devices=[2,2]<=[4] last_tile_dims={manual}}", False),
+        (
+            "{devices=[2,2]<=[4] last_tile_dims={manual}}",
+            "{devices=[2,2]<=[4] last_tile_dims={replicated}}",
+            False,
+        ),
+        (
+            "{devices=[2,2]0,1,3,2 last_tile_dims={manual}}",
+            "{devices=[2,2]<=[4] last_tile_dims={manual}}",
+            False,
+        ),
         ("{devices=[1,4]<=[4] last_tile_dims={manual}}", "{manual}", True),
         ("{devices=[4,2]<=[8]}", "{devices=[2,4]<=[8]}", False),
         ("{devices=[4,2]<=[8]}", "{devices=[4,2]<=[2,4]T(1,0)}", False),
@@ -296,13 +353,17 @@ def test_the_boxes_of_every_replica_tile_the_tensor_exactly_once(sharding, data)
 
 
 def test_replicas_are_numbered_by_device_id_in_their_group():
-    tiles = OpSharding.parse("{devices=[2,2,2]7,6,5,4,3,2,1,0 last_tile_dim_replicate}").device_boxes((4, 4))
+    tiles = OpSharding.parse(
+        "{devices=[2,2,2]7,6,5,4,3,2,1,0 last_tile_dim_replicate}"
+    ).device_boxes((4, 4))
     assert tiles.replica_id.tolist() == [0, 1] * 4
     assert OpSharding.replicated([30, 10, 20]).device_boxes((4,)).replica_id.tolist() == [0, 1, 2]
 
 
 def test_replication_groups_are_the_devices_of_every_tile():
-    assert OpSharding.parse("{devices=[2,1,2]3,1,2,0 last_tile_dim_replicate}").replication_groups.tolist() == [[1, 3], [0, 2]]
+    assert OpSharding.parse(
+        "{devices=[2,1,2]3,1,2,0 last_tile_dim_replicate}"
+    ).replication_groups.tolist() == [[1, 3], [0, 2]]
     assert OpSharding.tiled((2, 2)).replication_groups.tolist() == [[0], [1], [2], [3]]
     assert OpSharding.replicated(3).replication_groups.tolist() == [[0, 1, 2]]
     assert OpSharding.maximal(7).replication_groups.tolist() == [[7]]
@@ -322,9 +383,15 @@ def test_maximal_is_the_whole_tensor_on_one_device():
         ("{unknown}", "It is unknown: .* compile first"),
         ("{unreduced}", "It is unreduced: .* reduce it first"),
         ("{devices=[2,2]<=[4] last_tile_dims={manual}}", "A subgroup is manual: "),
-        ("{devices=[2,2,2]<=[8] last_tile_dims={replicated, unreduced}}", "A subgroup is unreduced: "),
+        (
+            "{devices=[2,2,2]<=[8] last_tile_dims={replicated, unreduced}}",
+            "A subgroup is unreduced: ",
+        ),
         ("{devices=[1,4]<=[4] last_tile_dims={manual}}", "It is manual: "),
-        ("{replicated}", r"does not say on how many devices; read it with parse\(text, num_devices=…\)"),
+        (
+            "{replicated}",
+            r"does not say on how many devices; read it with parse\(text, num_devices=…\)",
+        ),
     ],
 )
 def test_what_does_not_say_where_data_is_cannot_be_saved_and_says_why(text, reason):
@@ -333,7 +400,9 @@ def test_what_does_not_say_where_data_is_cannot_be_saved_and_says_why(text, reas
 
 
 def test_manual_of_a_subgroup_of_one_can_be_saved():
-    assert OpSharding.parse("{devices=[4,1]<=[4] last_tile_dims={manual}}").device_boxes((8,)).parts == (4,)
+    assert OpSharding.parse("{devices=[4,1]<=[4] last_tile_dims={manual}}").device_boxes(
+        (8,)
+    ).parts == (4,)
 
 
 def test_a_tensor_of_another_rank_is_refused():
@@ -346,7 +415,13 @@ def test_a_tensor_of_another_rank_is_refused():
 # JSON
 
 
-@given(st.one_of(shardings(), st.integers(1, 9).map(OpSharding.replicated), st.just(OpSharding.replicated([9, 4, 7]))))
+@given(
+    st.one_of(
+        shardings(),
+        st.integers(1, 9).map(OpSharding.replicated),
+        st.just(OpSharding.replicated([9, 4, 7])),
+    )
+)
 def test_json_brings_the_same_sharding_back(sharding):
     assert OpSharding.from_json(json.loads(json.dumps(sharding.to_json()))) == sharding
 

@@ -40,7 +40,9 @@ def test_the_order_in_a_tuple_means_something():
 
 
 def test_indices_are_replaced_by_the_names_of_a_mesh():
-    assert PartitionSpec(2, None, (0, "fsdp")).named(MESH) == PartitionSpec("tensor", None, ("data", "fsdp"))
+    assert PartitionSpec(2, None, (0, "fsdp")).named(MESH) == PartitionSpec(
+        "tensor", None, ("data", "fsdp")
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,10 @@ def test_indices_are_replaced_by_the_names_of_a_mesh():
         (("data", "data"), "axis 'data' appears more than once"),
         ((("data", "fsdp"), "fsdp"), "axis 'fsdp' appears more than once"),
         (((0, 0),), "axis 0 appears more than once"),
-        (((("data", "fsdp"), "tensor"),), r"entry 0 holds \('data', 'fsdp'\) inside a tuple; tuples cannot be nested"),
+        (
+            ((("data", "fsdp"), "tensor"),),
+            r"entry 0 holds \('data', 'fsdp'\) inside a tuple; tuples cannot be nested",
+        ),
         ((None, 1.0), "entry 1 holds 1.0"),
         ((True,), "entry 0 holds True"),
         ((-1,), "entry 0 holds -1"),
@@ -83,7 +88,22 @@ def test_json_brings_the_same_spec_back(spec):
     assert PartitionSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
 
 
-@pytest.mark.parametrize("doc", [None, "data", {}, [[["data"]]], [True], [1.5], ["a", "a"], [{}], [None] * 33, [[0] * 100_000], [-1]])
+@pytest.mark.parametrize(
+    "doc",
+    [
+        None,
+        "data",
+        {},
+        [[["data"]]],
+        [True],
+        [1.5],
+        ["a", "a"],
+        [{}],
+        [None] * 33,
+        [[0] * 100_000],
+        [-1],
+    ],
+)
 def test_json_that_is_no_spec_is_a_format_error(doc):
     with pytest.raises(FormatError):
         PartitionSpec.from_json(doc)

@@ -1,4 +1,5 @@
-"""Placements give every rank its boxes. Torch is asked for the same in frameworks/test_dtensor.py."""
+"""Placements give every rank its boxes. Torch is asked for the same in
+frameworks/test_dtensor.py."""
 
 import json
 from math import prod
@@ -23,13 +24,22 @@ def layouts(draw):
     """Placements, strided ones too, and a shape of which they say where it is."""
     sizes = draw(st.lists(st.integers(1, 4), max_size=3))
     first = draw(st.sampled_from([0, 16]))
-    mesh = Mesh(sizes, [f"axis{i}" for i in range(len(sizes))], draw(st.permutations(range(first, first + prod(sizes)))))
+    mesh = Mesh(
+        sizes,
+        [f"axis{i}" for i in range(len(sizes))],
+        draw(st.permutations(range(first, first + prod(sizes)))),
+    )
     ndim = draw(st.integers(1, 3))
     texts = [draw(st.sampled_from(["R", *(f"S({d})" for d in range(ndim))])) for _ in sizes]
     shape = draw(st.lists(st.integers(0, 13), min_size=ndim, max_size=ndim))
     if draw(st.booleans()):
         factor = draw(st.sampled_from([2, 3, 4]))
-        strided = ["_" + text.replace(")", f",{factor})") if text[0] == "S" and draw(st.booleans()) else text for text in texts]
+        strided = [
+            "_" + text.replace(")", f",{factor})")
+            if text[0] == "S" and draw(st.booleans())
+            else text
+            for text in texts
+        ]
         try:
             layout = Placements.of(mesh, strided)
         except ShardingError:
@@ -60,7 +70,11 @@ def test_the_distinct_boxes_are_the_whole_tensor_each_element_once_and_none_of_t
     assert (painted(listed(boxes), shape) == 1).all()
     assert (boxes.sizes() > 0).all()
     assert boxes.start.tolist() == sorted(boxes.start.tolist())
-    assert len(boxes) == prod(len(cuts) - 1 for cuts in layout.cuts(shape)) <= prod(layout.parts(len(shape)))
+    assert (
+        len(boxes)
+        == prod(len(cuts) - 1 for cuts in layout.cuts(shape))
+        <= prod(layout.parts(len(shape)))
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -98,8 +112,13 @@ def test_the_sharding_gives_every_rank_its_box_and_is_missing_only_where_it_woul
 
     def differing(sharding):
         tiles = sharding.device_boxes(shape)
-        boxes = {rank: [tiles.boxes[i]] if tiles.boxes[i].size else [] for i, rank in enumerate(tiles.device_ids.tolist())}
-        return [rank for rank, mine in boxes.items() if mine != listed(layout.rank_boxes(shape, rank))]
+        boxes = {
+            rank: [tiles.boxes[i]] if tiles.boxes[i].size else []
+            for i, rank in enumerate(tiles.device_ids.tolist())
+        }
+        return [
+            rank for rank, mine in boxes.items() if mine != listed(layout.rank_boxes(shape, rank))
+        ]
 
     sharding = layout.as_sharding(shape)
     if sharding is not None:
@@ -108,7 +127,9 @@ def test_the_sharding_gives_every_rank_its_box_and_is_missing_only_where_it_woul
         return
     even = layout.as_sharding(layout.parts(len(shape)))
     if even is None:
-        assert any(len(layout.rank_boxes(shape, rank)) > 1 for rank in layout.mesh.device_ids.tolist())
+        assert any(
+            len(layout.rank_boxes(shape, rank)) > 1 for rank in layout.mesh.device_ids.tolist()
+        )
     else:
         assert differing(even)
 
@@ -129,9 +150,19 @@ def test_seven_rows_of_fsdp_over_tensor_parallelism_are_split_by_tp_first():
 
 def test_a_strided_shard_within_a_shard_is_several_boxes():
     layout = Placements.of(Mesh((2, 2), ("x", "y")), ["S(0)", "_S(0,2)"])
-    assert [str(box) for box in listed(layout.rank_boxes((16, 3), 2))] == ["[8:10, 0:3]", "[12:14, 0:3]"]
-    assert [str(box) for box in listed(layout.local_boxes((16, 3), 2))] == ["[0:2, 0:3]", "[2:4, 0:3]"]
-    assert (layout.parts(2), layout.local_shape((16, 3), 2), layout.as_sharding((16, 3))) == ((8, 1), (4, 3), None)
+    assert [str(box) for box in listed(layout.rank_boxes((16, 3), 2))] == [
+        "[8:10, 0:3]",
+        "[12:14, 0:3]",
+    ]
+    assert [str(box) for box in listed(layout.local_boxes((16, 3), 2))] == [
+        "[0:2, 0:3]",
+        "[2:4, 0:3]",
+    ]
+    assert (layout.parts(2), layout.local_shape((16, 3), 2), layout.as_sharding((16, 3))) == (
+        (8, 1),
+        (4, 3),
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +180,9 @@ def test_a_strided_shard_within_a_shard_is_several_boxes():
 def test_a_split_factor_puts_a_split_behind_those_of_later_dimensions(sizes, texts, order):
     names = ("a", "b", "c")[: len(sizes)]
     layout = Placements.of(Mesh(sizes, names), texts)
-    assert layout.as_sharding((8,)) == Sharding(layout.mesh, PartitionSpec(tuple(names[axis] for axis in order)))
+    assert layout.as_sharding((8,)) == Sharding(
+        layout.mesh, PartitionSpec(tuple(names[axis] for axis in order))
+    )
 
 
 def test_a_rank_that_the_mesh_does_not_have_holds_nothing():
@@ -160,14 +193,22 @@ def test_a_rank_that_the_mesh_does_not_have_holds_nothing():
 
 def test_scalars_and_meshes_without_dimensions_are_held_whole():
     for layout in Placements.of(DP_TP, ["R", "R"]), Placements.of(Mesh((), ()), []):
-        assert listed(layout.rank_boxes((), 0)) == listed(layout.distinct_boxes(())) == [Box((), ())]
+        assert (
+            listed(layout.rank_boxes((), 0)) == listed(layout.distinct_boxes(())) == [Box((), ())]
+        )
         assert layout.holders(0) == tuple(range(layout.num_devices))
         assert layout.as_sharding(()) == Sharding(layout.mesh, PartitionSpec())
-        assert (layout.local_shape((), 0), layout.boxes(())[0].tolist()) == ((), list(range(layout.num_devices)))
+        assert (layout.local_shape((), 0), layout.boxes(())[0].tolist()) == (
+            (),
+            list(range(layout.num_devices)),
+        )
 
 
 def test_a_hundred_thousand_ranks_are_no_trouble():
-    layout = Placements.of(Mesh((50, 2000), ("replicate", "shard"), np.random.default_rng(1).permutation(100_000)), ["R", "S(0)"])
+    layout = Placements.of(
+        Mesh((50, 2000), ("replicate", "shard"), np.random.default_rng(1).permutation(100_000)),
+        ["R", "S(0)"],
+    )
     ranks, boxes = layout.boxes((6001, 3))
     assert len(ranks) == 50 * 1501  # four rows each, the last shard has one, and the rest nothing
     for at in (0, 1500, 75_000):
@@ -183,7 +224,9 @@ def test_strided_shards_that_torch_itself_splits_in_two_ways_are_refused(shape):
     layout = Placements.of(Mesh((2, 2), ("x", "y")), ["S(0)", "_S(0,2)"])
     for question in (layout.cuts, layout.distinct_boxes, layout.boxes, layout.as_sharding):
         with pytest.raises(
-            ShardingError, match=r"S\(0\) over x=2, _S\(0,2\) over y=2: the length .*torch has no single rule .* redistribute it"
+            ShardingError,
+            match=r"S\(0\) over x=2, _S\(0,2\) over y=2: the length .*torch has no single rule .* "
+            r"redistribute it",
         ):
             question(shape)
     assert len(layout.distinct_boxes((0,))) == 0
@@ -191,14 +234,20 @@ def test_strided_shards_that_torch_itself_splits_in_two_ways_are_refused(shape):
 
 @pytest.mark.parametrize("texts", [["_S(0,2)", "S(0)"], ["_S(0,5)", "S(0)"], ["_S(0,4)", "S(0)"]])
 def test_a_split_factor_that_later_dimensions_do_not_fit_is_refused(texts):
-    with pytest.raises(ShardingError, match=r"the split factor \d of tensor dimension 0 does not fit .*; redistribute it"):
+    with pytest.raises(
+        ShardingError,
+        match=r"the split factor \d of tensor dimension 0 does not fit .*; redistribute it",
+    ):
         Placements.of(Mesh((2, 3), ("x", "y")), texts)
 
 
 def test_placements_of_another_number_or_for_another_rank_are_refused():
     with pytest.raises(ShardingError, match="1 placements for a mesh of 2 dimensions"):
         Placements.of(DP_TP, ["R"])
-    with pytest.raises(ShardingError, match=r"S\(1\) over dp=3, R over tp=2: it shards dimension 1 of a tensor with 1"):
+    with pytest.raises(
+        ShardingError,
+        match=r"S\(1\) over dp=3, R over tp=2: it shards dimension 1 of a tensor with 1",
+    ):
         Placements.of(DP_TP, ["S(1)", "R"]).parts(1)
 
 
@@ -214,7 +263,25 @@ def test_what_is_no_shape_is_refused(shape):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "r", "S", "S()", "S(-1)", "S(32)", "S(0", "S(0) ", "_S(0)", "_S(0,0)", "_S(0,2000000)", "P", "S(٣)", None, 0, ["R"]]
+    "text",
+    [
+        "",
+        "r",
+        "S",
+        "S()",
+        "S(-1)",
+        "S(32)",
+        "S(0",
+        "S(0) ",
+        "_S(0)",
+        "_S(0,0)",
+        "_S(0,2000000)",
+        "P",
+        "S(٣)",
+        None,
+        0,
+        ["R"],
+    ],
 )
 def test_what_is_no_placement_is_refused(text):
     with pytest.raises(ShardingError, match="Placement: "):

@@ -1,4 +1,5 @@
-"""A mesh and a spec give every device its box. torch_xla and JAX are asked for the same in test_sharding_{xla,jax}.py."""
+"""A mesh and a spec give every device its box. torch_xla and JAX are asked for the same in
+test_sharding_{xla,jax}.py."""
 
 import json
 
@@ -43,7 +44,9 @@ def test_the_boxes_of_every_replica_tile_the_tensor_exactly_once(case):
     assert tiles.device_ids.tolist() == sorted(sharding.mesh.device_ids.tolist())
     assert (tiles.tile, tiles.parts) == (sharding.tile(shape), sharding.parts(len(shape)))
     replicas = sharding.num_devices // int(np.prod(tiles.parts))
-    assert sorted(tiles.replica_id.tolist()) == sorted(list(range(replicas)) * int(np.prod(tiles.parts)))
+    assert sorted(tiles.replica_id.tolist()) == sorted(
+        list(range(replicas)) * int(np.prod(tiles.parts))
+    )
     for replica in range(replicas):
         painted = np.zeros(shape, int)
         for i in np.flatnonzero(tiles.replica_id == replica).tolist():
@@ -81,16 +84,36 @@ def test_replicas_count_up_with_the_device_id_however_many_there_are():
 
 def test_ten_rows_over_four_are_three_three_three_one_and_over_eight_end_empty():
     assert [b - a for a, b in rows_of((10, 1), "data")] == [3, 3, 3, 3, 3, 3, 1, 1]
-    assert rows_of((10, 1), ("data", "model")) == [(0, 2), (2, 4), (4, 6), (6, 8), (8, 10), (10, 10), (10, 10), (10, 10)]
+    assert rows_of((10, 1), ("data", "model")) == [
+        (0, 2),
+        (2, 4),
+        (4, 6),
+        (6, 8),
+        (8, 10),
+        (10, 10),
+        (10, 10),
+        (10, 10),
+    ]
 
 
 def rows_of(shape, part):
     boxes = Sharding(MESH, P(part)).device_boxes(shape).boxes
-    return [(a, b) for (a, _), (b, _) in zip(boxes.start.tolist(), boxes.stop.tolist(), strict=True)]
+    return [
+        (a, b) for (a, _), (b, _) in zip(boxes.start.tolist(), boxes.stop.tolist(), strict=True)
+    ]
 
 
 def test_the_first_axis_of_a_tuple_is_the_outermost():
-    assert rows_of((8, 1), ("model", "data")) == [(0, 1), (4, 5), (1, 2), (5, 6), (2, 3), (6, 7), (3, 4), (7, 8)]
+    assert rows_of((8, 1), ("model", "data")) == [
+        (0, 1),
+        (4, 5),
+        (1, 2),
+        (5, 6),
+        (2, 3),
+        (6, 7),
+        (3, 4),
+        (7, 8),
+    ]
 
 
 def test_dimensions_beyond_the_spec_are_whole():
@@ -99,7 +122,10 @@ def test_dimensions_beyond_the_spec_are_whole():
 
 
 def test_a_spec_longer_than_the_tensor_is_refused():
-    with pytest.raises(ShardingError, match=r"PartitionSpec\('data', None\) has 2 entries and the tensor 1 dimensions"):
+    with pytest.raises(
+        ShardingError,
+        match=r"PartitionSpec\('data', None\) has 2 entries and the tensor 1 dimensions",
+    ):
         Sharding(MESH, P("data", None)).device_boxes((8,))
 
 
@@ -133,7 +159,9 @@ def test_axes_the_mesh_does_not_have_are_refused():
 
 
 def test_a_bare_tuple_is_refused_with_what_to_write():
-    with pytest.raises(ShardingError, match=r"found Mesh and tuple; write PartitionSpec\(\*entries\)"):
+    with pytest.raises(
+        ShardingError, match=r"found Mesh and tuple; write PartitionSpec\(\*entries\)"
+    ):
         Sharding(MESH, ("data", None))
 
 
@@ -143,7 +171,10 @@ def test_a_bare_tuple_is_refused_with_what_to_write():
 @given(shardings())
 def test_the_op_sharding_gives_every_device_the_same_box_and_replica_id(case):
     sharding, shape = case
-    ours, theirs = sharding.device_boxes(shape), sharding.op_sharding(len(shape)).device_boxes(shape)
+    ours, theirs = (
+        sharding.device_boxes(shape),
+        sharding.op_sharding(len(shape)).device_boxes(shape),
+    )
     assert ours.device_ids.tolist() == theirs.device_ids.tolist()
     assert ours.boxes.start.tolist() == theirs.boxes.start.tolist()
     assert ours.boxes.stop.tolist() == theirs.boxes.stop.tolist()
@@ -165,7 +196,9 @@ def test_a_spec_is_inferred_from_its_own_op_sharding(case):
     inferred = Sharding.infer(sharding.mesh, sharding.op_sharding(ndim), ndim)
     assert inferred is not None
     sizes = sharding.mesh.axis_sizes
-    assert inferred.spec.axes == tuple(tuple(a for a in axes if sizes[a] > 1) for axes in sharding.spec.axes)
+    assert inferred.spec.axes == tuple(
+        tuple(a for a in axes if sizes[a] > 1) for axes in sharding.spec.axes
+    )
 
 
 @given(st.permutations(range(8)), st.sampled_from([(8,), (4, 2), (2, 2, 2)]))
@@ -217,7 +250,9 @@ def test_replicated_is_inferred_with_and_without_a_number_of_devices():
         ((1,), 1, "{replicated}", P(None)),
     ],
 )
-def test_partition_counts_cut_in_row_major_order_and_the_rest_are_replicas(counts, devices, text, spec):
+def test_partition_counts_cut_in_row_major_order_and_the_rest_are_replicas(
+    counts, devices, text, spec
+):
     sharding = Sharding.from_partition_counts(counts, devices)
     assert sharding.num_devices == devices
     assert sharding.op_sharding(2).to_hlo() == text
@@ -246,7 +281,10 @@ def test_json_brings_the_same_sharding_back(case):
     sharding, _ = case
     assert Sharding.from_json(json.loads(json.dumps(sharding.to_json()))) == sharding
     other = Mesh((3,), ("z",))
-    assert layout_from_json(json.loads(json.dumps(sharding.to_json(mesh=1))), [other, sharding.mesh]) == sharding
+    assert (
+        layout_from_json(json.loads(json.dumps(sharding.to_json(mesh=1))), [other, sharding.mesh])
+        == sharding
+    )
 
 
 def test_layouts_of_both_kinds_come_back_from_json():
@@ -278,10 +316,18 @@ def test_json_that_is_no_sharding_is_a_format_error(doc):
 
 
 json_values = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-3, 10**20), st.floats(), st.sampled_from(["data", "hlo", "{replicated}", ""])),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-3, 10**20),
+        st.floats(),
+        st.sampled_from(["data", "hlo", "{replicated}", ""]),
+    ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
-        st.dictionaries(st.sampled_from(["mesh", "spec", "hlo", "devices", "shape", "axes"]), inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(["mesh", "spec", "hlo", "devices", "shape", "axes"]), inner, max_size=3
+        ),
     ),
     max_leaves=12,
 )

@@ -1,6 +1,8 @@
-"""JAX and torch_xla are the oracles: boxes, OpSharding text, specs and hybrid meshes, on 8 virtual devices.
+"""JAX and torch_xla are the oracles: boxes, OpSharding text, specs and hybrid meshes, on 8 virtual
+devices.
 
-One process of each answers all cases: `tests/children/sharding_jax.py` and `tests/children/sharding_xla.py`.
+One process of each answers all cases: `tests/children/sharding_jax.py` and
+`tests/children/sharding_xla.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,20 @@ from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.sharding import Sharding
 
 JAX_CASES, XLA_CASES = 300, 480
-JAX_MESHES = [(8,), (8, 1), (1, 8), (4, 2), (2, 4), (2, 2, 2), (1, 2, 4), (4, 1, 2), (2, 3), (5,), (1, 1), (2, 2, 1, 2)]
+JAX_MESHES = [
+    (8,),
+    (8, 1),
+    (1, 8),
+    (4, 2),
+    (2, 4),
+    (2, 2, 2),
+    (1, 2, 4),
+    (4, 1, 2),
+    (2, 3),
+    (5,),
+    (1, 1),
+    (2, 2, 1, 2),
+]
 XLA_MESHES = [(8,), (8, 1), (1, 8), (4, 2), (2, 4), (2, 2, 2), (1, 2, 4), (4, 1, 2), (2, 2, 1, 2)]
 
 GSPMD = [  # text over 8 devices, parts per dimension
@@ -95,7 +110,8 @@ XLA_TOPOLOGIES = [  # torus of a slice, ici, dcn
 
 
 def random_spec(rng, axes, ndim):
-    """Every axis cuts a random dimension or none; every other spec lists its axes in another order."""
+    """Every axis cuts a random dimension or none; every other spec lists its axes in another
+    order."""
     parts = [[] for _ in range(ndim)]
     for axis in rng.permutation(axes).tolist():
         place = rng.integers(-1, ndim)
@@ -112,7 +128,9 @@ def jax_cases():
         ndim = int(rng.integers(0, 4))
         spec = random_spec(rng, axes, ndim)
         size = dict(zip(axes, mesh, strict=True))
-        parts = [int(np.prod([size[a] for a in ([p] if isinstance(p, str) else p or [])])) for p in spec]
+        parts = [
+            int(np.prod([size[a] for a in ([p] if isinstance(p, str) else p or [])])) for p in spec
+        ]
         shape = [part * int(rng.integers(1, 4)) for part in parts]
         if i % 5 == 0:  # trailing dimensions that the spec leaves out
             shape += rng.integers(0, 4, size=1).tolist()
@@ -130,7 +148,10 @@ def xla_cases():
             shape = [0]  # torch_xla cannot pad empty tensors of more dimensions
         spec = random_spec(rng, range(len(mesh)), len(shape))
         if i % 3 == 0:  # by name
-            spec = [[axes[a] for a in p] if isinstance(p, list) else p if p is None else axes[p] for p in spec]
+            spec = [
+                [axes[a] for a in p] if isinstance(p, list) else p if p is None else axes[p]
+                for p in spec
+            ]
         devices = rng.permutation(8).tolist() if i % 4 else list(range(8))
         yield {"mesh": mesh, "axes": axes, "devices": devices, "spec": spec, "shape": shape}
 
@@ -138,7 +159,11 @@ def xla_cases():
 def gspmd_cases():
     rng = np.random.default_rng(9)
     for text, parts in GSPMD:
-        yield {"text": text, "shape": [3 * part for part in parts], "devices": rng.permutation(8).tolist()}
+        yield {
+            "text": text,
+            "shape": [3 * part for part in parts],
+            "devices": rng.permutation(8).tolist(),
+        }
 
 
 def jax_hybrid_cases():
@@ -148,14 +173,27 @@ def jax_hybrid_cases():
         for s in reversed(range(int(np.prod(dcn)))):
             ids = 2048 * s + np.random.default_rng(s).permutation(size)
             for i, (*coords, core) in zip(ids.tolist(), np.ndindex(*torus), strict=True):
-                devices.append({"id": i, "device_kind": kind, "slice_index": 7 + s, "coords": coords, "core_on_chip": core})
+                devices.append(
+                    {
+                        "id": i,
+                        "device_kind": kind,
+                        "slice_index": 7 + s,
+                        "coords": coords,
+                        "core_on_chip": core,
+                    }
+                )
         yield {"devices": devices, "ici": ici, "dcn": dcn}
 
 
 def xla_hybrid_cases():
     for torus, ici, dcn in XLA_TOPOLOGIES:
         devices = [
-            {"id": s * int(np.prod(torus)) + i, "slice_index": s, "coords": [int(c) for c in at[::-1]], "core_on_chip": 0}
+            {
+                "id": s * int(np.prod(torus)) + i,
+                "slice_index": s,
+                "coords": [int(c) for c in at[::-1]],
+                "core_on_chip": 0,
+            }
             for s in range(int(np.prod(dcn)))
             for i, at in enumerate(np.ndindex(*torus[::-1]))
         ]
@@ -165,7 +203,14 @@ def xla_hybrid_cases():
 def ask(program, cases, **environment):
     """Each case with the answer of a program that runs the oracle."""
     env = {**os.environ, **environment}
-    child = forks.run([sys.executable, CHILDREN / program], input=json.dumps(cases), capture_output=True, text=True, env=env, timeout=240)
+    child = forks.run(
+        [sys.executable, CHILDREN / program],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=240,
+    )
     assert child.returncode == 0, child.stderr[-4000:]
     answers = json.loads(child.stdout.splitlines()[-1])
     return {kind: list(zip(cases[kind], answers[kind], strict=True)) for kind in cases}
@@ -176,12 +221,26 @@ class Jax:
 
     def __init__(self):
         texts = [text for text, _ in GSPMD] + NORMAL + REFUSED
-        cases = {"named": list(jax_cases()), "gspmd": list(gspmd_cases()), "texts": texts, "hybrid": list(jax_hybrid_cases())}
-        self.asked = ask("sharding_jax.py", cases, JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=8")
+        cases = {
+            "named": list(jax_cases()),
+            "gspmd": list(gspmd_cases()),
+            "texts": texts,
+            "hybrid": list(jax_hybrid_cases()),
+        }
+        self.asked = ask(
+            "sharding_jax.py",
+            cases,
+            JAX_PLATFORMS="cpu",
+            XLA_FLAGS="--xla_force_host_platform_device_count=8",
+        )
         self.shardings, self.hybrid = self.asked["named"], self.asked["hybrid"]
 
     def text_of(self, sharding, ndim):
-        return Sharding(Mesh(sharding.mesh.shape, sharding.mesh.axis_names), sharding.spec).op_sharding(ndim).to_hlo()
+        return (
+            Sharding(Mesh(sharding.mesh.shape, sharding.mesh.axis_names), sharding.spec)
+            .op_sharding(ndim)
+            .to_hlo()
+        )
 
     def parse(self, text, mesh):
         return OpSharding.parse(text).relabel(mesh.device_ids)
@@ -194,7 +253,8 @@ class Jax:
 
 
 class TorchXla:
-    """Prints lists of device ids; says boxes in the order of the ids, each with the number of its replica."""
+    """Prints lists of device ids; says boxes in the order of the ids, each with the number of its
+    replica."""
 
     def __init__(self):
         cases = {"shards": list(xla_cases()), "hybrid": list(xla_hybrid_cases())}
@@ -209,7 +269,10 @@ class TorchXla:
 
     def boxes(self, case, answer):
         whole = [[0, dim] for dim in case["shape"]]
-        return {str(device): whole if box is None else box for device, (_, box) in enumerate(answer["shards"])}
+        return {
+            str(device): whole if box is None else box
+            for device, (_, box) in enumerate(answer["shards"])
+        }
 
     def replicas(self, answer):
         return [replica for replica, _ in answer["shards"]]
@@ -232,12 +295,22 @@ def oracle(request):
 
 def sharding_of(case):
     mesh = Mesh(case["mesh"], case["axes"], case["devices"])
-    return Sharding(mesh, PartitionSpec(*(tuple(p) if isinstance(p, list) else p for p in case["spec"])))
+    return Sharding(
+        mesh, PartitionSpec(*(tuple(p) if isinstance(p, list) else p for p in case["spec"]))
+    )
 
 
 def by_device(tiles):
-    rows = zip(tiles.device_ids.tolist(), tiles.boxes.start.tolist(), tiles.boxes.stop.tolist(), strict=True)
-    return {str(device): [list(ends) for ends in zip(start, stop, strict=True)] for device, start, stop in rows}
+    rows = zip(
+        tiles.device_ids.tolist(),
+        tiles.boxes.start.tolist(),
+        tiles.boxes.stop.tolist(),
+        strict=True,
+    )
+    return {
+        str(device): [list(ends) for ends in zip(start, stop, strict=True)]
+        for device, start, stop in rows
+    }
 
 
 def assert_as_the_oracle_says(tiles, oracle, case, answer):
@@ -250,7 +323,9 @@ def assert_as_the_oracle_says(tiles, oracle, case, answer):
 
 def test_boxes_are_those_of_the_oracle(oracle):
     for case, answer in oracle.shardings:
-        assert_as_the_oracle_says(sharding_of(case).device_boxes(case["shape"]), oracle, case, answer)
+        assert_as_the_oracle_says(
+            sharding_of(case).device_boxes(case["shape"]), oracle, case, answer
+        )
 
 
 def test_the_cases_of_torch_xla_reach_what_they_are_there_for(torch_xla, record_property):
@@ -293,8 +368,13 @@ def test_the_spec_is_found_again_in_the_text_that_the_oracle_prints(oracle):
 
 def test_a_hybrid_mesh_has_the_device_ids_of_the_oracle(oracle):
     for case, answer in oracle.hybrid:
-        devices = [Device(d["id"], d["slice_index"], tuple(d["coords"]), d["core_on_chip"]) for d in case["devices"]]
-        assert HybridMesh(case["ici"], case["dcn"], None, devices).device_ids.tolist() == answer, case
+        devices = [
+            Device(d["id"], d["slice_index"], tuple(d["coords"]), d["core_on_chip"])
+            for d in case["devices"]
+        ]
+        assert HybridMesh(case["ici"], case["dcn"], None, devices).device_ids.tolist() == answer, (
+            case
+        )
 
 
 # --- what XLA, through JAX, makes of a text
@@ -309,7 +389,9 @@ def test_boxes_of_a_text_are_those_of_a_gspmd_sharding(jax):
 def test_the_normal_form_is_xlas(jax):
     for text, normal in jax.asked["texts"]:
         if text not in REFUSED:
-            assert OpSharding.parse(text).canonical().to_hlo("listed") == OpSharding.parse(normal).to_hlo("listed"), text
+            assert OpSharding.parse(text).canonical().to_hlo("listed") == OpSharding.parse(
+                normal
+            ).to_hlo("listed"), text
             assert OpSharding.parse(text).equivalent(OpSharding.parse(normal)), text
 
 

@@ -1,4 +1,5 @@
-"""Cells and steps: every element once, chunks of the target whole, within the room, and hardly a stored byte twice."""
+"""Cells and steps: every element once, chunks of the target whole, within the room, and hardly a
+stored byte twice."""
 
 from math import prod
 
@@ -16,7 +17,8 @@ from shardckpt.plan.pieces import Piece, overlaps
 
 @st.composite
 def grids(draw, shape):
-    """The arrays of a tensor: one, or several along some dimensions, each with chunks of any size."""
+    """The arrays of a tensor: one, or several along some dimensions, each with chunks of any
+    size."""
     cuts = []
     for n in shape:
         inner = draw(st.lists(st.integers(1, n - 1), max_size=2, unique=True)) if n > 1 else []
@@ -25,7 +27,9 @@ def grids(draw, shape):
     for index in np.ndindex(*(len(c) - 1 for c in cuts)):
         start = tuple(c[i] for c, i in zip(cuts, index, strict=True))
         extent = tuple(c[i + 1] - c[i] for c, i in zip(cuts, index, strict=True))
-        pieces.append(Piece(f"p{len(pieces)}", start, extent, tuple(draw(st.integers(1, n)) for n in extent)))
+        pieces.append(
+            Piece(f"p{len(pieces)}", start, extent, tuple(draw(st.integers(1, n)) for n in extent))
+        )
     return tuple(pieces)
 
 
@@ -35,9 +39,16 @@ def pairs(draw):
     return shape, draw(grids(shape)), draw(grids(shape))
 
 
-@given(pair=pairs(), room=st.integers(1, 4000), joined=st.sampled_from([1, 64, 8 << 20]), largest=st.sampled_from([200, 4 << 30]))
+@given(
+    pair=pairs(),
+    room=st.integers(1, 4000),
+    joined=st.sampled_from([1, 64, 8 << 20]),
+    largest=st.sampled_from([200, 4 << 30]),
+)
 @settings(max_examples=300)
-def test_steps_read_every_element_once_and_fill_whole_chunks_within_the_room(pair, room, joined, largest):
+def test_steps_read_every_element_once_and_fill_whole_chunks_within_the_room(
+    pair, room, joined, largest
+):
     shape, targets, sources = pair
     room = max(room, *(prod(p.chunks) for p in targets))
     with pytest.MonkeyPatch.context() as patch:
@@ -54,13 +65,22 @@ def test_steps_read_every_element_once_and_fill_whole_chunks_within_the_room(pai
             reached = 0
             for piece in targets:
                 crossed = overlaps(piece, BoxArray.of([step.box], len(shape)))
-                for position, start, stop in zip(crossed.chunk.tolist(), crossed.in_chunk.start, crossed.in_chunk.stop, strict=True):
+                for position, start, stop in zip(
+                    crossed.chunk.tolist(),
+                    crossed.in_chunk.start,
+                    crossed.in_chunk.stop,
+                    strict=True,
+                ):
                     reached += prod(piece.chunks)
                     filled = now.pop((piece.path, position), 0) + prod((stop - start).tolist())
                     whole = (
                         prod(
                             (
-                                np.minimum((np.array(np.unravel_index(position, piece.grid)) + 1) * piece.chunks, piece.shape)
+                                np.minimum(
+                                    (np.array(np.unravel_index(position, piece.grid)) + 1)
+                                    * piece.chunks,
+                                    piece.shape,
+                                )
                                 - np.array(np.unravel_index(position, piece.grid)) * piece.chunks
                             ).tolist()
                         )
@@ -100,7 +120,10 @@ def test_grids_without_a_common_border_are_walked_through_and_nothing_is_read_tw
 
 def test_a_cell_too_large_for_one_task_is_cut_where_that_reads_little_twice():
     n = 1 << 17
-    target, source = [Piece("t", (0, 0), (n, n), (512, 512))], [Piece("s", (0, 0), (n, n), (729, 343))]
+    target, source = (
+        [Piece("t", (0, 0), (n, n), (512, 512))],
+        [Piece("s", (0, 0), (n, n), (729, 343))],
+    )
     grid = plan_cells(target, source, 2)
     assert max(grid.sizes()) * 2 <= cells.LARGEST_CELL
     assert len(grid.sizes()) <= 32

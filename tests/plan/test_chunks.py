@@ -54,7 +54,10 @@ def test_a_tensor_of_a_checkpoint_has_chunks_of_useful_size(tensor):
     assert size >= min(16 << 10, tile_bytes)
 
 
-@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 14336), (32000, 4096), (128256, 4096), (8192, 28672), (2048, 2048)])
+@pytest.mark.parametrize(
+    "shape",
+    [(4096, 4096), (4096, 14336), (32000, 4096), (128256, 4096), (8192, 28672), (2048, 2048)],
+)
 @pytest.mark.parametrize("parts", [(1, 1), (8, 1), (1, 8), (4, 2), (2, 4), (2, 2)])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_splits_of_either_axis_by_2_4_and_8_fall_on_chunk_borders(shape, parts, itemsize):
@@ -82,13 +85,17 @@ def test_the_number_of_chunks_of_a_whole_checkpoint_is_bounded():
     shapes = [(16384, 53248)] * 378 + [(16384, 16384)] * 252 + [(128256, 16384)] * 2
     total = 3 * sum(prod(s) * 4 for s in shapes)
     smallest = smallest_chunk(total)
-    chunks = 3 * sum(prod(grid_shape(s, chunk_shape(s, 4, (64, 8), smallest=smallest))) for s in shapes)
+    chunks = 3 * sum(
+        prod(grid_shape(s, chunk_shape(s, 4, (64, 8), smallest=smallest))) for s in shapes
+    )
     assert chunks <= 1.5 * MOST_CHUNKS
 
 
 @given(st.lists(st.integers(1, 4000), min_size=1, max_size=3), st.sampled_from([1, 2, 4, 8]))
 def test_where_each_chunk_is_a_file_none_is_cut_below_a_mebibyte(shape, itemsize):
-    chunks = chunk_shape(tuple(shape), itemsize, (1,) * len(shape), smallest=smallest_chunk(0, files=True))
+    chunks = chunk_shape(
+        tuple(shape), itemsize, (1,) * len(shape), smallest=smallest_chunk(0, files=True)
+    )
     assert min(prod(shape) * itemsize, 1 << 20) <= prod(chunks) * itemsize
 
 
@@ -102,7 +109,9 @@ def rows_read(length, chosen, start, stop):
     read = 0
     for begin in range(0, length, chosen.piece[0]):
         piece = Piece("w", (begin,), (min(chosen.piece[0], length - begin),), chosen.chunks[:1])
-        read += len(overlaps(piece, BoxArray.of([Box((start,), (stop,))], 1)).chunk) * piece.chunks[0]
+        read += (
+            len(overlaps(piece, BoxArray.of([Box((start,), (stop,))], 1)).chunk) * piece.chunks[0]
+        )
     return read
 
 
@@ -132,16 +141,22 @@ def test_pieces_are_whole_tiles_or_whole_dimensions_and_few(tensor):
         assert piece != n or p == 1 or tile % side == 0
     pieces = prod(grid_shape(shape, chosen.piece))
     common = prod(chunk_shape(shape, itemsize, parts)) * itemsize
-    assert pieces == 1 or common > LARGEST_COMMON_CHUNK or pieces <= min(MOST_PIECES, prod(shape) * itemsize // SMALLEST_PIECE)
+    assert (
+        pieces == 1
+        or common > LARGEST_COMMON_CHUNK
+        or pieces <= min(MOST_PIECES, prod(shape) * itemsize // SMALLEST_PIECE)
+    )
 
 
-@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 14336), (32000, 4096), (128256, 4096), (8192, 28672)])
+@pytest.mark.parametrize(
+    "shape", [(4096, 4096), (4096, 14336), (32000, 4096), (128256, 4096), (8192, 28672)]
+)
 @pytest.mark.parametrize("parts", [(1, 1), (8, 1), (1, 8), (4, 2), (16, 4), (64, 1)])
 def test_what_divides_evenly_is_stored_as_one_array(shape, parts):
     assert chunking(shape, 2, parts) == Chunking(shape, chunk_shape(shape, 2, parts))
 
 
-def test_a_tile_of_prime_length_that_is_too_large_for_one_chunk_is_stored_in_as_many_pieces_as_it_takes():
+def test_a_tile_of_prime_length_too_large_for_one_chunk_is_stored_in_as_many_pieces_as_it_takes():
     prime = 4_194_319
     chosen = chunking((512 * prime,), 4, (512,))
     assert chosen.piece == (prime,)
@@ -157,17 +172,35 @@ def test_the_chunks_of_llama_8b_are_some_hundred_kib_large(itemsize, most, parts
 
 
 def test_many_dimensions_and_unlucky_numbers_are_chosen_for_in_bounded_time_and_memory():
-    assert 64 << 10 <= prod(chunk_shape((720, 840, 900, 960), 2, (1, 1, 1, 1))) * 2 <= 2 * LARGEST_CHUNK
+    assert (
+        64 << 10
+        <= prod(chunk_shape((720, 840, 900, 960), 2, (1, 1, 1, 1))) * 2
+        <= 2 * LARGEST_CHUNK
+    )
     assert chunk_shape((7,) * 9, 1, (1,) * 9) is not None
 
 
-@given(st.one_of(st.integers(1, 1_000_000), st.builds(lambda a, b: a * b, st.integers(1, 65_535), st.integers(1, 8))))
+@given(
+    st.one_of(
+        st.integers(1, 1_000_000),
+        st.builds(lambda a, b: a * b, st.integers(1, 65_535), st.integers(1, 8)),
+    )
+)
 def test_the_divisors_of_a_number_below_2_to_the_32nd_are_all_of_them(n):
     assert list(divisors(n)) == (np.flatnonzero(n % np.arange(1, n + 1) == 0) + 1).tolist()
 
 
-HOSTILE = [1 << 56, 1 << 61, 1 << 62, (1 << 61) - 1, 4_294_967_311 * 1_073_741_827, 65_537**3, 897_612_484_786_617_600]
-"""Powers of two, a prime, products of large primes, and the number below 2^60 with the most divisors."""
+HOSTILE = [
+    1 << 56,
+    1 << 61,
+    1 << 62,
+    (1 << 61) - 1,
+    4_294_967_311 * 1_073_741_827,
+    65_537**3,
+    897_612_484_786_617_600,
+]
+"""Powers of two, a prime, products of large primes, and the number below 2^60 with the most
+divisors."""
 
 
 @pytest.mark.parametrize("n", HOSTILE)
@@ -183,7 +216,12 @@ def test_numbers_of_any_size_have_few_divisors_that_are_compared(n):
 def test_a_tensor_that_claims_any_size_is_planned_for_in_little_memory(n, parts):
     tracemalloc.start()
     try:
-        chosen = chunking((n * parts,) if n * parts < 1 << 63 else (n,), 4, (parts,), smallest=smallest_chunk(4 * n))
+        chosen = chunking(
+            (n * parts,) if n * parts < 1 << 63 else (n,),
+            4,
+            (parts,),
+            smallest=smallest_chunk(4 * n),
+        )
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:
         tracemalloc.stop()

@@ -1,4 +1,5 @@
-"""Cuts: every element once, in the order asked for, within the room, and at borders of chunks where these are within reach."""
+"""Cuts: every element once, in the order asked for, within the room, and at borders of chunks where
+these are within reach."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def elements(numbers, box):
 def chunks_of(piece, part):
     """Positions of the chunks that a part needs."""
     spans = []
-    for a, b, o, n, side in zip(part.start, part.stop, piece.start, piece.shape, piece.chunks, strict=True):
+    for a, b, o, n, side in zip(
+        part.start, part.stop, piece.start, piece.shape, piece.chunks, strict=True
+    ):
         low, high = max(a, o) - o, min(b, o + n) - o
         spans.append(range(low // side, -(-high // side)) if low < high else range(0))
     return list(product(*spans))
@@ -60,7 +63,9 @@ def test_a_run_of_cells_is_cut_into_boxes_with_the_same_cells_in_the_same_order(
         for box in boxes
     ]
     assert [cell for box in cells for cell in elements(numbers, box)] == list(run)
-    assert all(box.size <= room or inside.size == 1 for box, inside in zip(boxes, cells, strict=True))
+    assert all(
+        box.size <= room or inside.size == 1 for box, inside in zip(boxes, cells, strict=True)
+    )
     if room >= prod(ends[-1] for ends in borders):
         assert len(boxes) <= 2 * max(1, len(borders)) - 1
 
@@ -85,7 +90,11 @@ def largest_boxes(grid, run, most):
                 ends = range(corner[d] + 1, grid[d] + 1)
                 fitting.extend((*(c + 1 for c in corner[:d]), end, *grid[d + 1 :]) for end in ends)
         sizes = [prod(b - a for a, b in zip(corner, stop, strict=True)) for stop in fitting]
-        size, stop = max((s, stop) for s, stop in zip(sizes, fitting, strict=True) if s == 1 or s <= min(most, run.stop - at))
+        size, stop = max(
+            (s, stop)
+            for s, stop in zip(sizes, fitting, strict=True)
+            if s == 1 or s <= min(most, run.stop - at)
+        )
         yield tuple(corner), stop
         at += size
 
@@ -95,7 +104,8 @@ def largest_boxes(grid, run, most):
 
 @st.composite
 def grids(draw, shape):
-    """The arrays of a tensor: one, or two along the first dimension, each with chunks of any size."""
+    """The arrays of a tensor: one, or two along the first dimension, each with chunks of any
+    size."""
     cuts = [0, draw(st.integers(0, shape[0])), shape[0]] if shape else [0, 1]
     pieces = []
     for begin, end in pairwise(cuts):
@@ -119,7 +129,10 @@ def cases(draw):
 @settings(max_examples=400, deadline=None)
 def test_rows_come_in_row_major_order_once_and_within_the_room(case):
     shape, target, sources, room, joined = case
-    parts = [step.box for step in cut(Box.full(shape), target, room, Order.ROWS, sources=sources, joined=joined)]
+    parts = [
+        step.box
+        for step in cut(Box.full(shape), target, room, Order.ROWS, sources=sources, joined=joined)
+    ]
     grid = target[0].grid if target else shape
     sides = target[0].chunks if target else (1,) * len(shape)
     cells = [
@@ -129,7 +142,9 @@ def test_rows_come_in_row_major_order_once_and_within_the_room(case):
         )
         for part in parts
     ]
-    assert [cell for box in cells for cell in elements(numbered(grid), box)] == list(range(prod(grid)))
+    assert [cell for box in cells for cell in elements(numbered(grid), box)] == list(
+        range(prod(grid))
+    )
     covered = np.zeros(shape, int)
     for part in parts:
         covered[(*part.slices, ...)] += 1
@@ -143,30 +158,51 @@ def test_rows_end_where_no_source_chunk_is_divided_if_that_is_within_reach(case)
     shape, target, sources, room, joined = case
     for step in cut(Box.full(shape), target, room, Order.ROWS, sources=sources, joined=joined):
         box = step.box
-        ways = [d for d in range(len(shape)) if all(b - a == 1 for a, b in zip(box.start[:d], box.stop[:d], strict=True))]
+        ways = [
+            d
+            for d in range(len(shape))
+            if all(b - a == 1 for a, b in zip(box.start[:d], box.stop[:d], strict=True))
+        ]
         for d in ways:
-            rest = all((a, b) == (0, n) for a, b, n in zip(box.start[d + 1 :], box.stop[d + 1 :], shape[d + 1 :], strict=True))
+            rest = all(
+                (a, b) == (0, n)
+                for a, b, n in zip(
+                    box.start[d + 1 :], box.stop[d + 1 :], shape[d + 1 :], strict=True
+                )
+            )
             if rest and not target and not divides_none(sources, d, box.stop[d], shape):
                 within = room // prod(shape[d + 1 :])
                 assert not [
-                    end for end in range(box.start[d] + 1, min(shape[d], box.start[d] + within) + 1) if divides_none(sources, d, end, shape)
+                    end
+                    for end in range(box.start[d] + 1, min(shape[d], box.start[d] + within) + 1)
+                    if divides_none(sources, d, end, shape)
                 ]
 
 
 def divides_none(pieces, d, border, shape):
     """Whether no chunk is on both sides of a border."""
     return border in (0, shape[d]) or all(
-        border <= p.start[d] or border >= p.start[d] + p.shape[d] or (border - p.start[d]) % p.chunks[d] == 0 for p in pieces
+        border <= p.start[d]
+        or border >= p.start[d] + p.shape[d]
+        or (border - p.start[d]) % p.chunks[d] == 0
+        for p in pieces
     )
 
 
 def test_rows_are_joined_up_to_a_size_and_a_tall_chunk_stays_whole():
     stored = [Piece("s", (0, 0), (100, 10), (7, 10))]
-    one = [step.box.shape[0] for step in cut(Box.full((100, 10)), (), 1000, Order.ROWS, sources=stored)]
+    one = [
+        step.box.shape[0] for step in cut(Box.full((100, 10)), (), 1000, Order.ROWS, sources=stored)
+    ]
     assert one == [7] * 14 + [2]
-    joined = [step.box.shape[0] for step in cut(Box.full((100, 10)), (), 1000, Order.ROWS, sources=stored, joined=250)]
+    joined = [
+        step.box.shape[0]
+        for step in cut(Box.full((100, 10)), (), 1000, Order.ROWS, sources=stored, joined=250)
+    ]
     assert joined == [21] * 4 + [16]
-    short = [step.box.shape[0] for step in cut(Box.full((14, 10)), (), 50, Order.ROWS, sources=stored)]
+    short = [
+        step.box.shape[0] for step in cut(Box.full((14, 10)), (), 50, Order.ROWS, sources=stored)
+    ]
     assert short == [5, 2, 5, 2]
 
 
@@ -189,13 +225,20 @@ def test_halves_make_up_the_box_and_share_no_chunk(case, most, measured):
     pieces, box = case
     sizes = {"size": lambda part: 2 * part.size, "room": 2 * most} if measured else {"room": most}
     parts = [step.box for step in cut(box, pieces, order=Order.HALVES, **sizes)]
-    counted = np.zeros(tuple(max(piece.box.stop[d] for piece in pieces) for d in range(box.ndim)), int)
+    counted = np.zeros(
+        tuple(max(piece.box.stop[d] for piece in pieces) for d in range(box.ndim)), int
+    )
     for part in parts:
         counted[(*part.slices, ...)] += 1
     whole = np.zeros_like(counted)
     whole[(*box.slices, ...)] = 1
     assert (counted == whole).all()
-    chunks = [(piece.path, tuple(at)) for part in parts for piece in pieces for at in chunks_of(piece, part)]
+    chunks = [
+        (piece.path, tuple(at))
+        for part in parts
+        for piece in pieces
+        for at in chunks_of(piece, part)
+    ]
     assert len(chunks) == len(set(chunks))
     if len(pieces) == 1:  # any border between two chunks divides none
         assert all(part.size <= most or len(chunks_of(pieces[0], part)) == 1 for part in parts)

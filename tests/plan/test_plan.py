@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import FormatError
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.plan.pieces import Piece, chunk_boxes, chunk_runs, count_chunks, coverage_gap, overlaps, touched
+from shardckpt.plan.pieces import (
+    Piece,
+    chunk_boxes,
+    chunk_runs,
+    count_chunks,
+    coverage_gap,
+    overlaps,
+    touched,
+)
 
 
 @st.composite
@@ -18,7 +26,10 @@ def grids(draw):
     start = tuple(draw(st.integers(0, 4)) for _ in shape)
     boxes = []
     for _ in range(draw(st.integers(1, 4))):
-        ends = [sorted((draw(st.integers(0, a + n + 3)), draw(st.integers(0, a + n + 3)))) for a, n in zip(start, shape, strict=True)]
+        ends = [
+            sorted((draw(st.integers(0, a + n + 3)), draw(st.integers(0, a + n + 3))))
+            for a, n in zip(start, shape, strict=True)
+        ]
         boxes.append(Box(tuple(a for a, _ in ends), tuple(b for _, b in ends)))
     return Piece("w", start, shape, chunks), boxes
 
@@ -28,7 +39,11 @@ def grids(draw):
 def test_runs_of_chunks_are_the_chunks_that_overlap(grid):
     piece, boxes = grid
     starts, stops = chunk_runs(piece, BoxArray.of(boxes, len(piece.shape)))
-    together = {chunk for start, stop in zip(starts.tolist(), stops.tolist(), strict=True) for chunk in range(start, stop)}
+    together = {
+        chunk
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        for chunk in range(start, stop)
+    }
     assert together == set(overlaps(piece, BoxArray.of(boxes, len(piece.shape))).chunk.tolist())
     assert (starts < stops).all()
 
@@ -101,17 +116,27 @@ def test_pieces_are_touched_by_boxes_with_which_their_chunks_overlap(grids_drawn
     ndim = len(grids_drawn[0][0].shape)
     pieces = [piece for piece, _ in grids_drawn if len(piece.shape) == ndim]
     boxes = BoxArray.of(
-        [box for _, boxes_of_piece in grids_drawn for box in boxes_of_piece if box.ndim == ndim and random.random() < 0.5], ndim
+        [
+            box
+            for _, boxes_of_piece in grids_drawn
+            for box in boxes_of_piece
+            if box.ndim == ndim and random.random() < 0.5
+        ],
+        ndim,
     )
     expected = [piece for piece in pieces if len(overlaps(piece, boxes).chunk)]
-    assert [piece for piece in touched(pieces, boxes) if len(overlaps(piece, boxes).chunk)] == expected
+    assert [
+        piece for piece in touched(pieces, boxes) if len(overlaps(piece, boxes).chunk)
+    ] == expected
     assert len(pieces) == 1 or touched(pieces, boxes) == expected
 
 
 def test_a_chunk_with_two_writers_is_refused():
     piece = Piece("w", (0,), (10,), (4,))
     assert chunks_inside(piece, Box((4,), (10,)))[0].tolist() == [1, 2]
-    with pytest.raises(FormatError, match=r"w: chunks of \(4,\) cross the border of the shard \[0:6\]"):
+    with pytest.raises(
+        FormatError, match=r"w: chunks of \(4,\) cross the border of the shard \[0:6\]"
+    ):
         chunks_inside(piece, Box((0,), (6,)))
 
 

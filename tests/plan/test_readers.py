@@ -1,4 +1,5 @@
-"""The chunks that each host reads: computed by hand, by device and by element, they are the same."""
+"""The chunks that each host reads: computed by hand, by device and by element, they are the
+same."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -48,7 +49,9 @@ def pieces_of(shape, border, chunks):
     devices_per_host=st.integers(1, 4),
 )
 @settings(max_examples=200)
-def test_a_host_reads_every_chunk_that_holds_an_element_of_its_devices_and_no_other(layout, shape, border, chunks, devices_per_host):
+def test_a_host_reads_every_chunk_that_holds_an_element_of_its_devices_and_no_other(
+    layout, shape, border, chunks, devices_per_host
+):
     hosts = Hosts.of([(layout, 2)], devices_per_host=devices_per_host)
     pieces = pieces_of(shape, border, chunks)
     number = np.full(shape, -1)
@@ -69,7 +72,9 @@ def test_a_host_reads_every_chunk_that_holds_an_element_of_its_devices_and_no_ot
                 needed[box.slices] = True
         group = held.group[host]
         assert (group >= 0) == needed.any()
-        assert set(read.chunk[read.group == group].tolist() if group >= 0 else []) == set(number[needed].tolist())
+        assert set(read.chunk[read.group == group].tolist() if group >= 0 else []) == set(
+            number[needed].tolist()
+        )
         if group >= 0:
             assert len(read.chunk[read.group == group]) == len(np.unique(number[needed]))
 
@@ -90,5 +95,7 @@ def test_bins_hold_every_host_once_and_in_order(hosts):
     ranges = bins.ranges()
     assert len(ranges) == bins.number <= 64
     assert [host for first, stop in ranges for host in range(first, stop)] == list(range(hosts))
-    assert bins.of(np.arange(hosts)).tolist() == [i for i, (first, stop) in enumerate(ranges) for _ in range(first, stop)]
+    assert bins.of(np.arange(hosts)).tolist() == [
+        i for i, (first, stop) in enumerate(ranges) for _ in range(first, stop)
+    ]
     assert max(b - a for a, b in ranges) - min(b - a for a, b in ranges) <= 1

@@ -54,11 +54,20 @@ def test_every_element_is_read_by_exactly_one_process_and_every_chunk_too(tensor
             for region in share:
                 one, box = tensors[region.tensor], tensors[region.tensor].boxes[region.box]
                 counts[region.tensor][region.box][
-                    tuple(slice(a - o, b - o) for a, b, o in zip(region.part.start, region.part.stop, box.start, strict=True))
+                    tuple(
+                        slice(a - o, b - o)
+                        for a, b, o in zip(
+                            region.part.start, region.part.stop, box.start, strict=True
+                        )
+                    )
                 ] += 1
                 for piece in one.pieces:
-                    for chunk in overlaps(piece, BoxArray.of([region.part], len(piece.shape))).chunk.tolist():
-                        touched.setdefault((region.tensor, piece.path, chunk), set()).add((number, reader))
+                    for chunk in overlaps(
+                        piece, BoxArray.of([region.part], len(piece.shape))
+                    ).chunk.tolist():
+                        touched.setdefault((region.tensor, piece.path, chunk), set()).add(
+                            (number, reader)
+                        )
     assert all((count == 1).all() for boxes in counts for count in boxes)
     assert all(len(readers) == 1 for readers in touched.values())
 
@@ -68,7 +77,11 @@ def test_every_element_is_read_by_exactly_one_process_and_every_chunk_too(tensor
 def test_a_round_holds_as_many_bytes_as_allowed_or_a_single_chunk(tensors, readers, limit):
     for shares in rounds(tensors, readers, limit):
         regions = [region for share in shares for region in share]
-        chunks = [prod(piece.chunks) * tensors[r.tensor].itemsize for r in regions for piece in tensors[r.tensor].pieces]
+        chunks = [
+            prod(piece.chunks) * tensors[r.tensor].itemsize
+            for r in regions
+            for piece in tensors[r.tensor].pieces
+        ]
         assert sum(r.part.size * tensors[r.tensor].itemsize for r in regions) <= max(limit, *chunks)
 
 
@@ -88,7 +101,9 @@ def test_1_to_32_replicas_read_every_chunk_of_a_model_once_and_evenly(replicas):
         for reader, share in enumerate(planned):
             for region in share:
                 piece = tensors[region.tensor].pieces[0]
-                chunks = overlaps(piece, BoxArray.of([region.part], len(piece.shape))).chunk.tolist()
+                chunks = overlaps(
+                    piece, BoxArray.of([region.part], len(piece.shape))
+                ).chunk.tolist()
                 for chunk in chunks:
                     read[region.tensor, chunk] = read.get((region.tensor, chunk), 0) + 1
                 shares[reader] += len(chunks) * prod(piece.chunks) * 2
@@ -116,16 +131,22 @@ def test_a_sharded_model_is_read_once_however_many_replicas_of_its_shards_there_
 def test_many_replicas_share_in_groups_of_at_most_64_that_are_the_same_for_all_their_members(count):
     sharers = tuple(range(3, 3 + 2 * count, 2))
     groups = {process: peers_sharing_reads(sharers, process) for process in sharers}
-    assert all(process in group and groups[other] == group for process, group in groups.items() for other in group)
+    assert all(
+        process in group and groups[other] == group
+        for process, group in groups.items()
+        for other in group
+    )
     assert max(map(len, groups.values())) <= MOST_READERS
     assert len(set(groups.values())) == -(-count // MOST_READERS)
 
 
-# --- Is it worth it? -----------------------------------------------------------------------------------------------
+# --- Is it worth it? ------------------------------------------------------------------------------
 
 
 def over_gloo(replicas, nbytes=16 << 30, **rates):
-    return Bandwidths(**{"interconnect": 1.25e9} | rates).estimate(nbytes=nbytes, readers=replicas, processes=replicas, rounds=64)
+    return Bandwidths(**{"interconnect": 1.25e9} | rates).estimate(
+        nbytes=nbytes, readers=replicas, processes=replicas, rounds=64
+    )
 
 
 def test_few_replicas_read_by_themselves_and_many_together():
@@ -148,7 +169,16 @@ def test_little_is_not_worth_finding_each_other_for():
     assert not over_gloo(128, nbytes=10_000_000).together
 
 
-@pytest.mark.parametrize("rates", [{"store": 0}, {"process": -1.0}, {"interconnect": "fast"}, {"gain": float("nan")}, {"latency": True}])
+@pytest.mark.parametrize(
+    "rates",
+    [
+        {"store": 0},
+        {"process": -1.0},
+        {"interconnect": "fast"},
+        {"gain": float("nan")},
+        {"latency": True},
+    ],
+)
 def test_what_is_no_rate_is_refused(rates):
     with pytest.raises(OptionError, match=next(iter(rates))):
         Bandwidths(**rates)

@@ -1,4 +1,5 @@
-"""Every chunk has exactly one writer, and the holders of a box share its bytes; nobody asks anybody."""
+"""Every chunk has exactly one writer, and the holders of a box share its bytes; nobody asks
+anybody."""
 
 from __future__ import annotations
 
@@ -23,12 +24,27 @@ def jobs(draw):
     """Parts of several tensors, held by random groups of processes."""
     processes = draw(st.integers(1, 9))
     groups = draw(
-        st.lists(st.lists(st.integers(0, processes - 1), min_size=1, unique=True).map(lambda g: tuple(sorted(g))), min_size=1, max_size=4)
+        st.lists(
+            st.lists(st.integers(0, processes - 1), min_size=1, unique=True).map(
+                lambda g: tuple(sorted(g))
+            ),
+            min_size=1,
+            max_size=4,
+        )
     )
     parts = []
     for i in range(draw(st.integers(1, 12))):
         size = draw(st.sampled_from([0, 1, 7, 64 << 10, 1 << 20, 3 << 20]))
-        parts.append(Part(f"w{i % 5}", f"w{i % 5}=p{i}", (i,), draw(st.sampled_from(groups)), draw(st.integers(0, 40)), size))
+        parts.append(
+            Part(
+                f"w{i % 5}",
+                f"w{i % 5}=p{i}",
+                (i,),
+                draw(st.sampled_from(groups)),
+                draw(st.integers(0, 40)),
+                size,
+            )
+        )
     return processes, parts
 
 
@@ -54,7 +70,9 @@ def test_holders_of_a_tape_write_as_much_as_each_other_up_to_two_chunks(job):
         shares = []
         for process in holders:
             dealt = deal(tape, process)
-            shares.append(sum(len(share) * part.chunk_bytes for part, share in zip(tape, dealt, strict=True)))
+            shares.append(
+                sum(len(share) * part.chunk_bytes for part, share in zip(tape, dealt, strict=True))
+            )
         fair = sum(part.chunks * part.chunk_bytes for part in tape) / len(holders)
         assert max(abs(share - fair) for share in shares) <= max(part.chunk_bytes for part in tape)
 
@@ -95,7 +113,9 @@ def test_holders_are_the_processes_whose_devices_have_the_same_box(case):
 def test_a_layout_without_axes_has_holders_too():
     owners = DeviceOwners.of({0: 0, 1: 0, 2: 1, 3: 1})
     assert box_holders(OpSharding.replicated(4), 2, [3], owners) == [(0, 1)]
-    assert box_holders(OpSharding.parse("{devices=[2,1,2]0,2,1,3 last_tile_dim_replicate}"), 2, [0, 1], owners) == [(0, 1), (0, 1)]
+    assert box_holders(
+        OpSharding.parse("{devices=[2,1,2]0,2,1,3 last_tile_dim_replicate}"), 2, [0, 1], owners
+    ) == [(0, 1), (0, 1)]
 
 
 def test_a_device_that_is_nobodys_is_an_error_that_names_it():

@@ -1,4 +1,5 @@
-"""Restores under other names, into other sizes, and of tensors that are joined or split, against the same done by numpy."""
+"""Restores under other names, into other sizes, and of tensors that are joined or split, against
+the same done by numpy."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ from shardckpt.io.url import parse
 @pytest.fixture
 def saved(tmp_path):
     state = {
-        "model": {"embed": np.arange(12.0).reshape(6, 2), "layers": [{"w": np.full(3, i)} for i in range(2)], "empty": {}},
+        "model": {
+            "embed": np.arange(12.0).reshape(6, 2),
+            "layers": [{"w": np.full(3, i)} for i in range(2)],
+            "empty": {},
+        },
         "step": 7,
         "rng": PerProcess({"seed": 3}),
     }
@@ -33,17 +38,38 @@ def saved(tmp_path):
 
 
 def test_renamed_leaves_of_every_kind_come_back_at_their_new_places(saved):
-    restored = shardckpt.restore(saved, rename=["s/^model/net/", r"s/layers\/(\d)\/w/layers.\1.weight/", "s/^step$/progress\\/step/"])
+    restored = shardckpt.restore(
+        saved,
+        rename=[
+            "s/^model/net/",
+            r"s/layers\/(\d)\/w/layers.\1.weight/",
+            "s/^step$/progress\\/step/",
+        ],
+    )
     assert restored.keys() == {"net", "progress", "rng"}
     assert restored["net"].keys() == {"embed", "layers.0.weight", "layers.1.weight", "empty"}
     assert (restored["net"]["layers.1.weight"] == 1).all()
-    assert (restored["progress"], restored["net"]["empty"], restored["rng"]) == ({"step": 7}, {}, [{"seed": 3}])
+    assert (restored["progress"], restored["net"]["empty"], restored["rng"]) == (
+        {"step": 7},
+        {},
+        [{"seed": 3}],
+    )
     like = {
-        "net": {"embed": np.zeros((6, 2)), "layers.0.weight": np.zeros(3, np.int64), "layers.1.weight": np.ones(3, np.int64), "empty": {}},
+        "net": {
+            "embed": np.zeros((6, 2)),
+            "layers.0.weight": np.zeros(3, np.int64),
+            "layers.1.weight": np.ones(3, np.int64),
+            "empty": {},
+        },
         "progress": {"step": 0},
         "seeds": PerProcess(None),
     }
-    rules = ["s/^model/net/", r"s/layers\/(\d)\/w/layers.\1.weight/", "s/^step$/progress\\/step/", "s/^rng/seeds/"]
+    rules = [
+        "s/^model/net/",
+        r"s/layers\/(\d)\/w/layers.\1.weight/",
+        "s/^step$/progress\\/step/",
+        "s/^rng/seeds/",
+    ]
     back = shardckpt.restore(saved, like, rename=rules)
     assert back["net"]["embed"] is like["net"]["embed"]
     assert like["net"]["embed"][5].tolist() == [10.0, 11.0]
@@ -52,7 +78,9 @@ def test_renamed_leaves_of_every_kind_come_back_at_their_new_places(saved):
 
 def test_lists_keep_their_form_where_they_move_as_a_whole(saved):
     like = {"net": {"blocks": [{"w": np.zeros(3, np.int64)}, {"w": np.zeros(3, np.int64)}]}}
-    back = shardckpt.restore(saved, like, only="model/layers/**", rename="s/^model.layers/net\\/blocks/")
+    back = shardckpt.restore(
+        saved, like, only="model/layers/**", rename="s/^model.layers/net\\/blocks/"
+    )
     assert [one["w"].tolist() for one in back["net"]["blocks"]] == [[0] * 3, [1] * 3]
 
 
@@ -78,8 +106,18 @@ def test_a_leaf_that_is_not_restored_gives_way_to_one_that_takes_its_place(tmp_p
     assert shardckpt.restore(place, only="a", rename="s/^a$/c/")["c"].tolist() == [1, 1, 1]
     assert shardckpt.restore(place, only="a", rename="s,^a$,b/f,")["b"]["f"].tolist() == [1, 1, 1]
     model = torch.nn.ParameterDict({"b": torch.zeros(3)})
-    shardckpt.save(tmp_path / "t", shardckpt.train_state(model=torch.nn.ParameterDict({"a": torch.ones(3), "b": torch.zeros(3)})))
-    shardckpt.restore(tmp_path / "t", shardckpt.train_state(model=model, rng=False), only="model/a", rename="s,/a$,/b,")
+    shardckpt.save(
+        tmp_path / "t",
+        shardckpt.train_state(
+            model=torch.nn.ParameterDict({"a": torch.ones(3), "b": torch.zeros(3)})
+        ),
+    )
+    shardckpt.restore(
+        tmp_path / "t",
+        shardckpt.train_state(model=model, rng=False),
+        only="model/a",
+        rename="s,/a$,/b,",
+    )
     assert model["b"].tolist() == [1, 1, 1]
     with pytest.raises(errors.NamesMismatchError, match="would both be called 'b'"):
         shardckpt.restore(place, only=["a", "b"], rename="s/^a$/b/")
@@ -93,7 +131,11 @@ def test_a_leaf_that_is_not_restored_gives_way_to_one_that_takes_its_place(tmp_p
         ({"rename": 3}, errors.OptionError, "rename=3"),
         ({"rename": "s/embed/step/"}, errors.NamesMismatchError, None),
         ({"rename": "s/^model.embed$/step/"}, errors.NamesMismatchError, "both be called 'step'"),
-        ({"fit": {"**/nothing": "pad"}}, errors.OptionError, r"'\*\*/nothing'.*matches none of the tensors"),
+        (
+            {"fit": {"**/nothing": "pad"}},
+            errors.OptionError,
+            r"'\*\*/nothing'.*matches none of the tensors",
+        ),
         ({"fit": {"**": "grow"}}, errors.OptionError, "pad"),
         ({"fit": "pad"}, errors.OptionError, "fit='pad'"),
         ({"fit": {3: "pad"}}, errors.OptionError, r"fit=\{3: .pad.\}: give patterns"),
@@ -102,7 +144,9 @@ def test_a_leaf_that_is_not_restored_gives_way_to_one_that_takes_its_place(tmp_p
         ({"invert_mapping": True}, errors.OptionError, "no mapping"),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused_before_anything_is_read(saved, options, kind, says):
+def test_options_that_cannot_be_meant_are_refused_before_anything_is_read(
+    saved, options, kind, says
+):
     like = shardckpt.restore(saved)
     checkpoint = shardckpt.open(saved)
     with pytest.raises(errors.OptionError, match="without `like`"):
@@ -116,11 +160,15 @@ def leaf_of(kind, shape, dtype):
     """A leaf with other contents, and a function that reads the restored one."""
     array = np.full(shape, 5, dtype)
     if kind == "strided":
-        array = np.full(tuple(2 * n for n in shape), 5, dtype)[tuple(slice(None, None, 2) for _ in shape)]
+        array = np.full(tuple(2 * n for n in shape), 5, dtype)[
+            tuple(slice(None, None, 2) for _ in shape)
+        ]
     if kind == "torch":
         return torch.from_numpy(array), lambda leaf: leaf.numpy()
     if kind == "meta":
-        return torch.empty(shape, dtype=getattr(torch, np.dtype(dtype).name), device="meta"), lambda leaf: leaf.numpy()
+        return torch.empty(
+            shape, dtype=getattr(torch, np.dtype(dtype).name), device="meta"
+        ), lambda leaf: leaf.numpy()
     return (Target(shape=shape) if kind == "target" else array), lambda leaf: leaf
 
 
@@ -131,7 +179,9 @@ def fitted(array, shape):
     return whole
 
 
-SHAPES = st.integers(1, 3).flatmap(lambda rank: st.tuples(*[st.lists(st.integers(0, 9), min_size=rank, max_size=rank)] * 2))
+SHAPES = st.integers(1, 3).flatmap(
+    lambda rank: st.tuples(*[st.lists(st.integers(0, 9), min_size=rank, max_size=rank)] * 2)
+)
 
 
 @settings(max_examples=120, deadline=None)
@@ -142,7 +192,9 @@ SHAPES = st.integers(1, 3).flatmap(lambda rank: st.tuples(*[st.lists(st.integers
     layout=st.sampled_from(["packed", "zarr"]),
     cast=st.booleans(),
 )
-def test_fitted_tensors_have_what_both_have_and_zeros_elsewhere(tmp_path_factory, shapes, mode, kind, layout, cast):
+def test_fitted_tensors_have_what_both_have_and_zeros_elsewhere(
+    tmp_path_factory, shapes, mode, kind, layout, cast
+):
     small, large = (tuple(map(f, *shapes)) for f in (min, max))
     stored, own = (small, large) if mode == "pad" else (large, small)
     place = tmp_path_factory.mktemp("fit")
@@ -151,7 +203,9 @@ def test_fitted_tensors_have_what_both_have_and_zeros_elsewhere(tmp_path_factory
     leaf, read = leaf_of(kind, own, np.int32 if cast else np.float32)
     if kind == "target" and cast:
         leaf = Target(shape=own, dtype="int32")
-    back = shardckpt.restore(place, {"b": {"w": leaf}}, rename="s/^a/b/", fit={"b/*": mode}, cast=cast)
+    back = shardckpt.restore(
+        place, {"b": {"w": leaf}}, rename="s/^a/b/", fit={"b/*": mode}, cast=cast
+    )
     assert np.array_equal(read(back["b"]["w"]), fitted(array, own))
     if kind in ("numpy", "strided", "torch"):
         assert back["b"]["w"] is leaf
@@ -169,14 +223,25 @@ def test_padding_is_zero_in_every_dtype(tmp_path, dtype):
 def test_a_dtype_without_a_zero_is_not_padded(tmp_path):
     shardckpt.save(tmp_path / "c", {"w": np.ones(2, ml_dtypes.float8_e8m0fnu)})
     with pytest.raises(errors.ShapeMismatchError, match=r"^w: float8_e8m0fnu has no zero"):
-        shardckpt.restore(tmp_path / "c", {"w": np.ones(3, ml_dtypes.float8_e8m0fnu)}, fit={"w": "pad"})
+        shardckpt.restore(
+            tmp_path / "c", {"w": np.ones(3, ml_dtypes.float8_e8m0fnu)}, fit={"w": "pad"}
+        )
 
 
 def test_shapes_that_do_not_fit_as_asked_are_refused_with_both(tmp_path):
     shardckpt.save(tmp_path / "c", {"w": np.ones((4, 4))})
     checkpoint = shardckpt.open(tmp_path / "c")
-    for shape, mode in [((5, 3), "pad"), ((3, 5), "slice"), ((4, 4, 1), "pad"), ((4,), "slice"), ((3, 4), "pad")]:
-        with pytest.raises(errors.ShapeMismatchError, match=rf"^w: .*\(4, 4\).*{'.'.join(map(str, shape))[:1]}.*{mode}"):
+    for shape, mode in [
+        ((5, 3), "pad"),
+        ((3, 5), "slice"),
+        ((4, 4, 1), "pad"),
+        ((4,), "slice"),
+        ((3, 4), "pad"),
+    ]:
+        with pytest.raises(
+            errors.ShapeMismatchError,
+            match=rf"^w: .*\(4, 4\).*{'.'.join(map(str, shape))[:1]}.*{mode}",
+        ):
             shardckpt.restore(checkpoint, {"w": np.zeros(shape)}, fit={"w": mode})
     with pytest.raises(errors.ShapeMismatchError, match=r"fit=\{'w': 'slice'\}"):
         shardckpt.restore(checkpoint, {"w": np.zeros((2, 4))})
@@ -195,13 +260,26 @@ def test_a_composite_tensor_of_another_shape_is_refused_by_name(tmp_path):
     assert like["n"]["v"].data_.equal(scaled(3).data_)
 
 
-STACK = '[[map]]\nfrom = "{model}/{expert}/w"\nto = "{model}/w"\nstack = 0\n[[map]]\nfrom = ["q", "k"]\nto = "qk"\n'
+STACK = (
+    "[[map]]\n"
+    'from = "{model}/{expert}/w"\n'
+    'to = "{model}/w"\n'
+    "stack = 0\n"
+    "[[map]]\n"
+    'from = ["q", "k"]\n'
+    'to = "qk"\n'
+)
 
 
 def test_tensors_of_any_state_are_joined_and_split_by_a_mapping_as_in_exports(tmp_path):
     (tmp_path / "m.toml").write_text(STACK)
     parts = np.arange(24.0).reshape(3, 4, 2)
-    state = {"m": {str(i): {"w": part} for i, part in enumerate(parts)}, "q": np.ones((2, 3)), "k": np.zeros((1, 3)), "n": 5}
+    state = {
+        "m": {str(i): {"w": part} for i, part in enumerate(parts)},
+        "q": np.ones((2, 3)),
+        "k": np.zeros((1, 3)),
+        "n": 5,
+    }
     shardckpt.save(tmp_path / "parts", state)
     options = {"mapping": tmp_path / "m.toml"}
     joined = shardckpt.restore(tmp_path / "parts", **options)
@@ -209,7 +287,9 @@ def test_tensors_of_any_state_are_joined_and_split_by_a_mapping_as_in_exports(tm
     assert np.array_equal(joined["m"]["w"], parts)
     assert joined["qk"].tolist() == [[1.0] * 3] * 2 + [[0.0] * 3]
     like = {"m": {"w": torch.ones(4, 4, 3, dtype=torch.bfloat16)}, "qk": np.ones((2, 3)), "n": 0}
-    back = shardckpt.restore(tmp_path / "parts", like, cast=True, fit={"m/w": "pad", "qk": "slice"}, **options)
+    back = shardckpt.restore(
+        tmp_path / "parts", like, cast=True, fit={"m/w": "pad", "qk": "slice"}, **options
+    )
     assert np.array_equal(like["m"]["w"].float().numpy(), fitted(parts, (4, 4, 3)))
     assert (back["qk"] == 1).all()
     shardckpt.save(tmp_path / "joined", {"m": {"w": parts}, "qk": joined["qk"]})
@@ -256,18 +336,30 @@ def test_a_tensor_that_a_mapping_makes_may_have_the_name_of_a_stored_one(tmp_pat
 
 def test_a_base_holds_the_parts_of_a_tensor_that_is_made(tmp_path):
     (tmp_path / "m.toml").write_text(STACK)
-    state = {"m": {"0": {"w": np.ones(3)}, "1": {"w": np.zeros(3)}}, "q": np.ones(2), "k": np.ones(2)}
+    state = {
+        "m": {"0": {"w": np.ones(3)}, "1": {"w": np.zeros(3)}},
+        "q": np.ones(2),
+        "k": np.ones(2),
+    }
     shardckpt.save(tmp_path / "base", state)
-    shardckpt.save(tmp_path / "c", state, options=SaveOptions(base=str(tmp_path / "base"), skip="m/**"))
-    assert shardckpt.restore(tmp_path / "c", mapping=tmp_path / "m.toml")["m"]["w"].tolist() == [[1] * 3, [0] * 3]
+    shardckpt.save(
+        tmp_path / "c", state, options=SaveOptions(base=str(tmp_path / "base"), skip="m/**")
+    )
+    assert shardckpt.restore(tmp_path / "c", mapping=tmp_path / "m.toml")["m"]["w"].tolist() == [
+        [1] * 3,
+        [0] * 3,
+    ]
 
 
 def test_only_the_bytes_that_are_needed_are_read(tmp_path):
-    """Chunks of 64 KiB: a slice of a quarter of the rows reads a quarter of them, and padding reads nothing more."""
+    """Chunks of 64 KiB: a slice of a quarter of the rows reads a quarter of them, and padding reads
+    nothing more."""
     rows = np.arange(1 << 20, dtype=np.float32).reshape(1 << 10, 1 << 10)
     mesh = shardckpt.Mesh((16,), ("x",))
     options = SaveOptions(shardings={"**": shardckpt.Sharding(mesh, shardckpt.PartitionSpec("x"))})
-    shardckpt.save(tmp_path / "c", {"w": rows, "e": {str(i): rows[:64] + i for i in range(4)}}, options=options)
+    shardckpt.save(
+        tmp_path / "c", {"w": rows, "e": {str(i): rows[:64] + i for i in range(4)}}, options=options
+    )
     (tmp_path / "m.toml").write_text('[[map]]\nfrom = "e/{i}"\nto = "e"\nstack = 0')
 
     def read(like, **given):
@@ -280,17 +372,30 @@ def test_only_the_bytes_that_are_needed_are_read(tmp_path):
     assert part.bytes_read <= rows.nbytes // 4 * 1.01
     more = read({"w": np.ones((1100, 1100), np.float32)}, only="w", fit={"w": "pad"})
     assert (more.bytes_needed, more.bytes_read <= rows.nbytes * 1.01) == (rows.nbytes, True)
-    two = read({"e": np.ones((2, 64, 1 << 10), np.float32)}, only="e", mapping=tmp_path / "m.toml", fit={"e": "slice"})
+    two = read(
+        {"e": np.ones((2, 64, 1 << 10), np.float32)},
+        only="e",
+        mapping=tmp_path / "m.toml",
+        fit={"e": "slice"},
+    )
     assert two.bytes_needed == 2 * rows[:64].nbytes
     assert two.bytes_read <= two.bytes_needed * 1.01
 
 
 def test_the_log_names_each_tensor_that_was_renamed_made_or_fitted(tmp_path, caplog):
     (tmp_path / "m.toml").write_text('[[map]]\nfrom = ["q", "k"]\nto = "qk"')
-    shardckpt.save(tmp_path / "c", {"a": np.ones((6, 2)), "q": np.ones(2), "k": np.ones(2), "same": np.ones(1)})
+    shardckpt.save(
+        tmp_path / "c", {"a": np.ones((6, 2)), "q": np.ones(2), "k": np.ones(2), "same": np.ones(1)}
+    )
     like = {"b": np.ones((8, 2)), "qk": np.ones(3), "same": np.ones(1)}
     with caplog.at_level(logging.WARNING, "shardckpt"):
-        shardckpt.restore(tmp_path / "c", like, rename="s/^a$/b/", mapping=tmp_path / "m.toml", fit={"b": "pad", "qk": "slice"})
+        shardckpt.restore(
+            tmp_path / "c",
+            like,
+            rename="s/^a$/b/",
+            mapping=tmp_path / "m.toml",
+            fit={"b": "pad", "qk": "slice"},
+        )
     (record,) = caplog.records
     message = record.getMessage()
     assert message.startswith(f"{parse(tmp_path / 'c')}: ")
@@ -302,8 +407,11 @@ def test_the_log_names_each_tensor_that_was_renamed_made_or_fitted(tmp_path, cap
 def test_a_restore_without_these_options_imports_none_of_their_modules(tmp_path):
     shardckpt.save(tmp_path / "c", {"w": np.ones(3)})
     program = (
-        f"import sys, shardckpt, numpy; shardckpt.restore({str(tmp_path / 'c')!r}, {{'w': numpy.zeros(3)}}); "
-        f"print([name for name in sys.modules if 'reading.naming' in name or name.endswith('state.moving')])"
+        f"import sys, shardckpt, numpy; shardckpt.restore({str(tmp_path / 'c')!r}, {{'w': "
+        "numpy.zeros(3)}); print([name for name in sys.modules if 'reading.naming' in name or "
+        "name.endswith('state.moving')])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,5 @@
-"""Fitted and joined tensors on devices, against numpy: JAX and torch_xla on 8 virtual devices, and two ranks that share reads."""
+"""Fitted and joined tensors on devices, against numpy: JAX and torch_xla on 8 virtual devices, and
+two ranks that share reads."""
 
 from __future__ import annotations
 

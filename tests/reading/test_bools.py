@@ -1,4 +1,5 @@
-"""Bools whose bytes are neither 0 nor 1 (a view of bytes, memory that nothing has written) are stored and restored as 0 and 1."""
+"""Bools whose bytes are neither 0 nor 1 (a view of bytes, memory that nothing has written) are
+stored and restored as 0 and 1."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ def state():
 
 def expected():
     return {
-        name: np.asarray(leaf) if name == "other" else np.asarray(np.asarray(leaf).view(np.uint8) != 0) for name, leaf in state().items()
+        name: np.asarray(leaf)
+        if name == "other"
+        else np.asarray(np.asarray(leaf).view(np.uint8) != 0)
+        for name, leaf in state().items()
     }
 
 
@@ -40,7 +44,8 @@ def assert_plain(arrays):
 
 @pytest.fixture(params=["now", "earlier"])
 def saved(request, tmp_path, monkeypatch):
-    """Checkpoints of this release and, as an earlier one wrote them, with all bytes as they were."""
+    """Checkpoints of this release and, as an earlier one wrote them, with all bytes as they
+    were."""
     if request.param == "earlier":
         for module in (host, save_plan):
             monkeypatch.setattr(module, "with_plain_bools", lambda array: array)
@@ -52,11 +57,20 @@ def saved(request, tmp_path, monkeypatch):
 def test_they_are_restored_as_0_and_1_wherever_they_go(saved):
     _, path = saved
     assert_plain(shardckpt.restore(path))
-    like = {name: np.zeros(np.shape(leaf), np.asarray(leaf).dtype) for name, leaf in state().items()}
+    like = {
+        name: np.zeros(np.shape(leaf), np.asarray(leaf).dtype) for name, leaf in state().items()
+    }
     assert_plain(shardckpt.restore(path, like))
-    array = shardckpt.restore(path, {"large": jax.ShapeDtypeStruct((400, 1000), "bool")}, strict="like")["large"]
+    array = shardckpt.restore(
+        path, {"large": jax.ShapeDtypeStruct((400, 1000), "bool")}, strict="like"
+    )["large"]
     assert int(array.sum()) == int(expected()["large"].sum())
-    cast = shardckpt.restore(path, {"large": torch.zeros(400, 1000), "gaps": np.zeros((1000, 134), np.int8)}, strict="like", cast=True)
+    cast = shardckpt.restore(
+        path,
+        {"large": torch.zeros(400, 1000), "gaps": np.zeros((1000, 134), np.int8)},
+        strict="like",
+        cast=True,
+    )
     assert (cast["large"].unique().tolist(), np.unique(cast["gaps"]).tolist()) == ([0, 1], [0, 1])
     part = shardckpt.open(path).read("large", shardckpt.Box((10, 5), (20, 9)))
     assert set(part.view(np.uint8).ravel().tolist()) == {0, 1}
@@ -64,18 +78,28 @@ def test_they_are_restored_as_0_and_1_wherever_they_go(saved):
 
 def test_their_fingerprint_is_that_of_the_values(saved):
     _, path = saved
-    plain = {name: value if name != "small" else torch.from_numpy(value) for name, value in expected().items()}
+    plain = {
+        name: value if name != "small" else torch.from_numpy(value)
+        for name, value in expected().items()
+    }
     assert shardckpt.fingerprint(state()) == shardckpt.fingerprint(plain)
     opened = shardckpt.open(path)
-    assert opened.fingerprint(recorded=False).tensors == opened.fingerprint().tensors == shardckpt.fingerprint(plain).tensors
+    assert (
+        opened.fingerprint(recorded=False).tensors
+        == opened.fingerprint().tensors
+        == shardckpt.fingerprint(plain).tensors
+    )
 
 
 def test_new_checkpoints_and_copies_of_earlier_ones_are_read_by_tensorstore(saved, tmp_path):
     when, path = saved
     if when == "earlier":
-        # A copy with other chunks or compression; one without differences links the files as they are.
+        # A copy with other chunks or compression; one without differences links the files as they
+        # are.
         mesh = shardckpt.Mesh((2,), ("x",))
-        shardckpt.reshard(path, tmp_path / "r", mesh=mesh, rules=["large=(x,)", "**=()"], compression="zstd")
+        shardckpt.reshard(
+            path, tmp_path / "r", mesh=mesh, rules=["large=(x,)", "**=()"], compression="zstd"
+        )
         path = tmp_path / "r"
     opened = shardckpt.open(path)
     assert opened.verify().damage == []

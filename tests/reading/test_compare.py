@@ -37,8 +37,18 @@ def state():
     rng = np.random.default_rng(7)
     embed = rng.standard_normal((300, 33))
     return {
-        "model": {"embed": embed, "head": embed, "bias": rng.integers(0, 9, (5,)), "empty": np.zeros((0, 3))},
-        "opt": {0: {"m": rng.standard_normal((17,)).astype(np.float32)}, "betas": (0.9, 0.95), "none": None, "groups": []},
+        "model": {
+            "embed": embed,
+            "head": embed,
+            "bias": rng.integers(0, 9, (5,)),
+            "empty": np.zeros((0, 3)),
+        },
+        "opt": {
+            0: {"m": rng.standard_normal((17,)).astype(np.float32)},
+            "betas": (0.9, 0.95),
+            "none": None,
+            "groups": [],
+        },
         "step": 100,
     }
 
@@ -47,12 +57,17 @@ def changed(comparison, aspect=None):
     return [(c.name, c.a, c.b) for c in comparison.changes if aspect is None or c.aspect == aspect]
 
 
-# --- equality -------------------------------------------------------------------------------------------------------
+# --- equality -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"layout": "zarr"}, {"compression": "zstd"}, {"shardings": {"**/embed": Sharding(MESH, PartitionSpec("data", "model"))}}],
+    [
+        {},
+        {"layout": "zarr"},
+        {"compression": "zstd"},
+        {"shardings": {"**/embed": Sharding(MESH, PartitionSpec("data", "model"))}},
+    ],
 )
 def test_the_same_state_is_equal_however_it_was_stored(saved, options):
     comparison = compare(saved(state()), saved(state(), **options))
@@ -71,15 +86,22 @@ def test_another_layout_is_told_and_is_a_difference_only_on_request(saved):
 
 def test_layouts_are_compared_by_who_holds_what(saved):
     by_spec = saved(state(), shardings={"model/embed": Sharding(MESH, PartitionSpec("data"))})
-    renamed = saved(state(), shardings={"model/embed": Sharding(Mesh((4, 2), ("x", "y")), PartitionSpec("x"))})
-    by_tiles = saved(state(), shardings={"model/embed": OpSharding.parse("{devices=[4,1,2]<=[8] last_tile_dim_replicate}")})
+    renamed = saved(
+        state(), shardings={"model/embed": Sharding(Mesh((4, 2), ("x", "y")), PartitionSpec("x"))}
+    )
+    by_tiles = saved(
+        state(),
+        shardings={
+            "model/embed": OpSharding.parse("{devices=[4,1,2]<=[8] last_tile_dim_replicate}")
+        },
+    )
     other = saved(state(), shardings={"model/embed": Sharding(MESH, PartitionSpec("model"))})
     assert compare(by_spec, renamed).equal(layout=True)
     assert compare(by_spec, by_tiles).equal(layout=True)
     assert not compare(by_spec, other).equal(layout=True)
 
 
-# --- structure ------------------------------------------------------------------------------------------------------
+# --- structure ------------------------------------------------------------------------------------
 
 
 def test_names_that_only_one_has_are_listed_once_in_order(saved):
@@ -102,7 +124,17 @@ def test_shapes_and_dtypes_that_differ_are_told_and_their_values_are_not_compare
 
 @pytest.mark.parametrize(
     ("a", "b"),
-    [(1, 2), (1, 1.0), (1, True), (0.0, -0.0), ("1", 1), (None, "None"), (b"a", "a"), (np.float32(1), np.float64(1)), (2**70, 2**70 + 1)],
+    [
+        (1, 2),
+        (1, 1.0),
+        (1, True),
+        (0.0, -0.0),
+        ("1", 1),
+        (None, "None"),
+        (b"a", "a"),
+        (np.float32(1), np.float64(1)),
+        (2**70, 2**70 + 1),
+    ],
 )
 def test_small_leaves_that_differ_in_value_or_type_are_told(saved, a, b):
     comparison = compare(saved({"leaf": a}), saved({"leaf": b}))
@@ -113,16 +145,22 @@ def test_small_leaves_that_differ_in_value_or_type_are_told(saved, a, b):
 
 def test_small_leaves_that_are_nan_are_equal_if_their_bits_are(saved):
     nan = float("nan")
-    assert compare(saved({"lr": nan, "x": np.float32("nan")}), saved({"lr": nan, "x": np.float32("nan")})).equal()
+    assert compare(
+        saved({"lr": nan, "x": np.float32("nan")}), saved({"lr": nan, "x": np.float32("nan")})
+    ).equal()
 
 
-def test_a_tensor_that_is_tied_in_one_only_is_a_difference_and_its_values_are_compared_all_the_same(saved):
+def test_a_tensor_that_is_tied_in_one_only_is_a_difference_and_its_values_are_compared_all_the_same(
+    saved,
+):
     apart = state()
     apart["model"]["head"] = apart["model"]["embed"].copy()
     apart["model"]["head"][2, 3] += 1
     comparison = compare(saved(state()), saved(apart))
     assert changed(comparison) == [("model/head", "model/embed", None)]
-    assert [(v.name, v.differing, v.first) for v in comparison.values] == [("model/head", 1, (2, 3))]
+    assert [(v.name, v.differing, v.first) for v in comparison.values] == [
+        ("model/head", 1, (2, 3))
+    ]
 
 
 def test_a_container_of_another_kind_is_a_difference(saved):
@@ -149,7 +187,9 @@ def test_composite_tensors_are_compared_with_their_types_shapes_and_contexts(sav
     parts = compare(one, saved({"w": {"data_": data, "scale": scale}, "plain": 1}))
     assert changed(parts) == [("w", "composites.Scaled", "dict")]
     codes = Code(data.view(torch.uint8).flatten(), torch.ones(3), torch.ones(256), True, (3, 4))
-    assert ("w", "composites.Scaled", "composites.Code") in changed(compare(one, saved({"w": codes, "plain": 1})), "kind")
+    assert ("w", "composites.Scaled", "composites.Code") in changed(
+        compare(one, saved({"w": codes, "plain": 1})), "kind"
+    )
 
 
 def test_without_values_no_tensor_is_read(saved):
@@ -160,7 +200,7 @@ def test_without_values_no_tensor_is_read(saved):
     assert "reader" not in vars(a)
 
 
-# --- values ---------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 def one_value(saved, a, b):
@@ -219,13 +259,19 @@ def test_values_agree_with_numpy_for_any_shape_layouts_and_memory(tmp_path_facto
     for array in (a, b):
         spec = PartitionSpec(*data.draw(axes, label="spec")[: len(shape)])
         place = tmp_path_factory.mktemp("c") / "1"
-        shardckpt.save(place, {"t": array}, options=SaveOptions(shardings={"t": Sharding(MESH, spec)}))
+        shardckpt.save(
+            place, {"t": array}, options=SaveOptions(shardings={"t": Sharding(MESH, spec)})
+        )
         opened.append(shardckpt.open(place))
     one, other = opened
     calls = []
     pair = Pair("t", one.tensor("t"), other.tensor("t"))
     limit = data.draw(st.integers(a.nbytes // 20 + 1, 4 * a.nbytes), label="limit")
-    differences = list(compare_values(one.reader, other.reader, [pair], limit, lambda done, total: calls.append((done, total))))
+    differences = list(
+        compare_values(
+            one.reader, other.reader, [pair], limit, lambda done, total: calls.append((done, total))
+        )
+    )
     if (a == b).all():
         assert differences == []
     else:
@@ -259,7 +305,10 @@ def test_a_memory_limit_too_low_to_work_with_is_refused(saved):
 
 
 def test_damage_is_an_error_and_not_a_difference(saved, tmp_path):
-    a, b = saved({"t": np.arange(9999)}, layout="zarr"), saved({"t": np.arange(9999)}, layout="zarr")
+    a, b = (
+        saved({"t": np.arange(9999)}, layout="zarr"),
+        saved({"t": np.arange(9999)}, layout="zarr"),
+    )
     chunk = next(path for path in sorted((tmp_path / "1").rglob("c/0")) if path.is_file())
     chunk.write_bytes(b"\xff" + chunk.read_bytes()[1:])
     with pytest.raises(CorruptionError, match=r"^t"):

@@ -1,4 +1,5 @@
-"""Processes agree on their shared reads: for any requests, no process enters a collective that another one does not."""
+"""Processes agree on their shared reads: for any requests, no process enters a collective that
+another one does not."""
 
 import random
 
@@ -69,29 +70,55 @@ def layouts(rng, devices, wild):
     for name, shape in SHAPES.items():
         factors = [n for n in (1, 2, 4, 8) if devices % n == 0]
         side = rng.choice(factors)
-        mesh = Mesh((side, devices // side), ("x", "y"), rng.sample(range(devices), devices) if wild else None)
+        mesh = Mesh(
+            (side, devices // side),
+            ("x", "y"),
+            rng.sample(range(devices), devices) if wild else None,
+        )
         spec = [None] * len(shape)
         if shape and rng.random() < 0.8:
             spec[rng.randrange(len(shape))] = rng.choice(["x", "y", ("x", "y")])
-        drawn[name] = rng.choice([None, Sharding(mesh, PartitionSpec(*spec)), Sharding(mesh, PartitionSpec(*spec))])
+        drawn[name] = rng.choice(
+            [None, Sharding(mesh, PartitionSpec(*spec)), Sharding(mesh, PartitionSpec(*spec))]
+        )
     return drawn
 
 
-@given(st.integers(0, 10**9), st.sampled_from([(2, 1), (4, 1), (4, 2), (8, 4), (3, 4)]), st.booleans(), st.booleans())
+@given(
+    st.integers(0, 10**9),
+    st.sampled_from([(2, 1), (4, 1), (4, 2), (8, 4), (3, 4)]),
+    st.booleans(),
+    st.booleans(),
+)
 @settings(max_examples=40, deadline=None)
 def test_all_members_of_a_group_read_it_together_or_none_does(checkpoint, seed, sizes, wild, odd):
     rng = random.Random(seed)
     processes, devices = sizes
-    hosts = Hosts(processes, devices, rng.sample(range(processes * devices), processes * devices) if wild else None)
+    hosts = Hosts(
+        processes,
+        devices,
+        rng.sample(range(processes * devices), processes * devices) if wild else None,
+    )
     common = layouts(rng, processes * devices, wild)
-    choice = rng.choice([True, Bandwidths(latency=0, gain=1), Bandwidths(latency=0, gain=2), Bandwidths(latency=1e-5)])
+    choice = rng.choice(
+        [
+            True,
+            Bandwidths(latency=0, gain=1),
+            Bandwidths(latency=0, gain=2),
+            Bandwidths(latency=1e-5),
+        ]
+    )
     worlds = [World(p, processes, {"simulated": hosts.owners}) for p in range(processes)]
     jobs = []
     for world in worlds:
         requested = {name: (SHAPES[name], layout, "float32") for name, layout in common.items()}
         if odd and rng.random() < 0.3:  # a process that restores something else
             requested.pop(rng.choice(list(requested)))
-            requested |= {name: (SHAPES[name], layout) for name, layout in layouts(rng, processes * devices, wild).items() if name == "w"}
+            requested |= {
+                name: (SHAPES[name], layout)
+                for name, layout in layouts(rng, processes * devices, wild).items()
+                if name == "w"
+            }
         names = rng.sample(list(requested), len(requested))  # nor need they be in one order
         sources = hosts.sources(world.process, {name: requested[name] for name in names})
         places = [(name, [(name, Wanted(source, world))]) for name, source in sources.items()]
@@ -105,16 +132,26 @@ def test_all_members_of_a_group_read_it_together_or_none_does(checkpoint, seed, 
             with pytest.raises(InterruptedError):
                 divided(checkpoint, mine, choice, coordinator)
             shared.append({**coordinator.own, "call": str(world.process)})
-        outcomes = [divided(checkpoint, mine, choice, Said(world, shared)) for world, mine in zip(worlds, jobs, strict=True)]
+        outcomes = [
+            divided(checkpoint, mine, choice, Said(world, shared))
+            for world, mine in zip(worlds, jobs, strict=True)
+        ]
 
-    together = [{r.key: (r.members, [job.tensor.name for job in r.jobs]) for r in readings} for _, readings in outcomes]
+    together = [
+        {r.key: (r.members, [job.tensor.name for job in r.jobs]) for r in readings}
+        for _, readings in outcomes
+    ]
     for process, groups in enumerate(together):
-        assert list(groups.values()) == sorted(groups.values())  # one order on all: no two wait for each other crosswise
+        assert list(groups.values()) == sorted(
+            groups.values()
+        )  # one order on all: no two wait for each other crosswise
         for key, (members, names) in groups.items():
             assert process in members
             assert all(together[member].get(key) == (members, names) for member in members)
     for (alone, readings), mine in zip(outcomes, jobs, strict=True):
-        assert sorted(id(j) for j in [*alone, *(job for r in readings for job in r.jobs)]) == sorted(map(id, mine))
+        assert sorted(
+            id(j) for j in [*alone, *(job for r in readings for job in r.jobs)]
+        ) == sorted(map(id, mine))
     if choice is True and not odd and all(layout is None for layout in common.values()):
         assert all(len(readings) == 1 for _, readings in outcomes)
 

@@ -11,13 +11,20 @@ from shardckpt.reading.runs import RunLimits, count_runs, join
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from([0, 1, OWN_OBJECT]), st.integers(0, 60), st.integers(1, 12)), max_size=40),
+    st.lists(
+        st.tuples(st.sampled_from([0, 1, OWN_OBJECT]), st.integers(0, 60), st.integers(1, 12)),
+        max_size=40,
+    ),
     st.integers(1, 40),
     st.integers(0, 5),
     st.integers(1, 6),
 )
 def test_runs_hold_every_chunk_once_and_keep_to_their_limits(chunks, nbytes, gap, most):
-    file, offset, length = (np.array(column, np.int64) for column in zip(*chunks, strict=True)) if chunks else [np.empty(0, np.int64)] * 3
+    file, offset, length = (
+        (np.array(column, np.int64) for column in zip(*chunks, strict=True))
+        if chunks
+        else [np.empty(0, np.int64)] * 3
+    )
     order, begins = join(file, offset, length, RunLimits(nbytes, gap, most))
     assert sorted(order.tolist()) == list(range(len(chunks)))
     runs = [order[begin:end] for begin, end in itertools.pairwise([*begins, len(order)])]
@@ -32,6 +39,10 @@ def test_runs_hold_every_chunk_once_and_keep_to_their_limits(chunks, nbytes, gap
         assert (between <= gap).all()
     for before, run in itertools.pairwise(runs):  # no two could have been one
         first, last, new = before[0], before[-1], run[0]
-        apart = file[first] != file[new] or file[new] == OWN_OBJECT or not 0 <= offset[new] - offset[last] - length[last] <= gap
+        apart = (
+            file[first] != file[new]
+            or file[new] == OWN_OBJECT
+            or not 0 <= offset[new] - offset[last] - length[last] <= gap
+        )
         assert apart or len(before) == most or offset[new] + length[new] - offset[first] > nbytes
     assert count_runs(file, offset, length, RunLimits(nbytes, gap, most)) == (len(runs), total)

@@ -1,4 +1,5 @@
-"""Restoring onto devices in parts: little host memory, every chunk read once, and new tensors on a given device.
+"""Restoring onto devices in parts: little host memory, every chunk read once, and new tensors on a
+given device.
 
 Devices are imitated (`fake_cuda`); tests/cuda has what needs a GPU.
 """
@@ -27,14 +28,25 @@ def fake():
 
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
 @pytest.mark.parametrize("spec", [("x", None), (None, "x"), ("x", "y")])
-def test_a_large_tensor_takes_a_small_ring_and_each_chunk_is_read_once(fake, tmp_path, spec, layout):
+def test_a_large_tensor_takes_a_small_ring_and_each_chunk_is_read_once(
+    fake, tmp_path, spec, layout
+):
     value = torch.randn(2048, 1536)
     sharding = Sharding(Mesh((4, 2), ("x", "y")), PartitionSpec(*spec))
-    shardckpt.save(tmp_path / "c", {"w": value, "b": value[0]}, options=SaveOptions(shardings={"w": sharding}, layout=layout))
+    shardckpt.save(
+        tmp_path / "c",
+        {"w": value, "b": value[0]},
+        options=SaveOptions(shardings={"w": sharding}, layout=layout),
+    )
     like = {"w": fake.put(torch.zeros(2048, 1536)), "b": fake.put(torch.zeros(1536))}
     seen, once, checkpoint = [], shardckpt.open(tmp_path / "c"), shardckpt.open(tmp_path / "c")
     shardckpt.restore(once, {"w": torch.zeros(2048, 1536), "b": torch.zeros(1536)})
-    shardckpt.restore(checkpoint, like, memory_limit="4MiB", progress=lambda done, total: seen.append((done, total)))
+    shardckpt.restore(
+        checkpoint,
+        like,
+        memory_limit="4MiB",
+        progress=lambda done, total: seen.append((done, total)),
+    )
     assert checkpoint.stats.bytes_read == once.stats.bytes_read
     assert checkpoint.stats.bytes_needed == once.stats.bytes_needed
     assert torch.equal(like["w"], value)
@@ -75,7 +87,9 @@ def test_dtypes_are_converted_on_the_way(fake, tmp_path):
 def test_leaves_that_share_device_memory_are_refused_by_name(fake, tmp_path):
     shardckpt.save(tmp_path / "c", {"a": np.zeros(10, np.float32), "b": np.ones(10, np.float32)})
     memory = fake.put(torch.zeros(15))
-    with pytest.raises(errors.StructureMismatchError, match=r"^[ab]: in `like` it shares memory with [ab]"):
+    with pytest.raises(
+        errors.StructureMismatchError, match=r"^[ab]: in `like` it shares memory with [ab]"
+    ):
         shardckpt.restore(tmp_path / "c", {"a": memory[:10], "b": memory[5:]})
 
 
@@ -100,18 +114,23 @@ def test_a_target_names_a_device(tmp_path, shape):
     assert restored["w"].device == cpu
     assert torch.equal(restored["w"], value)
     assert restored["w"] is restored["tied"] or not value.numel()
-    other = shardckpt.restore(tmp_path / "c", {"w": Target(cpu, shape, "float32"), "tied": Target(cpu)}, cast=True)
+    other = shardckpt.restore(
+        tmp_path / "c", {"w": Target(cpu, shape, "float32"), "tied": Target(cpu)}, cast=True
+    )
     assert torch.equal(other["w"], value.float())
 
 
 def test_a_target_of_a_dtype_that_torch_lacks_is_refused_by_name(tmp_path):
     shardckpt.save(tmp_path / "c", {"w": np.zeros(3, "<U1").view(np.int8)[:3]})
     with pytest.raises(errors.DtypeError, match="'w': torch has no dtype int4"):
-        shardckpt.restore(tmp_path / "c", {"w": Target(torch.device("cpu"), dtype="int4")}, cast=True)
+        shardckpt.restore(
+            tmp_path / "c", {"w": Target(torch.device("cpu"), dtype="int4")}, cast=True
+        )
 
 
 @pytest.mark.parametrize(
-    ("device", "words"), [("meta", "has no memory to restore to"), ("cuda:99", "no tensor can be made on cuda:99 here")]
+    ("device", "words"),
+    [("meta", "has no memory to restore to"), ("cuda:99", "no tensor can be made on cuda:99 here")],
 )
 def test_a_device_that_is_not_there_is_refused_by_name(tmp_path, device, words):
     shardckpt.save(tmp_path / "c", {"w": np.zeros(3)})
@@ -126,7 +145,9 @@ def test_a_device_without_memory_for_a_new_tensor_is_named(tmp_path, monkeypatch
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(errors.BudgetError, match="'model/w': cpu has no memory left to restore this tensor to"):
+    with pytest.raises(
+        errors.BudgetError, match="'model/w': cpu has no memory left to restore this tensor to"
+    ):
         shardckpt.restore(tmp_path / "c", {"model": {"w": Target(torch.device("cpu"))}})
 
 
@@ -137,7 +158,9 @@ def test_a_device_that_runs_full_while_a_tensor_is_filled_is_named(fake, tmp_pat
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(fake, "copy", full)
-    with pytest.raises(errors.BudgetError, match=r"has no memory left to fill a tensor of shape \(40, 3\)"):
+    with pytest.raises(
+        errors.BudgetError, match=r"has no memory left to fill a tensor of shape \(40, 3\)"
+    ):
         shardckpt.restore(tmp_path / "c", {"w": fake.put(torch.zeros(40, 3))})
 
 

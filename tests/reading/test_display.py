@@ -54,7 +54,9 @@ def test_repr_is_a_line_and_str_a_tree(checkpoint):
     assert repr(checkpoint) == f"<shardckpt.Checkpoint {checkpoint.location} with 7 tensors, 672 B>"
     lines = str(checkpoint).splitlines()
     assert lines[0] == str(checkpoint.location)
-    assert any(line.split()[:3] == ["├─", "model", "5"] or "layers.{0…4}.w" in line for line in lines)
+    assert any(
+        line.split()[:3] == ["├─", "model", "5"] or "layers.{0…4}.w" in line for line in lines
+    )
     assert "\x1b" not in str(checkpoint)
 
 
@@ -111,8 +113,14 @@ def test_values_of_each_process_are_left_out_of_a_container(tmp_path):
 
 
 def test_other_formats_are_opened_and_compared_in_python(checkpoint, tmp_path):
-    save_file({f"layers.{i}.w": np.full((8, 4), i, np.float32) for i in range(5)}, tmp_path / "a.safetensors")
-    save_file({f"layers.{i}.w": np.full((8, 4), i % 4, np.float32) for i in range(5)}, tmp_path / "b.safetensors")
+    save_file(
+        {f"layers.{i}.w": np.full((8, 4), i, np.float32) for i in range(5)},
+        tmp_path / "a.safetensors",
+    )
+    save_file(
+        {f"layers.{i}.w": np.full((8, 4), i % 4, np.float32) for i in range(5)},
+        tmp_path / "b.safetensors",
+    )
     foreign = shardckpt.open(tmp_path / "a.safetensors")
     assert isinstance(foreign, shardckpt.Checkpoint)
     assert "(safetensors)" in repr(foreign)
@@ -132,7 +140,9 @@ def test_other_formats_are_opened_and_compared_in_python(checkpoint, tmp_path):
 
 def test_a_manager_and_a_plan_say_what_they_do(checkpoint, tmp_path):
     with shardckpt.CheckpointManager(tmp_path / "run", every=5, keep=3) as manager:
-        assert repr(manager).startswith(f"<shardckpt.CheckpointManager {tmp_path}/run: saves EverySteps(")
+        assert repr(manager).startswith(
+            f"<shardckpt.CheckpointManager {tmp_path}/run: saves EverySteps("
+        )
         assert "3" in repr(manager)
     plan = plan_reshard(checkpoint, ReshardOptions(mesh=Mesh((2,), ("x",)), rules=["**=()"]))
     assert repr(plan).startswith("<ReshardPlan of 7 tensors, 672 B: 1 task, ")
@@ -142,6 +152,8 @@ def test_a_manager_and_a_plan_say_what_they_do(checkpoint, tmp_path):
 def test_what_is_no_name_is_an_error_that_says_so(tmp_path, name):
     shardckpt.save(tmp_path / "c", {"w": np.arange(3)})
     checkpoint = shardckpt.open(tmp_path / "c")
-    with pytest.raises(OptionError, match="is not a name of a tensor; give one of its names, as a str"):
+    with pytest.raises(
+        OptionError, match="is not a name of a tensor; give one of its names, as a str"
+    ):
         _ = checkpoint[name]
     assert name not in checkpoint

@@ -1,4 +1,5 @@
-"""Readers of few rows of every tensor ask the hosts that wrote them, few times; the table of all hosts has the rest."""
+"""Readers of few rows of every tensor ask the hosts that wrote them, few times; the table of all
+hosts has the rest."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ def blocks_of_four(monkeypatch):
 
 def of_host(host, file):
     at = np.arange(host * EACH, (host + 1) * EACH)
-    arrays = {f"w{i}": ArrayChunks.of_columns(at, at * 0 + file, at * 7 + i, at * 0 + 9, at * 100 + i) for i in range(TENSORS)}
+    arrays = {
+        f"w{i}": ArrayChunks.of_columns(at, at * 0 + file, at * 7 + i, at * 0 + 9, at * 100 + i)
+        for i in range(TENSORS)
+    }
     return Table.of([f"hosts/{host:05d}/0/d/00000", f"hosts/{host:05d}-ab/0/d/00001"], arrays)
 
 
@@ -61,7 +65,11 @@ class Saved:
     def record(self, host, table):
         reference = write_table(self.place, f"hosts/{host:05d}/table", table)
         files = HostFiles(reference, (), CONTENTS, None)
-        data = seal(HostRecord(ATTEMPT, host, HOSTS, None, "packed", None, files, len(table.rows), 1).to_json())
+        data = seal(
+            HostRecord(
+                ATTEMPT, host, HOSTS, None, "packed", None, files, len(table.rows), 1
+            ).to_json()
+        )
         self.place.write(f"records/{host:05d}.json", data)
         return FileReference.of(f"records/{host:05d}.json", data)
 
@@ -73,10 +81,15 @@ class Saved:
         """Prepare a part of tensors, and find what the table of all says."""
         box = BoxArray.of([Box((start,), (stop,))], 1)
         blocks.prepare((piece, box) for piece in pieces)
-        array, chunks = np.repeat(np.arange(len(pieces)), stop - start), np.tile(np.arange(start, stop), len(pieces))
+        array, chunks = (
+            np.repeat(np.arange(len(pieces)), stop - start),
+            np.tile(np.arange(start, stop), len(pieces)),
+        )
         files, rows = blocks.find([piece.path for piece in pieces], array, chunks)
         assert list(files) == self.table.files
-        expected = self.table.rows.take(np.array([int(p.path[1:]) for p in pieces])[array] * CHUNKS + chunks)
+        expected = self.table.rows.take(
+            np.array([int(p.path[1:]) for p in pieces])[array] * CHUNKS + chunks
+        )
         for column in ("chunk", "file", "offset", "length", "crc"):
             np.testing.assert_array_equal(getattr(rows, column), getattr(expected, column))
 
@@ -123,7 +136,9 @@ def test_a_table_that_is_larger_than_what_it_saves_is_not_read(monkeypatch):
 
 @pytest.mark.parametrize("what", ["records/00002.json", "hosts/00002/table"])
 @pytest.mark.parametrize("damage", ["a flipped bit", "gone", "refused"])
-def test_a_host_whose_record_or_table_is_lost_damaged_or_refused_is_done_without(what, damage, monkeypatch):
+def test_a_host_whose_record_or_table_is_lost_damaged_or_refused_is_done_without(
+    what, damage, monkeypatch
+):
     saved = Saved()
     if damage == "gone":
         saved.place.delete(what)
@@ -146,7 +161,15 @@ def test_a_host_whose_record_or_table_is_lost_damaged_or_refused_is_done_without
     assert stats.index_reads < 3 * TENSORS
 
 
-@pytest.mark.parametrize("wrong", ["a tensor that is none", "a chunk beyond the grid", "a file of nobody", "objects of their own"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "a tensor that is none",
+        "a chunk beyond the grid",
+        "a file of nobody",
+        "objects of their own",
+    ],
+)
 def test_a_host_whose_table_contradicts_the_one_of_all_is_done_without(wrong):
     saved = Saved()
     table = saved.tables[2]
@@ -158,7 +181,9 @@ def test_a_host_whose_table_contradicts_the_one_of_all_is_done_without(wrong):
     elif wrong == "a file of nobody":
         table = Table.of(["hosts/00002/0/d/00009", *table.files[1:]], arrays)
     else:
-        table = Table.of(table.files, arrays | {"w3": ArrayChunks.of_rows([(0, OWN_OBJECT, 0, 9, 1)])})
+        table = Table.of(
+            table.files, arrays | {"w3": ArrayChunks.of_rows([(0, OWN_OBJECT, 0, 9, 1)])}
+        )
     saved.records[2] = saved.record(2, table)
     saved.check(saved.opened()[0], 2 * EACH, 3 * EACH)
 
@@ -181,11 +206,15 @@ def test_rows_read_for_a_call_are_kept_until_it_has_used_them(monkeypatch):
     box = BoxArray.of([Box((0,), (4 * EACH,))], 1)
     blocks.prepare((piece, box) for piece in PIECES)
     known = len(blocks._hosts._known[0])
-    assert known == 2 * TENSORS * EACH  # of the first ones that were asked; there is no room for more
+    assert (
+        known == 2 * TENSORS * EACH
+    )  # of the first ones that were asked; there is no room for more
     before = stats.index_reads
     saved.check(blocks, 0, 4 * EACH)
     assert len(blocks._hosts._known[0]) == known
-    assert stats.index_reads - before <= 1 + TENSORS  # those of the other two, which lie side by side
+    assert (
+        stats.index_reads - before <= 1 + TENSORS
+    )  # those of the other two, which lie side by side
 
 
 def test_rows_that_two_threads_read_at_once_are_all_kept():
@@ -222,8 +251,18 @@ def test_a_table_on_a_disk_is_read_by_itself(tmp_path):
     assert stats.index_reads <= 1 + TENSORS
 
 
-@given(st.lists(st.tuples(st.integers(0, CHUNKS - 1), st.integers(1, CHUNKS), st.integers(1, 20)), min_size=1, max_size=5))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(st.integers(0, CHUNKS - 1), st.integers(1, CHUNKS), st.integers(1, 20)),
+        min_size=1,
+        max_size=5,
+    )
+)
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 def test_rows_read_in_any_order_are_those_of_the_common_table(reads):
     saved = Saved()
     blocks, stats = saved.opened()

@@ -18,7 +18,10 @@ from shardckpt.reading import lazy_array
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lazy")
     rng = np.random.default_rng(0)
-    state = {f"w{n}": rng.integers(0, 1 << 30, shape, np.int32) for n, shape in enumerate([(), (7,), (6, 5), (4, 3, 9), (0, 4)])}
+    state = {
+        f"w{n}": rng.integers(0, 1 << 30, shape, np.int32)
+        for n, shape in enumerate([(), (7,), (6, 5), (4, 3, 9), (0, 4)])
+    }
     shardckpt.save(folder / "c", state)
     return shardckpt.open(folder / "c"), state
 
@@ -48,7 +51,14 @@ def test_it_reads_that_and_no_more(tmp_path):
 def test_it_is_an_array_for_others(checkpoint):
     opened, state = checkpoint
     lazy = opened["w3"]
-    assert (lazy.shape, lazy.dtype, lazy.ndim, lazy.size, lazy.nbytes, len(lazy)) == ((4, 3, 9), np.dtype(np.int32), 3, 108, 432, 4)
+    assert (lazy.shape, lazy.dtype, lazy.ndim, lazy.size, lazy.nbytes, len(lazy)) == (
+        (4, 3, 9),
+        np.dtype(np.int32),
+        3,
+        108,
+        432,
+        4,
+    )
     assert np.array_equal(np.asarray(lazy), state["w3"])
     assert np.array_equal(np.from_dlpack(lazy), state["w3"])
     assert np.array_equal(np.asarray(lazy, np.float64), state["w3"].astype(np.float64))

@@ -28,7 +28,8 @@ def numbers(*shape: int, start: int = 0) -> np.ndarray:
 
 
 def run(text: str, arrays: Arrays, **values: int) -> Arrays:
-    """Result of a mapping of arrays; a mapping that can be read backwards must give the arrays back."""
+    """Result of a mapping of arrays; a mapping that can be read backwards must give the arrays
+    back."""
     rules = mapping(text, **values)
     result = made(rules.outputs(records(arrays)), arrays)
     try:
@@ -36,11 +37,13 @@ def run(text: str, arrays: Arrays, **values: int) -> Arrays:
     except OptionError:
         return result
     back = made(inverse.outputs(records(result)), result)
-    assert {name: array.tolist() for name, array in back.items()} == {name: array.tolist() for name, array in arrays.items()}
+    assert {name: array.tolist() for name, array in back.items()} == {
+        name: array.tolist() for name, array in arrays.items()
+    }
     return result
 
 
-# --- against numpy ----------------------------------------------------------------------------------------------------
+# --- against numpy --------------------------------------------------------------------------------
 
 
 @st.composite
@@ -56,34 +59,60 @@ def fused(draw: st.DrawFn) -> tuple[dict[str, object], list[list[np.ndarray]], n
     sides = [draw(st.integers(0, 3)) for _ in range(rank)]
     rows, wholes = [], []
     for index in range(stacked or 1):
-        shapes = [[groups * n if d == axis else side for d, side in enumerate(sides)] for n in ratio]
+        shapes = [
+            [groups * n if d == axis else side for d, side in enumerate(sides)] for n in ratio
+        ]
         in_whole = [numbers(*shape, start=1000 * index + 100 * p) for p, shape in enumerate(shapes)]
         rows.append([array.transpose(np.argsort(order)) for array in in_whole])
         in_turn = [np.split(array, groups, axis) for array in in_whole]
-        wholes.append(np.concatenate([turn[group] for group in range(groups) for turn in in_turn], axis))
+        wholes.append(
+            np.concatenate([turn[group] for group in range(groups) for turn in in_turn], axis)
+        )
     stack = draw(st.integers(0, rank)) if stacked is not None else None
     whole = wholes[0] if stack is None else np.stack(wholes, stack)
     rule: dict[str, object] = {"transpose": list(order)}
     if parts > 1:
         at = axis + (stack is not None and axis >= stack)
-        rule |= {"axis": draw(st.sampled_from([at, at - whole.ndim])), "ratio": ratio, "interleave": groups}
+        rule |= {
+            "axis": draw(st.sampled_from([at, at - whole.ndim])),
+            "ratio": ratio,
+            "interleave": groups,
+        }
     if stack is not None:
         rule["stack"] = draw(st.sampled_from([stack, stack - whole.ndim]))
     axes = [d for d, n in enumerate(whole.shape) if d != stack and n > 0]
     if axes and draw(st.booleans()):
         at = draw(st.sampled_from(axes))
-        count = draw(st.sampled_from([n for n in range(1, whole.shape[at] + 1) if whole.shape[at] % n == 0]))
+        count = draw(
+            st.sampled_from([n for n in range(1, whole.shape[at] + 1) if whole.shape[at] % n == 0])
+        )
         rule["unfold"] = {"axis": draw(st.sampled_from([at, at - whole.ndim])), "count": count}
-        whole = whole.reshape(*whole.shape[:at], count, whole.shape[at] // count, *whole.shape[at + 1 :])
+        whole = whole.reshape(
+            *whole.shape[:at], count, whole.shape[at] // count, *whole.shape[at + 1 :]
+        )
     return rule, rows, whole
 
 
 @given(fused())
-def test_merging_is_what_numpy_does_and_splitting_undoes_it(case: tuple[dict[str, object], list[list[np.ndarray]], np.ndarray]) -> None:
+def test_merging_is_what_numpy_does_and_splitting_undoes_it(
+    case: tuple[dict[str, object], list[list[np.ndarray]], np.ndarray],
+) -> None:
     rule, rows, whole = case
     index = ".{index}" if "stack" in rule else ""
-    doc = {"map": [{"from": [f"layer.*.part{p}{index}" for p in range(len(rows[0]))], "to": "layer.*.whole", **rule}]}
-    arrays = {f"layer.7.part{p}{f'.{i}' if index else ''}": array for i, row in enumerate(rows) for p, array in enumerate(row)}
+    doc = {
+        "map": [
+            {
+                "from": [f"layer.*.part{p}{index}" for p in range(len(rows[0]))],
+                "to": "layer.*.whole",
+                **rule,
+            }
+        ]
+    }
+    arrays = {
+        f"layer.7.part{p}{f'.{i}' if index else ''}": array
+        for i, row in enumerate(rows)
+        for p, array in enumerate(row)
+    }
     merging = parse_mapping(doc, "m.toml")
     merged = made(merging.outputs(records(arrays)), arrays)
     assert list(merged) == ["layer.7.whole"]
@@ -96,23 +125,41 @@ def test_merging_is_what_numpy_does_and_splitting_undoes_it(case: tuple[dict[str
     # The same, written as a rule that splits.
     order: list[int] = rule["transpose"]  # type: ignore[assignment]
     (entry,) = doc["map"]
-    backwards = {**entry, "from": entry["to"], "to": entry["from"], "transpose": [order.index(d) for d in range(len(order))]}
+    backwards = {
+        **entry,
+        "from": entry["to"],
+        "to": entry["from"],
+        "transpose": [order.index(d) for d in range(len(order))],
+    }
     again = made(parse_mapping({"map": [backwards]}, "m.toml").outputs(records(merged)), merged)
     assert all(np.array_equal(again[name], array) for name, array in arrays.items())
 
 
 @given(heads=st.integers(1, 4), half=st.integers(0, 3), columns=st.integers(0, 2))
-def test_rows_for_rotary_embeddings_move_as_metas_own_conversion_moves_them(heads: int, half: int, columns: int) -> None:
+def test_rows_for_rotary_embeddings_move_as_metas_own_conversion_moves_them(
+    heads: int, half: int, columns: int
+) -> None:
     meta = numbers(heads * half * 2, columns)
     text = '[[map]]\nfrom = "wq"\nto = "q"\nrotary = {heads = "n", to = "halves"}'
-    theirs = meta.reshape(heads, half, 2, columns).transpose(0, 2, 1, 3).reshape(meta.shape)  # `permute` of convert_llama_weights_to_hf
+    theirs = (
+        meta.reshape(heads, half, 2, columns).transpose(0, 2, 1, 3).reshape(meta.shape)
+    )  # `permute` of convert_llama_weights_to_hf
     assert np.array_equal(run(text, {"wq": meta}, n=heads)["q"], theirs)
 
 
 def test_an_interleaved_fused_projection_is_megatrons() -> None:
     groups, queries, width, hidden = 2, 3, 4, 5
-    q, k, v = (numbers(rows, hidden, start=1000 * i) for i, rows in enumerate([groups * queries * width, groups * width, groups * width]))
-    text = '[[map]]\nfrom = ["*.q", "*.k", "*.v"]\nto = "*.qkv"\nratio = ["queries", 1, 1]\ninterleave = "groups"'
+    q, k, v = (
+        numbers(rows, hidden, start=1000 * i)
+        for i, rows in enumerate([groups * queries * width, groups * width, groups * width])
+    )
+    text = (
+        "[[map]]\n"
+        'from = ["*.q", "*.k", "*.v"]\n'
+        'to = "*.qkv"\n'
+        'ratio = ["queries", 1, 1]\n'
+        'interleave = "groups"'
+    )
     result = run(text, {"0.q": q, "0.k": k, "0.v": v}, groups=groups, queries=queries)
     by_group = [array.reshape(groups, -1, width, hidden) for array in (q, k, v)]
     assert np.array_equal(result["0.qkv"], np.concatenate(by_group, 1).reshape(-1, hidden))
@@ -120,14 +167,28 @@ def test_an_interleaved_fused_projection_is_megatrons() -> None:
 
 def test_a_conv1d_of_gpt2_is_cut_and_transposed_with_its_bias_by_one_rule() -> None:
     arrays = {"h.0.c_attn.weight": numbers(4, 12), "h.0.c_attn.bias": numbers(12)}
-    result = run('[[map]]\nfrom = "h.*.c_attn.*"\nto = ["l.*.q.*", "l.*.k.*", "l.*.v.*"]\naxis = -1\ntranspose = true', arrays)
+    result = run(
+        "[[map]]\n"
+        'from = "h.*.c_attn.*"\n'
+        'to = ["l.*.q.*", "l.*.k.*", "l.*.v.*"]\n'
+        "axis = -1\n"
+        "transpose = true",
+        arrays,
+    )
     assert np.array_equal(result["l.0.k.weight"], arrays["h.0.c_attn.weight"][:, 4:8].T)
     assert np.array_equal(result["l.0.v.bias"], arrays["h.0.c_attn.bias"][8:])
 
 
 def test_a_projection_gets_a_dimension_for_its_heads_as_jax_has_it() -> None:
     layers = {f"layers.{i}.q": numbers(6, 5) + 100 * i for i in range(2)}
-    text = '[[map]]\nfrom = "layers.{i}.q"\nto = "q/kernel"\ntranspose = true\nstack = 1\nunfold = {axis = 2, count = 3}'
+    text = (
+        "[[map]]\n"
+        'from = "layers.{i}.q"\n'
+        'to = "q/kernel"\n'
+        "transpose = true\n"
+        "stack = 1\n"
+        "unfold = {axis = 2, count = 3}"
+    )
     kernel = np.stack([array.reshape(3, 2, 5).transpose(2, 0, 1) for array in layers.values()], 1)
     assert np.array_equal(run(text, layers)["q/kernel"], kernel)
 
@@ -140,7 +201,9 @@ def test_parts_themselves_can_be_stacked() -> None:
 
 def test_what_no_rule_means_stays_and_everything_is_in_the_order_of_its_first_source() -> None:
     arrays = {name: numbers(2) for name in ["a", "l.0.k", "z", "l.0.q", "b"]}
-    assert list(run('[[map]]\nfrom = ["l.*.q", "l.*.k"]\nto = "l.*.qk"\nratio = [1, 1]', arrays)) == ["a", "z", "l.0.qk", "b"]
+    assert list(
+        run('[[map]]\nfrom = ["l.*.q", "l.*.k"]\nto = "l.*.qk"\nratio = [1, 1]', arrays)
+    ) == ["a", "z", "l.0.qk", "b"]
 
 
 def test_a_tensor_goes_to_the_first_rule_that_means_it() -> None:
@@ -149,7 +212,10 @@ def test_a_tensor_goes_to_the_first_rule_that_means_it() -> None:
 
 
 def test_what_is_stacked_is_counted_and_others_of_that_form_stay() -> None:
-    arrays = {**{f"experts.{e}.w": numbers(2) + e for e in range(11)}, "experts.shared.w": numbers(2)}
+    arrays = {
+        **{f"experts.{e}.w": numbers(2) + e for e in range(11)},
+        "experts.shared.w": numbers(2),
+    }
     result = run('[[map]]\nfrom = "experts.{e}.w"\nto = "experts.w"\nstack = 0', arrays)
     assert result["experts.w"].tolist() == [[e, e + 1] for e in range(11)]
     assert "experts.shared.w" in result
@@ -161,17 +227,29 @@ def test_tensors_that_differ_only_in_what_the_new_name_does_not_tell_apart_are_r
 
 
 def test_many_heads_of_many_layers_are_planned_with_a_view_for_each_run() -> None:
-    arrays = {f"l.{layer}.{p}": np.broadcast_to(np.int8(0), (4096, 8)) for layer in range(8) for p in "qkv"}
-    rules = mapping('[[map]]\nfrom = ["l.*.q", "l.*.k", "l.*.v"]\nto = "l.*.qkv"\nratio = [1, 1, 1]\ninterleave = 128')
+    arrays = {
+        f"l.{layer}.{p}": np.broadcast_to(np.int8(0), (4096, 8))
+        for layer in range(8)
+        for p in "qkv"
+    }
+    rules = mapping(
+        "[[map]]\n"
+        'from = ["l.*.q", "l.*.k", "l.*.v"]\n'
+        'to = "l.*.qkv"\n'
+        "ratio = [1, 1, 1]\n"
+        "interleave = 128"
+    )
     outputs = rules.outputs(records(arrays))
     assert [len(output.sources) for output in outputs] == [3 * 128] * 8
     assert [
         len(output.sources)
-        for output in rules.inverse().outputs({o.name: records({o.name: arrays["l.0.q"].repeat(3, 0)})[o.name] for o in outputs})
+        for output in rules.inverse().outputs(
+            {o.name: records({o.name: arrays["l.0.q"].repeat(3, 0)})[o.name] for o in outputs}
+        )
     ] == ([128] * 24)
 
 
-# --- what cannot be ---------------------------------------------------------------------------------------------------
+# --- what cannot be -------------------------------------------------------------------------------
 
 Q_K = {"l.0.q": numbers(4, 2), "l.0.k": numbers(2, 2)}
 MERGE = '[[map]]\nfrom = ["l.*.q", "l.*.k"]\nto = "l.*.qk"\n'
@@ -187,24 +265,64 @@ MERGE = '[[map]]\nfrom = ["l.*.q", "l.*.k"]\nto = "l.*.qk"\n'
             "rule 1 .*'l.0.qk' needs 2 tensors, but 'l.0.k' is missing",
         ),
         (MERGE, {"m": numbers(2)}, OptionError, r"rule 1 .* matches no tensor"),
-        (MERGE + "axis = 1", Q_K, ShapeMismatchError, r"'l.0.k' has shape \(2, 2\), 'l.0.q' has \(4, 2\)"),
+        (
+            MERGE + "axis = 1",
+            Q_K,
+            ShapeMismatchError,
+            r"'l.0.k' has shape \(2, 2\), 'l.0.q' has \(4, 2\)",
+        ),
         (MERGE + "axis = 2", Q_K, ShapeMismatchError, "axis = 2 is not a dimension of"),
-        (MERGE + "ratio = [1, 1]", Q_K, ShapeMismatchError, r"\[4, 2\] along dimension 0; ratio is \[1, 1\]"),
-        (MERGE + "sizes = [2, 1]", Q_K, ShapeMismatchError, r"\[4, 2\] along dimension 0; sizes is \[2, 1\]"),
+        (
+            MERGE + "ratio = [1, 1]",
+            Q_K,
+            ShapeMismatchError,
+            r"\[4, 2\] along dimension 0; ratio is \[1, 1\]",
+        ),
+        (
+            MERGE + "sizes = [2, 1]",
+            Q_K,
+            ShapeMismatchError,
+            r"\[4, 2\] along dimension 0; sizes is \[2, 1\]",
+        ),
         (MERGE + "interleave = 4", Q_K, ShapeMismatchError, "cannot be interleaved in 4 groups"),
         (MERGE + "transpose = [0, 2, 1]", Q_K, ShapeMismatchError, "transpose names 3 dimensions"),
         (MERGE, {**Q_K, "l.0.k": numbers(2)}, ShapeMismatchError, "differ in rank"),
-        (MERGE, {**Q_K, "l.0.k": np.zeros((2, 2), np.int8)}, DtypeMismatchError, "'l.0.k' has dtype int8, 'l.0.q' has int32"),
-        (MERGE, {**Q_K, "l.0.qk": numbers(1)}, NamesMismatchError, "'l.0.qk' would be made twice, from 'l.0.q' and from 'l.0.qk'"),
-        ('[[map]]\nfrom = "w"\nto = ["a", "b", "c"]', {"w": numbers(4)}, ShapeMismatchError, "cannot be cut by the ratio 1:1:1"),
+        (
+            MERGE,
+            {**Q_K, "l.0.k": np.zeros((2, 2), np.int8)},
+            DtypeMismatchError,
+            "'l.0.k' has dtype int8, 'l.0.q' has int32",
+        ),
+        (
+            MERGE,
+            {**Q_K, "l.0.qk": numbers(1)},
+            NamesMismatchError,
+            "'l.0.qk' would be made twice, from 'l.0.q' and from 'l.0.qk'",
+        ),
+        (
+            '[[map]]\nfrom = "w"\nto = ["a", "b", "c"]',
+            {"w": numbers(4)},
+            ShapeMismatchError,
+            "cannot be cut by the ratio 1:1:1",
+        ),
         (
             '[[map]]\nfrom = "w"\nto = ["a", "b"]\nsizes = [1, 2]',
             {"w": numbers(4)},
             ShapeMismatchError,
             "has 4 along dimension 0, and sizes",
         ),
-        ('[[map]]\nfrom = "w"\nto = ["a", "b"]\nstack = 0', {"w": numbers(3, 2)}, ShapeMismatchError, "has 3 along dimension 0, not 2"),
-        ('[[map]]\nfrom = "w"\nto = "w.{e}"\nstack = 0', {"w": numbers(0, 2)}, ShapeMismatchError, "no elements along dimension 0"),
+        (
+            '[[map]]\nfrom = "w"\nto = ["a", "b"]\nstack = 0',
+            {"w": numbers(3, 2)},
+            ShapeMismatchError,
+            "has 3 along dimension 0, not 2",
+        ),
+        (
+            '[[map]]\nfrom = "w"\nto = "w.{e}"\nstack = 0',
+            {"w": numbers(0, 2)},
+            ShapeMismatchError,
+            "no elements along dimension 0",
+        ),
         (
             '[[map]]\nfrom = "w"\nto = "v"\nrotary = {heads = 2, to = "pairs"}',
             {"w": numbers(6)},
@@ -255,7 +373,9 @@ MERGE = '[[map]]\nfrom = ["l.*.q", "l.*.k"]\nto = "l.*.qk"\n'
         ),
     ],
 )
-def test_tensors_that_do_not_suit_a_rule_are_named_with_it(text: str, arrays: Arrays, error: type[Exception], message: str) -> None:
+def test_tensors_that_do_not_suit_a_rule_are_named_with_it(
+    text: str, arrays: Arrays, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message) as caught:
         mapping(text).outputs(records(arrays))
     assert "m.toml, rule 1" in str(caught.value) or "twice" in message
@@ -299,13 +419,17 @@ def test_a_merge_that_does_not_say_how_long_its_parts_are_is_not_guessed_backwar
         mapping(MERGE).inverse()
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def test_toml_and_yaml_say_the_same(tmp_path) -> None:
     (tmp_path / "m.toml").write_text(MERGE + "ratio = [2, 1]\naxis = 0")
-    (tmp_path / "m.yaml").write_text("map:\n  - {from: ['l.*.q', 'l.*.k'], to: 'l.*.qk', ratio: [2, 1], axis: 0}")
-    one, other = (read_mapping(tmp_path / name).outputs(records(Q_K)) for name in ("m.toml", "m.yaml"))
+    (tmp_path / "m.yaml").write_text(
+        "map:\n  - {from: ['l.*.q', 'l.*.k'], to: 'l.*.qk', ratio: [2, 1], axis: 0}"
+    )
+    one, other = (
+        read_mapping(tmp_path / name).outputs(records(Q_K)) for name in ("m.toml", "m.yaml")
+    )
     assert one == other
 
 
@@ -322,7 +446,9 @@ def test_toml_and_yaml_say_the_same(tmp_path) -> None:
         ("m.toml", 'map = ["a"]', "rule 1: expected keys .*, found a str"),
     ],
 )
-def test_a_file_that_says_something_else_is_refused_by_its_name(tmp_path, name: str, text: str, message: str) -> None:
+def test_a_file_that_says_something_else_is_refused_by_its_name(
+    tmp_path, name: str, text: str, message: str
+) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(OptionError, match=message) as caught:
         read_mapping(tmp_path / name)
@@ -330,7 +456,9 @@ def test_a_file_that_says_something_else_is_refused_by_its_name(tmp_path, name: 
 
 
 def test_a_mapping_that_does_not_exist_is_refused_with_those_that_do() -> None:
-    with pytest.raises(OptionError, match=r"no mapping 'hf-lama-meta' \(did you mean 'hf-llama-meta'\?\)"):
+    with pytest.raises(
+        OptionError, match=r"no mapping 'hf-lama-meta' \(did you mean 'hf-llama-meta'\?\)"
+    ):
         read_mapping("hf-lama-meta")
 
 
@@ -341,7 +469,19 @@ def test_every_mapping_that_comes_along_reads_both_ways(name: str) -> None:
 
 
 def test_numbers_of_heads_come_from_a_configuration_by_whatever_name_it_has(tmp_path) -> None:
-    (tmp_path / "config.json").write_text('{"n_head": 12, "tie_word_embeddings": true, "vocab_size": 9}')
-    assert config_values(tmp_path) == {"n_head": 12, "vocab_size": 9, "num_attention_heads": 12, "num_key_value_heads": 12}
-    (tmp_path / "config.json").write_text('{"text_config": {"num_attention_heads": 8, "num_key_value_heads": 2}}')
-    assert config_values(tmp_path / "config.json") == {"num_attention_heads": 8, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(
+        '{"n_head": 12, "tie_word_embeddings": true, "vocab_size": 9}'
+    )
+    assert config_values(tmp_path) == {
+        "n_head": 12,
+        "vocab_size": 9,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+    }
+    (tmp_path / "config.json").write_text(
+        '{"text_config": {"num_attention_heads": 8, "num_key_value_heads": 2}}'
+    )
+    assert config_values(tmp_path / "config.json") == {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+    }

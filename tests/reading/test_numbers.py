@@ -1,4 +1,5 @@
-"""Numbers, numpy scalars and arrays without dimensions take each other's place: a counter may begin as one and go on as another."""
+"""Numbers, numpy scalars and arrays without dimensions take each other's place: a counter may begin
+as one and go on as another."""
 
 from __future__ import annotations
 
@@ -29,15 +30,31 @@ FORMS = {
 SCALARS = {"int", "float", "numpy scalar", "bfloat16 scalar"}
 
 
-@pytest.mark.parametrize("stored", [name for name in FORMS if name not in {"torch meta", "eval_shape", "target"}])
+@pytest.mark.parametrize(
+    "stored", [name for name in FORMS if name not in {"torch meta", "eval_shape", "target"}]
+)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_number_of_any_form_is_restored_into_any_other_and_the_form_is_like_s(tmp_path, stored, form):
+def test_a_number_of_any_form_is_restored_into_any_other_and_the_form_is_like_s(
+    tmp_path, stored, form
+):
     shardckpt.save(tmp_path / "c", {"step": FORMS[stored](7), "w": np.ones(3)})
     like = {"step": FORMS[form](0), "w": np.zeros(3)}
-    both_arrays = stored in {"ndarray", "torch", "jax"} and form not in {"int", "float", "numpy scalar", "bfloat16 scalar"}
+    both_arrays = stored in {"ndarray", "torch", "jax"} and form not in {
+        "int",
+        "float",
+        "numpy scalar",
+        "bfloat16 scalar",
+    }
     restored = shardckpt.restore(tmp_path / "c", like, cast=both_arrays)["step"]
-    kinds = {"torch meta": torch.Tensor, "eval_shape": jax.Array, "target": np.ndarray, "jax": jax.Array}
-    if not (stored in SCALARS and form in SCALARS):  # of two Python numbers, or two numpy scalars, the stored one stays as it is
+    kinds = {
+        "torch meta": torch.Tensor,
+        "eval_shape": jax.Array,
+        "target": np.ndarray,
+        "jax": jax.Array,
+    }
+    if not (
+        stored in SCALARS and form in SCALARS
+    ):  # of two Python numbers, or two numpy scalars, the stored one stays as it is
         assert isinstance(restored, kinds.get(form, type(like["step"])))
     assert isinstance(restored, np.generic) == isinstance(like["step"], np.generic)
     assert float(restored) == 7
@@ -47,11 +64,19 @@ def test_a_number_of_any_form_is_restored_into_any_other_and_the_form_is_like_s(
         assert str(restored.dtype) == str(like["step"].dtype)
 
 
-@pytest.mark.parametrize(("number", "dtype"), [(2**40, np.int32), (-1, np.uint8), (0.5, np.int64), (1j, np.float32), (2**70, np.int64)])
-def test_a_number_that_the_dtype_does_not_have_is_refused_by_name_before_anything_is_read(tmp_path, number, dtype):
+@pytest.mark.parametrize(
+    ("number", "dtype"),
+    [(2**40, np.int32), (-1, np.uint8), (0.5, np.int64), (1j, np.float32), (2**70, np.int64)],
+)
+def test_a_number_that_the_dtype_does_not_have_is_refused_by_name_before_anything_is_read(
+    tmp_path, number, dtype
+):
     shardckpt.save(tmp_path / "c", {"layer": {"step": number}, "w": np.ones(3)})
     like = {"layer": {"step": np.zeros((), dtype)}, "w": np.zeros(3)}
-    with pytest.raises(errors.DtypeMismatchError, match=r"'layer/step' is the number .* which \w+ in `like` does not have"):
+    with pytest.raises(
+        errors.DtypeMismatchError,
+        match=r"'layer/step' is the number .* which \w+ in `like` does not have",
+    ):
         shardckpt.restore(tmp_path / "c", like)
     assert like["w"].tolist() == [0, 0, 0]
 
@@ -60,25 +85,45 @@ def test_a_float_is_rounded_and_a_value_that_the_form_lacks_keeps_its_own(tmp_pa
     shardckpt.save(tmp_path / "c", {"rate": 0.1, "scale": np.float32(0.5), "flag": np.array(True)})
     rate = torch.zeros(())
     restored = shardckpt.restore(tmp_path / "c", {"rate": rate, "scale": 1, "flag": False})
-    assert (restored["rate"].item(), restored["scale"], restored["flag"]) == (np.float32(0.1).item(), 0.5, True)
+    assert (restored["rate"].item(), restored["scale"], restored["flag"]) == (
+        np.float32(0.1).item(),
+        0.5,
+        True,
+    )
 
 
 def test_tensors_with_dimensions_and_other_leaves_do_not_match_numbers(tmp_path):
     shardckpt.save(tmp_path / "c", {"a": np.ones(1), "b": "text", "n": 3})
     for like, words in (
-        ({"a": 0, "b": "", "n": 0}, r"'a' is a tensor of shape \(1,\) in the checkpoint, and in `like` a number \(int\)"),
-        ({"a": np.zeros(1), "b": np.zeros(()), "n": 0}, r"'b' is a leaf of type str in the checkpoint, and in `like` a tensor"),
-        ({"a": np.zeros(1), "b": "", "n": np.zeros(1)}, r"'n' is a leaf of type int in the checkpoint, and in `like` a tensor"),
+        (
+            {"a": 0, "b": "", "n": 0},
+            r"'a' is a tensor of shape \(1,\) in the checkpoint, and in `like` a number \(int\)",
+        ),
+        (
+            {"a": np.zeros(1), "b": np.zeros(()), "n": 0},
+            r"'b' is a leaf of type str in the checkpoint, and in `like` a tensor",
+        ),
+        (
+            {"a": np.zeros(1), "b": "", "n": np.zeros(1)},
+            r"'n' is a leaf of type int in the checkpoint, and in `like` a tensor",
+        ),
     ):
         with pytest.raises(errors.StructureMismatchError, match=words):
             shardckpt.restore(tmp_path / "c", like)
 
 
 def test_a_training_s_counter_and_scale_may_change_their_form(tmp_path):
-    shardckpt.save(tmp_path / "c", shardckpt.train_state(step=jnp.asarray(5), scale=2.0, count=np.int64(4), rng=False))
+    shardckpt.save(
+        tmp_path / "c",
+        shardckpt.train_state(step=jnp.asarray(5), scale=2.0, count=np.int64(4), rng=False),
+    )
     fresh = shardckpt.train_state(step=0, scale=torch.tensor(1.0), count=torch.tensor(0), rng=False)
     shardckpt.restore(tmp_path / "c", fresh)
-    assert (fresh.step, fresh.values["scale"], fresh.values["count"]) == (5, torch.tensor(2.0), torch.tensor(4))
+    assert (fresh.step, fresh.values["scale"], fresh.values["count"]) == (
+        5,
+        torch.tensor(2.0),
+        torch.tensor(4),
+    )
     assert type(fresh.step) is int
 
 
@@ -89,6 +134,13 @@ def test_a_step_may_be_an_integer_of_any_form(tmp_path, form):
         assert manager.save(torch.tensor(4), {"w": np.ones(3)})
         manager.wait()
         assert manager.all_steps() == [3, 4]
-        for wrong in (torch.tensor(5.0), jnp.asarray([6]), np.array(True), torch.tensor(True), "7", jnp.asarray(-1)):
+        for wrong in (
+            torch.tensor(5.0),
+            jnp.asarray([6]),
+            np.array(True),
+            torch.tensor(True),
+            "7",
+            jnp.asarray(-1),
+        ):
             with pytest.raises(errors.OptionError, match="give an int from 0"):
                 manager.save(wrong, {"w": np.ones(3)})

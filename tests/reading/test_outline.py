@@ -11,13 +11,17 @@ from shardckpt.reading.inspection.outline import outline, walk
 
 @pytest.fixture
 def drawn(tmp_path):
-    """Saves a state and draws its outline, a line for each entry: guide, label, and numbers of repeats and tensors."""
+    """Saves a state and draws its outline, a line for each entry: guide, label, and numbers of
+    repeats and tensors."""
 
     def draw(state, depth=None):
         shardckpt.save(tmp_path / "1", state)
         checkpoint = shardckpt.open(tmp_path / "1")
         root = outline(checkpoint, checkpoint.parsed_tree)
-        return [f"{guide}{entry.label}" + (f" ×{times}" if times > 1 else "") for entry, guide, times in walk(root, depth)]
+        return [
+            f"{guide}{entry.label}" + (f" ×{times}" if times > 1 else "")
+            for entry, guide, times in walk(root, depth)
+        ]
 
     return draw
 
@@ -27,7 +31,11 @@ def one():
 
 
 def test_layers_that_repeat_are_one_entry_in_the_order_of_numbers(drawn):
-    state = {f"model.layers.{i}.{part}.weight": one() for i in (0, 1, 10, 11, 2, 3, 4, 5, 6, 7, 8, 9) for part in ("mlp", "attn")}
+    state = {
+        f"model.layers.{i}.{part}.weight": one()
+        for i in (0, 1, 10, 11, 2, 3, 4, 5, 6, 7, 8, 9)
+        for part in ("mlp", "attn")
+    }
     assert drawn(state | {"head": one()}) == [
         "├─ model.layers.{0…11} ×12",
         "│  ├─ mlp.weight ×12",

@@ -28,7 +28,8 @@ from shardckpt.reading.runs import Band, RunLimits, places_of, tasks
 
 
 def written(store, rows, gaps=(), file="hosts/00000/0/d/00000"):
-    """Rows of an array as one chunk each in one data file, with some bytes of nobody before those of `gaps`.
+    """Rows of an array as one chunk each in one data file, with some bytes of nobody before those
+    of `gaps`.
 
     Returns the array's piece and its rows in the chunk table.
     """
@@ -45,7 +46,17 @@ def written(store, rows, gaps=(), file="hosts/00000/0/d/00000"):
 
 def read_all(reader, piece, dtype):
     out = np.zeros(piece.shape, dtype)
-    reader.read([Request("w", np.dtype(dtype), [piece], BoxArray.of([Box.full(piece.shape)], len(piece.shape)), [out])])
+    reader.read(
+        [
+            Request(
+                "w",
+                np.dtype(dtype),
+                [piece],
+                BoxArray.of([Box.full(piece.shape)], len(piece.shape)),
+                [out],
+            )
+        ]
+    )
     return out
 
 
@@ -59,13 +70,25 @@ def test_what_was_written_is_read_from_every_kind_of_store(store):
     for _ in range(3):
         assert np.array_equal(read_all(reader, piece, np.uint8), rows)
     column = np.zeros((50, 1), np.uint8)
-    reader.read([Request("w", np.dtype(np.uint8), [piece], BoxArray.of([Box((0, 999), (50, 1000))], 2), [column])])
+    reader.read(
+        [
+            Request(
+                "w",
+                np.dtype(np.uint8),
+                [piece],
+                BoxArray.of([Box((0, 999), (50, 1000))], 2),
+                [column],
+            )
+        ]
+    )
     assert np.array_equal(column, rows[:, 999:])
     assert reader.stored_chunk("w", np.dtype(np.uint8), piece, 20)[:-4] == rows[20].tobytes()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_groups_that_are_planned_together_are_read_when_their_calls_are_made_and_not_before(store, threads):
+def test_groups_that_are_planned_together_are_read_when_their_calls_are_made_and_not_before(
+    store, threads
+):
     rows = np.random.default_rng(0).integers(0, 256, (50, 1000), np.uint8)
     piece, table = written(store, rows, {7: 3, 20: 100_000})
     before = set(threading.enumerate())
@@ -74,7 +97,13 @@ def test_groups_that_are_planned_together_are_read_when_their_calls_are_made_and
     buffers = [[np.zeros((stop - start, 1000), np.uint8) for start, stop in part] for part in parts]
     groups = [
         [
-            Request("w", np.dtype(np.uint8), [piece], BoxArray.of([Box((start, 0), (stop, 1000))], 2), [buffer])
+            Request(
+                "w",
+                np.dtype(np.uint8),
+                [piece],
+                BoxArray.of([Box((start, 0), (stop, 1000))], 2),
+                [buffer],
+            )
             for (start, stop), buffer in zip(part, group_buffers, strict=True)
         ]
         for part, group_buffers in zip(parts, buffers, strict=True)
@@ -87,10 +116,16 @@ def test_groups_that_are_planned_together_are_read_when_their_calls_are_made_and
         done[i] = True
         for part, group_buffers, finished in zip(parts, buffers, done, strict=True):
             for (start, stop), buffer in zip(part, group_buffers, strict=True):
-                assert np.array_equal(buffer, rows[start:stop] if finished else np.zeros_like(buffer))
+                assert np.array_equal(
+                    buffer, rows[start:stop] if finished else np.zeros_like(buffer)
+                )
     assert reader.stats.bytes_needed == 58 * 1000
     if threads == 1:
-        assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("shardckpt-read")]
+        assert not [
+            thread
+            for thread in set(threading.enumerate()) - before
+            if thread.name.startswith("shardckpt-read")
+        ]
 
 
 @pytest.fixture
@@ -116,10 +151,21 @@ def test_whole_files_are_read_in_requests_of_8_mib_and_more(proxied):
     proxy, store = proxied
     rows = np.random.default_rng(0).integers(0, 1 << 62, (32, 1 << 17), np.int64)  # chunks of 1 MiB
     piece, table = written(store, rows)
-    for memory, most, requests in ((256 << 20, 10 << 20, 4), (512 << 20, 16 << 20, 3), (1 << 20, 10 << 20, 4)):
+    for memory, most, requests in (
+        (256 << 20, 10 << 20, 4),
+        (512 << 20, 16 << 20, 3),
+        (1 << 20, 10 << 20, 4),
+    ):
         proxy.traffic.reset()
         assert np.array_equal(
-            read_all(ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table})), memory=memory), piece, np.int64), rows
+            read_all(
+                ChunkReader(
+                    ReadableChunks(store, WholeTable.of(FILES, {"w": table})), memory=memory
+                ),
+                piece,
+                np.int64,
+            ),
+            rows,
         )
         sizes = [e.bytes_down for e in proxy.traffic.exchanges()]
         assert len(sizes) == requests
@@ -179,8 +225,16 @@ def test_every_damaged_chunk_is_found_and_no_other(cloud_store):
     reader = ChunkReader(ReadableChunks(cloud_store, WholeTable.of(FILES, {"w": table})))
     rows_damaged = []
     request = Request("w", np.dtype(np.uint8), [piece], BoxArray.of([], 2), [])
-    groups = reader.check([request], lambda name, box, file, error: rows_damaged.append(box.start[0]), most=9 * 1000)
-    assert [(done, sorted(rows_damaged)) for done in groups] == [(9, [3]), (18, [3, 17]), (27, [3, 17]), (36, [3, 17]), (40, [3, 17])]
+    groups = reader.check(
+        [request], lambda name, box, file, error: rows_damaged.append(box.start[0]), most=9 * 1000
+    )
+    assert [(done, sorted(rows_damaged)) for done in groups] == [
+        (9, [3]),
+        (18, [3, 17]),
+        (27, [3, 17]),
+        (36, [3, 17]),
+        (40, [3, 17]),
+    ]
     assert [file for file, _ in reader.longer_files()] == FILES
 
 
@@ -196,23 +250,45 @@ def test_threads_go_on_with_the_next_batch_of_chunks_before_all_of_one_is_read(s
 
     monkeypatch.setattr("shardckpt.reading.locate.MOST_CHUNKS", 1)
     monkeypatch.setattr("shardckpt.io.extension.moving", None)
-    assert np.array_equal(read_all(ChunkReader(Waiting(store, WholeTable.of(FILES, {"w": table})), threads=2), piece, np.uint8), rows)
+    assert np.array_equal(
+        read_all(
+            ChunkReader(Waiting(store, WholeTable.of(FILES, {"w": table})), threads=2),
+            piece,
+            np.uint8,
+        ),
+        rows,
+    )
 
 
 def test_a_codec_may_ask_for_other_chunks_too(tmp_path):
     """Chunks that are stored as the difference from the chunk before them."""
-    store, rows = Store.open(tmp_path), np.random.default_rng(0).integers(0, 256, (5, 1000), np.uint8)
-    piece, table = written(store, np.diff(rows, axis=0, prepend=np.uint8(0)), dict.fromkeys(range(5), 1))
+    store, rows = (
+        Store.open(tmp_path),
+        np.random.default_rng(0).integers(0, 256, (5, 1000), np.uint8),
+    )
+    piece, table = written(
+        store, np.diff(rows, axis=0, prepend=np.uint8(0)), dict.fromkeys(range(5), 1)
+    )
 
     def differences(task, read):
         for one in task.alone():
-            array, band = one.chunks.requested.part_of(one.begin), Band(one.chunks, one.begin, one.end)
+            array, band = (
+                one.chunks.requested.part_of(one.begin),
+                Band(one.chunks, one.begin, one.end),
+            )
             up_to_it = np.arange(one.chunks.requested.position[one.begin] + 1)
-            needed = ChunkFinder(task.source).located(RequestedChunks.of_positions([(array.request, array.piece, up_to_it)]))
-            steps = [np.array(read(step, direct=False).payloads[0]) for step in tasks(needed, RunLimits(1, gap=0, chunks=1))]
+            needed = ChunkFinder(task.source).located(
+                RequestedChunks.of_positions([(array.request, array.piece, up_to_it)])
+            )
+            steps = [
+                np.array(read(step, direct=False).payloads[0])
+                for step in tasks(needed, RunLimits(1, gap=0, chunks=1))
+            ]
             yield band, places_of([band])[0], np.sum(steps, axis=0, dtype=np.uint8)[np.newaxis]
 
-    reader = ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table}), differences), threads=2)
+    reader = ChunkReader(
+        ReadableChunks(store, WholeTable.of(FILES, {"w": table}), differences), threads=2
+    )
     assert np.array_equal(read_all(reader, piece, np.uint8), rows)
 
 
@@ -226,7 +302,9 @@ def test_no_buffer_is_written_to_after_an_error(tmp_path):
     (tmp_path / FILES[0]).write_bytes(raw)
     reader = ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table})), threads=4)
     out = np.zeros(piece.shape, np.uint8)
-    request = Request("w", np.dtype(np.uint8), [piece], BoxArray.of([Box.full(piece.shape)], 2), [out])
+    request = Request(
+        "w", np.dtype(np.uint8), [piece], BoxArray.of([Box.full(piece.shape)], 2), [out]
+    )
     for _ in range(5):
         with pytest.raises(CorruptionError):
             reader.read([request])
@@ -258,11 +336,17 @@ def test_a_run_of_more_chunks_than_one_system_call_takes_is_read_in_place(tmp_pa
     rows = np.random.default_rng(0).integers(0, 256, (os.sysconf("SC_IOV_MAX") * 3, 8), np.uint8)
     piece, table = written(store, rows)
     assert rows.nbytes < LOCAL_RUN[0]
-    assert np.array_equal(read_all(ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table}))), piece, np.uint8), rows)
+    assert np.array_equal(
+        read_all(
+            ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table}))), piece, np.uint8
+        ),
+        rows,
+    )
 
 
 def test_memory_stays_within_the_limit(cloud):
-    """In a process of its own: 64 MiB in chunks of 1 MiB, four times, into memory that is there already."""
+    """In a process of its own: 64 MiB in chunks of 1 MiB, four times, into memory that is there
+    already."""
     store = Store.open(cloud.url(uuid.uuid4().hex))
     rows = np.ones((64, 1 << 20), np.uint8)
     written(store, rows)
@@ -279,7 +363,8 @@ from shardckpt.io.store import Store
 from shardckpt.format.table import ArrayChunks
 from shardckpt.plan.pieces import Piece
 def peak():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) // 1024
+    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    return int(line.split()[1]) // 1024
 store = Store.open(sys.argv[1])
 n, size, file = 64, 1 << 20, "hosts/00000/0/d/00000"
 crc = crc32c.crc32c(bytes([1]) * size)
@@ -296,20 +381,38 @@ print(peak() - before)
 assert all((row == 1).all() for row in out)
 """
     command = [sys.executable, "-c", program, str(store)]
-    run = subprocess.run(command, env={**os.environ, **cloud.env()}, capture_output=True, text=True, check=True, timeout=250)
+    run = subprocess.run(
+        command,
+        env={**os.environ, **cloud.env()},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=250,
+    )
     assert int(run.stdout) <= 60 + 16
 
 
-def test_a_file_that_the_system_does_not_read_is_a_storage_error_that_names_the_tensor_and_what_to_do(tmp_path):
+def test_a_file_the_system_does_not_read_is_a_storage_error_with_the_tensor_and_what_to_do(
+    tmp_path,
+):
     store = Store.open(tmp_path)
     piece, table = written(store, np.ones((2, 10), np.uint8))
     file = tmp_path / FILES[0]
     file.unlink()
     file.mkdir()
-    with pytest.raises(StorageError, match=rf"w\[0:1, 0:10\]: cannot read {file}: .*Is a directory"):
-        read_all(ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table}))), piece, np.uint8)
+    with pytest.raises(
+        StorageError, match=rf"w\[0:1, 0:10\]: cannot read {file}: .*Is a directory"
+    ):
+        read_all(
+            ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table}))), piece, np.uint8
+        )
     file.rmdir()
     file.parent.rmdir()
     file.parent.touch()
-    with pytest.raises(StorageError, match=rf"w\[0:1, 0:10\]: cannot read {file}: Not a directory; a file stands where"):
-        read_all(ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table}))), piece, np.uint8)
+    with pytest.raises(
+        StorageError,
+        match=rf"w\[0:1, 0:10\]: cannot read {file}: Not a directory; a file stands where",
+    ):
+        read_all(
+            ChunkReader(ReadableChunks(store, WholeTable.of(FILES, {"w": table}))), piece, np.uint8
+        )

@@ -22,14 +22,24 @@ NAMES = ["model/layers.0/w", "model/layers.1/w", "model/norm", "step"]
 
 def renamed(names=NAMES, prefix=None, file=None, rules=()):
     of_prefix = [] if prefix is None else [without_prefix(prefix, named("strip_prefix", prefix))]
-    return rename({name: dotted(name) for name in names}, [*of_prefix, NameTable("the file", file or {}), *map(parse_substitution, rules)])
+    return rename(
+        {name: dotted(name) for name in names},
+        [*of_prefix, NameTable("the file", file or {}), *map(parse_substitution, rules)],
+    )
 
 
 def test_the_keys_on_the_way_to_a_tensor_are_joined_with_dots() -> None:
-    assert list(renamed().values()) == ["model.layers.0.w", "model.layers.1.w", "model.norm", "step"]
+    assert list(renamed().values()) == [
+        "model.layers.0.w",
+        "model.layers.1.w",
+        "model.norm",
+        "step",
+    ]
 
 
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=4))
+@given(
+    st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=4)
+)
 def test_keys_are_what_they_were_before_they_were_escaped(keys: list[str]) -> None:
     state: object = b"here"
     for key in reversed(keys):
@@ -60,25 +70,47 @@ def test_a_file_may_name_what_the_checkpoint_does_or_what_became_of_it() -> None
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"prefix": "modle/"}, OptionError, "strip_prefix='modle/': it matches none of 4 names, such as 'model.layers.0.w'"),
-        ({"rules": ["s/layer_/h/"]}, OptionError, "rename='s/layer_/h/': it matches none of 4 names, such as 'model.layers.0.w'"),
-        ({"file": {"model.nrm": "x"}}, OptionError, r"no tensor 'model.nrm' \(did you mean 'model.norm'\?\)"),
+        (
+            {"prefix": "modle/"},
+            OptionError,
+            "strip_prefix='modle/': it matches none of 4 names, such as 'model.layers.0.w'",
+        ),
+        (
+            {"rules": ["s/layer_/h/"]},
+            OptionError,
+            "rename='s/layer_/h/': it matches none of 4 names, such as 'model.layers.0.w'",
+        ),
+        (
+            {"file": {"model.nrm": "x"}},
+            OptionError,
+            r"no tensor 'model.nrm' \(did you mean 'model.norm'\?\)",
+        ),
         (
             {"rules": [r"s/\.\d\././"]},
             NamesMismatchError,
             "'model/layers.0/w' and 'model/layers.1/w' would both be called 'model.layers.w'",
         ),
-        ({"file": {"step": "model.norm"}}, NamesMismatchError, "'model/norm' and 'step' would both be called 'model.norm'"),
+        (
+            {"file": {"step": "model.norm"}},
+            NamesMismatchError,
+            "'model/norm' and 'step' would both be called 'model.norm'",
+        ),
         ({"rules": ["s/step//"]}, NamesMismatchError, "'step' would have no name"),
-        ({"names": ["a.b", "a/b"]}, NamesMismatchError, "'a.b' and 'a/b' would both be called 'a.b'"),
+        (
+            {"names": ["a.b", "a/b"]},
+            NamesMismatchError,
+            "'a.b' and 'a/b' would both be called 'a.b'",
+        ),
     ],
 )
-def test_what_changes_nothing_or_makes_two_names_one_is_refused(options, error, message: str) -> None:
+def test_what_changes_nothing_or_makes_two_names_one_is_refused(
+    options, error, message: str
+) -> None:
     with pytest.raises(error, match=message):
         renamed(**options)
 
 
-# --- s/…/…/ -----------------------------------------------------------------------------------------------------------
+# --- s/…/…/ ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -100,7 +132,10 @@ def test_a_substitution_is_what_sed_does(rule: str, name: str, expected: str) ->
     assert parse_substitution(rule).of(name) == expected
     if shutil.which("sed") is not None and r"\(" not in rule:
         done = subprocess.run(
-            ["sed", "-E", rule.removesuffix("i") + ("I" if rule.endswith("i") else "")], input=name, capture_output=True, text=True
+            ["sed", "-E", rule.removesuffix("i") + ("I" if rule.endswith("i") else "")],
+            input=name,
+            capture_output=True,
+            text=True,
         )
         assert done.stdout.rstrip("\n") == expected
 
@@ -136,7 +171,7 @@ def test_a_name_on_which_an_expression_could_take_for_ever_is_refused() -> None:
         parse_substitution("s/(a+)+$/b/").of("a" * 5000)
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -166,7 +201,9 @@ def test_a_file_of_names_is_json_toml_or_yaml(tmp_path, name: str, text: str) ->
         ("n.yaml", "!!python/object/apply:os.getcwd []", "not YAML"),
     ],
 )
-def test_a_file_that_says_something_else_is_refused_by_its_name(tmp_path, name: str, text: str, message: str) -> None:
+def test_a_file_that_says_something_else_is_refused_by_its_name(
+    tmp_path, name: str, text: str, message: str
+) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(OptionError, match=message) as caught:
         read_names(tmp_path / name)

@@ -1,4 +1,5 @@
-"""Restoring refuses what it cannot do right, before it reads, and says what is left behind where reading fails."""
+"""Restoring refuses what it cannot do right, before it reads, and says what is left behind where
+reading fails."""
 
 import gc
 import itertools
@@ -39,7 +40,10 @@ def overlapping():
 @pytest.mark.parametrize("pair", range(5))
 def test_leaves_that_share_memory_are_refused_by_name(two, pair):
     a, b = list(overlapping())[pair]
-    with pytest.raises(errors.StructureMismatchError, match=r"^[ab]: in `like` it shares memory with [ab],.*restore with strict=False"):
+    with pytest.raises(
+        errors.StructureMismatchError,
+        match=r"^[ab]: in `like` it shares memory with [ab],.*restore with strict=False",
+    ):
         shardckpt.restore(two, {"a": a, "b": b})
     assert two.stats.reads == 0
 
@@ -90,7 +94,10 @@ def test_a_cast_is_numpy_s_or_refused_before_anything_is_read(stored, target):
     except TypeError:
         expected = None
     if expected is None:
-        with pytest.raises(errors.DtypeMismatchError, match=f"w: .* has dtype {stored}, which cannot be converted to {target}"):
+        with pytest.raises(
+            errors.DtypeMismatchError,
+            match=f"w: .* has dtype {stored}, which cannot be converted to {target}",
+        ):
             shardckpt.restore(checkpoint, {"w": like}, cast=True)
         assert checkpoint.stats.reads == 0
     else:
@@ -107,7 +114,9 @@ def test_a_tensor_goes_as_it_is_and_converted_at_once_and_is_read_once(tmp_path)
     weight = torch.randn(64, 64)
     shardckpt.save(tmp_path / "c", {"a": weight, "b": weight})
     checkpoint = shardckpt.open(tmp_path / "c")
-    restored = shardckpt.restore(checkpoint, {"a": np.zeros((64, 64), "f4"), "b": np.zeros((64, 64), "f2")}, cast=True)
+    restored = shardckpt.restore(
+        checkpoint, {"a": np.zeros((64, 64), "f4"), "b": np.zeros((64, 64), "f2")}, cast=True
+    )
     np.testing.assert_array_equal(restored["a"], weight.numpy())
     np.testing.assert_array_equal(restored["b"], weight.numpy().astype("f2"))
     assert checkpoint.stats.bytes_read == checkpoint.record.totals["stored_bytes"]
@@ -137,7 +146,9 @@ def test_a_failure_says_that_leaves_in_place_are_undefined(tmp_path, two):
 def test_a_checkpoint_that_is_replaced_under_a_reader_says_so(tmp_path, two):
     shardckpt.save(tmp_path / "c", {"a": np.zeros(3)}, options=SaveOptions(overwrite=True))
     for read in (lambda: two.read("a"), lambda: shardckpt.restore(two)):
-        with pytest.raises(errors.ReplacedError, match="was replaced while it was being read; open it again"):
+        with pytest.raises(
+            errors.ReplacedError, match="was replaced while it was being read; open it again"
+        ):
             read()
 
 
@@ -168,14 +179,19 @@ class Placed(PlainSink):
 
 @pytest.fixture
 def placed(tmp_path, monkeypatch):
-    """Eight tensors of 1 MiB, of which two are staged at a time, restored onto devices that adopt memory or copy it."""
+    """Eight tensors of 1 MiB, of which two are staged at a time, restored onto devices that adopt
+    memory or copy it."""
     state = {str(i): np.full((512, 512), i, np.float32) for i in range(8)}
     shardckpt.save(tmp_path / "c", state)
     monkeypatch.setattr(restoring, "STAGED_BATCH", 2 << 20)
 
     def restored(*, adopts):
-        sinks = {name: Placed(array.shape, by_name("float32"), adopts) for name, array in state.items()}
-        restoring.fill(shardckpt.open(tmp_path / "c"), {name: [(name, sink)] for name, sink in sinks.items()})
+        sinks = {
+            name: Placed(array.shape, by_name("float32"), adopts) for name, array in state.items()
+        }
+        restoring.fill(
+            shardckpt.open(tmp_path / "c"), {name: [(name, sink)] for name, sink in sinks.items()}
+        )
         assert all(np.array_equal(sink.elements, state[name]) for name, sink in sinks.items())
         return state, sinks
 
@@ -184,13 +200,17 @@ def placed(tmp_path, monkeypatch):
 
 def test_staging_of_a_batch_is_used_again_for_one_after_it(placed):
     _, sinks = placed(adopts=False)
-    assert len({sink.buffer.ctypes.data for sink in sinks.values()}) <= 6, "of two, while four more are read"
+    assert len({sink.buffer.ctypes.data for sink in sinks.values()}) <= 6, (
+        "of two, while four more are read"
+    )
 
 
 def test_memory_that_a_leaf_adopts_is_never_lent_again(placed):
     state, sinks = placed(adopts=True)
     assert all(np.array_equal(sink.buffer, state[name]) for name, sink in sinks.items())
-    assert not any(sink.buffer.ctypes.data % 64 for sink in sinks.values()), "or JAX would have to copy it"
+    assert not any(sink.buffer.ctypes.data % 64 for sink in sinks.values()), (
+        "or JAX would have to copy it"
+    )
 
 
 def test_a_restore_of_another_format_says_which_and_how_it_is_read(tmp_path):
@@ -199,8 +219,16 @@ def test_a_restore_of_another_format_says_which_and_how_it_is_read(tmp_path):
     torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
     with warnings.catch_warnings(action="ignore"):  # of one process alone
         dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    for name, what in (("hub", "safetensors"), ("hub/model.safetensors", "safetensors"), ("model.pt", "torch file"), ("dcp", "DCP")):
-        with pytest.raises(NotFoundError, match=f"no checkpoint of shardckpt there, but .*{what}.*shardckpt.open reads it"):
+    for name, what in (
+        ("hub", "safetensors"),
+        ("hub/model.safetensors", "safetensors"),
+        ("model.pt", "torch file"),
+        ("dcp", "DCP"),
+    ):
+        with pytest.raises(
+            NotFoundError,
+            match=f"no checkpoint of shardckpt there, but .*{what}.*shardckpt.open reads it",
+        ):
             shardckpt.restore(tmp_path / name)
         assert "w" in shardckpt.open(tmp_path / name)
     with pytest.raises(NotFoundError, match="no checkpoint there"):
@@ -208,20 +236,25 @@ def test_a_restore_of_another_format_says_which_and_how_it_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(("threads", "batches"), [(2, 4), (16, 1)])
-def test_a_batch_of_files_has_more_bytes_where_many_threads_read(tmp_path, monkeypatch, threads, batches):
+def test_a_batch_of_files_has_more_bytes_where_many_threads_read(
+    tmp_path, monkeypatch, threads, batches
+):
     monkeypatch.setenv("SHARDCKPT_THREADS", str(threads))
     monkeypatch.setattr(restoring, "LARGEST_BATCH", 1 << 20)
     monkeypatch.setattr(restoring, "_OF_CORE", 1 << 20)
     state = {str(i): np.full((512, 512), i, np.float32) for i in range(8)}
     shardckpt.save(tmp_path / "c", state)
     into, calls = {name: np.zeros_like(array) for name, array in state.items()}, []
-    restored = shardckpt.restore(tmp_path / "c", into, progress=lambda done, _total: calls.append(done))
+    restored = shardckpt.restore(
+        tmp_path / "c", into, progress=lambda done, _total: calls.append(done)
+    )
     assert calls == [(i + 1) * (8 << 20) // batches for i in range(batches)]
     assert all(np.array_equal(restored[name], array) for name, array in state.items())
 
 
 def test_the_collector_visits_what_a_restore_of_many_tensors_has_made_once_at_most(tmp_path):
-    """With a pause for each of opening, matching and planning, it visited all new objects after each."""
+    """With a pause for each of opening, matching and planning, it visited all new objects after
+    each."""
     state = {f"layer{i}": np.full(4, i) for i in range(3000)}
     shardckpt.save(tmp_path / "c", state)
     shardckpt.restore(tmp_path / "c", state)  # imports modules

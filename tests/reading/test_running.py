@@ -50,18 +50,31 @@ def test_merged_tallies_keep_every_number(parts):
         one.add(np.asarray(part))
         total.merge(one)
     tally, every = total.to_json(), np.concatenate(parts)
-    assert (tally["min"], tally["max"], sum(tally["histogram"])) == (every.min(), every.max(), len(every))
+    assert (tally["min"], tally["max"], sum(tally["histogram"])) == (
+        every.min(),
+        every.max(),
+        len(every),
+    )
     assert tally["mean"] == pytest.approx(every.mean(), rel=1e-9, abs=1e-6)
 
 
 def test_what_is_not_finite_is_counted_and_left_out():
     tally = tallied([1.0, np.nan, np.inf], [-np.inf, 3.0, np.nan])
-    assert (tally["nans"], tally["infinities"], tally["min"], tally["max"], tally["mean"]) == (2, 2, 1, 3, 2)
+    assert (tally["nans"], tally["infinities"], tally["min"], tally["max"], tally["mean"]) == (
+        2,
+        2,
+        1,
+        3,
+        2,
+    )
     assert tallied([np.nan])["min"] is None
     assert tallied(np.empty(0))["mean"] is None
 
 
-@pytest.mark.parametrize("values", [[-1.7e308, 1.7e308], [5e-324, 0.0], [1e300, 1e300], [2.0**60, 2.0**60 + 256], [True, False]])
+@pytest.mark.parametrize(
+    "values",
+    [[-1.7e308, 1.7e308], [5e-324, 0.0], [1e300, 1e300], [2.0**60, 2.0**60 + 256], [True, False]],
+)
 def test_numbers_at_the_ends_of_floats_break_nothing(values):
     tally = tallied(np.asarray(values), np.asarray(values))
     assert sum(tally["histogram"]) in (0, 4)

@@ -1,4 +1,5 @@
-"""Of a chunk table that is read which is needed, each block is verified by itself, and what is lost is made up for."""
+"""Of a chunk table that is read which is needed, each block is verified by itself, and what is lost
+is made up for."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ ATTEMPT = "20300101T000000-00000000"
 
 
 def of_a_million_chunks(url):
-    """A checkpoint of tensors of one-byte chunks, by its record, its table and its data file alone."""
+    """A checkpoint of tensors of one-byte chunks, by its record, its table and its data file
+    alone."""
     root = Store.open(url)
     place = root.sub(ATTEMPT)
     elements = np.arange(CHUNKS) % 251
@@ -44,9 +46,22 @@ def of_a_million_chunks(url):
     position, arrays, tensors = np.arange(CHUNKS), {}, {}
     for i in range(TENSORS):
         path = f"w{i}"
-        arrays[path] = ArrayChunks(position, np.zeros(CHUNKS), (i * CHUNKS + position) * 5, np.full(CHUNKS, 5), crcs[elements])
-        tensors[path] = TensorRecord(path, (CHUNKS,), dtypes.by_name("uint8"), None, (Piece(path, (0,), (CHUNKS,), (1,)),))
-    totals = {"tensors": TENSORS, "bytes": TENSORS * CHUNKS, "stored_bytes": 5 * TENSORS * CHUNKS, "chunks": TENSORS * CHUNKS}
+        arrays[path] = ArrayChunks(
+            position,
+            np.zeros(CHUNKS),
+            (i * CHUNKS + position) * 5,
+            np.full(CHUNKS, 5),
+            crcs[elements],
+        )
+        tensors[path] = TensorRecord(
+            path, (CHUNKS,), dtypes.by_name("uint8"), None, (Piece(path, (0,), (CHUNKS,), (1,)),)
+        )
+    totals = {
+        "tensors": TENSORS,
+        "bytes": TENSORS * CHUNKS,
+        "stored_bytes": 5 * TENSORS * CHUNKS,
+        "chunks": TENSORS * CHUNKS,
+    }
     record = CheckpointRecord(
         ATTEMPT,
         "2030-01-01T00:00:00+00:00",
@@ -65,8 +80,12 @@ def of_a_million_chunks(url):
 
 @pytest.fixture(scope="module")
 def million(tmp_path_factory):
-    """Two equal checkpoints, one on a disk and one in an object store: their places, and the elements of every tensor."""
-    places = {"disk": str(tmp_path_factory.mktemp("million") / "c"), "objects": f"memory://{uuid.uuid4().hex}/c"}
+    """Two equal checkpoints, one on a disk and one in an object store: their places, and the
+    elements of every tensor."""
+    places = {
+        "disk": str(tmp_path_factory.mktemp("million") / "c"),
+        "objects": f"memory://{uuid.uuid4().hex}/c",
+    }
     elements, _ = map(of_a_million_chunks, places.values())
     return places, elements
 
@@ -97,7 +116,9 @@ def test_restoring_a_few_tensors_reads_a_fortieth_of_the_table(million, place):
 def test_nothing_of_the_table_is_read_for_looking_at_the_record(million):
     checkpoint = shardckpt.open(million[0]["disk"])
     assert checkpoint.info("w9").num_chunks == CHUNKS
-    assert checkpoint.reader.stats.index_bytes == checkpoint.record.table.header < TABLE_BYTES // 100
+    assert (
+        checkpoint.reader.stats.index_bytes == checkpoint.record.table.header < TABLE_BYTES // 100
+    )
 
 
 def find(table, path, chunks):
@@ -110,10 +131,15 @@ def lookup(checkpoint):
     return checkpoint.reader._own.table
 
 
-@pytest.mark.parametrize(("place", "requests"), [("disk", TABLE_BYTES // (4 << 20)), ("objects", TABLE_BYTES // (256 << 10))])
+@pytest.mark.parametrize(
+    ("place", "requests"),
+    [("disk", TABLE_BYTES // (4 << 20)), ("objects", TABLE_BYTES // (256 << 10))],
+)
 def test_restoring_everything_reads_the_table_once_and_in_few_requests(million, place, requests):
     checkpoint = shardckpt.open(million[0][place])
-    pieces = [piece for tensor in checkpoint.record.structure.tensors.values() for piece in tensor.pieces]
+    pieces = [
+        piece for tensor in checkpoint.record.structure.tensors.values() for piece in tensor.pieces
+    ]
     everything = BoxArray.of([Box((0,), (CHUNKS,))], 1)
     for group in (pieces[:100], pieces[100:]):
         lookup(checkpoint).prepare((piece, everything) for piece in group)
@@ -139,9 +165,14 @@ def test_many_threads_read_every_block_once(million):
     def look_up(names):
         for name in names:
             rows = find(lookup(checkpoint), name, np.arange(CHUNKS))[1]
-            wrong.extend([name] * int((rows.offset != (int(name[1:]) * CHUNKS + np.arange(CHUNKS)) * 5).any()))
+            wrong.extend(
+                [name]
+                * int((rows.offset != (int(name[1:]) * CHUNKS + np.arange(CHUNKS)) * 5).any())
+            )
 
-    threads = [threading.Thread(target=look_up, args=(names[i:] + names[:i],)) for i in range(0, 24, 3)]
+    threads = [
+        threading.Thread(target=look_up, args=(names[i:] + names[:i],)) for i in range(0, 24, 3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -151,7 +182,7 @@ def test_many_threads_read_every_block_once(million):
     assert checkpoint.stats.index_bytes == checkpoint.record.table.header + rows * ROW.itemsize
 
 
-# --- small tables, in blocks of a few rows ----------------------------------------------------------------------------
+# --- small tables, in blocks of a few rows --------------------------------------------------------
 
 
 @pytest.fixture
@@ -164,7 +195,11 @@ def blocks_of_four(monkeypatch):
 def complete(**counts):
     rows = {path: [(i, i % 2, 7 * i, 9, n + i) for i in range(n)] for path, n in counts.items()}
     return Table.of(
-        ["x", "y"], {path: ArrayChunks.of_rows(of_array) if of_array else ArrayChunks.none() for path, of_array in rows.items()}
+        ["x", "y"],
+        {
+            path: ArrayChunks.of_rows(of_array) if of_array else ArrayChunks.none()
+            for path, of_array in rows.items()
+        },
     )
 
 
@@ -192,7 +227,9 @@ def test_every_chunk_is_found_wherever_blocks_and_arrays_begin(store, blocks_of_
             files, rows = find(blocks, path, chunks)
             assert list(files) == ["x", "y"]
             for column in ("chunk", "file", "offset", "length", "crc"):
-                np.testing.assert_array_equal(getattr(rows, column), getattr(expected, column)[chunks])
+                np.testing.assert_array_equal(
+                    getattr(rows, column), getattr(expected, column)[chunks]
+                )
         assert blocks.first_missing(path, len(expected)) is None
         assert blocks.first_missing(path, len(expected) + 5) == len(expected)
         with pytest.raises(KeyError):
@@ -246,18 +283,26 @@ def test_a_scan_of_a_table_in_an_object_store_only_reads_forward(blocks_of_four)
     table = complete(a=400)
     blocks, stats = opened(in_memory(), table)
     for i in range(0, 400, 4):
-        assert find(blocks, "a", np.arange(i, i + 4))[1].offset.tolist() == table.arrays()["a"].offset[i : i + 4].tolist()
+        assert (
+            find(blocks, "a", np.arange(i, i + 4))[1].offset.tolist()
+            == table.arrays()["a"].offset[i : i + 4].tolist()
+        )
     assert stats.index_reads == 1 + 7  # 1, 2, 4, … blocks of 100
     assert stats.index_bytes == len(table.encode())
 
 
-def test_scattered_small_reads_read_no_more_of_the_table_than_they_need(blocks_of_four, monkeypatch):
+def test_scattered_small_reads_read_no_more_of_the_table_than_they_need(
+    blocks_of_four, monkeypatch
+):
     monkeypatch.setattr(table_blocks, "NEAR_BYTES", 3 * 4 * ROW.itemsize)
     table = complete(a=400)
     blocks, stats = opened(in_memory(), table)
     for i in (0, 40, 80, 44, 160, 120):
         find(blocks, "a", np.array([i]))
-    assert (stats.index_reads, stats.index_bytes) == (1 + 6, len(table.encode()) - table.body_bytes + 6 * 4 * ROW.itemsize)
+    assert (stats.index_reads, stats.index_bytes) == (
+        1 + 6,
+        len(table.encode()) - table.body_bytes + 6 * 4 * ROW.itemsize,
+    )
 
 
 def test_damage_to_what_is_only_read_along_does_no_harm(blocks_of_four):

@@ -1,4 +1,5 @@
-"""Verification that is stopped and resumed: every chunk is checked exactly once, in groups of bounded size."""
+"""Verification that is stopped and resumed: every chunk is checked exactly once, in groups of
+bounded size."""
 
 import contextlib
 import dataclasses
@@ -34,12 +35,23 @@ class Stopped(errors.ShardckptError):
 
 def save(root, layout, compression):
     """A checkpoint called 1 with tensors of its own, and of two bases between them."""
-    options = SaveOptions(layout=layout, compression=compression, shardings={"*/large": SHARDING, "*/uneven": SHARDING})
+    options = SaveOptions(
+        layout=layout,
+        compression=compression,
+        shardings={"*/large": SHARDING, "*/uneven": SHARDING},
+    )
     state = {kind: {name: value + 1 for name, value in TENSORS.items()} for kind in ("a", "b", "c")}
     shardckpt.save(root / "x", state, options=options)
-    shardckpt.save(root / "y", state, options=dataclasses.replace(options, base=root / "x"), skip="b/*")
+    shardckpt.save(
+        root / "y", state, options=dataclasses.replace(options, base=root / "x"), skip="b/*"
+    )
     # Tensors that y has in x are in x for 1 as well; the others of a and b are in y.
-    shardckpt.save(root / "1", state, options=dataclasses.replace(options, base=root / "y"), skip=["a/*", "b/*"])
+    shardckpt.save(
+        root / "1",
+        state,
+        options=dataclasses.replace(options, base=root / "y"),
+        skip=["a/*", "b/*"],
+    )
     return root / "1"
 
 
@@ -55,9 +67,15 @@ def check(checkpoint, **options):
 
 def chunks_of(checkpoint):
     """Tensor and box of every chunk, sorted."""
-    pieces = [(t, piece) for t in checkpoint.record.structure.tensors.values() for piece in t.pieces]
+    pieces = [
+        (t, piece) for t in checkpoint.record.structure.tensors.values() for piece in t.pieces
+    ]
     boxes = [(t.name, chunk_boxes(piece, np.arange(piece.num_chunks))) for t, piece in pieces]
-    return sorted((name, str(boxes_of_piece[i])) for name, boxes_of_piece in boxes for i in range(len(boxes_of_piece)))
+    return sorted(
+        (name, str(boxes_of_piece[i]))
+        for name, boxes_of_piece in boxes
+        for i in range(len(boxes_of_piece))
+    )
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: "-".join(map(str, kind)))
@@ -74,9 +92,13 @@ def damaged(request, tmp_path_factory):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 100_000), st.integers(0, 12)), max_size=6), st.integers(1, 1 << 20))
+@given(
+    st.lists(st.tuples(st.integers(1, 100_000), st.integers(0, 12)), max_size=6),
+    st.integers(1, 1 << 20),
+)
 def test_every_chunk_is_checked_exactly_once_wherever_a_verification_stops(damaged, stops, last):
-    """All chunks are damaged, so that a check of each shows; damage is reported before the call of `progress` after it."""
+    """All chunks are damaged, so that a check of each shows; damage is reported before the call of
+    `progress` after it."""
     damage, after, shown = [], 0, []
 
     def progress(done, total, bytes_read, calls=1000):
@@ -87,11 +109,19 @@ def test_every_chunk_is_checked_exactly_once_wherever_a_verification_stops(damag
     for group_bytes, calls in stops:
         shown.clear()
         with contextlib.suppress(Stopped):
-            check(damaged, progress=partial(progress, calls=calls), after=after, group_bytes=group_bytes, on_damage=damage.append)
+            check(
+                damaged,
+                progress=partial(progress, calls=calls),
+                after=after,
+                group_bytes=group_bytes,
+                on_damage=damage.append,
+            )
         after = shown[-1][0]
         assert len(damage) == after
     shown.clear()
-    report = check(damaged, progress=progress, after=after, group_bytes=last, on_damage=damage.append)
+    report = check(
+        damaged, progress=progress, after=after, group_bytes=last, on_damage=damage.append
+    )
     assert sorted((d.tensor, str(d.box)) for d in damage) == chunks_of(damaged)
     assert report.damage == damage[len(damage) - report.chunks :]
     assert [done for done, *_ in shown] == [so_far for *_, so_far in shown]
@@ -105,7 +135,11 @@ def test_a_group_has_no_more_bytes_than_it_may_unless_one_chunk_has(tmp_path, la
     checkpoint = shardckpt.open(save(tmp_path, layout, None))
     shown = []
     assert check(checkpoint, progress=lambda *now: shown.append(now), group_bytes=group_bytes).ok
-    largest = max(int(np.prod(p.chunks)) * t.dtype.itemsize + 4 for t in checkpoint.record.structure.tensors.values() for p in t.pieces)
+    largest = max(
+        int(np.prod(p.chunks)) * t.dtype.itemsize + 4
+        for t in checkpoint.record.structure.tensors.values()
+        for p in t.pieces
+    )
     steps = [(b[0] - a[0], b[2] - a[2]) for a, b in pairwise(shown)]
     assert all(nbytes <= max(largest, group_bytes + 4 * chunks) for chunks, nbytes in steps)
     assert sum(nbytes for _, nbytes in steps) == checkpoint.verify().bytes_read
@@ -118,7 +152,9 @@ def test_a_flipped_bit_in_any_file_is_found_wherever_a_verification_is_resumed(t
     checkpoint = shardckpt.open(save(tmp_path / "good", *kind))
     total = check(checkpoint).chunks
     rng = np.random.default_rng(0)
-    for file in sorted(p for p in checkpoint.location.local_path.rglob("*") if p.is_file() and p.stat().st_size):
+    for file in sorted(
+        p for p in checkpoint.location.local_path.rglob("*") if p.is_file() and p.stat().st_size
+    ):
         data = file.read_bytes()
         at = int(rng.integers(len(data)))
         file.write_bytes(data[:at] + bytes([data[at] ^ (1 << rng.integers(8))]) + data[at + 1 :])
@@ -126,7 +162,11 @@ def test_a_flipped_bit_in_any_file_is_found_wherever_a_verification_is_resumed(t
         for stop in rng.integers(0, total, 2).tolist():
             with contextlib.suppress(Stopped):
                 check(
-                    checkpoint, progress=partial(stop_at, stop, positions), after=positions[-1], group_bytes=3000, on_damage=damage.append
+                    checkpoint,
+                    progress=partial(stop_at, stop, positions),
+                    after=positions[-1],
+                    group_bytes=3000,
+                    on_damage=damage.append,
                 )
         check(checkpoint, after=positions[-1], on_damage=damage.append)
         assert damage, file
@@ -140,7 +180,9 @@ def stop_at(stop, positions, done, _total, _bytes_read):
         raise Stopped
 
 
-def test_a_base_that_is_gone_is_damage_to_each_of_its_tensors_wherever_a_verification_begins(tmp_path):
+def test_a_base_that_is_gone_is_damage_to_each_of_its_tensors_wherever_a_verification_begins(
+    tmp_path,
+):
     checkpoint = shardckpt.open(save(tmp_path, "packed", None))
     total = check(checkpoint).chunks
     shutil.rmtree(tmp_path / "x")
@@ -153,7 +195,11 @@ def test_a_base_that_is_gone_is_damage_to_each_of_its_tensors_wherever_a_verific
         assert lost == [f"b/{name}" for name in TENSORS if f"b/{name}" in lost]
         assert all(d.file == "../x" for d in report.damage)
         assert bool(lost) == (after < total)
-    in_x = [t.name for t in checkpoint.record.structure.tensors.values() if t.base is not None and t.base.base.url == "../x"]
+    in_x = [
+        t.name
+        for t in checkpoint.record.structure.tensors.values()
+        if t.base is not None and t.base.base.url == "../x"
+    ]
     assert [d.tensor for d in check(checkpoint).damage] == in_x != []
 
 

@@ -1,4 +1,5 @@
-"""zarr-python reads a checkpoint through `CheckpointStore`: the same values, and never a chunk that is not there."""
+"""zarr-python reads a checkpoint through `CheckpointStore`: the same values, and never a chunk that
+is not there."""
 
 import asyncio
 import copy
@@ -25,7 +26,12 @@ LAYOUTS = ["packed", "zarr"]
 def odd_state():
     """Nested names, names that zarr gives a meaning, and shapes at the edge of what there is."""
     return {
-        "model": {"layers": [{"w": np.arange(12, dtype=np.float32).reshape(3, 4)}, {"w": -np.ones((5,), np.int16)}]},
+        "model": {
+            "layers": [
+                {"w": np.arange(12, dtype=np.float32).reshape(3, 4)},
+                {"w": -np.ones((5,), np.int16)},
+            ]
+        },
         "c": {"c": np.array(2.5), "0": {"c": np.array([7, 8])}},
         "zarr.json": np.array(True),
         "": np.zeros((0, 3), np.uint8),
@@ -45,7 +51,9 @@ def opened(checkpoint):
 
 def equal(a, b):
     return (
-        a.dtype == b.dtype and a.shape == b.shape and np.array_equal(np.ascontiguousarray(a).view("u1"), np.ascontiguousarray(b).view("u1"))
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and np.array_equal(np.ascontiguousarray(a).view("u1"), np.ascontiguousarray(b).view("u1"))
     )
 
 
@@ -63,8 +71,13 @@ def get(store, key, byte_range=None):
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_dtype_reads_the_same_through_zarr_python(tmp_path, layout, compression, random_array):
-    state = {name: random_array((5, 7), np.uint8).astype(np.int8).astype(np.float32).astype(d.numpy) for name, d in DTYPES.items()}
+def test_every_dtype_reads_the_same_through_zarr_python(
+    tmp_path, layout, compression, random_array
+):
+    state = {
+        name: random_array((5, 7), np.uint8).astype(np.int8).astype(np.float32).astype(d.numpy)
+        for name, d in DTYPES.items()
+    }
     state |= {
         f"{name} bits": random_array((5, 7), d.numpy)
         for name, d in DTYPES.items()
@@ -76,7 +89,9 @@ def test_every_dtype_reads_the_same_through_zarr_python(tmp_path, layout, compre
     for name in checkpoint.names():
         values = checkpoint.read(name)
         assert equal(values, state[name])
-        assert equal(group[array_path(name)][...], values.view(checkpoint.info(name).dtype.storage)), name
+        assert equal(
+            group[array_path(name)][...], values.view(checkpoint.info(name).dtype.storage)
+        ), name
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
@@ -86,9 +101,9 @@ def test_names_become_nested_groups_at_their_slashes(tmp_path, layout, compressi
 
     members = dict(opened(checkpoint).members(max_depth=None))
 
-    assert {path: array for path, array in members.items() if isinstance(array, zarr.Array)}.keys() == {
-        array_path(n) for n in checkpoint.names()
-    }
+    assert {
+        path: array for path, array in members.items() if isinstance(array, zarr.Array)
+    }.keys() == {array_path(n) for n in checkpoint.names()}
     assert {path for path, group in members.items() if isinstance(group, zarr.Group)} == {
         "model",
         "model/layers",
@@ -114,11 +129,16 @@ def test_a_tensor_in_pieces_appears_as_the_arrays_of_its_pieces(tmp_path, layout
 
     assert len(pieces) == 2
     assert equal(np.concatenate([pieces[path][...] for path in sorted(pieces)], axis=1), w)
-    assert [pieces[path].attrs["shardckpt"]["start"] for path in sorted(pieces)] == [[0, 0], [0, 49]]
+    assert [pieces[path].attrs["shardckpt"]["start"] for path in sorted(pieces)] == [
+        [0, 0],
+        [0, 49],
+    ]
 
 
 def test_the_plain_layout_also_opens_by_its_path_alone(tmp_path):
-    checkpoint = saved(tmp_path / "ckpt", {**odd_state(), "b": np.ones(3, ml_dtypes.bfloat16)}, layout="zarr")
+    checkpoint = saved(
+        tmp_path / "ckpt", {**odd_state(), "b": np.ones(3, ml_dtypes.bfloat16)}, layout="zarr"
+    )
 
     group = zarr.open_group(tmp_path / "ckpt" / checkpoint.record.attempt / "zarr", mode="r")
 
@@ -126,7 +146,7 @@ def test_the_plain_layout_also_opens_by_its_path_alone(tmp_path):
         assert equal(group[array_path(name)][...], checkpoint.read(name)), name
 
 
-# --- damage ---------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 def data_files(checkpoint):
@@ -177,17 +197,21 @@ def test_what_the_stored_documents_say_does_not_matter(tmp_path):
 
     group = opened(checkpoint)
 
-    assert all(equal(group[array_path(name)][...], checkpoint.read(name)) for name in checkpoint.names())
+    assert all(
+        equal(group[array_path(name)][...], checkpoint.read(name)) for name in checkpoint.names()
+    )
 
 
-# --- the store's interface; zarr's own LocalStore on the plain layout is the oracle -------------------------------------
+# --- the store's interface; zarr's own LocalStore on the plain layout is the oracle ---------------
 
 
 @pytest.fixture
 def both(tmp_path):
     """Our store and zarr's, on one checkpoint."""
     checkpoint = saved(tmp_path / "ckpt", odd_state(), layout="zarr")
-    return checkpoint.zarr_store(), LocalStore(tmp_path / "ckpt" / checkpoint.record.attempt / "zarr", read_only=True)
+    return checkpoint.zarr_store(), LocalStore(
+        tmp_path / "ckpt" / checkpoint.record.attempt / "zarr", read_only=True
+    )
 
 
 def test_listing_gives_the_keys_that_a_local_store_lists(both):
@@ -195,8 +219,18 @@ def test_listing_gives_the_keys_that_a_local_store_lists(both):
     keys = everything(theirs, "list")
 
     assert everything(ours, "list") == keys
-    for prefix in {"", "model/", "model/layers/0/w/", "c/c/", "c/", "nothing/", *(f"{key.rpartition('/')[0]}/" for key in keys)} - {"/"}:
-        assert everything(ours, "list_prefix", prefix) == [key for key in keys if key.startswith(prefix)], prefix
+    for prefix in {
+        "",
+        "model/",
+        "model/layers/0/w/",
+        "c/c/",
+        "c/",
+        "nothing/",
+        *(f"{key.rpartition('/')[0]}/" for key in keys),
+    } - {"/"}:
+        assert everything(ours, "list_prefix", prefix) == [
+            key for key in keys if key.startswith(prefix)
+        ], prefix
 
 
 def test_listing_a_directory_gives_the_names_that_a_local_store_lists(both):
@@ -205,8 +239,12 @@ def test_listing_a_directory_gives_the_names_that_a_local_store_lists(both):
     directories = {key.rsplit("/", n)[0] for key in keys for n in range(1, key.count("/") + 1)}
 
     for directory in {"", "nothing", "model/nothing", *directories}:
-        assert everything(ours, "list_dir", directory) == everything(theirs, "list_dir", directory), directory
-        assert everything(ours, "list_dir", f"{directory}/") == everything(theirs, "list_dir", directory), directory
+        assert everything(ours, "list_dir", directory) == everything(
+            theirs, "list_dir", directory
+        ), directory
+        assert everything(ours, "list_dir", f"{directory}/") == everything(
+            theirs, "list_dir", directory
+        ), directory
 
 
 def test_every_chunk_has_the_bytes_and_the_size_that_a_local_store_gives(both):
@@ -228,7 +266,15 @@ def test_the_size_of_a_compressed_chunk_is_that_of_its_bytes(tmp_path):
 @pytest.mark.parametrize(
     "key",
     [
-        *("nothing", "nothing/zarr.json", "model", "model/c/0", "model/layers/0/w", "model/layers/0/w/c", "model/layers/0/w/c/0"),
+        *(
+            "nothing",
+            "nothing/zarr.json",
+            "model",
+            "model/c/0",
+            "model/layers/0/w",
+            "model/layers/0/w/c",
+            "model/layers/0/w/c/0",
+        ),
         *(
             "model/layers/0/w/c/0/1",
             "model/layers/0/w/c/0/0/0",
@@ -236,7 +282,14 @@ def test_the_size_of_a_compressed_chunk_is_that_of_its_bytes(tmp_path):
             "model/layers/0/w/c/-1/0",
             "model/layers/0/w/.zarray",
         ),
-        *("model/layers/0/w/c/²/0", "=-/c/0/0", "c/c/c/0", "", "/", f"model/layers/0/w/c/0/{'9' * 5000}"),
+        *(
+            "model/layers/0/w/c/²/0",
+            "=-/c/0/0",
+            "c/c/c/0",
+            "",
+            "/",
+            f"model/layers/0/w/c/0/{'9' * 5000}",
+        ),
     ],
 )
 def test_a_key_that_names_nothing_has_no_bytes(both, key):
@@ -249,16 +302,30 @@ def test_a_key_that_names_nothing_has_no_bytes(both, key):
 @pytest.mark.parametrize("key", ["model/layers/0/w/c/0/0", "zarr.json", "c/c/c"])
 @pytest.mark.parametrize(
     "byte_range",
-    [RangeByteRequest(1, 5), RangeByteRequest(3, 10**9), OffsetByteRequest(4), SuffixByteRequest(4), SuffixByteRequest(10**9), None],
+    [
+        RangeByteRequest(1, 5),
+        RangeByteRequest(3, 10**9),
+        OffsetByteRequest(4),
+        SuffixByteRequest(4),
+        SuffixByteRequest(10**9),
+        None,
+    ],
 )
 def test_a_byte_range_is_that_part_of_the_whole(tmp_path, both, key, byte_range):
     ours, _ = both
     whole = get(ours, key)
-    parts = {RangeByteRequest: lambda r: whole[r.start : r.end], OffsetByteRequest: lambda r: whole[r.offset :]}
-    expected = parts.get(type(byte_range), lambda r: whole if r is None else whole[-r.suffix :])(byte_range)
+    parts = {
+        RangeByteRequest: lambda r: whole[r.start : r.end],
+        OffsetByteRequest: lambda r: whole[r.offset :],
+    }
+    expected = parts.get(type(byte_range), lambda r: whole if r is None else whole[-r.suffix :])(
+        byte_range
+    )
 
     assert get(ours, key, byte_range) == expected
-    several = asyncio.run(ours.get_partial_values(default_buffer_prototype(), [(key, byte_range), ("nothing", None)]))
+    several = asyncio.run(
+        ours.get_partial_values(default_buffer_prototype(), [(key, byte_range), ("nothing", None)])
+    )
     assert several[1] is None
     assert several[0].to_bytes() == expected
 
@@ -268,7 +335,7 @@ def test_what_is_no_byte_range_is_refused(both):
         get(both[0], "zarr.json", (0, 2))
 
 
-# --- read-only ------------------------------------------------------------------------------------------------------
+# --- read-only ------------------------------------------------------------------------------------
 
 
 def test_writing_is_refused(both):
@@ -276,7 +343,11 @@ def test_writing_is_refused(both):
     value = default_buffer_prototype().buffer.from_bytes(b"x")
     group = zarr.open_group(store, mode="r")
 
-    for write in (lambda: store.set("x", value), lambda: store.delete("zarr.json"), lambda: store.set_if_not_exists("x", value)):
+    for write in (
+        lambda: store.set("x", value),
+        lambda: store.delete("zarr.json"),
+        lambda: store.set_if_not_exists("x", value),
+    ):
         with pytest.raises(OptionError, match="read-only"):
             asyncio.run(write())
     with pytest.raises(ValueError, match="read-only"):
@@ -286,10 +357,17 @@ def test_writing_is_refused(both):
     with pytest.raises(OptionError, match="read-only"):
         store.with_read_only(read_only=False)
     assert store.with_read_only(read_only=True) == store
-    assert (store.read_only, store.supports_writes, store.supports_deletes, store.supports_listing) == (True, False, False, True)
+    assert (
+        store.read_only,
+        store.supports_writes,
+        store.supports_deletes,
+        store.supports_listing,
+    ) == (True, False, False, True)
 
 
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda store: pickle.loads(pickle.dumps(store))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda store: pickle.loads(pickle.dumps(store))]
+)
 def test_a_store_can_be_copied_and_pickled(both, duplicate):
     store, other = both
 
@@ -297,8 +375,13 @@ def test_a_store_can_be_copied_and_pickled(both, duplicate):
 
     assert twin == store
     assert store != other
-    assert equal(zarr.open_group(twin, mode="r")["several=20chunks"][...], odd_state()["several chunks"])
+    assert equal(
+        zarr.open_group(twin, mode="r")["several=20chunks"][...], odd_state()["several chunks"]
+    )
 
 
 def test_two_checkpoints_have_unequal_stores(tmp_path):
-    assert saved(tmp_path / "a", {"w": np.ones(2)}).zarr_store() != saved(tmp_path / "b", {"w": np.ones(2)}).zarr_store()
+    assert (
+        saved(tmp_path / "a", {"w": np.ones(2)}).zarr_store()
+        != saved(tmp_path / "b", {"w": np.ones(2)}).zarr_store()
+    )

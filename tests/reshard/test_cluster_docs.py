@@ -38,7 +38,10 @@ def commands(title):
 @pytest.fixture
 def place(tmp_path):
     """A directory to work in, with a checkpoint that a preset is for."""
-    model = {"model.layers.0.self_attn.q_proj.weight": np.random.default_rng(0).random((64, 32)), "model.norm.weight": np.ones(64)}
+    model = {
+        "model.layers.0.self_attn.q_proj.weight": np.random.default_rng(0).random((64, 32)),
+        "model.norm.weight": np.ones(64),
+    }
     shardckpt.save(tmp_path / SOURCE, {"model": model, "step": 1000})
     return tmp_path
 
@@ -46,7 +49,12 @@ def place(tmp_path):
 def run(command, place, **env):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-c", command], cwd=place, env={**os.environ, "PATH": path, **env}, capture_output=True, text=True, timeout=PATIENCE
+        ["bash", "-c", command],
+        cwd=place,
+        env={**os.environ, "PATH": path, **env},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

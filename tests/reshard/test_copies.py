@@ -1,4 +1,5 @@
-"""If no chunk changes and both places are on one object store, the store copies: nothing is uploaded."""
+"""If no chunk changes and both places are on one object store, the store copies: nothing is
+uploaded."""
 
 import uuid
 
@@ -19,7 +20,11 @@ from shardckpt.reshard.options import ReshardOptions
 from shardckpt.reshard.plan import plan_reshard
 
 ROWS = Sharding(Mesh((4,), ("x",)), PartitionSpec("x"))
-STATE = {"w": np.random.default_rng(0).random((600, 500)), "ü v": np.arange(300_000, dtype=np.int32), "lr": 0.5}
+STATE = {
+    "w": np.random.default_rng(0).random((600, 500)),
+    "ü v": np.arange(300_000, dtype=np.int32),
+    "lr": 0.5,
+}
 NBYTES = sum(STATE[name].nbytes for name in ("w", "ü v"))
 
 
@@ -31,11 +36,18 @@ class Cloud:
 
     def place(self):
         # TensorStore keeps to the way by which it first came to a bucket.
-        return self.emulator.scheme + "://" + self.emulator.new_bucket(f"b-{uuid.uuid4().hex}") + "/a b%23%3Fé"
+        return (
+            self.emulator.scheme
+            + "://"
+            + self.emulator.new_bucket(f"b-{uuid.uuid4().hex}")
+            + "/a b%23%3Fé"
+        )
 
     def saved(self, layout="packed"):
         url = self.place()
-        shardckpt.save(url, STATE, options=SaveOptions(layout=layout, shardings={"w": ROWS, "ü v": ROWS}))
+        shardckpt.save(
+            url, STATE, options=SaveOptions(layout=layout, shardings={"w": ROWS, "ü v": ROWS})
+        )
         self.proxy.traffic.reset()
         return url
 
@@ -65,7 +77,12 @@ def test_nothing_is_uploaded_and_everything_is_read_back_once(cloud, layout):
     up = sum(e.bytes_up for e in cloud.exchanges(made))
     assert up < NBYTES / 20, "records, tables and indexes"
     assert NBYTES <= report.read_bytes < 1.05 * NBYTES
-    down = sum(e.bytes_down for url in (source, made) for e in cloud.exchanges(url) if e.operation.kind == "read")
+    down = sum(
+        e.bytes_down
+        for url in (source, made)
+        for e in cloud.exchanges(url)
+        if e.operation.kind == "read"
+    )
     assert NBYTES < down < 1.2 * NBYTES
     Store.open(source).delete_prefix()
     assert_holds(made)
@@ -79,7 +96,11 @@ def test_an_interrupted_copy_goes_on_where_it_was(cloud):
     cloud.proxy.traffic.reset()
     again = shardckpt.reshard(source, made)
     assert (again.attempt, again.done_before, again.read_bytes) == (first.attempt, first.tasks, 0)
-    assert not [e for e in cloud.exchanges(made) if "/hosts/" in e.operation.name and e.operation.mutates and e.bytes_up == 0]
+    assert not [
+        e
+        for e in cloud.exchanges(made)
+        if "/hosts/" in e.operation.name and e.operation.mutates and e.bytes_up == 0
+    ]
     assert_holds(made)
 
 
@@ -87,7 +108,9 @@ def test_a_service_that_cannot_copy_is_read_and_written(cloud):
     source, made = cloud.saved(), cloud.place()
     bucket = made.partition("://")[2].partition("/")[0]
     unknown = 405 if cloud.emulator.scheme == "gs" else 501
-    with cloud.proxy.rules.during(Rule("status", status=unknown, kinds=("copy", "upload"), objects=f"{bucket}/*/d/*")):
+    with cloud.proxy.rules.during(
+        Rule("status", status=unknown, kinds=("copy", "upload"), objects=f"{bucket}/*/d/*")
+    ):
         report = shardckpt.reshard(source, made)
     assert report.stored_bytes > NBYTES
     assert_holds(made)
@@ -96,8 +119,13 @@ def test_a_service_that_cannot_copy_is_read_and_written(cloud):
 def test_a_copy_that_is_refused_is_an_error_in_words(cloud):
     source, made = cloud.saved(), cloud.place()
     bucket = made.partition("://")[2].partition("/")[0]
-    refused = Rule("status", status=403, kinds=("copy", "upload"), objects=f"{bucket}/*/d/*", times=None)
-    with cloud.proxy.rules.during(refused), pytest.raises(errors.StorageError, match=r"cannot copy .*/d/.* to .*/d/"):
+    refused = Rule(
+        "status", status=403, kinds=("copy", "upload"), objects=f"{bucket}/*/d/*", times=None
+    )
+    with (
+        cloud.proxy.rules.during(refused),
+        pytest.raises(errors.StorageError, match=r"cannot copy .*/d/.* to .*/d/"),
+    ):
         shardckpt.reshard(source, made)
     with pytest.raises(errors.NotFoundError):
         shardckpt.open(made)
@@ -108,7 +136,14 @@ def test_the_plan_says_that_the_store_copies(cloud):
     source, made = cloud.saved(), cloud.place()
     checkpoint, options = shardckpt.open(source), ReshardOptions()
     plan = plan_reshard(checkpoint, options)
-    prediction = forecast(checkpoint, plan, Rates(), options=options, destination=made, places=known_places(checkpoint))
+    prediction = forecast(
+        checkpoint,
+        plan,
+        Rates(),
+        options=options,
+        destination=made,
+        places=known_places(checkpoint),
+    )
     figures = document(prediction)["reshard"]
     assert figures["taken_over"] == "copies"
     assert (figures["bytes_read"], figures["bytes_written"]) == (0, 0)

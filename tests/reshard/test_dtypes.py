@@ -19,10 +19,21 @@ F = np.float32
 STEP = np.array(12345, F)
 """12352 in bfloat16."""
 STATE = {
-    "model": {"w": np.ones((4, 4), F), "scale": np.array(3.1, F), "ids": np.arange(3), "z": np.ones(2, np.complex64)},
-    "optimizer": {"state": {"w": {"exp_avg": np.full((4, 4), 0.1, F), "step": STEP}}, "param_groups": {"w": {"lr": 1e-3}}},
+    "model": {
+        "w": np.ones((4, 4), F),
+        "scale": np.array(3.1, F),
+        "ids": np.arange(3),
+        "z": np.ones(2, np.complex64),
+    },
+    "optimizer": {
+        "state": {"w": {"exp_avg": np.full((4, 4), 0.1, F), "step": STEP}},
+        "param_groups": {"w": {"lr": 1e-3}},
+    },
 }
-LEFT = {"model": {"not floating-point": 2, "without dimensions": 1}, "optimizer": {"optimizer state": 2}}
+LEFT = {
+    "model": {"not floating-point": 2, "without dimensions": 1},
+    "optimizer": {"optimizer state": 2},
+}
 
 
 @pytest.fixture
@@ -37,7 +48,12 @@ def dtypes(place):
 
 
 def changed(place):
-    before = {name: array.dtype.name for name, array in flatten(STATE, lambda value: isinstance(value, np.ndarray)).tensors.items()}
+    before = {
+        name: array.dtype.name
+        for name, array in flatten(
+            STATE, lambda value: isinstance(value, np.ndarray)
+        ).tensors.items()
+    }
     return {name: dtype for name, dtype in dtypes(place).items() if dtype != before[name]}
 
 
@@ -48,7 +64,9 @@ def counts(report):
 BARE = {"model": ({"bfloat16": 1}, LEFT["model"]), "optimizer": ({}, LEFT["optimizer"])}
 
 
-def test_a_dtype_alone_converts_weights_and_leaves_counters_and_moments_and_says_so(source, tmp_path):
+def test_a_dtype_alone_converts_weights_and_leaves_counters_and_moments_and_says_so(
+    source, tmp_path
+):
     report = shardckpt.reshard(source, tmp_path / "b", dtype="bfloat16", workers=1)
     assert changed(tmp_path / "b") == {"model/w": "bfloat16"}
     assert shardckpt.restore(tmp_path / "b")["optimizer"]["state"]["w"]["step"] == 12345
@@ -59,13 +77,21 @@ def test_a_dtype_alone_converts_weights_and_leaves_counters_and_moments_and_says
     ("dtype", "expected"),
     [
         ({"optimizer/**": "bf16"}, {"optimizer/state/w/exp_avg": "bfloat16"}),
-        ({"": "bf16", "optimizer/**": "fp16"}, {"model/w": "bfloat16", "optimizer/state/w/exp_avg": "float16"}),
+        (
+            {"": "bf16", "optimizer/**": "fp16"},
+            {"model/w": "bfloat16", "optimizer/state/w/exp_avg": "float16"},
+        ),
         ({"optimizer/**/step": "float64"}, {"optimizer/state/w/step": "float64"}),
-        ({"model/ids": "int32", "model/scale": "bf16"}, {"model/ids": "int32", "model/scale": "bfloat16"}),
+        (
+            {"model/ids": "int32", "model/scale": "bf16"},
+            {"model/ids": "int32", "model/scale": "bfloat16"},
+        ),
         ({"model/[isw]*": "bf16"}, {"model/w": "bfloat16"}),
     ],
 )
-def test_a_pattern_converts_what_it_names_and_counters_only_by_their_own_last_part(source, tmp_path, dtype, expected):
+def test_a_pattern_converts_what_it_names_and_counters_only_by_their_own_last_part(
+    source, tmp_path, dtype, expected
+):
     shardckpt.reshard(source, tmp_path / "b", dtype=dtype, workers=1)
     assert changed(tmp_path / "b") == expected
 
@@ -81,7 +107,9 @@ def test_exports_follow_the_same_rule(source, tmp_path, to):
 
 
 def test_exports_by_new_names_still_know_an_optimizer(source, tmp_path):
-    report = shardckpt.export_safetensors(source, tmp_path / "e.safetensors", rename="s/^optimizer.*w/moments/", dtype="bf16")
+    report = shardckpt.export_safetensors(
+        source, tmp_path / "e.safetensors", rename="s/^optimizer.*w/moments/", dtype="bf16"
+    )
     assert counts(report)["moments"] == ({}, {"optimizer state": 2})
 
 
@@ -91,9 +119,13 @@ def test_imports_follow_the_same_rule_where_the_foreign_state_says_what_is_an_op
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     torch.save({"net": model.state_dict(), "adam": optimizer.state_dict()}, tmp_path / "s.pt")
-    report = shardckpt.import_checkpoint(tmp_path / "s.pt", tmp_path / "b", dtype="bfloat16", workers=1)
+    report = shardckpt.import_checkpoint(
+        tmp_path / "s.pt", tmp_path / "b", dtype="bfloat16", workers=1
+    )
     assert counts(report) == {"net": ({"bfloat16": 2}, {}), "adam": ({}, {"optimizer state": 6})}
-    assert {dtype for name, dtype in dtypes(tmp_path / "b").items() if name.startswith("adam")} == {"float32"}
+    assert {dtype for name, dtype in dtypes(tmp_path / "b").items() if name.startswith("adam")} == {
+        "float32"
+    }
 
 
 def test_the_command_and_its_plan_say_what_is_converted_and_what_is_left(source, tmp_path):
@@ -103,18 +135,32 @@ def test_the_command_and_its_plan_say_what_is_converted_and_what_is_left(source,
         return done.output
 
     lines = [
-        "dtype     model: converted 1 to bfloat16; left 3 (1 without dimensions, 2 not floating-point)",
+        (
+            "dtype     model: converted 1 to bfloat16; left 3 (1 without dimensions, 2 not "
+            "floating-point)"
+        ),
         "dtype     optimizer: converted 1 to bfloat16; left 1 (1 without dimensions)",
     ]
     options = ("--dtype", "bfloat16", "--dtype", "optimizer/**=bfloat16")
-    for command in (("plan", source), ("reshard", source, tmp_path / "b"), ("export", source, tmp_path / "e.pt", "--to", "torch")):
-        assert [line for line in run(*command, *options).splitlines() if line.startswith("dtype ")] == lines
+    for command in (
+        ("plan", source),
+        ("reshard", source, tmp_path / "b"),
+        ("export", source, tmp_path / "e.pt", "--to", "torch"),
+    ):
+        assert [
+            line for line in run(*command, *options).splitlines() if line.startswith("dtype ")
+        ] == lines
     planned = json.loads(run("plan", source, *options, "--json"))["conversions"]
     made = json.loads(run("reshard", source, tmp_path / "c", *options, "--json"))["conversions"]
     assert (
         planned
         == made
-        == [one.to_json() for one in shardckpt.reshard(source, tmp_path / "d", dtype={"": "bf16", "optimizer/**": "bf16"}).conversions]
+        == [
+            one.to_json()
+            for one in shardckpt.reshard(
+                source, tmp_path / "d", dtype={"": "bf16", "optimizer/**": "bf16"}
+            ).conversions
+        ]
     )
 
 
@@ -152,7 +198,19 @@ def test_what_is_state_of_an_optimizer_is_told_by_containers_and_names():
     tree = flatten(state, lambda value: isinstance(value, np.ndarray)).tree
     assert sorted(optimizer_state(tree)) == sorted(
         (
-            *("a/state/0/m", "a/param_groups/0/lr", "flat/x.state.p.m", "flat/x.param_groups.0.lr", "chained_0.optimizer.state.p"),
-            *("opt_state/0/mu/w", "opt_state/0/nu/w", "Optim_1/w", "moments/p.exp_avg_sq", "moments/momentum_buffer"),
+            *(
+                "a/state/0/m",
+                "a/param_groups/0/lr",
+                "flat/x.state.p.m",
+                "flat/x.param_groups.0.lr",
+                "chained_0.optimizer.state.p",
+            ),
+            *(
+                "opt_state/0/mu/w",
+                "opt_state/0/nu/w",
+                "Optim_1/w",
+                "moments/p.exp_avg_sq",
+                "moments/momentum_buffer",
+            ),
         )
     )

@@ -1,6 +1,8 @@
-"""Every engine does the same job, bit for bit, also when its workers are killed in the middle of it.
+"""Every engine does the same job, bit for bit, also when its workers are killed in the middle of
+it.
 
-Each job is a program of its own, as are the clusters' workers; what it has done so far is seen in the directory it writes to.
+Each job is a program of its own, as are the clusters' workers; what it has done so far is seen in
+the directory it writes to.
 """
 
 import json
@@ -22,7 +24,10 @@ CHILD = CHILDREN / "reshard_job.py"
 JOB = {"mesh": "x=3", "rules": ["*=(None,x)"], "task_bytes": 256 << 10, "memory_limit": "64MiB"}
 TASKS = 16
 PATIENCE = 180
-CLUSTERS = [pytest.param("dask", marks=pytest.mark.slow), pytest.param("ray", marks=pytest.mark.ray)]
+CLUSTERS = [
+    pytest.param("dask", marks=pytest.mark.slow),
+    pytest.param("ray", marks=pytest.mark.ray),
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +35,10 @@ def source(tmp_path_factory):
     """8 MiB in two tensors, cut by rows: 16 tasks."""
     place = tmp_path_factory.mktemp("engines") / "a"
     elements = np.random.default_rng(0).integers(0, 1 << 32, 1 << 21, np.uint32)
-    state = {"a": elements[: 1 << 20].reshape(1024, 1024), "b": elements[1 << 20 :].reshape(512, 2048)}
+    state = {
+        "a": elements[: 1 << 20].reshape(1024, 1024),
+        "b": elements[1 << 20 :].reshape(512, 2048),
+    }
     rows = Sharding(Mesh((8,), ("x",)), PartitionSpec("x"))
     shardckpt.save(place, state, options=SaveOptions(shardings={"*": rows}))
     return place
@@ -55,13 +63,18 @@ def cluster(request):
 
 @pytest.fixture
 def start():
-    """Starts jobs, each in a program of its own; those that still run at the end of the test are killed."""
+    """Starts jobs, each in a program of its own; those that still run at the end of the test are
+    killed."""
     jobs = []
 
     def start(source, target, env=None, **options):
         arguments = json.dumps({"src": str(source), "dst": str(target), **JOB, **options})
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        jobs.append(subprocess.Popen([sys.executable, CHILD, arguments], env={**os.environ, **(env or {})}, **streams))
+        jobs.append(
+            subprocess.Popen(
+                [sys.executable, CHILD, arguments], env={**os.environ, **(env or {})}, **streams
+            )
+        )
         return jobs[-1]
 
     yield start
@@ -95,7 +108,9 @@ def check(source, target):
     for name in ("a", "b"):
         assert made.read(name).tobytes() == before.read(name).tobytes()
         assert made.info(name).layout.spec == PartitionSpec(None, "x")
-    assert len(list((target / made.record.attempt / "hosts").iterdir())) == TASKS, "what lost workers left is gone"
+    assert len(list((target / made.record.attempt / "hosts").iterdir())) == TASKS, (
+        "what lost workers left is gone"
+    )
 
 
 def test_processes_of_this_machine_do_it(start, source, tmp_path):
@@ -117,9 +132,14 @@ def test_threads_of_a_user_do_it(source, tmp_path):
     check(source, tmp_path / "b")
 
 
-def test_workers_that_somebody_else_starts_do_it_and_one_that_is_killed_is_started_again(start, source, tmp_path):
+def test_workers_that_somebody_else_starts_do_it_and_one_that_is_killed_is_started_again(
+    start, source, tmp_path
+):
     target = tmp_path / "b"
-    jobs = [start(source, target, worker=[k, 2], workers=1, pause=[4, str(tmp_path / f"go on {k}")]) for k in range(2)]
+    jobs = [
+        start(source, target, worker=[k, 2], workers=1, pause=[4, str(tmp_path / f"go on {k}")])
+        for k in range(2)
+    ]
     wait_for(lambda: len(records(target)) >= 3 or jobs[0].poll() is not None)
     jobs[0].kill()
     (tmp_path / "go on 1").touch()
@@ -156,7 +176,10 @@ def test_a_program_within_a_cluster_finds_it_by_itself(start, source, tmp_path, 
 def test_an_error_of_a_task_is_raised_as_it_is(start, source, tmp_path, cluster):
     damaged = tmp_path / "a"
     subprocess.run(["cp", "-r", source, damaged], check=True)
-    data = max((path for path in damaged.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data = max(
+        (path for path in damaged.rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     with data.open("r+b") as file:
         file.seek(data.stat().st_size // 2)
         file.write(b"damaged!")
@@ -185,7 +208,8 @@ def test_a_worker_that_is_killed_in_the_middle_is_done_without(start, source, tm
 @pytest.mark.parametrize("cluster", CLUSTERS, indirect=True)
 @pytest.mark.timeout(600)
 def test_machines_are_lost_one_after_the_other(start, source, tmp_path, cluster):
-    """With one of two the job goes on; with none it fails in time, and what was done is not lost. The cluster is gone afterwards."""
+    """With one of two the job goes on; with none it fails in time, and what was done is not lost.
+    The cluster is gone afterwards."""
     go_on = [tmp_path / "go on", tmp_path / "go on again"]
     job = start(source, tmp_path / "b", engine=cluster.url, pause=[4, str(go_on[0])])
     wait_for(lambda: len(records(tmp_path / "b")) >= 3 or job.poll() is not None)
@@ -207,14 +231,25 @@ def test_machines_are_lost_one_after_the_other(start, source, tmp_path, cluster)
     check(source, tmp_path / "c")
 
 
-STARTS = [pytest.param(dask_cluster, marks=pytest.mark.slow), pytest.param(ray_cluster, marks=pytest.mark.ray)]
+STARTS = [
+    pytest.param(dask_cluster, marks=pytest.mark.slow),
+    pytest.param(ray_cluster, marks=pytest.mark.ray),
+]
 
 
 @pytest.mark.parametrize("begin", STARTS)
 @pytest.mark.timeout(400)
-def test_a_cluster_whose_head_is_lost_ends_the_job_and_what_was_done_stays(start, source, tmp_path, begin):
+def test_a_cluster_whose_head_is_lost_ends_the_job_and_what_was_done_stays(
+    start, source, tmp_path, begin
+):
     with begin() as cluster:
-        job = start(source, tmp_path / "b", engine=cluster.url, patience=15, pause=[4, str(tmp_path / "go on")])
+        job = start(
+            source,
+            tmp_path / "b",
+            engine=cluster.url,
+            patience=15,
+            pause=[4, str(tmp_path / "go on")],
+        )
         wait_for(lambda: len(records(tmp_path / "b")) >= 3 or job.poll() is not None)
         for pid in cluster.head:
             os.kill(pid, signal.SIGKILL)
@@ -257,7 +292,17 @@ def lose(cluster, node):
 
 
 @pytest.mark.parametrize(
-    "engine", ["ray", "ray://", "ray://host", "dask://host:port", "spark://host:1", "dask://a:1/b", "ray://user@host:1", 3]
+    "engine",
+    [
+        "ray",
+        "ray://",
+        "ray://host",
+        "dask://host:port",
+        "spark://host:1",
+        "dask://a:1/b",
+        "ray://user@host:1",
+        3,
+    ],
 )
 def test_what_is_no_engine_is_refused(source, tmp_path, engine):
     with pytest.raises(errors.OptionError, match="engine="):
@@ -287,7 +332,13 @@ def test_dask_drops_the_calls_that_have_not_begun_when_its_executor_is_shut_down
     from shardckpt.reshard.on_dask import OnDask
 
     begun, released = tmp_path / "begun", tmp_path / "released"
-    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, protocol="tcp", dashboard_address="127.0.0.1:0") as cluster:
+    with LocalCluster(
+        n_workers=1,
+        threads_per_worker=1,
+        processes=False,
+        protocol="tcp",
+        dashboard_address="127.0.0.1:0",
+    ) as cluster:
         executor = OnDask("dask://here", cluster.scheduler_address.removeprefix("tcp://"))
         held = f"until [ -e {released} ]; do sleep 0.01; done"
         futures = [executor.submit(os.system, f"echo {n} >>{begun}; {held}") for n in range(6)]
@@ -296,7 +347,9 @@ def test_dask_drops_the_calls_that_have_not_begun_when_its_executor_is_shut_down
         wait_for(lambda: not cluster.scheduler.tasks)
         wait_for(lambda: not any(worker.state.ready for worker in cluster.workers.values()))
         released.touch()
-        with Client(cluster) as client:  # its call gets the only thread after the one that had begun
+        with Client(
+            cluster
+        ) as client:  # its call gets the only thread after the one that had begun
             client.submit(os.getpid, pure=False).result(PATIENCE)
         assert len(begun.read_text().split()) == 1
         assert all(isinstance(future.exception(0), errors.CoordinationError) for future in futures)

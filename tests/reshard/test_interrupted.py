@@ -1,4 +1,5 @@
-"""Jobs that are killed, interrupted or lose workers: nothing is half there, nothing that was finished is done again."""
+"""Jobs that are killed, interrupted or lose workers: nothing is half there, nothing that was
+finished is done again."""
 
 import json
 import os
@@ -41,7 +42,11 @@ def source(tmp_path):
 
 
 def contents(place):
-    return {path.relative_to(place): (path.read_bytes(), path.stat().st_mtime_ns) for path in place.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(place): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in place.rglob("*")
+        if path.is_file()
+    }
 
 
 def records(place):
@@ -50,8 +55,15 @@ def records(place):
 
 def start(source, target, **options):
     """A job in a process of its own."""
-    arguments = json.dumps({"src": str(source), "dst": str(target), "mesh": "x=3", **TASKS, **options})
-    return subprocess.Popen([sys.executable, CHILD, arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    arguments = json.dumps(
+        {"src": str(source), "dst": str(target), "mesh": "x=3", **TASKS, **options}
+    )
+    return subprocess.Popen(
+        [sys.executable, CHILD, arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def wait_for(condition):
@@ -62,7 +74,11 @@ def wait_for(condition):
 
 
 def children(pid):
-    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
 
 
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
@@ -94,7 +110,9 @@ def test_a_job_that_is_killed_again_and_again_goes_on_where_it_was(source, tmp_p
     assert finished.items() <= records(target).items()
     made = shardckpt.open(target)
     assert made.verify().ok
-    assert len(list((target / report["attempt"] / "hosts").iterdir())) == report["tasks"], "what killed runs left is gone"
+    assert len(list((target / report["attempt"] / "hosts").iterdir())) == report["tasks"], (
+        "what killed runs left is gone"
+    )
     for name in ("a", "b"):
         assert made.read(name).tobytes() == shardckpt.open(source).read(name).tobytes()
     assert contents(source) == before
@@ -135,7 +153,9 @@ def test_a_worker_that_is_killed_is_replaced_and_its_task_done_again(source, tmp
             killed.append(min({*children(os.getpid())} - others))
             os.kill(killed[0], signal.SIGKILL)
 
-    report = shardckpt.reshard(source, tmp_path / "b", mesh=MESH, workers=2, progress=kill_one, **TASKS)
+    report = shardckpt.reshard(
+        source, tmp_path / "b", mesh=MESH, workers=2, progress=kill_one, **TASKS
+    )
 
     assert killed
     assert report.done_before <= 1, "only what the killed worker had completed and not reported"
@@ -158,7 +178,10 @@ class Deadly(Executor):
 
 
 def test_a_task_over_which_workers_die_again_and_again_is_named(source, tmp_path):
-    with Deadly(5) as engine, pytest.raises(errors.CommitError, match=r"Task 5 \('a'\) lost its worker 3 times"):
+    with (
+        Deadly(5) as engine,
+        pytest.raises(errors.CommitError, match=r"Task 5 \('a'\) lost its worker 3 times"),
+    ):
         shardckpt.reshard(source, tmp_path / "b", mesh=MESH, engine=engine, **TASKS)
     assert engine.deaths == 3
     engine.threads.shutdown()
@@ -177,7 +200,9 @@ def test_a_process_that_dies_breaks_only_what_it_was_doing():
 
 
 def opened(source, target, **options):
-    options = ReshardOptions(rules=Rules.parse("*=(None,x)", mesh=MESH), task_bytes="256KiB", **options)
+    options = ReshardOptions(
+        rules=Rules.parse("*=(None,x)", mesh=MESH), task_bytes="256KiB", **options
+    )
     return Job(str(source), str(target), options), OpenJob(Job(str(source), str(target), options))
 
 
@@ -196,13 +221,23 @@ def test_a_task_done_twice_at_the_same_time_is_there_once(source, tmp_path, layo
     assert [report.done_before for report in reports].count(False) == 1
     hosts = list((tmp_path / "b" / plan.attempt / "hosts").iterdir())
     assert len(hosts) == 1
-    shardckpt.reshard(source, tmp_path / "b", mesh=MESH, rules=["*=(None,x)"], layout=layout, task_bytes="256KiB", workers=1)
+    shardckpt.reshard(
+        source,
+        tmp_path / "b",
+        mesh=MESH,
+        rules=["*=(None,x)"],
+        layout=layout,
+        task_bytes="256KiB",
+        workers=1,
+    )
     assert shardckpt.open(tmp_path / "b").verify().ok
 
 
 def test_workers_that_others_start_meet_in_one_attempt_and_anybody_commits(source, tmp_path):
     options = {"mesh": MESH, "rules": ["*=(None,x)"], "task_bytes": "1MiB", "workers": 1}
-    reports = [shardckpt.reshard(source, tmp_path / "b", worker=(k, 3), **options) for k in (2, 0, 1)]
+    reports = [
+        shardckpt.reshard(source, tmp_path / "b", worker=(k, 3), **options) for k in (2, 0, 1)
+    ]
     assert len({report.attempt for report in reports}) == 1
     assert not any(report.committed for report in reports)
     with pytest.raises(errors.UncommittedError):
@@ -242,16 +277,30 @@ def test_collecting_leaves_a_job_alone_until_nothing_is_written_any_more(source,
     from shardckpt.runs.catalog import catalog
     from shardckpt.runs.collecting import collect
 
-    report = shardckpt.reshard(source, tmp_path / "b", mesh=MESH, rules=["*=(x)"], task_bytes="1MiB", worker=(0, 2), workers=1)
+    report = shardckpt.reshard(
+        source,
+        tmp_path / "b",
+        mesh=MESH,
+        rules=["*=(x)"],
+        task_bytes="1MiB",
+        worker=(0, 2),
+        workers=1,
+    )
     (entry,) = catalog(tmp_path / "b", everything=True)
-    assert (entry.state, entry.attempt, entry.hosts) == ("uncommitted", report.attempt, report.tasks)
+    assert (entry.state, entry.attempt, entry.hosts) == (
+        "uncommitted",
+        report.attempt,
+        report.tasks,
+    )
     assert entry.finished == (report.tasks + 1) // 2
     assert [one.outcome for one in collect(tmp_path / "b")] == ["kept"]
     long_ago = time.time() - 48 * 3600
     for path in (tmp_path / "b").rglob("*"):
         os.utime(path, (long_ago, long_ago))
     assert [one.outcome for one in collect(tmp_path / "b")] == ["removed"]
-    again = shardckpt.reshard(source, tmp_path / "b", mesh=MESH, rules=["*=(x)"], task_bytes="1MiB", workers=1)
+    again = shardckpt.reshard(
+        source, tmp_path / "b", mesh=MESH, rules=["*=(x)"], task_bytes="1MiB", workers=1
+    )
     assert (again.committed, again.done_before) == (True, 0)
     assert again.attempt != report.attempt, "what was collected can never be published"
 

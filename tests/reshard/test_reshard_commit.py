@@ -12,7 +12,9 @@ from shardckpt import CheckpointManager, Mesh, PartitionSpec, SaveOptions, error
 OVER = {"mesh": Mesh((2,), ("m",)), "rules": {"w": PartitionSpec("m")}}
 
 
-def test_of_two_complete_reshards_none_is_committed_and_the_same_call_alone_commits_its_own(tmp_path):
+def test_of_two_complete_reshards_none_is_committed_and_the_same_call_alone_commits_its_own(
+    tmp_path,
+):
     w = np.arange(4096, dtype=np.float32).reshape(64, 64)
     shardckpt.save(tmp_path / "a", {"w": w})
     for dtype in ("float16", "bfloat16"):

@@ -21,27 +21,49 @@ ROWS = Sharding(Mesh((4,), ("x",)), PartitionSpec("x"))
 
 def state():
     rng = np.random.default_rng(0)
-    return {"w": rng.random((300, 400)), "v": rng.random((1000,), np.float32), "none": np.zeros((0, 2)), "lr": 0.5}
+    return {
+        "w": rng.random((300, 400)),
+        "v": rng.random((1000,), np.float32),
+        "none": np.zeros((0, 2)),
+        "lr": 0.5,
+    }
 
 
 def chunk_files(attempt):
     """Files that hold chunks, in either layout."""
-    return [*attempt.glob("hosts/*/*/d/0*"), *(path for path in attempt.glob("zarr/*/c/**/*") if path.is_file())]
+    return [
+        *attempt.glob("hosts/*/*/d/0*"),
+        *(path for path in attempt.glob("zarr/*/c/**/*") if path.is_file()),
+    ]
 
 
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_files_are_linked_and_each_checkpoint_may_go_without_the_other(tmp_path, layout, compression):
+def test_files_are_linked_and_each_checkpoint_may_go_without_the_other(
+    tmp_path, layout, compression
+):
     saved = state()
-    shardckpt.save(tmp_path / "a", saved, options=SaveOptions(layout=layout, compression=compression, shardings={"[wv]": ROWS}))
-    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "a").rglob("*") if path.is_file()}
+    shardckpt.save(
+        tmp_path / "a",
+        saved,
+        options=SaveOptions(layout=layout, compression=compression, shardings={"[wv]": ROWS}),
+    )
+    before = {
+        path: (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in (tmp_path / "a").rglob("*")
+        if path.is_file()
+    }
 
     report = shardckpt.reshard(tmp_path / "a", tmp_path / "b", mesh=Mesh((4,), ("x",)))
 
     assert report.stored_bytes == 0
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in before} == before
     files = chunk_files(tmp_path / "b" / report.attempt)
-    assert len(files) == len(chunk_files(tmp_path / "a" / shardckpt.open(tmp_path / "a").record.attempt)) > 0
+    assert (
+        len(files)
+        == len(chunk_files(tmp_path / "a" / shardckpt.open(tmp_path / "a").record.attempt))
+        > 0
+    )
     assert all(path.stat().st_nlink == 2 for path in files)
     shutil.rmtree(tmp_path / "a")
     made = shardckpt.open(tmp_path / "b")
@@ -70,7 +92,9 @@ def test_a_file_that_the_source_lacks_is_named_and_nothing_is_committed(tmp_path
     shardckpt.save(tmp_path / "a", state(), options=SaveOptions(layout=layout))
     lost = chunk_files(next((tmp_path / "a").glob("2*")))[0]
     lost.unlink()
-    with pytest.raises(errors.MissingDataError, match=f"^{lost} is missing; put it back from a backup"):
+    with pytest.raises(
+        errors.MissingDataError, match=f"^{lost} is missing; put it back from a backup"
+    ):
         shardckpt.reshard(tmp_path / "a", tmp_path / "b", verify=verify)
     with pytest.raises(errors.NotFoundError):
         shardckpt.open(tmp_path / "b")
@@ -132,12 +156,20 @@ def test_nothing_that_a_symbolic_link_leads_to_becomes_a_part_of_the_target(tmp_
 def test_a_chunk_table_that_names_a_file_outside_of_its_databases_is_refused(tmp_path):
     table = Table.of(["small"], {})
     with pytest.raises(errors.FormatError, match="'small'"):
-        reuse_lanes(Store.open(tmp_path), Store.open(tmp_path / "b"), ["hosts/00000/0"], table, "hosts/00000-0")
+        reuse_lanes(
+            Store.open(tmp_path),
+            Store.open(tmp_path / "b"),
+            ["hosts/00000/0"],
+            table,
+            "hosts/00000-0",
+        )
 
 
 def test_a_file_is_copied_where_the_kernel_cannot_copy_between_two_file_systems(tmp_path):
     data = np.random.default_rng(0).bytes(3_000_000)
-    with tempfile.NamedTemporaryFile(dir="/dev/shm") as other:  # of another kind than the disk, if there is one
+    with tempfile.NamedTemporaryFile(
+        dir="/dev/shm"
+    ) as other:  # of another kind than the disk, if there is one
         other.write(data)
         other.flush()
         reuse._copy(Path(other.name), tmp_path / "b")

@@ -19,7 +19,9 @@ from shardckpt.runs.pinning import tag
 
 
 def save(place, **options):
-    shardckpt.save(place, {"w": np.ones((3, 4), np.float32), "step": 1}, options=SaveOptions(**options))
+    shardckpt.save(
+        place, {"w": np.ones((3, 4), np.float32), "step": 1}, options=SaveOptions(**options)
+    )
 
 
 def begin(place, attempt="20260101T000000-00000000"):
@@ -33,8 +35,14 @@ def test_checkpoints_are_listed_in_natural_order_with_what_they_hold(tmp_path):
     for name in ("step_10", "step_9", "best"):
         save(tmp_path / name, layout="zarr")
     entries = catalog(tmp_path)
-    assert [(entry.name, entry.step) for entry in entries] == [("best", None), ("step_9", 9), ("step_10", 10)]
-    assert {(entry.state, entry.layout, entry.tensors, entry.nbytes) for entry in entries} == {("committed", "zarr", 1, 48)}
+    assert [(entry.name, entry.step) for entry in entries] == [
+        ("best", None),
+        ("step_9", 9),
+        ("step_10", 10),
+    ]
+    assert {(entry.state, entry.layout, entry.tensors, entry.nbytes) for entry in entries} == {
+        ("committed", "zarr", 1, 48)
+    }
     assert str(entries[0].location) == str(tmp_path / "best")
 
 
@@ -56,7 +64,11 @@ def test_unfinished_attempts_are_listed_on_request_also_beside_a_checkpoint(tmp_
     begin(tmp_path / "2")
     assert [entry.name for entry in catalog(tmp_path)] == ["1"]
     entries = catalog(tmp_path, everything=True)
-    assert [(entry.name, entry.state) for entry in entries] == [("1", "committed"), ("1", "uncommitted"), ("2", "uncommitted")]
+    assert [(entry.name, entry.state) for entry in entries] == [
+        ("1", "committed"),
+        ("1", "uncommitted"),
+        ("2", "uncommitted"),
+    ]
     assert entries[2].attempt == "20260101T000000-00000000"
 
 
@@ -65,9 +77,14 @@ def test_a_root_that_holds_an_attempt_or_a_tombstone_hides_no_checkpoint_below(t
     save(tmp_path / "1")
     begin(tmp_path)
     assert [entry.name for entry in catalog(tmp_path)] == ["1"]
-    assert [(entry.name, entry.state) for entry in catalog(tmp_path, everything=True)] == [(".", "uncommitted"), ("1", "committed")]
+    assert [(entry.name, entry.state) for entry in catalog(tmp_path, everything=True)] == [
+        (".", "uncommitted"),
+        ("1", "committed"),
+    ]
     collect(tmp_path, grace=0)
-    assert [(entry.name, entry.state) for entry in catalog(tmp_path, everything=True)] == [("1", "committed")]
+    assert [(entry.name, entry.state) for entry in catalog(tmp_path, everything=True)] == [
+        ("1", "committed")
+    ]
 
 
 def test_an_unfinished_attempt_is_listed_with_how_far_it_has_come(tmp_path):
@@ -120,7 +137,9 @@ def test_a_deleted_checkpoint_is_listed_on_request_with_the_reason(tmp_path):
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "checkpoint.json").write_bytes(seal(Tombstone("superseded").to_json()))
     assert catalog(tmp_path) == []
-    assert [(entry.state, entry.reason) for entry in catalog(tmp_path, everything=True)] == [("deleted", "superseded")]
+    assert [(entry.state, entry.reason) for entry in catalog(tmp_path, everything=True)] == [
+        ("deleted", "superseded")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -128,16 +147,28 @@ def test_a_deleted_checkpoint_is_listed_on_request_with_the_reason(tmp_path):
     [
         b"not a record",
         seal({"created": "now"}),
-        seal({"attempt": "a", "created": "now", "layout": "packed", "totals": {"tensors": 10**300, "bytes": 1, "stored_bytes": 1}}),
+        seal(
+            {
+                "attempt": "a",
+                "created": "now",
+                "layout": "packed",
+                "totals": {"tensors": 10**300, "bytes": 1, "stored_bytes": 1},
+            }
+        ),
         b'{"format":"shardckpt","version":[99,0],"sha256":"' + b"0" * 64 + b'","record":{}}\n',
     ],
 )
-def test_a_record_that_cannot_be_read_is_listed_with_the_reason_and_hides_no_other(tmp_path, content):
+def test_a_record_that_cannot_be_read_is_listed_with_the_reason_and_hides_no_other(
+    tmp_path, content
+):
     save(tmp_path / "1")
     (tmp_path / "2").mkdir()
     (tmp_path / "2" / "checkpoint.json").write_bytes(content)
     entries = catalog(tmp_path)
-    assert [(entry.name, entry.state) for entry in entries] == [("1", "committed"), ("2", "unreadable")]
+    assert [(entry.name, entry.state) for entry in entries] == [
+        ("1", "committed"),
+        ("2", "unreadable"),
+    ]
     assert "2/checkpoint.json" in entries[1].reason
 
 

@@ -1,6 +1,8 @@
-"""Saves by one host or several, overwrites, commits, collections, deletions and readers of one checkpoint at once.
+"""Saves by one host or several, overwrites, commits, collections, deletions and readers of one
+checkpoint at once.
 
-`interleaving` checks after every operation that nothing is lost, published twice or published too late.
+`interleaving` checks after every operation that nothing is lost, published twice or published too
+late.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from interleaving import GRACE, VERSIONS, Actor, Stage, finish
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.commit.publish import RECORD, hold_place, read_prior
-from shardckpt.errors import AlreadyExistsError, CommitError, MissingDataError, NotFoundError, ReplacedError
+from shardckpt.errors import (
+    AlreadyExistsError,
+    CommitError,
+    MissingDataError,
+    NotFoundError,
+    ReplacedError,
+)
 from shardckpt.format.documents import seal
 from shardckpt.format.record import Tombstone
 from shardckpt.runs import collecting, committing
@@ -29,7 +37,11 @@ LARGE = 20_000
 
 
 def state(value, hosts):
-    return {"w": np.full(LARGE if hosts > 1 else 3, value, np.float32), "small": np.full(3, value), "leaf": value}
+    return {
+        "w": np.full(LARGE if hosts > 1 else 3, value, np.float32),
+        "small": np.full(3, value),
+        "leaf": value,
+    }
 
 
 def value_of(restored):
@@ -39,7 +51,7 @@ def value_of(restored):
     return values.pop()
 
 
-# --- who there is: each begins its actors on a stage ----------------------------------------------------------------
+# --- who there is: each begins its actors on a stage ----------------------------------------------
 
 
 def save(stage, *, hosts=1, overwrite=False):
@@ -84,7 +96,8 @@ def delete(stage):
 
 
 def read(stage):
-    """An actor that reads: it gets the whole of a checkpoint that was there meanwhile, or an error that is true."""
+    """An actor that reads: it gets the whole of a checkpoint that was there meanwhile, or an error
+    that is true."""
 
     def action():
         since = stage.changes
@@ -95,13 +108,15 @@ def read(stage):
         except NotFoundError:
             assert None in stage.history[since:], "there is a checkpoint all the time"
         else:
-            assert value in {stage.savers[attempt][0].value for attempt in stage.history[since:] if attempt}
+            assert value in {
+                stage.savers[attempt][0].value for attempt in stage.history[since:] if attempt
+            }
             return value
 
     return [stage.begin(action)]
 
 
-# --- what is there before -------------------------------------------------------------------------------------------
+# --- what is there before -------------------------------------------------------------------------
 
 
 def leave_behind(stage, attempt):
@@ -111,17 +126,20 @@ def leave_behind(stage, attempt):
 
 
 def prepare(stage, before):
-    """Nothing, a tombstone of an earlier version, a placeholder, a checkpoint, or a whole save of several hosts that lacks its commit.
+    """Nothing, a tombstone of an earlier version, a placeholder, a checkpoint, or a whole save of
+    several hosts that lacks its commit.
 
-    All of it is old. Others have left something behind, but where all was "deleted" by an earlier version. A checkpoint has been
-    fenced before.
+    All of it is old. Others have left something behind, but where all was "deleted" by an earlier
+    version. A checkpoint has been fenced before.
     """
     if before == "a checkpoint":
         finish(save(stage))
     elif before == "a whole save":
         job = hosts_save(stage)
         for actor in job[::-1]:  # the committer last: it must not see the last record
-            while not any(key.endswith(f"/records/{job.index(actor):05}.json") for key in stage.times):
+            while not any(
+                key.endswith(f"/records/{job.index(actor):05}.json") for key in stage.times
+            ):
                 actor.step()
         for actor in job:
             actor.kill()
@@ -156,7 +174,8 @@ def operations(action, before):
 
 
 FORESEEN = AlreadyExistsError | CommitError | MissingDataError | NotFoundError | ReplacedError
-"""Errors of a save whose attempt was collected while it slept or that was overtaken, and errors of a deletion."""
+"""Errors of a save whose attempt was collected while it slept or that was overtaken, and errors of
+a deletion."""
 
 
 def all_end(stage, *parties):
@@ -165,7 +184,7 @@ def all_end(stage, *parties):
     stage.check_end()
 
 
-# --- every order of two that matters --------------------------------------------------------------------------------
+# --- every order of two that matters --------------------------------------------------------------
 
 
 @pytest.mark.timeout(400)
@@ -209,8 +228,11 @@ def all_end(stage, *parties):
         (save, delete, "nothing", 1),
     ],
 )
-def test_two_at_once_do_no_harm_wherever_each_of_them_is_interrupted(first, second, before, stride, record_property):
-    """The first stops after i operations, long enough to be taken for dead; the second after j. Then both go on.
+def test_two_at_once_do_no_harm_wherever_each_of_them_is_interrupted(
+    first, second, before, stride, record_property
+):
+    """The first stops after i operations, long enough to be taken for dead; the second after j.
+    Then both go on.
 
     Of all pairs (i, j) every one, or one in `stride`, to save time.
     """
@@ -246,7 +268,9 @@ def test_an_overwrite_shows_the_old_or_the_new_after_every_operation_of_every_ho
 
 
 @pytest.mark.parametrize("who", range(HOSTS))
-def test_a_host_killed_at_any_operation_leaves_the_old_or_the_new_and_a_collection_what_is_whole(who):
+def test_a_host_killed_at_any_operation_leaves_the_old_or_the_new_and_a_collection_what_is_whole(
+    who,
+):
     values = set()
     for k in count():
         with Stage.set() as stage:
@@ -267,19 +291,30 @@ def test_a_host_killed_at_any_operation_leaves_the_old_or_the_new_and_a_collecti
     assert values == {1, 2}
 
 
-# --- any order of any number ----------------------------------------------------------------------------------------
+# --- any order of any number ----------------------------------------------------------------------
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    kinds=st.lists(st.sampled_from([save, overwrite, hosts_save, hosts_overwrite, commit, collect, delete, read]), min_size=2, max_size=4),
+    kinds=st.lists(
+        st.sampled_from(
+            [save, overwrite, hosts_save, hosts_overwrite, commit, collect, delete, read]
+        ),
+        min_size=2,
+        max_size=4,
+    ),
     versions=st.sampled_from(VERSIONS),
-    before=st.sampled_from(["nothing", "a tombstone", "a placeholder", "a checkpoint", "a whole save", "deleted"]),
+    before=st.sampled_from(
+        ["nothing", "a tombstone", "a placeholder", "a checkpoint", "a whole save", "deleted"]
+    ),
     schedule=st.lists(st.tuples(st.integers(0, 8), st.integers(1, 12)), max_size=40),
     ends=st.lists(st.sampled_from([None, Actor.kill]), min_size=8, max_size=8),
 )
-def test_any_number_at_once_do_no_harm_in_any_order_killed_or_not(kinds, versions, before, schedule, ends):
-    """The schedule says who does how many operations; at the end some are killed where they are, the others go on."""
+def test_any_number_at_once_do_no_harm_in_any_order_killed_or_not(
+    kinds, versions, before, schedule, ends
+):
+    """The schedule says who does how many operations; at the end some are killed where they are,
+    the others go on."""
     with Stage.set(versions) as stage:
         prepare(stage, before)
         actors = [actor for kind in kinds for actor in kind(stage)]

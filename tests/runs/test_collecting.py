@@ -1,4 +1,5 @@
-"""Collecting and deleting checkpoints as users do, with processes that die or sleep at the worst moment."""
+"""Collecting and deleting checkpoints as users do, with processes that die or sleep at the worst
+moment."""
 
 from __future__ import annotations
 
@@ -71,16 +72,22 @@ def outcomes(results):
     return [(Path(one.location.path).name, one.attempt, one.outcome) for one in results]
 
 
-# --- a directory of checkpoints -------------------------------------------------------------------------------------
+# --- a directory of checkpoints -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fingerprint", [False, True])
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
 def test_a_replaced_save_and_a_deleted_one_leave_nothing(tmp_path, layout, fingerprint):
-    place, options = tmp_path / "c", SaveOptions(layout=layout, fingerprint=fingerprint, overwrite=True)
+    place, options = (
+        tmp_path / "c",
+        SaveOptions(layout=layout, fingerprint=fingerprint, overwrite=True),
+    )
     for _ in range(2):
         shardckpt.save(place, {"w": np.ones((64, 64)), "tiny": np.ones(2)}, options=options)
-        assert {path.name for path in place.iterdir()} == {"checkpoint.json", shardckpt.open(place).record.attempt}
+        assert {path.name for path in place.iterdir()} == {
+            "checkpoint.json",
+            shardckpt.open(place).record.attempt,
+        }
     delete(str(place))
     assert list(tmp_path.iterdir()) == []
 
@@ -119,7 +126,11 @@ def test_one_place_that_cannot_be_collected_keeps_no_other_from_it(tmp_path):
     os.mkfifo(tmp_path / "b" / "checkpoint.json")
     leave_behind(tmp_path / "b")
     results = collect(tmp_path)
-    assert outcomes(results) == [("a", None, "kept"), ("b", None, "failed"), ("c", orphans["c"], "removed")]
+    assert outcomes(results) == [
+        ("a", None, "kept"),
+        ("b", None, "failed"),
+        ("c", orphans["c"], "removed"),
+    ]
     assert "not a shardckpt record" in results[0].reason
     assert "b/checkpoint.json" in results[1].reason
 
@@ -127,7 +138,10 @@ def test_one_place_that_cannot_be_collected_keeps_no_other_from_it(tmp_path):
 def test_the_grace_period_is_a_day_unless_told_otherwise(tmp_path):
     assert GRACE == 24 * HOUR
     orphans = [leave_behind(tmp_path / str(hours), hours=hours) for hours in (23, 25)]
-    assert outcomes(collect(tmp_path, dry_run=True)) == [("23", orphans[0], "kept"), ("25", orphans[1], "removed")]
+    assert outcomes(collect(tmp_path, dry_run=True)) == [
+        ("23", orphans[0], "kept"),
+        ("25", orphans[1], "removed"),
+    ]
     assert {one.outcome for one in collect(tmp_path, grace=0)} == {"removed"}
 
 
@@ -137,7 +151,10 @@ def test_a_bucket_is_collected_as_a_directory_is(cloud):
         save(f"{root}/step_{step}", step)
         Store.open(f"{root}/step_{step}/{ORPHAN}").write("hosts/00000/table", b"x")
     assert outcomes(collect(root)) == [("step_9", ORPHAN, "kept"), ("step_10", ORPHAN, "kept")]
-    assert outcomes(collect(root, grace=0)) == [("step_9", ORPHAN, "removed"), ("step_10", ORPHAN, "removed")]
+    assert outcomes(collect(root, grace=0)) == [
+        ("step_9", ORPHAN, "removed"),
+        ("step_10", ORPHAN, "removed"),
+    ]
     assert delete(f"{root}/step_9") == []
     assert Store.open(f"{root}/step_9").list() == []
     assert value_of(f"{root}/step_10") == 10
@@ -164,24 +181,29 @@ def test_a_place_that_is_not_there_is_an_error(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# --- killed on the way ----------------------------------------------------------------------------------------------
+# --- killed on the way ----------------------------------------------------------------------------
 
 
 def kill_at_every_operation(root, action):
-    """The operation before which each fork died, in the order of the forks; fork k has left <root>/<k>."""
+    """The operation before which each fork died, in the order of the forks; fork k has left
+    <root>/<k>."""
     command = [sys.executable, CHILDREN / "collect_kill_at_every_operation.py", root, action]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250)
     return json.loads(result.stdout)
 
 
 @pytest.mark.parametrize("committed", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_collection_killed_at_any_operation_loses_nothing_and_the_next_one_ends_it(tmp_path, committed):
+def test_a_collection_killed_at_any_operation_loses_nothing_and_the_next_one_ends_it(
+    tmp_path, committed
+):
     base = tmp_path / "base"
     if committed:
         save(base)
     orphans = {leave_behind(base), leave_behind(base)}
     kept = [name for name in directories(base) if name not in orphans]
-    before = {path.relative_to(base): path.read_bytes() for path in base.rglob("*") if path.is_file()}
+    before = {
+        path.relative_to(base): path.read_bytes() for path in base.rglob("*") if path.is_file()
+    }
     died_before = kill_at_every_operation(tmp_path, "collect")
     assert {"rename", "unlink", "rmdir"} <= set(died_before)
     for k in range(len(died_before)):
@@ -194,7 +216,11 @@ def test_a_collection_killed_at_any_operation_loses_nothing_and_the_next_one_end
             assert value_of(url) == 1
         for orphan in orphans & set(directories_of(url)):
             if not has_files(url / orphan):
-                age(url / orphan)  # it looks like a save that has just begun: the collection of the next day takes it
+                age(
+                    url / orphan
+                    # It looks like a save that has just begun: the collection of the next day takes
+                    # it.
+                )
         collect(url.parent)
         assert directories_of(url) == kept
         if committed:
@@ -204,7 +230,9 @@ def test_a_collection_killed_at_any_operation_loses_nothing_and_the_next_one_end
             assert value_of(url) == 2
 
 
-def test_a_deletion_killed_at_any_operation_leaves_the_checkpoint_or_none_and_the_next_one_ends_it(tmp_path):
+def test_a_deletion_killed_at_any_operation_leaves_the_checkpoint_or_none_and_the_next_one_ends_it(
+    tmp_path,
+):
     save(tmp_path / "base")
     age(tmp_path / "base")
     died_before = kill_at_every_operation(tmp_path, "delete")

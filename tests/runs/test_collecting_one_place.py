@@ -1,4 +1,5 @@
-"""Collection and deletion at one place: removed and kept files, and saves that can publish nothing there afterwards."""
+"""Collection and deletion at one place: removed and kept files, and saves that can publish nothing
+there afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.commit.attempts import attempts, is_attempt, places
 from shardckpt.commit.publish import RECORD, clear_place, hold_place, publish, read_prior
-from shardckpt.errors import AlreadyExistsError, FormatError, NotFoundError, ReplacedError, StorageError, VersionError
+from shardckpt.errors import (
+    AlreadyExistsError,
+    FormatError,
+    NotFoundError,
+    ReplacedError,
+    StorageError,
+    VersionError,
+)
 from shardckpt.format.documents import open_envelope, seal
 from shardckpt.format.record import Tombstone, parse_checkpoint
 from shardckpt.io.store import Store
@@ -35,7 +43,12 @@ def save(store, value=1, **options):
 
 def leave_behind(store, attempt=ORPHAN):
     """Put an attempt there, as a killed save leaves it."""
-    for name in ("contents/0.json", "hosts/00000/0/d/00000", "hosts/00000/table", "records/00000.json"):
+    for name in (
+        "contents/0.json",
+        "hosts/00000/0/d/00000",
+        "hosts/00000/table",
+        "records/00000.json",
+    ):
         store.write(f"{attempt}/{name}", b"x")
 
 
@@ -57,7 +70,10 @@ def attempts_in(store):
 
 
 def contents(path):
-    return {p.relative_to(path): (p.is_symlink(), p.read_bytes() if p.is_file() else None) for p in path.rglob("*")}
+    return {
+        p.relative_to(path): (p.is_symlink(), p.read_bytes() if p.is_file() else None)
+        for p in path.rglob("*")
+    }
 
 
 def outcomes(results):
@@ -69,7 +85,7 @@ def disk(tmp_path):
     return Store.open(tmp_path / "c")
 
 
-# --- on every storage -----------------------------------------------------------------------------------------------
+# --- on every storage -----------------------------------------------------------------------------
 
 
 def test_a_save_that_began_at_a_free_place_can_publish_nothing_once_the_place_is_collected(store):
@@ -118,7 +134,10 @@ def test_what_was_written_a_moment_ago_stays(store):
     (kept,) = collect(store, grace=HOUR)
     assert (kept.attempt, kept.outcome, kept.location) == (ORPHAN, "kept", store.location)
     if store.location.scheme == "memory":
-        assert (kept.idle, kept.reason) == (None, "its age is not known: the storage keeps no times")
+        assert (kept.idle, kept.reason) == (
+            None,
+            "its age is not known: the storage keeps no times",
+        )
     else:
         assert 0 <= kept.idle < HOUR
         assert kept.reason == "it may be a save under way"
@@ -126,7 +145,7 @@ def test_what_was_written_a_moment_ago_stays(store):
     assert not store.exists(RECORD)
 
 
-# --- which attempts go ----------------------------------------------------------------------------------------------
+# --- which attempts go ----------------------------------------------------------------------------
 
 
 def test_what_nobody_has_written_into_for_the_grace_period_goes(disk):
@@ -179,7 +198,9 @@ def test_a_tombstone_stays_with_its_reason_as_long_as_data_cannot_be_removed(dis
     save(disk)
     leave_behind(disk)
     with monkeypatch.context() as refusing:
-        refusing.setattr(shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(OSError("Input/output error")))
+        refusing.setattr(
+            shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(OSError("Input/output error"))
+        )
         assert set(outcomes(delete(disk, reason="superseded", grace=0)).values()) == {"failed"}
     with pytest.raises(NotFoundError, match=r"deleted \(20\d\d-.*: superseded\)"):
         shardckpt.open(disk.location.url)
@@ -230,7 +251,9 @@ def test_a_save_begins_where_a_deletion_removes_the_empty_directory_at_that_mome
     ended = threading.Event()
 
     def remove():
-        while not ended.wait(0.02):  # a deletion does it once, and not as often as the save tries, on a busy machine too
+        while not ended.wait(
+            0.02
+        ):  # a deletion does it once, and not as often as the save tries, on a busy machine too
             disk.remove_empty()
 
     thread = threading.Thread(target=remove)
@@ -252,7 +275,10 @@ def test_a_dry_run_tells_the_same_and_changes_nothing(disk):
     assert contents(disk.location.local_path) == before
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data.replace(b'"version":[1,', b'"version":[9,')])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: data[:-9], lambda data: data.replace(b'"version":[1,', b'"version":[9,')],
+)
 def test_nothing_is_removed_if_the_record_cannot_be_read(disk, damage):
     save(disk)
     leave_behind(disk)
@@ -286,13 +312,16 @@ def test_a_record_that_changes_all_the_time_is_given_up_for_now(disk, monkeypatc
     leave_behind(disk)
     monkeypatch.setattr(Store, "replace", lambda *_: False)
     (kept,) = collect(disk, grace=0)
-    assert (kept.outcome, kept.reason) == ("kept", "other processes keep changing the commit record")
+    assert (kept.outcome, kept.reason) == (
+        "kept",
+        "other processes keep changing the commit record",
+    )
     with pytest.raises(StorageError, match="keep changing the commit record; try again"):
         delete(disk, reason="test", grace=0)
     assert len(attempts_in(disk)) == 2
 
 
-# --- what is none of our business -----------------------------------------------------------------------------------
+# --- what is none of our business -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -354,7 +383,7 @@ def test_checkpoints_may_lie_at_a_root_and_directly_below_it_but_not_in_an_attem
     assert [name for name, _ in places(disk, disk.list_children())] == [".", "step_9", "step_10"]
 
 
-# --- deleting -------------------------------------------------------------------------------------------------------
+# --- deleting -------------------------------------------------------------------------------------
 
 
 def test_deleting_collects_what_else_is_old_there(disk):
@@ -420,7 +449,9 @@ def test_a_record_that_names_what_is_no_attempt_does_not_get_it_removed(disk, na
     (kept, _) = delete(disk, reason="test", grace=0)
     assert (kept.attempt, kept.outcome) == (named, "kept")
     assert disk.read("logs/hosts/00000/table") == b"precious"
-    np.testing.assert_array_equal(shardckpt.restore(disk.sub("100").location.url)["w"], np.full(9, 5))
+    np.testing.assert_array_equal(
+        shardckpt.restore(disk.sub("100").location.url)["w"], np.full(9, 5)
+    )
 
 
 def just_before_the_tombstone(monkeypatch, action):
@@ -435,7 +466,9 @@ def just_before_the_tombstone(monkeypatch, action):
     monkeypatch.setattr(Store, "replace", overtaken)
 
 
-def test_a_checkpoint_that_came_meanwhile_is_not_deleted_in_place_of_the_one_that_was_meant(disk, monkeypatch):
+def test_a_checkpoint_that_came_meanwhile_is_not_deleted_in_place_of_the_one_that_was_meant(
+    disk, monkeypatch
+):
     save(disk)
     just_before_the_tombstone(monkeypatch, functools.partial(save, disk, 2, overwrite=True))
     with pytest.raises(ReplacedError, match="nothing was deleted"):
@@ -454,7 +487,13 @@ def test_a_collection_in_between_does_not_keep_a_checkpoint_from_being_deleted(d
 def test_no_two_placeholders_and_no_two_tombstones_are_alike(disk, monkeypatch):
     seen = []
     replace = Store.replace
-    monkeypatch.setattr(Store, "replace", lambda store, key, data, generation: seen.append(data) or replace(store, key, data, generation))
+    monkeypatch.setattr(
+        Store,
+        "replace",
+        lambda store, key, data, generation: (
+            seen.append(data) or replace(store, key, data, generation)
+        ),
+    )
     for _ in range(5):
         save(disk)
         delete(disk, reason="test", grace=0)

@@ -74,7 +74,7 @@ def states(outcomes):
     return [outcome.state for outcome in outcomes]
 
 
-# --- from the records alone -----------------------------------------------------------------------------------------
+# --- from the records alone -----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -84,29 +84,44 @@ def job():
 
 
 def digests(url):
-    """Of every file, but what is never written the same twice: the record has a time in it, an OCDBT database a random id."""
+    """Of every file, but what is never written the same twice: the record has a time in it, an
+    OCDBT database a random id."""
     files = {p.relative_to(url).as_posix(): p for p in Path(url).rglob("*") if p.is_file()}
     (attempt,) = directories(url)
     own = ("checkpoint.json", f"{attempt}/manifest.ocdbt", f"{attempt}/d/")
-    return {name: hashlib.sha256(p.read_bytes()).hexdigest() for name, p in files.items() if not name.startswith(own)}
+    return {
+        name: hashlib.sha256(p.read_bytes()).hexdigest()
+        for name, p in files.items()
+        if not name.startswith(own)
+    }
 
 
 def index_of(url):
     """Content of the merged index: places of chunks, and documents."""
     opened = shardckpt.open(url)
     place = Store.open(url).sub(opened.record.attempt)
-    keys = dict(packed_documents(encoded_documents(opened.record.structure, opened.record.compression)))
+    keys = dict(
+        packed_documents(encoded_documents(opened.record.structure, opened.record.compression))
+    )
     return dump_index(place), {key: value for key, value in index_values(place) if key in keys}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_commit_from_the_records_alone_writes_what_the_save_s_own_commit_writes(tmp_path, job, layout):
-    assert job.run("save_and_copy", 3, tmp_path / "own", tmp_path / "late", {"layout": layout}) == ["saved"] * 3
+def test_a_commit_from_the_records_alone_writes_what_the_save_s_own_commit_writes(
+    tmp_path, job, layout
+):
+    assert (
+        job.run("save_and_copy", 3, tmp_path / "own", tmp_path / "late", {"layout": layout})
+        == ["saved"] * 3
+    )
     with pytest.raises(NotFoundError):
         shardckpt.open(tmp_path / "late")
     assert states(shardckpt.commit(tmp_path / "late")) == ["committed"]
     assert digests(tmp_path / "late") == digests(tmp_path / "own")
-    records = [open_envelope((tmp_path / name / "checkpoint.json").read_bytes(), "") for name in ("own", "late")]
+    records = [
+        open_envelope((tmp_path / name / "checkpoint.json").read_bytes(), "")
+        for name in ("own", "late")
+    ]
     for record in records:
         del record["created"]
     assert records[0] == records[1]
@@ -158,7 +173,9 @@ def test_what_a_killed_committer_leaves_the_command_line_commits(tmp_path, job, 
 def test_a_commit_killed_at_any_operation_leaves_what_the_next_one_commits(tmp_path, layout):
     save_without_commit(tmp_path / "base", layout=layout)
     command = [sys.executable, CHILDREN / "collect_kill_at_every_operation.py", tmp_path, "commit"]
-    died_before = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=250).stdout)
+    died_before = json.loads(
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=250).stdout
+    )
     assert died_before[-2:] == ["rename", "fsync"]
     assert value_of(tmp_path / str(len(died_before) - 1)) == 1
     for k in range(len(died_before) - 1):
@@ -168,14 +185,17 @@ def test_a_commit_killed_at_any_operation_leaves_what_the_next_one_commits(tmp_p
         assert value_of(tmp_path / str(k)) == 1
 
 
-# --- two at once ----------------------------------------------------------------------------------------------------
+# --- two at once ----------------------------------------------------------------------------------
 
 
 def test_two_commits_of_one_attempt_publish_it_once_and_both_know_that_it_is_published(tmp_path):
     urls = [tmp_path / str(i) for i in range(12)]
     attempts = [save_without_commit(url, i, layout=LAYOUTS[i % 2]) for i, url in enumerate(urls)]
     command = [sys.executable, CHILDREN / "committing_race.py", *map(str, urls)]
-    racers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    racers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     try:
         for i, url in enumerate(urls):
             assert [racer.stdout.readline() for racer in racers] == ["ready\n"] * 2
@@ -193,14 +213,19 @@ def test_two_commits_of_one_attempt_publish_it_once_and_both_know_that_it_is_pub
             racer.communicate(timeout=200)
 
 
-# --- a committer that sleeps ----------------------------------------------------------------------------------------
+# --- a committer that sleeps ----------------------------------------------------------------------
 
 
 class StoppedCommitter:
     """A process that has done all but publish, and was stopped just before that."""
 
     def __init__(self, url, *action):
-        command = [sys.executable, CHILDREN / "collect_stopped_committer.py", str(url), *map(str, action)]
+        command = [
+            sys.executable,
+            CHILDREN / "collect_stopped_committer.py",
+            str(url),
+            *map(str, action),
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         _, status = os.waitpid(self.process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
@@ -220,11 +245,15 @@ class StoppedCommitter:
         self.process.wait(60)
 
 
-@pytest.mark.parametrize("action", [("save", 2), ("overwrite", 2), ("commit",)], ids=lambda action: action[0])
+@pytest.mark.parametrize(
+    "action", [("save", 2), ("overwrite", 2), ("commit",)], ids=lambda action: action[0]
+)
 @pytest.mark.parametrize("meanwhile", ["collected", "deleted", "replaced"])
-def test_a_committer_that_sleeps_while_its_place_changes_publishes_nothing_and_says_so(tmp_path, action, meanwhile):
-    """`deleted`: another save committed in between, where there was no checkpoint, and that was deleted. `collected`: a collection has
-    published the attempt, because it was complete."""
+def test_a_committer_that_sleeps_while_its_place_changes_publishes_nothing_and_says_so(
+    tmp_path, action, meanwhile
+):
+    """`deleted`: another save committed in between, where there was no checkpoint, and that was
+    deleted. `collected`: a collection has published the attempt, because it was complete."""
     url = tmp_path / "c"
     committed = action[0] == "overwrite"
     if committed:
@@ -243,14 +272,22 @@ def test_a_committer_that_sleeps_while_its_place_changes_publishes_nothing_and_s
                 save(url, 3, overwrite=committed)
             if meanwhile == "deleted":
                 (left,) = delete(url)
-                assert (left.attempt, left.outcome, left.reason) == (attempt, "kept", "it may be a save under way")
+                assert (left.attempt, left.outcome, left.reason) == (
+                    attempt,
+                    "kept",
+                    "it may be a save under way",
+                )
         record = bytes_of(url / "checkpoint.json")
-        overtaken, saved = ("overtaken", "committed") if action[0] == "commit" else ("AlreadyExistsError", "saved")
+        overtaken, saved = (
+            ("overtaken", "committed") if action[0] == "commit" else ("AlreadyExistsError", "saved")
+        )
         assert committer.go_on() == (saved if meanwhile == "collected" else overtaken)
     assert bytes_of(url / "checkpoint.json") == record
     expected = {"collected": 2, "deleted": None, "replaced": 3}[meanwhile]
     if expected is None:
-        assert not url.exists() or directories(url) == []  # the committer has removed what nobody can publish any more
+        assert (
+            not url.exists() or directories(url) == []
+        )  # the committer has removed what nobody can publish any more
         with pytest.raises(NotFoundError):
             shardckpt.open(url)
         save(url, 4)
@@ -271,8 +308,11 @@ def test_a_committer_that_sleeps_and_was_left_alone_publishes(tmp_path, action):
     assert value_of(url) == 2
 
 
-def test_a_save_that_could_not_publish_its_attempt_removes_it_unless_somebody_else_is_publishing_it(tmp_path):
-    """As a save does that is told, at its very end, that the disk is full, while `shardckpt commit` has found room."""
+def test_a_save_that_could_not_publish_its_attempt_removes_it_unless_somebody_else_is_publishing_it(
+    tmp_path,
+):
+    """As a save does that is told, at its very end, that the disk is full, while `shardckpt commit`
+    has found room."""
     url = tmp_path / "c"
     attempt = save_without_commit(url, 2)
     with StoppedCommitter(url, "commit") as committer:
@@ -295,7 +335,7 @@ def test_an_attempt_that_was_removed_before_it_is_published_is_not(tmp_path):
         shardckpt.open(tmp_path / "c")
 
 
-# --- which attempt --------------------------------------------------------------------------------------------------
+# --- which attempt --------------------------------------------------------------------------------
 
 
 def test_of_two_whole_attempts_the_newest_counts_and_the_other_is_overtaken(tmp_path):
@@ -303,7 +343,9 @@ def test_of_two_whole_attempts_the_newest_counts_and_the_other_is_overtaken(tmp_
     shutil.move(tmp_path / "c" / older, tmp_path / older)
     newest = save_without_commit(tmp_path / "c", 2)
     shutil.move(tmp_path / older, tmp_path / "c" / older)
-    older, newest = sorted((older, newest), key=natural_key)  # where both began in one second, chance decides
+    older, newest = sorted(
+        (older, newest), key=natural_key
+    )  # where both began in one second, chance decides
     by_attempt = {one.attempt: one for one in shardckpt.commit(tmp_path / "c")}
     assert (by_attempt[newest].state, by_attempt[older].state) == ("committed", "overtaken")
     assert by_attempt[older].reason == "a later attempt was committed"
@@ -327,7 +369,8 @@ def test_where_the_commit_record_cannot_be_read_all_attempts_are_refused(tmp_pat
 
 @pytest.mark.parametrize("commit_killed", [False, True])
 def test_what_an_earlier_version_left_whole_is_committed(tmp_path, commit_killed):
-    """Its hosts found no commit record, and put no placeholder there; a commit that was killed has."""
+    """Its hosts found no commit record, and put no placeholder there; a commit that was killed
+    has."""
     attempt = save_without_commit(tmp_path / "c", 2)
     (record,) = (tmp_path / "c" / attempt / "records").iterdir()
     record.write_bytes(seal({**open_envelope(record.read_bytes(), ""), "prior": None}))

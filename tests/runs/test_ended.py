@@ -48,7 +48,9 @@ def test_a_mark_names_the_run_who_and_what_was_there(tmp_path):
     mark_ended(root, "ann")
     mark = ended(root)
     assert (mark.run, mark.by) == (run, "ann")
-    assert mark.checkpoints == {str(step): shardckpt.open(tmp_path / str(step)).record.attempt for step in (1, 2)}
+    assert mark.checkpoints == {
+        str(step): shardckpt.open(tmp_path / str(step)).record.attempt for step in (1, 2)
+    }
     assert check_idle(root) == {"1", "2"}
     schema = json.loads((DOCS / "format.schema.json").read_text())
     document = json.loads((tmp_path / ENDED).read_text())
@@ -68,7 +70,11 @@ def test_a_root_that_no_job_has_claimed_can_end_too(tmp_path):
     assert ended(root).run is None
     check_idle(root)
     run = train(tmp_path, 2)
-    with pytest.raises(CommitError, match=f"run {run} saves there now, but no job did when the run was marked as ended by 'ann'"):
+    with pytest.raises(
+        CommitError,
+        match=f"run {run} saves there now, "
+        "but no job did when the run was marked as ended by 'ann'",
+    ):
         check_idle(root)
 
 
@@ -91,7 +97,9 @@ def test_what_was_saved_after_the_mark_is_noticed(tmp_path, again):
     root = Store.open(tmp_path)
     mark_ended(root, "ann")
     save(tmp_path / ("1" if again else "2"), overwrite=again)
-    with pytest.raises(CommitError, match=f"{'1' if again else '2'} was saved after the run was marked as ended"):
+    with pytest.raises(
+        CommitError, match=f"{'1' if again else '2'} was saved after the run was marked as ended"
+    ):
         check_idle(root)
     mark_ended(root, "ann")
     check_idle(root)
@@ -115,7 +123,9 @@ def test_a_save_in_flight_is_noticed_and_one_that_was_killed_long_ago_is_not(tmp
     check_idle(root)
     begin(tmp_path / "3", hours=23)
     for names in (frozenset(), known):
-        with pytest.raises(CommitError, match=rf"an unfinished save wrote to 3/{ATTEMPT}/ 23 h ago"):
+        with pytest.raises(
+            CommitError, match=rf"an unfinished save wrote to 3/{ATTEMPT}/ 23 h ago"
+        ):
             check_idle(root, names)
 
 

@@ -43,7 +43,10 @@ def test_a_lease_that_nobody_renews_ends_by_the_storage_s_clock_and_is_removed_l
         assert path.exists() == stays
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", seal({"steps": "all"}), seal({"steps": [True, "1", 1.0, None]}), b"x" * 100_000])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{}", seal({"steps": "all"}), seal({"steps": [True, "1", 1.0, None]}), b"x" * 100_000],
+)
 def test_what_is_no_lease_holds_nothing(store, data):
     store.write("leases/0.json", data)
     assert leased_steps(store) == frozenset()
@@ -80,7 +83,11 @@ def test_a_lease_is_renewed_while_it_is_held(tmp_path, monkeypatch):
     store, written = Store.open(tmp_path), []
     monkeypatch.setattr(leases, "SECONDS", 0.03)
     write = type(store).write
-    monkeypatch.setattr(type(store), "write", lambda self, key, data: (written.append(key), write(self, key, data))[1])
+    monkeypatch.setattr(
+        type(store),
+        "write",
+        lambda self, key, data: (written.append(key), write(self, key, data))[1],
+    )
     with leased(store, [1]):
         while len(written) < 4:
             pass
@@ -94,7 +101,10 @@ def test_where_no_lease_can_be_written_it_is_told_once(tmp_path, caplog):
         with leased(Store.open(tmp_path), [1]) as held:
             assert not held
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "no lease can be written there, so what this process reads may be pruned while it reads" in caplog.text
+    assert (
+        "no lease can be written there, so what this process reads may be pruned while it reads"
+        in caplog.text
+    )
 
 
 def test_steps_with_a_lease_stay_until_it_ends(tmp_path):
@@ -131,22 +141,31 @@ def test_an_attempt_that_a_fold_replaced_is_not_collected_while_a_reader_holds_i
             publisher.wait()
     assert fold(tmp_path)
     with leased(Store.open(tmp_path), [6]):
-        assert {(one.location.name, one.outcome, one.reason) for one in collect(tmp_path, grace=0) if one.location.name == "6"} == {
-            ("6", "kept", "a reader holds a lease on it")
-        }
+        assert {
+            (one.location.name, one.outcome, one.reason)
+            for one in collect(tmp_path, grace=0)
+            if one.location.name == "6"
+        } == {("6", "kept", "a reader holds a lease on it")}
     assert {one.outcome for one in collect(tmp_path, grace=0)} == {"removed"}
     assert len(catalog(tmp_path)) == 12
 
 
 def test_a_follower_holds_the_chain_of_the_version_that_it_prepares(tmp_path, monkeypatch):
     held = []
-    with shardckpt.Publisher(tmp_path) as publisher, shardckpt.follow(tmp_path, like={"w": np.zeros(1000)}) as follower:
+    with (
+        shardckpt.Publisher(tmp_path) as publisher,
+        shardckpt.follow(tmp_path, like={"w": np.zeros(1000)}) as follower,
+    ):
         for step in range(3):
             publisher.publish(step, {"w": np.arange(1000.0) + step})
             publisher.wait()
         version = follower.poll()
         update = follower.cache.update
-        monkeypatch.setattr(follower.cache, "update", lambda *a: (held.append(leased_steps(Store.open(tmp_path))), update(*a))[1])
+        monkeypatch.setattr(
+            follower.cache,
+            "update",
+            lambda *a: (held.append(leased_steps(Store.open(tmp_path))), update(*a))[1],
+        )
         version.prepare()
     assert held == [{0, 1, 2}]
     assert leased_steps(Store.open(tmp_path)) == frozenset()

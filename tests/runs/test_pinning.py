@@ -1,4 +1,5 @@
-"""Pins and tags: both protect, neither undoes the other, and changes at the same time lose nothing."""
+"""Pins and tags: both protect, neither undoes the other, and changes at the same time lose
+nothing."""
 
 import re
 import threading
@@ -12,7 +13,13 @@ from interleaving import VERSIONS, Stage, finish
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.commit.markers import MOST_TAGS, PINNED, Protection, protection
-from shardckpt.errors import AlreadyExistsError, FormatError, NotFoundError, OptionError, StorageError
+from shardckpt.errors import (
+    AlreadyExistsError,
+    FormatError,
+    NotFoundError,
+    OptionError,
+    StorageError,
+)
 from shardckpt.format.documents import seal
 from shardckpt.io.store import Store
 from shardckpt.runs import collecting, pinning
@@ -57,8 +64,22 @@ def test_pins_and_tags_are_changed_one_by_one(url):
     ("pin", "tags", "message"),
     [
         (False, ["best"], "is tagged best, so it is not deleted; `shardckpt untag best` it first"),
-        (True, ["best"], "is pinned and tagged best, so it is not deleted; `shardckpt unpin` and `shardckpt untag best` it first"),
-        (False, ["a", "b"], "is tagged a, b, so it is not deleted; `shardckpt untag a` and `shardckpt untag b` it first"),
+        (
+            True,
+            ["best"],
+            (
+                "is pinned and tagged best, so it is not deleted; `shardckpt unpin` and `shardckpt "
+                "untag best` it first"
+            ),
+        ),
+        (
+            False,
+            ["a", "b"],
+            (
+                "is tagged a, b, so it is not deleted; `shardckpt untag a` and `shardckpt untag b` "
+                "it first"
+            ),
+        ),
     ],
 )
 def test_a_tagged_checkpoint_is_not_deleted(url, pin, tags, message):
@@ -77,9 +98,15 @@ def test_names_have_a_form(url, name):
             change(url, name)
 
 
-@pytest.mark.parametrize("name", ["main", "pinned", "superseded", "step-100", "100", "0" * 40, "a" * 40])
+@pytest.mark.parametrize(
+    "name", ["main", "pinned", "superseded", "step-100", "100", "0" * 40, "a" * 40]
+)
 def test_words_of_the_service_are_no_tags(url, name):
-    assert name in ("main", "pinned", "superseded") or hub._STEP.fullmatch(name) or hub._COMMIT.fullmatch(name)
+    assert (
+        name in ("main", "pinned", "superseded")
+        or hub._STEP.fullmatch(name)
+        or hub._COMMIT.fullmatch(name)
+    )
     with pytest.raises(OptionError, match="is reserved"):
         pinning.tag(url, name)
     assert not pinning.untag(url, name)
@@ -110,7 +137,10 @@ def test_an_empty_marker_does_not_protect(url):
     assert collecting.delete(url) == []
 
 
-@pytest.mark.parametrize("fields", [{"pinned": 1}, {"tags": "best"}, {"tags": ["a b"]}, {"tags": [1]}, {"tags": ["a"] * 33}, None])
+@pytest.mark.parametrize(
+    "fields",
+    [{"pinned": 1}, {"tags": "best"}, {"tags": ["a b"]}, {"tags": [1]}, {"tags": ["a"] * 33}, None],
+)
 def test_a_damaged_marker_is_a_pin_until_it_is_replaced_or_unpinned(url, fields):
     attempt = shardckpt.open(url).record.attempt
     damaged = b"{" if fields is None else seal({"attempt": attempt, **fields})
@@ -161,17 +191,21 @@ def test_threads_that_tag_at_once_lose_nothing(url):
     assert protected(url).tags == tuple(names)
 
 
-# --- interleaved at every operation of the storage ------------------------------------------------------------------
+# --- interleaved at every operation of the storage ------------------------------------------------
 
 
 def orders(actors):
     """Strategy for lists of turns: an actor, and the number of its operations of the storage."""
-    return st.lists(st.tuples(st.integers(0, actors - 1), st.sampled_from([1, 2, 3, 4, 6, 8, 100])), max_size=12)
+    return st.lists(
+        st.tuples(st.integers(0, actors - 1), st.sampled_from([1, 2, 3, 4, 6, 8, 100])), max_size=12
+    )
 
 
 @SOON
 @given(orders(5), st.sampled_from(VERSIONS), st.booleans())
-def test_changes_at_once_lose_nothing_and_a_deletion_comes_before_or_too_late(order, versions, tagged):
+def test_changes_at_once_lose_nothing_and_a_deletion_comes_before_or_too_late(
+    order, versions, tagged
+):
     with Stage.set(versions) as stage:
         stage.begin(lambda: save(stage.url)).finish()
         if tagged:
@@ -228,5 +262,7 @@ def test_the_pin_of_a_damaged_checkpoint_can_be_removed_so_that_it_can_be_delete
     with pytest.raises(OptionError, match="pinned"):
         collecting.delete(url)
     assert pinning.unpin(url)
-    collecting.delete(url, grace=0)  # without a record, nothing says that its data is not a save under way
+    collecting.delete(
+        url, grace=0
+    )  # without a record, nothing says that its data is not a save under way
     assert not url.exists()

@@ -5,16 +5,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import OptionError
-from shardckpt.runs.retention import Best, EveryKth, Latest, SavedStep, Younger, any_of, as_retention, best
+from shardckpt.runs.retention import (
+    Best,
+    EveryKth,
+    Latest,
+    SavedStep,
+    Younger,
+    any_of,
+    as_retention,
+    best,
+)
 
 NAN = float("nan")
 STEPS = st.dictionaries(st.integers(0, 200), st.one_of(st.none(), st.floats())).map(
-    lambda losses: [SavedStep(step, metrics={} if loss is None else {"loss": loss}) for step, loss in sorted(losses.items())]
+    lambda losses: [
+        SavedStep(step, metrics={} if loss is None else {"loss": loss})
+        for step, loss in sorted(losses.items())
+    ]
 )
 
 
 def saved(*steps, **metrics):
-    return [SavedStep(step, metrics={name: values[i] for name, values in metrics.items()}) for i, step in enumerate(steps)]
+    return [
+        SavedStep(step, metrics={name: values[i] for name, values in metrics.items()})
+        for i, step in enumerate(steps)
+    ]
 
 
 @given(STEPS, st.integers(1, 10))
@@ -27,7 +42,11 @@ def test_latest_keeps_the_last_ones(steps, n):
 @given(STEPS, st.integers(1, 10), st.sampled_from(["min", "max"]))
 def test_best_keeps_none_that_is_worse_than_one_that_goes(steps, n, mode):
     kept = Best(n, "loss", mode).kept(steps)
-    losses = {s.step: s.metrics["loss"] for s in steps if "loss" in s.metrics and s.metrics["loss"] == s.metrics["loss"]}
+    losses = {
+        s.step: s.metrics["loss"]
+        for s in steps
+        if "loss" in s.metrics and s.metrics["loss"] == s.metrics["loss"]
+    }
     assert len(kept) == min(n, len(losses))
     for step in kept:
         for other in losses.keys() - kept:

@@ -1,11 +1,21 @@
-"""Complete data whose publication failed stays, and is published by the next commit, save or collection."""
+"""Complete data whose publication failed stays, and is published by the next commit, save or
+collection."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from failing import STAYS, record_refused, removal_refused, save, save_without_commit, state, sync_refused, value_of
+from failing import (
+    STAYS,
+    record_refused,
+    removal_refused,
+    save,
+    save_without_commit,
+    state,
+    sync_refused,
+    value_of,
+)
 from typer.testing import CliRunner
 
 import shardckpt
@@ -17,7 +27,11 @@ from shardckpt.runs import cleaning, collecting
 
 
 def attempts(url):
-    return sorted(path.name for path in Path(url).iterdir() if path.is_dir()) if Path(url).exists() else []
+    return (
+        sorted(path.name for path in Path(url).iterdir() if path.is_dir())
+        if Path(url).exists()
+        else []
+    )
 
 
 def cli(*arguments):
@@ -30,7 +44,9 @@ def test_a_save_and_a_commit_whose_record_is_refused_say_that_the_data_stays(tmp
     if overwrite:
         save(url, 1)
     with record_refused():
-        with pytest.raises(errors.StorageError, match=f"{STAYS} there: `shardckpt commit {url}` publishes it"):
+        with pytest.raises(
+            errors.StorageError, match=f"{STAYS} there: `shardckpt commit {url}` publishes it"
+        ):
             save(url, 2, overwrite=overwrite)
         for _ in range(2):
             refused = cli("commit", url)
@@ -63,7 +79,11 @@ def test_a_record_of_one_host_of_several_that_could_not_be_synced_is_removed(tmp
 
 
 def test_a_record_that_could_be_neither_synced_nor_removed_is_never_published(tmp_path):
-    with sync_refused("records"), removal_refused("records"), pytest.raises(errors.StorageError) as raised:
+    with (
+        sync_refused("records"),
+        removal_refused("records"),
+        pytest.raises(errors.StorageError) as raised,
+    ):
         save(tmp_path / "c", 2)
     assert STAYS not in str(raised.value)
     (left,) = attempts(tmp_path / "c")
@@ -121,7 +141,9 @@ def test_gc_keeps_a_complete_save_if_publishing_it_fails_again(tmp_path):
 
 def test_gc_keeps_a_complete_save_if_it_has_no_right_to_publish_it(tmp_path, monkeypatch):
     url = tmp_path / "c"
-    save_without_commit(url, 2, layout="zarr")  # of a packed one, the only host has written the table
+    save_without_commit(
+        url, 2, layout="zarr"
+    )  # of a packed one, the only host has written the table
     write = Store.write
 
     def denied(store, key, data):
@@ -144,7 +166,9 @@ def test_gc_leaves_a_complete_save_alone_beside_a_save_under_way(tmp_path):
 def test_gc_removes_a_complete_save_that_may_not_be_published(tmp_path):
     save(tmp_path / "c", 1)
     save_without_commit(tmp_path / "c", 3, overwrite=True)
-    shardckpt.save(tmp_path / "c2", state(2), options=SaveOptions(base=str(tmp_path / "c"), skip="w"))
+    shardckpt.save(
+        tmp_path / "c2", state(2), options=SaveOptions(base=str(tmp_path / "c"), skip="w")
+    )
     assert [one.outcome for one in collecting.collect(tmp_path / "c", grace=0)] == ["removed"]
     assert value_of(tmp_path / "c") == 1
 
@@ -153,7 +177,14 @@ def test_gc_removes_a_complete_save_that_may_not_be_published(tmp_path):
 
 
 def reshard(root, **options):
-    return shardckpt.reshard(root / "source", root / "new", mesh=Mesh((2,), ("x",)), dtype="bfloat16", workers=1, **options)
+    return shardckpt.reshard(
+        root / "source",
+        root / "new",
+        mesh=Mesh((2,), ("x",)),
+        dtype="bfloat16",
+        workers=1,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("publish", ["again", "commit"])
@@ -187,10 +218,14 @@ def test_a_replaced_checkpoint_stays_while_the_record_of_the_new_one_is_not_dura
 
 
 def manager(root, **options):
-    return shardckpt.CheckpointManager(root, every=1, coordinator=SingleProcess(), progress=False, **options)
+    return shardckpt.CheckpointManager(
+        root, every=1, coordinator=SingleProcess(), progress=False, **options
+    )
 
 
-def test_a_manager_publishes_a_failed_save_when_the_next_one_begins_and_before_it_collects(tmp_path):
+def test_a_manager_publishes_a_failed_save_when_the_next_one_begins_and_before_it_collects(
+    tmp_path,
+):
     with manager(tmp_path / "run", keep=2) as run:
         with record_refused():
             run.save(1, state(1))
@@ -216,7 +251,9 @@ def test_a_failed_step_that_is_saved_again_is_the_new_save(tmp_path):
     assert value_of(tmp_path / "run" / "1") == 10
 
 
-def test_a_manager_that_restores_nothing_publishes_what_earlier_runs_have_left_before_it_collects(tmp_path, monkeypatch):
+def test_a_manager_that_restores_nothing_publishes_what_earlier_runs_have_left_before_it_collects(
+    tmp_path, monkeypatch
+):
     root = tmp_path / "run"
     with manager(root) as run:
         run.save(1, state(1))

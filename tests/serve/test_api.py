@@ -18,7 +18,10 @@ CKPT = "/v1/checkpoints/lab/llama/10"
 
 def test_runs_and_checkpoints_are_listed_filtered_and_paged(service):
     runs = service.get("/v1/runs")
-    assert [(one["run"], one["checkpoints"], one["first_step"], one["last_step"]) for one in runs["runs"]] == [
+    assert [
+        (one["run"], one["checkpoints"], one["first_step"], one["last_step"])
+        for one in runs["runs"]
+    ] == [
         ("lab/llama", 3, 10, 30),
         ("lab/tiny-gpt", 1, 10, 10),
     ]
@@ -48,7 +51,9 @@ def test_runs_and_checkpoints_are_listed_filtered_and_paged(service):
             cursor = f"&cursor={page['next']}"
         assert listed == ids(f"order={order}")
     first = service.get("/v1/runs?limit=1")
-    assert service.get(f"/v1/runs?limit=1&cursor={first['next']}")["runs"][0]["run"] == "lab/tiny-gpt"
+    assert (
+        service.get(f"/v1/runs?limit=1&cursor={first['next']}")["runs"][0]["run"] == "lab/tiny-gpt"
+    )
 
 
 def test_a_checkpoint_is_described_as_the_command_line_describes_it(service, runs):
@@ -58,22 +63,34 @@ def test_a_checkpoint_is_described_as_the_command_line_describes_it(service, run
     assert document.pop("entry")["metrics"] == {"loss": 3.0}
     assert document == documents.checkpoint_json(ckpt, ckpt.parsed_tree)
     selection = service.get(f"{CKPT}?only=model/**")
-    assert {one["name"] for one in selection["tensors"]} == {"model/embed.weight", "model/head", "model/scale", "model/none"}
+    assert {one["name"] for one in selection["tensors"]} == {
+        "model/embed.weight",
+        "model/head",
+        "model/scale",
+        "model/none",
+    }
     described = service.get(f"{CKPT}/tensors/model/head")
     assert described == {"id": "lab/llama/10", **documents.tensor_json(ckpt, "model/head")}
 
 
-@pytest.mark.parametrize(("text", "box"), [("0:8,4:20", Box((0, 4), (8, 20))), (":,47", Box((0, 47), (64, 48))), (None, None)])
+@pytest.mark.parametrize(
+    ("text", "box"),
+    [("0:8,4:20", Box((0, 4), (8, 20))), (":,47", Box((0, 47), (64, 48))), (None, None)],
+)
 def test_boxes_of_tensors_come_as_npy_raw_and_safetensors(service, runs, text, box):
     expected = shardckpt.open(runs / "llama" / "10").read("model/embed.weight", box)
     query = "" if text is None else f"&box={text}"
     path = f"{CKPT}/tensors/model/embed.weight"
-    assert np.array_equal(np.load(io.BytesIO(service.ask(f"{path}?format=npy{query}").body)), expected)
+    assert np.array_equal(
+        np.load(io.BytesIO(service.ask(f"{path}?format=npy{query}").body)), expected
+    )
     raw = service.ask(f"{path}?format=raw{query}")
     assert raw.headers["x-shardckpt-dtype"] == "float32"
     assert raw.headers["x-shardckpt-shape"] == ",".join(map(str, expected.shape))
     assert raw.body == expected.tobytes()
-    assert np.array_equal(load(service.ask(f"{path}?format=safetensors{query}").body)["model/embed.weight"], expected)
+    assert np.array_equal(
+        load(service.ask(f"{path}?format=safetensors{query}").body)["model/embed.weight"], expected
+    )
     again = service.ask(f"{path}?format=raw{query}", If_None_Match=raw.headers["etag"])
     assert (again.status, again.body) == (304, b"")
 
@@ -92,12 +109,20 @@ def test_layouts_statistics_plans_and_differences(service, runs):
     assert service.get(f"{CKPT}/layouts/model/scale")["devices"] == []
 
     count = service.get(f"{CKPT}/statistics/optimizer/count")
-    assert (count["min"], count["max"], count["elements"], count["read"], sum(count["histogram"])) == (0, 299, 300, 300, 300)
+    assert (
+        count["min"],
+        count["max"],
+        count["elements"],
+        count["read"],
+        sum(count["histogram"]),
+    ) == (0, 299, 300, 300, 300)
     sample = service.get(f"{CKPT}/statistics/model/embed.weight?budget=512")
     assert 0 < sample["read"] <= 128
     assert service.get(f"{CKPT}/statistics/model/none")["mean"] is None
 
-    plan = service.get(f"{CKPT}/plan?mesh=model=2&rule=model/embed*=(model,None)&devices_per_host=1")
+    plan = service.get(
+        f"{CKPT}/plan?mesh=model=2&rule=model/embed*=(model,None)&devices_per_host=1"
+    )
     assert plan["target"]["hosts"] == 2
     assert plan["rates"] == {"read": None, "write": None}
 
@@ -146,10 +171,19 @@ def test_mistakes_are_problems_with_the_codes_of_the_library(service, runs, path
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        (f"{CKPT}/tensors/model/embed.weight?format=raw&box=5:2,:", "box='5:2,:': the start 5 is after the stop 2; write START:STOP."),
-        (f"{CKPT}/tensors/model/embed.weight?format=raw&box=99:,:", "lies outside its shape (64, 48)"),
+        (
+            f"{CKPT}/tensors/model/embed.weight?format=raw&box=5:2,:",
+            "box='5:2,:': the start 5 is after the stop 2; write START:STOP.",
+        ),
+        (
+            f"{CKPT}/tensors/model/embed.weight?format=raw&box=99:,:",
+            "lies outside its shape (64, 48)",
+        ),
         (f"{CKPT}/tensors/nothing", "no tensor 'nothing'; `shardckpt info` lists its names."),
-        ("/files/lab/../model.safetensors", "'lab/..' is no place below lab: one of the names between its slashes is '..'."),
+        (
+            "/files/lab/../model.safetensors",
+            "'lab/..' is no place below lab: one of the names between its slashes is '..'.",
+        ),
         ("/v1/checkpoints?step=200:100", "the first step is after the last"),
     ],
 )
@@ -157,11 +191,19 @@ def test_problems_say_what_to_do_to_a_client_that_knows_no_python(service, path,
     assert words in service.ask(urllib.parse.quote(path, safe="/?&=:,")).json["detail"]
 
 
-def test_a_path_that_does_not_exist_is_not_found_by_any_method_and_one_that_does_takes_its_own(service):
+def test_a_path_that_does_not_exist_is_not_found_by_any_method_and_one_that_does_takes_its_own(
+    service,
+):
     for method in ("GET", "HEAD", "POST", "PUT", "DELETE"):
         for path in ("/nothing", "/v1/nothing", "/v1", "/ui/nothing", "/lab/llama"):
             assert service.ask(path, method).status == 404, (method, path)
-    for path in ("/v1/runs", "/v1/diff", "/v1/checkpoints/lab/llama/10", "/files/lab/llama/10/", "/lab/llama/resolve/main/config.json"):
+    for path in (
+        "/v1/runs",
+        "/v1/diff",
+        "/v1/checkpoints/lab/llama/10",
+        "/files/lab/llama/10/",
+        "/lab/llama/resolve/main/config.json",
+    ):
         assert service.ask(path, "POST").status == 405, path
     assert service.ask("/v1/announcements").status == 405
 
@@ -175,16 +217,32 @@ def test_the_openapi_document_is_valid(service):
 
 
 def test_pages_are_rendered_without_a_browser_too(service):
-    paths = ["/", "/ui/run/lab/llama", "/ui/checkpoint/lab/llama/10", "/ui/storage", "/ui/diff?a=lab/llama/10&b=lab/llama/20"]
-    paths += ["/ui/tensor/lab/llama/10?name=model/head&values=read", "/ui/plan/lab/llama/10?mesh=model=2&rule=**=(model)"]
+    paths = [
+        "/",
+        "/ui/run/lab/llama",
+        "/ui/checkpoint/lab/llama/10",
+        "/ui/storage",
+        "/ui/diff?a=lab/llama/10&b=lab/llama/20",
+    ]
+    paths += [
+        "/ui/tensor/lab/llama/10?name=model/head&values=read",
+        "/ui/plan/lab/llama/10?mesh=model=2&rule=**=(model)",
+    ]
     for path in paths:
         reply = service.ask(path)
         assert (reply.status, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
         assert "script-src 'self'" in reply.headers["content-security-policy"]
         assert reply.body.startswith(b"<!DOCTYPE html>")
-    for path in ("/ui/run/none", "/ui/checkpoint/lab/none", "/ui/tensor/lab/llama/10", "/ui/checkpoint/lab/llama/10?under=none"):
+    for path in (
+        "/ui/run/none",
+        "/ui/checkpoint/lab/none",
+        "/ui/tensor/lab/llama/10",
+        "/ui/checkpoint/lab/llama/10?under=none",
+    ):
         reply = service.ask(path)
         assert (reply.status, reply.headers["content-type"]) == (404, "text/html; charset=utf-8")
     for name in ("plan.css", "service.css", "plan.js", "service.js", "icon.svg"):
         assert service.ask(f"/static/{name}").status == 200
-    assert service.ask("/static/plan.py").status == service.ask("/static/..%2fplan.py").status == 404
+    assert (
+        service.ask("/static/plan.py").status == service.ask("/static/..%2fplan.py").status == 404
+    )

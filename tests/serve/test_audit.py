@@ -27,7 +27,9 @@ TOKENS = {"ann": "read", "bob": "operate", "eve": "other=admin"}
 @pytest.fixture
 def place(tmp_path):
     save_run(tmp_path / "lab" / "a", (1, 2))
-    return tmp_path, {name: add_token(tmp_path / "tokens", name, right) for name, right in TOKENS.items()}
+    return tmp_path, {
+        name: add_token(tmp_path / "tokens", name, right) for name, right in TOKENS.items()
+    }
 
 
 def lines(path):
@@ -42,7 +44,9 @@ def post(service, token, operation, **arguments):
 def test_writes_sign_ins_and_refusals_have_lines_and_reads_have_none(place):
     top, tokens = place
     log = top / "audit.jsonl"
-    with serving(("lab", top / "lab"), token_file=top / "tokens", state=top / "state", audit_log=log) as service:
+    with serving(
+        ("lab", top / "lab"), token_file=top / "tokens", state=top / "state", audit_log=log
+    ) as service:
         for path in ("/v1/runs", "/ui/runs", "/v1/checkpoints/lab/a/1"):
             assert service.ask(path, Authorization=f"Bearer {tokens['ann']}").status == 200
         assert log.read_text() == ""
@@ -50,7 +54,10 @@ def test_writes_sign_ins_and_refusals_have_lines_and_reads_have_none(place):
         assert service.ask("/v1/runs", Authorization="Bearer wrong").status == 401
         assert service.ask("/ui/login", "POST", f"token={tokens['ann']}").status == 303
         assert service.ask("/ui/login", "POST", "token=wrong").status == 403
-        assert service.ask("/v1/checkpoints/lab/a/1", Authorization=f"Bearer {tokens['eve']}").status == 404
+        assert (
+            service.ask("/v1/checkpoints/lab/a/1", Authorization=f"Bearer {tokens['eve']}").status
+            == 404
+        )
         assert post(service, tokens["ann"], "pin", checkpoint="lab/a/1").status == 403
         number = post(service, tokens["bob"], "pin", checkpoint="lab/a/1").json["number"]
         service.wait_until(lambda: any(one["result"] == "done" for one in lines(log)))
@@ -78,7 +85,9 @@ def test_without_the_audit_log_writes_are_refused_and_reads_go_on(place):
     top, tokens = place
     (top / "logs").mkdir()
     log = top / "logs" / "audit.jsonl"
-    with serving(("lab", top / "lab"), token_file=top / "tokens", state=top / "state", audit_log=log) as service:
+    with serving(
+        ("lab", top / "lab"), token_file=top / "tokens", state=top / "state", audit_log=log
+    ) as service:
         runner = service.upkeep.runner
         runner._not_before = LaterJobs()
         number = post(service, tokens["bob"], "pin", checkpoint="lab/a/1").json["number"]  # waits
@@ -89,7 +98,12 @@ def test_without_the_audit_log_writes_are_refused_and_reads_go_on(place):
         assert (reply.status, reply.json["code"]) == (503, "audit")
         headers = {"Authorization": f"Bearer {tokens['bob']}"}
         assert [one["number"] for one in service.get("/v1/jobs", **headers)["jobs"]] == [number]
-        service.wait_until(lambda: service.get(f"/v1/jobs/{number}", **headers)["waits_for"] == "the audit log cannot be written")
+        service.wait_until(
+            lambda: (
+                service.get(f"/v1/jobs/{number}", **headers)["waits_for"]
+                == "the audit log cannot be written"
+            )
+        )
         log.rmdir()
         service.wait_until(lambda: service.get(f"/v1/jobs/{number}", **headers)["state"] == "done")
     with pytest.raises(StorageError, match="audit log"):
@@ -113,9 +127,21 @@ def until_written(log, text, process):
 
 def test_the_audit_log_is_opened_again_after_sighup(place):
     top, tokens = place
-    command = [sys.executable, "-m", "shardckpt", "serve", f"lab={top / 'lab'}", "--port", "0", "--token-file", str(top / "tokens")]
+    command = [
+        sys.executable,
+        "-m",
+        "shardckpt",
+        "serve",
+        f"lab={top / 'lab'}",
+        "--port",
+        "0",
+        "--token-file",
+        str(top / "tokens"),
+    ]
     command += ["--state", str(top / "state"), "--audit-log", str(top / "audit")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         try:
             url = process.stdout.readline().split()[-1]
             with shardckpt.Client(url, token=tokens["bob"]) as client:
@@ -139,7 +165,11 @@ def test_the_webhook_tells_of_failed_jobs(tmp_path, webhook_receiver):
         assert job["state"] == "failed"
         lab.service.wait_until(lambda: bodies)
     assert bodies[0]["event"] == "failed"
-    assert (bodies[0]["job"], bodies[0]["operation"], bodies[0]["destination"]) == (job["number"], "import", "lab/b/1")
+    assert (bodies[0]["job"], bodies[0]["operation"], bodies[0]["destination"]) == (
+        job["number"],
+        "import",
+        "lab/b/1",
+    )
     assert bodies[0]["message"] == job["error"]["message"]
     assert str(tmp_path) not in json.dumps(bodies)
 
@@ -154,11 +184,17 @@ def test_the_webhook_tells_once_of_a_run_that_stopped_saving(tmp_path, webhook_r
         entries = {}
 
         def recent(run, most):
-            return [{"created": (one + entries.get(run, dt.timedelta())).isoformat()} for one in times]
+            return [
+                {"created": (one + entries.get(run, dt.timedelta())).isoformat()} for one in times
+            ]
 
         times = [begin + n * dt.timedelta(minutes=5) for n in range(3)]
         entries["lab/old"] = dt.timedelta(days=-30)
-        silence._catalogue = type("Catalogue", (), {"all_runs": silence._catalogue.all_runs, "recent": staticmethod(recent)})
+        silence._catalogue = type(
+            "Catalogue",
+            (),
+            {"all_runs": silence._catalogue.all_runs, "recent": staticmethod(recent)},
+        )
         silence.look()
         lab.done("end", run="lab/ends")
         assert lab.service.upkeep.journal.saving() == {"lab/stops", "lab/ends"}
@@ -166,13 +202,18 @@ def test_the_webhook_tells_once_of_a_run_that_stopped_saving(tmp_path, webhook_r
         silence.look()
         silence.look()
         lab.service.wait_until(lambda: bodies)
-    assert [(one["event"], one["run"], one["every"]) for one in bodies] == [("silent", "lab/stops", 300.0)]
+    assert [(one["event"], one["run"], one["every"]) for one in bodies] == [
+        ("silent", "lab/stops", 300.0)
+    ]
 
 
 def test_a_rhythm_is_the_median_of_the_last_ten_commits():
     now = dt.datetime(2026, 1, 1, 12, tzinfo=dt.UTC)
     times = [(now - dt.timedelta(minutes=5 * n)).isoformat() for n in range(1, 11)]
-    assert rhythm_of([*times, "1999-01-01T00:00:00+00:00", "forged", None, "2026-01-01"], now).every == 300
+    assert (
+        rhythm_of([*times, "1999-01-01T00:00:00+00:00", "forged", None, "2026-01-01"], now).every
+        == 300
+    )
     assert rhythm_of(times[:2], now).every is None
     assert rhythm_of(["forged"], now) is None
     assert not rhythm_of(times, now + dt.timedelta(minutes=9)).silent
@@ -180,7 +221,11 @@ def test_a_rhythm_is_the_median_of_the_last_ten_commits():
 
 
 def test_recent_commits_are_those_of_the_catalogue(lab):
-    shardckpt.save(lab.root / "fresh" / "7", {"w": np.ones(2)}, options=SaveOptions(metadata={"metrics": {"loss": 2.0}}))
+    shardckpt.save(
+        lab.root / "fresh" / "7",
+        {"w": np.ones(2)},
+        options=SaveOptions(metadata={"metrics": {"loss": 2.0}}),
+    )
     lab.service.wait_until(lambda: "lab/fresh/7" in lab.ask("/v1/checkpoints").body.decode())
     (commit,) = lab.service.upkeep.silence._catalogue.recent("lab/fresh", 10)
     assert (commit["id"], commit["step"], commit["metrics"]) == ("lab/fresh/7", 7, {"loss": 2.0})

@@ -1,4 +1,5 @@
-"""Budgets of memory, descriptors and work: floods of requests take no more, and are told to come again."""
+"""Budgets of memory, descriptors and work: floods of requests take no more, and are told to come
+again."""
 
 import json
 import shutil
@@ -22,7 +23,10 @@ from shardckpt.serve.problems import DocumentResponse
 
 def test_clients_that_do_not_read_take_a_bounded_amount_of_memory(tmp_path):
     rng = np.random.default_rng(1)
-    shardckpt.save(tmp_path / "runs" / "a" / "1", {"w": rng.integers(0, 99, 12 << 20, np.uint8), "many": [np.ones(1)] * 20_000})
+    shardckpt.save(
+        tmp_path / "runs" / "a" / "1",
+        {"w": rng.integers(0, 99, 12 << 20, np.uint8), "many": [np.ones(1)] * 20_000},
+    )
     (tmp_path / "runs" / "a" / "tokenizer.json").write_bytes(b"{" + b" " * (33 << 20) + b"}")
     with apart(("lab", tmp_path / "runs")) as (service, process):
         assert service.ask("/lab/a/resolve/main/tokenizer.json").body.endswith(b" }")
@@ -37,7 +41,9 @@ def test_clients_that_do_not_read_take_a_bounded_amount_of_memory(tmp_path):
             "/files/lab/a/1/model.safetensors",
         ):
             clients += slow_clients(service, path)
-        service.wait_until(lambda: service.ask("/healthz").status == 200 and service.ask("/v1/runs").status == 200)
+        service.wait_until(
+            lambda: service.ask("/healthz").status == 200 and service.ask("/v1/runs").status == 200
+        )
         in_flight = b"shardckpt_serve_requests_in_flight"
         service.wait_until(lambda: in_flight in service.ask("/metrics").body)
         assert resident(process) - before < 512 << 20
@@ -61,7 +67,11 @@ def test_an_answer_that_finds_no_memory_is_told_to_come_again(service, monkeypat
     monkeypatch.setattr(sources.ANSWERS, "_total", 1)
     monkeypatch.setattr("shardckpt.serve.access.guard._LARGE", 100)
     with sources.ANSWERS.lent(1):
-        for path in ("/v1/runs", "/ui/runs", "/v1/checkpoints/lab/llama/10/tensors/model/embed.weight?format=raw"):
+        for path in (
+            "/v1/runs",
+            "/ui/runs",
+            "/v1/checkpoints/lab/llama/10/tensors/model/embed.weight?format=raw",
+        ):
             reply = service.ask(path)
             assert (reply.status, reply.headers["retry-after"]) == (503, "5"), path
             assert "large answers" in reply.json["detail"]
@@ -115,9 +125,15 @@ def test_requests_leave_no_descriptors_behind(tmp_path):
             assert {one.status for one in pool.map(service.ask, ["/v1/checkpoints"] * 64)} == {200}
 
         def databases():
-            return sum("catalogue" in str(link.readlink()) for link in Path(held).iterdir() if link.is_symlink())
+            return sum(
+                "catalogue" in str(link.readlink())
+                for link in Path(held).iterdir()
+                if link.is_symlink()
+            )
 
-        assert databases() <= 3 + 3 * 8  # of the writer and of the connections that are kept: a database, its log and its index
+        assert (
+            databases() <= 3 + 3 * 8
+        )  # of the writer and of the connections that are kept: a database, its log and its index
 
 
 def test_a_commit_is_found_without_opening_the_others(tmp_path, monkeypatch):
@@ -129,7 +145,12 @@ def test_a_commit_is_found_without_opening_the_others(tmp_path, monkeypatch):
         sha = service.get("/api/models/lab/b/revision/step-1+bfloat16")["sha"]
         opened = []
         monkeypatch.setattr(
-            Checkpoint, "__init__", lambda *args, make=Checkpoint.__init__, **more: (opened.append(args[1]), make(*args, **more))[1]
+            Checkpoint,
+            "__init__",
+            lambda *args, make=Checkpoint.__init__, **more: (
+                opened.append(args[1]),
+                make(*args, **more),
+            )[1],
         )
         assert service.get(f"/api/models/lab/b/revision/{sha}")["sha"] == sha
         assert service.ask(f"/lab/b/resolve/{'f' * 40}/model.safetensors").status == 404
@@ -139,7 +160,11 @@ def test_a_commit_is_found_without_opening_the_others(tmp_path, monkeypatch):
 def test_unknown_dtypes_of_revisions_are_not_kept(tmp_path, monkeypatch):
     save_run(tmp_path / "runs" / "a", (1,))
     begun = []
-    monkeypatch.setattr(OpenCheckpoints, "__init__", lambda *args, make=OpenCheckpoints.__init__: (begun.append(args[0]), make(*args))[1])
+    monkeypatch.setattr(
+        OpenCheckpoints,
+        "__init__",
+        lambda *args, make=OpenCheckpoints.__init__: (begun.append(args[0]), make(*args))[1],
+    )
     with serving(("lab", tmp_path / "runs")) as service:
         for n in range(20):
             assert service.ask(f"/lab/a/resolve/main+{n}/model.safetensors").status == 400
@@ -152,13 +177,25 @@ def test_verifications_of_checkpoints_that_are_gone_are_forgotten(tmp_path):
         for step in (1, 2):
             lab.done("verify", checkpoint=f"lab/a/{step}")
         with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as db:
-            rows = ((f"lab/r{i % 50}/{i}", "x", "2026-11-20T10:00:00+00:00", "2026-11-20T10:00:05+00:00") for i in range(3000))
-            db.executemany("INSERT INTO verifications (id, attempt, begun, ended) VALUES (?,?,?,?)", rows)
+            rows = (
+                (
+                    f"lab/r{i % 50}/{i}",
+                    "x",
+                    "2026-11-20T10:00:00+00:00",
+                    "2026-11-20T10:00:05+00:00",
+                )
+                for i in range(3000)
+            )
+            db.executemany(
+                "INSERT INTO verifications (id, attempt, begun, ended) VALUES (?,?,?,?)", rows
+            )
         shutil.rmtree(tmp_path / "runs" / "a" / "1")
         lab.service.wait_until(lambda: len(lab.ask("/v1/checkpoints").json["checkpoints"]) == 1)
         tally = lab.service.upkeep.tally
         tally.forget_gone()
-        assert len(lab.service.upkeep.journal.verified_besides((), 9999)) == 3002  # a checkpoint may be away for a moment
+        assert (
+            len(lab.service.upkeep.journal.verified_besides((), 9999)) == 3002
+        )  # a checkpoint may be away for a moment
         tally.forget_gone()
         assert lab.service.upkeep.journal.verified_besides((), 9999) == {"lab/a/2"}
         lab.service.wait_until(lambda: lab.ask("/v1/scrub").json["due"] == 0)
@@ -182,6 +219,10 @@ def test_no_request_counts_the_whole_journal_where_that_is_slow(tmp_path, monkey
 
 @pytest.mark.parametrize("count", [0, 1, 500, 501, 1000, 1001])
 def test_a_long_list_is_encoded_in_parts_as_in_one(count):
-    document = {"names": [{"name": f"\ud800{i}"} for i in range(count)], "complete": True, "deep": {"list": [[]]}}
+    document = {
+        "names": [{"name": f"\ud800{i}"} for i in range(count)],
+        "complete": True,
+        "deep": {"list": [[]]},
+    }
     body = DocumentResponse(document).body
     assert body == json.dumps(document, separators=(",", ":")).encode()

@@ -20,7 +20,10 @@ def top(tmp_path_factory):
     """A run, and a checkpoint whose plan for a large mesh takes minutes and gigabytes."""
     top = tmp_path_factory.mktemp("calculated")
     save_run(top / "runs" / "run", (10, 20))
-    shardckpt.save(top / "runs" / "odd" / "1", {"w": np.ones((8, 8), np.float32), "odd": np.zeros((1,) * 32, np.float32)})
+    shardckpt.save(
+        top / "runs" / "odd" / "1",
+        {"w": np.ones((8, 8), np.float32), "odd": np.zeros((1,) * 32, np.float32)},
+    )
     return top
 
 
@@ -36,7 +39,9 @@ def processes():
     return Path(f"/proc/{server}/task/{server}/children").read_text().split()
 
 
-def test_a_calculation_that_takes_too_much_memory_or_time_is_refused_and_its_process_ends(lab, monkeypatch):
+def test_a_calculation_that_takes_too_much_memory_or_time_is_refused_and_its_process_ends(
+    lab, monkeypatch
+):
     monkeypatch.setattr(calculations, "_MEMORY", 64 << 20)
     reply = lab.ask(HUGE)
     assert (reply.status, reply.json["code"]) == (413, "memory"), reply
@@ -52,12 +57,26 @@ def test_a_calculation_that_takes_too_much_memory_or_time_is_refused_and_its_pro
 
 def test_long_requests_of_one_user_keep_no_other_user_waiting(lab, monkeypatch):
     monkeypatch.setattr(calculations, "SECONDS", 20.0)
-    paths = (HUGE, HUGE.replace("/v1/checkpoints", "/ui/plan").replace("/plan?", "?"), "/v1/checkpoints/lab/run/10?only=**")
-    hostile = [threading.Thread(target=lab.ask, args=(paths[i % 3],), kwargs={"scope": "operate"}, daemon=True) for i in range(16)]
+    paths = (
+        HUGE,
+        HUGE.replace("/v1/checkpoints", "/ui/plan").replace("/plan?", "?"),
+        "/v1/checkpoints/lab/run/10?only=**",
+    )
+    hostile = [
+        threading.Thread(
+            target=lab.ask, args=(paths[i % 3],), kwargs={"scope": "operate"}, daemon=True
+        )
+        for i in range(16)
+    ]
     for one in hostile:
         one.start()
     lab.service.wait_until(processes)
-    for path in ("/healthz", "/v1/runs", "/v1/checkpoints/lab/run/10", "/v1/checkpoints/lab/run/10/statistics/model~1embed.weight"):
+    for path in (
+        "/healthz",
+        "/v1/runs",
+        "/v1/checkpoints/lab/run/10",
+        "/v1/checkpoints/lab/run/10/statistics/model~1embed.weight",
+    ):
         assert lab.ask(path.replace("~1", "/"), scope="read").status == 200, path
     for one in hostile:
         one.join()

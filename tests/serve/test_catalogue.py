@@ -51,7 +51,9 @@ def test_it_follows_the_storage(scanned):
     assert ids() == ["lab/a/1", "lab/a/10", "lab/b/deep/2"]
     pin(root / "a" / "1")
     ids()
-    assert [one["id"] for one in catalogue.checkpoints(CheckpointQuery(tag="pinned"))[0]] == ["lab/a/1"]
+    assert [one["id"] for one in catalogue.checkpoints(CheckpointQuery(tag="pinned"))[0]] == [
+        "lab/a/1"
+    ]
     unpin(root / "a" / "1")
     ids()
     assert catalogue.checkpoints(CheckpointQuery(tag="pinned"))[0] == []
@@ -73,7 +75,10 @@ def test_tags_are_seen_at_once_and_found(scanned):
 
     def tagged(name):
         ids()
-        return [(one["id"], one["pinned"], one["tags"]) for one in catalogue.checkpoints(CheckpointQuery(tag=name))[0]]
+        return [
+            (one["id"], one["pinned"], one["tags"])
+            for one in catalogue.checkpoints(CheckpointQuery(tag=name))[0]
+        ]
 
     for _ in range(3):
         tag(root / "a" / "1", "best")
@@ -94,7 +99,9 @@ def test_a_change_within_one_step_of_the_file_systems_clock_is_seen(scanned):
     root, catalogue, _, ids = scanned
     save(root / "1")
     ids()
-    times = [(path, path.stat().st_mtime_ns) for path in (root / "1", root / "1" / "checkpoint.json")]
+    times = [
+        (path, path.stat().st_mtime_ns) for path in (root / "1", root / "1" / "checkpoint.json")
+    ]
     tag(root / "1", "best")
     for path, then in times:
         os.utime(path, ns=(then, then))
@@ -198,7 +205,9 @@ def test_a_disk_that_is_full_is_told_and_gets_over(scanned):
     for name in ("1", "2"):
         for i in range(20):
             (root / f"{name}-{i}" / "checkpoint.json").parent.mkdir()
-            (root / f"{name}-{i}" / "checkpoint.json").write_bytes((root / name / "checkpoint.json").read_bytes())
+            (root / f"{name}-{i}" / "checkpoint.json").write_bytes(
+                (root / name / "checkpoint.json").read_bytes()
+            )
     scanner.scan()
     assert "cannot be written" in scanner.problems["lab"]
     catalogue._writer.execute("PRAGMA max_page_count = 1000000")
@@ -273,7 +282,9 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path):
         "--state",
         tmp_path / "state",
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         try:
             assert process.stdout.readline().startswith("serving at http://127.0.0.1:")
             second = subprocess.run(command, capture_output=True, text=True, timeout=200)
@@ -294,15 +305,29 @@ def test_ten_thousand_rows_are_listed_by_index(tmp_path):
     catalogue = Catalogue(tmp_path)
     place = parse("/x")
     entries = {
-        f"lab/run-{i % 200}/{i}": (f"lab/run-{i % 200}", CatalogEntry(str(i), place, "committed", metrics={"loss": float(i)}))
+        f"lab/run-{i % 200}/{i}": (
+            f"lab/run-{i % 200}",
+            CatalogEntry(str(i), place, "committed", metrics={"loss": float(i)}),
+        )
         for i in range(10_000)
     }
     catalogue.replace(entries, [])
     assert len(catalogue.runs(limit=500)[0]) == 200
     page, following = catalogue.checkpoints(CheckpointQuery(metric=("loss", "<", 500.0), limit=400))
     assert len(page) == 400
-    assert len(catalogue.checkpoints(CheckpointQuery(metric=("loss", "<", 500.0), limit=400, cursor=following))[0]) == 100
-    plan = catalogue._read("EXPLAIN QUERY PLAN SELECT id FROM checkpoints WHERE run = ? ORDER BY run, step, id LIMIT 5", ("x",))
+    assert (
+        len(
+            catalogue.checkpoints(
+                CheckpointQuery(metric=("loss", "<", 500.0), limit=400, cursor=following)
+            )[0]
+        )
+        == 100
+    )
+    plan = catalogue._read(
+        "EXPLAIN QUERY PLAN SELECT id FROM checkpoints WHERE run = ? ORDER BY run, step, id "
+        "LIMIT 5",
+        ("x",),
+    )
     assert "in_order" in str(plan)
     catalogue.close()
 
@@ -336,11 +361,17 @@ def test_a_scan_of_a_bucket_makes_at_most_four_requests_per_checkpoint(tmp_path,
 
 
 def test_a_bucket_is_listed_read_and_followed(store, tmp_path):
-    root = f"{store.location}/runs" if store.location.local_path is None else str(store.location.local_path / "runs")
+    root = (
+        f"{store.location}/runs"
+        if store.location.local_path is None
+        else str(store.location.local_path / "runs")
+    )
     save(f"{root}/a/1")
     with serving(("lab", root), state=tmp_path / "state") as service:
         assert [one["id"] for one in service.get("/v1/checkpoints")["checkpoints"]] == ["lab/a/1"]
-        assert service.ask("/v1/checkpoints/lab/a/1/tensors/w?format=raw").body == np.ones(3).tobytes()
+        assert (
+            service.ask("/v1/checkpoints/lab/a/1/tensors/w?format=raw").body == np.ones(3).tobytes()
+        )
         assert load(service.ask("/files/lab/a/1/model.safetensors").body)["w"].tolist() == [1, 1, 1]
         checkpoint = shardckpt.open(f"{service.url}/raw/lab/a/1")
         assert checkpoint.verify().ok
@@ -366,7 +397,9 @@ def test_pages_and_lists_show_tags(tmp_path):
 
 def test_a_root_that_cannot_be_listed_is_refused(tmp_path):
     (tmp_path / "notes").touch()
-    with pytest.raises(OptionError, match=f"^lab: {tmp_path}/notes is a file; give a directory of runs"):
+    with pytest.raises(
+        OptionError, match=f"^lab: {tmp_path}/notes is a file; give a directory of runs"
+    ):
         Roots([f"lab={tmp_path / 'notes'}"])
     with pytest.raises(OptionError, match="a web server does not list what it has"):
         Roots(["lab=http://127.0.0.1/runs"])

@@ -9,7 +9,14 @@ from typer.testing import CliRunner
 import shardckpt
 from shardckpt import Box, Client
 from shardckpt.cli.app import app
-from shardckpt.errors import NamesMismatchError, NotFoundError, OptionError, ShapeMismatchError, StorageError, UrlError
+from shardckpt.errors import (
+    NamesMismatchError,
+    NotFoundError,
+    OptionError,
+    ShapeMismatchError,
+    StorageError,
+    UrlError,
+)
 from shardckpt.serve import client as module
 from shardckpt.serve.access.tokens import add_token
 
@@ -29,8 +36,16 @@ def run(*args, status=0):
 def test_it_asks_for_everything(client, runs, monkeypatch):
     monkeypatch.setattr(module, "_PAGE", 2)
     assert [one["run"] for one in client.runs()] == ["lab/llama", "lab/tiny-gpt"]
-    assert [one["id"] for one in client.checkpoints()] == ["lab/llama/10", "lab/llama/20", "lab/llama/30", "lab/tiny-gpt/10"]
-    assert [one["step"] for one in client.checkpoints("lab/llama", metric="loss<2.5", order="descending")] == [30, 20]
+    assert [one["id"] for one in client.checkpoints()] == [
+        "lab/llama/10",
+        "lab/llama/20",
+        "lab/llama/30",
+        "lab/tiny-gpt/10",
+    ]
+    assert [
+        one["step"]
+        for one in client.checkpoints("lab/llama", metric="loss<2.5", order="descending")
+    ] == [30, 20]
     assert client.checkpoint("lab/llama/10")["layout"] == "packed"
     local = shardckpt.open(runs / "llama" / "10")
     for box in (None, Box((1, 2), (5, 7))):
@@ -41,7 +56,12 @@ def test_it_asks_for_everything(client, runs, monkeypatch):
     assert client.layout("lab/llama/10", "model/head")["text"] == "model over data=4 × model=2"
     assert client.statistics("lab/llama/10", "optimizer/count")["max"] == 299
     assert not client.diff("lab/llama/10", "lab/llama/20")["equal"]
-    assert client.plan("lab/llama/10", mesh="model=2", rule=["model/head=(model)"])["target"]["devices"] == 2
+    assert (
+        client.plan("lab/llama/10", mesh="model=2", rule=["model/head=(model)"])["target"][
+            "devices"
+        ]
+        == 2
+    )
     assert np.array_equal(client.open("lab/llama/10").read("optimizer/count"), np.arange(300))
 
 
@@ -54,14 +74,20 @@ def test_errors_are_those_of_the_library(client, tmp_path, runs, monkeypatch):
         client.read("lab/llama/10", "model/head", Box((0, 0), (99, 1)))
     with pytest.raises(OptionError):
         list(client.checkpoints(metric="loss"))
-    with pytest.raises(StorageError, match="does not answer"), Client("http://127.0.0.1:9") as nobody:
+    with (
+        pytest.raises(StorageError, match="does not answer"),
+        Client("http://127.0.0.1:9") as nobody,
+    ):
         nobody.checkpoint("a")
     for url in ("ftp://x", "host", "http://", "http://user@host", "http://host/path"):
         with pytest.raises(UrlError):
             Client(url)
     token = add_token(tmp_path / "tokens", "ann", "read")
     with serving(("lab", runs), token_file=tmp_path / "tokens") as service:
-        with Client(service.url) as stranger, pytest.raises(StorageError, match="valid bearer token"):
+        with (
+            Client(service.url) as stranger,
+            pytest.raises(StorageError, match="valid bearer token"),
+        ):
             list(stranger.runs())
         with Client(service.url, token=token) as known:
             assert len(list(known.runs())) == 2
@@ -70,7 +96,9 @@ def test_errors_are_those_of_the_library(client, tmp_path, runs, monkeypatch):
             assert len(list(known.runs())) == 2
             assert known.open("lab/llama/10").verify().ok
         for more in ((), ("--json",)):
-            shown = run("--server", service.url, "info", "lab/llama/10", "model/embed.weight", *more)
+            shown = run(
+                "--server", service.url, "info", "lab/llama/10", "model/embed.weight", *more
+            )
             assert "Authorization: …" in shown or "Authorization: \\u2026" in shown
             assert token not in shown
 
@@ -85,12 +113,30 @@ def test_commands_read_through_a_service(service, runs):
     assert "chunks" in run(*at, "verify", "lab/llama/10")
     by_service, by_hand = (
         run(*args, status=1)
-        for args in ((*at, "diff", "lab/llama/10", "lab/llama/20"), ("diff", runs / "llama" / "10", runs / "llama" / "20"))
+        for args in (
+            (*at, "diff", "lab/llama/10", "lab/llama/20"),
+            ("diff", runs / "llama" / "10", runs / "llama" / "20"),
+        )
     )
     assert by_service == by_hand
-    assert run(*at, "fingerprint", "lab/llama/10").split()[0] == run("fingerprint", runs / "llama" / "10").split()[0]
-    assert "reshard" in run(*at, "plan", "lab/llama/10", "--mesh", "model=2", "--rule", "model/head=(model)", "--rate", "1GiB")
+    assert (
+        run(*at, "fingerprint", "lab/llama/10").split()[0]
+        == run("fingerprint", runs / "llama" / "10").split()[0]
+    )
+    assert "reshard" in run(
+        *at,
+        "plan",
+        "lab/llama/10",
+        "--mesh",
+        "model=2",
+        "--rule",
+        "model/head=(model)",
+        "--rate",
+        "1GiB",
+    )
     assert "did you mean" in run(*at, "info", "lab/llama/10", "model/haed", status=5)
-    assert "the service has no such checkpoint, or your token may not read its root" in run(*at, "info", "lab/none", status=3)
+    assert "the service has no such checkpoint, or your token may not read its root" in run(
+        *at, "info", "lab/none", status=3
+    )
     assert "there is no run 'nope'; `shardckpt --server" in run(*at, "ls", "nope", status=3)
     assert "/raw/ID" in run(*at, "rm", "lab/llama/10", status=2)

@@ -13,7 +13,14 @@ from typer.testing import CliRunner
 import shardckpt
 from shardckpt import Client
 from shardckpt.cli.app import app
-from shardckpt.errors import AlreadyExistsError, CommitError, CoordinationError, NotFoundError, OptionError, StorageError
+from shardckpt.errors import (
+    AlreadyExistsError,
+    CommitError,
+    CoordinationError,
+    NotFoundError,
+    OptionError,
+    StorageError,
+)
 from shardckpt.serve import client as module
 from shardckpt.serve.jobs import endpoints
 
@@ -27,7 +34,9 @@ def client(lab):
 @pytest.fixture
 def run(lab, monkeypatch):
     """Runs a command with `--server`."""
-    monkeypatch.setenv("SHARDCKPT_HTTP_HEADERS", f"{lab.service.url} Authorization: Bearer {lab.tokens['admin']}")
+    monkeypatch.setenv(
+        "SHARDCKPT_HTTP_HEADERS", f"{lab.service.url} Authorization: Bearer {lab.tokens['admin']}"
+    )
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*args, status=0):
@@ -61,21 +70,29 @@ def test_jobs_are_started_followed_and_listed(client, lab, monkeypatch):
     assert seen[-1][0] == seen[-1][1] == job["total"]
     assert shardckpt.open(lab.root / "copied" / "10").verify().ok
     assert client.wait(first["number"]) == client.job(first["number"]) == job
-    client.wait(client.start("export", checkpoint="lab/llama/10", to="lab/exported", include=["model/**"])["number"])
+    client.wait(
+        client.start("export", checkpoint="lab/llama/10", to="lab/exported", include=["model/**"])[
+            "number"
+        ]
+    )
     imported = client.start("import", from_="lab/exported", to="lab/imported/10")
     assert client.wait(imported["number"])["result"]["committed"]
     monkeypatch.setattr(module, "_PAGE", 1)
     numbers = [one["number"] for one in client.jobs()]
     assert len(numbers) >= 3
     assert numbers == sorted(numbers, reverse=True)
-    assert [one["number"] for one in client.jobs("done", operation="import", subject="lab/exported")] == [imported["number"]]
+    assert [
+        one["number"] for one in client.jobs("done", operation="import", subject="lab/exported")
+    ] == [imported["number"]]
     assert client.operations()["copy"]["required"] == ["checkpoint", "to"]
 
 
 def test_a_failed_job_raises_its_own_error(client):
     client.wait(client.start("copy", checkpoint="lab/llama/10", to="lab/twice/10")["number"])
     again = client.start("copy", checkpoint="lab/llama/20", to="lab/twice/10")["number"]
-    with pytest.raises(AlreadyExistsError, match=rf"job {again} \(copy lab/llama/20\): lab/twice/10"):
+    with pytest.raises(
+        AlreadyExistsError, match=rf"job {again} \(copy lab/llama/20\): lab/twice/10"
+    ):
         client.wait(again)
     with pytest.raises(NotFoundError):
         client.wait(99999)
@@ -98,7 +115,8 @@ def test_waits_are_bounded_and_jobs_can_be_cancelled(client, frozen):
 
 
 class Cutting:
-    """A transport that loses some answers, counted from 0, after the service has seen the requests."""
+    """A transport that loses some answers, counted from 0, after the service has seen the
+    requests."""
 
     def __init__(self, inner, lost):
         self.inner, self.lost, self.asked = inner, lost, []
@@ -135,7 +153,9 @@ def test_a_start_whose_answer_is_lost_starts_one_job(client, cutting):
     assert len(transport.asked) == 2
     assert len(list(client.jobs())) == before + 1
     client.wait(number)
-    numbers = {client.start("pin", key="mine", checkpoint="lab/llama/20")["number"] for _ in range(2)}
+    numbers = {
+        client.start("pin", key="mine", checkpoint="lab/llama/20")["number"] for _ in range(2)
+    }
     assert len(numbers) == 1
     cutting(range(2))
     with pytest.raises(StorageError, match="does not answer"):
@@ -150,7 +170,9 @@ def test_a_wait_goes_on_after_lost_streams_and_answers(client, cutting, monkeypa
     assert len(transport.asked) > 5
 
 
-def test_a_wait_that_has_long_heard_nothing_goes_on_after_a_lost_answer(client, lab, frozen, cutting, monkeypatch):
+def test_a_wait_that_has_long_heard_nothing_goes_on_after_a_lost_answer(
+    client, lab, frozen, cutting, monkeypatch
+):
     monkeypatch.setattr(module, "_SILENCE", 5.0)
     monkeypatch.setattr(client, "_timeout", 4.0)
     transport = cutting(range(1, 2))
@@ -180,13 +202,33 @@ def test_a_wait_ends_where_nobody_answers(monkeypatch):
 
 
 def test_commands_start_show_and_list_jobs(run):
-    assert "done" in run("job", "start", "copy", "checkpoint=lab/llama/10", "to=lab/typed/10", "--wait")
+    assert "done" in run(
+        "job", "start", "copy", "checkpoint=lab/llama/10", "to=lab/typed/10", "--wait"
+    )
     with_values = ("checkpoint=lab/llama/20", "to=lab/typed/10", "overwrite=true")
-    job = json.loads(run("job", "start", "reshard", *with_values, "mesh=x=2", "rule=**/embed.weight=(x,)", "--wait", "--json"))
+    job = json.loads(
+        run(
+            "job",
+            "start",
+            "reshard",
+            *with_values,
+            "mesh=x=2",
+            "rule=**/embed.weight=(x,)",
+            "--wait",
+            "--json",
+        )
+    )
     assert job["state"] == "done"
-    assert (job["arguments"]["overwrite"], job["arguments"]["rule"]) == (True, ["**/embed.weight=(x,)"])
+    assert (job["arguments"]["overwrite"], job["arguments"]["rule"]) == (
+        True,
+        ["**/embed.weight=(x,)"],
+    )
     number = job["number"]
-    assert json.loads(run("job", "show", number, "--json")) == json.loads(run("job", "wait", number, "--json")) == job
+    assert (
+        json.loads(run("job", "show", number, "--json"))
+        == json.loads(run("job", "wait", number, "--json"))
+        == job
+    )
     assert "reshard lab/llama/20 to lab/typed/10: done" in run("job", "show", number)
     assert json.loads(run("jobs", "--state", "done", "--json"))["jobs"][0] == job
     (line,) = (line for line in run("jobs").splitlines() if line.split()[0] == str(number))
@@ -216,9 +258,13 @@ def test_commands_end_with_the_status_of_the_error(run, lab):
     run("job", "start", "copy", "checkpoint=lab/llama/10", "to=lab/there/10", "--wait")
     run("job", "start", "copy", "checkpoint=lab/llama/20", "to=lab/there/10", "--wait", status=7)
     place = lab.root / "there" / "10"
-    data = max((one for one in place.rglob("*") if one.is_file()), key=lambda one: one.stat().st_size)
+    data = max(
+        (one for one in place.rglob("*") if one.is_file()), key=lambda one: one.stat().st_size
+    )
     data.unlink()
-    assert "ok: false" in run("job", "start", "verify", "checkpoint=lab/there/10", "--wait", status=1)
+    assert "ok: false" in run(
+        "job", "start", "verify", "checkpoint=lab/there/10", "--wait", status=1
+    )
     for command in (("jobs",), ("job", "show", "1")):
         result = CliRunner().invoke(app, list(command))
         assert result.exit_code == 2

@@ -1,4 +1,5 @@
-"""The examples of deploy/ and the commands of docs/deploy.md: options exist, schemas hold, and what they start answers."""
+"""The examples of deploy/ and the commands of docs/deploy.md: options exist, schemas hold, and what
+they start answers."""
 
 import http.client
 import json
@@ -27,7 +28,9 @@ from shardckpt.serve.access.tokens import add_token
 from shardckpt.serve.jobs.journal import Journal
 
 DEPLOY = ROOT / "deploy"
-BACKUP, RESTORE = re.findall(r"^```sh\n(.*?)^```", (DOCS / "deploy.md").read_text(), re.MULTILINE | re.DOTALL)
+BACKUP, RESTORE = re.findall(
+    r"^```sh\n(.*?)^```", (DOCS / "deploy.md").read_text(), re.MULTILINE | re.DOTALL
+)
 
 
 def manifests():
@@ -37,14 +40,22 @@ def manifests():
 def starts():
     """The arguments of the service in each example."""
     by_line = {
-        name: next(line for line in (DEPLOY / name).read_text().splitlines() if line.startswith(("ENTRYPOINT", "ExecStart")))
+        name: next(
+            line
+            for line in (DEPLOY / name).read_text().splitlines()
+            if line.startswith(("ENTRYPOINT", "ExecStart"))
+        )
         for name in ("Dockerfile", "shardckpt-serve.service")
     }
     deployment = next(one for one in manifests() if one["kind"] == "Deployment")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["shardckpt"]
     proxied = re.search(r"shardckpt serve .*", (DEPLOY / "nginx.conf").read_text())[0]
-    return by_line | {"kubernetes.yaml": " ".join(container["args"]), "compose.yaml": " ".join(compose["command"]), "nginx.conf": proxied}
+    return by_line | {
+        "kubernetes.yaml": " ".join(container["args"]),
+        "compose.yaml": " ".join(compose["command"]),
+        "nginx.conf": proxied,
+    }
 
 
 @pytest.mark.parametrize("name", [*starts()])
@@ -80,7 +91,11 @@ def test_one_pod_owns_the_state_and_its_ports_and_volumes_fit():
     volumes = {one["name"]: one for one in pod["volumes"]}
     assert {one["name"] for one in container["volumeMounts"]} == volumes.keys()
     assert volumes["state"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-    assert service["spec"]["selector"] == spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
+    assert (
+        service["spec"]["selector"]
+        == spec["selector"]["matchLabels"]
+        == spec["template"]["metadata"]["labels"]
+    )
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     assert f"EXPOSE {container['ports'][0]['containerPort']}" in dockerfile
     assert f"--uid {pod['securityContext']['runAsUser']} " in dockerfile
@@ -98,7 +113,9 @@ def test_every_metric_of_the_alerts_is_one_of_the_service(tmp_path):
     rules = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"][0]["rules"]
     used = {name for rule in rules for name in re.findall(r"shardckpt_serve_\w+", rule["expr"])}
     with operated(tmp_path, ("lab", tmp_path / "runs"), scrub=1e6) as lab:
-        known = set(re.findall(r"^(shardckpt_serve_\w+)", lab.ask("/metrics").body.decode(), re.MULTILINE))
+        known = set(
+            re.findall(r"^(shardckpt_serve_\w+)", lab.ask("/metrics").body.decode(), re.MULTILINE)
+        )
     assert used
     assert used <= known
 
@@ -111,7 +128,11 @@ def shell(block, changes, cwd):
 
 def test_the_journal_is_backed_up_while_the_service_runs_and_restored(tmp_path):
     save_run(tmp_path / "runs" / "a", (1, 2))
-    changes = {"/backup": tmp_path / "backup", "/var/lib/shardckpt": tmp_path / "state", "/etc/shardckpt/tokens": tmp_path / "tokens"}
+    changes = {
+        "/backup": tmp_path / "backup",
+        "/var/lib/shardckpt": tmp_path / "state",
+        "/etc/shardckpt/tokens": tmp_path / "tokens",
+    }
     with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
         lab.done("verify", checkpoint="lab/a/1")
         shell(BACKUP, changes, tmp_path)
@@ -122,10 +143,16 @@ def test_the_journal_is_backed_up_while_the_service_runs_and_restored(tmp_path):
     (tmp_path / "state").mkdir()
     (tmp_path / "tokens").unlink()
     shell(RESTORE, changes, tmp_path)
-    with serving(("lab", tmp_path / "runs"), token_file=tmp_path / "tokens", state=tmp_path / "state") as service:
+    with serving(
+        ("lab", tmp_path / "runs"), token_file=tmp_path / "tokens", state=tmp_path / "state"
+    ) as service:
         headers = {"Authorization": f"Bearer {tokens['read']}"}
-        assert [one["operation"] for one in service.get("/v1/jobs", **headers)["jobs"]] == ["verify"]
-        checkpoints = {one["id"]: one for one in service.get("/v1/checkpoints", **headers)["checkpoints"]}
+        assert [one["operation"] for one in service.get("/v1/jobs", **headers)["jobs"]] == [
+            "verify"
+        ]
+        checkpoints = {
+            one["id"]: one for one in service.get("/v1/checkpoints", **headers)["checkpoints"]
+        }
         assert checkpoints["lab/a/1"]["verification"]["ok"]
         assert checkpoints["lab/a/2"]["pinned"]  # in the storage
 
@@ -145,13 +172,16 @@ def test_a_journal_of_the_release_before_is_used_and_goes_back(tmp_path):
     with sqlite3.connect(tmp_path / "journal.sqlite") as old:
         assert old.execute("PRAGMA user_version").fetchone() == (1,)
         old.execute(
-            "INSERT INTO jobs (operation, asked, arguments, subject, who, state, created) VALUES ('pin', '', '', '', '', 'done', '')"
+            "INSERT INTO jobs (operation, asked, arguments, subject, who, state, created) VALUES "
+            "('pin', '', '', '', '', 'done', '')"
         )
 
 
 def program(name, package):
     path = shutil.which(name) or shutil.which(name, path="/usr/sbin")
-    assert path, f"{name} is missing: `make deploy` installs it on Debian; elsewhere install {package}"
+    assert path, (
+        f"{name} is missing: `make deploy` installs it on Debian; elsewhere install {package}"
+    )
     return path
 
 
@@ -159,7 +189,10 @@ FIRES = {
     "ShardckptDown": {'up{job="shardckpt"}': "0x60"},
     "ShardckptDamage": {"shardckpt_serve_damaged_checkpoints": "2x60"},
     "ShardckptRootVanished": {"shardckpt_serve_vanished_roots": "1x60"},
-    "ShardckptRootUnreachable": {"shardckpt_serve_unreachable_roots": "1x60", "shardckpt_serve_vanished_roots": "0x60"},
+    "ShardckptRootUnreachable": {
+        "shardckpt_serve_unreachable_roots": "1x60",
+        "shardckpt_serve_vanished_roots": "0x60",
+    },
     "ShardckptDirectoriesPassedOver": {"shardckpt_serve_passed_over_directories": "3x200"},
     "ShardckptJobsFail": {'shardckpt_serve_jobs{state="failed"}': "0+1x60"},
     "ShardckptScrubBehind": {"shardckpt_serve_scrub_due_bytes": "5x3000"},
@@ -179,40 +212,71 @@ def test_promtool_accepts_the_alerts_and_each_fires_when_it_should(tmp_path):
     promtool = program("promtool", "prometheus")
     rules = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"][0]["rules"]
     assert {one["alert"] for one in rules} == FIRES.keys()
-    subprocess.run([promtool, "check", "rules", DEPLOY / "alerts.yaml"], check=True, capture_output=True, timeout=200)
+    subprocess.run(
+        [promtool, "check", "rules", DEPLOY / "alerts.yaml"],
+        check=True,
+        capture_output=True,
+        timeout=200,
+    )
     tests = []
     for rule in rules:
         series = FIRES[rule["alert"]]
         minutes = max(int(values.rpartition("x")[2]) for values in series.values()) - 1
         labels = {"severity": rule["labels"]["severity"]}
-        quiet = [{"series": name, "values": "1x60" if "up{" in name or "scans" in name else "0x60"} for name in series]
+        quiet = [
+            {"series": name, "values": "1x60" if "up{" in name or "scans" in name else "0x60"}
+            for name in series
+        ]
         quiet = [one | {"values": "0+1x60"} if "scans" in one["series"] else one for one in quiet]
         tests.append(
             {
                 "interval": "1m",
-                "input_series": [{"series": name, "values": values} for name, values in series.items()],
+                "input_series": [
+                    {"series": name, "values": values} for name, values in series.items()
+                ],
                 "promql_expr_test": [
                     {
-                        "expr": f'count(ALERTS{{alertname="{rule["alert"]}", alertstate="firing", severity="{labels["severity"]}"}})',
+                        "expr": f'count(ALERTS{{alertname="{rule["alert"]}", alertstate="firing", '
+                        f'severity="{labels["severity"]}"}})',
                         "eval_time": f"{minutes}m",
                         "exp_samples": [{"labels": "{}", "value": 1}],
                     }
                 ],
             }
         )
-        silent = {"expr": f'ALERTS{{alertname="{rule["alert"]}"}}', "eval_time": "59m", "exp_samples": []}
+        silent = {
+            "expr": f'ALERTS{{alertname="{rule["alert"]}"}}',
+            "eval_time": "59m",
+            "exp_samples": [],
+        }
         tests.append({"interval": "1m", "input_series": quiet, "promql_expr_test": [silent]})
-    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"rule_files": [str(DEPLOY / "alerts.yaml")], "tests": tests}))
-    done = subprocess.run([promtool, "test", "rules", tmp_path / "test.yaml"], capture_output=True, text=True, timeout=250)
+    (tmp_path / "test.yaml").write_text(
+        yaml.safe_dump({"rule_files": [str(DEPLOY / "alerts.yaml")], "tests": tests})
+    )
+    done = subprocess.run(
+        [promtool, "test", "rules", tmp_path / "test.yaml"],
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.deploy
 def test_systemd_accepts_the_unit(tmp_path):
-    unit = (DEPLOY / "shardckpt-serve.service").read_text().replace("/opt/shardckpt/bin/shardckpt", shutil.which("true"))
+    unit = (
+        (DEPLOY / "shardckpt-serve.service")
+        .read_text()
+        .replace("/opt/shardckpt/bin/shardckpt", shutil.which("true"))
+    )
     (tmp_path / "shardckpt-serve.service").write_text(unit)
     analyze = program("systemd-analyze", "systemd")
-    done = subprocess.run([analyze, "verify", tmp_path / "shardckpt-serve.service"], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [analyze, "verify", tmp_path / "shardckpt-serve.service"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     mine = [line for line in done.stderr.splitlines() if "shardckpt-serve" in line]
     assert (done.returncode, mine) == (0, []), done.stderr
 
@@ -229,12 +293,24 @@ def process_of(command, **how):
 @pytest.mark.deploy
 @pytest.mark.timeout(600)
 def test_the_steps_of_the_dockerfile_make_a_service_that_is_healthy(tmp_path):
-    """All of its steps but `useradd`, without a daemon: in a fresh directory, from the files that an image would get."""
+    """All of its steps but `useradd`, without a daemon: in a fresh directory, from the files that
+    an image would get."""
     text = (DEPLOY / "Dockerfile").read_text()
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True).stdout.decode().split("\0")
+    listed = (
+        subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True)
+        .stdout.decode()
+        .split("\0")
+    )
     for name in filter(None, listed):
-        if not any(fnmatch(part, one.removeprefix("**/")) for part in name.split("/") for one in ignored) and (ROOT / name).exists():
+        if (
+            not any(
+                fnmatch(part, one.removeprefix("**/"))
+                for part in name.split("/")
+                for one in ignored
+            )
+            and (ROOT / name).exists()
+        ):
             (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, tmp_path / "src" / name)
     save_run(tmp_path / "runs" / "a", (1,))
@@ -256,12 +332,25 @@ def test_the_steps_of_the_dockerfile_make_a_service_that_is_healthy(tmp_path):
         text = text.replace(theirs, ours)
     run, *others = re.findall(r"^RUN (.*)$", text, re.MULTILINE)
     assert [one.split()[0] for one in others] == ["useradd"]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL"))}
-    subprocess.run(["sh", "-e", "-c", run], cwd=tmp_path, env=clean, check=True, capture_output=True, timeout=550)
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "VIRTUAL"))
+    }
+    subprocess.run(
+        ["sh", "-e", "-c", run],
+        cwd=tmp_path,
+        env=clean,
+        check=True,
+        capture_output=True,
+        timeout=550,
+    )
     entry = json.loads(re.search(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)[1])
     check = json.loads(re.search(r"^HEALTHCHECK .*CMD (\[.*\])$", text, re.MULTILINE)[1])
     command = [*entry, f"runs={tmp_path}/runs", "--port", str(port)]
-    with process_of(command, cwd=tmp_path, env=clean, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with process_of(
+        command, cwd=tmp_path, env=clean, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
         end = time.monotonic() + 60
         while subprocess.run(check, env=clean, capture_output=True).returncode:
             assert process.poll() is None, shlex.join(command)

@@ -1,4 +1,5 @@
-"""Finding and seeing: lists that the server sorts and filters, and pages that say how runs and checkpoints are."""
+"""Finding and seeing: lists that the server sorts and filters, and pages that say how runs and
+checkpoints are."""
 
 import datetime as dt
 import re
@@ -28,7 +29,11 @@ AGES = {1: 9, 2: 5, 3: 1, 4: 60 * 24 * 3, 5: 2}
 
 def layers(n):
     names = ("self_attn.q_proj.weight", "mlp.up_proj.weight")
-    return {f"model.layers.{i}.{name}": np.full((4, 2), i, np.float32) for i in range(n) for name in names}
+    return {
+        f"model.layers.{i}.{name}": np.full((4, 2), i, np.float32)
+        for i in range(n)
+        for name in names
+    }
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +46,9 @@ def service(tmp_path_factory):
             config = {"config": {"hidden": 64, "names": ["a"] * 40}, "note": "trained <fast>"}
             metadata = config if loss is None else config | {"metrics": {"loss": loss}}
             state = {"model": layers(6), "x": np.zeros(step * 100), "step": step}
-            shardckpt.save(top / "runs" / "a" / str(step), state, options=SaveOptions(metadata=metadata))
+            shardckpt.save(
+                top / "runs" / "a" / str(step), state, options=SaveOptions(metadata=metadata)
+            )
         for minutes in (30, 20, 10):
             when = (NOW - dt.timedelta(days=1, minutes=minutes)).isoformat(timespec="seconds")
             patch.setattr(assemble, "utc_now", lambda when=when: when)
@@ -57,7 +64,9 @@ def steps(service, query):
     """Steps of a list, read in pages of two."""
     numbers, cursor = [], ""
     while cursor is not None:
-        doc = service.get(f"/v1/checkpoints?run=lab/a&limit=2&{query}{cursor and f'&cursor={quote(cursor)}'}")
+        doc = service.get(
+            f"/v1/checkpoints?run=lab/a&limit=2&{query}{cursor and f'&cursor={quote(cursor)}'}"
+        )
         numbers += [one["step"] for one in doc["checkpoints"]]
         cursor = doc["next"]
     return numbers
@@ -87,8 +96,15 @@ def test_checkpoints_are_found_by_date_and_size(service):
     two_days_ago = (NOW - dt.timedelta(days=2)).strftime("%Y-%m-%d")
     assert steps(service, f"since={two_days_ago}") == [1, 2, 3, 5]
     assert steps(service, f"until={two_days_ago}&sort=created") == [4]
-    assert steps(service, f"since={quote((NOW - dt.timedelta(minutes=6)).isoformat())}") == [2, 3, 5]
-    sizes = {one["step"]: one["stored_bytes"] for one in service.get("/v1/checkpoints?run=lab/a")["checkpoints"]}
+    assert steps(service, f"since={quote((NOW - dt.timedelta(minutes=6)).isoformat())}") == [
+        2,
+        3,
+        5,
+    ]
+    sizes = {
+        one["step"]: one["stored_bytes"]
+        for one in service.get("/v1/checkpoints?run=lab/a")["checkpoints"]
+    }
     assert steps(service, f"larger={sizes[4]}") == [4, 5]
     assert steps(service, "larger=1GiB") == []
     for bad in (
@@ -144,7 +160,13 @@ def test_the_state_of_a_run_is_a_sentence():
     assert sentence(2) == "saved 2 min ago"
     assert sentence(9, 5, 1, ended=True) == "ended"
     assert sentence() == "–"
-    assert [ago(n) for n in (59, 60, 7199, 7200, 86400)] == ["just now", "1 min ago", "1 h ago", "2 h ago", "1 d ago"]
+    assert [ago(n) for n in (59, 60, 7199, 7200, 86400)] == [
+        "just now",
+        "1 min ago",
+        "1 h ago",
+        "2 h ago",
+        "1 d ago",
+    ]
 
 
 def test_the_page_of_a_run_marks_its_best_step_and_filters(service):
@@ -155,7 +177,9 @@ def test_the_page_of_a_run_marks_its_best_step_and_filters(service):
     def listed(query):
         page = service.ask(f"/ui/run/lab/a?{query}")
         assert page.status == 200
-        return re.findall(r'<td data-head="Checkpoint"><a href="/ui/checkpoint/lab/a/(\d)"', page.body.decode())
+        return re.findall(
+            r'<td data-head="Checkpoint"><a href="/ui/checkpoint/lab/a/(\d)"', page.body.decode()
+        )
 
     assert listed("") == ["5", "4", "3", "2", "1"]
     assert listed("sort=metric:loss") == ["2", "3", "4", "1"]
@@ -182,7 +206,11 @@ def test_the_page_of_a_checkpoint_folds_layers_and_has_numbers_metadata_and_comm
 
 def test_a_download_has_the_models_own_names_and_all_tensors_are_another_one(service, tmp_path):
     optimizer = {"state": {"w": np.ones(3)}}
-    states = {"both": {"model": {"w": np.ones(2)}, "optimizer": optimizer}, "weights": {"model": {"w": np.ones(2)}}, "other": optimizer}
+    states = {
+        "both": {"model": {"w": np.ones(2)}, "optimizer": optimizer},
+        "weights": {"model": {"w": np.ones(2)}},
+        "other": optimizer,
+    }
     for name, state in states.items():
         shardckpt.save(tmp_path / "runs" / name / "1", state)
     downloads = {}
@@ -190,10 +218,15 @@ def test_a_download_has_the_models_own_names_and_all_tensors_are_another_one(ser
         for name in states:
             page = unescape(lab.ask(f"/ui/checkpoint/lab/{name}/1", Host="localhost").body.decode())
             links = re.findall(r'href="(/files/[^"]+)" download="([a-z.]+)">([^<]+)</a>', page)
-            downloads[name] = {(text, file): sorted(load(lab.ask(link).body)) for link, file, text in links}
+            downloads[name] = {
+                (text, file): sorted(load(lab.ask(link).body)) for link, file, text in links
+            }
             commands = re.findall(r"curl [^<]* -o ([a-z.]+) 'http://localhost(/files/[^']+)'", page)
             assert commands == [(file, link) for link, file, _ in links]
-    model, everything = ("Download the model", "model.safetensors"), ("Download all tensors of the state", "state.safetensors")
+    model, everything = (
+        ("Download the model", "model.safetensors"),
+        ("Download all tensors of the state", "state.safetensors"),
+    )
     assert downloads["both"] == {model: ["w"], everything: ["model.w", "optimizer.state.w"]}
     assert downloads["weights"] == {model: ["w"]}
     assert downloads["other"] == {everything: ["state.w"]}
@@ -211,14 +244,31 @@ def test_a_tree_of_many_keys_fits_on_a_page(tmp_path):
 
 
 def test_a_comparison_begins_with_a_sentence_and_the_largest_relative_change(tmp_path):
-    one = {"big": np.array([1000.0, 1.0]), "small": np.array([1.0, 1.0]), "odd": np.array([1.0, 2.0]), "same": np.ones(3)}
-    other = {"big": np.array([1010.0, 1.0]), "small": np.array([1.5, 1.0]), "odd": np.array([np.nan, 2.0]), "same": np.ones(3)}
+    one = {
+        "big": np.array([1000.0, 1.0]),
+        "small": np.array([1.0, 1.0]),
+        "odd": np.array([1.0, 2.0]),
+        "same": np.ones(3),
+    }
+    other = {
+        "big": np.array([1010.0, 1.0]),
+        "small": np.array([1.5, 1.0]),
+        "odd": np.array([np.nan, 2.0]),
+        "same": np.ones(3),
+    }
     shardckpt.save(tmp_path / "runs" / "a" / "1", one)
     shardckpt.save(tmp_path / "runs" / "a" / "2", other)
     with serving(("lab", tmp_path / "runs")) as service:
         page = words(service.ask("/ui/diff?a=lab/a/1&b=lab/a/2"))
-        assert "different : 4 tensors compared bit by bit; 3 of them differ, most of all odd." in page
+        assert (
+            "different : 4 tensors compared bit by bit; 3 of them differ, most of all odd." in page
+        )
         assert re.findall(r"\b(odd|small|big) 1 ", page) == ["odd", "small", "big"]
-        relative = {value["name"]: value["relative"] for value in service.get("/v1/diff?a=lab/a/1&b=lab/a/2")["values"]}
+        relative = {
+            value["name"]: value["relative"]
+            for value in service.get("/v1/diff?a=lab/a/1&b=lab/a/2")["values"]
+        }
         assert relative == {"big": 0.01, "small": 0.5, "odd": None}
-        assert "equal : 4 tensors compared bit by bit." in words(service.ask("/ui/diff?a=lab/a/1&b=lab/a/1"))
+        assert "equal : 4 tensors compared bit by bit." in words(
+            service.ask("/ui/diff?a=lab/a/1&b=lab/a/1")
+        )

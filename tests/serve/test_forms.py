@@ -1,4 +1,5 @@
-"""The forms of the page, as a browser sends them: who may, from where, once, and with which errors."""
+"""The forms of the page, as a browser sends them: who may, from where, once, and with which
+errors."""
 
 import re
 from html import unescape
@@ -30,13 +31,21 @@ class Person:
         return reply.body.decode()
 
     def send(self, path, *, origin=None, kind="application/x-www-form-urlencoded", **fields):
-        headers = {"Cookie": self.cookie, "Content-Type": kind, "Origin": origin or self.service.url}
+        headers = {
+            "Cookie": self.cookie,
+            "Content-Type": kind,
+            "Origin": origin or self.service.url,
+        }
         return self.service.ask(path, "POST", urlencode(fields, doseq=True), **headers)
 
     def forms(self, path):
         """The forms of a page that start jobs: operation → hidden fields."""
         by_operation = {}
-        for operation, inside in re.findall(r'<form method="post" action="/ui/jobs/(\w+)".*?>(.*?)</form>', self.see(path), re.DOTALL):
+        for operation, inside in re.findall(
+            r'<form method="post" action="/ui/jobs/(\w+)".*?>(.*?)</form>',
+            self.see(path),
+            re.DOTALL,
+        ):
             hidden = re.findall(r'<input type="hidden" name="([^"]*)" value="([^"]*)">', inside)
             by_operation[operation] = {name: unescape(value) for name, value in hidden}
         return by_operation
@@ -60,7 +69,9 @@ class Person:
 def place(tmp_path_factory):
     top = tmp_path_factory.mktemp("forms")
     for step in (1, 2, 3):
-        shardckpt.save(top / "lab" / "run" / str(step), {"w": np.arange(64, dtype=np.float32) + step})
+        shardckpt.save(
+            top / "lab" / "run" / str(step), {"w": np.arange(64, dtype=np.float32) + step}
+        )
     pin(top / "lab" / "run" / "3")
     return top
 
@@ -69,7 +80,9 @@ def place(tmp_path_factory):
 def people(place):
     """A service, and somebody with each scope."""
     tokens = {scope: add_token(place / "tokens", scope, scope) for scope in SCOPES}
-    with serving(("lab", place / "lab"), token_file=place / "tokens", state=place / "state") as service:
+    with serving(
+        ("lab", place / "lab"), token_file=place / "tokens", state=place / "state"
+    ) as service:
         yield {scope: Person(service, token) for scope, token in tokens.items()}
 
 
@@ -82,20 +95,37 @@ def test_each_sees_only_the_forms_that_they_may_send(people):
     assert set(people["admin"].forms(PAGE)) == {"verify", "pin", "tag", "copy", "export", "delete"}
     assert "overwrite" not in people["operate"].see(PAGE)
     assert "overwrite" in people["admin"].see(PAGE)
-    assert set(people["operate"].forms("/ui/checkpoint/lab/run/3")) == {"verify", "tag", "copy", "export"}
-    assert set(people["admin"].forms("/ui/checkpoint/lab/run/3")) == {"verify", "unpin", "tag", "copy", "export"}
+    assert set(people["operate"].forms("/ui/checkpoint/lab/run/3")) == {
+        "verify",
+        "tag",
+        "copy",
+        "export",
+    }
+    assert set(people["admin"].forms("/ui/checkpoint/lab/run/3")) == {
+        "verify",
+        "unpin",
+        "tag",
+        "copy",
+        "export",
+    }
     for scope, expected in (("read", {}), ("operate", {"import"}), ("admin", {"import"})):
         assert set(people[scope].forms("/ui/jobs")) == set(expected)
-        assert set(people[scope].forms("/ui/plan/lab/run/1?mesh=x%3D2")) == ({"reshard"} if expected else set())
+        assert set(people[scope].forms("/ui/plan/lab/run/1?mesh=x%3D2")) == (
+            {"reshard"} if expected else set()
+        )
 
 
 @pytest.mark.parametrize("options", [{}, {"state": "state"}, {"token_file": "tokens"}])
 def test_a_service_without_tokens_or_state_has_no_forms(place, tmp_path, options):
     token = add_token(tmp_path / "tokens", "ann", "admin")
-    with serving(("lab", place / "lab"), **{name: tmp_path / value for name, value in options.items()}) as service:
+    with serving(
+        ("lab", place / "lab"), **{name: tmp_path / value for name, value in options.items()}
+    ) as service:
         someone = Person(service, token) if "token_file" in options else None
         for path in (PAGE, "/ui/plan/lab/run/1?mesh=x%3D2", "/ui/jobs"):
-            reply = service.ask(path) if someone is None else service.ask(path, Cookie=someone.cookie)
+            reply = (
+                service.ask(path) if someone is None else service.ask(path, Cookie=someone.cookie)
+            )
             text = reply.body.decode()
             assert "/ui/jobs/" not in text
             assert ('href="/ui/jobs"' in text) == ("state" in options)
@@ -105,13 +135,19 @@ def test_a_service_without_tokens_or_state_has_no_forms(place, tmp_path, options
 def test_a_form_sent_twice_starts_one_job_and_one_that_was_changed_another(people, place):
     ann = people["operate"]
     hidden = ann.forms(PAGE)["copy"]
-    sent = [ann.send("/ui/jobs/copy", **hidden, to="lab/copies/1").headers["location"] for _ in range(3)]
+    sent = [
+        ann.send("/ui/jobs/copy", **hidden, to="lab/copies/1").headers["location"] for _ in range(3)
+    ]
     assert len(set(sent)) == 1
     other = ann.send("/ui/jobs/copy", **hidden, to="lab/copies/2").headers["location"]
     assert other not in sent
     for location, name in ((sent[0], "1"), (other, "2")):
         job = ann.end(int(location.rpartition("/")[2]))
-        assert (job["state"], job["who"], job["destination"]) == ("done", "operate", f"lab/copies/{name}")
+        assert (job["state"], job["who"], job["destination"]) == (
+            "done",
+            "operate",
+            f"lab/copies/{name}",
+        )
         assert shardckpt.open(place / "lab" / "copies" / name).read("w")[0] == 1
     assert "The new checkpoint is" in ann.see(sent[0])
     assert ann.forms(PAGE)["copy"]["key"] != hidden["key"]
@@ -123,10 +159,16 @@ def test_a_form_from_elsewhere_is_refused(people):
     assert ann.send("/ui/jobs/pin", origin="http://evil.example", **fields).status == 403
     body = urlencode(fields)
     form = {"Content-Type": "application/x-www-form-urlencoded"}
-    assert ann.service.ask("/ui/jobs/pin", "POST", body, Cookie=ann.cookie, **form).status == 403  # no Origin
-    assert ann.service.ask("/ui/jobs/pin", "POST", body, Origin=ann.service.url, **form).status == 401  # no session
+    assert (
+        ann.service.ask("/ui/jobs/pin", "POST", body, Cookie=ann.cookie, **form).status == 403
+    )  # no Origin
+    assert (
+        ann.service.ask("/ui/jobs/pin", "POST", body, Origin=ann.service.url, **form).status == 401
+    )  # no session
     assert ann.service.ask("/ui/job/1/cancel", "POST", "", Cookie=ann.cookie).status == 403
-    assert not any(one["operation"] == "pin" for one in ann.service.get("/v1/jobs", Cookie=ann.cookie)["jobs"])
+    assert not any(
+        one["operation"] == "pin" for one in ann.service.get("/v1/jobs", Cookie=ann.cookie)["jobs"]
+    )
 
 
 def test_mistakes_are_pages_that_say_what_to_do(people):
@@ -151,7 +193,9 @@ def test_mistakes_are_pages_that_say_what_to_do(people):
     refusal("/ui/job/99999/cancel", 404, "there is no job 99999")
     refusal("/ui/job/x/cancel", 404, "there is no job 'x'")
     refusal("/ui/jobs/copy", 415, "send a form", to="lab/x/1", kind="application/json")
-    evil = refusal("/ui/jobs/copy", 404, "<svg onload", checkpoint="lab/<svg onload=alert(1)>", to="lab/x/1")
+    evil = refusal(
+        "/ui/jobs/copy", 404, "<svg onload", checkpoint="lab/<svg onload=alert(1)>", to="lab/x/1"
+    )
     assert evil.count("<svg onload") == 2  # in the message and in the link back, both escaped
     raw = ann.send("/ui/jobs/copy", **{**fields, "checkpoint": "lab/<svg onload=alert(1)>"}).body
     assert b"<svg" not in raw
@@ -175,7 +219,9 @@ def test_what_is_quick_is_done_and_the_page_shows_it(people, place):
     assert eve.end(eve.start(page, "untag"))["result"] == {"tag": tag, "was_tagged": True}
 
 
-def test_a_checkpoint_is_deleted_when_its_name_was_typed_and_only_the_one_that_was_seen(people, place):
+def test_a_checkpoint_is_deleted_when_its_name_was_typed_and_only_the_one_that_was_seen(
+    people, place
+):
     eve, page = people["admin"], "/ui/checkpoint/lab/run/4"
     where = place / "lab" / "run" / "4"
     shardckpt.save(where, {"w": np.ones(2)})
@@ -190,7 +236,10 @@ def test_a_checkpoint_is_deleted_when_its_name_was_typed_and_only_the_one_that_w
     job = eve.end(eve.start(page, "delete", confirm="lab/run/4", reason="too old"))
     assert job["state"] == "done"
     assert "The checkpoint is deleted." in eve.see(f"/ui/job/{job['number']}")
-    assert not (where / "checkpoint.json").exists() or "too old" in (where / "checkpoint.json").read_text()
+    assert (
+        not (where / "checkpoint.json").exists()
+        or "too old" in (where / "checkpoint.json").read_text()
+    )
 
 
 def test_a_checkpoint_that_cannot_be_read_is_shown_and_deleted(people, place):
@@ -212,7 +261,10 @@ def test_a_reshard_is_started_with_the_options_of_its_plan(people, place):
     job = ann.end(number)
     assert (job["state"], job["arguments"]["mesh"]) == ("done", "x=2"), job
     assert str(shardckpt.open(place / "lab" / "resharded" / "1").info("w").layout)
-    assert ann.service.get("/v1/checkpoints/lab/resharded/1/layouts/w", Cookie=ann.cookie)["mesh"] is not None
+    assert (
+        ann.service.get("/v1/checkpoints/lab/resharded/1/layouts/w", Cookie=ann.cookie)["mesh"]
+        is not None
+    )
 
 
 def test_a_job_that_failed_is_started_again_and_one_that_waits_is_cancelled(people):
@@ -228,7 +280,10 @@ def test_a_job_that_failed_is_started_again_and_one_that_waits_is_cancelled(peop
     assert ann.end(again)["arguments"] == failed["arguments"]
     ended = ann.send(f"/ui/job/{again}/cancel")
     assert (ended.status, b"can be cancelled" in ended.body) == (400, True)
-    many = [ann.start(PAGE, "export", to=f"lab/exports/{i}.safetensors", include="w\nno-such-*") for i in range(3)]
+    many = [
+        ann.start(PAGE, "export", to=f"lab/exports/{i}.safetensors", include="w\nno-such-*")
+        for i in range(3)
+    ]
     assert "Cancel" not in bob.see(f"/ui/job/{many[-1]}")
     assert bob.send(f"/ui/job/{many[-1]}/cancel").status == 403
     ann.send(f"/ui/job/{many[-1]}/cancel")
@@ -258,13 +313,21 @@ def test_damage_is_shown_wherever_checkpoints_are(tmp_path):
     """Of the attempt that is there, by the latest verification that has ended."""
     for step in range(1, 6):
         shardckpt.save(tmp_path / "lab" / "run" / str(step), {"w": np.ones(3)})
-    attempts = {step: shardckpt.open(tmp_path / "lab" / "run" / str(step)).record.attempt for step in range(1, 6)}
+    attempts = {
+        step: shardckpt.open(tmp_path / "lab" / "run" / str(step)).record.attempt
+        for step in range(1, 6)
+    }
     (tmp_path / "state").mkdir()
     journal = Journal(tmp_path / "state")
 
     def verified(step, damaged, attempt=None, *, over=True):
         one = journal.begin_verification(f"lab/run/{step}", attempt or attempts[step], None)
-        journal.update_verification(type(one)(**{**_dict(one), "chunks": 9, "damaged": damaged, "damage": [DAMAGE][:damaged]}), over=over)
+        journal.update_verification(
+            type(one)(
+                **{**_dict(one), "chunks": 9, "damaged": damaged, "damage": [DAMAGE][:damaged]}
+            ),
+            over=over,
+        )
 
     verified(1, 2)  # damaged, and said so again by one that is not over
     verified(1, 0, over=False)
@@ -274,8 +337,13 @@ def test_damage_is_shown_wherever_checkpoints_are(tmp_path):
     verified(4, 0)
     journal.close()
     with serving(("lab", tmp_path / "lab"), state=tmp_path / "state") as service:
-        entries = {one["name"]: one["verification"] for one in service.get("/v1/checkpoints")["checkpoints"]}
-        assert {name: one and (one["ok"], one["damaged"], one["job"]) for name, one in entries.items()} == {
+        entries = {
+            one["name"]: one["verification"]
+            for one in service.get("/v1/checkpoints")["checkpoints"]
+        }
+        assert {
+            name: one and (one["ok"], one["damaged"], one["job"]) for name, one in entries.items()
+        } == {
             "1": (False, 2, None),
             "2": (True, 0, None),
             "3": None,
@@ -285,7 +353,11 @@ def test_damage_is_shown_wherever_checkpoints_are(tmp_path):
         assert service.get("/v1/checkpoints/lab/run/1")["entry"]["verification"] == entries["1"]
         assert service.get("/v1/runs")["runs"][0]["damaged"] == 1
         with shardckpt.Client(service.url) as client:
-            assert [one["id"] for one in client.checkpoints() if one["verification"] and one["verification"]["damaged"]] == ["lab/run/1"]
+            assert [
+                one["id"]
+                for one in client.checkpoints()
+                if one["verification"] and one["verification"]["damaged"]
+            ] == ["lab/run/1"]
 
         def see(path):
             return service.ask(path).body.decode()
@@ -307,7 +379,9 @@ def test_damage_is_shown_wherever_checkpoints_are(tmp_path):
 
 def test_health_says_how_far_the_scrub_is(tmp_path):
     shardckpt.save(tmp_path / "lab" / "1", {"w": np.ones(3000)})
-    with serving(("lab", tmp_path / "lab"), state=tmp_path / "state", scrub=1000.0, scrub_rate=1) as service:
+    with serving(
+        ("lab", tmp_path / "lab"), state=tmp_path / "state", scrub=1000.0, scrub_rate=1
+    ) as service:
         text = service.ask("/ui/health").body.decode()
     for words in ("16 min", "1 B/s", "0 of 1 checkpoint", "does not keep up", "<progress"):
         assert words in text
@@ -317,7 +391,14 @@ def test_arguments_without_an_encoding_are_in_documents_and_on_pages(people):
     """JSON has lone surrogates as escapes."""
     ann = people["operate"]
     body = r'{"checkpoint": "lab/run/1", "to": "lab/exports/odd", "include": ["\ud800"]}'
-    reply = ann.service.ask("/v1/jobs/export", "POST", body, Cookie=ann.cookie, Origin=ann.service.url, Content_Type="application/json")
+    reply = ann.service.ask(
+        "/v1/jobs/export",
+        "POST",
+        body,
+        Cookie=ann.cookie,
+        Origin=ann.service.url,
+        Content_Type="application/json",
+    )
     assert reply.status == 202
     assert ann.end(reply.json["number"])["arguments"]["include"] == ["\ud800"]
     assert "\\ud800" in ann.see(f"/ui/job/{reply.json['number']}")
@@ -328,10 +409,18 @@ def test_a_page_of_ten_thousand_rows_asks_the_journal_once(tmp_path, monkeypatch
     for i in range(3):
         journal.update_verification(journal.begin_verification(f"lab/{i}", "a", None), over=True)
     original = Journal.latest_verifications
-    monkeypatch.setattr(Journal, "latest_verifications", lambda self, idents: (asked.append(len(idents)), original(self, idents))[1])
+    monkeypatch.setattr(
+        Journal,
+        "latest_verifications",
+        lambda self, idents: (asked.append(len(idents)), original(self, idents))[1],
+    )
     scanner = type("Scanner", (), {"watch": type("Watch", (), {"vanished": {}})})
-    service = type("Service", (), {"upkeep": type("Upkeep", (), {"journal": journal}), "scanner": scanner})
-    entries = [{"id": f"lab/{i}", "attempt": "a", "bases": [], "reason": None} for i in range(10_000)]
+    service = type(
+        "Service", (), {"upkeep": type("Upkeep", (), {"journal": journal}), "scanner": scanner}
+    )
+    entries = [
+        {"id": f"lab/{i}", "attempt": "a", "bases": [], "reason": None} for i in range(10_000)
+    ]
     assert sum(one["verification"] is not None for one in with_verifications(service, entries)) == 3
     assert asked == [10_000]
 
@@ -342,10 +431,16 @@ def _dict(one):
 
 def test_the_page_of_a_run_lists_what_rules_give_up_and_deletes_it_when_the_run_has_ended(tmp_path):
     for step in (1, 2, 3):
-        shardckpt.save(tmp_path / "lab" / "run" / str(step), {"w": np.arange(64, dtype=np.float32) + step})
+        shardckpt.save(
+            tmp_path / "lab" / "run" / str(step), {"w": np.arange(64, dtype=np.float32) + step}
+        )
     (tmp_path / "rules.toml").write_text('[[keep]]\nruns = "lab/run"\nlatest = 1\n')
     tokens = {scope: add_token(tmp_path / "tokens", scope, scope) for scope in SCOPES}
-    options = {"token_file": tmp_path / "tokens", "state": tmp_path / "state", "keep": tmp_path / "rules.toml"}
+    options = {
+        "token_file": tmp_path / "tokens",
+        "state": tmp_path / "state",
+        "keep": tmp_path / "rules.toml",
+    }
     with serving(("lab", tmp_path / "lab"), **options) as service:
         people = {scope: Person(service, token) for scope, token in tokens.items()}
         page, admin = "/ui/run/lab/run", people["admin"]
@@ -360,7 +455,9 @@ def test_the_page_of_a_run_lists_what_rules_give_up_and_deletes_it_when_the_run_
         admin.end(admin.start(page, "end"))
         assert "Delete 2 steps for ever" in admin.see(page)
         assert "for ever" not in people["operate"].see(page)
-        deleted = admin.end(admin.start(page, "retain"))["result"]  # the last form of that operation is the one that deletes
+        deleted = admin.end(admin.start(page, "retain"))[
+            "result"
+        ]  # the last form of that operation is the one that deletes
         assert [one["name"] for one in deleted["steps"]] == ["1", "2"]
         assert "2 steps deleted" in admin.see(page)
         assert set(admin.forms(page)) == {"retain", "reopen", "gc"}

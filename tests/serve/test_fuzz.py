@@ -30,7 +30,9 @@ def test_answers_conform_to_the_openapi_document(service, described):
     checked = 0
     for operation in operations(described):
 
-        @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @settings(
+            max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), database=None
+        )
         @given(case=operation.as_strategy())
         def answers(case):
             reply = case.call()
@@ -44,21 +46,32 @@ def test_answers_conform_to_the_openapi_document(service, described):
 
 
 def test_requests_for_jobs_conform_to_the_openapi_document(tmp_path, monkeypatch):
-    monkeypatch.setattr(JobRunner, "start", lambda _: None)  # the requests are tested, not the thousand jobs
+    monkeypatch.setattr(
+        JobRunner, "start", lambda _: None
+    )  # the requests are tested, not the thousand jobs
     monkeypatch.setattr(journal, "MOST_QUEUED", 100_000)
     save_run(tmp_path / "runs" / "llama", (10,))
     with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
         headers = {"Authorization": f"Bearer {lab.tokens['admin']}"}
-        described = schemathesis.openapi.from_url(f"{lab.service.url}/v1/openapi.json", headers=headers)
+        described = schemathesis.openapi.from_url(
+            f"{lab.service.url}/v1/openapi.json", headers=headers
+        )
         posts = [one for one in operations(described) if one.method == "post"]
         for operation in posts:
 
-            @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+            @settings(
+                max_examples=20,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+                database=None,
+            )
             @given(case=operation.as_strategy())
             def answers(case):
                 reply = case.call(headers=headers)
                 assert reply.status_code < 500, (case.as_curl_command(), reply.text)
-                case.validate_response(reply, excluded_checks=[positive_data_acceptance, ignored_auth])
+                case.validate_response(
+                    reply, excluded_checks=[positive_data_acceptance, ignored_auth]
+                )
 
             answers()
         assert len(posts) >= 14
@@ -76,14 +89,50 @@ IDS = st.sampled_from(
 WORDS = st.sampled_from(
     [
         *("", "tensors/model/head", "layouts/model/none", "statistics/model/scale", "plan"),
-        *("tensors/", "tensors/\x00", "nothing", "tensors/\ud800", "model.safetensors", "zarr.json"),
+        *(
+            "tensors/",
+            "tensors/\x00",
+            "nothing",
+            "tensors/\ud800",
+            "model.safetensors",
+            "zarr.json",
+        ),
     ]
 )
-ODD = ["0:1", "0:8,0:8", "-1", ":,:", "1e9", "9" * 30, "model=2", "data=1x2", "**=(model)", "(((", "[", "*" * 200, "inf", "true", "\ud800"]
+ODD = [
+    "0:1",
+    "0:8,0:8",
+    "-1",
+    ":,:",
+    "1e9",
+    "9" * 30,
+    "model=2",
+    "data=1x2",
+    "**=(model)",
+    "(((",
+    "[",
+    "*" * 200,
+    "inf",
+    "true",
+    "\ud800",
+]
 TEXTS = st.text(max_size=30) | st.sampled_from(ODD)
 NAMES = st.sampled_from(
     [
-        *("box", "format", "budget", "mesh", "rule", "preset", "dtype", "only", "rate", "memory_limit", "metric", "step"),
+        *(
+            "box",
+            "format",
+            "budget",
+            "mesh",
+            "rule",
+            "preset",
+            "dtype",
+            "only",
+            "rate",
+            "memory_limit",
+            "metric",
+            "step",
+        ),
         *(
             "cursor",
             "limit",
@@ -132,13 +181,22 @@ def test_no_text_makes_the_service_fail(service, ident, word, query, area):
 
 def test_random_bytes_leave_the_service_as_it_was(service):
     rng = random.Random(0)
-    start = b"GET /v1/runs?limit=5 HTTP/1.1\r\nHost: localhost\r\nRange: bytes=0-5\r\nConnection: close\r\n\r\n"
+    start = (
+        b"GET /v1/runs?limit=5 HTTP/1.1\r\n"
+        b"Host: localhost\r\n"
+        b"Range: bytes=0-5\r\n"
+        b"Connection: close\r\n"
+        b"\r\n"
+    )
     for _ in range(150):
         data = bytearray(start)
         for _ in range(rng.randrange(1, 8)):
             at = rng.randrange(len(data))
             data[at : at + rng.randrange(2)] = rng.randbytes(rng.randrange(3))
-        with socket.create_connection(service.address, timeout=60) as one, suppress(ConnectionError):
+        with (
+            socket.create_connection(service.address, timeout=60) as one,
+            suppress(ConnectionError),
+        ):
             one.sendall(data)
             one.shutdown(socket.SHUT_WR)
             while part := one.recv(65536):

@@ -62,18 +62,28 @@ def test_each_operation_does_what_the_library_does(lab):
     source = {"checkpoint": "lab/llama/10"}
     assert lab.done("verify", **source)["ok"]
     linked = lab.done("copy", **source, to="lab/copies/10")
-    assert (linked["stored_bytes"], ["damage to one damages both" in one for one in linked["notices"]]) == (0, [True])
+    assert (
+        linked["stored_bytes"],
+        ["damage to one damages both" in one for one in linked["notices"]],
+    ) == (0, [True])
     same(lab.root / "copies" / "10", lab.root / "llama" / "10")
-    result = lab.done("reshard", **source, to="lab/wide/10", mesh="x=2", rule=["**/embed.weight=(x,)"])
+    result = lab.done(
+        "reshard", **source, to="lab/wide/10", mesh="x=2", rule=["**/embed.weight=(x,)"]
+    )
     assert (result["url"], "hard links" in str(result["notices"])) == ("lab/wide/10", False)
-    assert str(shardckpt.open(lab.root / "wide" / "10").info("model/embed.weight").layout.spec) == "PartitionSpec('x')"
+    assert (
+        str(shardckpt.open(lab.root / "wide" / "10").info("model/embed.weight").layout.spec)
+        == "PartitionSpec('x')"
+    )
     same(lab.root / "wide" / "10", lab.root / "llama" / "10")
     lab.done("export", **source, to="lab/exported", include=["model/**"], strip_prefix="model.")
     expected = {name: value for name, value in state(10)["model"].items() if value is not None}
     for name, value in load_file(lab.root / "exported" / "model.safetensors").items():
         np.testing.assert_array_equal(value, expected[name])
     lab.done("import", **{"from": "lab/exported"}, to="lab/imported/10", into="model")
-    np.testing.assert_array_equal(shardckpt.restore(lab.root / "imported" / "10")["model"]["head"], state(10)["model"]["head"])
+    np.testing.assert_array_equal(
+        shardckpt.restore(lab.root / "imported" / "10")["model"]["head"], state(10)["model"]["head"]
+    )
 
     lab.done("pin", checkpoint="lab/copies/10")
     lab.done("tag", checkpoint="lab/copies/10", tag="best")
@@ -84,12 +94,26 @@ def test_each_operation_does_what_the_library_does(lab):
     assert "lab/copies/10 is pinned and tagged best" in refused["error"]["message"]
     assert lab.done("unpin", checkpoint="lab/copies/10") == {"pinned": False, "was_pinned": True}
     assert lab.done("untag", checkpoint="lab/copies/10", tag="best")["was_tagged"]
-    assert lab.done("delete", checkpoint="lab/copies/10", reason="a test") == {"deleted": True, "left": []}
+    assert lab.done("delete", checkpoint="lab/copies/10", reason="a test") == {
+        "deleted": True,
+        "left": [],
+    }
     assert not (lab.root / "copies" / "10").exists()
     lab.service.wait_until(lambda: lab.ask("/v1/checkpoints/lab/copies/10").status == 404)
     jobs = lab.ask("/v1/jobs?subject=lab/copies/10").json["jobs"]
-    assert [one["operation"] for one in jobs] == ["delete", "untag", "unpin", "delete", "tag", "pin", "copy"]
-    assert [one["number"] for one in lab.ask("/v1/jobs?limit=2").json["jobs"]] == [jobs[0]["number"], jobs[1]["number"]]
+    assert [one["operation"] for one in jobs] == [
+        "delete",
+        "untag",
+        "unpin",
+        "delete",
+        "tag",
+        "pin",
+        "copy",
+    ]
+    assert [one["number"] for one in lab.ask("/v1/jobs?limit=2").json["jobs"]] == [
+        jobs[0]["number"],
+        jobs[1]["number"],
+    ]
 
 
 def test_versions_of_a_publisher_are_folded_by_a_job(lab):
@@ -101,7 +125,9 @@ def test_versions_of_a_publisher_are_folded_by_a_job(lab):
     assert [one["step"] for one in lab.done("fold", run="lab/policy")["folded"]] == [3, 6, 9]
     assert lab.done("fold", run="lab/policy") == {"most": 8, "folded": []}
     assert (shardckpt.restore(lab.root / "policy" / "11")["w"] == np.arange(1000.0) + 1).all()
-    assert "3 differences are too few" in lab.run("fold", run="lab/policy", most=3)["error"]["message"]
+    assert (
+        "3 differences are too few" in lab.run("fold", run="lab/policy", most=3)["error"]["message"]
+    )
 
 
 def test_scopes_say_who_may_start_what(lab):
@@ -116,11 +142,17 @@ def test_scopes_say_who_may_start_what(lab):
     assert accepted.json["who"] == "the-operate"
     assert lab.ask(f"/v1/jobs/{accepted.json['number']}", scope="read").status == 200
     assert lab.ask(f"/v1/jobs/{accepted.json['number']}/cancel", "POST", scope="read").status == 403
-    assert lab.service.ask("/v1/jobs/verify", "POST", json.dumps(pin), Content_Type="application/json").status == 401
+    assert (
+        lab.service.ask(
+            "/v1/jobs/verify", "POST", json.dumps(pin), Content_Type="application/json"
+        ).status
+        == 401
+    )
 
 
 def test_no_request_can_bring_a_regular_expression(lab):
-    """Some need time exponential in their length; patterns of names and mappings that come with shardckpt do not."""
+    """Some need time exponential in their length; patterns of names and mappings that come with
+    shardckpt do not."""
     brought = [parameter for operation in OPERATIONS.values() for parameter in operation.parameters]
     assert not {parameter.name for parameter in brought} & {"rename", "rename_file"}
     assert {parameter.choices for parameter in brought if parameter.name == "mapping"} == {PRESETS}
@@ -146,7 +178,9 @@ def test_a_key_makes_a_request_that_is_sent_twice_one_job(lab):
     assert lab.post("copy", key="once", **arguments).status == 200
     other = lab.post("copy", key="once", **arguments | {"to": "lab/keyed/21"})
     assert (other.status, other.json["code"]) == (400, "option")
-    assert lab.post("copy", "operate", key="once", **arguments | {"to": "lab/keyed/22"}).status == 202
+    assert (
+        lab.post("copy", "operate", key="once", **arguments | {"to": "lab/keyed/22"}).status == 202
+    )
     delete = {"checkpoint": "lab/keyed/20"}
     first = lab.post("delete", key="gone", **delete).json["number"]
     assert lab.wait(first)["state"] == "done"
@@ -159,7 +193,18 @@ def test_places_outside_of_the_roots_are_refused(lab, tmp_path):
     save_file({"w": np.ones(3)}, tmp_path / "secret.safetensors")
     (lab.root / "linked").mkdir()
     (lab.root / "linked" / "model.safetensors").symlink_to(tmp_path / "secret.safetensors")
-    for to in ("lab/../x", "lab/out/x", "other/x", "/etc", "lab", "lab/", "lab/llama/10/x", "lab/llama/10/x/y", "lab/a\0b", "../x"):
+    for to in (
+        "lab/../x",
+        "lab/out/x",
+        "other/x",
+        "/etc",
+        "lab",
+        "lab/",
+        "lab/llama/10/x",
+        "lab/llama/10/x/y",
+        "lab/a\0b",
+        "../x",
+    ):
         reply = lab.post("copy", checkpoint="lab/llama/10", to=to)
         assert reply.status in (400, 404), (to, reply)
         assert str(tmp_path) not in reply.json["detail"]
@@ -199,7 +244,10 @@ def test_bodies_are_json_objects(lab):
         (b"{}", "text/plain", 415),
         (b"", None, 400),
     ):
-        headers = {"Authorization": f"Bearer {lab.tokens['admin']}", "Content-Type": kind or "application/json"}
+        headers = {
+            "Authorization": f"Bearer {lab.tokens['admin']}",
+            "Content-Type": kind or "application/json",
+        }
         assert lab.service.ask("/v1/jobs/pin", "POST", body, **headers).status == status
     assert lab.post("pin", checkpoint="x" * 70_000).status == 413
 
@@ -220,7 +268,9 @@ def test_jobs_that_write_one_place_run_one_after_the_other(lab, tmp_path):
     first = lab.post("copy", checkpoint="lab/llama/10", to="lab/one/1").json["number"]
     pid = frozen(lab, first)
     second = lab.post("copy", "operate", checkpoint="lab/llama/20", to="lab/one/1").json["number"]
-    lab.service.wait_until(lambda: lab.job(second)["waits_for"] == f"job {first} writes to the same place")
+    lab.service.wait_until(
+        lambda: lab.job(second)["waits_for"] == f"job {first} writes to the same place"
+    )
     os.kill(pid, signal.SIGCONT)
     assert lab.wait(first)["state"] == "done"
     lost = lab.wait(second)
@@ -246,7 +296,10 @@ def test_a_job_whose_process_dies_is_started_again_and_then_fails(lab):
         except (OSError, ValueError):
             time.sleep(0.005)
     job = lab.job(number)
-    assert job["error"] == {"code": "storage", "message": "its process ended with signal 9; the log has more."}
+    assert job["error"] == {
+        "code": "storage",
+        "message": "its process ended with signal 9; the log has more.",
+    }
     assert job["tries"] == 3
 
 
@@ -254,14 +307,20 @@ def test_events_tell_the_progress_until_the_end(lab):
     number = lab.post("copy", checkpoint="lab/llama/10", to="lab/followed/1").json["number"]
     reply = lab.ask(f"/v1/jobs/{number}/events")
     assert reply.headers["content-type"].startswith("text/event-stream")
-    events = [json.loads(part.partition("data: ")[2]) for part in reply.body.decode().split("\n\n") if part.startswith("event: job")]
+    events = [
+        json.loads(part.partition("data: ")[2])
+        for part in reply.body.decode().split("\n\n")
+        if part.startswith("event: job")
+    ]
     assert events[-1]["state"] == "done"
     assert events[-1]["done"] == events[-1]["total"] > 0
     assert all(one["number"] == number for one in events)
     assert lab.ask("/v1/jobs/0/events").status == 404
 
 
-def test_a_service_that_is_killed_goes_on_with_its_jobs_and_never_runs_one_twice_at_a_time(tmp_path):
+def test_a_service_that_is_killed_goes_on_with_its_jobs_and_never_runs_one_twice_at_a_time(
+    tmp_path,
+):
     save_run(tmp_path / "runs" / "llama", (10,))
     with ServiceProcess(tmp_path, {"lab": tmp_path / "runs"}) as service:
         number = service.start("copy", checkpoint="lab/llama/10", to="lab/copies/1")
@@ -275,7 +334,10 @@ def test_a_service_that_is_killed_goes_on_with_its_jobs_and_never_runs_one_twice
         service.kill()
         service.restart()
         # The process of the killed service is frozen: it still has the lease.
-        service.wait_until(number, lambda job: job["error"] is not None and "earlier service" in job["error"]["message"])
+        service.wait_until(
+            number,
+            lambda job: job["error"] is not None and "earlier service" in job["error"]["message"],
+        )
         os.kill(pid, signal.SIGCONT)  # it sees that its service is gone, and ends
         done = service.wait_until(number, lambda job: job["state"] == "done")
         assert done["tries"] > 1
@@ -299,9 +361,13 @@ def test_what_was_done_before_a_kill_is_not_done_again_nor_an_error(tmp_path, mo
     with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
         source = {"checkpoint": "lab/llama/10"}
         assert lab.done("copy", **source, to="lab/copies/10")["committed"]
-        assert lab.done("reshard", **source, to="lab/wide/10", mesh="x=2", rule=["**/embed.weight=(x,)"])["done_before"]
+        assert lab.done(
+            "reshard", **source, to="lab/wide/10", mesh="x=2", rule=["**/embed.weight=(x,)"]
+        )["done_before"]
         assert lab.done("export", **source, to="lab/exported", include=["model/**"])["done_before"]
-        assert lab.done("export", **source, to="lab/one.safetensors", include=["model/**"])["done_before"]
+        assert lab.done("export", **source, to="lab/one.safetensors", include=["model/**"])[
+            "done_before"
+        ]
         assert lab.done("import", **{"from": "lab/exported"}, to="lab/imported/10")["committed"]
         assert lab.done("delete", checkpoint="lab/llama/20")["deleted"]
         assert lab.done("verify", **source)["ok"]
@@ -321,12 +387,24 @@ def test_a_deletion_never_hits_a_checkpoint_that_came_later(tmp_path):
         pid = int(lock.read_text())
         os.kill(pid, signal.SIGSTOP)
         number = lab.post("delete", checkpoint="lab/llama/10").json["number"]
-        shardckpt.save(tmp_path / "runs" / "llama" / "10", {"new": np.ones(3)}, options=shardckpt.SaveOptions(overwrite=True))
+        shardckpt.save(
+            tmp_path / "runs" / "llama" / "10",
+            {"new": np.ones(3)},
+            options=shardckpt.SaveOptions(overwrite=True),
+        )
         os.kill(pid, signal.SIGCONT)
-        verified = lab.wait(first)  # it saw the first one replaced, or the second one; neither is damage
-        assert verified["result"]["ok"] if verified["state"] == "done" else verified["error"]["code"] == "replaced"
+        verified = lab.wait(
+            first
+        )  # it saw the first one replaced, or the second one; neither is damage
+        assert (
+            verified["result"]["ok"]
+            if verified["state"] == "done"
+            else verified["error"]["code"] == "replaced"
+        )
         assert lab.wait(number)["error"]["code"] == "replaced"
-    np.testing.assert_array_equal(shardckpt.restore(tmp_path / "runs" / "llama" / "10")["new"], np.ones(3))
+    np.testing.assert_array_equal(
+        shardckpt.restore(tmp_path / "runs" / "llama" / "10")["new"], np.ones(3)
+    )
 
 
 def test_a_journal_on_a_full_disk_refuses_jobs_and_gets_over(tmp_path):
@@ -337,7 +415,9 @@ def test_a_journal_on_a_full_disk_refuses_jobs_and_gets_over(tmp_path):
         db = lab.service.upkeep.journal._db
         pages = db.execute("PRAGMA page_count").fetchone()[0]
         db.execute(f"PRAGMA max_page_count = {pages}")
-        replies = [lab.post("verify", checkpoint="lab/llama/10", key=f"{i:0200}") for i in range(60)]
+        replies = [
+            lab.post("verify", checkpoint="lab/llama/10", key=f"{i:0200}") for i in range(60)
+        ]
         assert replies[-1].status == 502
         assert "disk full" in replies[-1].json["detail"]
         assert lab.ask("/v1/jobs").status == lab.ask("/v1/checkpoints").status == 200
@@ -368,7 +448,9 @@ def test_the_journal_keeps_a_bounded_number_of_jobs(tmp_path, monkeypatch):
     monkeypatch.setattr(journal, "MOST_QUEUED", 50)
     jobs = Journal(tmp_path)
     for i in range(400):
-        job, new = jobs.add("pin", {"i": i}, {"i": i}, subject="a/b", destination=None, who="ann", key=None)
+        job, new = jobs.add(
+            "pin", {"i": i}, {"i": i}, subject="a/b", destination=None, who="ann", key=None
+        )
         assert new
         if i < 350:
             jobs.end(job.number, "done")
@@ -383,7 +465,9 @@ def test_numbers_of_jobs_tell_nothing_of_other_jobs(tmp_path, monkeypatch):
     jobs = Journal(tmp_path)
 
     def add():
-        return jobs.add("pin", {}, {}, subject="a/b", destination=None, who="ann", key=None)[0].number
+        return jobs.add("pin", {}, {}, subject="a/b", destination=None, who="ann", key=None)[
+            0
+        ].number
 
     now = time.time()
     monkeypatch.setattr(journal.time, "time", lambda: now)
@@ -421,7 +505,9 @@ def test_places_that_have_a_meaning_are_not_written_over(tmp_path):
         root = lab.root = tmp_path / "runs"
         pid = frozen(lab, first)
         second = lab.post("copy", **source, to="lab/nest/inner").json["number"]
-        lab.service.wait_until(lambda: lab.job(second)["waits_for"] == f"job {first} writes to the same place")
+        lab.service.wait_until(
+            lambda: lab.job(second)["waits_for"] == f"job {first} writes to the same place"
+        )
         os.kill(pid, signal.SIGCONT)
         assert lab.wait(first)["state"] == "done"
         assert "lies in the checkpoint" in lab.wait(second)["error"]["message"]
@@ -438,7 +524,9 @@ def test_a_deletion_of_nothing_deletes_nothing_later(tmp_path):
         pid = frozen(lab, number)
         whole = record.read_bytes()
         record.write_bytes(whole[:-20] + b"x" * 20)
-        deleting = lab.post("delete", checkpoint="lab/a/10").json["number"]  # that of a damaged record
+        deleting = lab.post("delete", checkpoint="lab/a/10").json[
+            "number"
+        ]  # that of a damaged record
         record.write_bytes(whole)  # restored from a copy
         os.kill(pid, signal.SIGCONT)
         assert lab.wait(deleting)["error"]["code"] == "replaced"
@@ -451,7 +539,9 @@ def test_a_deletion_of_nothing_deletes_nothing_later(tmp_path):
 def test_a_run_with_two_ids_is_ruled_by_none(tmp_path):
     save_run(tmp_path / "runs" / "prod", (10, 20))
     (tmp_path / "runs" / "alias").symlink_to("prod")
-    (tmp_path / "rules.toml").write_text('[[keep]]\nruns = "lab/prod"\nlatest = 9\n[[keep]]\nruns = "lab/**"\nlatest = 1\n')
+    (tmp_path / "rules.toml").write_text(
+        '[[keep]]\nruns = "lab/prod"\nlatest = 9\n[[keep]]\nruns = "lab/**"\nlatest = 1\n'
+    )
     with operated(tmp_path, ("lab", tmp_path / "runs"), keep=tmp_path / "rules.toml") as lab:
         assert lab.done("retain", run="lab/prod")["steps"] == []
         assert "is also 'lab/prod'" in lab.run("retain", run="lab/alias")["error"]["message"]

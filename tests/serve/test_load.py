@@ -1,4 +1,5 @@
-"""Targets under load, measured at the real service in a process of its own: memory, and the time that other users wait.
+"""Targets under load, measured at the real service in a process of its own: memory, and the time
+that other users wait.
 
 `pytest -s -m slow tests/serve/test_load.py` prints the figures.
 """
@@ -68,14 +69,18 @@ HOSTILE = (
 
 @pytest.fixture(scope="module")
 def top(tmp_path_factory):
-    """Checkpoints with a large tensor, with many tensors, with a plan that takes minutes, and with a chunk of 1 GiB of zeros."""
+    """Checkpoints with a large tensor, with many tensors, with a plan that takes minutes, and with
+    a chunk of 1 GiB of zeros."""
     top = tmp_path_factory.mktemp("loaded") / "runs"
     rng = np.random.default_rng(1)
     large = {"w": rng.integers(0, 99, 12 << 20, np.uint8)}
     shardckpt.save(top / "a" / "1", large)
     shardckpt.save(top / "b" / "1", large)
     shardckpt.save(top / "many" / "1", {"many": [np.ones(1)] * 20_000})
-    shardckpt.save(top / "odd" / "1", {"w": np.ones((8, 8), np.float32), "odd": np.zeros((1,) * 32, np.float32)})
+    shardckpt.save(
+        top / "odd" / "1",
+        {"w": np.ones((8, 8), np.float32), "odd": np.zeros((1,) * 32, np.float32)},
+    )
     bomb(top / "bomb" / "1")
     (top / "a" / "tokenizer.json").write_bytes(b"{" + b" " * (33 << 20) + b"}")
     return top
@@ -149,9 +154,16 @@ def test_a_hundred_bombs_or_huge_plans_take_a_bounded_amount_of_memory(top, path
         assert peak.nbytes <= MOST_MEMORY
 
 
-@pytest.mark.parametrize("paths", [HOSTILE, *((one,) for one in HOSTILE)], ids=lambda paths: "mixed" if len(paths) > 1 else paths[0][:40])
+@pytest.mark.parametrize(
+    "paths",
+    [HOSTILE, *((one,) for one in HOSTILE)],
+    ids=lambda paths: "mixed" if len(paths) > 1 else paths[0][:40],
+)
 def test_hostile_requests_of_one_user_make_no_other_user_wait(top, tmp_path, paths):
-    headers = {name: {"Authorization": f"Bearer {add_token(tmp_path / 'tokens', name, 'read')}"} for name in ("ann", "eve")}
+    headers = {
+        name: {"Authorization": f"Bearer {add_token(tmp_path / 'tokens', name, 'read')}"}
+        for name in ("ann", "eve")
+    }
     with apart(("lab", top), flags=("--token-file", tmp_path / "tokens")) as (service, _):
         over = threading.Event()
 
@@ -162,13 +174,20 @@ def test_hostile_requests_of_one_user_make_no_other_user_wait(top, tmp_path, pat
                     service.ask(paths[at % len(paths)], **headers["eve"])
                 at += 1
 
-        attackers = [threading.Thread(target=attack, args=(i,), daemon=True) for i in range(ATTACKERS)]
+        attackers = [
+            threading.Thread(target=attack, args=(i,), daemon=True) for i in range(ATTACKERS)
+        ]
         for one in attackers:
             one.start()
         time.sleep(1)
-        times = slowest(service, ["/healthz", "/v1/runs"], 8 if len(paths) > 1 else 2, **headers["ann"])
+        times = slowest(
+            service, ["/healthz", "/v1/runs"], 8 if len(paths) > 1 else 2, **headers["ann"]
+        )
         over.set()
-        print(f"{ATTACKERS} x {'all' if len(paths) > 1 else paths[0][:60]}: { ({name: round(took, 3) for name, took in times.items()}) }")
+        print(
+            f"{ATTACKERS} x {'all' if len(paths) > 1 else paths[0][:60]}: "
+            f"{ ({name: round(took, 3) for name, took in times.items()}) }"
+        )
         assert max(times.values()) <= MOST_WAIT
 
 
@@ -181,12 +200,20 @@ def test_a_journal_of_a_million_verifications_delays_neither_metrics_nor_pages(t
         before = memory_of_all(process)
         quiet = [max(slowest(service, [path], 0.0, **headers).values()) for path in paths]
     with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as db:
-        rows = ((f"lab/r{i % 50}/{i}", "x", "2026-11-20T10:00:00+00:00", "2026-11-20T10:00:05+00:00") for i in range(1_000_000))
-        db.executemany("INSERT INTO verifications (id, attempt, begun, ended) VALUES (?,?,?,?)", rows)
+        rows = (
+            (f"lab/r{i % 50}/{i}", "x", "2026-11-20T10:00:00+00:00", "2026-11-20T10:00:05+00:00")
+            for i in range(1_000_000)
+        )
+        db.executemany(
+            "INSERT INTO verifications (id, attempt, begun, ended) VALUES (?,?,?,?)", rows
+        )
     with apart(("lab", tmp_path / "runs"), flags=flags) as (service, process):
         took = [max(slowest(service, [path], 0.0, **headers).values()) for path in paths]
         more = memory_of_all(process) - before
-        print(f"a journal of 1,000,000 verifications: median {median(took):.3f} s, most {max(took):.3f} s, {more >> 20} MiB more")
+        print(
+            f"a journal of 1,000,000 verifications: median {median(took):.3f} s, most "
+            f"{max(took):.3f} s, {more >> 20} MiB more"
+        )
         assert median(took) <= max(0.2, 3 * median(quiet))
         assert max(took) <= max(1, 3 * max(quiet))  # beside other programs
         assert more <= 64 << 20

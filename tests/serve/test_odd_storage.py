@@ -1,4 +1,5 @@
-"""Odd checkpoints, directories that cannot be read, and roots that vanish: each is told, and the others are served."""
+"""Odd checkpoints, directories that cannot be read, and roots that vanish: each is told, and the
+others are served."""
 
 import os
 import shutil
@@ -15,7 +16,12 @@ from shardckpt.format.documents import open_envelope, seal
 from shardckpt.serve.access.tokens import add_token
 from shardckpt.serve.vanished import MARKER
 
-ODD_METRICS = ({"caf\udce9": 2.0}, {"huge": 10**400, "least": -(10**400)}, {"": 1.0}, {"text": "nan"})
+ODD_METRICS = (
+    {"caf\udce9": 2.0},
+    {"huge": 10**400, "least": -(10**400)},
+    {"": 1.0},
+    {"text": "nan"},
+)
 
 
 def save(place, **metrics):
@@ -34,7 +40,9 @@ def ids(service):
 
 def metric(service, name, **headers):
     lines = service.ask("/metrics", **headers).body.decode().splitlines()
-    return [float(line.split()[-1]) for line in lines if line.startswith(f"shardckpt_serve_{name} ")]
+    return [
+        float(line.split()[-1]) for line in lines if line.startswith(f"shardckpt_serve_{name} ")
+    ]
 
 
 def test_odd_rows_hide_no_other_checkpoint_and_no_page_fails(tmp_path):
@@ -42,12 +50,17 @@ def test_odd_rows_hide_no_other_checkpoint_and_no_page_fails(tmp_path):
         save(tmp_path / root / "good" / "1")
     for step, metrics in enumerate(ODD_METRICS):
         save(tmp_path / "a" / "odd" / str(step), **metrics)
-    for step, members in enumerate(({"created": "2026-99-99\udcff"}, {"created": "yesterday"}, {"attempt": "caf\udce9"}), 10):
+    for step, members in enumerate(
+        ({"created": "2026-99-99\udcff"}, {"created": "yesterday"}, {"attempt": "caf\udce9"}), 10
+    ):
         save(tmp_path / "a" / "odd" / str(step))
         rewrite(tmp_path / "a" / "odd" / str(step), **members)
     for step in (20, 21, 22):  # together more than a column holds
         save(tmp_path / "a" / "odd" / str(step))
-        rewrite(tmp_path / "a" / "odd" / str(step), totals={"tensors": 1, "bytes": 1 << 62, "stored_bytes": 1 << 62, "chunks": 1})
+        rewrite(
+            tmp_path / "a" / "odd" / str(step),
+            totals={"tensors": 1, "bytes": 1 << 62, "stored_bytes": 1 << 62, "chunks": 1},
+        )
     with serving(("a", tmp_path / "a"), ("b", tmp_path / "b")) as service:
         idents = ids(service)
         assert {"a/good/1", "b/good/1"} < set(idents)
@@ -57,7 +70,9 @@ def test_odd_rows_hide_no_other_checkpoint_and_no_page_fails(tmp_path):
             assert service.ask(path).status == 200, path
         listed = service.get("/v1/checkpoints?run=a/odd&metric=huge>1e300")["checkpoints"]
         assert [one["metrics"] for one in listed] == [{"huge": "inf", "least": "-inf"}]
-        assert [one["state"] for one in service.get("/v1/checkpoints?state=unreadable")["checkpoints"]] == ["unreadable"]
+        assert [
+            one["state"] for one in service.get("/v1/checkpoints?state=unreadable")["checkpoints"]
+        ] == ["unreadable"]
     with shardckpt.CheckpointManager(tmp_path / "a" / "odd") as manager:
         assert manager.best_step("huge") == 1
 
@@ -80,13 +95,17 @@ def test_directories_that_cannot_be_read_are_told_and_the_others_listed(tmp_path
         assert "not a regular file" in doc["passed_over"]["lab/z/1"]
         assert str(tmp_path) not in str(doc["passed_over"])
         assert b"not a regular file" in service.ask("/ui/runs").body
-        service.wait_until(lambda: metric(service, "passed_over_directories") == [float(len(doc["passed_over"]))])
+        service.wait_until(
+            lambda: metric(service, "passed_over_directories") == [float(len(doc["passed_over"]))]
+        )
         shutil.rmtree(tmp_path / "runs" / "z")
         service.wait_until(lambda: "lab/z/1" not in service.get("/v1/runs")["passed_over"])
 
 
 @pytest.mark.parametrize("written", [False, True])
-def test_a_root_that_vanishes_keeps_its_rows_and_nothing_is_written_there(tmp_path, webhook_receiver, written):
+def test_a_root_that_vanishes_keeps_its_rows_and_nothing_is_written_there(
+    tmp_path, webhook_receiver, written
+):
     bodies, webhook = webhook_receiver
     for step in (1, 2):
         save(tmp_path / "mnt" / "a" / str(step))
@@ -102,19 +121,30 @@ def test_a_root_that_vanishes_keeps_its_rows_and_nothing_is_written_there(tmp_pa
         assert "has vanished" in lab.ask("/v1/runs").json["unreachable"]["mnt"]
     with operated(tmp_path, *roots, webhook=webhook) as lab:  # the state directory remembers it
         lab.service.wait_until(lambda: "mnt" in lab.ask("/v1/runs").json["unreachable"])
-        vanished = {one["id"]: one["vanished"] for one in lab.ask("/v1/checkpoints").json["checkpoints"]}
+        vanished = {
+            one["id"]: one["vanished"] for one in lab.ask("/v1/checkpoints").json["checkpoints"]
+        }
         assert vanished == {"mnt/a/1": True, "mnt/a/2": True, "other/b/1": False}
         ready = lab.ask("/readyz")
         assert (ready.status, b"root mnt has vanished" in ready.body) == (200, True)
-        assert lab.service.ask("/readyz").body == b"ready\n1 other root has vanished\n"  # strangers learn no names
-        lab.service.wait_until(lambda: metric(lab.service, "vanished_roots", Authorization=f"Bearer {lab.tokens['read']}") == [1.0])
+        assert (
+            lab.service.ask("/readyz").body == b"ready\n1 other root has vanished\n"
+        )  # strangers learn no names
+        lab.service.wait_until(
+            lambda: (
+                metric(lab.service, "vanished_roots", Authorization=f"Bearer {lab.tokens['read']}")
+                == [1.0]
+            )
+        )
         for page in ("/ui/runs", "/ui/health", "/ui/run/mnt/a"):
             assert b"Root mnt: it has vanished" in lab.ask(page).body, page
         lab.service.wait_until(lambda: bodies and bodies[0]["event"] == "vanished")
         assert bodies[0]["root"] == "mnt"
         number = lab.post("copy", checkpoint="other/b/1", to="mnt/b/1").json["number"]
         waiting = lab.wait(number, "queued", "failed")
-        lab.service.wait_until(lambda: lab.job(number)["tries"] >= 1 and lab.job(number)["state"] == "queued")
+        lab.service.wait_until(
+            lambda: lab.job(number)["tries"] >= 1 and lab.job(number)["state"] == "queued"
+        )
         assert waiting["state"] == "queued"
         assert "has vanished" in lab.job(number)["error"]["message"]
         assert list((tmp_path / "mnt").iterdir()) == []
@@ -134,8 +164,18 @@ def test_what_a_vanished_root_has_is_not_told_to_be_deleted(tmp_path, written):
     with operated(tmp_path, ("b", tmp_path / "b"), ("c", tmp_path / "c")) as lab:
         if written:
             lab.done("pin", checkpoint="b/run/1")
-        paths = ["/files/b/run/1", "/files/b/run/1/model.safetensors", "/zarr/b/run/1/zarr.json", "/raw/b/run/1/checkpoint.json"]
-        paths += ["/v1/checkpoints/b/run/1", "/v1/diff?a=c/run/1&b=b/run/1", "/b/run/resolve/main/model.safetensors", "/api/models/b/run"]
+        paths = [
+            "/files/b/run/1",
+            "/files/b/run/1/model.safetensors",
+            "/zarr/b/run/1/zarr.json",
+            "/raw/b/run/1/checkpoint.json",
+        ]
+        paths += [
+            "/v1/checkpoints/b/run/1",
+            "/v1/diff?a=c/run/1&b=b/run/1",
+            "/b/run/resolve/main/model.safetensors",
+            "/api/models/b/run",
+        ]
         for path in paths:
             assert lab.ask(path).status == 200, path
             assert lab.ask(path.replace("run", "none")).status == 404, path
@@ -145,13 +185,28 @@ def test_what_a_vanished_root_has_is_not_told_to_be_deleted(tmp_path, written):
                 lab.service.wait_until(lambda: "b" in lab.ask("/v1/runs").json["unreachable"])
             for path in [*paths, "/files/b/none/1"]:
                 reply = lab.ask(path)
-                assert (reply.status, reply.headers.get("retry-after")) == (503, "30"), (path, reply)
+                assert (reply.status, reply.headers.get("retry-after")) == (503, "30"), (
+                    path,
+                    reply,
+                )
                 assert "root b has vanished" in reply.json["detail"]
                 hidden = lab.ask(path, Authorization=f"Bearer {stranger}")
                 assert (hidden.status, b"vanished" in hidden.body) == (404, False), path
-            for page in ("checkpoint/b/run/1", "tensor/b/run/1?name=w", "plan/b/run/1", "diff?a=c/run/1&b=b/run/1"):
-                reply, hidden = lab.ask(f"/ui/{page}"), lab.ask(f"/ui/{page}", Authorization=f"Bearer {stranger}")
-                assert (reply.status, b"root b has vanished" in reply.body, reply.headers["retry-after"]) == (503, True, "30"), (
+            for page in (
+                "checkpoint/b/run/1",
+                "tensor/b/run/1?name=w",
+                "plan/b/run/1",
+                "diff?a=c/run/1&b=b/run/1",
+            ):
+                reply, hidden = (
+                    lab.ask(f"/ui/{page}"),
+                    lab.ask(f"/ui/{page}", Authorization=f"Bearer {stranger}"),
+                )
+                assert (
+                    reply.status,
+                    b"root b has vanished" in reply.body,
+                    reply.headers["retry-after"],
+                ) == (503, True, "30"), (
                     page,
                     reply,
                 )
@@ -179,7 +234,12 @@ def test_a_root_that_is_meant_to_be_empty_gets_the_marker(tmp_path):
         assert lab.ask("/v1/checkpoints").json["checkpoints"] == []
         save(tmp_path / "runs" / "2")
         lab.service.wait_until(lambda: len(lab.ask("/v1/checkpoints").json["checkpoints"]) == 1)
-        assert lab.run("copy", checkpoint="lab/2", to="new/2")["state"] == "done"  # a root never seen before may be absent
+        assert (
+            lab.run("copy", checkpoint="lab/2", to="new/2")["state"] == "done"
+        )  # a root never seen before may be absent
         assert (tmp_path / "new" / MARKER).exists()
     with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as db:
-        assert dict(db.execute("SELECT place, marked FROM roots")) == {str(tmp_path / "runs"): 1, str(tmp_path / "new"): 1}
+        assert dict(db.execute("SELECT place, marked FROM roots")) == {
+            str(tmp_path / "runs"): 1,
+            str(tmp_path / "new"): 1,
+        }

@@ -20,7 +20,11 @@ from shardckpt.serve.access.tokens import add_token
 from shardckpt.serve.options import ServeOptions
 
 FORM = "application/x-www-form-urlencoded"
-BEHIND = {"X_Forwarded_Proto": "https", "X_Forwarded_Host": "ckpt.example", "X_Forwarded_For": "203.0.113.7"}
+BEHIND = {
+    "X_Forwarded_Proto": "https",
+    "X_Forwarded_Host": "ckpt.example",
+    "X_Forwarded_For": "203.0.113.7",
+}
 
 
 @pytest.fixture
@@ -31,7 +35,9 @@ def place(tmp_path):
 
 
 def sign_in(service, token, **headers):
-    return service.ask("/ui/login", "POST", urlencode({"token": token}), Content_Type=FORM, **headers)
+    return service.ask(
+        "/ui/login", "POST", urlencode({"token": token}), Content_Type=FORM, **headers
+    )
 
 
 @pytest.mark.parametrize("trusted", [(), ("10.0.0.0/8",)])
@@ -41,25 +47,37 @@ def test_headers_of_strangers_are_not_believed(place, trusted, caplog):
         caplog.at_level(logging.INFO, "shardckpt.serve"),
         serving(("lab", top / "runs"), token_file=top / "tokens", trusted_proxy=trusted) as service,
     ):
-        assert sign_in(service, token, Origin="https://ckpt.example", **BEHIND).json["code"] == "origin"
+        assert (
+            sign_in(service, token, Origin="https://ckpt.example", **BEHIND).json["code"]
+            == "origin"
+        )
         reply = sign_in(service, token, X_Forwarded_Prefix="/evil", **BEHIND)
         assert reply.headers["location"] == "/ui/runs"
         assert "Secure" not in reply.headers["set-cookie"]
         own = service.url.partition("://")[2]
         assert sign_in(service, token, Origin=f"http://{own}", **BEHIND).status == 303
-    fields = [record.fields for record in caplog.records if record.name == "shardckpt.serve.requests"]
+    fields = [
+        record.fields for record in caplog.records if record.name == "shardckpt.serve.requests"
+    ]
     assert {one["client"] for one in fields} == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize("way", ["address", "socket"])
 def test_a_trusted_proxy_gives_scheme_host_prefix_and_address(place, way, caplog):
     top, token = place
-    options = {"trusted_proxy": ("127.0.0.0/8", "10.1.1.1")} if way == "address" else {"unix_socket": top / "socket"}
+    options = (
+        {"trusted_proxy": ("127.0.0.0/8", "10.1.1.1")}
+        if way == "address"
+        else {"unix_socket": top / "socket"}
+    )
     given = {"token_file": top / "tokens", "state": top / "state", **options}
     behind = {**BEHIND, "X_Forwarded_Prefix": "/ckpt/"} | (
         {"X_Forwarded_For": "1.1.1.1, 203.0.113.7, 10.1.1.1"} if way == "address" else {}
     )
-    with caplog.at_level(logging.INFO, "shardckpt.serve"), serving(("lab", top / "runs"), **given) as service:
+    with (
+        caplog.at_level(logging.INFO, "shardckpt.serve"),
+        serving(("lab", top / "runs"), **given) as service,
+    ):
         if way == "socket":
             assert stat.S_IMODE((top / "socket").stat().st_mode) == 0o660
         reply = sign_in(service, token, Origin="https://ckpt.example", **behind)
@@ -87,9 +105,18 @@ def test_a_trusted_proxy_gives_scheme_host_prefix_and_address(place, way, caplog
         assert started.headers.get("location", "").startswith("/ckpt/ui/job/"), started
         assert {sign_in(service, "wrong", **behind).status for _ in range(12)} == {403, 429}
         elsewhere = {**behind, "X_Forwarded_For": "198.51.100.9"}
-        assert sign_in(service, "wrong", **elsewhere).status == 403  # limits are by the client's address
-        assert service.ask("/v1/runs", Authorization=f"Bearer {token}", X_Forwarded_Host="odd host").status == 200
-    fields = [record.fields for record in caplog.records if record.name == "shardckpt.serve.requests"]
+        assert (
+            sign_in(service, "wrong", **elsewhere).status == 403
+        )  # limits are by the client's address
+        assert (
+            service.ask(
+                "/v1/runs", Authorization=f"Bearer {token}", X_Forwarded_Host="odd host"
+            ).status
+            == 200
+        )
+    fields = [
+        record.fields for record in caplog.records if record.name == "shardckpt.serve.requests"
+    ]
     assert {"203.0.113.7", "198.51.100.9"} <= {one["client"] for one in fields}
     assert "1.1.1.1" not in {one["client"] for one in fields}
 
@@ -100,9 +127,16 @@ def test_trusted_proxies_and_sockets_that_cannot_be_are_refused(place):
         Proxies(["proxy.example"], unix_socket=False)
     (top / "file").touch()
     with pytest.raises(OptionError, match="--unix-socket"):
-        server.make_server(ServeOptions(roots=(f"a={top}",), unix_socket=top / "file"), lambda _url: None)
-    with serving(("lab", top / "runs"), unix_socket=top / "socket"), pytest.raises(OptionError, match="another server"):
-        server.make_server(ServeOptions(roots=(f"a={top}",), unix_socket=top / "socket"), lambda _url: None)
+        server.make_server(
+            ServeOptions(roots=(f"a={top}",), unix_socket=top / "file"), lambda _url: None
+        )
+    with (
+        serving(("lab", top / "runs"), unix_socket=top / "socket"),
+        pytest.raises(OptionError, match="another server"),
+    ):
+        server.make_server(
+            ServeOptions(roots=(f"a={top}",), unix_socket=top / "socket"), lambda _url: None
+        )
     with socket.socket(socket.AF_UNIX) as left:  # by a server that was killed
         (top / "socket").unlink(missing_ok=True)
         left.bind(str(top / "socket"))
@@ -114,12 +148,17 @@ def test_a_bad_line_of_the_token_file_is_told_and_the_others_hold(place, caplog)
     top, token = place
     file, valid = top / "tokens", {"Authorization": f"Bearer {token}"}
     good = file.read_text()
-    with caplog.at_level(logging.INFO, "shardckpt.serve"), serving(("lab", top / "runs"), token_file=file) as service:
+    with (
+        caplog.at_level(logging.INFO, "shardckpt.serve"),
+        serving(("lab", top / "runs"), token_file=file) as service,
+    ):
 
         def bad_lines():
             return re.search(rb"bad_token_lines (\d\S*)", service.ask("/metrics", **valid).body)[1]
 
-        file.write_text(f"{good}ci reed 0\n\udcff\n".encode("utf-8", "surrogateescape").decode("latin-1"))
+        file.write_text(
+            f"{good}ci reed 0\n\udcff\n".encode("utf-8", "surrogateescape").decode("latin-1")
+        )
         assert service.ask("/v1/runs", **valid).status == 200
         assert bad_lines() == b"2.0"
         file.unlink()
@@ -131,7 +170,9 @@ def test_a_bad_line_of_the_token_file_is_told_and_the_others_hold(place, caplog)
         assert service.ask("/v1/runs", **valid).status == 401
         other = add_token(file, "bob", "read")
         assert service.ask("/v1/runs", Authorization=f"Bearer {other}").status == 200
-    entries = [record.fields for record in caplog.records if record.name == "shardckpt.serve.tokens"]
+    entries = [
+        record.fields for record in caplog.records if record.name == "shardckpt.serve.tokens"
+    ]
     assert {"known": 1, "bad_lines": [2, 3]} in entries
     assert {"known": 0, "bad_lines": []} in entries
     assert sum("reason" in one for one in entries) == 2
@@ -143,7 +184,10 @@ def test_a_certificate_is_loaded_again_when_its_file_changes(place, monkeypatch)
     monkeypatch.chdir(top)
 
     def make(name):
-        command = f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {name}.key -out {name}.pem -subj /CN=localhost"
+        command = (
+            f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {name}.key -out {name}.pem -subj "
+            "/CN=localhost"
+        )
         subprocess.run(command.split(), check=True, capture_output=True)
         return (top / f"{name}.pem").read_text()
 

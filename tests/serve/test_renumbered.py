@@ -1,4 +1,5 @@
-"""A service whose directories are on a file system that gives files other inode numbers, or coarse times."""
+"""A service whose directories are on a file system that gives files other inode numbers, or coarse
+times."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from shardckpt.serve.opened import OpenCheckpoints
 from shardckpt.serve.roots import Roots
 
 
-def test_a_catalogue_whose_inode_number_changes_is_kept_and_one_that_was_deleted_is_made_anew(tmp_path, monkeypatch):
+def test_a_catalogue_whose_inode_number_changes_is_kept_and_one_that_was_deleted_is_made_anew(
+    tmp_path, monkeypatch
+):
     catalogue = Catalogue(tmp_path)
     with monkeypatch.context() as patch:
         calls = iter(range(10**6, 10**7))
@@ -30,7 +33,9 @@ def test_a_catalogue_whose_inode_number_changes_is_kept_and_one_that_was_deleted
     catalogue.close()
 
 
-def test_a_journal_whose_inode_number_changes_takes_jobs_and_one_that_was_replaced_does_not(tmp_path, monkeypatch):
+def test_a_journal_whose_inode_number_changes_takes_jobs_and_one_that_was_replaced_does_not(
+    tmp_path, monkeypatch
+):
     journal = Journal(tmp_path)
     path = tmp_path / "journal.sqlite"
 
@@ -65,7 +70,9 @@ def test_a_token_that_was_replaced_in_the_same_tick_by_a_line_as_long_is_revoked
     assert tokens.identity(second).name == "ann"
 
 
-def test_an_open_checkpoint_stays_open_when_its_record_has_another_status_but_the_same_bytes(tmp_path):
+def test_an_open_checkpoint_stays_open_when_its_record_has_another_status_but_the_same_bytes(
+    tmp_path,
+):
     place = tmp_path / "runs" / "1"
     shardckpt.save(place, {"w": np.arange(5.0)})
     catalogue = Catalogue(tmp_path / "state")

@@ -1,7 +1,7 @@
 """Rights per root: every endpoint is asked with every combination of rights at two roots.
 
-Runs and checkpoints that a token may not read are hidden from it. Each route, each endpoint of a checkpoint
-and each operation needs an entry here.
+Runs and checkpoints that a token may not read are hidden from it. Each route, each endpoint of a
+checkpoint and each operation needs an entry here.
 """
 
 import itertools
@@ -70,7 +70,10 @@ PLACES = {
     "/ui/checkpoint/{path:path}": ["/ui/checkpoint/{id}", "/ui/checkpoint/{id}?text=w"],
     "/ui/tensor/{path:path}": ["/ui/tensor/{id}?name=w", "/ui/tensor/{id}?name=w&values=read"],
     "/ui/plan/{path:path}": ["/ui/plan/{id}?mesh=data=2"],
-    "/api/models/{path:path}": ["/api/models/{root}/{root}run", "/api/models/{root}/{root}run/tree/main"],
+    "/api/models/{path:path}": [
+        "/api/models/{root}/{root}run",
+        "/api/models/{root}/{root}run/tree/main",
+    ],
     "/{ident:path}/resolve/{rest:path}": ["/{root}/{root}run/resolve/main/model.safetensors"],
 }
 """Routes of a place in a root."""
@@ -89,7 +92,11 @@ EMPTY_FOR_STRANGERS = [
 ]
 OF_RUNS = {"/v1/versions"}
 """Routes that a place is given to; `test_following` has their rights."""
-OF_JOBS = {"/v1/jobs/{job}": "/v1/jobs/{job}", "/v1/jobs/{job}/events": "/v1/jobs/{job}/events", "/ui/job/{job}": "/ui/job/{job}"}
+OF_JOBS = {
+    "/v1/jobs/{job}": "/v1/jobs/{job}",
+    "/v1/jobs/{job}/events": "/v1/jobs/{job}/events",
+    "/ui/job/{job}": "/ui/job/{job}",
+}
 WRITES = {
     "/v1/announcements",
     "/v1/leases",
@@ -120,7 +127,8 @@ NEEDS = {
     "import": ("operate", {"from": "{id}", "to": "{to}"}),
     "import overwrite": ("admin", {"from": "{id}", "to": "{to}", "overwrite": True}),
 }
-"""Right at the root that is written, and the arguments; a job with `to` also needs `read` at its source."""
+"""Right at the root that is written, and the arguments; a job with `to` also needs `read` at its
+source."""
 
 
 @dataclass
@@ -149,13 +157,17 @@ def team(tmp_path_factory):
     for root in ROOTS:
         for step in (1, 2):
             options = SaveOptions(metadata={"metrics": {f"{root}metric": float(step)}})
-            shardckpt.save(top / root / f"{root}run" / str(step), {"w": np.arange(8.0) + step}, options=options)
+            shardckpt.save(
+                top / root / f"{root}run" / str(step), {"w": np.arange(8.0) + step}, options=options
+            )
         shardckpt.save(top / root / "plain" / "1", {"w": np.arange(4)})
         tag(top / root / f"{root}run" / "1", f"{root}tag")
         (top / root / f"{root}odd").mkdir()
         (top / root / f"{root}odd" / "checkpoint.json").write_text("{}")
     based = SaveOptions(base=top / "indigo" / "indigorun" / "1", skip="w")
-    shardckpt.save(top / "crimson" / "based" / "1", {"w": np.arange(8.0) + 1, "v": np.ones(2)}, options=based)
+    shardckpt.save(
+        top / "crimson" / "based" / "1", {"w": np.arange(8.0) + 1, "v": np.ones(2)}, options=based
+    )
     (top / "crimson" / "linked").mkdir()
     (top / "crimson" / "linked" / "1").mkdir()
     for one in (top / "crimson" / "crimsonrun" / "2").iterdir():
@@ -164,15 +176,27 @@ def team(tmp_path_factory):
     (top / "rules.toml").write_text('[[keep]]\nruns = "*/*"\nlatest = 1\n')
     tokens = {}
     for pair in [*PAIRS, "all"]:
-        rights = ["admin"] if pair == "all" else [f"{root}={right}" for root, right in zip(ROOTS, pair, strict=True) if right]
+        rights = (
+            ["admin"]
+            if pair == "all"
+            else [f"{root}={right}" for root, right in zip(ROOTS, pair, strict=True) if right]
+        )
         name = pair if pair == "all" else "-".join(str(right) for right in pair)
         tokens[pair] = add_token(top / "tokens", name, *(rights or ["elsewhere=admin"]))
-    options = {"token_file": top / "tokens", "state": top / "state", "keep": top / "rules.toml", "scrub": 1e6, "jobs": 4}
+    options = {
+        "token_file": top / "tokens",
+        "state": top / "state",
+        "keep": top / "rules.toml",
+        "scrub": 1e6,
+        "jobs": 4,
+    }
     with serving(*((root, top / root) for root in ROOTS), **options) as service:
         members = Team(service, tokens, {}, {}, top)
 
         def done(operation, **arguments):
-            reply = members.ask("all", f"/v1/jobs/{operation}", "POST", arguments, Content_Type="application/json")
+            reply = members.ask(
+                "all", f"/v1/jobs/{operation}", "POST", arguments, Content_Type="application/json"
+            )
             assert reply.status == 202, reply
             number = reply.json["number"]
             service.wait_until(lambda: members.ask("all", f"/v1/jobs/{number}").json["ended"], 100)
@@ -181,9 +205,15 @@ def team(tmp_path_factory):
         for root in ROOTS:
             members.jobs[root, root] = done("verify", checkpoint=ident_in(root))
             members.dry[root] = done("retain", run=f"{root}/{root}run")
-        members.jobs["crimson", "indigo"] = done("copy", checkpoint="crimson/plain/1", to="indigo/kept/1")
-        members.jobs["indigo", "crimson"] = done("copy", checkpoint="indigo/plain/1", to="crimson/kept/1")
-        service.wait_until(lambda: "crimson/kept/1" in members.ask("all", "/v1/checkpoints").body.decode())
+        members.jobs["crimson", "indigo"] = done(
+            "copy", checkpoint="crimson/plain/1", to="indigo/kept/1"
+        )
+        members.jobs["indigo", "crimson"] = done(
+            "copy", checkpoint="indigo/plain/1", to="crimson/kept/1"
+        )
+        service.wait_until(
+            lambda: "crimson/kept/1" in members.ask("all", "/v1/checkpoints").body.decode()
+        )
         service.wait_until(lambda: members.ask("all", "/v1/scrub").json["due"] == 0, 100)
         service.upkeep.runner._stopped.set()  # jobs wait from now on
         yield members
@@ -204,19 +234,30 @@ def test_lists_counts_and_metrics_have_nothing_of_other_roots(team, rights):
         reply = team.ask(rights, path)
         assert reply.status == (303 if path == "/" and reply.status == 303 else 200), path
         for root in team.hidden(rights):
-            text = reply.body.decode().replace(f"metric={root}metric", "").replace(f"tag={root}tag", "")
+            text = (
+                reply.body.decode()
+                .replace(f"metric={root}metric", "")
+                .replace(f"tag={root}tag", "")
+            )
             assert root not in text, (path, text)
             assert str(team.top / root) not in text
     checkpoints = team.ask(rights, "/v1/checkpoints").json["checkpoints"]
     states = [one["state"] for one in checkpoints]
-    assert {one["id"].partition("/")[0] for one in checkpoints} == {one for one in ROOTS if one not in team.hidden(rights)}
+    assert {one["id"].partition("/")[0] for one in checkpoints} == {
+        one for one in ROOTS if one not in team.hidden(rights)
+    }
     text = team.ask(rights, "/metrics").body.decode()
     metrics = dict(re.findall(r"^(shardckpt_serve_[^ ]+) (\S+)$", text, re.MULTILINE))
-    assert float(metrics['shardckpt_serve_checkpoints{state="committed"}']) == states.count("committed")
+    assert float(metrics['shardckpt_serve_checkpoints{state="committed"}']) == states.count(
+        "committed"
+    )
     jobs = team.ask(rights, "/v1/jobs?limit=1000").json["jobs"]
     assert sum(float(n) for name, n in metrics.items() if "_jobs{" in name) == len(jobs)
     assert ("shardckpt_serve_scans_total" in metrics) == (rights == "all")
-    scrub, readable = team.ask(rights, "/v1/scrub").json, states.count("committed") + states.count("unreadable")
+    scrub, readable = (
+        team.ask(rights, "/v1/scrub").json,
+        states.count("committed") + states.count("unreadable"),
+    )
     assert scrub["checkpoints"] == readable
     stored = sum(one["stored_bytes"] or 0 for one in checkpoints)
     assert scrub["bytes"] == stored
@@ -230,7 +271,9 @@ def concrete(template, root):
 
 @pytest.mark.parametrize("rights", PAIRS)
 def test_a_place_that_may_not_be_read_answers_as_one_that_does_not_exist(team, rights):
-    of_checkpoint = [f"/v1/checkpoints/{{id}}{tail}" for tail in itertools.chain(*OF_CHECKPOINT.values())]
+    of_checkpoint = [
+        f"/v1/checkpoints/{{id}}{tail}" for tail in itertools.chain(*OF_CHECKPOINT.values())
+    ]
     for template in [*itertools.chain(*PLACES.values()), *of_checkpoint]:
         nothing = team.ask(rights, concrete(template, "nowhere"))
         assert nothing.status == 404, template
@@ -246,7 +289,10 @@ def test_a_place_that_may_not_be_read_answers_as_one_that_does_not_exist(team, r
         nothing = team.ask(rights, concrete(template, "nowhere"))
         for root in team.hidden(rights):
             reply = team.ask(rights, concrete(template, root))
-            texts = [re.sub(r'(name="key" value=)"[^"]*"', r"\1", one.body.decode()) for one in (reply, nothing)]
+            texts = [
+                re.sub(r'(name="key" value=)"[^"]*"', r"\1", one.body.decode())
+                for one in (reply, nothing)
+            ]
             assert (reply.status, texts[0].replace(root, "nowhere")) == (200, texts[1])
     for a, b in (("crimson", "indigo"), ("indigo", "crimson")):
         reply = team.ask(rights, f"/v1/diff?a={ident_in(a)}&b={ident_in(b)}")
@@ -262,9 +308,14 @@ def test_a_job_between_roots_exists_for_those_who_read_both(team, rights):
             assert reply.status == (200 if exists else 404), (roots, template)
             if not exists:
                 nothing = team.ask(rights, template.format(job=999_999_999))
-                assert re.sub(rf"\b{number};", "999999999;", reply.body.decode()) == nothing.body.decode()
+                assert (
+                    re.sub(rf"\b{number};", "999999999;", reply.body.decode())
+                    == nothing.body.decode()
+                )
         if not exists:  # and none about it is listed
-            assert number not in [one["number"] for one in team.ask(rights, "/v1/jobs?limit=1000").json["jobs"]]
+            assert number not in [
+                one["number"] for one in team.ask(rights, "/v1/jobs?limit=1000").json["jobs"]
+            ]
 
 
 @pytest.mark.parametrize("rights", PAIRS)
@@ -276,21 +327,46 @@ def test_jobs_are_started_and_cancelled_with_the_rights_that_they_need(team, rig
         for source, target in itertools.product(ROOTS, ROOTS):
             if "to" not in template and source != target:
                 continue
-            fill = {"id": ident_in(source), "run": f"{source}/{source}run", "to": f"{target}/new/{time.monotonic_ns()}"}
-            arguments = {key: value.format(**fill, dry="") if isinstance(value, str) else value for key, value in template.items()}
+            fill = {
+                "id": ident_in(source),
+                "run": f"{source}/{source}run",
+                "to": f"{target}/new/{time.monotonic_ns()}",
+            }
+            arguments = {
+                key: value.format(**fill, dry="") if isinstance(value, str) else value
+                for key, value in template.items()
+            }
             if "apply" in arguments:
                 arguments["apply"] = team.dry[source]
-            reply = team.ask(rights, f"/v1/jobs/{operation}", "POST", arguments, Content_Type="application/json")
+            reply = team.ask(
+                rights, f"/v1/jobs/{operation}", "POST", arguments, Content_Type="application/json"
+            )
             readable = by_root[source] and by_root[target]
             enough = readable and RIGHTS.index(by_root[target]) >= RIGHTS.index(needed)
-            assert reply.status == (202 if enough else 403 if readable else 404), (name, source, target, reply)
+            assert reply.status == (202 if enough else 403 if readable else 404), (
+                name,
+                source,
+                target,
+                reply,
+            )
             if not readable:
                 hidden = source if not by_root[source] else target
                 elsewhere = json.loads(json.dumps(arguments).replace(hidden, "nowhere"))
-                nothing = team.ask(rights, f"/v1/jobs/{operation}", "POST", elsewhere, Content_Type="application/json")
-                assert (nothing.status, nothing.body) == (404, reply.body.replace(hidden.encode(), b"nowhere"))
+                nothing = team.ask(
+                    rights,
+                    f"/v1/jobs/{operation}",
+                    "POST",
+                    elsewhere,
+                    Content_Type="application/json",
+                )
+                assert (nothing.status, nothing.body) == (
+                    404,
+                    reply.body.replace(hidden.encode(), b"nowhere"),
+                )
             full = ("all", f"/v1/jobs/{operation}", "POST", arguments)
-            number = (reply if enough else team.ask(*full, Content_Type="application/json")).json["number"]
+            number = (reply if enough else team.ask(*full, Content_Type="application/json")).json[
+                "number"
+            ]
             cancelled = team.ask(rights, f"/v1/jobs/{number}/cancel", "POST")
             assert cancelled.status == reply.status
             if not enough:
@@ -301,9 +377,15 @@ def test_jobs_are_started_and_cancelled_with_the_rights_that_they_need(team, rig
 def test_pages_have_the_forms_that_a_viewer_may_send_and_forms_need_the_same_rights(team, rights):
     service = team.service
     session = service.ask("/ui/login", "POST", urlencode({"token": team.tokens[rights]}))
-    headers = {"Cookie": session.headers["set-cookie"].partition(";")[0], "Content-Type": FORM, "Origin": service.url}
+    headers = {
+        "Cookie": session.headers["set-cookie"].partition(";")[0],
+        "Content-Type": FORM,
+        "Origin": service.url,
+    }
     for root, right in zip(ROOTS, rights, strict=True):
-        reply = service.ask("/ui/jobs/pin", "POST", urlencode({"checkpoint": ident_in(root), "key": "1"}), **headers)
+        reply = service.ask(
+            "/ui/jobs/pin", "POST", urlencode({"checkpoint": ident_in(root), "key": "1"}), **headers
+        )
         assert reply.status == (404 if right is None else 403 if right == "read" else 303)
         if reply.status == 303:
             number = reply.headers["location"].rpartition("/")[2]
@@ -312,15 +394,22 @@ def test_pages_have_the_forms_that_a_viewer_may_send_and_forms_need_the_same_rig
             continue
         page = service.ask(f"/ui/checkpoint/{ident_in(root)}", **headers).body.decode()
         shown = {name for name in OPERATIONS if f'action="/ui/jobs/{name}"' in page}
-        here = {"operate": {"verify", "pin", "tag"}, "admin": {"verify", "pin", "tag", "delete"}}.get(right, set())
-        elsewhere = {"copy", "export"} if any(one in ("operate", "admin") for one in rights) else set()
+        here = {
+            "operate": {"verify", "pin", "tag"},
+            "admin": {"verify", "pin", "tag", "delete"},
+        }.get(right, set())
+        elsewhere = (
+            {"copy", "export"} if any(one in ("operate", "admin") for one in rights) else set()
+        )
         assert shown == here | elsewhere
 
 
 @pytest.mark.parametrize("rights", PAIRS)
 def test_an_announcement_tells_nothing_of_other_roots(team, rights):
     for root, right in zip(ROOTS, rights, strict=True):
-        reply = team.ask(rights, "/v1/announcements", "POST", {"url": str(team.top / ident_in(root))})
+        reply = team.ask(
+            rights, "/v1/announcements", "POST", {"url": str(team.top / ident_in(root))}
+        )
         assert (reply.status, reply.json["id"]) == (202, ident_in(root) if right else None)
 
 
@@ -335,30 +424,48 @@ def test_a_base_or_link_into_another_root_needs_read_there(team):
             f"/raw/{checkpoint}/checkpoint.json",
             f"/ui/tensor/{checkpoint}?name=w",
         ):
-            assert team.ask(("read", "read"), path).status == 200, path  # opened before by somebody else
+            assert team.ask(("read", "read"), path).status == 200, (
+                path
+            )  # opened before by somebody else
             reply = team.ask(("admin", None), path)
             assert reply.status in (404, 422), path
             assert why in reply.body.replace(b"&#x27;", b"'"), path
             assert b"indigo" not in reply.body, path
-    listed = {one["id"]: one["bases"] for one in team.ask(("admin", None), "/v1/checkpoints").json["checkpoints"]}
+    listed = {
+        one["id"]: one["bases"]
+        for one in team.ask(("admin", None), "/v1/checkpoints").json["checkpoints"]
+    }
     assert listed["crimson/based/1"] == []
-    assert "indigo" in team.ask(("read", "read"), "/v1/checkpoints?run=crimson/based").json["checkpoints"][0]["bases"][0]
+    assert (
+        "indigo"
+        in team.ask(("read", "read"), "/v1/checkpoints?run=crimson/based").json["checkpoints"][0][
+            "bases"
+        ][0]
+    )
 
 
 def test_a_job_reads_no_base_in_a_root_that_its_user_may_not_read(tmp_path):
     shardckpt.save(tmp_path / "indigo" / "run" / "1", {"w": np.arange(8.0)})
     based = SaveOptions(base=tmp_path / "indigo" / "run" / "1", skip="w")
-    shardckpt.save(tmp_path / "crimson" / "based" / "1", {"w": np.arange(8.0), "v": np.ones(2)}, options=based)
+    shardckpt.save(
+        tmp_path / "crimson" / "based" / "1", {"w": np.arange(8.0), "v": np.ones(2)}, options=based
+    )
     (tmp_path / "crimson" / "import").mkdir()
-    (tmp_path / "crimson" / "import" / "model.safetensors").symlink_to(tmp_path / "indigo" / "run" / "1" / "checkpoint.json")
+    (tmp_path / "crimson" / "import" / "model.safetensors").symlink_to(
+        tmp_path / "indigo" / "run" / "1" / "checkpoint.json"
+    )
     token = add_token(tmp_path / "tokens", "ann", "crimson=admin")
     both = add_token(tmp_path / "tokens", "bob", "crimson=admin", "indigo=read")
     options = {"token_file": tmp_path / "tokens", "state": tmp_path / "state"}
-    with serving(("crimson", tmp_path / "crimson"), ("indigo", tmp_path / "indigo"), **options) as service:
+    with serving(
+        ("crimson", tmp_path / "crimson"), ("indigo", tmp_path / "indigo"), **options
+    ) as service:
 
         def end(secret, operation, **arguments):
             headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
-            number = service.ask(f"/v1/jobs/{operation}", "POST", json.dumps(arguments), **headers).json["number"]
+            number = service.ask(
+                f"/v1/jobs/{operation}", "POST", json.dumps(arguments), **headers
+            ).json["number"]
             service.wait_until(lambda: service.get(f"/v1/jobs/{number}", **headers)["ended"], 100)
             return service.get(f"/v1/jobs/{number}", **headers)
 
@@ -379,21 +486,42 @@ def test_a_job_reads_no_base_in_a_root_that_its_user_may_not_read(tmp_path):
 def test_a_token_ends_at_its_time_with_its_sessions(tmp_path, monkeypatch):
     shardckpt.save(tmp_path / "lab" / "run" / "1", {"w": np.ones(2)})
     file = tmp_path / "tokens"
-    short, long = add_token(file, "ann", "lab=operate", expires="1h"), add_token(file, "bob", "lab=read", "*=read")
-    assert re.search(r"^ann lab=operate [0-9a-f]{64} \d{4}-\d\d-\d\dT[0-9:]{8}\+00:00$", file.read_text(), re.MULTILINE)
+    short, long = (
+        add_token(file, "ann", "lab=operate", expires="1h"),
+        add_token(file, "bob", "lab=read", "*=read"),
+    )
+    assert re.search(
+        r"^ann lab=operate [0-9a-f]{64} \d{4}-\d\d-\d\dT[0-9:]{8}\+00:00$",
+        file.read_text(),
+        re.MULTILINE,
+    )
     with serving(("lab", tmp_path / "lab"), token_file=file) as service:
-        cookie = service.ask("/ui/login", "POST", f"token={short}").headers["set-cookie"].partition(";")[0]
-        for headers in ({"Authorization": f"Bearer {short}"}, {"Cookie": cookie}, {"Authorization": f"Bearer {long}"}):
+        cookie = (
+            service.ask("/ui/login", "POST", f"token={short}")
+            .headers["set-cookie"]
+            .partition(";")[0]
+        )
+        for headers in (
+            {"Authorization": f"Bearer {short}"},
+            {"Cookie": cookie},
+            {"Authorization": f"Bearer {long}"},
+        ):
             assert service.ask("/v1/runs", **headers).status == 200
         now = time.time
         monkeypatch.setattr(tokens_module.time, "time", lambda: now() + 3601)
         expired = [service.ask("/v1/runs", Authorization=f"Bearer {short}") for _ in range(12)]
-        assert {(one.status, one.json["detail"]) for one in expired} == {(401, "this token has expired.")}  # never 429
+        assert {(one.status, one.json["detail"]) for one in expired} == {
+            (401, "this token has expired.")
+        }  # never 429
         assert service.ask("/v1/runs", Cookie=cookie).status == 401
         assert b"has expired" in service.ask("/ui/login", "POST", f"token={short}").body
         assert service.ask("/v1/runs", Authorization=f"Bearer {long}").status == 200
         monkeypatch.undo()
-        for end, status in (("2099-12-31", 200), ("2099-12-31T08:00+02:00", 200), ("2020-01-01", 401)):
+        for end, status in (
+            ("2099-12-31", 200),
+            ("2099-12-31T08:00+02:00", 200),
+            ("2020-01-01", 401),
+        ):
             dated = add_token(file, "eve", expires=end)
             assert service.ask("/v1/runs", Authorization=f"Bearer {dated}").status == status, end
         assert re.findall(r"^eve .* 2(\S+)$", file.read_text(), re.MULTILINE) == [
@@ -405,14 +533,24 @@ def test_a_token_ends_at_its_time_with_its_sessions(tmp_path, monkeypatch):
             with pytest.raises(OptionError, match='or a date, such as "2026-12-31"'):
                 add_token(file, "eve", expires=end)
         for text, bad in (("2020-01-01", 0), ("2099-01-01", 0), ("soon", 1)):
-            lines = [line.rpartition(" ")[0] if line.startswith("ann") else line for line in file.read_text().splitlines()]
+            lines = [
+                line.rpartition(" ")[0] if line.startswith("ann") else line
+                for line in file.read_text().splitlines()
+            ]
             file.write_text("\n".join([f"{lines[0]} {text}", *lines[1:]]) + "\n")
-            assert service.ask("/v1/runs", Authorization=f"Bearer {short}").status == (200 if "2099" in text else 401)
-            assert f"bad_token_lines {bad}.0" in service.ask("/metrics", Authorization=f"Bearer {long}").body.decode()
+            assert service.ask("/v1/runs", Authorization=f"Bearer {short}").status == (
+                200 if "2099" in text else 401
+            )
+            assert (
+                f"bad_token_lines {bad}.0"
+                in service.ask("/metrics", Authorization=f"Bearer {long}").body.decode()
+            )
 
 
 @pytest.mark.parametrize("ends", ["revoked", "other rights"])
-def test_what_is_still_sent_ends_with_the_token_without_an_error(tmp_path, monkeypatch, caplog, ends):
+def test_what_is_still_sent_ends_with_the_token_without_an_error(
+    tmp_path, monkeypatch, caplog, ends
+):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(guard, "_RECHECK_SECONDS", 0.1)
     monkeypatch.setattr(pool, "_KEEPALIVE_SECONDS", 0.2)
@@ -421,20 +559,39 @@ def test_what_is_still_sent_ends_with_the_token_without_an_error(tmp_path, monke
     large.write_bytes(b" " * (40 << 20))
     file = tmp_path / "tokens"
     ann, bob = add_token(file, "ann", "lab=operate"), add_token(file, "bob", "lab=operate")
-    with serving(("lab", tmp_path / "lab"), token_file=file, state=tmp_path / "state") as service, ExitStack() as stack:
+    with (
+        serving(("lab", tmp_path / "lab"), token_file=file, state=tmp_path / "state") as service,
+        ExitStack() as stack,
+    ):
         service.upkeep.runner._not_before = LaterJobs()
         headers = {"Authorization": f"Bearer {bob}", "Content-Type": "application/json"}
-        number = service.ask("/v1/jobs/verify", "POST", '{"checkpoint": "lab/run/1"}', **headers).json["number"]
-        events, download = stack.enter_context(closing(service.connect())), stack.enter_context(closing(service.connect()))
-        events.request("GET", f"/v1/jobs/{number}/events", headers={"Authorization": f"Bearer {ann}"})
+        number = service.ask(
+            "/v1/jobs/verify", "POST", '{"checkpoint": "lab/run/1"}', **headers
+        ).json["number"]
+        events, download = (
+            stack.enter_context(closing(service.connect())),
+            stack.enter_context(closing(service.connect())),
+        )
+        events.request(
+            "GET", f"/v1/jobs/{number}/events", headers={"Authorization": f"Bearer {ann}"}
+        )
         stream = events.getresponse()
         assert stream.readline() == b"event: job\n"
-        download.request("GET", "/lab/run/resolve/main/tokenizer.json", headers={"Authorization": f"Bearer {ann}"})
+        download.request(
+            "GET",
+            "/lab/run/resolve/main/tokenizer.json",
+            headers={"Authorization": f"Bearer {ann}"},
+        )
         body = download.getresponse()
         assert body.status == 200, body.read()
         body.read(1 << 20)
         lines = file.read_text().splitlines()
-        file.write_text("\n".join(lines[1:] if ends == "revoked" else [lines[0].replace("operate", "admin"), lines[1]]) + "\n")
+        file.write_text(
+            "\n".join(
+                lines[1:] if ends == "revoked" else [lines[0].replace("operate", "admin"), lines[1]]
+            )
+            + "\n"
+        )
         time.sleep(0.3)
         for one in (body, stream):
             with pytest.raises((IncompleteRead, ConnectionResetError)):
@@ -445,7 +602,10 @@ def test_what_is_still_sent_ends_with_the_token_without_an_error(tmp_path, monke
     assert [one for one in messages if one[0] not in ("INFO", "DEBUG")] == []
 
 
-@pytest.mark.parametrize("line", ["ann lab=rule", "ann lab=read,", "ann =read", "ann a/b=read", "group: read", "group:a,b read"])
+@pytest.mark.parametrize(
+    "line",
+    ["ann lab=rule", "ann lab=read,", "ann =read", "ann a/b=read", "group: read", "group:a,b read"],
+)
 def test_odd_rights_are_bad_lines(tmp_path, line):
     file = tmp_path / "tokens"
     token = add_token(file, "bob", "read")
@@ -485,7 +645,12 @@ def test_a_root_whose_name_begins_as_another_is_another(tmp_path):
     try:
         assert places.without_places(f"{tmp_path}/lab/run/1: odd") == "lab/run/1: odd"
         hidden = places.without_places(f"'{tmp_path}/lab-2/run/1' and {tmp_path}/lab0/x: odd")
-        assert hidden == "'another place, which you may not read"  # a name may have blanks and quotes: its end is not known
-        assert linked.without_places(f"its base {tmp_path}/lab-2/run/1 lies") == "its base another place, which you may not read"
+        assert (
+            hidden == "'another place, which you may not read"
+        )  # a name may have blanks and quotes: its end is not known
+        assert (
+            linked.without_places(f"its base {tmp_path}/lab-2/run/1 lies")
+            == "its base another place, which you may not read"
+        )
     finally:
         identity.WHO.reset(before)

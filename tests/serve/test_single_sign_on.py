@@ -1,4 +1,5 @@
-"""Users whom a proxy has signed in: by its headers alone, and behind a real nginx with auth_request (`make deploy`)."""
+"""Users whom a proxy has signed in: by its headers alone, and behind a real nginx with auth_request
+(`make deploy`)."""
 
 import http.client
 import json
@@ -37,7 +38,12 @@ def place(tmp_path):
 
 
 def options(top, **more):
-    given = {"token_file": top / "tokens", "state": top / "state", "user_header": USER, "groups_header": GROUPS}
+    given = {
+        "token_file": top / "tokens",
+        "state": top / "state",
+        "user_header": USER,
+        "groups_header": GROUPS,
+    }
     return [("llama", top / "llama"), ("secret", top / "secret")], {**given, **more}
 
 
@@ -48,11 +54,24 @@ def runs(reply):
 @pytest.mark.parametrize("way", ["address", "socket"])
 def test_a_trusted_proxy_names_the_user_and_groups_have_rights(place, way, caplog):
     top, token = place
-    roots, given = options(top, **({"trusted_proxy": ("127.0.0.1",)} if way == "address" else {"unix_socket": top / "socket"}))
-    with caplog.at_level(logging.INFO, "shardckpt.serve"), serving(*roots, audit_log=top / "audit", **given) as service:
+    roots, given = options(
+        top,
+        **(
+            {"trusted_proxy": ("127.0.0.1",)}
+            if way == "address"
+            else {"unix_socket": top / "socket"}
+        ),
+    )
+    with (
+        caplog.at_level(logging.INFO, "shardckpt.serve"),
+        serving(*roots, audit_log=top / "audit", **given) as service,
+    ):
         assert runs(service.ask("/v1/runs", **ANN)) == ["llama/a"]
         assert runs(service.ask("/v1/runs", X_Forwarded_User="bob")) == []
-        assert runs(service.ask("/v1/runs", X_Forwarded_User="boss@example.org")) == ["llama/a", "secret/a"]
+        assert runs(service.ask("/v1/runs", X_Forwarded_User="boss@example.org")) == [
+            "llama/a",
+            "secret/a",
+        ]
         assert service.ask("/v1/checkpoints/secret/a/1", **ANN).status == 404
         page = service.ask("/ui/runs", **ANN).body.decode()
         assert "ann@example.org" in page
@@ -61,20 +80,38 @@ def test_a_trusted_proxy_names_the_user_and_groups_have_rights(place, way, caplo
         # A known token wins over the header, an unknown one is ignored and not counted.
         assert runs(service.ask("/v1/runs", Authorization=f"Bearer {token}", **ANN)) == ["secret/a"]
         for _ in range(12):
-            assert runs(service.ask("/v1/runs", Authorization="Bearer of-the-proxy", **ANN)) == ["llama/a"]
+            assert runs(service.ask("/v1/runs", Authorization="Bearer of-the-proxy", **ANN)) == [
+                "llama/a"
+            ]
         metrics = service.ask("/metrics", X_Forwarded_User="boss@example.org").body
         assert b"shardckpt_serve_wrong_tokens_total 0.0" in metrics
         # A write is one of a session: it comes from a page of this service.
         form = urlencode({"checkpoint": "llama/a/1", "key": "1"})
         own = "http://localhost" if way == "socket" else service.url
-        for origin, status in ((None, 403), ("https://evil.example", 403), ("null", 403), (own, 303)):
+        for origin, status in (
+            (None, 403),
+            ("https://evil.example", 403),
+            ("null", 403),
+            (own, 303),
+        ):
             headers = {} if origin is None else {"Origin": origin}
-            assert service.ask("/ui/jobs/pin", "POST", form, Content_Type=FORM, **ANN, **headers).status == status, origin
+            assert (
+                service.ask(
+                    "/ui/jobs/pin", "POST", form, Content_Type=FORM, **ANN, **headers
+                ).status
+                == status
+            ), origin
         (top / "tokens").write_text("")
         assert runs(service.ask("/v1/runs", **ANN)) == []  # rights are those of the file now
     asked = [json.loads(line) for line in (top / "audit").read_text().splitlines()]
-    assert {"ann@example.org"} == {one["who"] for one in asked if "POST" in one["what"] and one["result"] in ("asked", 303)}
-    assert "ann@example.org" in {record.fields["token"] for record in caplog.records if record.name == "shardckpt.serve.requests"}
+    assert {"ann@example.org"} == {
+        one["who"] for one in asked if "POST" in one["what"] and one["result"] in ("asked", 303)
+    }
+    assert "ann@example.org" in {
+        record.fields["token"]
+        for record in caplog.records
+        if record.name == "shardckpt.serve.requests"
+    }
 
 
 def test_names_beyond_ascii_are_utf_8_and_each_is_a_user_of_its_own(place):
@@ -106,14 +143,20 @@ def test_doubled_and_odd_headers_are_refused(place):
             f"{USER}: ann\r\n{GROUPS}: a\r\n{GROUPS}: ml\r\n",
             f"{USER}: a b\r\n",
         ):
-            request = f"GET /v1/runs HTTP/1.1\r\nHost: localhost\r\n{lines}Connection: close\r\n\r\n"
+            request = (
+                f"GET /v1/runs HTTP/1.1\r\nHost: localhost\r\n{lines}Connection: close\r\n\r\n"
+            )
             assert service.send(request.encode()).startswith(b"HTTP/1.1 400"), lines
         empty = f"GET /v1/runs HTTP/1.1\r\nHost: localhost\r\n{USER}: \r\nConnection: close\r\n\r\n"
         assert service.send(empty.encode()).startswith(b"HTTP/1.1 401")
 
 
 def test_headers_without_a_trusted_proxy_or_rights_are_refused_at_the_start(tmp_path):
-    for given in ({"user_header": USER}, {"user_header": USER, "trusted_proxy": ("127.0.0.1",)}, {"user_header": USER, "token_file": "t"}):
+    for given in (
+        {"user_header": USER},
+        {"user_header": USER, "trusted_proxy": ("127.0.0.1",)},
+        {"user_header": USER, "token_file": "t"},
+    ):
         with pytest.raises(OptionError, match="--user-header needs"):
             ServeOptions(roots=(f"a={tmp_path}",), **given)
     with pytest.raises(OptionError, match="--groups-header needs"):
@@ -137,10 +180,16 @@ class SignedIn(BaseHTTPRequestHandler):
 
 @contextmanager
 def nginx(top):
-    """deploy/nginx.conf with a port, a certificate, a socket and an authenticator of this test; a function that asks through it."""
+    """deploy/nginx.conf with a port, a certificate, a socket and an authenticator of this test; a
+    function that asks through it."""
     program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-    assert program, "nginx is missing: `make deploy` installs it on Debian; elsewhere install the package nginx"
-    make = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -subj /CN=localhost"
+    assert program, (
+        "nginx is missing: `make deploy` installs it on Debian; elsewhere install the package nginx"
+    )
+    make = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -subj "
+        "/CN=localhost"
+    )
     subprocess.run(make.split(), cwd=top, check=True, capture_output=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -159,18 +208,37 @@ def nginx(top):
             assert theirs in text
             text = text.replace(theirs, ours)
         (top / "server.conf").write_text(text)
-        temporary = "".join(f"{name}_temp_path {top}/{name};" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
-        main = f"daemon off; master_process off; pid {top}/nginx.pid; error_log {top}/error.log; events {{}}"
-        (top / "nginx.conf").write_text(f"{main} http {{ access_log off; {temporary} include {top}/server.conf; }}")
-        process = subprocess.Popen([program, "-c", str(top / "nginx.conf"), "-p", str(top)], stderr=subprocess.PIPE)
+        temporary = "".join(
+            f"{name}_temp_path {top}/{name};"
+            for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        )
+        main = (
+            f"daemon off; master_process off; pid {top}/nginx.pid; error_log {top}/error.log; "
+            "events {}"
+        )
+        (top / "nginx.conf").write_text(
+            f"{main} http {{ access_log off; {temporary} include {top}/server.conf; }}"
+        )
+        process = subprocess.Popen(
+            [program, "-c", str(top / "nginx.conf"), "-p", str(top)], stderr=subprocess.PIPE
+        )
         trusting = ssl.create_default_context(cafile=str(top / "cert.pem"))
 
         def ask(path, method="GET", body=None, **headers):
-            connection = http.client.HTTPSConnection("localhost", port, timeout=60, context=trusting)
+            connection = http.client.HTTPSConnection(
+                "localhost", port, timeout=60, context=trusting
+            )
             try:
-                connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+                connection.request(
+                    method,
+                    path,
+                    body,
+                    {name.replace("_", "-"): value for name, value in headers.items()},
+                )
                 answer = connection.getresponse()
-                return Reply(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+                return Reply(
+                    answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
+                )
             finally:
                 connection.close()
 
@@ -205,11 +273,18 @@ def test_behind_a_real_nginx_people_sign_in_elsewhere_and_programs_send_tokens(p
         assert runs(ask("/v1/runs", **bob)) == []
         assert runs(ask("/v1/runs", Authorization=f"Bearer {token}")) == ["secret/a"]
         assert ask("/v1/runs", Authorization="Bearer wrong", **ann).status == 401
-        assert runs(ask("/v1/runs", Authorization=f"Bearer {token}", X_Forwarded_User="boss@example.org")) == ["secret/a"]
+        assert runs(
+            ask("/v1/runs", Authorization=f"Bearer {token}", X_Forwarded_User="boss@example.org")
+        ) == ["secret/a"]
         page = ask("/ui/run/llama/a", **ann)
         assert (page.status, b"ann@example.org" in page.body) == (200, True)
         form = urlencode({"checkpoint": "llama/a/1", "key": "1"})
-        for origin, status in ((None, 403), ("https://evil.example", 403), (url.replace("https", "http"), 403), (url, 303)):
+        for origin, status in (
+            (None, 403),
+            ("https://evil.example", 403),
+            (url.replace("https", "http"), 403),
+            (url, 303),
+        ):
             headers = {} if origin is None else {"Origin": origin}
             reply = ask("/ui/jobs/pin", "POST", form, Content_Type=FORM, **ann, **headers)
             assert reply.status == status, (origin, reply)

@@ -44,30 +44,49 @@ def ended(service, ident):
     return next((one for one in history if one["ended"]), None)
 
 
-def test_one_cycle_of_the_scrub_finds_every_flip_and_tells_nothing_else(tmp_path, receiver, monkeypatch):
+def test_one_cycle_of_the_scrub_finds_every_flip_and_tells_nothing_else(
+    tmp_path, receiver, monkeypatch
+):
     monkeypatch.setenv("SHARDCKPT_WEBHOOK_SECRET", "s3cret")
     rng, damaged = random.Random(0), set()
     for layout in ("packed", "zarr"):
         for step in range(6):
             place = tmp_path / "runs" / layout / str(step)
-            state = {"a": np.arange(30_000, dtype=np.float32) + step, "b": np.ones((40, 50), np.int16)}
+            state = {
+                "a": np.arange(30_000, dtype=np.float32) + step,
+                "b": np.ones((40, 50), np.int16),
+            }
             shardckpt.save(place, state, options=SaveOptions(layout=layout))
             if step % 2:
-                files = [one for one in sorted(place.rglob("*")) if one.is_file() and one.stat().st_size and one.name != "checkpoint.json"]
+                files = [
+                    one
+                    for one in sorted(place.rglob("*"))
+                    if one.is_file() and one.stat().st_size and one.name != "checkpoint.json"
+                ]
                 flip(rng.choice(files), rng)
                 damaged.add(f"lab/{layout}/{step}")
     shardckpt.save(tmp_path / "runs" / "record" / "1", {"w": np.ones(3)})
     flip(tmp_path / "runs" / "record" / "1" / "checkpoint.json", rng)  # listed as unreadable
     with operated(tmp_path, ("lab", tmp_path / "runs"), scrub=3600.0, webhook=receiver.url) as lab:
         lab.service.wait_until(lambda: lab.ask("/v1/scrub").json["due"] == 0, 120)
-        latest = {f"lab/{layout}/{step}": ended(lab, f"lab/{layout}/{step}") for layout in ("packed", "zarr") for step in range(6)}
+        latest = {
+            f"lab/{layout}/{step}": ended(lab, f"lab/{layout}/{step}")
+            for layout in ("packed", "zarr")
+            for step in range(6)
+        }
         assert {ident for ident, one in latest.items() if not one["ok"]} == damaged
-        assert all(one["damaged"] == len(one["damage"]) > 0 for one in latest.values() if not one["ok"])
-        assert all(one["chunks"] == one["total"] > 0 and one["job"] is None for one in latest.values())
+        assert all(
+            one["damaged"] == len(one["damage"]) > 0 for one in latest.values() if not one["ok"]
+        )
+        assert all(
+            one["chunks"] == one["total"] > 0 and one["job"] is None for one in latest.values()
+        )
         status = lab.ask("/v1/scrub").json
         assert (status["checkpoints"], status["keeps_up"]) == (13, True)
         lab.service.wait_until(lambda: len(receiver.notices) > len(damaged))
-        assert [one["id"] for one in lab.ask("/v1/checkpoints?state=unreadable").json["checkpoints"]] == ["lab/record/1"]
+        assert [
+            one["id"] for one in lab.ask("/v1/checkpoints?state=unreadable").json["checkpoints"]
+        ] == ["lab/record/1"]
         text = lab.ask("/metrics").body.decode()
         assert f"shardckpt_serve_damaged_checkpoints {float(len(damaged))}" in text
         again = lab.run("verify", checkpoint="lab/packed/1")["number"]
@@ -75,15 +94,24 @@ def test_one_cycle_of_the_scrub_finds_every_flip_and_tells_nothing_else(tmp_path
         verifications = lab.ask("/v1/verifications?checkpoint=lab/packed/1").json["verifications"]
     bodies = [json.loads(body) for body, _ in receiver.notices]
     assert {one["checkpoint"] for one in bodies} == damaged | {"lab/record/1"}
-    assert [(one["source"], one["job"]) for one in bodies] == [("scrub", None)] * (len(damaged) + 1) + [("job", again)]
-    mine = [(one["verification"], one["job"]) for one in bodies if one["checkpoint"] == "lab/packed/1"]
+    assert [(one["source"], one["job"]) for one in bodies] == [("scrub", None)] * (
+        len(damaged) + 1
+    ) + [("job", again)]
+    mine = [
+        (one["verification"], one["job"]) for one in bodies if one["checkpoint"] == "lab/packed/1"
+    ]
     assert mine == [(one["number"], one["job"]) for one in reversed(verifications)]
     for body, headers in receiver.notices:
-        assert headers["X-Shardckpt-Signature"] == f"sha256={hmac.new(b's3cret', body, hashlib.sha256).hexdigest()}"
+        assert (
+            headers["X-Shardckpt-Signature"]
+            == f"sha256={hmac.new(b's3cret', body, hashlib.sha256).hexdigest()}"
+        )
 
 
 def test_a_scrub_keeps_its_rate_and_goes_on_where_it_was_killed(tmp_path):
-    shardckpt.save(tmp_path / "runs" / "a" / "1", {"w": np.random.default_rng(0).normal(size=(3 << 18,))})  # 6 MiB
+    shardckpt.save(
+        tmp_path / "runs" / "a" / "1", {"w": np.random.default_rng(0).normal(size=(3 << 18,))}
+    )  # 6 MiB
     options = ("--scrub", "1h", "--scrub-rate", "1MiB")
     with ServiceProcess(tmp_path, {"lab": tmp_path / "runs"}, *options) as service:
 
@@ -104,7 +132,11 @@ def test_a_scrub_keeps_its_rate_and_goes_on_where_it_was_killed(tmp_path):
             assert time.monotonic() < begun + 60
             time.sleep(0.1)
         done = last()
-        assert (done["number"], done["chunks"], done["ok"]) == (before["number"], done["total"], True)
+        assert (done["number"], done["chunks"], done["ok"]) == (
+            before["number"],
+            done["total"],
+            True,
+        )
         assert done["bytes"] >= 6 << 20  # what was read twice counts twice
         assert done["bytes"] < 11 << 20
 
@@ -132,7 +164,9 @@ def test_checkpoints_are_due_by_their_attempt_and_not_by_a_clock_that_was_set_ba
         with journal._db as db:
             db.execute("UPDATE verifications SET ended = ?", (moved,))
         assert due() == expected
-    shardckpt.save(tmp_path / "runs" / "a" / "2", {"w": np.ones(3)}, options=SaveOptions(overwrite=True))
+    shardckpt.save(
+        tmp_path / "runs" / "a" / "2", {"w": np.ones(3)}, options=SaveOptions(overwrite=True)
+    )
     time.sleep(0.01)
     Scanner(roots, catalogue).scan()
     assert due() == ["lab/a/2"]
@@ -160,16 +194,26 @@ def test_retention_deletes_what_a_dry_run_has_listed_of_an_ended_run(tmp_path):
         result = lab.done("retain", run="lab/a", apply=dry["number"])
         assert [one["name"] for one in result["steps"]] == ["2"]
         assert "tagged released" in result["left"]["4"]
-        assert sorted(one.name for one in (tmp_path / "runs" / "a").iterdir() if one.is_dir()) == ["1", "3", "4", "5"]
+        assert sorted(one.name for one in (tmp_path / "runs" / "a").iterdir() if one.is_dir()) == [
+            "1",
+            "3",
+            "4",
+            "5",
+        ]
         save_run(tmp_path / "runs" / "a", (6,))
         again = lab.run("retain", run="lab/a")
         lab.done("untag", checkpoint="lab/a/4", tag="released")
-        assert "6 was saved after" in lab.run("retain", run="lab/a", apply=again["number"])["error"]["message"]
+        assert (
+            "6 was saved after"
+            in lab.run("retain", run="lab/a", apply=again["number"])["error"]["message"]
+        )
         assert lab.done("reopen", run="lab/a")["was_ended"]
         assert "no rule" in lab.run("retain", run="lab")["error"]["message"]
 
 
-def test_the_keeper_waits_a_day_after_the_dry_run_and_after_a_jump_of_the_clock(tmp_path, monkeypatch):
+def test_the_keeper_waits_a_day_after_the_dry_run_and_after_a_jump_of_the_clock(
+    tmp_path, monkeypatch
+):
     save_run(tmp_path / "runs" / "a", (1, 2, 3))
     save_run(tmp_path / "runs" / "going", (1, 2, 3))
     (tmp_path / "rules.toml").write_text(RULES)
@@ -181,7 +225,10 @@ def test_the_keeper_waits_a_day_after_the_dry_run_and_after_a_jump_of_the_clock(
         def looked():
             upkeeper.look()
             made = jobs.jobs(operation="retain")
-            return [(lab.wait(one.number)["state"], one.subject, one.arguments["apply"], one.who) for one in made]
+            return [
+                (lab.wait(one.number)["state"], one.subject, one.arguments["apply"], one.who)
+                for one in made
+            ]
 
         upkeeper._not_before = time.monotonic()  # at its first start the clock is not known
         first = ("done", "lab/a", None, "rules")
@@ -191,7 +238,9 @@ def test_the_keeper_waits_a_day_after_the_dry_run_and_after_a_jump_of_the_clock(
 
         def pass_time(hours):
             with jobs._db as db:
-                moved = (dt.datetime.now(dt.UTC) - dt.timedelta(hours=hours)).isoformat(timespec="seconds")
+                moved = (dt.datetime.now(dt.UTC) - dt.timedelta(hours=hours)).isoformat(
+                    timespec="seconds"
+                )
                 db.execute("UPDATE jobs SET ended = ? WHERE operation = 'retain'", (moved,))
 
         pass_time(23)
@@ -201,13 +250,23 @@ def test_the_keeper_waits_a_day_after_the_dry_run_and_after_a_jump_of_the_clock(
         assert looked() == [first]  # the day may have been none
         upkeeper._not_before = time.monotonic()
         assert looked() == [("done", "lab/a", dry, "rules"), first]
-        assert sorted(one.name for one in (tmp_path / "runs" / "a").iterdir() if one.is_dir()) == ["1", "3"]
+        assert sorted(one.name for one in (tmp_path / "runs" / "a").iterdir() if one.is_dir()) == [
+            "1",
+            "3",
+        ]
         assert len(list((tmp_path / "runs" / "going").iterdir())) == 3
         assert looked() == [("done", "lab/a", dry, "rules"), first]
 
 
 @pytest.mark.parametrize(
-    "text", ["", "keep = 3", "[[keep]]\nlatest = 1", '[[keep]]\nruns = "a"\nlatest = 0', '[[keep]]\nruns = "a"\nfirst = 3']
+    "text",
+    [
+        "",
+        "keep = 3",
+        "[[keep]]\nlatest = 1",
+        '[[keep]]\nruns = "a"\nlatest = 0',
+        '[[keep]]\nruns = "a"\nfirst = 3',
+    ],
 )
 def test_rules_that_are_none_are_refused_at_the_start(tmp_path, text):
     (tmp_path / "rules.toml").write_text(text)
@@ -251,7 +310,9 @@ def receiver():
     server.server.server_close()
 
 
-def test_notices_are_kept_until_they_are_received_and_follow_no_redirect(tmp_path, receiver, monkeypatch):
+def test_notices_are_kept_until_they_are_received_and_follow_no_redirect(
+    tmp_path, receiver, monkeypatch
+):
     monkeypatch.setattr(webhook, "_POLL", 0.01)
     monkeypatch.setattr(webhook, "_LONGEST_PAUSE", 0.05)
     journal = Journal(tmp_path)
@@ -279,7 +340,9 @@ def test_notices_are_kept_until_they_are_received_and_follow_no_redirect(tmp_pat
     journal.close()
 
 
-@pytest.mark.parametrize("url", ["file:///etc/passwd", "gopher://x", "http://user:pass@host/", "//host", "http://"])
+@pytest.mark.parametrize(
+    "url", ["file:///etc/passwd", "gopher://x", "http://user:pass@host/", "//host", "http://"]
+)
 def test_a_webhook_is_a_web_server(tmp_path, url):
     with pytest.raises(OptionError, match="--webhook"):
         Webhook(None, url)

@@ -7,7 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardckpt.errors import FormatError, MissingExtraError
-from shardckpt.state import alias_map, flatten, iter_leaves, leaf_names, match, stored_names, tensor_names, unflatten
+from shardckpt.state import (
+    alias_map,
+    flatten,
+    iter_leaves,
+    leaf_names,
+    match,
+    stored_names,
+    tensor_names,
+    unflatten,
+)
 
 TREE = {
     "model": {"w": "$tensor", "layers": ["$tensor", {"$tuple": ["$tensor", 3]}], "buffers": {}},
@@ -31,7 +40,10 @@ def test_names_come_in_tree_order():
     assert tensor_names(TREE) == ["model/w", "model/layers/0", "model/layers/1/0", "opt/0/m"]
     assert leaf_names(TREE) == ["model/layers/1/1", "epoch"]
     assert alias_map(TREE) == {"head": "model/w"}
-    assert [(name, kind) for name, kind, _ in iter_leaves(TREE)][-2:] == [("head", "tied"), ("epoch", "int")]
+    assert [(name, kind) for name, kind, _ in iter_leaves(TREE)][-2:] == [
+        ("head", "tied"),
+        ("epoch", "int"),
+    ]
 
 
 def test_a_tied_name_may_come_before_the_tensor():
@@ -52,14 +64,22 @@ def test_a_tied_name_may_come_before_the_tensor():
         (["opt/1"], {"opt": {1: ()}}),
         (["model/buffers"], {"model": {"buffers": {}}}),
         (["model/layers/1/1"], {"model": {"layers": {1: {1: 3}}}}),
-        (["model/layers/0", "model/layers/1/0"], {"model": {"layers": ["model/layers/0", {0: "model/layers/1/0"}]}}),
-        (["model/layers/1/0", "model/layers/1/1"], {"model": {"layers": {1: ("model/layers/1/0", 3)}}}),
+        (
+            ["model/layers/0", "model/layers/1/0"],
+            {"model": {"layers": ["model/layers/0", {0: "model/layers/1/0"}]}},
+        ),
+        (
+            ["model/layers/1/0", "model/layers/1/1"],
+            {"model": {"layers": {1: ("model/layers/1/0", 3)}}},
+        ),
         (["head"], {"head": "model/w"}),
         ([], {}),
     ],
     ids=str,
 )
-def test_a_choice_leaves_out_the_rest_and_a_list_without_all_its_items_becomes_a_dict(chosen, state):
+def test_a_choice_leaves_out_the_rest_and_a_list_without_all_its_items_becomes_a_dict(
+    chosen, state
+):
     back = unflatten(TREE, Everything(), chosen.__contains__)
     assert back == state
     assert flatten(back, lambda _value: False).tree == flatten(state, lambda _value: False).tree
@@ -67,7 +87,11 @@ def test_a_choice_leaves_out_the_rest_and_a_list_without_all_its_items_becomes_a
 
 def test_without_a_choice_everything_is_there_empty_containers_too():
     assert unflatten(TREE, Everything()) == {
-        "model": {"w": "model/w", "layers": ["model/layers/0", ("model/layers/1/0", 3)], "buffers": {}},
+        "model": {
+            "w": "model/w",
+            "layers": ["model/layers/0", ("model/layers/1/0", 3)],
+            "buffers": {},
+        },
         "opt": {0: {"m": "opt/0/m"}, 1: ()},
         "head": "model/w",
         "epoch": 7,
@@ -146,7 +170,16 @@ def test_what_no_state_is_written_as_is_a_format_error_naming_the_place(tree, na
 
 
 @pytest.mark.parametrize(
-    "leaf", [{"$int": "zz"}, {"$float": 1}, {"$bytes": "é"}, 2**60, float("nan"), {"$numpy": ["object", ""]}], ids=repr
+    "leaf",
+    [
+        {"$int": "zz"},
+        {"$float": 1},
+        {"$bytes": "é"},
+        2**60,
+        float("nan"),
+        {"$numpy": ["object", ""]},
+    ],
+    ids=repr,
 )
 def test_a_leaf_that_is_none_is_refused_where_its_value_is_wanted(leaf):
     tree = {"a": [leaf]}
@@ -160,16 +193,29 @@ def test_a_leaf_that_is_none_is_refused_where_its_value_is_wanted(leaf):
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda x: [x], lambda x: {"a": x}, lambda x: {"$tuple": [x]}, lambda x: {"$dict": [[0, x]]}, lambda x: {"$leaf": ["x", x]}]
+    "wrap",
+    [
+        lambda x: [x],
+        lambda x: {"a": x},
+        lambda x: {"$tuple": [x]},
+        lambda x: {"$dict": [[0, x]]},
+        lambda x: {"$leaf": ["x", x]},
+    ],
 )
 def test_a_document_deeper_than_any_state_is_refused_before_the_stack_ends(wrap):
     tree = 1
     for _ in range(100_000):
         tree = wrap(tree)
-    for read in (tensor_names, lambda tree: unflatten(tree, {}), lambda tree: match([], tree, lambda _value: False)):
+    for read in (
+        tensor_names,
+        lambda tree: unflatten(tree, {}),
+        lambda tree: match([], tree, lambda _value: False),
+    ):
         with pytest.raises(FormatError):
             read(tree)
-    while isinstance(tree, list | dict) and tree:  # taken apart by hand: the interpreter would do it recursively
+    while (
+        isinstance(tree, list | dict) and tree
+    ):  # taken apart by hand: the interpreter would do it recursively
         tree = next(iter(tree.values())) if isinstance(tree, dict) else tree[-1]
 
 
@@ -185,7 +231,21 @@ def test_a_message_about_a_hostile_document_is_short():
 
 
 SNIPPETS = st.sampled_from(
-    ["$tensor", "$tied", "$per_process", "$tuple", "$dict", "$leaf", "$int", "$torch.Size", "$$x", "$", "a", "", "0"]
+    [
+        "$tensor",
+        "$tied",
+        "$per_process",
+        "$tuple",
+        "$dict",
+        "$leaf",
+        "$int",
+        "$torch.Size",
+        "$$x",
+        "$",
+        "a",
+        "",
+        "0",
+    ]
 )
 NODES = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), SNIPPETS, st.text(max_size=3)),

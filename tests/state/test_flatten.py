@@ -48,11 +48,17 @@ def through_json(state):
             {"model": {"w": W}, "step": 3, "lr": 0.5, "betas": (0.9, 1.0)},
             '{"model":{"w":"$tensor"},"step":3,"lr":0.5,"betas":{"$tuple":[0.9,1.0]}}',
         ),
-        ({0: {"m": W}, "0": None, True + 1: []}, '{"$dict":[[0,{"m":"$tensor"}],["0",null],[2,[]]]}'),
+        (
+            {0: {"m": W}, "0": None, True + 1: []},
+            '{"$dict":[[0,{"m":"$tensor"}],["0",null],[2,[]]]}',
+        ),
         ({True: 1, None: 2}, '{"$dict":[[true,1],[null,2]]}'),
         ({"$tuple": ["$tensor"]}, '{"$$tuple":["$$tensor"]}'),
         ({"\ud800": "\ud800"}, '{"$dict":[[{"$str":"eda080"},{"$str":"eda080"}]]}'),
-        ({2**60: float("inf")}, '{"$dict":[[{"$int":"1000000000000000"},{"$float":"7ff0000000000000"}]]}'),
+        (
+            {2**60: float("inf")},
+            '{"$dict":[[{"$int":"1000000000000000"},{"$float":"7ff0000000000000"}]]}',
+        ),
         ([W, [W]], '["$tensor",["$tensor"]]'),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
@@ -119,7 +125,13 @@ def test_a_container_of_a_known_class_comes_back_as_a_plain_one(state, plain):
 
 def test_a_dict_keeps_its_order_and_the_types_of_its_keys():
     back = through_json({"b": 1, 3: 2, None: 3, True: 4, "3": 5})
-    assert [(type(key), key) for key in back] == [(str, "b"), (int, 3), (type(None), None), (bool, True), (str, "3")]
+    assert [(type(key), key) for key in back] == [
+        (str, "b"),
+        (int, 3),
+        (type(None), None),
+        (bool, True),
+        (str, "3"),
+    ]
 
 
 def test_a_node_registered_with_torch_is_stored_by_its_keys():
@@ -136,9 +148,16 @@ def test_a_node_registered_with_torch_is_stored_by_its_keys():
         Keyed,
         lambda node: ([node.w, node.b], "context"),
         lambda children, _context: Keyed(*children),
-        flatten_with_keys_fn=lambda node: ([(pytree.GetAttrKey("w"), node.w), (pytree.MappingKey("b"), node.b)], "context"),
+        flatten_with_keys_fn=lambda node: (
+            [(pytree.GetAttrKey("w"), node.w), (pytree.MappingKey("b"), node.b)],
+            "context",
+        ),
     )
-    pytree.register_pytree_node(Counted, lambda node: ([node.w, node.b], None), lambda children, _context: Counted(*children))
+    pytree.register_pytree_node(
+        Counted,
+        lambda node: ([node.w, node.b], None),
+        lambda children, _context: Counted(*children),
+    )
     assert through_json([Keyed(W, 1), Counted(W, 2)]) == [{"w": W, "b": 1}, [W, 2]]
 
 
@@ -153,7 +172,10 @@ def test_a_node_registered_with_jax_is_stored_by_its_keys():
         apply: object
 
         def tree_flatten_with_keys(self):
-            return ((tree_util.GetAttrKey("params"), self.params), (tree_util.DictKey(5), self.none)), self.apply
+            return (
+                (tree_util.GetAttrKey("params"), self.params),
+                (tree_util.DictKey(5), self.none),
+            ), self.apply
 
         @classmethod
         def tree_unflatten(cls, apply, children):
@@ -168,7 +190,9 @@ def test_a_node_registered_with_jax_is_stored_by_its_keys():
         def tree_unflatten(cls, _, children):
             return cls(children)
 
-    assert through_json({"a": Keyed({"w": W}, None, print), "b": Counted([1, W]), "c": Counted()}) == {
+    assert through_json(
+        {"a": Keyed({"w": W}, None, print), "b": Counted([1, W]), "c": Counted()}
+    ) == {
         "a": {"params": {"w": W}, 5: None},
         "b": [1, W],
         "c": {},
@@ -183,7 +207,10 @@ def test_a_node_that_gives_two_children_one_key_is_refused():
 
     key = pytree.MappingKey("k")
     pytree.register_pytree_node(
-        Twice, lambda _: ([1, 2], None), lambda *_: Twice(), flatten_with_keys_fn=lambda _: ([(key, 1), (key, 2)], None)
+        Twice,
+        lambda _: ([1, 2], None),
+        lambda *_: Twice(),
+        flatten_with_keys_fn=lambda _: ([(key, 1), (key, 2)], None),
     )
     with pytest.raises(LeafError, match=r"'a' .*same key"):
         tree_of({"a": Twice()})
@@ -198,7 +225,12 @@ state = [make_dataclass("Point", ["x"])(1)]
 match(state, flatten(state, lambda value: False).tree, lambda value: False)
 print({"torch", "jax", "tensorstore", "zarr"} & set(sys.modules))
 """
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "set()\n"
+    )
 
 
 # --- tied tensors ---
@@ -233,8 +265,15 @@ def schedule(monkeypatch):
     class Schedule:
         state: dict
 
-    leaves.register_leaf(Fraction, name="Fraction", encode=lambda value: value.as_integer_ratio(), decode=lambda pair: Fraction(*pair))
-    leaves.register_leaf(Schedule, name="Schedule", encode=lambda value: value.state, decode=Schedule)
+    leaves.register_leaf(
+        Fraction,
+        name="Fraction",
+        encode=lambda value: value.as_integer_ratio(),
+        decode=lambda pair: Fraction(*pair),
+    )
+    leaves.register_leaf(
+        Schedule, name="Schedule", encode=lambda value: value.state, decode=Schedule
+    )
     return Schedule
 
 
@@ -245,7 +284,9 @@ def test_a_registered_leaf_is_one_leaf_and_comes_back(schedule):
     assert list(iter_leaves(tree_of(state))) == [("s", "Schedule", ""), ("t", "Fraction", "")]
 
 
-def test_a_registered_leaf_that_nobody_registered_here_names_what_to_register(schedule, monkeypatch):
+def test_a_registered_leaf_that_nobody_registered_here_names_what_to_register(
+    schedule, monkeypatch
+):
     tree = tree_of({"opt": {"s": schedule({})}})
     monkeypatch.setattr(leaves, "_BY_NAME", {})
     with pytest.raises(FormatError, match=r"'opt/s' .*register_leaf\(…, name='Schedule'\)"):
@@ -305,7 +346,10 @@ class WithState:
         ({1, 2}, "sorted"),
         (frozenset(), "sorted"),
         (object(), "register_leaf"),
-        (WithState(), "Store its state_dict(), or make the state with shardckpt.train_state(model=…)"),
+        (
+            WithState(),
+            "Store its state_dict(), or make the state with shardckpt.train_state(model=…)",
+        ),
         (torch.nn.Linear(2, 2), "shardckpt.train_state(model=…)"),
         (WithState, "Leave functions and classes out"),
         (Color.RED, "Store its value, or its name."),
@@ -338,7 +382,9 @@ def test_a_state_that_is_itself_no_state_says_so():
 
 @pytest.mark.parametrize("key", [1.5, (1, 2), b"a", np.int64(1), Level.LOW, np.str_("a")], ids=repr)
 def test_a_key_of_another_type_is_refused_with_the_name_of_its_dict(key):
-    with pytest.raises(LeafError, match=f"'opt/state' has a key of type {re.escape(type(key).__qualname__)}"):
+    with pytest.raises(
+        LeafError, match=f"'opt/state' has a key of type {re.escape(type(key).__qualname__)}"
+    ):
         tree_of({"opt": {"state": {key: 1}}})
 
 
@@ -361,7 +407,10 @@ def nested(depth, wrap):
     return state
 
 
-@pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: (x,), lambda x: {0: x}, lambda x: Pair(x, 1), lambda x: Config(x, 1)])
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda x: [x], lambda x: (x,), lambda x: {0: x}, lambda x: Pair(x, 1), lambda x: Config(x, 1)],
+)
 def test_two_hundred_containers_deep_is_deep_enough(wrap):
     state = nested(200, wrap)
     flat = flatten(state, is_tensor)

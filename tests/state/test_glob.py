@@ -1,4 +1,5 @@
-"""Patterns of names match as the regular expressions of their definition do, in a number of steps that the wildcards do not raise."""
+"""Patterns of names match as the regular expressions of their definition do, in a number of steps
+that the wildcards do not raise."""
 
 import re
 
@@ -9,7 +10,24 @@ from hypothesis import strategies as st
 from shardckpt.state.glob import Glob, compile_glob
 from shardckpt.state.select import selector
 
-PARTS = ["a", "b", "/", ".", "*", "**", "**/", "?", "[ab]", "[!a]", "[a-b]", "[", "]", "!", "\n", "é"]
+PARTS = [
+    "a",
+    "b",
+    "/",
+    ".",
+    "*",
+    "**",
+    "**/",
+    "?",
+    "[ab]",
+    "[!a]",
+    "[a-b]",
+    "[",
+    "]",
+    "!",
+    "\n",
+    "é",
+]
 
 
 def definition(pattern: str) -> re.Pattern[str]:
@@ -34,7 +52,10 @@ def definition(pattern: str) -> re.Pattern[str]:
     return re.compile(expression, re.DOTALL)
 
 
-@given(st.lists(st.sampled_from(PARTS), max_size=8).map("".join), st.lists(st.text("ab/.![]\né*", max_size=10), max_size=5))
+@given(
+    st.lists(st.sampled_from(PARTS), max_size=8).map("".join),
+    st.lists(st.text("ab/.![]\né*", max_size=10), max_size=5),
+)
 @example("a/**/**/b", ["a/b", "a/b/b", "ab"])
 @example("**/*", ["", "/", "a/", "//"])
 @example("*[", ["[", "a[", "a"])
@@ -54,7 +75,12 @@ def test_a_match_computes_at_most_one_set_of_states_a_character(unit, end):
 
 def test_a_pattern_keeps_a_bounded_number_of_transitions():
     glob = Glob("**x*y**z?")
-    names = [f"{a}x{b}yz{c}" for a in map(chr, range(200, 240)) for b in map(chr, range(300, 340)) for c in "/xz"]
+    names = [
+        f"{a}x{b}yz{c}"
+        for a in map(chr, range(200, 240))
+        for b in map(chr, range(300, 340))
+        for c in "/xz"
+    ]
     expected = [bool(definition("**x*y**z?").fullmatch(name)) for name in names]
     assert [glob.fullmatch(name) for name in names] == expected
     assert glob.transitions <= 1024
@@ -63,5 +89,9 @@ def test_a_pattern_keeps_a_bounded_number_of_transitions():
 def test_exact_names_among_patterns_are_looked_up_and_not_matched():
     compile_glob.cache_clear()
     chosen = selector([*(f"model/layers.{n}.w" for n in range(3000)), "head/*"])
-    assert [name for name in ("model/layers.7.w", "model/layers.w", "head/b", "head/a/b") if chosen(name)] == ["model/layers.7.w", "head/b"]
+    assert [
+        name
+        for name in ("model/layers.7.w", "model/layers.w", "head/b", "head/a/b")
+        if chosen(name)
+    ] == ["model/layers.7.w", "head/b"]
     assert compile_glob.cache_info().currsize == 1

@@ -1,4 +1,5 @@
-"""Leaves that are not tensors: everything comes back as it was, to the bit, and nothing else is believed."""
+"""Leaves that are not tensors: everything comes back as it was, to the bit, and nothing else is
+believed."""
 
 import enum
 import json
@@ -18,10 +19,18 @@ from shardckpt.errors import FormatError, LeafError, MissingExtraError, OptionEr
 from shardckpt.layout.dtypes import DTYPES
 from shardckpt.state import leaves
 
-NAN_BITS = st.integers(0, 2**52 - 1).filter(bool).map(lambda payload: struct.unpack(">d", struct.pack(">Q", (0x7FF << 52) | payload))[0])
-FLOATS = st.one_of(st.floats(), NAN_BITS, st.sampled_from([0.0, -0.0, 1.0, 1e22, 5e-324, math.inf, -math.inf]))
+NAN_BITS = (
+    st.integers(0, 2**52 - 1)
+    .filter(bool)
+    .map(lambda payload: struct.unpack(">d", struct.pack(">Q", (0x7FF << 52) | payload))[0])
+)
+FLOATS = st.one_of(
+    st.floats(), NAN_BITS, st.sampled_from([0.0, -0.0, 1.0, 1e22, 5e-324, math.inf, -math.inf])
+)
 TEXTS = st.one_of(
-    st.text(), st.text(st.characters(categories=["Cs", "Lu"])), st.sampled_from(["$tensor", "$", "$$x", "\ud83d\ude00", "😀", "\0"])
+    st.text(),
+    st.text(st.characters(categories=["Cs", "Lu"])),
+    st.sampled_from(["$tensor", "$", "$$x", "\ud83d\ude00", "😀", "\0"]),
 )
 VALUES = st.one_of(
     st.none(),
@@ -38,7 +47,10 @@ VALUES = st.one_of(
 def bits(value):
     """Key that is equal for equal leaves: type and bits."""
     if isinstance(value, np.generic):
-        return type(value), str(value) if isinstance(value, np.str_) else (str(value.dtype), value.tobytes())
+        return type(value), str(value) if isinstance(value, np.str_) else (
+            str(value.dtype),
+            value.tobytes(),
+        )
     if isinstance(value, float):
         return float, struct.pack(">d", value)
     if isinstance(value, complex):
@@ -69,14 +81,29 @@ def test_an_integer_of_a_million_digits_comes_back_in_bounded_time():
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_a_scalar_of_every_dtype_comes_back(name):
-    for value in np.array([0, 1], DTYPES[name].numpy) if name not in {"int1", "float8_e8m0fnu"} else np.ones(1, DTYPES[name].numpy):
+    for value in (
+        np.array([0, 1], DTYPES[name].numpy)
+        if name not in {"int1", "float8_e8m0fnu"}
+        else np.ones(1, DTYPES[name].numpy)
+    ):
         assert isinstance(value, np.generic)
         assert bits(through_json(value)) == bits(value)
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.sampled_from(["float16", "float32", "float64", "bfloat16", "complex64", "complex128", "float8_e5m2", "float8_e4m3fn"]),
+    st.sampled_from(
+        [
+            "float16",
+            "float32",
+            "float64",
+            "bfloat16",
+            "complex64",
+            "complex128",
+            "float8_e5m2",
+            "float8_e4m3fn",
+        ]
+    ),
     st.binary(min_size=16, max_size=16),
 )
 def test_a_scalar_keeps_the_payload_of_a_nan(name, data):
@@ -103,7 +130,9 @@ def test_a_numpy_scalar_that_is_no_number_comes_back_too(value):
 
 
 @pytest.mark.parametrize(
-    "value", [np.longdouble(1), np.clongdouble(1), np.void(b"ab"), np.zeros(1, [("a", "i4")])[0]], ids=lambda v: type(v).__name__
+    "value",
+    [np.longdouble(1), np.clongdouble(1), np.void(b"ab"), np.zeros(1, [("a", "i4")])[0]],
+    ids=lambda v: type(v).__name__,
 )
 def test_a_numpy_scalar_that_cannot_be_stored_is_refused_by_name_and_dtype(value):
     with pytest.raises(LeafError, match=r"'opt/x' is a numpy scalar: dtype .* cannot be stored"):
@@ -111,7 +140,13 @@ def test_a_numpy_scalar_that_cannot_be_stored_is_refused_by_name_and_dtype(value
 
 
 def test_what_json_has_stands_for_itself():
-    assert [leaves.encode(value, "x") for value in (None, True, 3, 0.5, "é")] == [None, True, 3, 0.5, "é"]
+    assert [leaves.encode(value, "x") for value in (None, True, 3, 0.5, "é")] == [
+        None,
+        True,
+        3,
+        0.5,
+        "é",
+    ]
 
 
 class Color(enum.IntEnum):
@@ -123,7 +158,9 @@ class Text(str):
 
 
 @pytest.mark.parametrize(
-    "value", [Color.RED, Text("a"), {1}, [1], object(), Fraction(1, 2), bytearray(b"a"), np.zeros(2)], ids=lambda v: type(v).__name__
+    "value",
+    [Color.RED, Text("a"), {1}, [1], object(), Fraction(1, 2), bytearray(b"a"), np.zeros(2)],
+    ids=lambda v: type(v).__name__,
 )
 def test_nothing_else_is_a_small_leaf(value):
     assert not leaves.is_small(value)
@@ -168,7 +205,9 @@ def test_a_torch_leaf_without_torch_says_what_to_install(monkeypatch, node):
         leaves.decode(node, "opt/kind")
 
 
-@pytest.mark.parametrize(("node", "shown"), list(zip(TORCH_NODES, ["float32", "cuda:0", "(2, 3)"], strict=True)))
+@pytest.mark.parametrize(
+    ("node", "shown"), list(zip(TORCH_NODES, ["float32", "cuda:0", "(2, 3)"], strict=True))
+)
 def test_a_torch_leaf_can_be_looked_at_without_torch(monkeypatch, node, shown):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert leaves.describe(node, "x") == (next(iter(node))[1:], shown)
@@ -184,7 +223,12 @@ assert states.unflatten(states.flatten(state, lambda value: False).tree, {}) == 
 assert not leaves.is_small(object())
 print({"torch", "jax", "tensorstore", "zarr"} & set(sys.modules))
 """
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "set()\n"
+    )
 
 
 # --- hostile input ---
@@ -262,14 +306,23 @@ JSON_NODES = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6)),
     lambda nodes: st.one_of(
         st.lists(nodes, max_size=3),
-        st.dictionaries(st.one_of(st.sampled_from(sorted(leaves.TAGS)), st.text(max_size=3)), nodes, max_size=2),
+        st.dictionaries(
+            st.one_of(st.sampled_from(sorted(leaves.TAGS)), st.text(max_size=3)), nodes, max_size=2
+        ),
     ),
     max_leaves=6,
 )
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.one_of(JSON_NODES, st.builds(lambda tag, content: {tag: content}, st.sampled_from(sorted(leaves.TAGS)), JSON_NODES)))
+@given(
+    st.one_of(
+        JSON_NODES,
+        st.builds(
+            lambda tag, content: {tag: content}, st.sampled_from(sorted(leaves.TAGS)), JSON_NODES
+        ),
+    )
+)
 def test_whatever_json_says_it_is_a_leaf_or_a_format_error(node):
     for read in (leaves.decode, leaves.describe):
         try:
@@ -325,7 +378,9 @@ def empty_register(monkeypatch):
 
 @pytest.mark.usefixtures("empty_register")
 def test_a_registered_type_is_found_by_type_and_by_name():
-    leaves.register_leaf(Schedule, name="tests.Schedule", encode=vars, decode=lambda tree: Schedule(**tree))
+    leaves.register_leaf(
+        Schedule, name="tests.Schedule", encode=vars, decode=lambda tree: Schedule(**tree)
+    )
     assert leaves.leaf_type(Schedule([1])) is leaves.leaf_type_named("tests.Schedule", "x")
     assert leaves.leaf_type(object()) is None
 
@@ -354,7 +409,22 @@ def test_a_name_belongs_to_one_type():
         leaves.register_leaf(Fraction, name="s", encode=vars, decode=Schedule)
 
 
-@pytest.mark.parametrize("type_", [int, str, type(None), dict, list, tuple, bytes, complex, np.float32, np.generic, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    "type_",
+    [
+        int,
+        str,
+        type(None),
+        dict,
+        list,
+        tuple,
+        bytes,
+        complex,
+        np.float32,
+        np.generic,
+        ml_dtypes.bfloat16,
+    ],
+)
 def test_a_type_that_every_state_may_hold_cannot_be_registered(type_):
     with pytest.raises(OptionError, match="already"):
         leaves.register_leaf(type_, name="x", encode=vars, decode=type_)

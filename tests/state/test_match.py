@@ -36,9 +36,12 @@ def T():
 
 
 def restored(like, state, **options):
-    """The whole way: `state` saved, `like` filled from it. Restored tensors say which stored one they are."""
+    """The whole way: `state` saved, `like` filled from it. Restored tensors say which stored one
+    they are."""
     matched = match(like, flatten(state, is_tensor, identity=id).tree, is_tensor, **options)
-    values = {name: Stored(stored) for stored, places in matched.tensors.items() for name, _ in places}
+    values = {
+        name: Stored(stored) for stored, places in matched.tensors.items() for name, _ in places
+    }
     return matched.build(values)
 
 
@@ -85,7 +88,9 @@ def test_keys_are_paired_with_their_types():
 
 def test_a_stored_text_matches_the_key_that_a_format_wrote_as_that_text():
     state = {"0": T(), "-1": 1, "True": 2, "None": 3}
-    assert text(restored({0: T(), -1: 5, True: 6, None: 7}, state)) == text({0: Stored("0"), -1: 1, True: 2, None: 3})
+    assert text(restored({0: T(), -1: 5, True: 6, None: 7}, state)) == text(
+        {0: Stored("0"), -1: 1, True: 2, None: 3}
+    )
     assert restored({0: 5, "0": 6}, {"0": 1}, strict=False) == {0: 5, "0": 1}
     assert restored({0: 5}, {0: 1, "0": 2}, strict=False) == {0: 1}
     with pytest.raises(NamesMismatchError, match=r"'00'"):
@@ -102,7 +107,12 @@ def test_an_empty_container_matches_any_empty_one_and_none(empty, stored):
 
 
 def test_a_stored_leaf_wins_whatever_its_type():
-    assert restored([0, None, "x", np.float32(1)], [np.int8(3), b"y", None, 1.5]) == [np.int8(3), b"y", None, 1.5]
+    assert restored([0, None, "x", np.float32(1)], [np.int8(3), b"y", None, 1.5]) == [
+        np.int8(3),
+        b"y",
+        None,
+        1.5,
+    ]
 
 
 def test_a_state_may_be_one_leaf():
@@ -187,7 +197,9 @@ def test_a_node_of_torch_is_rebuilt_by_its_registration():
             self.children, self.constant = children, constant
 
     pytree.register_pytree_node(
-        Node, lambda node: (node.children, node.constant), lambda children, constant: Node(list(children), constant)
+        Node,
+        lambda node: (node.children, node.constant),
+        lambda children, constant: Node(list(children), constant),
     )
     back = restored({"n": Node([T(), 1], print)}, {"n": Node([T(), 2], len)})
     assert (text(back["n"].children), back["n"].constant) == ("[Stored('n/0'), 2]", print)
@@ -205,15 +217,24 @@ def test_a_node_of_jax_is_rebuilt_by_its_registration_and_keeps_its_constants():
     tree_util.register_dataclass(TrainState, data_fields=["params", "step"], meta_fields=["apply"])
     back = restored(TrainState({"w": T()}, 0, print), TrainState({"w": T()}, 8, len))
     assert text(back) == text(TrainState({"w": Stored("params/w")}, 8, print))
-    assert text(restored(TrainState({"w": T()}, 0, print), {"params": {"w": T()}, "step": 8})) == text(back)
+    assert text(
+        restored(TrainState({"w": T()}, 0, print), {"params": {"w": T()}, "step": 8})
+    ) == text(back)
 
 
 def test_a_registered_leaf_in_like_is_replaced_as_a_whole(monkeypatch):
     monkeypatch.setattr(leaves, "_BY_TYPE", {})
     monkeypatch.setattr(leaves, "_BY_NAME", {})
-    leaves.register_leaf(Frozen, name="Frozen", encode=lambda value: [value.w, value.lr], decode=lambda pair: Frozen(*pair))
+    leaves.register_leaf(
+        Frozen,
+        name="Frozen",
+        encode=lambda value: [value.w, value.lr],
+        decode=lambda pair: Frozen(*pair),
+    )
     assert restored([Frozen(0, 0.0)], [Frozen(None, 0.5)]) == [Frozen(None, 0.5)]
-    with pytest.raises(StructureMismatchError, match="'0' is a leaf of type Frozen in the checkpoint"):
+    with pytest.raises(
+        StructureMismatchError, match="'0' is a leaf of type Frozen in the checkpoint"
+    ):
         restored([T()], [Frozen(1, 2.0)])
 
 
@@ -227,9 +248,13 @@ def test_names_that_one_side_lacks_are_listed_with_the_nearest_of_the_other():
         restored(like, state)
     message = str(caught.value)
     assert (
-        "2 names are in `like` but not in the checkpoint: 'model/layers.0.weight' (did you mean 'model/layers.0.wieght'?), 'rng'" in message
+        "2 names are in `like` but not in the checkpoint: 'model/layers.0.weight' (did you mean "
+        "'model/layers.0.wieght'?), 'rng'" in message
     )
-    assert "3 names are in the checkpoint but not in `like`: 'model/layers.0.wieght' (did you mean 'model/layers.0.weight'?)" in message
+    assert (
+        "3 names are in the checkpoint but not in `like`: 'model/layers.0.wieght' (did you mean "
+        "'model/layers.0.weight'?)" in message
+    )
     assert "'extra/0', 'extra/1'. " in message
     assert "strict=False" in message
 
@@ -277,9 +302,13 @@ def test_outside_a_choice_like_keeps_its_values_whatever_they_are():
 
 
 def test_inside_a_choice_missing_and_unexpected_names_are_still_errors():
-    with pytest.raises(NamesMismatchError, match=r"^1 name is in `like` but not in the checkpoint: 'a/x'\."):
+    with pytest.raises(
+        NamesMismatchError, match=r"^1 name is in `like` but not in the checkpoint: 'a/x'\."
+    ):
         restored({"a": {"x": 1}, "b": {"x": 1}}, {"a": {}, "c": 1}, only=selector("a/**"))
-    with pytest.raises(NamesMismatchError, match=r"^1 name is in the checkpoint but not in `like`: 'a/x'\."):
+    with pytest.raises(
+        NamesMismatchError, match=r"^1 name is in the checkpoint but not in `like`: 'a/x'\."
+    ):
         restored({"a": {}, "c": 1}, {"a": {"x": 1}, "b": 2}, only=selector("a/**"))
 
 
@@ -305,7 +334,11 @@ def test_a_leaf_where_a_tensor_is_stored_says_what_to_pass(value):
         (T(), 3, "'a' is a leaf of type int in the checkpoint, and in `like` a tensor (ndarray)"),
         (T(), {"x": 1}, "'a' is a dict of 1 items in the checkpoint, and in `like` a tensor"),
         (T(), {}, "'a' is a dict of 0 items in the checkpoint, and in `like` a tensor"),
-        ({"x": 1}, 3, "'a' is a leaf of type int in the checkpoint, and in `like` a dict of 1 items"),
+        (
+            {"x": 1},
+            3,
+            "'a' is a leaf of type int in the checkpoint, and in `like` a dict of 1 items",
+        ),
         ([T()], T(), "'a' is a tensor in the checkpoint, and in `like` a list of 1 items"),
         (None, {"x": T()}, "'a' is a dict of 1 items in the checkpoint, and in `like` None"),
         (3, [1], "'a' is a list of 1 items in the checkpoint, and in `like` a leaf of type int"),
@@ -351,16 +384,26 @@ def test_an_empty_container_that_only_one_side_has_is_a_name_too(empty):
         restored(state, {**state, "extra": empty})
     assert restored({**state, "extra": empty}, state, strict=False) == {**state, "extra": empty}
     assert restored(state, {**state, "extra": empty}, strict=False) == state
-    assert restored({**state, "extra": empty}, state, only=selector("a")) == {**state, "extra": empty}
-    assert restored({**state, "extra": empty}, {**state, "extra": empty}) == {**state, "extra": empty}
+    assert restored({**state, "extra": empty}, state, only=selector("a")) == {
+        **state,
+        "extra": empty,
+    }
+    assert restored({**state, "extra": empty}, {**state, "extra": empty}) == {
+        **state,
+        "extra": empty,
+    }
 
 
 def test_a_part_of_a_checkpoint_is_matched_if_all_of_like_is_there():
     state = {"a": 1, "b": [2, {"c": 3}]}
     assert restored({"b": [0, {}]}, state, strict="like") == {"b": [2, {}]}
     with pytest.raises(
-        NamesMismatchError, match=r"^1 name is in `like` but not in the checkpoint: 'x'\. Change `like`, map names with rename=, choose"
+        NamesMismatchError,
+        match=r"^1 name is in `like` but not in the checkpoint: 'x'\. Change `like`, "
+        r"map names with rename=, choose",
     ):
         restored({"a": 0, "x": 0}, state, strict="like")
-    with pytest.raises(NamesMismatchError, match=r'or strict="like" if `like` is to be a part of the checkpoint'):
+    with pytest.raises(
+        NamesMismatchError, match=r'or strict="like" if `like` is to be a part of the checkpoint'
+    ):
         restored({"a": 0}, state)

@@ -40,7 +40,9 @@ AWKWARD = st.sampled_from(
     ]
 )
 LONG = st.builds(
-    lambda text, times: text * times, st.sampled_from(["a", ".", "_", "é", "/", "🙂", "zarr.json", "~", "a="]), st.integers(150, 700)
+    lambda text, times: text * times,
+    st.sampled_from(["a", ".", "_", "é", "/", "🙂", "zarr.json", "~", "a="]),
+    st.integers(150, 700),
 )
 STRINGS = st.one_of(ANYTHING, SURROGATES, AWKWARD, LONG)
 NAMES = st.lists(STRINGS, max_size=4).map("/".join)
@@ -54,9 +56,17 @@ def test_keys_are_joined_and_their_own_slashes_escaped():
     assert names.child_name(names.child_name("", "a"), "b") == "a/b"
 
 
-def test_a_key_that_is_no_string_reads_as_its_text_with_a_tilde_where_a_string_beside_it_reads_the_same():
+def test_a_key_that_is_no_string_reads_as_its_text_with_a_tilde_if_a_string_reads_the_same():
     assert names.component_names([0, True, None, -7]) == ["0", "True", "None", "-7"]
-    assert names.component_names([0, "0", True, "True", "None", None, 1]) == ["0~", "0", "True~", "True", "None", "None~", "1"]
+    assert names.component_names([0, "0", True, "True", "None", None, 1]) == [
+        "0~",
+        "0",
+        "True~",
+        "True",
+        "None",
+        "None~",
+        "1",
+    ]
 
 
 def test_an_integer_key_of_any_size_has_a_name():
@@ -66,7 +76,10 @@ def test_an_integer_key_of_any_size_has_a_name():
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(st.one_of(STRINGS, st.integers(), st.booleans(), st.none(), st.integers().map(str)), unique_by=lambda key: (type(key), key))
+    st.lists(
+        st.one_of(STRINGS, st.integers(), st.booleans(), st.none(), st.integers().map(str)),
+        unique_by=lambda key: (type(key), key),
+    )
 )
 def test_no_two_keys_of_a_container_share_a_component(keys):
     components = names.component_names(keys)
@@ -98,13 +111,18 @@ def test_an_array_path_is_safe_everywhere_and_says_its_name(name):
 @given(NAMES, NAMES)
 @example("A", "a")
 @example("a" * 191, "a" * 190 + "/a")
-def test_different_names_have_different_paths_and_none_lies_inside_another_unless_the_names_do(one, other):
+def test_different_names_have_different_paths_and_none_lies_inside_another_unless_the_names_do(
+    one, other
+):
     a, b = names.array_path(one), names.array_path(other)
     assert (a == b) == (one == other)
     assert b.startswith(a + "/") == other.startswith(one + "/")
 
 
-@pytest.mark.parametrize("name", ["model/layers.0.weight", "opt/state/0/exp_avg", "a~1b", "-", "_private", "x" * 190, "c"])
+@pytest.mark.parametrize(
+    "name",
+    ["model/layers.0.weight", "opt/state/0/exp_avg", "a~1b", "-", "_private", "x" * 190, "c"],
+)
 def test_an_ordinary_name_is_its_own_path(name):
     assert names.array_path(name) == name
 
@@ -149,8 +167,16 @@ def test_a_path_that_no_name_has_is_refused(path):
     ("pattern", "yes", "no"),
     [
         ("model/**", ["model/a", "model/a/b"], ["model", "models/a", "a/model/b"]),
-        ("**/exp_avg", ["exp_avg", "opt/exp_avg", "opt/state/0/exp_avg"], ["opt/exp_avg_sq", "opt/my_exp_avg", "exp_avg/x"]),
-        ("model/layers.*.weight", ["model/layers.0.weight", "model/layers.0.mlp.weight"], ["model/layers.0/weight", "layers.0.weight"]),
+        (
+            "**/exp_avg",
+            ["exp_avg", "opt/exp_avg", "opt/state/0/exp_avg"],
+            ["opt/exp_avg_sq", "opt/my_exp_avg", "exp_avg/x"],
+        ),
+        (
+            "model/layers.*.weight",
+            ["model/layers.0.weight", "model/layers.0.mlp.weight"],
+            ["model/layers.0/weight", "layers.0.weight"],
+        ),
         ("a/**/b", ["a/b", "a/x/b", "a/x/y/b"], ["ab", "a/xb", "b"]),
         ("a/**/**/b", ["a/b", "a/x/b"], ["a"]),
         ("a**b", ["ab", "a/x/b", "axb"], ["a/x"]),

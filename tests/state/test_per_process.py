@@ -1,4 +1,5 @@
-"""Values that every process owns by itself, and tensors that mean something, in documents and in `like`."""
+"""Values that every process owns by itself, and tensors that mean something, in documents and in
+`like`."""
 
 import json
 
@@ -57,7 +58,10 @@ def tree_of(state):
 def test_its_value_is_collected_and_not_looked_into():
     value = {"anything": {1, 2}}
     flat = flatten({"rng": [PerProcess(value), PerProcess(None)], "w": T()}, is_tensor)
-    assert json.dumps(flat.tree) == '{"rng": [{"$per_process": null}, {"$per_process": null}], "w": "$tensor"}'
+    assert (
+        json.dumps(flat.tree)
+        == '{"rng": [{"$per_process": null}, {"$per_process": null}], "w": "$tensor"}'
+    )
     assert list(flat.per_process) == ["rng/0", "rng/1"]
     assert flat.per_process["rng/0"] is value
     assert list(flat.tensors) == ["w"]
@@ -72,7 +76,11 @@ def test_it_is_a_leaf_of_its_own_kind_for_people():
 
 def test_without_like_it_is_what_the_caller_has_for_it():
     tree = tree_of({"w": T(), "rng": PerProcess(1), "l": [PerProcess(2), 3]})
-    assert unflatten(tree, {"w": 0, "rng": [1, 2], "l/0": [3, 4]}) == {"w": 0, "rng": [1, 2], "l": [[3, 4], 3]}
+    assert unflatten(tree, {"w": 0, "rng": [1, 2], "l/0": [3, 4]}) == {
+        "w": 0,
+        "rng": [1, 2],
+        "l": [[3, 4], 3],
+    }
     assert unflatten(tree, {"rng": [1, 2]}, selector("rng")) == {"rng": [1, 2]}
 
 
@@ -116,13 +124,18 @@ def test_a_restored_state_is_a_state_again():
 def test_a_leaf_of_another_kind_in_like_does_not_take_a_per_process_value(value):
     with pytest.raises(StructureMismatchError) as caught:
         match({"rng": value}, tree_of({"rng": PerProcess(1)}), is_tensor)
-    assert str(caught.value).startswith("'rng' is a value of each process's own in the checkpoint, and in `like` ")
+    assert str(caught.value).startswith(
+        "'rng' is a value of each process's own in the checkpoint, and in `like` "
+    )
     assert "wrap it there: shardckpt.PerProcess(…)" in str(caught.value)
 
 
 @pytest.mark.parametrize("stored", [3, None, T(), {"a": 1}, {}, [1]], ids=repr)
 def test_it_takes_nothing_else(stored):
-    with pytest.raises(StructureMismatchError, match=r"'rng' is .* in the checkpoint, and in `like` a shardckpt\.PerProcess; "):
+    with pytest.raises(
+        StructureMismatchError,
+        match=r"'rng' is .* in the checkpoint, and in `like` a shardckpt\.PerProcess; ",
+    ):
         match({"rng": PerProcess(1)}, tree_of({"rng": stored}), is_tensor)
 
 
@@ -132,16 +145,28 @@ def test_names_that_one_side_lacks_are_mismatches():
     with pytest.raises(NamesMismatchError, match="in the checkpoint but not in `like`: 'rng'"):
         match({}, tree_of({"rng": PerProcess(1)}), is_tensor)
     mine = PerProcess(1)
-    matched = match({"step": 1, "rng": mine}, tree_of({"step": 1, "loader": PerProcess(2)}), is_tensor, strict=False)
+    matched = match(
+        {"step": 1, "rng": mine},
+        tree_of({"step": 1, "loader": PerProcess(2)}),
+        is_tensor,
+        strict=False,
+    )
     assert (matched.missing, matched.unexpected, matched.per_process) == (["rng"], ["loader"], {})
     assert matched.build({})["rng"] is mine
 
 
 def test_outside_a_choice_it_stays_as_it_is():
     mine = PerProcess(1)
-    matched = match({"rng": mine, "w": T()}, tree_of({"rng": 5, "w": T()}), is_tensor, only=selector("w"))
+    matched = match(
+        {"rng": mine, "w": T()}, tree_of({"rng": 5, "w": T()}), is_tensor, only=selector("w")
+    )
     assert matched.build({"w": 2}) == {"rng": mine, "w": 2}
-    matched = match({"rng": T(), "w": T()}, tree_of({"rng": PerProcess(1), "w": T()}), is_tensor, only=selector("w"))
+    matched = match(
+        {"rng": T(), "w": T()},
+        tree_of({"rng": PerProcess(1), "w": T()}),
+        is_tensor,
+        only=selector("w"),
+    )
     assert matched.per_process == {}
 
 
@@ -151,7 +176,11 @@ def test_outside_a_choice_it_stays_as_it_is():
 def test_a_meaning_is_written_beside_the_tensor():
     shared = Key("key:a")
     tree = tree_of({"k": shared, "w": T(), "l": [shared, Key("key:b")]})
-    assert json.dumps(tree) == '{"k": {"$tensor": "key:a"}, "w": "$tensor", "l": [{"$tied": "k"}, {"$tensor": "key:b"}]}'
+    assert (
+        json.dumps(tree)
+        == '{"k": {"$tensor": "key:a"}, "w": "$tensor", "l": [{"$tied": "k"}, {"$tensor": '
+        '"key:b"}]}'
+    )
     assert meanings(tree) == {"k": "key:a", "l/0": "key:a", "l/1": "key:b"}
     assert list(iter_leaves(tree))[:2] == [("k", "tensor", "key:a"), ("w", "tensor", "")]
 
@@ -181,11 +210,18 @@ def test_a_leaf_takes_only_what_means_the_same():
     with pytest.raises(StructureMismatchError) as caught:
         match({"k": Key("key:b"), "w": T()}, tree, is_tensor, meaning=meaning)
     assert str(caught.value) == (
-        "'k' holds 'key:a' in the checkpoint, and in `like` 'key:b' (Key); pass a tensor of the same meaning there, or a shardckpt.Target."
+        "'k' holds 'key:a' in the checkpoint, and in `like` 'key:b' (Key); pass a tensor of the "
+        "same meaning there, or a shardckpt.Target."
     )
-    with pytest.raises(StructureMismatchError, match=r"'k' holds 'key:a' in the checkpoint, and in `like` plain numbers \(ndarray\)"):
+    with pytest.raises(
+        StructureMismatchError,
+        match=r"'k' holds 'key:a' in the checkpoint, and in `like` plain numbers \(ndarray\)",
+    ):
         match({"k": T(), "w": T()}, tree, is_tensor, meaning=meaning)
-    with pytest.raises(StructureMismatchError, match=r"'w' holds plain numbers in the checkpoint, and in `like` 'key:a'"):
+    with pytest.raises(
+        StructureMismatchError,
+        match=r"'w' holds plain numbers in the checkpoint, and in `like` 'key:a'",
+    ):
         match({"k": Key(), "w": Key()}, tree, is_tensor, meaning=meaning)
 
 
@@ -199,5 +235,9 @@ def test_a_tied_name_means_what_its_tensor_means():
 
 def test_a_leaf_that_does_not_say_takes_anything_and_so_does_one_that_is_not_asked_for():
     tree = tree_of({"k": Key(), "w": T()})
-    assert list(match({"k": Anything(), "w": Anything()}, tree, is_tensor, meaning=meaning).tensors) == ["k", "w"]
-    assert list(match({"k": T(), "w": T()}, tree, is_tensor, only=selector("w"), meaning=meaning).tensors) == ["w"]
+    assert list(
+        match({"k": Anything(), "w": Anything()}, tree, is_tensor, meaning=meaning).tensors
+    ) == ["k", "w"]
+    assert list(
+        match({"k": T(), "w": T()}, tree, is_tensor, only=selector("w"), meaning=meaning).tensors
+    ) == ["w"]

@@ -10,7 +10,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.state import alias_map, flatten, iter_leaves, leaf_names, match, stored_names, tensor_names, unflatten
+from shardckpt.state import (
+    alias_map,
+    flatten,
+    iter_leaves,
+    leaf_names,
+    match,
+    stored_names,
+    tensor_names,
+    unflatten,
+)
 
 
 class Pair(NamedTuple):
@@ -50,7 +59,11 @@ KEYS = st.one_of(
 
 
 def plain(states):
-    return st.one_of(st.lists(states, max_size=3), st.lists(states, max_size=3).map(tuple), st.dictionaries(KEYS, states, max_size=4))
+    return st.one_of(
+        st.lists(states, max_size=3),
+        st.lists(states, max_size=3).map(tuple),
+        st.dictionaries(KEYS, states, max_size=4),
+    )
 
 
 def of_any_class(states):
@@ -84,7 +97,9 @@ def same(one, other):
     if is_tensor(one):
         return one is other
     if isinstance(one, dict):
-        return list(map(_typed, one)) == list(map(_typed, other)) and all(map(same, one.values(), other.values()))
+        return list(map(_typed, one)) == list(map(_typed, other)) and all(
+            map(same, one.values(), other.values())
+        )
     if isinstance(one, list | tuple | deque):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, Point):
@@ -173,7 +188,8 @@ def test_a_choice_of_names_brings_back_these_leaves_and_no_others(state, data):
 
 
 def leaves_by_name(state):
-    """A second opinion about names: each leaf has a document of its own to be told apart by, a counter in its place."""
+    """A second opinion about names: each leaf has a document of its own to be told apart by, a
+    counter in its place."""
     leaves = []
 
     def count(value):

@@ -12,7 +12,12 @@ def document(state):
 
 def state():
     w = np.zeros(2)
-    return {"model": {"w": w, "head": w, 3: np.zeros(1)}, "list": [np.zeros(1), 5, (np.zeros(1), None)], "empty": {}, "lr": 0.1}
+    return {
+        "model": {"w": w, "head": w, 3: np.zeros(1)},
+        "list": [np.zeros(1), 5, (np.zeros(1), None)],
+        "empty": {},
+        "lr": 0.1,
+    }
 
 
 def test_all_of_a_state_is_the_state():
@@ -26,11 +31,21 @@ def test_nothing_of_a_state_is_empty():
 
 def test_a_part_is_what_restore_makes_of_the_whole_with_the_same_names():
     whole = document(state())
-    for only in ("model/**", ["list/2/*", "lr"], "list/[02]*", "model/head", "empty", "**/3", ["model/head", "model/3"]):
+    for only in (
+        "model/**",
+        ["list/2/*", "lr"],
+        "list/[02]*",
+        "model/head",
+        "empty",
+        "**/3",
+        ["model/head", "model/3"],
+    ):
         selects = selector(only)
         part, stored = select(whole, selects)
         values = {name: f"value of {name}" for name in tensor_names(whole)}
-        assert unflatten(part, {name: values[old] for name, old in stored.items()}) == unflatten(whole, values, selects)
+        assert unflatten(part, {name: values[old] for name, old in stored.items()}) == unflatten(
+            whole, values, selects
+        )
         assert list(stored) == tensor_names(part)
 
 

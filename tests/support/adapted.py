@@ -1,4 +1,5 @@
-"""A small training with a vocabulary and experts, and the surgery of its state by hand: the oracle of restores into other models."""
+"""A small training with a vocabulary and experts, and the surgery of its state by hand: the oracle
+of restores into other models."""
 
 from __future__ import annotations
 
@@ -25,10 +26,18 @@ class Layer(nn.Module):
     def __init__(self, stacked):
         super().__init__()
         kept = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(EXPERTS)]
-        self.experts = nn.Parameter(torch.stack([one.weight.detach() for one in kept])) if stacked else nn.ModuleList(kept)
+        self.experts = (
+            nn.Parameter(torch.stack([one.weight.detach() for one in kept]))
+            if stacked
+            else nn.ModuleList(kept)
+        )
 
     def forward(self, x):
-        weights = self.experts if isinstance(self.experts, nn.Parameter) else torch.stack([one.weight for one in self.experts])
+        weights = (
+            self.experts
+            if isinstance(self.experts, nn.Parameter)
+            else torch.stack([one.weight for one in self.experts])
+        )
         return x + torch.einsum("bi,eoi->bo", x, weights).tanh()
 
 
@@ -63,16 +72,22 @@ class Run:
             [p for n, p in self.model.named_parameters() if "layers" in n],
             [p for n, p in self.model.named_parameters() if "layers" not in n],
         )
-        self.optimizer = torch.optim.AdamW([{"params": parts[0], "weight_decay": 0.1}, {"params": parts[1], "lr": 0.02}], lr=0.01)
+        self.optimizer = torch.optim.AdamW(
+            [{"params": parts[0], "weight_decay": 0.1}, {"params": parts[1], "lr": 0.02}], lr=0.01
+        )
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
 
     def state(self, **more):
-        return shardckpt.train_state(model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, rng=False, **more)
+        return shardckpt.train_state(
+            model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, rng=False, **more
+        )
 
     def steps(self, count):
         losses = []
         for number in range(count):
-            data = torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(number))
+            data = torch.randint(
+                0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(number)
+            )
             self.optimizer.zero_grad()
             loss = functional.cross_entropy(self.model(data[0])[:, :VOCABULARY], data[1])
             loss.backward()
@@ -82,7 +97,8 @@ class Run:
         return losses
 
     def by_hand(self, old, names, change):
-        """Load the state of another run, of which `change` makes the tensors for a parameter here from a function of its old names."""
+        """Load the state of another run, of which `change` makes the tensors for a parameter here
+        from a function of its old names."""
         changed = copy.deepcopy(old.model.state_dict())
         own = {name: change(name, lambda one: changed[one]) for name in self.model.state_dict()}
         self.model.load_state_dict(own)
@@ -91,9 +107,13 @@ class Run:
         for name, parameter in self.model.named_parameters():
             first = before[names(name)]
             self.optimizer.state[parameter] = {
-                key: value.clone() if value.dim() == 0 else change(name, lambda one, key=key: before[one][key].clone())
+                key: value.clone()
+                if value.dim() == 0
+                else change(name, lambda one, key=key: before[one][key].clone())
                 for key, value in first.items()
             }
-        for group, before_group in zip(self.optimizer.param_groups, old.optimizer.param_groups, strict=True):
+        for group, before_group in zip(
+            self.optimizer.param_groups, old.optimizer.param_groups, strict=True
+        ):
             group.update({key: value for key, value in before_group.items() if key != "params"})
         self.scheduler.load_state_dict(old.scheduler.state_dict())

@@ -12,13 +12,23 @@ from shardckpt import errors
 from shardckpt.io.files import LOCK_SUFFIX
 from shardckpt.runs import collecting
 
-__all__ = ["LAYOUTS", "assert_goes_on", "attempts", "contents", "copied", "prepare", "saved", "value_of"]
+__all__ = [
+    "LAYOUTS",
+    "assert_goes_on",
+    "attempts",
+    "contents",
+    "copied",
+    "prepare",
+    "saved",
+    "value_of",
+]
 
 LAYOUTS = ["packed", "zarr"]
 
 
 def prepare(job, base, layout, processes, *, overwrite):
-    """At `base`: a checkpoint `earlier` and, if one is to be overwritten, `checkpoint`; both of value 1."""
+    """At `base`: a checkpoint `earlier` and, if one is to be overwritten, `checkpoint`; both of
+    value 1."""
     saved(job, base / "earlier", 1, layout, processes)
     if overwrite:
         copied(base / "earlier", base / "checkpoint")
@@ -26,12 +36,15 @@ def prepare(job, base, layout, processes, *, overwrite):
 
 def saved(job, url, value, layout, processes, **options):
     """Save in peace."""
-    answers = job.run("save", processes, url, value, {"layout": layout, "commit_timeout": 30, **options})
+    answers = job.run(
+        "save", processes, url, value, {"layout": layout, "commit_timeout": 30, **options}
+    )
     assert all(isinstance(answer, list) for answer in answers), answers
 
 
 def value_of(url, processes):
-    """Value that a checkpoint holds, which must be whole, undamaged and of one save only; None: there is none."""
+    """Value that a checkpoint holds, which must be whole, undamaged and of one save only; None:
+    there is none."""
     try:
         restored = shardckpt.restore(url)
     except errors.NotFoundError:
@@ -69,10 +82,12 @@ def assert_goes_on(job, root, layout, processes, order, *, untouched=True):
         layout: to save in.
         processes: how many save, and have saved.
         order: of "commit", "collect" and "save".
-        untouched: nothing else was saved, collected or deleted there since the interrupted save began.
+        untouched: nothing else was saved, collected or deleted there since the interrupted save
+            began.
 
     Returns:
-        What became of the interrupted attempt: `committed`, `incomplete`, … or None: nothing was left of it.
+        What became of the interrupted attempt: `committed`, `incomplete`, … or None: nothing was
+        left of it.
     """
     url = root / "checkpoint"
     others = {place: contents(place) for place in root.iterdir() if place != url}
@@ -93,7 +108,8 @@ def assert_goes_on(job, root, layout, processes, order, *, untouched=True):
 
 
 def _commit(root, url, processes, value, *, untouched):
-    """Commit and check: a whole attempt becomes the checkpoint, unless another did or the place was collected; others get a reason."""
+    """Commit and check: a whole attempt becomes the checkpoint, unless another did or the place was
+    collected; others get a reason."""
     named = _named(url, value)
     present = {name: finished(url / name) for name in attempts(url) if name != named}
     outcomes = shardckpt.commit(root)
@@ -119,7 +135,8 @@ def _named(url, value):
 
 
 def _collect(root, url, processes, value, *, untouched):
-    """Collect and check: a whole attempt becomes the checkpoint, unless another did; everything else that no record names goes."""
+    """Collect and check: a whole attempt becomes the checkpoint, unless another did; everything
+    else that no record names goes."""
     present = [finished(url / name) for name in attempts(url) if name != _named(url, value)]
     collected = collecting.collect(root, grace=0)
     assert {one.outcome for one in collected} <= {"removed", "published"}, collected

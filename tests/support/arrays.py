@@ -19,7 +19,10 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 def records(arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, TensorRecord]:
     """A structure's records of arrays, without layouts and pieces, which nobody here asks for."""
-    return {name: TensorRecord(name, array.shape, of_numpy(array.dtype), None, ()) for name, array in arrays.items()}
+    return {
+        name: TensorRecord(name, array.shape, of_numpy(array.dtype), None, ())
+        for name, array in arrays.items()
+    }
 
 
 def made(outputs: Iterable[OutputTensor], arrays: Mapping[str, np.ndarray[Any, Any]]) -> Arrays:
@@ -31,7 +34,11 @@ def made(outputs: Iterable[OutputTensor], arrays: Mapping[str, np.ndarray[Any, A
         for view in output.sources:
             axes = [d for d in view.permutation if d is not None]
             lost = tuple(d for d in range(view.box.ndim) if d not in axes)
-            kept = arrays[view.tensor][view.box.slices].squeeze(lost).transpose(np.argsort(np.argsort(axes)))
+            kept = (
+                arrays[view.tensor][view.box.slices]
+                .squeeze(lost)
+                .transpose(np.argsort(np.argsort(axes)))
+            )
             array[view.inside.slices] = kept.reshape(view.shape).astype(array.dtype)
             times[view.inside.slices] += 1
         assert (times == 1).all()

@@ -1,4 +1,5 @@
-"""A headless Chromium, told what to do through its debugging pipe: the DevTools protocol, one JSON document after another."""
+"""A headless Chromium, told what to do through its debugging pipe: the DevTools protocol, one JSON
+document after another."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
 
 TIMEOUT = 60
 """Seconds for any answer."""
-FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions"]
+FLAGS = [
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-extensions",
+]
 
 
 class Chromium:
@@ -29,13 +37,21 @@ class Chromium:
 
     def __init__(self) -> None:
         program = shutil.which("chromium") or shutil.which("chromium-browser")
-        assert program, "no Chromium: `make browser` installs it on Debian; elsewhere install the package chromium"
+        assert program, (
+            "no Chromium: `make browser` installs it on Debian; elsewhere install the package "
+            "chromium"
+        )
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
         # The browser reads from descriptor 3 and writes to 4.
         command = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
-        arguments = [*FLAGS, f"--user-data-dir={self._profile.name}", "--remote-debugging-pipe", "about:blank"]
+        arguments = [
+            *FLAGS,
+            f"--user-data-dir={self._profile.name}",
+            "--remote-debugging-pipe",
+            "about:blank",
+        ]
         self._process = subprocess.Popen(
             ["bash", "-c", command, program, *arguments],
             pass_fds=(theirs_in, theirs_out),
@@ -52,7 +68,12 @@ class Chromium:
     def call(self, method: str, session: str | None = None, **params):
         """Send a command; its result."""
         self._number += 1
-        message = {"id": self._number, "method": method, "params": params, **({"sessionId": session} if session else {})}
+        message = {
+            "id": self._number,
+            "method": method,
+            "params": params,
+            **({"sessionId": session} if session else {}),
+        }
         os.write(self._out, json.dumps(message).encode() + b"\0")
         deadline = time.monotonic() + TIMEOUT
         while True:
@@ -95,13 +116,28 @@ class Chromium:
         self.events.clear()
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable", session)
-        self.call("Emulation.setDeviceMetricsOverride", session, width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            session,
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         scheme = "dark" if dark else "light"
-        self.call("Emulation.setEmulatedMedia", session, features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.call("Page.navigate", session, url=path if isinstance(path, str) else path.resolve().as_uri())
+        self.call(
+            "Emulation.setEmulatedMedia",
+            session,
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
+        self.call(
+            "Page.navigate", session, url=path if isinstance(path, str) else path.resolve().as_uri()
+        )
         self.wait_for("Page.loadEventFired")
         page = Page(self, session)
-        page.wait_for("location.href !== 'about:blank' && document.readyState === 'complete'")  # the event may be that of the empty page
+        page.wait_for(
+            "location.href !== 'about:blank' && document.readyState === 'complete'"
+        )  # the event may be that of the empty page
         try:
             yield page
         finally:
@@ -116,7 +152,13 @@ class Page:
 
     def run(self, script: str):
         """The value of an expression."""
-        answer = self._browser.call("Runtime.evaluate", self._session, expression=script, returnByValue=True, awaitPromise=True)
+        answer = self._browser.call(
+            "Runtime.evaluate",
+            self._session,
+            expression=script,
+            returnByValue=True,
+            awaitPromise=True,
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -135,7 +177,15 @@ class Page:
         for kind in ("keyDown", "keyUp"):
             text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
             code = {"Enter": 13, "Tab": 9}.get(key, 0)
-            self._browser.call("Input.dispatchKeyEvent", self._session, type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
+            self._browser.call(
+                "Input.dispatchKeyEvent",
+                self._session,
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=code,
+                **text,
+            )
 
     def point_at(self, x: float, y: float) -> None:
         """Move the pointer there."""
@@ -148,13 +198,22 @@ class Page:
     def screenshot(self, path: Path) -> None:
         """The page as a PNG, but for what is far below."""
         size = self._browser.call("Page.getLayoutMetrics", self._session)["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 8000), "scale": 1}
-        shot = self._browser.call("Page.captureScreenshot", self._session, captureBeyondViewport=True, clip=clip)
+        clip = {
+            "x": 0,
+            "y": 0,
+            "width": size["width"],
+            "height": min(size["height"], 8000),
+            "scale": 1,
+        }
+        shot = self._browser.call(
+            "Page.captureScreenshot", self._session, captureBeyondViewport=True, clip=clip
+        )
         path.write_bytes(base64.b64decode(shot["data"]))
 
     @property
     def complaints(self) -> list[dict]:
-        """Errors of scripts, what was written to the console, and what the browser says of the page."""
+        """Errors of scripts, what was written to the console, and what the browser says of the
+        page."""
         self.run("1")  # everything before it has been told then
         wrong = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
         return [event["params"] for event in self._browser.events if event.get("method") in wrong]
@@ -162,7 +221,11 @@ class Page:
     @property
     def requests(self) -> list[str]:
         """Urls that were asked for."""
-        sent = (event["params"] for event in self._browser.events if event.get("method") == "Network.requestWillBeSent")
+        sent = (
+            event["params"]
+            for event in self._browser.events
+            if event.get("method") == "Network.requestWillBeSent"
+        )
         return [params["request"]["url"] for params in sent]
 
 
@@ -171,7 +234,9 @@ def contrast(first, second):
 
     def luminance(color):
         parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        linear = [
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        ]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     light, dark = sorted((luminance(first), luminance(second)), reverse=True)
@@ -183,17 +248,34 @@ def check_page(page, url):
     assert page.complaints == []
     assert {urlsplit(one).netloc for one in page.requests} == {urlsplit(url).netloc}
     assert page.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    assert page.run("document.querySelectorAll('img, iframe, object, embed, [style], style').length") == 0
-    assert page.run("[...document.scripts].every((one) => one.src || one.type === 'application/json')")
-    assert page.run("[...document.querySelectorAll('*')].every((one) => [...one.attributes].every((a) => !a.name.startsWith('on')))")
+    assert (
+        page.run("document.querySelectorAll('img, iframe, object, embed, [style], style').length")
+        == 0
+    )
+    assert page.run(
+        "[...document.scripts].every((one) => one.src || one.type === 'application/json')"
+    )
+    assert page.run(
+        "[...document.querySelectorAll('*')].every((one) => [...one.attributes].every((a) => "
+        "!a.name.startsWith('on')))"
+    )
     assert page.run("document.documentElement.lang") == "en"
     assert page.run("document.querySelectorAll('h1').length") == 1
     assert page.run("document.querySelectorAll('main').length") == 1
     ids = page.run("[...document.querySelectorAll('[id]')].map((one) => one.id)")
     assert len(ids) == len(set(ids))
-    assert page.run("[...document.querySelectorAll('input:not([type=hidden]), select, textarea')].every((one) => one.labels.length === 1)")
-    assert page.run("[...document.querySelectorAll('svg:not([aria-hidden])')].every((one) => one.getAttribute('aria-label')?.length > 20)")
-    assert page.run("[...document.querySelectorAll('a')].every((one) => one.textContent.trim() || one.getAttribute('aria-label'))")
+    assert page.run(
+        "[...document.querySelectorAll('input:not([type=hidden]), select, "
+        "textarea')].every((one) => one.labels.length === 1)"
+    )
+    assert page.run(
+        "[...document.querySelectorAll('svg:not([aria-hidden])')].every((one) => "
+        "one.getAttribute('aria-label')?.length > 20)"
+    )
+    assert page.run(
+        "[...document.querySelectorAll('a')].every((one) => one.textContent.trim() || "
+        "one.getAttribute('aria-label'))"
+    )
     # Even what got in would not be run.
     script = "Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'})"
     assert page.run(f"document.body.append({script}); window.ran ?? 0") == 0

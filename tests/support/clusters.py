@@ -1,6 +1,8 @@
-"""Real clusters on this machine, on free ports of the loopback interface: Ray's and Dask's, of two workers each.
+"""Real clusters on this machine, on free ports of the loopback interface: Ray's and Dask's, of two
+workers each.
 
-All their processes are in process groups of their own, which are killed at the end, whatever has happened.
+All their processes are in process groups of their own, which are killed at the end, whatever has
+happened.
 """
 
 from __future__ import annotations
@@ -46,39 +48,87 @@ class Cluster:
     def workers(self) -> list[int]:
         """Processes that do tasks."""
         name = b"ray::" if self.url.startswith("ray") else b"python"
-        return [child for node in self.nodes for child in children(node) if name in _command(child) and b"Agent" not in _command(child)]
+        return [
+            child
+            for node in self.nodes
+            for child in children(node)
+            if name in _command(child) and b"Agent" not in _command(child)
+        ]
 
 
 @contextmanager
 def ray_cluster(**more: str) -> Iterator[Cluster]:
     """A head that does no tasks, and two nodes with a CPU each; with some environment variables."""
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as place:
+    with tempfile.TemporaryDirectory(
+        prefix="ray-", dir="/tmp", ignore_cleanup_errors=True
+    ) as place:
         port = _free_port()
-        # gRPC's handlers of forks may end the process that Ray's client server starts for the first client.
-        loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # where Ray keeps to the loopback interface
-        env = {**loopback, "RAY_TMPDIR": place, "RAY_USAGE_STATS_ENABLED": "0", "GRPC_ENABLE_FORK_SUPPORT": "0", **more}
-        with _group([sys.executable, "-W", "ignore", CHILDREN / "ray_cluster.py", port, 2], env) as child:
+        # gRPC's handlers of forks may end the process that Ray's client server starts for the first
+        # client.
+        loopback = {
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"
+        }  # where Ray keeps to the loopback interface
+        env = {
+            **loopback,
+            "RAY_TMPDIR": place,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "GRPC_ENABLE_FORK_SUPPORT": "0",
+            **more,
+        }
+        with _group(
+            [sys.executable, "-W", "ignore", CHILDREN / "ray_cluster.py", port, 2], env
+        ) as child:
             assert child.stdout is not None
             answer = json.loads(child.stdout.readline() or "{}")
             assert answer, "Ray does not start"
-            yield Cluster(f"ray://127.0.0.1:{port}", answer["raylets"], answer["head"], {**loopback, "RAY_ADDRESS": answer["address"]})
+            yield Cluster(
+                f"ray://127.0.0.1:{port}",
+                answer["raylets"],
+                answer["head"],
+                {**loopback, "RAY_ADDRESS": answer["address"]},
+            )
 
 
 @contextmanager
 def dask_cluster(**more: str) -> Iterator[Cluster]:
-    """A scheduler, and two nannies with a worker of one thread each, and with some environment variables."""
+    """A scheduler, and two nannies with a worker of one thread each, and with some environment
+    variables."""
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         address = f"127.0.0.1:{_free_port()}"
 
         def start(command: str, *arguments: str, **env: str) -> int:
-            whole = [sys.executable, "-m", f"distributed.cli.{command}", "--host", "127.0.0.1", "--no-dashboard", *arguments]
+            whole = [
+                sys.executable,
+                "-m",
+                f"distributed.cli.{command}",
+                "--host",
+                "127.0.0.1",
+                "--no-dashboard",
+                *arguments,
+            ]
             return stack.enter_context(_group(whole, env)).pid
 
         scheduler = start("dask_scheduler", "--port", address.partition(":")[2])
-        options = ["--nthreads", "1", "--memory-limit", "2GiB", "--death-timeout", str(PATIENCE), "--local-directory"]
-        nannies = [start("dask_worker", f"tcp://{address}", *options, str(place / name), **more) for name in "ab"]
-        yield Cluster(f"dask://{address}", nannies, [scheduler], {"DASK_SCHEDULER_ADDRESS": f"tcp://{address}"})
+        options = [
+            "--nthreads",
+            "1",
+            "--memory-limit",
+            "2GiB",
+            "--death-timeout",
+            str(PATIENCE),
+            "--local-directory",
+        ]
+        nannies = [
+            start("dask_worker", f"tcp://{address}", *options, str(place / name), **more)
+            for name in "ab"
+        ]
+        yield Cluster(
+            f"dask://{address}",
+            nannies,
+            [scheduler],
+            {"DASK_SCHEDULER_ADDRESS": f"tcp://{address}"},
+        )
 
 
 def children(pid: int) -> list[int]:
@@ -100,7 +150,8 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 @contextmanager
 def _group(command: list[object], env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A process with a group of its own; it is asked to end, and at last the whole group is killed."""
+    """A process with a group of its own; it is asked to end, and at last the whole group is
+    killed."""
     child = subprocess.Popen(
         [sys.executable, "-c", _DIE_WITH_PARENT, *map(str, command)],
         env={**os.environ, **env},

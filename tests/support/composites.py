@@ -1,4 +1,5 @@
-"""Composite tensors in the forms that libraries publish: quantized weights, and states of 8-bit optimizers."""
+"""Composite tensors in the forms that libraries publish: quantized weights, and states of 8-bit
+optimizers."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from enum import Enum
 import torch
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.view.default)
-"""Operations that make another tensor of the same elements; a view has the same shape in all uses here."""
+"""Operations that make another tensor of the same elements; a view has the same shape in all uses
+here."""
 
 
 class Preference(Enum):
@@ -22,13 +24,19 @@ class Scaled(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data, scale, block=(1, 4), preference=Preference.AUTO):
-        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32, device=data.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, dtype=torch.float32, device=data.device
+        )
 
     def __init__(self, data, scale, block=(1, 4), preference=Preference.AUTO):
         self.data_, self.scale, self.block, self.preference = data, scale, block, preference
 
     def __tensor_flatten__(self):
-        return ["data_", "scale"], {"block": self.block, "preference": self.preference, "dtype": torch.float32}
+        return ["data_", "scale"], {
+            "block": self.block,
+            "preference": self.preference,
+            "dtype": torch.float32,
+        }
 
     @classmethod
     def __tensor_unflatten__(cls, inner, context, size, stride):
@@ -49,14 +57,23 @@ class Scaled(torch.Tensor):
 
 
 class Code(torch.Tensor):
-    """State of an 8-bit optimizer, as torchao's `OptimState8bit`: codes, the scale of each block, and a table that all shards share."""
+    """State of an 8-bit optimizer, as torchao's `OptimState8bit`: codes, the scale of each block,
+    and a table that all shards share."""
 
     @staticmethod
     def __new__(cls, codes, scale, table, signed, shape):
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=codes.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.float32, device=codes.device
+        )
 
     def __init__(self, codes, scale, table, signed, shape):
-        self.codes, self.scale, self.table, self.signed, self.full = codes, scale, table, signed, tuple(shape)
+        self.codes, self.scale, self.table, self.signed, self.full = (
+            codes,
+            scale,
+            table,
+            signed,
+            tuple(shape),
+        )
 
     def __tensor_flatten__(self):
         return ["codes", "scale", "table"], [self.signed, self.full]
@@ -68,10 +85,18 @@ class Code(torch.Tensor):
     @classmethod
     def zeros(cls, shape, signed=True, block=4):
         n = torch.Size(shape).numel()
-        return cls(torch.zeros(n, dtype=torch.uint8), torch.zeros(n // block), torch.linspace(-1, 1, 256), signed, shape)
+        return cls(
+            torch.zeros(n, dtype=torch.uint8),
+            torch.zeros(n // block),
+            torch.linspace(-1, 1, 256),
+            signed,
+            shape,
+        )
 
     def dequantize(self):
-        values = self.table[self.codes.long()].view(-1, self.codes.numel() // self.scale.numel()) * self.scale.view(-1, 1)
+        values = self.table[self.codes.long()].view(
+            -1, self.codes.numel() // self.scale.numel()
+        ) * self.scale.view(-1, 1)
         return values.view(self.full)
 
     def quantize_(self, values):
@@ -96,8 +121,13 @@ def register_code():
     shardckpt.register_tensor(
         Code,
         name="tests.Code",
-        split=lambda t: ({"codes": t.codes, "scale": t.scale, "table": t.table}, [t.signed, t.full]),
-        make=lambda parts, context, _shape: Code(parts["codes"], parts["scale"], parts["table"], context[0], tuple(context[1])),
+        split=lambda t: (
+            {"codes": t.codes, "scale": t.scale, "table": t.table},
+            [t.signed, t.full],
+        ),
+        make=lambda parts, context, _shape: Code(
+            parts["codes"], parts["scale"], parts["table"], context[0], tuple(context[1])
+        ),
         shared=["table"],
     )
 
@@ -129,13 +159,24 @@ class CodedSGD(torch.optim.Optimizer):
             return Code.zeros(p.shape)
         from torch.distributed.tensor import DTensor
 
-        return DTensor.from_local(Code.zeros(local.shape), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        return DTensor.from_local(
+            Code.zeros(local.shape),
+            p.device_mesh,
+            p.placements,
+            run_check=False,
+            shape=p.shape,
+            stride=p.stride(),
+        )
 
 
 def scaled(seed=0, shape=(8, 4), **more):
     """A `Scaled` with random bits."""
     g = torch.Generator().manual_seed(seed)
-    return Scaled(torch.randint(-127, 127, shape, dtype=torch.int8, generator=g), torch.rand(shape[0], 1, generator=g), **more)
+    return Scaled(
+        torch.randint(-127, 127, shape, dtype=torch.int8, generator=g),
+        torch.rand(shape[0], 1, generator=g),
+        **more,
+    )
 
 
 def train(model, optimizer, start, stop):

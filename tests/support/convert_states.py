@@ -15,21 +15,26 @@ MiB = 1 << 20
 def random(shape, dtype="float32", seed=0):
     """Elements of any bits."""
     kind = dtypes.by_name(dtype)
-    bits = np.random.default_rng(seed).integers(0, 256, int(np.prod(shape)) * kind.itemsize, np.uint8)
+    bits = np.random.default_rng(seed).integers(
+        0, 256, int(np.prod(shape)) * kind.itemsize, np.uint8
+    )
     if dtype == "bool":
         bits &= 1
     return bits.view(kind.numpy).reshape(shape)
 
 
 def sharded(*axes):
-    """A sharding over the mesh a=3 × b=2, by the axes that cut each dimension: "a", "b", "ab" or "" for none."""
+    """A sharding over the mesh a=3 × b=2, by the axes that cut each dimension: "a", "b", "ab" or ""
+    for none."""
     parts = [tuple(axis) if len(axis) > 1 else axis or None for axis in axes]
     return Sharding(Mesh((3, 2), ("a", "b")), PartitionSpec(*parts))
 
 
 def layouts(ndim):
     """Shardings of a tensor of that many dimensions."""
-    meshes = st.tuples(st.integers(1, 5), st.integers(1, 5)).map(lambda shape: Mesh(shape, ("x", "y")))
+    meshes = st.tuples(st.integers(1, 5), st.integers(1, 5)).map(
+        lambda shape: Mesh(shape, ("x", "y"))
+    )
     axes = st.permutations(["x", "y", None, None, None, None]).map(lambda p: p[:ndim])
     return st.builds(lambda mesh, spec: Sharding(mesh, PartitionSpec(*spec)), meshes, axes)
 

@@ -1,4 +1,5 @@
-"""Costs of an operation, counted and not timed: bytes and calls of the kernel, memory, elements copied, and steps of Python."""
+"""Costs of an operation, counted and not timed: bytes and calls of the kernel, memory, elements
+copied, and steps of Python."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Counted:
 
 
 def counted(do: Callable[[], object], before: Callable[[], object] = lambda: None) -> Counted:
-    """Do it three times: so that what is kept is there, for the kernel and memory, and for Python's steps, which counting slows."""
+    """Do it three times: so that what is kept is there, for the kernel and memory, and for Python's
+    steps, which counting slows."""
     before()
     do()
     before()
@@ -57,7 +59,9 @@ def counted(do: Callable[[], object], before: Callable[[], object] = lambda: Non
         finally:
             tracemalloc.stop()
     before()
-    return Counted(took["rchar"], took["wchar"], took["syscr"], took["syscw"], peak, copied[0], steps(do))
+    return Counted(
+        took["rchar"], took["wchar"], took["syscr"], took["syscw"], peak, copied[0], steps(do)
+    )
 
 
 def _io() -> dict[str, int]:
@@ -67,7 +71,8 @@ def _io() -> dict[str, int]:
 
 
 def _profiled(do: Callable[[], object], count: Callable[[FrameType, str, object], None]) -> None:
-    """Call `do`, and `count` at each call in it, in this thread and in those that begin meanwhile."""
+    """Call `do`, and `count` at each call in it, in this thread and in those that begin
+    meanwhile."""
     threading.setprofile(count)
     sys.setprofile(count)
     try:
@@ -78,7 +83,8 @@ def _profiled(do: Callable[[], object], count: Callable[[FrameType, str, object]
 
 
 def steps(do: Callable[[], object]) -> int:
-    """Number of calls of Python functions in `do`, in this thread and in those that begin meanwhile."""
+    """Number of calls of Python functions in `do`, in this thread and in those that begin
+    meanwhile."""
     made: dict[int, int] = {}
 
     def count(_frame: object, event: str, _argument: object) -> None:
@@ -93,14 +99,17 @@ def steps(do: Callable[[], object]) -> int:
 _LETTING_GO = ("posix", "crc32c._crc32c", "shardckpt.io._moving")
 """Modules in C."""
 _NUMPYS = ("begin_write_back", "_copy", "scatter", "lay_out_all", "OpenFile.__init__")
-"""Functions of the product that call C functions which the interpreter does not report: `os.open` in `map`, the C library, numpy."""
+"""Functions of the product that call C functions which the interpreter does not report: `os.open`
+in `map`, the C library, numpy."""
 
 
 def turns(do: Callable[[], object]) -> dict[str, int]:
-    """Calls in `do` that give the interpreter lock up, by name, in this thread and in those that begin meanwhile.
+    """Calls in `do` that give the interpreter lock up, by name, in this thread and in those that
+    begin meanwhile.
 
-    Counted are functions of the operating system, checksums, copies by numpy, and calls of the extension. Waits of a thread for
-    another one are not: such a thread has nothing to do. A call counts whether another thread wants the lock or not.
+    Counted are functions of the operating system, checksums, copies by numpy, and calls of the
+    extension. Waits of a thread for another one are not: such a thread has nothing to do. A call
+    counts whether another thread wants the lock or not.
     """
     made: dict[int, dict[str, int]] = {}
 
@@ -113,7 +122,9 @@ def turns(do: Callable[[], object]) -> dict[str, int]:
             name = frame.f_code.co_qualname
         if name is not None:
             own = made.setdefault(threading.get_ident(), {})
-            own[name] = own.get(name, 0) + (2 if name == "OpenFile.__init__" else 1)  # which is closed, too
+            own[name] = own.get(name, 0) + (
+                2 if name == "OpenFile.__init__" else 1
+            )  # which is closed, too
 
     _profiled(do, count)
     total: dict[str, int] = {}

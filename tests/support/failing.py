@@ -1,7 +1,9 @@
 """Operations on a storage that fail one by one, and what must not be lost by that.
 
-1. `failing` lets the k-th operation of the system below a directory fail. In a bucket, the fault proxy refuses the k-th request.
-2. A `Scenario` prepares a place, acts there while an operation fails, and then proves without faults that no complete data is gone.
+1. `failing` lets the k-th operation of the system below a directory fail. In a bucket, the fault
+   proxy refuses the k-th request.
+2. A `Scenario` prepares a place, acts there while an operation fails, and then proves without
+   faults that no complete data is gone.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class Fault:
 
 @contextmanager
 def failing(root: Path, k: int) -> Iterator[Fault]:
-    """Let the k-th operation of this process below a directory fail, counted from 0: a device error, a full disk, or no locks."""
+    """Let the k-th operation of this process below a directory fail, counted from 0: a device
+    error, a full disk, or no locks."""
     fault, lock, left = Fault(), threading.Lock(), [k]
 
     def count(name: str, path: str) -> None:
@@ -76,7 +79,13 @@ def failing(root: Path, k: int) -> Iterator[Fault]:
             left[0] -= 1
             if left[0] == -1:
                 fault.operation, fault.path = name, path
-                code = errno.ENOSPC if name in _SPACE else errno.ENOLCK if name in _LOCKS else errno.EIO
+                code = (
+                    errno.ENOSPC
+                    if name in _SPACE
+                    else errno.ENOLCK
+                    if name in _LOCKS
+                    else errno.EIO
+                )
                 raise OSError(code, os.strerror(code))
 
     def by_path(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,7 +120,8 @@ def failing(root: Path, k: int) -> Iterator[Fault]:
 
 @contextmanager
 def record_refused() -> Iterator[None]:
-    """Let every commit record of the block fail to get its name on a disk, with a device error; placeholders and tombstones succeed."""
+    """Let every commit record of the block fail to get its name on a disk, with a device error;
+    placeholders and tombstones succeed."""
     rename = os.rename
 
     def refused(source: Any, target: Any, **options: Any) -> None:
@@ -126,7 +136,8 @@ def record_refused() -> Iterator[None]:
 
 @contextmanager
 def sync_refused(name: str, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Let every fsync of files and directories of that name fail with a device error, as far as `when` says so."""
+    """Let every fsync of files and directories of that name fail with a device error, as far as
+    `when` says so."""
     fsync = os.fsync
 
     def refused(file: int) -> None:
@@ -164,7 +175,11 @@ def _path_of(file: int) -> str:
 
 def state(value: int) -> dict[str, Any]:
     """A small state that is recognised by its value."""
-    return {"w": np.full((40, 30), value, np.float32), "b": np.arange(value, value + 5), "leaf": value}
+    return {
+        "w": np.full((40, 30), value, np.float32),
+        "b": np.arange(value, value + 5),
+        "leaf": value,
+    }
 
 
 def save(url: str, value: int, **options: Any) -> None:
@@ -227,13 +242,16 @@ class Scenario:
 
 def _committed(url: str) -> list[str]:
     try:
-        return [outcome.attempt for outcome in shardckpt.commit(url) if outcome.state == "committed"]
+        return [
+            outcome.attempt for outcome in shardckpt.commit(url) if outcome.state == "committed"
+        ]
     except NotFoundError:
         return []
 
 
 def _check_saved(url: str, fault: Fault, error: Exception | None, before: int | None) -> str:
-    """After a save of value 2 failed or not: the old checkpoint or the new one, and complete data is published by `commit`."""
+    """After a save of value 2 failed or not: the old checkpoint or the new one, and complete data
+    is published by `commit`."""
     if error is None:
         assert value_of(url) == 2
         return "saved"
@@ -253,7 +271,8 @@ def _check_saved(url: str, fault: Fault, error: Exception | None, before: int | 
 
 
 def _check_complete(url: str, _: Fault, error: Exception | None) -> str:
-    """A complete unpublished save of value 2 was there: it is published, now or by the next commit."""
+    """A complete unpublished save of value 2 was there: it is published, now or by the next
+    commit."""
     done = value_of(url) == 2
     _committed(url)
     assert value_of(url) == 2
@@ -315,7 +334,11 @@ def _check_steps(url: str, _: Fault, error: Exception | None) -> str:
     steps = {step: value_of(f"{url}/{step}") for step in (1, 2, 3, 4)}
     assert all(value in (None, step) for step, value in steps.items())
     there = [step for step, value in steps.items() if value]
-    if 3 not in there:  # the storage refused it again: the next save publishes it, as the same run would, before it collects
+    if (
+        3 not in there
+        # The storage refused it again: the next save publishes it, as the same run would, before it
+        # collects.
+    ):
         left = [outcome for outcome in shardckpt.commit(url) if outcome.location.name == "3"]
         assert [outcome.state for outcome in left] in (["committed"], ["refused"]), left
         there += [3] if left[0].state == "committed" else []
@@ -337,7 +360,8 @@ def _reshard(url: str, *, overwrite: bool = False) -> Any:
 
 
 def _check_resharded(url: str, _: Fault, error: Exception | None, before: int | None) -> str:
-    """The source is untouched; the same call goes on, and a job that was complete is not done again."""
+    """The source is untouched; the same call goes on, and a job that was complete is not done
+    again."""
     assert value_of(f"{url}/source") == 2
     there = value_of(f"{url}/new")
     assert there in (before, 2)
@@ -350,23 +374,45 @@ def _check_resharded(url: str, _: Fault, error: Exception | None, before: int | 
     elif there == before:
         _reshard(url, overwrite=before is not None)
     assert value_of(f"{url}/new") == 2
-    return "committed with an error" if there == 2 else "kept, then published" if STAYS in str(error) else "failed before it was complete"
+    return (
+        "committed with an error"
+        if there == 2
+        else "kept, then published"
+        if STAYS in str(error)
+        else "failed before it was complete"
+    )
 
 
 SCENARIOS = {
-    "save": Scenario(lambda _: None, lambda url: save(url, 2), lambda *outcome: _check_saved(*outcome, None)),
-    "overwrite": Scenario(lambda url: save(url, 1), lambda url: save(url, 2, overwrite=True), lambda *outcome: _check_saved(*outcome, 1)),
+    "save": Scenario(
+        lambda _: None, lambda url: save(url, 2), lambda *outcome: _check_saved(*outcome, None)
+    ),
+    "overwrite": Scenario(
+        lambda url: save(url, 1),
+        lambda url: save(url, 2, overwrite=True),
+        lambda *outcome: _check_saved(*outcome, 1),
+    ),
     "zarr": Scenario(
-        lambda url: save(url, 1), lambda url: save(url, 2, overwrite=True, layout="zarr"), lambda *outcome: _check_saved(*outcome, 1)
+        lambda url: save(url, 1),
+        lambda url: save(url, 2, overwrite=True, layout="zarr"),
+        lambda *outcome: _check_saved(*outcome, 1),
     ),
     "commit": Scenario(lambda url: save_without_commit(url, 2), shardckpt.commit, _check_complete),
     "commit over another": Scenario(
-        lambda url: (save(url, 1), save_without_commit(url, 2, overwrite=True)), shardckpt.commit, _check_complete
+        lambda url: (save(url, 1), save_without_commit(url, 2, overwrite=True)),
+        shardckpt.commit,
+        _check_complete,
     ),
     "collect": Scenario(_leave_two, lambda url: collecting.collect(url, grace=0), _check_complete),
-    "delete": Scenario(_save_both, lambda url: collecting.delete(f"{url}/a", grace=0), _check_deleted),
+    "delete": Scenario(
+        _save_both, lambda url: collecting.delete(f"{url}/a", grace=0), _check_deleted
+    ),
     "manager": Scenario(_leave_steps, _save_step, _check_steps),
-    "reshard": Scenario(lambda url: save(f"{url}/source", 2), _reshard, lambda *outcome: _check_resharded(*outcome, None)),
+    "reshard": Scenario(
+        lambda url: save(f"{url}/source", 2),
+        _reshard,
+        lambda *outcome: _check_resharded(*outcome, None),
+    ),
     "reshard over another": Scenario(
         lambda url: (save(f"{url}/source", 2), save(f"{url}/new", 1)),
         lambda url: _reshard(url, overwrite=True),

@@ -1,12 +1,15 @@
-"""CUDA devices that are not there: streams and events whose order is drawn, and that tell when an order is wrong.
+"""CUDA devices that are not there: streams and events whose order is drawn, and that tell when an
+order is wrong.
 
-Tensors in the memory of a device are CPU tensors that a `FakeCuda` has marked. Work that is queued on a stream runs when something
-waits for it, or when a schedule says so: at each turn a stream is drawn, and its next operation runs unless it waits for an event. So a
-program that reads before an event, or that writes before one, sees wrong bytes in some schedule.
+Tensors in the memory of a device are CPU tensors that a `FakeCuda` has marked. Work that is queued
+on a stream runs when something waits for it, or when a schedule says so: at each turn a stream is
+drawn, and its next operation runs unless it waits for an event. So a program that reads before an
+event, or that writes before one, sees wrong bytes in some schedule.
 
-Found besides, whatever the bytes are (`wrong`): copies to host memory for which an earlier copy is still queued, memory that is given
-back while a copy to or from it is queued, and copies that cross the border of two registrations. A copy with host memory that is not
-pinned is waited for, as CUDA does.
+Found besides, whatever the bytes are (`wrong`): copies to host memory for which an earlier copy is
+still queued, memory that is given back while a copy to or from it is queued, and copies that cross
+the border of two registrations. A copy with host memory that is not pinned is waited for, as CUDA
+does.
 """
 
 from __future__ import annotations
@@ -140,7 +143,11 @@ class FakeCuda(cuda_runtime.CudaRuntime):
 
     def _turn(self):
         with self.lock:
-            ready = [stream for stream in self._all if stream.queue and (stream.queue[0][0] is None or stream.queue[0][0].done)]
+            ready = [
+                stream
+                for stream in self._all
+                if stream.queue and (stream.queue[0][0] is None or stream.queue[0][0].done)
+            ]
             if ready:
                 self._random.choice(ready).queue.popleft()[1]()
             return bool(ready)
@@ -157,7 +164,9 @@ class FakeCuda(cuda_runtime.CudaRuntime):
 
     def side_stream(self, device):
         with self.lock:
-            return self._streams.setdefault(device, self._streams.get(device) or self._stream(device))
+            return self._streams.setdefault(
+                device, self._streams.get(device) or self._stream(device)
+            )
 
     def synchronize(self, event):
         event.synchronize()
@@ -171,8 +180,12 @@ class FakeCuda(cuda_runtime.CudaRuntime):
         self.copies += 1
         on_host = source if self._key(target) in self._places else target
         place = on_host.data_ptr(), on_host.data_ptr() + on_host.numel() * on_host.itemsize
-        pinned = any(begin <= place[0] and place[1] <= begin + size for begin, size in self.pinned.items())
-        if not pinned and any(begin < place[1] and place[0] < begin + size for begin, size in self.pinned.items()):
+        pinned = any(
+            begin <= place[0] and place[1] <= begin + size for begin, size in self.pinned.items()
+        )
+        if not pinned and any(
+            begin < place[1] and place[0] < begin + size for begin, size in self.pinned.items()
+        ):
             self.wrong.append(f"a copy with {place} crosses the border of two registrations")
         with self.lock:
             if on_host is target and self._queued(*place):
@@ -185,11 +198,17 @@ class FakeCuda(cuda_runtime.CudaRuntime):
         self.copies += 1
         self.spreads.append(len(targets))
         place = source.data_ptr(), source.data_ptr() + source.numel()
-        assert any(begin <= place[0] and place[1] <= begin + size for begin, size in self.pinned.items())
+        assert any(
+            begin <= place[0] and place[1] <= begin + size for begin, size in self.pinned.items()
+        )
         between = torch.empty_like(source)
         with self.lock:  # the copy to the device, and only later the copies there
             stream.launch(lambda: between.copy_(source), place)
-            stream.launch(lambda: cuda_runtime.spread_bits(targets, starts, torch.empty_like(between), between))
+            stream.launch(
+                lambda: cuda_runtime.spread_bits(
+                    targets, starts, torch.empty_like(between), between
+                )
+            )
 
     def pin(self, address, nbytes):
         with self.lock:
@@ -219,7 +238,8 @@ class FakeCuda(cuda_runtime.CudaRuntime):
 
 
 class Descent(torch.optim.Optimizer):
-    """An optimizer whose update runs on the fake device. What has been queued is also done at once to `values`, by name."""
+    """An optimizer whose update runs on the fake device. What has been queued is also done at once
+    to `values`, by name."""
 
     def __init__(self, fake, parameters):
         super().__init__(list(parameters.values()), {})
@@ -248,16 +268,28 @@ def turn_bits(tensor):
     elif tensor.dtype == torch.complex128:
         torch.view_as_real(tensor).view(torch.int64).bitwise_xor_(1)
     else:
-        tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]).bitwise_xor_(1)
+        tensor.view(
+            {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+        ).bitwise_xor_(1)
 
 
 def random_tensor(shape, dtype, seed):
-    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=seed)
+    bits = torch.randint(
+        0,
+        2 if dtype == torch.bool else 256,
+        (prod(shape) * dtype.itemsize,),
+        dtype=torch.uint8,
+        generator=seed,
+    )
     return bits.view(dtype).reshape(shape)
 
 
 def bits_of(tensor):
-    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1)).view(torch.uint8)
+    return (
+        torch.empty(tensor.numel(), dtype=tensor.dtype)
+        .copy_(tensor.detach().reshape(-1))
+        .view(torch.uint8)
+    )
 
 
 def same(a, b):

@@ -1,9 +1,11 @@
-"""A bucket behind the fault proxy, and what must be true of a save or a restore whatever has failed on the way.
+"""A bucket behind the fault proxy, and what must be true of a save or a restore whatever has failed
+on the way.
 
-1. The storage answers through `tools/fault_proxy.py`, which is told what to break; shardckpt is led to it by the
-   environment, and gives up after `RETRY_SECONDS`, so that tests of giving up are short.
-2. A save then has succeeded or has raised an error of ours, and what is visible is a whole checkpoint or none. That it
-   ends at all is seen to by the time limit of each test.
+1. The storage answers through `tools/fault_proxy.py`, which is told what to break; shardckpt is led
+   to it by the environment, and gives up after `RETRY_SECONDS`, so that tests of giving up are
+   short.
+2. A save then has succeeded or has raised an error of ours, and what is visible is a whole
+   checkpoint or none. That it ends at all is seen to by the time limit of each test.
 """
 
 from __future__ import annotations
@@ -86,9 +88,12 @@ class FaultyCloud:
     proxy: FaultProxy
 
     def place(self) -> str:
-        """A url where nothing is yet, in a bucket of its own: the emulators list slower the more objects a bucket has."""
+        """A url where nothing is yet, in a bucket of its own: the emulators list slower the more
+        objects a bucket has."""
         name = uuid.uuid4().hex
-        return replace(self.emulator, bucket=self.emulator.new_bucket(f"faults-{name}")).url("faults")
+        return replace(self.emulator, bucket=self.emulator.new_bucket(f"faults-{name}")).url(
+            "faults"
+        )
 
     @staticmethod
     def name_of(url: str, key: str = "") -> str:
@@ -96,12 +101,16 @@ class FaultyCloud:
         return f"{url.partition('://')[2]}/{key}"
 
     def breaking(self, *rules: Rule) -> AbstractContextManager[None]:
-        """Break requests by these rules, for as long as the block runs; what is counted starts from zero."""
+        """Break requests by these rules, for as long as the block runs; what is counted starts from
+        zero."""
         self.proxy.traffic.reset()
         return self.proxy.rules.during(*rules)
 
-    def each_request(self, fault: dict[str, Any], *, step: int = 1, at_least: int = 1) -> Iterator[int]:
-        """Break the first request that the loop's body makes, then in its next turn the second, … until there are no more."""
+    def each_request(
+        self, fault: dict[str, Any], *, step: int = 1, at_least: int = 1
+    ) -> Iterator[int]:
+        """Break the first request that the loop's body makes, then in its next turn the second, …
+        until there are no more."""
         for k in itertools.count(step=step):
             with self.breaking(Rule(**fault, skip=k)):
                 yield k
@@ -135,7 +144,8 @@ class FaultyCloud:
         return True
 
     def committed(self, url: str, *states: Any) -> Any:
-        """The one of these states that is the checkpoint there, None if there is none; it is whole, and no other."""
+        """The one of these states that is the checkpoint there, None if there is none; it is whole,
+        and no other."""
         try:
             opened = shardckpt.open(url)
         except NotFoundError:
@@ -152,9 +162,16 @@ class FaultyCloud:
 
 
 @contextmanager
-def faulty_cloud(emulator: Emulator, *, retry_seconds: str = RETRY_SECONDS) -> Iterator[FaultyCloud]:
-    """An emulator behind a proxy, and this process led to it; TensorStore then knows no other way there."""
-    with FaultProxy(emulator.endpoint) as proxy, environment(emulator.env(proxy.url)), patience_of(retry_seconds):
+def faulty_cloud(
+    emulator: Emulator, *, retry_seconds: str = RETRY_SECONDS
+) -> Iterator[FaultyCloud]:
+    """An emulator behind a proxy, and this process led to it; TensorStore then knows no other way
+    there."""
+    with (
+        FaultProxy(emulator.endpoint) as proxy,
+        environment(emulator.env(proxy.url)),
+        patience_of(retry_seconds),
+    ):
         yield FaultyCloud(emulator, proxy)
 
 
@@ -166,15 +183,29 @@ def patience_of(retry_seconds: str) -> Iterator[None]:
 
 
 def random_rules(seed: int) -> list[Rule]:
-    """Some faults with some probability, the same for the same seed; from a few to more than a save can bear."""
+    """Some faults with some probability, the same for the same seed; from a few to more than a save
+    can bear."""
     rng = np.random.default_rng(seed)
     probability = float(rng.choice([0.02, 0.1, 0.2, 0.4]))
-    faults = [*({"fault": "status", "status": status} for status in (408, 429, 500, 503)), {"fault": "reset"}]
-    faults += [{"fault": "reset", "after_bytes": 1000}, {"fault": "lost-answer"}, {"fault": "truncate"}]
+    faults = [
+        *({"fault": "status", "status": status} for status in (408, 429, 500, 503)),
+        {"fault": "reset"},
+    ]
+    faults += [
+        {"fault": "reset", "after_bytes": 1000},
+        {"fault": "lost-answer"},
+        {"fault": "truncate"},
+    ]
     if TORTURE:  # an answer that makes no sense is asked for again after a second
         faults.append({"fault": "shorten"})
     chosen = rng.permutation(len(faults))[: rng.integers(1, 5)]
     seeds = itertools.count(seed * 100)
-    rules = [Rule(**faults[i], kinds=NOT_LISTINGS, probability=probability, times=None, seed=next(seeds)) for i in chosen]
+    rules = [
+        Rule(**faults[i], kinds=NOT_LISTINGS, probability=probability, times=None, seed=next(seeds))
+        for i in chosen
+    ]
     # A listing that was broken off is tried again at once.
-    return [*rules, Rule("reset", kinds=("list",), probability=probability, times=None, seed=next(seeds))]
+    return [
+        *rules,
+        Rule("reset", kinds=("list",), probability=probability, times=None, seed=next(seeds)),
+    ]

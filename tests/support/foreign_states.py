@@ -30,5 +30,9 @@ def without_torch(value):
         return value
     dtype = by_name(str(value.dtype).removeprefix("torch."))
     flat = value.detach().cpu().contiguous().reshape(-1)
-    bits = flat if hasattr(np, dtype.name) else flat.view(torch.uint8 if dtype.itemsize == 1 else torch.int16)
+    bits = (
+        flat
+        if hasattr(np, dtype.name)
+        else flat.view(torch.uint8 if dtype.itemsize == 1 else torch.int16)
+    )
     return bits.numpy().view(dtype.numpy).reshape(value.shape)

@@ -1,6 +1,7 @@
 """A checkpoint as whoever forges one would make it, and what can be done with it.
 
-Digests are not a defence against such a one: who makes a checkpoint makes its digests, and so do these tests.
+Digests are not a defence against such a one: who makes a checkpoint makes its digests, and so do
+these tests.
 """
 
 from __future__ import annotations
@@ -43,13 +44,24 @@ def make_state():
 
 
 TRUTH = make_state()
-TENSORS = {"w": TRUTH["w"], "pair/0": TRUTH["pair"][0], "pair/1/0": TRUTH["pair"][1][0], "scalar": TRUTH["scalar"], "empty": TRUTH["empty"]}
+TENSORS = {
+    "w": TRUTH["w"],
+    "pair/0": TRUTH["pair"][0],
+    "pair/1/0": TRUTH["pair"][1][0],
+    "scalar": TRUTH["scalar"],
+    "empty": TRUTH["empty"],
+}
 
 
 def seal(record, version=(1, 0)):
     """A record with a right digest, whatever is in it."""
-    body = (record if isinstance(record, str) else json.dumps(record, separators=(",", ":"))).encode("utf-8", "surrogatepass")
-    head = f'{{"format":"shardckpt","version":[{version[0]},{version[1]}],"sha256":"{hashlib.sha256(body).hexdigest()}","record":'
+    body = (
+        record if isinstance(record, str) else json.dumps(record, separators=(",", ":"))
+    ).encode("utf-8", "surrogatepass")
+    head = (
+        f'{{"format":"shardckpt","version":[{version[0]},{version[1]}],'
+        f'"sha256":"{hashlib.sha256(body).hexdigest()}","record":'
+    )
     return head.encode() + body + b"}\n"
 
 
@@ -65,24 +77,46 @@ class Forgery:
         self.url = url
         self.commit = opened_envelope(url / "checkpoint.json")
         self.attempt = url / self.commit["attempt"]
-        self.hosts = [opened_envelope(self.attempt / reference["key"]) for reference in self.commit["hosts"]]
+        self.hosts = [
+            opened_envelope(self.attempt / reference["key"]) for reference in self.commit["hosts"]
+        ]
         self.tables = [(self.attempt / host["table"]["key"]).read_bytes() for host in self.hosts]
         self.table = (self.attempt / self.commit["table"]["key"]).read_bytes()
         self.values = [opened_envelope(self.attempt / host["values"]["key"]) for host in self.hosts]
-        self.contents = [opened_envelope(self.attempt / host["contents"]["key"]) for host in self.hosts]
+        self.contents = [
+            opened_envelope(self.attempt / host["contents"]["key"]) for host in self.hosts
+        ]
 
     @classmethod
     def of_one_host(cls, url, layout="packed", compression=None, state=TRUTH):
         """Of that state, parts of which have shardings."""
         mesh = shardckpt.Mesh((2, 2), ("x", "y"), [3, 1, 0, 2])
-        shardings = {"w": shardckpt.Sharding(mesh, shardckpt.PartitionSpec("x", "y")), "pair/0": shardckpt.OpSharding.replicated(4)}
-        shardings = {name: sharding for name, sharding in shardings.items() if name.partition("/")[0] in state}
+        shardings = {
+            "w": shardckpt.Sharding(mesh, shardckpt.PartitionSpec("x", "y")),
+            "pair/0": shardckpt.OpSharding.replicated(4),
+        }
+        shardings = {
+            name: sharding
+            for name, sharding in shardings.items()
+            if name.partition("/")[0] in state
+        }
         options = SaveOptions(layout=layout, compression=compression, shardings=shardings)
         put_placeholder(url)
         shardckpt.save(url, {"own": shardckpt.PerProcess(None), **state}, options=options)
         return cls(url)
 
-    def write(self, *, commit=None, host=None, hosts=None, tables=None, table=None, values=None, contents=None, of_all=True):
+    def write(
+        self,
+        *,
+        commit=None,
+        host=None,
+        hosts=None,
+        tables=None,
+        table=None,
+        values=None,
+        contents=None,
+        of_all=True,
+    ):
         """Write everything as it was but for the parts given, and what vouches for them.
 
         Args:
@@ -98,8 +132,16 @@ class Forgery:
             changed = copy.deepcopy(hosts.get(n, record))
             for member, parts, original in (
                 ("table", tables, self.tables),
-                ("values", values and {i: seal(v) for i, v in values.items()}, [seal(v) for v in self.values]),
-                ("contents", contents and {i: seal(c) for i, c in contents.items()}, [seal(c) for c in self.contents]),
+                (
+                    "values",
+                    values and {i: seal(v) for i, v in values.items()},
+                    [seal(v) for v in self.values],
+                ),
+                (
+                    "contents",
+                    contents and {i: seal(c) for i, c in contents.items()},
+                    [seal(c) for c in self.contents],
+                ),
             ):
                 given = (parts or {}).get(n)
                 data = original[n] if given is None else given
@@ -107,8 +149,12 @@ class Forgery:
                 if given is not None:
                     if member == "contents":  # others may share the file
                         place = f"contents/{hashlib.sha256(data).hexdigest()}.json"
-                        (self.attempt / "contents").mkdir(exist_ok=True)  # the only host of an attempt has none
-                    changed[member] = (table_reference if member == "table" else _reference)(place, data)
+                        (self.attempt / "contents").mkdir(
+                            exist_ok=True
+                        )  # the only host of an attempt has none
+                    changed[member] = (table_reference if member == "table" else _reference)(
+                        place, data
+                    )
                 (self.attempt / place).write_bytes(data)
             data, key = seal(changed), self.commit["hosts"][n]["key"]
             if changed != record:
@@ -144,7 +190,12 @@ def table_reference(key, data):
         header = TableHeader.decode(data, "").nbytes
     except ShardckptError:
         header = len(data)
-    return {"key": key, "size": len(data), "header": header, "sha256": hashlib.sha256(data[:header]).hexdigest()}
+    return {
+        "key": key,
+        "size": len(data),
+        "header": header,
+        "sha256": hashlib.sha256(data[:header]).hexdigest(),
+    }
 
 
 @contextlib.contextmanager
@@ -160,7 +211,8 @@ def at_most(nbytes):
 
 
 def attempted(action):
-    """Result of an action, or None if it raises a ShardckptError: no other error, and none with an unreadable message."""
+    """Result of an action, or None if it raises a ShardckptError: no other error, and none with an
+    unreadable message."""
     try:
         return action()
     except ShardckptError as e:
@@ -170,7 +222,8 @@ def attempted(action):
 
 
 def use_in_every_way(url):
-    """Do all that can be done with a checkpoint; only errors of ours may come of it. What was restored, or None."""
+    """Do all that can be done with a checkpoint; only errors of ours may come of it. What was
+    restored, or None."""
     attempted(lambda: catalog(url, everything=True))
     checkpoint = attempted(lambda: shardckpt.open(url))
     if checkpoint is None:
@@ -179,7 +232,9 @@ def use_in_every_way(url):
         info = checkpoint.info(name)
         corner = shardckpt.Box((0,) * len(info.shape), tuple(min(1, n) for n in info.shape))
         elements = attempted(lambda name=name, corner=corner: checkpoint.read(name, corner))
-        assert elements is None or (elements.shape == corner.shape and elements.dtype == info.dtype.numpy)
+        assert elements is None or (
+            elements.shape == corner.shape and elements.dtype == info.dtype.numpy
+        )
         attempted(lambda name=name: (checkpoint.stock_spec(name), checkpoint.stock_url(name)))
     attempted(lambda: list(iter_leaves(checkpoint.tree)))
     report = attempted(checkpoint.verify)
@@ -198,7 +253,9 @@ class Watch:
         for directory in directories:
             directory.mkdir(exist_ok=True)
             (directory / "secret").write_bytes(b"secret" * 1000)
-            assert self.libc.inotify_add_watch(self.watch, os.fsencode(directory), 0x21) >= 0  # IN_OPEN | IN_ACCESS
+            assert (
+                self.libc.inotify_add_watch(self.watch, os.fsencode(directory), 0x21) >= 0
+            )  # IN_OPEN | IN_ACCESS
             (directory / "secret").read_bytes()
             assert self.opened(), "the watch sees nothing"
 

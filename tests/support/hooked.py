@@ -1,4 +1,5 @@
-"""Modules whose `state_dict` hooks give other tensors than the module's own, with and without the hooks that undo it."""
+"""Modules whose `state_dict` hooks give other tensors than the module's own, with and without the
+hooks that undo it."""
 
 from __future__ import annotations
 
@@ -16,9 +17,13 @@ class Hooked(nn.Module):
     def __init__(self, loads=True):
         super().__init__()
         self.q, self.k = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        self.register_state_dict_post_hook(lambda _module, state, prefix, _: self.out(state, prefix))
+        self.register_state_dict_post_hook(
+            lambda _module, state, prefix, _: self.out(state, prefix)
+        )
         if loads:
-            self.register_load_state_dict_pre_hook(lambda _module, state, prefix, *_: self.into(state, prefix))
+            self.register_load_state_dict_pre_hook(
+                lambda _module, state, prefix, *_: self.into(state, prefix)
+            )
 
     @staticmethod
     def out(state, prefix):
@@ -70,7 +75,9 @@ class Split(Hooked):
 
     @staticmethod
     def out(state, p):
-        state[p + "a"], state[p + "b"] = (part.clone() for part in state.pop(p + "q.weight").chunk(2))
+        state[p + "a"], state[p + "b"] = (
+            part.clone() for part in state.pop(p + "q.weight").chunk(2)
+        )
 
     @staticmethod
     def into(state, p):
@@ -103,7 +110,10 @@ class Added(Hooked):
         state.pop(p + "merged")
 
 
-KINDS = {kind.__name__: kind for kind in (Renamed, Copied, Converted, Fused, Split, SplitViews, Dropped, Added)}
+KINDS = {
+    kind.__name__: kind
+    for kind in (Renamed, Copied, Converted, Fused, Split, SplitViews, Dropped, Added)
+}
 LOST = {
     ("Copied", False): (["0.q.weight"], ["0.query"]),
     ("Fused", False): (["0.q.weight", "0.k.weight"], ["0.qk"]),
@@ -111,7 +121,8 @@ LOST = {
     ("Dropped", True): (["0.k.weight"], []),
     ("Dropped", False): (["0.k.weight"], []),
 }
-"""Names that a restore into such a module in a `Sequential` cannot fill, and names that it reads for nothing."""
+"""Names that a restore into such a module in a `Sequential` cannot fill, and names that it reads
+for nothing."""
 
 
 def hooked(kind, loads, seed=0):

@@ -1,4 +1,5 @@
-"""Inode numbers as file systems in user space make them up: `renumber` puts them into the answers of the system."""
+"""Inode numbers as file systems in user space make them up: `renumber` puts them into the answers
+of the system."""
 
 import os
 import stat

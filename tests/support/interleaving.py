@@ -1,18 +1,24 @@
-"""Several users of one checkpoint at once, one storage operation at a time, in an order that a test chooses.
+"""Several users of one checkpoint at once, one storage operation at a time, in an order that a test
+chooses.
 
-Each actor is a thread that runs the product's own functions over `memory://`, in the plain layout (the packed one's index
-TensorStore writes where nobody can look on); before every operation of the storage, and before every word between the
-hosts of a job, it waits for its turn. The storage knows versions by their contents only, as S3 does, or by numbers that
-never come back, as GCS and disks do, and deletes objects one by one. Who sleeps until another host of its job has done
-something sleeps for too long only if none of them can do anything any more. Whatever changes the storage is checked at once:
+Each actor is a thread that runs the product's own functions over `memory://`, in the plain layout
+(the packed one's index TensorStore writes where nobody can look on); before every operation of the
+storage, and before every word between the hosts of a job, it waits for its turn. The storage knows
+versions by their contents only, as S3 does, or by numbers that never come back, as GCS and disks
+do, and deletes objects one by one. Who sleeps until another host of its job has done something
+sleeps for too long only if none of them can do anything any more. Whatever changes the storage is
+checked at once:
 
-- What the commit record names has all that was ever written into it, and loses nothing while it is named.
-- An attempt that was not idle for the grace period since its save began is removed by nobody but that save, and those
-  whom the storage has told that it is too late to commit it.
-- An attempt becomes the checkpoint once at most, and only in place of the version of the record that each of its hosts had
-  seen before it wrote anything: so not if another one was published, if the checkpoint was deleted, or if the place was
-  collected in between, though nothing be left of that.
-- The record goes only on condition that it is a known version, and never while it names a checkpoint.
+- What the commit record names has all that was ever written into it, and loses nothing while it is
+  named.
+- An attempt that was not idle for the grace period since its save began is removed by nobody but
+  that save, and those whom the storage has told that it is too late to commit it.
+- An attempt becomes the checkpoint once at most, and only in place of the version of the record
+  that each of its hosts had seen before it wrote anything: so not if another one was published, if
+  the checkpoint was deleted, or if the place was collected in between, though nothing be left of
+  that.
+- The record goes only on condition that it is a known version, and never while it names a
+  checkpoint.
 - Nobody deletes a checkpoint that came after the one that was to be deleted.
 - At the end a last collection leaves one whole checkpoint, or nothing at all.
 """
@@ -52,7 +58,8 @@ LONG = 1e9
 
 
 class Killed(BaseException):
-    """Ends an actor as SIGKILL ends a process: nothing that it would do afterwards reaches the storage."""
+    """Ends an actor as SIGKILL ends a process: nothing that it would do afterwards reaches the
+    storage."""
 
 
 class Actor:
@@ -68,9 +75,11 @@ class Actor:
         self.lost = None
         """The attempt that it would have made the checkpoint, had the record not changed."""
         self.commits = False
-        """Whether it commits what others have written, and clears away what has become impossible to commit."""
+        """Whether it commits what others have written, and clears away what has become impossible
+        to commit."""
         self.outcome = self.bug = None
-        """The value that the action returned, or the ShardckptError that it raised; and an error that it should not have raised."""
+        """The value that the action returned, or the ShardckptError that it raised; and an error
+        that it should not have raised."""
         self.saw = []
         """Number of changes of the commit record so far, at each time that this actor read it."""
         self.held = None
@@ -105,7 +114,8 @@ class Actor:
             raise Killed
 
     def sleep(self):
-        """Until its next turn. That is too long if the others of its job wait, too, or are no more."""
+        """Until its next turn. That is too long if the others of its job wait, too, or are no
+        more."""
         self.asleep = True
         self.wait_for_turn()
         self.asleep = False
@@ -138,7 +148,9 @@ def finish(actors):
 class Host(Coordinator):
     """A host of a job, as it knows of the others: they share a dict of words."""
 
-    def __init__(self, stage, words, run_id, process, processes):  # no agreement at the start: nobody would be there yet
+    def __init__(
+        self, stage, words, run_id, process, processes
+    ):  # no agreement at the start: nobody would be there yet
         self.world = World(process, processes)
         self.run_id = run_id
         self._stage, self._words = stage, words
@@ -167,7 +179,8 @@ class Stage:
         self.clock = 0.0
         self.local = threading.local()
         self.written = {}
-        """Attempt → the keys that its save has written; of one that began before the record changed, too."""
+        """Attempt → the keys that its save has written; of one that began before the record
+        changed, too."""
         self.savers = {}
         """Attempt → the actors whose save it is."""
         self.times = {}
@@ -182,16 +195,21 @@ class Stage:
     @classmethod
     @contextmanager
     def set(cls, versions="contents"):
-        """A stage, for as long as the block runs; every operation of this process's storages goes over it."""
+        """A stage, for as long as the block runs; every operation of this process's storages goes
+        over it."""
         stage = cls(versions)
         with pytest.MonkeyPatch.context() as patch:
             stage.store = Store.open(stage.url)
-            stage.original = SimpleNamespace(**{name: getattr(ts.KvStore, name) for name in ("read", "write", "list")})
+            stage.original = SimpleNamespace(
+                **{name: getattr(ts.KvStore, name) for name in ("read", "write", "list")}
+            )
             for name in ("read", "write", "list", "delete_range"):
                 patch.setattr(ts.KvStore, name, stage._instead_of(name))
             patch.setattr(remove, "idle_seconds", stage._idle_seconds)
             for module in (attempt, assemble):
-                patch.setattr(module, "time", SimpleNamespace(monotonic=stage._monotonic, sleep=stage._sleep))
+                patch.setattr(
+                    module, "time", SimpleNamespace(monotonic=stage._monotonic, sleep=stage._sleep)
+                )
             yield stage
 
     @property
@@ -211,14 +229,19 @@ class Stage:
         """The hosts of one job; `action` takes the coordinator."""
         self.jobs += 1
         words, run_id = {}, f"20260102T000000-{self.jobs:08x}"
-        job = [Actor(self, partial(action, Host(self, words, run_id, host, hosts))) for host in range(hosts)]
+        job = [
+            Actor(self, partial(action, Host(self, words, run_id, host, hosts)))
+            for host in range(hosts)
+        ]
         for actor in job:
             actor.job = job
         return job
 
     def pass_time(self):
         self.clock += GRACE
-        self.was_idle |= {attempt for attempt, last in self.last.items() if self.clock - last >= GRACE}
+        self.was_idle |= {
+            attempt for attempt, last in self.last.items() if self.clock - last >= GRACE
+        }
 
     def attempts(self):
         """Those of which anything is left."""
@@ -272,7 +295,9 @@ class Stage:
             self.times[path] = self.clock
         self.writes += 1
         self.numbers[path] = self.writes
-        return _Answer(SimpleNamespace(generation=self._generation(path, self.original.read(kv, key).result())))
+        return _Answer(
+            SimpleNamespace(generation=self._generation(path, self.original.read(kv, key).result()))
+        )
 
     def _list(self, kv, *arguments):
         self.gate()
@@ -286,8 +311,13 @@ class Stage:
     def _idle_seconds(self, store, prefixes):
         """The answer that `io.ages` would give."""
         self.gate()
-        newest = {p: max((time for key, time in self.times.items() if key.startswith(p)), default=None) for p in prefixes}
-        return {prefix: None if time is None else self.clock - time for prefix, time in newest.items()}
+        newest = {
+            p: max((time for key, time in self.times.items() if key.startswith(p)), default=None)
+            for p in prefixes
+        }
+        return {
+            prefix: None if time is None else self.clock - time for prefix, time in newest.items()
+        }
 
     def _monotonic(self):
         return self._actor().slept
@@ -298,7 +328,11 @@ class Stage:
     def _generation(self, path, result):
         if result.state == "missing":
             return b"missing"
-        return hashlib.md5(result.value, usedforsecurity=False).digest() if self.versions == "contents" else b"%d" % self.numbers[path]
+        return (
+            hashlib.md5(result.value, usedforsecurity=False).digest()
+            if self.versions == "contents"
+            else b"%d" % self.numbers[path]
+        )
 
     def gate(self):
         if (actor := self._actor()) is not None:
@@ -308,7 +342,9 @@ class Stage:
         return getattr(self.local, "actor", None)
 
     def _path(self, kv, key):
-        return (kv.path + (key if isinstance(key, str) else key.decode())).removeprefix(self.store.kvstore().path)
+        return (kv.path + (key if isinstance(key, str) else key.decode())).removeprefix(
+            self.store.kvstore().path
+        )
 
     # --- what must hold
 
@@ -318,21 +354,30 @@ class Stage:
         actor = self._actor()
         seen = {saver.held for saver in self.savers[attempt] if saver.held is not None}
         overtaken = getattr(actor, "commits", False) and bool(seen - {self.changes})
-        if actor not in self.savers[attempt] and attempt != getattr(actor, "lost", None) and not overtaken:
+        if (
+            actor not in self.savers[attempt]
+            and attempt != getattr(actor, "lost", None)
+            and not overtaken
+        ):
             assert attempt in self.was_idle.union(self.history), "a live attempt is left alone"
 
     def _before_publication(self, data):
         named = _named(data)
         if named not in (None, self.named):
             assert named not in self.history, "an attempt becomes the checkpoint once"
-            assert {saver.held for saver in self.savers[named]} == {self.changes}, "who publishes had seen all that came before"
+            assert {saver.held for saver in self.savers[named]} == {self.changes}, (
+                "who publishes had seen all that came before"
+            )
             assert self.written[named] <= self.times.keys(), "what is published is whole"
         elif (actor := self._actor()) is not None:
-            assert actor.saw[-1] == self.changes or RECORD not in self.times, "who deletes or collects has seen what it deletes"
+            assert actor.saw[-1] == self.changes or RECORD not in self.times, (
+                "who deletes or collects has seen what it deletes"
+            )
         self.history.append(named)
 
     def check_end(self):
-        """Collect a last time, when all work has ended: this leaves one whole checkpoint, or nothing."""
+        """Collect a last time, when all work has ended: this leaves one whole checkpoint, or
+        nothing."""
         self.pass_time()
         collecting.collect_place(self.store, grace=GRACE)
         assert self.attempts() == {self.named} - {None}

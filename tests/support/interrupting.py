@@ -9,7 +9,8 @@ from itertools import count
 def interrupted(at, own, inside, act, look):
     """Interrupt what is done at one instant: before a line of a file, or at a call.
 
-    Lines of a function `draw` are none, which holds a lock: between the last call under a lock and the release no signal is handled.
+    Lines of a function `draw` are none, which holds a lock: between the last call under a lock and
+    the release no signal is handled.
 
     Args:
         at: which instant, from 0.
@@ -25,7 +26,10 @@ def interrupted(at, own, inside, act, look):
 
     def instant(frame, event, _):
         ours = frame.f_code.co_filename == own and frame.f_code.co_name != "draw"
-        if event == ("line" if ours else "call" if inside(frame.f_code) else None) and next(instants) == at:
+        if (
+            event == ("line" if ours else "call" if inside(frame.f_code) else None)
+            and next(instants) == at
+        ):
             raise KeyboardInterrupt
         return instant if ours else None
 

@@ -28,7 +28,10 @@ class Operated:
 
     def ask(self, path, method="GET", body=None, scope="admin", **headers):
         """One request with a token."""
-        given = {"Authorization": f"Bearer {self.tokens[scope]}", "Content-Type": "application/json"} | headers
+        given = {
+            "Authorization": f"Bearer {self.tokens[scope]}",
+            "Content-Type": "application/json",
+        } | headers
         return self.service.ask(path, method, None if body is None else json.dumps(body), **given)
 
     def post(self, operation, scope="admin", key=None, **arguments):
@@ -66,6 +69,9 @@ class Operated:
 @contextmanager
 def operated(state, *roots, **options):
     """Serve roots with a token of each scope and a state directory; ends with the block."""
-    tokens = {scope: add_token(state / "tokens", f"the-{scope}", scope) for scope in ("read", "operate", "admin")}
+    tokens = {
+        scope: add_token(state / "tokens", f"the-{scope}", scope)
+        for scope in ("read", "operate", "admin")
+    }
     with serving(*roots, token_file=state / "tokens", state=state / "state", **options) as service:
         yield Operated(service, tokens)

@@ -1,4 +1,5 @@
-"""One try: kill processes on their way through a save, and see that nothing is lost, nothing is mixed and all goes on."""
+"""One try: kill processes on their way through a save, and see that nothing is lost, nothing is
+mixed and all goes on."""
 
 from __future__ import annotations
 
@@ -16,13 +17,22 @@ ORDERS = [
     ("collect", "commit", "save"),
     ("commit", "collect", "save"),
 ]
-CASES = [(layout, processes, overwrite) for layout in LAYOUTS for processes in (2, 3) for overwrite in (False, True)]
-CASE_IDS = [f"{layout}-{processes} processes-{'overwrite' if overwrite else 'first'}" for layout, processes, overwrite in CASES]
+CASES = [
+    (layout, processes, overwrite)
+    for layout in LAYOUTS
+    for processes in (2, 3)
+    for overwrite in (False, True)
+]
+CASE_IDS = [
+    f"{layout}-{processes} processes-{'overwrite' if overwrite else 'first'}"
+    for layout, processes, overwrite in CASES
+]
 KILLED = (signal.SIGKILL, signal.SIGALRM)
 
 
 def operations_of(jobs, base, case):
-    """Prepare a place to torture; how many operations each process does there when all goes well."""
+    """Prepare a place to torture; how many operations each process does there when all goes
+    well."""
     layout, processes, overwrite = case
     prepare(jobs, base, layout, processes, overwrite=overwrite)
     whole = copied(base, base.parent / "whole")
@@ -31,7 +41,8 @@ def operations_of(jobs, base, case):
 
 
 def kill(job, base, case, number, fate):
-    """Kill one process, or all, on its way through a save; how it went on, `got through` if none was killed."""
+    """Kill one process, or all, on its way through a save; how it went on, `got through` if none
+    was killed."""
     layout, processes, overwrite = case
     root = copied(base, base.parent / f"{fate['process']}-{number}")
     options = {"layout": layout, "overwrite": overwrite}
@@ -46,7 +57,8 @@ def kill(job, base, case, number, fate):
 
 
 def _assert_all_know(root, answers, fate, *, overwrite):
-    """Check that all survivors know whether the checkpoint is there, which it is entirely or not at all; returns that."""
+    """Check that all survivors know whether the checkpoint is there, which it is entirely or not at
+    all; returns that."""
     victim, all_killed = fate["process"], fate.get("act") == "kill all"
     value = value_of(root / "checkpoint", len(answers))
     assert value in ((1, 2) if overwrite else (None, 2))

@@ -1,7 +1,8 @@
-"""A kind of storage that is not one of shardckpt's: objects in a dict, which each request finds a moment later, and no paths.
+"""A kind of storage that is not one of shardckpt's: objects in a dict, which each request finds a
+moment later, and no paths.
 
-It stands for the storage that somebody adds. It states its capabilities and implements what `Store` leaves open; TensorStore knows
-nothing of it. The fixture `latent` makes its scheme known.
+It stands for the storage that somebody adds. It states its capabilities and implements what `Store`
+leaves open; TensorStore knows nothing of it. The fixture `latent` makes its scheme known.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class LatentStore(Store):
         time.sleep(LATENCY)
         return f"{self.location.path}/{key}"
 
-    def _read(self, key: str, start: int | None, stop: int | None, *, versioned: bool) -> tuple[bytes | None, bytes]:
+    def _read(
+        self, key: str, start: int | None, stop: int | None, *, versioned: bool
+    ) -> tuple[bytes | None, bytes]:
         del versioned
         data, generation, _ = _objects.get(self._path(key), (None, _ABSENT, 0.0))
         if data is not None and len(data) < max(start or 0, stop or 0):
@@ -64,7 +67,9 @@ class LatentStore(Store):
     def _change_token(self, key: str) -> object:
         return _objects.get(self._path(key), (b"", _ABSENT, 0.0))[1]
 
-    def _write(self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None) -> bool:
+    def _write(
+        self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None
+    ) -> bool:
         del retry
         path, copy = self._path(key), bytes(byte_view(data))
         with _changing:
@@ -90,5 +95,9 @@ class LatentStore(Store):
     def _times(self, prefix: str) -> Iterator[tuple[str, float]]:
         top = self._path("")
         with _changing:
-            times = [(path.removeprefix(top), kept[2]) for path, kept in _objects.items() if path.startswith(top + prefix)]
+            times = [
+                (path.removeprefix(top), kept[2])
+                for path, kept in _objects.items()
+                if path.startswith(top + prefix)
+            ]
         yield from times

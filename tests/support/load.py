@@ -26,9 +26,13 @@ def apart(*roots, flags=()):
     """A service in a process of its own, and that process; `flags` are further arguments."""
     given = [f"{name}={place}" for name, place in roots]
     command = [sys.executable, "-m", "shardckpt", "serve", *given, "--port", "0", *map(str, flags)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         try:
-            service = Running(process.stdout.readline().split()[-1], ServeOptions(roots=tuple(given), port=0))
+            service = Running(
+                process.stdout.readline().split()[-1], ServeOptions(roots=tuple(given), port=0)
+            )
             service.wait_until(lambda: service.ask("/readyz").status == 200)
             yield service, process
         finally:
@@ -84,7 +88,10 @@ def bomb(place, dtype="float32"):
     stored = body + struct.pack("<I", crc32c(body))
     (at / "d0" / "0").write_bytes(stored)
     (at / "records" / "00000.json").write_bytes(b"{}")
-    row, listed = struct.pack("<QIQII", 0, 0, 0, len(stored), crc32c(body)), b'{"files":["d0/0"],"arrays":[["w",1]],"block":128}'
+    row, listed = (
+        struct.pack("<QIQII", 0, 0, 0, len(stored), crc32c(body)),
+        b'{"files":["d0/0"],"arrays":[["w",1]],"block":128}',
+    )
     head = b"SHCKTAB2" + struct.pack("<I", len(listed)) + listed + hashlib.sha256(row).digest()[:16]
     (at / "table").write_bytes(head + row)
     digest = [hashlib.sha256(data).hexdigest() for data in (b"{}", head)]
@@ -97,7 +104,12 @@ def bomb(place, dtype="float32"):
                 "layout": "packed",
                 "compression": "zstd",
                 "hosts": [{"key": "records/00000.json", "size": 2, "sha256": digest[0]}],
-                "table": {"key": "table", "size": len(head + row), "header": len(head), "sha256": digest[1]},
+                "table": {
+                    "key": "table",
+                    "size": len(head + row),
+                    "header": len(head),
+                    "sha256": digest[1],
+                },
                 "totals": {"tensors": 1, "bytes": 4 * n, "stored_bytes": len(stored), "chunks": 1},
                 "metadata": {},
                 "shardings": [],

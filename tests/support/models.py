@@ -14,7 +14,9 @@ from torch.nn import functional
 def exported(model, arguments):
     """Exported with the first dimension of all arguments dynamic."""
     batch = Dim("batch")
-    return torch.export.export(model, arguments, dynamic_shapes=tuple({0: batch} for _ in arguments))
+    return torch.export.export(
+        model, arguments, dynamic_shapes=tuple({0: batch} for _ in arguments)
+    )
 
 
 def joint(model, arguments):
@@ -38,8 +40,12 @@ class Block(nn.Module):
         x = self.norm(self.embed(ids))
         batch, length, _ = x.shape
         q, k, v = self.attend(x).view(batch, length, 3, 2, 8).permute(2, 0, 3, 1, 4)
-        x = x + functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, 16)
-        return functional.cross_entropy(self.head(functional.gelu(x)).flatten(0, 1), targets.flatten())
+        x = x + functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(
+            1, 2
+        ).reshape(batch, length, 16)
+        return functional.cross_entropy(
+            self.head(functional.gelu(x)).flatten(0, 1), targets.flatten()
+        )
 
 
 class ConvNet(nn.Module):
@@ -77,7 +83,8 @@ class Statistics(nn.Module):
 
 
 class CachedAttention(nn.Module):
-    """One step of decoding: keys and values of earlier steps are in buffers, one of them with the samples in its second dimension."""
+    """One step of decoding: keys and values of earlier steps are in buffers, one of them with the
+    samples in its second dimension."""
 
     def __init__(self, batch, length=3):
         super().__init__()

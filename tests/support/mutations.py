@@ -107,8 +107,18 @@ NASTY = [
         {"$str": "zz"},
     ),
     *({"$torch.dtype": "load"}, {"$torch.device": "cuda:9999"}, {"$torch.Size": [-1, 2**70]}),
-    *("{replicated}", "{manual}", "{devices=[2,2]<=[4]}", "{devices=[1048576]<=[1048576]}", "{devices=[4]0,0,0,0}", "{maximal device=3}"),
-    *({"shape": [1 << 20], "axes": ["x"], "devices": None}, {"shape": [4], "axes": ["x"], "devices": [0, 1, 2, 3]}),
+    *(
+        "{replicated}",
+        "{manual}",
+        "{devices=[2,2]<=[4]}",
+        "{devices=[1048576]<=[1048576]}",
+        "{devices=[4]0,0,0,0}",
+        "{maximal device=3}",
+    ),
+    *(
+        {"shape": [1 << 20], "axes": ["x"], "devices": None},
+        {"shape": [4], "axes": ["x"], "devices": [0, 1, 2, 3]},
+    ),
     *(
         {"op_sharding": "{replicated}", "devices": 1 << 20},
         {"mesh": 0, "spec": [["x"], "x"]},
@@ -151,7 +161,19 @@ def mutated(random, document):
             continue
         parent, key = parent_of(document, path), path[-1]
         value = parent[key]
-        change = random.choice(["replace", "replace", "replace", "number", "delete", "move", "repeat", "rename", "deepen"])
+        change = random.choice(
+            [
+                "replace",
+                "replace",
+                "replace",
+                "number",
+                "delete",
+                "move",
+                "repeat",
+                "rename",
+                "deepen",
+            ]
+        )
         note(f"{change} {'/'.join(map(str, path))[:200]}")
         if change == "replace":
             parent[key] = random.choice(NASTY)
@@ -161,7 +183,9 @@ def mutated(random, document):
             del parent[key]
         elif change == "move":
             other = random.choice(random.choice(list(by_depth.values())))
-            parent[key] = json.loads(json.dumps(parent_of(document, other)[other[-1]] if other else 0))
+            parent[key] = json.loads(
+                json.dumps(parent_of(document, other)[other[-1]] if other else 0)
+            )
         elif change == "repeat" and isinstance(parent, list):
             most = 4 * MIB // len(json.dumps(value))  # memory is bounded by the record's own size
             parent.extend([value] * random.choice([1, min(1000, most)]))
@@ -188,11 +212,17 @@ def mutated_table(random, table):
     files, arrays = decode_table(table, "")
     changed = {}
     for path, rows in arrays.items():
-        columns = {name: getattr(rows, name).copy() for name in ("chunk", "file", "offset", "length", "crc")}
+        columns = {
+            name: getattr(rows, name).copy()
+            for name in ("chunk", "file", "offset", "length", "crc")
+        }
         for name, column in columns.items():
             if random.random() < 0.2:
                 most = np.iinfo(column.dtype).max
-                at, value = random.randrange(len(column)), random.choice([0, 1, 3, 4, 100, most // 2, most - 1, most])
+                at, value = (
+                    random.randrange(len(column)),
+                    random.choice([0, 1, 3, 4, 100, most // 2, most - 1, most]),
+                )
                 note(f"{path} {name}[{at}] = {value}")
                 column[at] = value
         changed[path] = type(rows)(**columns)

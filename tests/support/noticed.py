@@ -11,10 +11,23 @@ LAYOUTS = ["packed", "zarr"]
 CHUNKS = {"packed": "data file", "zarr": "chunk"}
 """The kind of file that hosts' chunks are in."""
 DATA = {*CHUNKS.values(), "small tensors"}
-INDEXES = {"merged index: manifest", "merged index: nodes", "lane: manifest", "lane: node", "zarr.json"}
+INDEXES = {
+    "merged index: manifest",
+    "merged index: nodes",
+    "lane: manifest",
+    "lane: node",
+    "zarr.json",
+}
 """Kinds of files that only other tools read."""
-SPARE = {"checksums of replicas", "chunk table", "a host's chunk table", "small tensors' table", "contents"}
-"""Kinds of files that a reader can do without: the table of all by itself, or the hosts' and that of small tensors."""
+SPARE = {
+    "checksums of replicas",
+    "chunk table",
+    "a host's chunk table",
+    "small tensors' table",
+    "contents",
+}
+"""Kinds of files that a reader can do without: the table of all by itself, or the hosts' and that
+of small tensors."""
 KINDS = [
     (layout, hosts, kind)
     for layout in LAYOUTS
@@ -30,9 +43,11 @@ def damage_of(checkpoint):
 
 
 def assert_noticed(checkpoint, path, kind, truth):
-    """Damage to one file of that kind: our readers refuse, unless they do not need it; verify names it, and nothing else.
+    """Damage to one file of that kind: our readers refuse, unless they do not need it; verify names
+    it, and nothing else.
 
-    Where it is tensors' data, error and report say which index ranges of which tensors, and all others are restored.
+    Where it is tensors' data, error and report say which index ranges of which tensors, and all
+    others are restored.
     """
     outcome = flip_bits.observe(checkpoint, truth, path)
     assert outcome.restored == ("right" if kind in INDEXES | SPARE else "refused")

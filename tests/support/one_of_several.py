@@ -1,4 +1,5 @@
-"""A process that takes itself for one of several, none of which is running: enough to restore, where nobody is waited for."""
+"""A process that takes itself for one of several, none of which is running: enough to restore,
+where nobody is waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Single operators on samples `x` and constants `w`, to which a result is due that is not Unknown."""
+"""Single operators on samples `x` and constants `w`, to which a result is due that is not
+Unknown."""
 
 import torch
 from torch.nn import functional

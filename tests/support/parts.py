@@ -1,6 +1,8 @@
-"""The oracle of batch dimensions: a program run over a whole batch, and over equal parts of it, node by node.
+"""The oracle of batch dimensions: a program run over a whole batch, and over equal parts of it,
+node by node.
 
-What each process holds of the inputs is made from the layouts that were found of them: a partial sum, of terms that differ.
+What each process holds of the inputs is made from the layouts that were found of them: a partial
+sum, of terms that differ.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ def cut(value, layout, parts):
         return [value // parts**power if power else value] * parts
     if isinstance(layout, Shard):
         unmerged = value.unflatten(layout.dim, (layout.outer, -1))
-        return [part.flatten(layout.dim, layout.dim + 1) for part in unmerged.chunk(parts, layout.dim + 1)]
+        return [
+            part.flatten(layout.dim, layout.dim + 1)
+            for part in unmerged.chunk(parts, layout.dim + 1)
+        ]
     noise = [torch.randn_like(value) for _ in range(parts)]
     if layout.reduction == "sum":
         mean = sum(noise) / parts
@@ -47,7 +52,9 @@ def whole(values, layout):
     """The whole value that the parts make up by the layout."""
     if isinstance(layout, Numbered):
         step = values[0].shape[layout.dim] // layout.outer
-        return whole([value + i * step for i, value in enumerate(values)], Shard(layout.dim, layout.outer))
+        return whole(
+            [value + i * step for i, value in enumerate(values)], Shard(layout.dim, layout.outer)
+        )
     scale = len(values) ** layout.power
     if isinstance(layout, Replicate):
         for value in values[1:]:
@@ -66,12 +73,16 @@ def whole(values, layout):
 def same(a, b):
     if not isinstance(a, torch.Tensor):
         return a == b
-    return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-3, atol=2e-4, equal_nan=True)
+    return a.shape == b.shape and torch.allclose(
+        a.double(), b.double(), rtol=1e-3, atol=2e-4, equal_nan=True
+    )
 
 
 def is_undefined(node):
     """Whether running a node twice gives different numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "empty" in str(node.target)
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "empty" in str(
+        node.target
+    )
 
 
 def contradictions(inferred, graph_module, inputs, parts, part_graph=None):
@@ -82,12 +93,18 @@ def contradictions(inferred, graph_module, inputs, parts, part_graph=None):
         graph_module: the program.
         inputs: all of its placeholders' values, in order.
         parts: how many processes.
-        part_graph: the same program traced for a part, where sizes are fixed; None: the program itself takes any.
+        part_graph: the same program traced for a part, where sizes are fixed; None: the program
+            itself takes any.
     """
     placeholders = [node.name for node in inferred.program.graph.nodes if node.op == "placeholder"]
     full = values_of(graph_module, inputs)
-    pieces = [cut(value, inferred.nodes[name], parts) for name, value in zip(placeholders, inputs, strict=True)]
-    runs = [values_of(part_graph or graph_module, [piece[i] for piece in pieces]) for i in range(parts)]
+    pieces = [
+        cut(value, inferred.nodes[name], parts)
+        for name, value in zip(placeholders, inputs, strict=True)
+    ]
+    runs = [
+        values_of(part_graph or graph_module, [piece[i] for piece in pieces]) for i in range(parts)
+    ]
     undefined = {node.name for node in inferred.program.graph.nodes if is_undefined(node)}
     wrong, claims = [], 0
     for name, layouts in inferred.nodes.items():
@@ -96,7 +113,12 @@ def contradictions(inferred, graph_module, inputs, parts, part_graph=None):
             value, held = full[name], [run[name] for run in runs]
             if several:
                 value, held = value[i], [part[i] for part in held]
-            if isinstance(layout, Unknown) or value is None or isinstance(value, tuple | list) or name in undefined:
+            if (
+                isinstance(layout, Unknown)
+                or value is None
+                or isinstance(value, tuple | list)
+                or name in undefined
+            ):
                 continue
             claims += 1
             try:
@@ -112,4 +134,7 @@ def exported_inputs(exported, arguments):
     """Values of all placeholders of an exported program, for these arguments."""
     values = iter(torch.utils._pytree.tree_leaves(arguments))
     state = {**exported.state_dict, **exported.constants}
-    return [next(values) if spec.target is None else state[spec.target].detach() for spec in exported.graph_signature.input_specs]
+    return [
+        next(values) if spec.target is None else state[spec.target].detach()
+        for spec in exported.graph_signature.input_specs
+    ]

@@ -16,7 +16,8 @@ PLACEHOLDER = seal(Tombstone("a save was begun here", "1", begun=True).to_json()
 
 
 def put_placeholder(url):
-    """Put it there before a save, which takes it for its own; after the save, this undoes the commit and nothing else."""
+    """Put it there before a save, which takes it for its own; after the save, this undoes the
+    commit and nothing else."""
     Store.open(url).write(RECORD, PLACEHOLDER)
 
 
@@ -28,6 +29,12 @@ def undo_commit(url):
     for host in finished_hosts(place):
         key = f"records/{host:05d}.json"
         data = place.read(key)
-        place.write(key, seal({**open_envelope(data, key), "prior": hashlib.sha256(PLACEHOLDER).hexdigest()}, format_version(data, key)))
+        place.write(
+            key,
+            seal(
+                {**open_envelope(data, key), "prior": hashlib.sha256(PLACEHOLDER).hexdigest()},
+                format_version(data, key),
+            ),
+        )
     put_placeholder(url)
     return attempt

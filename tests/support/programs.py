@@ -1,4 +1,5 @@
-"""Random small programs over a batch: steps that work on tensors of any shape, or are left out where they do not."""
+"""Random small programs over a batch: steps that work on tensors of any shape, or are left out
+where they do not."""
 
 from __future__ import annotations
 
@@ -88,7 +89,9 @@ STEPS = {
     "gather": lambda a, b, n: a.gather(n % a.dim(), (b > 0).long()),
     "scatter": lambda a, b, n: a.scatter(n % a.dim(), (b > 0).long(), 2.0),
     "scatter_add": lambda a, b, n: a.scatter_add(n % a.dim(), (b > 0).long(), b),
-    "index_add": lambda a, b, n: torch.zeros(2, *b.shape[1:]).index_put(((b > 0).long().flatten(1)[:, 0],), b, accumulate=True),
+    "index_add": lambda a, b, n: torch.zeros(2, *b.shape[1:]).index_put(
+        ((b > 0).long().flatten(1)[:, 0],), b, accumulate=True
+    ),
     "write": lambda a, b, n: a.index_put((None, torch.tensor([1])), b, accumulate=bool(n % 2)),
     "write slice": lambda a, b, n: a.slice_scatter(b, 1, 0, b.shape[1]),
     "write one": lambda a, b, n: a.select_scatter(b, n % a.dim(), 0),
@@ -99,11 +102,15 @@ STEPS = {
     "count up": lambda a, b, n: torch.arange(rows(a)).float(),
     "own row": lambda a, b, n: a[torch.arange(rows(a)), (b > 0).long()],
     "own rows": lambda a, b, n: b[torch.arange(rows(a))[:, None], torch.arange(2)],
-    "write own row": lambda a, b, n: a.index_put((torch.arange(rows(a)), torch.tensor([n % 2])), b[:, 0], accumulate=bool(n % 2)),
+    "write own row": lambda a, b, n: a.index_put(
+        (torch.arange(rows(a)), torch.tensor([n % 2])), b[:, 0], accumulate=bool(n % 2)
+    ),
     "times rows": lambda a, b, n: a * rows(b),
     "by elements": lambda a, b, n: a / b.numel(),
     "as integer": lambda a, b, n: a.long().float(),
-    "gradient": lambda a, b, n: torch.autograd.grad((a.sum() if n % 2 else a.mean()), b, allow_unused=False)[0],
+    "gradient": lambda a, b, n: torch.autograd.grad(
+        (a.sum() if n % 2 else a.mean()), b, allow_unused=False
+    )[0],
 }
 """Name → function of two tensors and a small number."""
 
@@ -134,13 +141,22 @@ def chosen(dice, tries):
     steps = []
     for _ in range(tries):
         known = 4 + len(steps)
-        step = (dice.choice(sorted(STEPS)), recent(dice, known), recent(dice, known), dice.randrange(4))
+        step = (
+            dice.choice(sorted(STEPS)),
+            recent(dice, known),
+            recent(dice, known),
+            dice.randrange(4),
+        )
         try:
             for batch in (BATCH, BATCH // 2, BATCH // 3):
                 values = run([*steps, step], *inputs(batch))
         except (RuntimeError, IndexError, ValueError, TypeError, ZeroDivisionError):
             continue
-        if 0 < values[-1].numel() < 5000 and values[-1].isfinite().all() and values[-1].abs().max() < 1e4:
+        if (
+            0 < values[-1].numel() < 5000
+            and values[-1].isfinite().all()
+            and values[-1].abs().max() < 1e4
+        ):
             steps.append(step)
     return steps
 

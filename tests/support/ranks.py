@@ -14,12 +14,15 @@ from processes import Processes
 
 @contextmanager
 def asked(program):
-    """A function that runs a function of a program in `tests/children` in some ranks, and returns their answers; none is an error."""
+    """A function that runs a function of a program in `tests/children` in some ranks, and returns
+    their answers; none is an error."""
     with Processes(program, env={"PYTHONWARNINGS": "ignore"}) as processes:
 
         def run(function, count, *arguments):
             answers = processes.run(function, count, *arguments, timeout=250)
-            failed = [answer for answer in answers if isinstance(answer, dict) and "error" in answer]
+            failed = [
+                answer for answer in answers if isinstance(answer, dict) and "error" in answer
+            ]
             assert not failed, failed
             return answers
 
@@ -27,11 +30,23 @@ def asked(program):
 
 
 def run_ranks(child, server, count, *arguments):
-    """Run a program of `tests/children` once for each rank of a job that meets at a `TCPStore`; the last lines that they print, as JSON."""
+    """Run a program of `tests/children` once for each rank of a job that meets at a `TCPStore`; the
+    last lines that they print, as JSON."""
     started = []
     for rank in range(count):
-        command = [sys.executable, "-W", "ignore", CHILDREN / child, server.port, rank, count, *arguments]
-        started.append(Forked([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            CHILDREN / child,
+            server.port,
+            rank,
+            count,
+            *arguments,
+        ]
+        started.append(
+            Forked([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
     answers = []
     for process in started:
         out, err = process.communicate(timeout=250)

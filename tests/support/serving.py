@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from shardckpt.serve.jobs.upkeep import Upkeep
 
 MESH = Mesh((4, 2), ("data", "model"))
-SHARDINGS = {"model/embed.weight": Sharding(MESH, PartitionSpec("data", "model")), "model/head": Sharding(MESH, PartitionSpec("model"))}
+SHARDINGS = {
+    "model/embed.weight": Sharding(MESH, PartitionSpec("data", "model")),
+    "model/head": Sharding(MESH, PartitionSpec("model")),
+}
 
 
 def state(step):
@@ -46,7 +49,11 @@ def save_run(root, steps, **metrics):
     """Save steps of a run, with a loss that falls."""
     for step in steps:
         metadata = {"metrics": {"loss": 4 - step / 10, **metrics}}
-        shardckpt.save(root / str(step), state(step), options=SaveOptions(shardings=SHARDINGS, metadata=metadata))
+        shardckpt.save(
+            root / str(step),
+            state(step),
+            options=SaveOptions(shardings=SHARDINGS, metadata=metadata),
+        )
 
 
 @dataclass
@@ -81,9 +88,16 @@ class Running:
         """One request on a connection of its own; underscores in names of headers are hyphens."""
         connection = self.connect()
         try:
-            connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+            connection.request(
+                method,
+                path,
+                body,
+                {name.replace("_", "-"): value for name, value in headers.items()},
+            )
             answer = connection.getresponse()
-            return Reply(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+            return Reply(
+                answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
+            )
         finally:
             connection.close()
 
@@ -128,7 +142,9 @@ class RunningAtSocket(Running):
 @contextmanager
 def serving(*roots, **options):
     """Serve roots; ends with the block."""
-    chosen = ServeOptions(roots=tuple(f"{name}={place}" for name, place in roots), port=0, **options)
+    chosen = ServeOptions(
+        roots=tuple(f"{name}={place}" for name, place in roots), port=0, **options
+    )
     begun, urls = threading.Event(), []
     server = make_server(chosen, lambda url: (urls.append(url), begun.set()))
     thread = threading.Thread(target=server.run, daemon=True)

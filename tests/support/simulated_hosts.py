@@ -37,7 +37,9 @@ class Hosts:
         self.number = hosts
         ids = np.arange(hosts * devices_per_host) if device_ids is None else np.asarray(device_ids)
         self.devices = ids.reshape(hosts, devices_per_host)
-        self.owners = DeviceOwners.of({int(d): h for h, row in enumerate(self.devices) for d in row})
+        self.owners = DeviceOwners.of(
+            {int(d): h for h, row in enumerate(self.devices) for d in row}
+        )
 
     def world(self, host: int) -> World:
         return World(host, self.number, {"simulated": self.owners})
@@ -52,7 +54,14 @@ class Hosts:
         held = layout.device_boxes(shape, known)
         boxes, where = distinct_boxes(held.boxes)
         first = [int(held.device_ids[np.flatnonzero(where == i)[0]]) for i in range(len(boxes))]
-        return HostSource(name, shape, by_name(dtype), layout, boxes, box_holders(layout, len(shape), first, self.owners))
+        return HostSource(
+            name,
+            shape,
+            by_name(dtype),
+            layout,
+            boxes,
+            box_holders(layout, len(shape), first, self.owners),
+        )
 
     def sources(self, host: int, tensors) -> dict[str, HostSource]:
         """`tensors`: name → (shape, layout) or (shape, layout, dtype)."""

@@ -1,4 +1,5 @@
-"""Hosts that are not running, restoring: each reads the boxes of its devices, through the library's own restore."""
+"""Hosts that are not running, restoring: each reads the boxes of its devices, through the library's
+own restore."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class HostSink(PlainSink):
     adopts: bool = False
 
     def __post_init__(self) -> None:
-        self.destinations = [np.empty(self.boxes[i].shape, self.dtype.numpy) for i in range(len(self.boxes))]
+        self.destinations = [
+            np.empty(self.boxes[i].shape, self.dtype.numpy) for i in range(len(self.boxes))
+        ]
 
     @property
     def buffer_shapes(self) -> list:

@@ -59,11 +59,21 @@ class Sleeper:
 
 @contextmanager
 def asleep(job, root, options, fate):
-    """A save of value 2 at `root`/checkpoint by a job of which one process falls asleep; None if it does not."""
+    """A save of value 2 at `root`/checkpoint by a job of which one process falls asleep; None if it
+    does not."""
     diary = root.with_name(f"{root.name}-diary")
     diary.mkdir()
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(job.run, "save", PROCESSES, root / "checkpoint", 2, options, {"act": "stop", **fate}, diary)
+        running = pool.submit(
+            job.run,
+            "save",
+            PROCESSES,
+            root / "checkpoint",
+            2,
+            options,
+            {"act": "stop", **fate},
+            diary,
+        )
         sleeper = Sleeper(running, diary)
         try:
             yield sleeper if sleeper.wait(PROCESSES, fate["process"]) else None

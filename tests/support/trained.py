@@ -1,4 +1,5 @@
-"""Small trainings for the tests here: a model, its optimizer, and steps whose numbers show any difference."""
+"""Small trainings for the tests here: a model, its optimizer, and steps whose numbers show any
+difference."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ def net(dtype=torch.float32):
 def groups(model, *, order=1):
     """Weights and the rest, in either order."""
     weights = {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1}
-    rest = {"params": [p for p in model.parameters() if p.dim() <= 1], "lr": 0.003, "weight_decay": 0.0}
+    rest = {
+        "params": [p for p in model.parameters() if p.dim() <= 1],
+        "lr": 0.003,
+        "weight_decay": 0.0,
+    }
     return [weights, rest][::order]
 
 
@@ -46,5 +51,7 @@ def steps(model, optimizer, first, last, *after):
 
         losses.append(optimizer.step(closure).item())
         for scheduler in after:
-            scheduler.step(losses[-1]) if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else scheduler.step()
+            scheduler.step(losses[-1]) if isinstance(
+                scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
+            ) else scheduler.step()
     return losses

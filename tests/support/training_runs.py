@@ -20,7 +20,9 @@ class Run:
         self.open = []
 
     def manager(self, **options):
-        made = shardckpt.CheckpointManager(self.root, **{"every": 1, "on_event": self.events.append} | options)
+        made = shardckpt.CheckpointManager(
+            self.root, **{"every": 1, "on_event": self.events.append} | options
+        )
         self.open.append(made)
         return made
 

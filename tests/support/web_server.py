@@ -1,4 +1,5 @@
-"""A web server of a directory, with ranges, redirects, authorization, and answers that are wrong on purpose."""
+"""A web server of a directory, with ranges, redirects, authorization, and answers that are wrong on
+purpose."""
 
 from __future__ import annotations
 
@@ -48,7 +49,10 @@ def web_server(folder):
             for begin, target in state.moved.items():
                 if self.path.startswith(begin):
                     return self.answer(302, {"Location": target + self.path.removeprefix(begin)})
-            if state.authorization is not None and self.headers["Authorization"] != state.authorization:
+            if (
+                state.authorization is not None
+                and self.headers["Authorization"] != state.authorization
+            ):
                 return self.answer(401)
             file = state.folder / unquote(self.path).lstrip("/")
             if not file.is_file():

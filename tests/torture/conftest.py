@@ -1,4 +1,5 @@
-"""Fixtures of the torture tests: jobs run several at a time, because most of the time they wait for dead processes."""
+"""Fixtures of the torture tests: jobs run several at a time, because most of the time they wait for
+dead processes."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Jobs:
             return job.run(*arguments, **options)
 
     def map(self, function, *arguments):
-        """function(job, *arguments) for each row of arguments, several at once; what they return, or the first failure."""
+        """function(job, *arguments) for each row of arguments, several at once; what they return,
+        or the first failure."""
 
         def call(*row):
             with self.one() as job:
@@ -64,9 +66,13 @@ def full():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say what became of the tortured: for each test a table of how often it tried, and of the outcomes."""
+    """Say what became of the tortured: for each test a table of how often it tried, and of the
+    outcomes."""
     tables = defaultdict(list)
-    for report in [*terminalreporter.stats.get("passed", []), *terminalreporter.stats.get("failed", [])]:
+    for report in [
+        *terminalreporter.stats.get("passed", []),
+        *terminalreporter.stats.get("failed", []),
+    ]:
         outcomes = dict(report.user_properties).get(OUTCOMES)
         if report.when == "call" and outcomes is not None:
             test, _, case = report.nodeid.rpartition("::")[2].partition("[")
@@ -79,7 +85,9 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line("  ".join([" " * width, "tries", *names]))
         for case, outcomes in [*rows, ("all", total)]:
             counts = [f"{outcomes.get(name, 0):{len(name)}}" for name in names]
-            terminalreporter.write_line("  ".join([f"{case:{width}}", f"{sum(outcomes.values()):5}", *counts]))
+            terminalreporter.write_line(
+                "  ".join([f"{case:{width}}", f"{sum(outcomes.values()):5}", *counts])
+            )
 
 
 def pytest_collection_modifyitems(items):

@@ -1,7 +1,8 @@
-"""The processes' clocks are an hour wrong, some ahead and some behind: what must not depend on them does not.
+"""The processes' clocks are an hour wrong, some ahead and some behind: what must not depend on them
+does not.
 
-Ages come from the storage's own clock. Names of attempts and the times in records come from a process's, and order nothing
-that matters.
+Ages come from the storage's own clock. Names of attempts and the times in records come from a
+process's, and order nothing that matters.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def listed(jobs, clock, root):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("clocks", CLOCKS, ids=str)
-def test_a_save_by_processes_whose_clocks_differ_is_whole_and_later_ones_replace_it(tmp_path, jobs, layout, clocks):
+def test_a_save_by_processes_whose_clocks_differ_is_whole_and_later_ones_replace_it(
+    tmp_path, jobs, layout, clocks
+):
     url = tmp_path / "step_1"
     for value, turned in enumerate([clocks, (0, 0, 0), clocks[::-1]], 1):
         options = {"layout": layout, "overwrite": value > 1, "commit_timeout": 30}
@@ -67,18 +70,29 @@ def test_a_save_by_processes_whose_clocks_differ_is_whole_and_later_ones_replace
 def test_a_list_is_in_order_of_steps_whatever_the_clocks(tmp_path, jobs, clock):
     for step, ahead in ((9, HOUR), (10, 0), (11, -HOUR)):
         options = {"commit_timeout": 30}
-        answers = jobs.run("with_clocks", 2, (ahead, -ahead), "save", tmp_path / f"step_{step}", step, options)
+        answers = jobs.run(
+            "with_clocks", 2, (ahead, -ahead), "save", tmp_path / f"step_{step}", step, options
+        )
         assert all(isinstance(answer, list) for answer in answers), answers
     entries = listed(jobs, clock, tmp_path)
-    assert [(name, state) for name, state, *_ in entries] == [(f"step_{step}", "committed") for step in (9, 10, 11)]
+    assert [(name, state) for name, state, *_ in entries] == [
+        (f"step_{step}", "committed") for step in (9, 10, 11)
+    ]
 
 
 @pytest.mark.parametrize("clock", [HOUR, -HOUR])
-def test_a_collector_with_a_wrong_clock_takes_nothing_of_a_save_under_way_and_everything_that_is_old(tmp_path, jobs, clock):
+def test_a_collector_with_a_wrong_clock_takes_nothing_of_a_save_under_way_and_all_that_is_old(
+    tmp_path, jobs, clock
+):
     prepare(jobs, tmp_path / "root", "packed", PROCESSES, overwrite=True)
     url = tmp_path / "root" / "checkpoint"
     options = {"layout": "packed", "overwrite": True}
-    with jobs.one() as job, asleep(job, tmp_path / "root", options, {"process": 0, "before": "checkpoint.json"}) as sleeper:
+    with (
+        jobs.one() as job,
+        asleep(
+            job, tmp_path / "root", options, {"process": 0, "before": "checkpoint.json"}
+        ) as sleeper,
+    ):
         (live,) = set(attempts(url)) - {shardckpt.open(url).record.attempt}
         assert collected(jobs, clock, tmp_path / "root", GRACE) == {live: "kept"}
         (idle,) = (entry[4] for entry in listed(jobs, clock, tmp_path / "root") if entry[2] == live)
@@ -100,7 +114,16 @@ def test_of_two_whole_attempts_one_is_committed_whichever_clock_named_them(tmp_p
     for value, ahead in ((2, HOUR), (3, 0)):
         before_the_commit = {"process": 0, "act": "kill", "before": "checkpoint.json"}
         options = {"commit_timeout": 30}
-        answers = jobs.run("with_clocks", PROCESSES, [ahead] * PROCESSES, "save", url, value, options, before_the_commit)
+        answers = jobs.run(
+            "with_clocks",
+            PROCESSES,
+            [ahead] * PROCESSES,
+            "save",
+            url,
+            value,
+            options,
+            before_the_commit,
+        )
         assert "signal" in answers[0]
     assert len(attempts(url)) == 2
     outcomes = {outcome.attempt: outcome.state for outcome in shardckpt.commit(url)}

@@ -1,6 +1,8 @@
-"""Each operation of saves, commits, collections, deletions, managers and reshards fails once, on a disk and in buckets.
+"""Each operation of saves, commits, collections, deletions, managers and reshards fails once, on a
+disk and in buckets.
 
-Data that was complete is never lost by it: the same call, the next commit or the next save publishes it.
+Data that was complete is never lost by it: the same call, the next commit or the next save
+publishes it.
 """
 
 from __future__ import annotations
@@ -57,10 +59,13 @@ def cloud(request):
 def test_a_request_to_a_bucket_that_fails_loses_nothing(cloud, full, name, fault, record_property):
     """A refused request is not repeated; one whose answer is lost is, and has had its effect."""
     scenario, outcomes, stride = SCENARIOS[name], Counter(), 1 if full else STRIDE_OF_REQUESTS
-    breaking = {"fault": "status", "status": 403} if fault == "refused" else {"fault": "lost-answer"}
+    breaking = (
+        {"fault": "status", "status": 403} if fault == "refused" else {"fault": "lost-answer"}
+    )
     bucket = cloud.place()
     for k in count(0 if full else begins(name, stride), stride):
-        url = f"{bucket}/{uuid.uuid4().hex}/place"  # alone: a check of neighbours would read one more each time, without end
+        # alone: a check of neighbours would read one more each time, without end.
+        url = f"{bucket}/{uuid.uuid4().hex}/place"
         scenario.prepare(url)
         with cloud.breaking(Rule(**breaking, skip=k)):
             error = scenario.run(url)

@@ -1,4 +1,5 @@
-"""A process was killed while it wrote a file: what it has left under the name of the lock is not a part of the next write."""
+"""A process was killed while it wrote a file: what it has left under the name of the lock is not a
+part of the next write."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ def leave(path):
 @pytest.mark.parametrize("there", [None, b"old"])
 def test_a_write_takes_over_nothing(tmp_path, there):
     store = Store.open(tmp_path)
-    for write in (store.write, store.create, lambda key, data: store.replace(key, data, store.read_versioned(key)[1])):
+    for write in (
+        store.write,
+        store.create,
+        lambda key, data: store.replace(key, data, store.read_versioned(key)[1]),
+    ):
         if there is None or write == store.create:
             store.delete("key")
         else:
@@ -46,10 +51,14 @@ def test_a_write_takes_over_nothing(tmp_path, there):
 
 
 def lock(file):
-    fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    fcntl.fcntl(
+        file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    )
 
 
-def test_a_write_waits_for_another_one_of_the_same_file_and_says_so_when_it_has_waited_for_too_long(tmp_path, monkeypatch):
+def test_a_write_waits_for_another_one_of_the_same_file_and_says_so_when_it_has_waited_for_too_long(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(files, "_LOCK_SECONDS", 0.2)
     locked = leave(tmp_path / "key")
     with locked.open("rb+") as file:
@@ -73,7 +82,11 @@ def test_many_threads_and_tensorstore_write_one_file_and_each_write_is_whole(tmp
 
     def write(value):
         for k in range(30):
-            (theirs.write("key", value).result() if k % 2 and len(value) > 6000 else store.write("key", value))
+            (
+                theirs.write("key", value).result()
+                if k % 2 and len(value) > 6000
+                else store.write("key", value)
+            )
             seen.append(store.read("key"))
 
     writers = [threading.Thread(target=write, args=(value,)) for value in values]
@@ -118,7 +131,9 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_write_whose_directory_is_removed_meanwhile_is_not_taken_for_one(tmp_path, monkeypatch, again):
+def test_a_write_whose_directory_is_removed_meanwhile_is_not_taken_for_one(
+    tmp_path, monkeypatch, again
+):
     store, fsync = Store.open(tmp_path / "d"), os.fsync
     store.write("key", b"old")
     generation = store.read_versioned("key")[1]
@@ -130,7 +145,10 @@ def test_a_write_whose_directory_is_removed_meanwhile_is_not_taken_for_one(tmp_p
                 leave(tmp_path / "d" / "key")  # another writer's first bytes
         fsync(fd)
 
-    for write in (lambda generation=generation: store.replace("key", NEW, generation), lambda: store.write("key", NEW)):
+    for write in (
+        lambda generation=generation: store.replace("key", NEW, generation),
+        lambda: store.write("key", NEW),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", removed)
             try:
@@ -179,7 +197,9 @@ def test_a_write_in_a_copy_by_hard_links_leaves_the_original_alone(tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_committer_killed_in_the_write_of_its_record_harms_no_save_collection_or_deletion_after_it(tmp_path, jobs, layout):
+def test_a_committer_killed_in_the_write_of_its_record_harms_no_later_save_collection_or_deletion(
+    tmp_path, jobs, layout
+):
     prepare(jobs, tmp_path, layout, PROCESSES, overwrite=False)
     url = tmp_path / "checkpoint"
     for value in (2, 3):
@@ -202,8 +222,13 @@ def test_a_committer_killed_in_any_write_leaves_what_another_can_commit(tmp_path
     before_the_record = {"process": 0, "act": "kill", "before": "checkpoint.json"}
     jobs.run("save", PROCESSES, url, 2, {"layout": layout, "commit_timeout": 30}, before_the_record)
     (attempt,) = attempts(url)
-    for path in [url / "checkpoint.json", *(path for path in (url / attempt).rglob("*") if path.is_file())]:
-        if not {"hosts", "d", "c"} & set(path.parts):  # of those every attempt has its own, and the committer writes none
+    for path in [
+        url / "checkpoint.json",
+        *(path for path in (url / attempt).rglob("*") if path.is_file()),
+    ]:
+        if not {"hosts", "d", "c"} & set(
+            path.parts
+        ):  # of those every attempt has its own, and the committer writes none
             leave(path)
     assert [outcome.state for outcome in shardckpt.commit(url)] == ["committed"]
     assert value_of(url, PROCESSES) == 2

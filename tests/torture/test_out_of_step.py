@@ -1,7 +1,9 @@
-"""One process misses a save that all others take part in, or comes to it when they have given it up.
+"""One process misses a save that all others take part in, or comes to it when they have given it
+up.
 
-Attempts are told apart by counting: whoever has missed one is behind by one from then on. What it writes must not complete
-what the others have left of a save before; no word, digest or record says whose values are whose.
+Attempts are told apart by counting: whoever has missed one is behind by one from then on. What it
+writes must not complete what the others have left of a save before; no word, digest or record says
+whose values are whose.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def test_a_process_that_comes_too_late_fails_and_takes_part_in_the_next_save(tmp
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-def test_a_process_that_has_missed_a_save_completes_none_of_the_others_and_takes_part_in_the_next_but_one(tmp_path, jobs, odd):
+def test_a_process_that_missed_a_save_completes_no_other_and_takes_part_in_the_next_but_one(
+    tmp_path, jobs, odd
+):
     url = tmp_path / "latest"
     first, *later = saves(jobs, url, odd, [1, 2, 3], [SHORT, SHORT, LONG])
     assert first[odd] == "absent"

@@ -1,8 +1,10 @@
-"""A process of a save falls asleep (SIGSTOP), is given up, and wakes up late, to go on with what nobody waits for any more.
+"""A process of a save falls asleep (SIGSTOP), is given up, and wakes up late, to go on with what
+nobody waits for any more.
 
-Meanwhile the place was collected, deleted, committed or saved to again, or left alone. Whatever is the checkpoint when the
-sleeper wakes up stays the checkpoint; the sleeper gets a typed error, unless its own attempt is what was published.
-A committer without a job is put to sleep in test_collecting, and every order of operations is tried in test_collect_races.
+Meanwhile the place was collected, deleted, committed or saved to again, or left alone. Whatever is
+the checkpoint when the sleeper wakes up stays the checkpoint; the sleeper gets a typed error,
+unless its own attempt is what was published. A committer without a job is put to sleep in
+test_collecting, and every order of operations is tried in test_collect_races.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def published(url):
 
 def is_typed(answer):
     """Whether an answer is an error of ours."""
-    return isinstance(answer, dict) and issubclass(getattr(errors, answer.get("error", ""), object), errors.ShardckptError)
+    return isinstance(answer, dict) and issubclass(
+        getattr(errors, answer.get("error", ""), object), errors.ShardckptError
+    )
 
 
 def sleep_and_wake(job, jobs, base, case, number, fate):
@@ -71,7 +75,10 @@ def sleep_and_wake(job, jobs, base, case, number, fate):
             return "did not sleep"
         before = value_of(url, PROCESSES)
         others = [sleeper.diary(f"outcome{p}") for p in range(PROCESSES) if p != fate["process"]]
-        assert all(other == "saved" if before == 2 else other.startswith("CommitError: ") for other in others)
+        assert all(
+            other == "saved" if before == 2 else other.startswith("CommitError: ")
+            for other in others
+        )
         earlier = record_of(url)
         act(jobs, url, layout, what)
         meanwhile, record, shown = value_of(url, PROCESSES), record_of(url), published(url)
@@ -87,7 +94,9 @@ def sleep_and_wake(job, jobs, base, case, number, fate):
     else:
         assert is_typed(woken), woken
     assert contents(root / "earlier") == contents(base / "earlier")
-    assert_goes_on(jobs, root, layout, PROCESSES, ORDERS[number % len(ORDERS)], untouched=undisturbed)
+    assert_goes_on(
+        jobs, root, layout, PROCESSES, ORDERS[number % len(ORDERS)], untouched=undisturbed
+    )
     shutil.rmtree(root)
     return "published" if isinstance(woken, list) else woken["error"]
 
@@ -96,9 +105,21 @@ def sleep_and_wake(job, jobs, base, case, number, fate):
 def test_a_process_that_sleeps_at_any_operation(tmp_path, jobs, full, case, record_property):
     layout, overwrite = case
     counts = operations_of(jobs, tmp_path / "base", (layout, PROCESSES, overwrite))
-    points = [(k, {"process": sleeper, "at": k}) for sleeper, count in enumerate(counts) for k in range(count)]
+    points = [
+        (k, {"process": sleeper, "at": k})
+        for sleeper, count in enumerate(counts)
+        for k in range(count)
+    ]
     stride = STRIDE_IN_FULL if full else STRIDE
-    points = [(i, fate) for i, (_, fate) in enumerate(points[CASES.index(case) * 17 % stride :: stride], CASES.index(case))]
-    outcomes = jobs.map(lambda job, *point: sleep_and_wake(job, jobs, tmp_path / "base", case, *point), *zip(*points, strict=True))
+    points = [
+        (i, fate)
+        for i, (_, fate) in enumerate(
+            points[CASES.index(case) * 17 % stride :: stride], CASES.index(case)
+        )
+    ]
+    outcomes = jobs.map(
+        lambda job, *point: sleep_and_wake(job, jobs, tmp_path / "base", case, *point),
+        *zip(*points, strict=True),
+    )
     record_property("outcomes", dict(Counter(outcomes)))
     assert outcomes.count("did not sleep") <= max(1, len(points) // 10)

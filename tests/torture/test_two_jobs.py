@@ -1,7 +1,7 @@
 """Two jobs that do not know of each other save below one root, the same steps and different ones.
 
-Of two that save one step exactly one wins, for all of its processes; all of the other's get a typed error that names the
-place. Of neither anything is lost that was committed.
+Of two that save one step exactly one wins, for all of its processes; all of the other's get a typed
+error that names the place. Of neither anything is lost that was committed.
 """
 
 from __future__ import annotations
@@ -46,14 +46,18 @@ def assert_lost(messages, url):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_of_two_jobs_that_save_a_step_at_once_one_wins(tmp_path, jobs, full, layout, record_property):
+def test_of_two_jobs_that_save_a_step_at_once_one_wins(
+    tmp_path, jobs, full, layout, record_property
+):
     won = Counter()
     for i in range(40 if full else 3):
         root = tmp_path / str(i)
         answers = run_both(jobs, root, dict(JOBS.values()), {"layout": layout})
         for step in ("10", "20", "30", "40"):
             url = root / "run" / f"step_{step}"
-            winners = [value for value in VALUES if answers[value].get(step) == ("saved",) * PROCESSES]
+            winners = [
+                value for value in VALUES if answers[value].get(step) == ("saved",) * PROCESSES
+            ]
             assert winners == [value_of(url, PROCESSES)]
             for value in VALUES:
                 if step in answers[value] and value not in winners:
@@ -68,11 +72,18 @@ def test_of_two_jobs_that_save_a_step_at_once_one_wins(tmp_path, jobs, full, lay
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_jobs_that_replace_a_step_at_once_keep_the_last_save_and_the_loser_is_told(tmp_path, jobs, full, layout, record_property):
+def test_two_jobs_that_replace_a_step_at_once_keep_the_last_save_and_the_loser_is_told(
+    tmp_path, jobs, full, layout, record_property
+):
     outcomes = Counter()
     for i in range(40 if full else 3):
         root = tmp_path / str(i)
-        answers = run_both(jobs, root, {1: ["5", "5", "5"], 2: ["5", "5", "5"]}, {"layout": layout, "overwrite": True})
+        answers = run_both(
+            jobs,
+            root,
+            {1: ["5", "5", "5"], 2: ["5", "5", "5"]},
+            {"layout": layout, "overwrite": True},
+        )
         url = root / "run" / "step_5"
         winners = [value for value in VALUES if answers[value]["5"] == ("saved",) * PROCESSES]
         assert value_of(url, PROCESSES) in VALUES

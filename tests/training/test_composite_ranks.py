@@ -1,4 +1,5 @@
-"""Composite tensors inside of DTensors, and values that each process has for itself, in jobs of several processes.
+"""Composite tensors inside of DTensors, and values that each process has for itself, in jobs of
+several processes.
 
 The programs: `tests/children/composite_ranks.py`.
 """
@@ -43,8 +44,14 @@ def test_shards_of_a_composite_tensor_are_shards_of_its_parts_on_any_mesh(ranks,
 def test_a_part_that_is_not_sharded_as_its_tensor_is_refused_by_name(ranks, tmp_path):
     answers = ranks("uneven", 2, tmp_path / "c")
     assert answers[0][0] == "ShardingError"
-    assert "'w': codes of shape (12,) belongs to a shard of shape (3, 4) of the tensor's (5, 4), and no tensor has such" in answers[0][1]
-    assert not (tmp_path / "c" / "checkpoint.json").exists() or "tombstone" in (tmp_path / "c" / "checkpoint.json").read_text()
+    assert (
+        "'w': codes of shape (12,) belongs to a shard of shape (3, 4) of the tensor's (5, 4), "
+        "and no tensor has such" in answers[0][1]
+    )
+    assert (
+        not (tmp_path / "c" / "checkpoint.json").exists()
+        or "tombstone" in (tmp_path / "c" / "checkpoint.json").read_text()
+    )
 
 
 def test_parts_without_the_sharded_dimension_are_kept_for_each_shard(ranks, tmp_path):
@@ -65,16 +72,24 @@ def test_moments_that_each_rank_has_for_itself_resume_by_rank(ranks, tmp_path, s
     assert ranks("local_optimizer", 2, tmp_path / "c", size, 0, local) == saved
     assert version_of(tmp_path / "c") == [4, 0]
     names = shardckpt.open(tmp_path / "c").names()
-    assert [name for name in names if "/q" in name] == ["optimizer/state/weight/q/0", "optimizer/state/weight/q/1"]
+    assert [name for name in names if "/q" in name] == [
+        "optimizer/state/weight/q/0",
+        "optimizer/state/weight/q/1",
+    ]
     both = shardckpt.restore(tmp_path / "c")["optimizer"]["state"]["weight"]["q"]
     assert [both[0].dtype, sum(len(q) for q in both.values())] == [np.int8, size]
     (error,) = ranks("local_optimizer", 1, tmp_path / "c", size, 0, local)
     assert error[0] == MismatchError.__name__
-    assert "belongs to each process alone; 2 processes saved it, and 1 restore. Restore in as many processes" in error[1]
+    assert (
+        "belongs to each process alone; 2 processes saved it, and 1 restore. Restore in as many "
+        "processes" in error[1]
+    )
 
 
 @pytest.mark.parametrize("wrapping", ["DDP", "FSDP2"])
-def test_statistics_of_each_rank_in_a_module_come_back_to_that_rank_and_are_refused_unless_named(ranks, tmp_path, wrapping):
+def test_statistics_of_each_rank_in_a_module_come_back_to_that_rank_and_are_refused_unless_named(
+    ranks, tmp_path, wrapping
+):
     answers = ranks("local_module", 2, tmp_path / "c", wrapping)
     for rank, (statistics, unnamed) in enumerate(answers):
         fill = rank + 3
@@ -83,11 +98,18 @@ def test_statistics_of_each_rank_in_a_module_come_back_to_that_rank_and_are_refu
     assert "train_state(local=" in answers[0][1][1]
 
 
-@pytest.mark.parametrize(("pattern", "refused"), [("of the last/value", False), ("model/_extra_stat", True)])
-def test_a_local_pattern_that_selects_nothing_of_any_rank_is_refused_by_name(ranks, tmp_path, pattern, refused):
+@pytest.mark.parametrize(
+    ("pattern", "refused"), [("of the last/value", False), ("model/_extra_stat", True)]
+)
+def test_a_local_pattern_that_selects_nothing_of_any_rank_is_refused_by_name(
+    ranks, tmp_path, pattern, refused
+):
     answers = ranks("local_patterns", 2, tmp_path / "c", [pattern])
     if refused:
         assert [kind for kind, _ in answers] == ["OptionError"] * 2
-        assert all(f"the pattern {pattern!r} selects no value of this state on any process" in text for _, text in answers)
+        assert all(
+            f"the pattern {pattern!r} selects no value of this state on any process" in text
+            for _, text in answers
+        )
     else:
         assert answers == [None, None]

@@ -13,7 +13,14 @@ import pytest
 import shardckpt
 import shardckpt.writing.background
 from shardckpt.training import events
-from shardckpt.training.events import Event, Events, Progressed, SaveCommitted, SaveFailed, SaveStarted
+from shardckpt.training.events import (
+    Event,
+    Events,
+    Progressed,
+    SaveCommitted,
+    SaveFailed,
+    SaveStarted,
+)
 
 KINDS = typing.get_args(Event)
 
@@ -40,7 +47,9 @@ def example(kind, report):
     return kind(url="run/100", step=100, **{name: values.get(name, "a reason") for name in needed})
 
 
-def test_every_event_is_a_frozen_dataclass_that_names_its_url_and_step_and_reads_as_one_line(report):
+def test_every_event_is_a_frozen_dataclass_that_names_its_url_and_step_and_reads_as_one_line(
+    report,
+):
     for kind in KINDS:
         event = example(kind, report)
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -48,7 +57,11 @@ def test_every_event_is_a_frozen_dataclass_that_names_its_url_and_step_and_reads
         assert str(event).startswith("run/100 (step 100): ")
         assert "\n" not in str(event)
         assert kind.__name__ in events.__all__
-    assert set(events.__all__) == {kind.__name__ for kind in KINDS} | {"Callback", "Event", "Events"}
+    assert set(events.__all__) == {kind.__name__ for kind in KINDS} | {
+        "Callback",
+        "Event",
+        "Events",
+    }
 
 
 def test_an_event_outside_of_a_manager_has_no_step():
@@ -57,7 +70,9 @@ def test_an_event_outside_of_a_manager_has_no_step():
 
 def test_callbacks_are_told_of_each_event_in_order():
     seen = []
-    emitter = Events(lambda event: seen.append(("a", event)), None, lambda event: seen.append(("b", event)))
+    emitter = Events(
+        lambda event: seen.append(("a", event)), None, lambda event: seen.append(("b", event))
+    )
     first, second = SaveStarted(url="run/1", step=1), SaveStarted(url="run/2", step=2)
     emitter.emit(first)
     emitter.emit(second)
@@ -97,7 +112,10 @@ def test_callbacks_are_called_for_one_event_at_a_time_whatever_thread_it_is_from
         inside.release()
 
     emitter = Events(callback)
-    threads = [threading.Thread(target=lambda: [emitter.emit(SaveStarted(url="run")) for _ in range(200)]) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: [emitter.emit(SaveStarted(url="run")) for _ in range(200)])
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

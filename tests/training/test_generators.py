@@ -1,4 +1,5 @@
-"""Random number generators: put back exactly, and made anew for processes that have none to take back."""
+"""Random number generators: put back exactly, and made anew for processes that have none to take
+back."""
 
 from __future__ import annotations
 
@@ -89,7 +90,9 @@ def numbers(states, process):
 
 
 @pytest.mark.parametrize("saved", [1, 2])
-def test_processes_without_a_counterpart_draw_other_numbers_each_and_the_same_ones_when_resumed_again(saved):
+def test_processes_without_a_counterpart_draw_other_numbers_each_and_the_same_when_resumed_again(
+    saved,
+):
     states = of_two_processes()[:saved]
     streams = [numbers(states, process) for process in range(saved, 8)]
     assert [numbers(states, process) for process in range(saved, 8)] == streams
@@ -127,7 +130,9 @@ class Cuda:
     """`torch.cuda`, with so many devices."""
 
     def __init__(self, devices, current=0):
-        self.states = [torch.Generator().manual_seed(100 + device).get_state() for device in range(devices)]
+        self.states = [
+            torch.Generator().manual_seed(100 + device).get_state() for device in range(devices)
+        ]
         self.current = current
 
     def is_available(self):
@@ -174,8 +179,12 @@ def test_each_cuda_device_gets_its_state_back(tmp_path, cuda, current):
     assert numbered(torch.cuda) == before
 
 
-@pytest.mark.parametrize(("saved", "now", "current", "then"), [(4, 1, 3, 0), (1, 4, 0, 2), (8, 4, 5, 1), (2, 3, 1, 0)])
-def test_the_current_cuda_device_draws_on_with_another_number_and_other_devices(tmp_path, cuda, saved, now, current, then):
+@pytest.mark.parametrize(
+    ("saved", "now", "current", "then"), [(4, 1, 3, 0), (1, 4, 0, 2), (8, 4, 5, 1), (2, 3, 1, 0)]
+)
+def test_the_current_cuda_device_draws_on_with_another_number_and_other_devices(
+    tmp_path, cuda, saved, now, current, then
+):
     before = numbered(cuda(saved, current))
     shardckpt.save(tmp_path / "c", shardckpt.train_state())
     resumed = []

@@ -1,4 +1,5 @@
-"""Modules whose `state_dict` hooks change tensors: a restore gives the module what was read, or says what it could not give.
+"""Modules whose `state_dict` hooks change tensors: a restore gives the module what was read, or
+says what it could not give.
 
 Sharded modules and optimizers: `tests/children/training_hooks.py`.
 """
@@ -30,13 +31,19 @@ def error_text(kind, loads):
     if (kind, loads) not in LOST:
         return None
     lost, unread = LOST[kind, loads]
-    ends = [f"{', '.join(unread)} were read, and the module does not hold what was read"] if unread else []
+    ends = (
+        [f"{', '.join(unread)} were read, and the module does not hold what was read"]
+        if unread
+        else []
+    )
     return "; ".join([f"{', '.join(lost)} keep the values from before the restore", *ends])
 
 
 @pytest.mark.parametrize("loads", [True, False], ids=["with a load hook", "without"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_module_with_hooks_holds_what_was_read_or_the_error_names_what_it_lacks(tmp_path, kind, loads):
+def test_a_module_with_hooks_holds_what_was_read_or_the_error_names_what_it_lacks(
+    tmp_path, kind, loads
+):
     saved, fresh = hooked(kind, loads), hooked(kind, loads, seed=1)
     shardckpt.save(tmp_path / "c", state_of(saved))
     expected = error_text(kind, loads)
@@ -68,7 +75,10 @@ def test_what_a_module_does_not_take_is_a_warning_if_names_may_differ(tmp_path, 
     with caplog.at_level(logging.WARNING, "shardckpt"):
         shardckpt.restore(tmp_path / "c", state_of(fresh), strict=False)
     assert all(map(torch.equal, weights(fresh), before))
-    assert "0.q.weight, 0.k.weight keep the values from before the restore; 0.qk were read" in caplog.text
+    assert (
+        "0.q.weight, 0.k.weight keep the values from before the restore; 0.qk were read"
+        in caplog.text
+    )
 
 
 def test_names_that_are_not_requested_are_not_missed(tmp_path):
@@ -83,7 +93,9 @@ def test_names_that_are_not_requested_are_not_missed(tmp_path):
 def test_a_module_may_declare_that_its_state_lacks_a_weight(tmp_path):
     def made(seed):
         model = hooked("Dropped", loads=True, seed=seed)
-        model.register_load_state_dict_post_hook(lambda _module, keys: keys.missing_keys.remove("0.k.weight"))
+        model.register_load_state_dict_post_hook(
+            lambda _module, keys: keys.missing_keys.remove("0.k.weight")
+        )
         return model
 
     saved, fresh = made(0), made(1)
@@ -124,7 +136,9 @@ class Stubborn(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3))
-        self.register_state_dict_post_hook(lambda _module, state, p, _: state.update({p + "w": state.pop(p + "weight").clone()}))
+        self.register_state_dict_post_hook(
+            lambda _module, state, p, _: state.update({p + "w": state.pop(p + "weight").clone()})
+        )
 
     def _load_from_state_dict(self, state, prefix, *_):
         self.weight.detach().clone().data = state.pop(prefix + "w")
@@ -132,7 +146,10 @@ class Stubborn(nn.Module):
 
 def test_a_class_that_says_it_loads_and_does_not_is_found_out(tmp_path):
     shardckpt.save(tmp_path / "c", state_of(Stubborn()))
-    with pytest.raises(NamesMismatchError, match=r"'model': w were read, and the module does not hold what was read"):
+    with pytest.raises(
+        NamesMismatchError,
+        match=r"'model': w were read, and the module does not hold what was read",
+    ):
         shardckpt.restore(tmp_path / "c", state_of(Stubborn()))
 
 
@@ -144,12 +161,16 @@ def ranks():
 
 
 @pytest.mark.parametrize("layout", ["FSDP2", "meta", "TP"])
-def test_sharded_modules_with_hooks_hold_what_was_read_or_the_error_names_what_they_lack(ranks, tmp_path, layout):
+def test_sharded_modules_with_hooks_hold_what_was_read_or_the_error_names_what_they_lack(
+    ranks, tmp_path, layout
+):
     for answer in ranks("restored", 2, layout, tmp_path, timeout=250):
         assert "error" not in answer, answer
         for case, outcome in answer.items():
             kind, loads = case.split()
-            expected = error_text("Split" if kind == "SplitViews" else kind, loads == "True")  # a part of a DTensor is not a view of it
+            expected = error_text(
+                "Split" if kind == "SplitViews" else kind, loads == "True"
+            )  # a part of a DTensor is not a view of it
             if expected is None:
                 assert outcome is True, case
             else:

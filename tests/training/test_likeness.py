@@ -21,12 +21,23 @@ from shardckpt.state.document import parse
 from shardckpt.state.select import selector
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, mirror
 
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3) | st.binary(max_size=3)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=3)
+    | st.binary(max_size=3)
+)
 TENSORS = st.integers(0, 3).map(lambda n: torch.full((n + 1,), n + 0.5))
 KEYS = st.text("ab/~", max_size=2) | st.integers(0, 3)
 STATES = st.recursive(
     LEAVES | TENSORS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3) | st.tuples(inner, inner),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(KEYS, inner, max_size=3)
+        | st.tuples(inner, inner)
+    ),
     max_leaves=8,
 )
 
@@ -36,19 +47,24 @@ def flat_of(state):
 
 
 def stored_of(state, only=None):
-    """The stored leaves and the tree of a checkpoint of the state, and the values of its tensors by name."""
+    """The stored leaves and the tree of a checkpoint of the state, and the values of its tensors by
+    name."""
     flat = flat_of(state)
     values = {**flat.tensors, **{name: flat.tensors[first] for name, first in flat.aliases.items()}}
 
     def record(name):
-        return TensorRecord(name, tuple(values[name].shape), of_numpy(values[name].numpy().dtype), None, ())
+        return TensorRecord(
+            name, tuple(values[name].shape), of_numpy(values[name].numpy().dtype), None, ()
+        )
 
     return StoredLeaves(record, selector(only)), parse(flat.tree), values
 
 
 def restored(stored, node, values, like):
     """As `restore` does: tensors of `like` are filled where they have memory."""
-    matched = match(like, node, frameworks.is_tensor, only=stored.selects, meaning=frameworks.meaning)
+    matched = match(
+        like, node, frameworks.is_tensor, only=stored.selects, meaning=frameworks.meaning
+    )
     tensors = {}
     for name, places in matched.tensors.items():
         for place, leaf in places:
@@ -61,7 +77,9 @@ def equal(a, b):
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, dict):
-        return isinstance(b, dict) and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+        return (
+            isinstance(b, dict) and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+        )
     if isinstance(a, list | tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
     return type(a) is type(b) and a == b
@@ -79,8 +97,12 @@ def test_whatever_an_object_has_now_it_gets_what_is_stored(state, own):
 
 
 def test_an_empty_state_has_an_empty_likeness_where_jax_is_imported_too():
-    """To JAX, None is a container without children. In a process of its own: other tests are without JAX."""
-    program = "import jax; from shardckpt.state.names import container_of; assert container_of(None, 'x') is None"
+    """To JAX, None is a container without children. In a process of its own: other tests are
+    without JAX."""
+    program = (
+        "import jax; from shardckpt.state.names import container_of; assert container_of(None, "
+        "'x') is None"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=250)
 
 
@@ -89,7 +111,12 @@ def test_tensors_of_the_same_kind_at_the_same_place_are_filled_where_they_are(st
     stored, node, values = stored_of(state)
     own = restored(stored, node, values, mirror(stored, node))
     before = {name: tensor.data_ptr() for name, tensor in flat_of(own).tensors.items()}
-    filled = restored(stored, node, {name: value.clone() for name, value in values.items()}, mirror(stored, node, own))
+    filled = restored(
+        stored,
+        node,
+        {name: value.clone() for name, value in values.items()},
+        mirror(stored, node, own),
+    )
     assert {name: tensor.data_ptr() for name, tensor in flat_of(filled).tensors.items()} == before
     assert equal(filled, own)
 
@@ -113,7 +140,9 @@ def test_containers_keep_the_class_that_the_object_has(own, state):
 
 
 def test_what_is_not_asked_for_is_left_out():
-    stored, node, _ = stored_of({"a": {"b": 1, "c": torch.ones(2)}, "d": [1, 2], "e": {}}, only="a/b")
+    stored, node, _ = stored_of(
+        {"a": {"b": 1, "c": torch.ones(2)}, "d": [1, 2], "e": {}}, only="a/b"
+    )
     assert mirror(stored, node) == {"a": {"b": None}}
     nothing, node, _ = stored_of({"a": 1}, only="z")
     assert mirror(nothing, node) is LEFT_OUT
@@ -121,7 +150,9 @@ def test_what_is_not_asked_for_is_left_out():
 
 def test_a_part_of_a_list_cannot_be_asked_for():
     stored, node, _ = stored_of({"a": [1, 2]}, only="a/0")
-    with pytest.raises(OptionError, match="selects a part of 'a', which can only be restored as a whole"):
+    with pytest.raises(
+        OptionError, match="selects a part of 'a', which can only be restored as a whole"
+    ):
         mirror(stored, node)
 
 

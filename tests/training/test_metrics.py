@@ -57,7 +57,9 @@ def report(tmp_path):
     return shardckpt.save_async(tmp_path / "c", {"w": np.arange(100_000)}).wait()
 
 
-def test_a_committed_save_counts_its_bytes_and_the_seconds_of_each_phase_which_add_up(registry, emit, report):
+def test_a_committed_save_counts_its_bytes_and_the_seconds_of_each_phase_which_add_up(
+    registry, emit, report
+):
     before = time.time()
     emit(SaveStarted(url="run/7", step=7))
     emit(SaveCommitted(url="run/7", step=7, report=report))
@@ -76,11 +78,23 @@ def test_a_committed_save_counts_its_bytes_and_the_seconds_of_each_phase_which_a
 @pytest.mark.parametrize(
     ("event", "sample"),
     [
-        (SaveFailed(url="run/1", step=1, error=OSError("disk full")), ("saves_total", ("outcome", "failed"))),
-        (SaveSkipped(url="run/1", step=1, reason="in flight"), ("saves_total", ("outcome", "skipped"))),
+        (
+            SaveFailed(url="run/1", step=1, error=OSError("disk full")),
+            ("saves_total", ("outcome", "failed")),
+        ),
+        (
+            SaveSkipped(url="run/1", step=1, reason="in flight"),
+            ("saves_total", ("outcome", "skipped")),
+        ),
         (Retried(url="run/1", step=1, times=1), ("retries_total",)),
-        (RestoreFinished(url="run/1", step=1, seconds=2.0, nbytes=1), ("restores_total", ("outcome", "finished"))),
-        (RestoreFailed(url="run/1", step=1, error=OSError("damaged")), ("restores_total", ("outcome", "failed"))),
+        (
+            RestoreFinished(url="run/1", step=1, seconds=2.0, nbytes=1),
+            ("restores_total", ("outcome", "finished")),
+        ),
+        (
+            RestoreFailed(url="run/1", step=1, error=OSError("damaged")),
+            ("restores_total", ("outcome", "failed")),
+        ),
         (StepDeleted(url="run/1", step=1), ("deleted_steps_total",)),
         (PreemptionNoticed(url="run", step=1, source="SIGTERM"), ("preemptions_total",)),
     ],
@@ -101,7 +115,11 @@ def test_a_save_without_a_step_leaves_the_last_step_alone(registry, emit, report
 
 
 def test_requests_that_a_bucket_answered_only_when_asked_again_are_counted(registry, emit):
-    with gcs_emulator("faults-metrics") as emulator, faulty_cloud(emulator) as cloud, cloud.breaking(Rule(**TRANSIENT["503"], times=3)):
+    with (
+        gcs_emulator("faults-metrics") as emulator,
+        faulty_cloud(emulator) as cloud,
+        cloud.breaking(Rule(**TRANSIENT["503"], times=3)),
+    ):
         url = cloud.place()
         report = shardckpt.save_async(url, {"w": np.ones(1000)}).wait()
         emit(SaveCommitted(url=url, report=report))

@@ -1,4 +1,5 @@
-"""Modules: names that do not depend on wrappers, and Parameters that stay the ones that an optimizer holds."""
+"""Modules: names that do not depend on wrappers, and Parameters that stay the ones that an
+optimizer holds."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def tensors_of(url):
 
 
 def same(a, b):
-    return a.state_dict().keys() == b.state_dict().keys() and all(torch.equal(v, b.state_dict()[k]) for k, v in a.state_dict().items())
+    return a.state_dict().keys() == b.state_dict().keys() and all(
+        torch.equal(v, b.state_dict()[k]) for k, v in a.state_dict().items()
+    )
 
 
 def changed(model):
@@ -42,7 +45,14 @@ class Outer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        for name in ("module", "_orig_mod", "_orig_module", "_checkpoint_wrapped_module", "_forward_module", "_original_module"):
+        for name in (
+            "module",
+            "_orig_mod",
+            "_orig_module",
+            "_checkpoint_wrapped_module",
+            "_forward_module",
+            "_original_module",
+        ):
             self.add_module(name, nn.Linear(2, 2, bias=False))
         self.weight = nn.Parameter(torch.randn(2))
 
@@ -55,7 +65,10 @@ def compiled(model):
 
 
 WRAPPED = {
-    "activation checkpointing of a child": lambda model: (model.add_module("last", checkpoint_wrapper(model.last)), model)[1],
+    "activation checkpointing of a child": lambda model: (
+        model.add_module("last", checkpoint_wrapper(model.last)),
+        model,
+    )[1],
     "activation checkpointing of a compiled child": lambda model: (
         model.add_module("last", checkpoint_wrapper(compiled(model.last))),
         model,
@@ -64,8 +77,12 @@ WRAPPED = {
     "compile": compiled,
     "DataParallel of compile": lambda model: nn.DataParallel(compiled(model)),
     "Fabric": lambda model: Fabric(accelerator="cpu", devices=1).setup(model),
-    "Fabric over compile": lambda model: Fabric(accelerator="cpu", devices=1).setup(compiled(model)),
-    "compile over Fabric": lambda model: compiled(Fabric(accelerator="cpu", devices=1).setup(model)),
+    "Fabric over compile": lambda model: Fabric(accelerator="cpu", devices=1).setup(
+        compiled(model)
+    ),
+    "compile over Fabric": lambda model: compiled(
+        Fabric(accelerator="cpu", devices=1).setup(model)
+    ),
     "nothing": lambda model: model,
 }
 
@@ -91,16 +108,27 @@ class Chain(nn.Sequential):
 
 @pytest.mark.parametrize("made", [Chain, Outer])
 @pytest.mark.parametrize("wrapping", WRAPPED)
-def test_a_wrapped_training_is_saved_as_it_is_without_and_restored_into_either(tmp_path, wrapping, made):
+def test_a_wrapped_training_is_saved_as_it_is_without_and_restored_into_either(
+    tmp_path, wrapping, made
+):
     if made is Outer and ("checkpointing" in wrapping or wrapping == "compile over Fabric"):
-        pytest.skip("it has no such child, or torch's own load_state_dict mistakes one that it has for what is wrapped")
+        pytest.skip(
+            "it has no such child, or torch's own load_state_dict mistakes one that it has for "
+            "what is wrapped"
+        )
     wrapped = WRAPPED[wrapping](made())
     ours = trained_once(wrapped)
     shardckpt.save(tmp_path / "wrapped", state_of(wrapped, **ours))
     bare = made()
     names = {name: parameter.shape for name, parameter in bare.named_parameters()}
-    moments = {f"optimizer/state/{name}/{moment}" for name in names for moment in ("step", "exp_avg", "exp_avg_sq")}
-    assert {*shardckpt.open(tmp_path / "wrapped").names()} == {f"model/{name}" for name in names} | moments
+    moments = {
+        f"optimizer/state/{name}/{moment}"
+        for name in names
+        for moment in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert {*shardckpt.open(tmp_path / "wrapped").names()} == {
+        f"model/{name}" for name in names
+    } | moments
     for into in (bare, WRAPPED[wrapping](made())):
         fresh = trained_once(into)
         shardckpt.restore(tmp_path / "wrapped", state_of(into, **fresh))
@@ -114,7 +142,11 @@ def test_a_wrapped_training_is_saved_as_it_is_without_and_restored_into_either(t
 def test_two_tensors_that_wrappers_give_one_name_are_refused():
     averaged = AveragedModel(nn.Linear(2, 2))
     averaged.module.register_buffer("n_averaged", torch.zeros(()))
-    with pytest.raises(LeafError, match=r"'n_averaged' and 'module.n_averaged' are both called 'n_averaged' without the wrappers"):
+    with pytest.raises(
+        LeafError,
+        match=r"'n_averaged' and 'module.n_averaged' are both called 'n_averaged' without the "
+        r"wrappers",
+    ):
         state_of(averaged).state_dict()
 
 
@@ -137,10 +169,16 @@ def test_names_of_an_earlier_release_are_read(tmp_path, wrapping, into):
     state = state_of(model, **ours).state_dict()
     state["model"] = {in_module + name: value for name, value in state["model"].items()}
     for part in ("state", "group_of", "param_groups"):
-        state["optimizer"][part] = {in_optimizer + name: value for name, value in state["optimizer"][part].items()}
-    state["optimizer"]["group_of"] = dict.fromkeys(state["optimizer"]["group_of"], in_optimizer + "first.weight")
+        state["optimizer"][part] = {
+            in_optimizer + name: value for name, value in state["optimizer"][part].items()
+        }
+    state["optimizer"]["group_of"] = dict.fromkeys(
+        state["optimizer"]["group_of"], in_optimizer + "first.weight"
+    )
     for rates in ("base_lrs", "_last_lr"):
-        state["scheduler"][rates] = {in_optimizer + name: value for name, value in state["scheduler"][rates].items()}
+        state["scheduler"][rates] = {
+            in_optimizer + name: value for name, value in state["scheduler"][rates].items()
+        }
     shardckpt.save(tmp_path / "c", state)
     fresh = Chain() if into == "bare" or wrapping == "a child" else WRAPPED[wrapping](Chain())
     other = trained_once(fresh)
@@ -206,13 +244,26 @@ def test_averaged_weights_are_a_module_as_any_other(tmp_path):
 def test_averaged_weights_of_any_class_with_a_state_dict_come_back(tmp_path):
     class Shadow:
         def __init__(self, model):
-            self.decay, self.updates, self.shadow = 0.9, 0, [p.detach().clone() for p in model.parameters()]
+            self.decay, self.updates, self.shadow = (
+                0.9,
+                0,
+                [p.detach().clone() for p in model.parameters()],
+            )
 
         def state_dict(self):
-            return {"decay": self.decay, "updates": self.updates, "shadow": self.shadow, "collected": None}
+            return {
+                "decay": self.decay,
+                "updates": self.updates,
+                "shadow": self.shadow,
+                "collected": None,
+            }
 
         def load_state_dict(self, state):
-            self.decay, self.updates, self.shadow = state["decay"], state["updates"], list(state["shadow"])
+            self.decay, self.updates, self.shadow = (
+                state["decay"],
+                state["updates"],
+                list(state["shadow"]),
+            )
 
     ema = Shadow(changed(net()))
     ema.updates = 7
@@ -232,7 +283,9 @@ class Counting(nn.Module):
         super().__init__()
         self.weight, self.extra, self.loaded = nn.Parameter(torch.zeros(3)), extra, 0
         self.register_buffer("cache", torch.zeros(2), persistent=False)
-        self.register_load_state_dict_post_hook(lambda module, _keys: setattr(module, "loaded", module.loaded + 1))
+        self.register_load_state_dict_post_hook(
+            lambda module, _keys: setattr(module, "loaded", module.loaded + 1)
+        )
 
     def get_extra_state(self):
         return self.extra
@@ -263,7 +316,9 @@ def test_a_buffer_that_cannot_be_stored_is_refused_by_name_and_the_rest_can_be_r
     shardckpt.save(tmp_path / "c", state_of(model))
     other = nn.Linear(2, 2)
     other.register_buffer("mask", torch.eye(2).to_sparse())
-    with pytest.raises(LeafError, match=r"'model/mask': tensors of layout torch.sparse_coo cannot be stored"):
+    with pytest.raises(
+        LeafError, match=r"'model/mask': tensors of layout torch.sparse_coo cannot be stored"
+    ):
         shardckpt.save(tmp_path / "d", state_of(other))
     shardckpt.restore(tmp_path / "c", state_of(other), only=["model/weight", "model/bias"])
     assert torch.equal(other.weight, model.weight)
@@ -274,7 +329,9 @@ def test_a_name_that_only_one_side_has_is_an_error_unless_told_otherwise(tmp_pat
     torch.manual_seed(1)
     model = nn.Linear(2, 2, bias=False)
     before = model.weight.clone()
-    with pytest.raises(NamesMismatchError, match=r"in the checkpoint but not in `like`: 'model/bias'"):
+    with pytest.raises(
+        NamesMismatchError, match=r"in the checkpoint but not in `like`: 'model/bias'"
+    ):
         shardckpt.restore(tmp_path / "c", state_of(model))
     assert torch.equal(model.weight, before)
     shardckpt.restore(tmp_path / "c", state_of(model), strict=False)
@@ -298,7 +355,9 @@ def test_the_model_alone_is_restored_from_the_whole_training_without_its_objects
     shardckpt.restore(tmp_path / "c", state_of(served), only="model/**")
     assert same(served, model)
     restored = shardckpt.restore(tmp_path / "c", {"model": net().state_dict()}, only="model/**")
-    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in restored["model"].items())
+    assert all(
+        torch.equal(tensor, model.state_dict()[name]) for name, tensor in restored["model"].items()
+    )
 
 
 class Extra(nn.Module):

@@ -1,4 +1,5 @@
-"""The progress bar in a notebook: a real kernel runs cells, and what it displays is read from its messages."""
+"""The progress bar in a notebook: a real kernel runs cells, and what it displays is read from its
+messages."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ manager
 
 @pytest.fixture
 def cell():
-    """Runs a cell in a kernel of its own, and returns the contents of its messages by their kinds."""
+    """Runs a cell in a kernel of its own, and returns the contents of its messages by their
+    kinds."""
     manager, client = start_new_kernel(kernel_name="python3")
 
     def run(code):
@@ -32,9 +34,15 @@ def cell():
 @pytest.mark.filterwarnings("ignore")
 def test_a_save_shows_a_bar_below_its_cell_and_removes_it(cell, tmp_path):
     messages = cell(CELL.format(root=str(tmp_path / "run")))
-    shown = [content["data"]["text/html"] for kind, content in messages if kind in ("display_data", "update_display_data")]
+    shown = [
+        content["data"]["text/html"]
+        for kind, content in messages
+        if kind in ("display_data", "update_display_data")
+    ]
     assert any("saving step 1 <progress" in html for html in shown)
     assert shown[-1] == ""
     assert not any(kind == "stream" and content["name"] == "stderr" for kind, content in messages)
-    (result,) = (content["data"]["text/plain"] for kind, content in messages if kind == "execute_result")
+    (result,) = (
+        content["data"]["text/plain"] for kind, content in messages if kind == "execute_result"
+    )
     assert result.startswith("<shardckpt.CheckpointManager ")

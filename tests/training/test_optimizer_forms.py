@@ -23,11 +23,17 @@ RATES = torch.optim.lr_scheduler.LambdaLR
 def made(order=1, *, scheduled=False):
     model = net()
     optimizer = torch.optim.AdamW(groups(model, order=order), lr=0.01, betas=(0.8, 0.99))
-    return (model, optimizer, RATES(optimizer, lambda step: 0.9**step)) if scheduled else (model, optimizer)
+    return (
+        (model, optimizer, RATES(optimizer, lambda step: 0.9**step))
+        if scheduled
+        else (model, optimizer)
+    )
 
 
 def state_of(model, optimizer, scheduler=None, **more):
-    return shardckpt.train_state(model=model, optimizer=optimizer, scheduler=scheduler, rng=False, **more)
+    return shardckpt.train_state(
+        model=model, optimizer=optimizer, scheduler=scheduler, rng=False, **more
+    )
 
 
 def node_of(state):
@@ -38,18 +44,33 @@ def value_of(node):
     return unflatten(write(node), {})
 
 
-NAMES = st.lists(st.text("ab.", min_size=1).filter(lambda name: not name.startswith(".")), unique=True, min_size=1, max_size=6)
+NAMES = st.lists(
+    st.text("ab.", min_size=1).filter(lambda name: not name.startswith(".")),
+    unique=True,
+    min_size=1,
+    max_size=6,
+)
 
 
 @settings(max_examples=100, deadline=None)
 @given(names=NAMES, data=st.data())
 def test_any_division_into_groups_is_the_same_after_any_form(names, data):
     firsts = {name: data.draw(st.sampled_from(names[: i + 1])) for i, name in enumerate(names)}
-    firsts = {name: firsts[first] if firsts[first] == first else name for name, first in firsts.items()}
+    firsts = {
+        name: firsts[first] if firsts[first] == first else name for name, first in firsts.items()
+    }
     named = {
         "state": {name: {"step": i} for i, name in enumerate(names)},
-        "param_groups": {first: {"lr": i / 8, "betas": (0.9, i / 9)} for i, first in enumerate(dict.fromkeys(firsts.values()))},
-        "group_of": {name: first for group in dict.fromkeys(firsts.values()) for name, first in firsts.items() if first == group},
+        "param_groups": {
+            first: {"lr": i / 8, "betas": (0.9, i / 9)}
+            for i, first in enumerate(dict.fromkeys(firsts.values()))
+        },
+        "group_of": {
+            name: first
+            for group in dict.fromkeys(firsts.values())
+            for name, first in firsts.items()
+            if first == group
+        },
     }
     nodes = read_optimizer(node_of(named))
     assert value_of(nodes.named()) == named
@@ -57,11 +78,16 @@ def test_any_division_into_groups_is_the_same_after_any_form(names, data):
     assert (listed.form, value_of(listed.named())) == ("listed", named)
     numbered = read_optimizer(parse(write(nodes.listed(numbers=True))))
     places = dict(enumerate(nodes.members()))
-    assert (numbered.form, value_of(numbered.renamed(places.__getitem__).named())) == ("numbered", named)
+    assert (numbered.form, value_of(numbered.renamed(places.__getitem__).named())) == (
+        "numbered",
+        named,
+    )
     flat = read_optimizer(parse(write(nodes.flat())))
     values = value_of(flat.named())
     assert values["state"] == named["state"]
-    assert {name: values["param_groups"][name] for name in names} == {name: named["param_groups"][firsts[name]] for name in names}
+    assert {name: values["param_groups"][name] for name in names} == {
+        name: named["param_groups"][firsts[name]] for name in names
+    }
 
 
 def test_forms_are_those_of_torch_itself():
@@ -93,13 +119,22 @@ def shape(value):
     """The same without elements."""
     if isinstance(value, dict):
         return {key: shape(inner) for key, inner in value.items()}
-    return [shape(inner) for inner in value] if isinstance(value, list) else "tensor" if torch.is_tensor(value) else value
+    return (
+        [shape(inner) for inner in value]
+        if isinstance(value, list)
+        else "tensor"
+        if torch.is_tensor(value)
+        else value
+    )
 
 
 def test_optimizer_state_that_torch_numbers_is_matched_by_position(tmp_path):
     model, optimizer = made()
     steps(model, optimizer, 0, 2)
-    shardckpt.save(tmp_path / "c", {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2})
+    shardckpt.save(
+        tmp_path / "c",
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2},
+    )
     fresh = made()
     state = state_of(*fresh, step=0)
     shardckpt.restore(tmp_path / "c", state)
@@ -114,7 +149,9 @@ def test_numbers_with_names_beside_them_go_by_names(tmp_path):
 
     model, optimizer = named(1)
     steps(model, optimizer, 0, 2)
-    shardckpt.save(tmp_path / "c", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    shardckpt.save(
+        tmp_path / "c", {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    )
     fresh = named(-1)
     shardckpt.restore(tmp_path / "c", state_of(*fresh))
     assert steps(*fresh, 2, 4) == steps(model, optimizer, 2, 4)
@@ -123,10 +160,15 @@ def test_numbers_with_names_beside_them_go_by_names(tmp_path):
 def test_numbers_in_groups_of_other_lengths_are_refused_and_the_weights_can_be_had(tmp_path):
     model, optimizer = made()
     steps(model, optimizer, 0, 1)
-    shardckpt.save(tmp_path / "c", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    shardckpt.save(
+        tmp_path / "c", {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    )
     fresh = made(order=-1)
     for strict in (True, False):
-        with pytest.raises(StructureMismatchError, match=r"'optimizer' has .* in groups of \[2, 5\], .* here has groups of \[5, 2\]"):
+        with pytest.raises(
+            StructureMismatchError,
+            match=r"'optimizer' has .* in groups of \[2, 5\], .* here has groups of \[5, 2\]",
+        ):
             shardckpt.restore(tmp_path / "c", state_of(*fresh), strict=strict)
     assert not fresh[1].state
     shardckpt.restore(tmp_path / "c", state_of(*fresh), only="model/**")
@@ -140,9 +182,13 @@ def test_a_parameter_of_another_name_is_an_error(tmp_path):
     steps(model, optimizer, 0, 1)
     listed = get_optimizer_state_dict(model, optimizer)
     listed["state"]["other"] = listed["state"].pop("scale")
-    listed["param_groups"][1]["params"] = ["other" if name == "scale" else name for name in listed["param_groups"][1]["params"]]
+    listed["param_groups"][1]["params"] = [
+        "other" if name == "scale" else name for name in listed["param_groups"][1]["params"]
+    ]
     shardckpt.save(tmp_path / "c", {"model": model.state_dict(), "optimizer": listed})
-    with pytest.raises(NamesMismatchError, match=r"'optimizer/param_groups/scale'.*'optimizer/state/other/exp_avg'"):
+    with pytest.raises(
+        NamesMismatchError, match=r"'optimizer/param_groups/scale'.*'optimizer/state/other/exp_avg'"
+    ):
         shardckpt.restore(tmp_path / "c", state_of(*made()))
 
 
@@ -151,10 +197,16 @@ def test_some_parameters_of_a_listed_optimizer_can_be_restored(tmp_path):
 
     model, optimizer = made()
     steps(model, optimizer, 0, 1)
-    shardckpt.save(tmp_path / "c", {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)})
+    shardckpt.save(
+        tmp_path / "c",
+        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)},
+    )
     fresh = made()
     shardckpt.restore(tmp_path / "c", state_of(*fresh), only="optimizer/state/last.weight/*")
-    assert torch.equal(fresh[1].state[fresh[0].last.weight]["exp_avg"], optimizer.state[model.last.weight]["exp_avg"])
+    assert torch.equal(
+        fresh[1].state[fresh[0].last.weight]["exp_avg"],
+        optimizer.state[model.last.weight]["exp_avg"],
+    )
     assert set(fresh[1].state) == {fresh[0].last.weight}
 
 
@@ -163,11 +215,17 @@ def test_rates_that_no_group_can_be_told_by_are_refused(tmp_path):
 
     model, optimizer, scheduler = made(scheduled=True)
     steps(model, optimizer, 0, 1, scheduler)
-    flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    flat = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
     schedule = {**scheduler.state_dict(), "base_lrs": [0.7, 0.8], "_last_lr": [0.7, 0.8]}
-    shardckpt.save(tmp_path / "c", {"model": model.state_dict(), "optimizer": flat, "scheduler": schedule})
+    shardckpt.save(
+        tmp_path / "c", {"model": model.state_dict(), "optimizer": flat, "scheduler": schedule}
+    )
     with pytest.raises(
-        StructureMismatchError, match=r"scheduler/base_lrs is a list with an item per group, but 'optimizer' is stored without the order"
+        StructureMismatchError,
+        match=r"scheduler/base_lrs is a list with an item per group, but 'optimizer' is stored "
+        r"without the order",
     ):
         shardckpt.restore(tmp_path / "c", state_of(*made(scheduled=True)))
     fresh = made(scheduled=True)
@@ -177,11 +235,16 @@ def test_rates_that_no_group_can_be_told_by_are_refused(tmp_path):
 
 def test_a_schedule_for_another_number_of_groups_is_refused(tmp_path):
     model, _, scheduler = made(scheduled=True)
-    shardckpt.save(tmp_path / "c", {"model": model.state_dict(), "scheduler": scheduler.state_dict()})
+    shardckpt.save(
+        tmp_path / "c", {"model": model.state_dict(), "scheduler": scheduler.state_dict()}
+    )
     fresh = net()
     single = torch.optim.AdamW(fresh.parameters(), lr=0.5)
     state = state_of(fresh, single, RATES(single, lambda step: 0.9**step))
-    with pytest.raises(StructureMismatchError, match=r"'scheduler': base_lrs was saved for 2 groups, but the optimizer has 1"):
+    with pytest.raises(
+        StructureMismatchError,
+        match=r"'scheduler': base_lrs was saved for 2 groups, but the optimizer has 1",
+    ):
         shardckpt.restore(tmp_path / "c", state, only="scheduler/**")
 
 
@@ -201,10 +264,14 @@ def test_names_that_torch_gives_to_a_group_do_not_bind_it_to_the_groups_of_the_s
     def made_of_names(*groups):
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
         named = list(model.named_parameters())
-        return model, torch.optim.AdamW([{"params": named[first:last]} for first, last in groups], lr=0.25)
+        return model, torch.optim.AdamW(
+            [{"params": named[first:last]} for first, last in groups], lr=0.25
+        )
 
     model, optimizer = made_of_names((0, 2), (2, 4))
-    flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    flat = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
     assert "param_groups.0.weight.param_names" in flat
     shardckpt.save(tmp_path / "c", {"model": model.state_dict(), "optimizer": flat})
     fresh, single = made_of_names((0, 4))

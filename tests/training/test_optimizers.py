@@ -12,7 +12,13 @@ from torch.utils._pytree import tree_map_only
 from trained import groups, net, steps
 
 import shardckpt
-from shardckpt.errors import LeafError, NamesMismatchError, OptionError, ShardckptError, StructureMismatchError
+from shardckpt.errors import (
+    LeafError,
+    NamesMismatchError,
+    OptionError,
+    ShardckptError,
+    StructureMismatchError,
+)
 
 KINDS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.01),
@@ -42,7 +48,9 @@ def equal(a, b):
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+        return (
+            isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+        )
     if isinstance(a, list | tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
     return type(a) is type(b) and a == b
@@ -98,7 +106,9 @@ def test_an_optimizer_that_has_made_steps_loses_what_was_not_saved(tmp_path):
     shardckpt.restore(tmp_path / "c", state_of(model, optimizer))
     assert not optimizer.state
     fresh = net()
-    assert steps(model, optimizer, 0, 2) == steps(fresh, torch.optim.AdamW(groups(fresh), lr=0.01), 0, 2)
+    assert steps(model, optimizer, 0, 2) == steps(
+        fresh, torch.optim.AdamW(groups(fresh), lr=0.01), 0, 2
+    )
 
 
 def test_moments_of_an_optimizer_that_has_some_are_filled_in_place(tmp_path):
@@ -129,7 +139,8 @@ def test_moments_keep_a_dtype_that_torch_would_convert_to_the_parameters(tmp_pat
 
 
 class Preconditioned(torch.optim.Optimizer):
-    """Keeps its state as SOAP, Shampoo and Kron do: tensors of other dtypes in lists, tuples and dicts."""
+    """Keeps its state as SOAP, Shampoo and Kron do: tensors of other dtypes in lists, tuples and
+    dicts."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.01})
@@ -142,7 +153,10 @@ class Preconditioned(torch.optim.Optimizer):
                 "step": 70001,
                 "GG": factors,
                 "Q": (factors[0].double(), [None, factors[0].clone()]),
-                "codes": {"low": torch.randint(-128, 127, p.shape, dtype=torch.int8), "index": torch.tensor([70001, 3])},
+                "codes": {
+                    "low": torch.randint(-128, 127, p.shape, dtype=torch.int8),
+                    "index": torch.tensor([70001, 3]),
+                },
                 "form": "soap",
                 "exp_avg": torch.zeros_like(p, dtype=torch.float32),
             }
@@ -174,20 +188,27 @@ def test_state_that_an_optimizer_does_not_load_is_named(tmp_path):
     optimizer.step()
     shardckpt.save(tmp_path / "c", state_of(model, optimizer))
     fresh = nn.Linear(2, 2, bias=False)
-    restored = shardckpt.restore(tmp_path / "c", state_of(fresh, Preconditioned(fresh.parameters())))
+    restored = shardckpt.restore(
+        tmp_path / "c", state_of(fresh, Preconditioned(fresh.parameters()))
+    )
     assert restored is not None
-    with pytest.raises(NamesMismatchError, match=r"load_state_dict\(\) of .*Forgetful has not loaded weight/Q;"):
+    with pytest.raises(
+        NamesMismatchError, match=r"load_state_dict\(\) of .*Forgetful has not loaded weight/Q;"
+    ):
         shardckpt.restore(tmp_path / "c", state_of(fresh, Forgetful(fresh.parameters())))
 
 
 class Packing(Preconditioned):
-    """Wraps state in a dict of its own in `state_dict` and unwraps it to load it, as bitsandbytes' 8-bit optimizers do."""
+    """Wraps state in a dict of its own in `state_dict` and unwraps it to load it, as bitsandbytes'
+    8-bit optimizers do."""
 
     _KEY = "__packed__"
 
     def state_dict(self):
         packed = super().state_dict()
-        packed["state"] = {number: {**of, self._KEY: {"Q": of["Q"]}} for number, of in packed["state"].items()}
+        packed["state"] = {
+            number: {**of, self._KEY: {"Q": of["Q"]}} for number, of in packed["state"].items()
+        }
         for of_one in packed["state"].values():
             del of_one["Q"]
         return packed
@@ -214,7 +235,9 @@ def test_state_that_an_optimizer_unpacks_is_loaded_with_its_dtypes(tmp_path, ste
     shardckpt.restore(tmp_path / "c", state_of(fresh, other))
     for one, two in zip(model.parameters(), fresh.parameters(), strict=True):
         assert optimizer.state[one].keys() == other.state[two].keys()
-        state = tree_map_only(torch.Tensor, torch.nan_to_num, [optimizer.state[one], other.state[two]])
+        state = tree_map_only(
+            torch.Tensor, torch.nan_to_num, [optimizer.state[one], other.state[two]]
+        )
         assert equal(*state)
 
 
@@ -228,7 +251,10 @@ def test_packed_state_of_which_an_optimizer_drops_a_part_is_named(tmp_path):
     optimizer.step()
     optimizer.state[model.weight]["Q"][1][0] = 7.0
     shardckpt.save(tmp_path / "c", state_of(model, optimizer))
-    with pytest.raises(NamesMismatchError, match=r"load_state_dict\(\) of .*Forgetful has not loaded weight/__packed__;"):
+    with pytest.raises(
+        NamesMismatchError,
+        match=r"load_state_dict\(\) of .*Forgetful has not loaded weight/__packed__;",
+    ):
         shardckpt.restore(tmp_path / "c", state_of(fresh, Forgetful(fresh.parameters())))
 
 
@@ -251,16 +277,24 @@ def test_one_group_cannot_take_what_was_in_several_of_different_settings(tmp_pat
     steps(model, several, 0, 1)
     shardckpt.save(tmp_path / "c", state_of(model, several))
     other = torch.optim.AdamW(model.parameters(), lr=0.5)
-    with pytest.raises(StructureMismatchError, match=r"group 0 has parameters that were saved with different settings, lr=0.003 and 0.01;"):
+    with pytest.raises(
+        StructureMismatchError,
+        match=r"group 0 has parameters that were saved with different settings, lr=0.003 and 0.01;",
+    ):
         shardckpt.restore(tmp_path / "c", state_of(model, other))
-    shardckpt.restore(tmp_path / "c", state_of(model, other), only=["model/**", "optimizer/state/**"])
+    shardckpt.restore(
+        tmp_path / "c", state_of(model, other), only=["model/**", "optimizer/state/**"]
+    )
     assert other.param_groups[0]["lr"] == 0.5
 
 
 def test_a_parameter_in_no_module_is_refused_with_its_place():
     model, stranger = net(), nn.Parameter(torch.ones(2, 3))
     optimizer = torch.optim.SGD([*model.parameters(), stranger], lr=0.1)
-    with pytest.raises(LeafError, match=r"'optimizer': parameter 7 of group 0, of shape \(2, 3\), is in none of the modules"):
+    with pytest.raises(
+        LeafError,
+        match=r"'optimizer': parameter 7 of group 0, of shape \(2, 3\), is in none of the modules",
+    ):
         state_of(model, optimizer).state_dict()
 
 
@@ -268,7 +302,10 @@ def test_a_parameter_that_the_checkpoint_lacks_is_missed_by_name(tmp_path):
     model = net()
     shardckpt.save(tmp_path / "c", state_of(model, torch.optim.SGD([model.first.weight], lr=0.1)))
     with pytest.raises(NamesMismatchError, match=r"'optimizer/group_of/last\.weight'"):
-        shardckpt.restore(tmp_path / "c", state_of(model, torch.optim.SGD([model.first.weight, model.last.weight], lr=0.1)))
+        shardckpt.restore(
+            tmp_path / "c",
+            state_of(model, torch.optim.SGD([model.first.weight, model.last.weight], lr=0.1)),
+        )
 
 
 def test_a_parameter_that_only_the_checkpoint_has_is_an_error_or_left_alone(tmp_path):
@@ -280,7 +317,9 @@ def test_a_parameter_that_only_the_checkpoint_has_is_an_error_or_left_alone(tmp_
     with pytest.raises(NamesMismatchError, match=r"'optimizer/state/first\.weight/exp_avg'"):
         shardckpt.restore(tmp_path / "c", state_of(model, part))
     shardckpt.restore(tmp_path / "c", state_of(model, part), strict=False)
-    assert torch.equal(part.state[model.last.weight]["exp_avg"], optimizer.state[model.last.weight]["exp_avg"])
+    assert torch.equal(
+        part.state[model.last.weight]["exp_avg"], optimizer.state[model.last.weight]["exp_avg"]
+    )
     assert part.param_groups[0]["lr"] == 0.1
 
 
@@ -292,28 +331,43 @@ def test_the_state_of_some_parameters_can_be_restored_and_not_a_part_of_one(tmp_
     saved = optimizer.state[model.last.weight]["exp_avg"].clone()
     steps(model, optimizer, 1, 2)
     kept = optimizer.state[model.first.weight]["exp_avg"].clone()
-    shardckpt.restore(tmp_path / "c", state_of(model, optimizer), only="optimizer/state/last.weight/*")
+    shardckpt.restore(
+        tmp_path / "c", state_of(model, optimizer), only="optimizer/state/last.weight/*"
+    )
     assert torch.equal(optimizer.state[model.last.weight]["exp_avg"], saved)
     assert torch.equal(optimizer.state[model.first.weight]["exp_avg"], kept)
-    with pytest.raises(OptionError, match=r"selects a part of 'optimizer/state/scale', which can only be restored as a whole"):
-        shardckpt.restore(tmp_path / "c", state_of(model, optimizer), only="optimizer/state/*/exp_avg")
+    with pytest.raises(
+        OptionError,
+        match=r"selects a part of 'optimizer/state/scale', which can only be restored as a whole",
+    ):
+        shardckpt.restore(
+            tmp_path / "c", state_of(model, optimizer), only="optimizer/state/*/exp_avg"
+        )
 
 
 def test_several_modules_and_optimizers_are_told_apart(tmp_path):
     def made():
         generator, critic = net(), net()
-        optimizers = torch.optim.Adam(generator.parameters(), lr=0.01), torch.optim.RMSprop(critic.parameters(), lr=0.02)
+        optimizers = (
+            torch.optim.Adam(generator.parameters(), lr=0.01),
+            torch.optim.RMSprop(critic.parameters(), lr=0.02),
+        )
         return generator, critic, *optimizers
 
     def of(generator, critic, generators, critics):
-        return shardckpt.train_state(model=generator, optimizer=generators, critic=critic, critics=critics, rng=False)
+        return shardckpt.train_state(
+            model=generator, optimizer=generators, critic=critic, critics=critics, rng=False
+        )
 
     ours = made()
     steps(ours[0], ours[2], 0, 2)
     steps(ours[1], ours[3], 5, 8)
     shardckpt.save(tmp_path / "c", of(*ours))
     names = shardckpt.open(tmp_path / "c").names()
-    assert {"optimizer/state/first.weight/exp_avg", "critics/state/critic.first.weight/square_avg"} <= {*names}
+    assert {
+        "optimizer/state/first.weight/exp_avg",
+        "critics/state/critic.first.weight/square_avg",
+    } <= {*names}
     fresh = made()
     shardckpt.restore(tmp_path / "c", of(*fresh))
     assert steps(fresh[0], fresh[2], 2, 4) == steps(ours[0], ours[2], 2, 4)
@@ -324,7 +378,9 @@ def test_state_that_cannot_be_stored_is_refused_by_name(tmp_path):
     model = net()
     optimizer = torch.optim.SGD(groups(model), lr=0.1)
     optimizer.param_groups[1]["after"] = print
-    with pytest.raises(LeafError, match=r"'optimizer/param_groups/scale/after' is a builtin_function_or_method"):
+    with pytest.raises(
+        LeafError, match=r"'optimizer/param_groups/scale/after' is a builtin_function_or_method"
+    ):
         shardckpt.save(tmp_path / "c", state_of(model, optimizer))
     optimizer.param_groups[1].pop("after")
     optimizer.state[model.scale]["history"] = {1, 2}
@@ -336,18 +392,32 @@ SCHEDULERS = {
     "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
     "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 4, 4, 6], 0.5),
     "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-    "SWALR, whose state has a function": lambda o: torch.optim.swa_utils.SWALR(o, 0.001, anneal_epochs=4),
+    "SWALR, whose state has a function": lambda o: torch.optim.swa_utils.SWALR(
+        o, 0.001, anneal_epochs=4
+    ),
     "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
-    "CyclicLR": lambda o: torch.optim.lr_scheduler.CyclicLR(o, [g["lr"] for g in o.param_groups], 0.1, 3, cycle_momentum=False),
-    "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
-    "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, min_lr=[g["lr"] / 3 for g in o.param_groups]),
+    "CyclicLR": lambda o: torch.optim.lr_scheduler.CyclicLR(
+        o, [g["lr"] for g in o.param_groups], 0.1, 3, cycle_momentum=False
+    ),
+    "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(
+        o, 3, 2
+    ),
+    "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(
+        o, patience=0, min_lr=[g["lr"] / 3 for g in o.param_groups]
+    ),
     "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o,
-        [torch.optim.lr_scheduler.LinearLR(o, 0.1, 1, 3), torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step)],
+        [
+            torch.optim.lr_scheduler.LinearLR(o, 0.1, 1, 3),
+            torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+        ],
         milestones=[3],
     ),
     "ChainedScheduler": lambda o: torch.optim.lr_scheduler.ChainedScheduler(
-        [torch.optim.lr_scheduler.ConstantLR(o, 0.5, 4), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)]
+        [
+            torch.optim.lr_scheduler.ConstantLR(o, 0.5, 4),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ]
     ),
 }
 
@@ -370,14 +440,23 @@ def test_a_scheduler_goes_on_for_each_group_where_it_was(tmp_path, kind, order):
     if order == 1:
         assert equal(plain(ours[2].state_dict()), plain(fresh[2].state_dict()))
     for step in range(3, 9):
-        assert steps(fresh[0], fresh[1], step, step + 1, fresh[2]) == steps(ours[0], ours[1], step, step + 1, ours[2])
-        assert [group["lr"] for group in fresh[1].param_groups][::order] == [group["lr"] for group in ours[1].param_groups]
+        assert steps(fresh[0], fresh[1], step, step + 1, fresh[2]) == steps(
+            ours[0], ours[1], step, step + 1, ours[2]
+        )
+        assert [group["lr"] for group in fresh[1].param_groups][::order] == [
+            group["lr"] for group in ours[1].param_groups
+        ]
 
 
 def plain(value):
-    """Without what no scheduler goes by: whether a dict is an OrderedDict, whether a sequence of schedulers is a list."""
+    """Without what no scheduler goes by: whether a dict is an OrderedDict, whether a sequence of
+    schedulers is a list."""
     if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()} if type(value) is OrderedDict else value
+        return (
+            {key: plain(inner) for key, inner in value.items()}
+            if type(value) is OrderedDict
+            else value
+        )
     return value
 
 
@@ -386,18 +465,25 @@ def test_a_scheduler_of_other_groups_says_which_it_was_saved_for(tmp_path):
     optimizer = torch.optim.SGD(groups(model), lr=0.05, weight_decay=0)
     optimizer.param_groups[0]["weight_decay"] = 0.0
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-    optimizer.param_groups[1] |= {name: optimizer.param_groups[0][name] for name in ("lr", "initial_lr")}
+    optimizer.param_groups[1] |= {
+        name: optimizer.param_groups[0][name] for name in ("lr", "initial_lr")
+    }
     shardckpt.save(tmp_path / "c", state_of(model, optimizer, scheduler=scheduler))
     other = torch.optim.SGD(model.parameters(), lr=0.05)
-    merged = state_of(model, other, scheduler=torch.optim.lr_scheduler.LambdaLR(other, lambda step: 0.9**step))
+    merged = state_of(
+        model, other, scheduler=torch.optim.lr_scheduler.LambdaLR(other, lambda step: 0.9**step)
+    )
     with pytest.raises(
-        ShardckptError, match=r"'scheduler': base_lrs was saved for the groups of 'first.weight', 'scale'.* different values"
+        ShardckptError,
+        match=r"'scheduler': base_lrs was saved for the groups of 'first.weight', 'scale'.* "
+        r"different values",
     ):
         shardckpt.restore(tmp_path / "c", merged)
 
 
 class Slow(torch.optim.Optimizer):
-    """An optimizer around another one, as Lookahead is: its state_dict has a form of its own, with tuples for keys."""
+    """An optimizer around another one, as Lookahead is: its state_dict has a form of its own, with
+    tuples for keys."""
 
     def __init__(self, inner):
         self.inner, self.slow = inner, {}
@@ -437,7 +523,11 @@ def test_an_optimizer_with_a_form_of_its_own_goes_on_by_that_form(tmp_path):
 def test_an_optimizer_that_stores_one_dict_by_name_goes_on(tmp_path):
     class Flat(Slow):
         def state_dict(self):
-            return {f"{i}.{key}": value for i, of in self.inner.state_dict()["state"].items() for key, value in of.items()}
+            return {
+                f"{i}.{key}": value
+                for i, of in self.inner.state_dict()["state"].items()
+                for key, value in of.items()
+            }
 
         def load_state_dict(self, flat):
             packed = self.inner.state_dict()
@@ -462,7 +552,10 @@ class Counting(torch.optim.SGD):
     def step(self, closure=None):
         loss = super().step(closure)
         self.state["k"] = self.state.get("k", torch.zeros(1, dtype=torch.int64)) + 1
-        self.state["shared"] = {"n": int(self.state["k"]), "ema": torch.full((3,), float(self.state["k"]))}
+        self.state["shared"] = {
+            "n": int(self.state["k"]),
+            "ema": torch.full((3,), float(self.state["k"])),
+        }
         return loss
 
 
@@ -508,8 +601,12 @@ def test_tied_modules_in_another_order_get_their_state(tmp_path):
     old.x(torch.ones(2)).sum().backward()
     moments.step()
     rates.step()
-    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=old, optimizer=moments, scheduler=rates))
-    shardckpt.restore(tmp_path / "c", shardckpt.train_state(model=new, optimizer=moments_now, scheduler=rates_now))
+    shardckpt.save(
+        tmp_path / "c", shardckpt.train_state(model=old, optimizer=moments, scheduler=rates)
+    )
+    shardckpt.restore(
+        tmp_path / "c", shardckpt.train_state(model=new, optimizer=moments_now, scheduler=rates_now)
+    )
     assert torch.equal(old.x.weight, new.y.weight)
     assert rates_now.state_dict() == rates.state_dict()
     for model, optimizer in ((old, moments), (new, moments_now)):
@@ -530,7 +627,9 @@ def test_modules_that_share_a_weight_in_another_order_get_its_state(tmp_path):
     (one(torch.ones(2)) + other(torch.ones(2))).sum().backward()
     moments.step()
     shardckpt.save(tmp_path / "c", shardckpt.train_state(a=one, b=other, optimizer=moments))
-    shardckpt.restore(tmp_path / "c", shardckpt.train_state(b=other_now, a=one_now, optimizer=moments_now))
+    shardckpt.restore(
+        tmp_path / "c", shardckpt.train_state(b=other_now, a=one_now, optimizer=moments_now)
+    )
     for name, tensor in moments.state[one.weight].items():
         assert torch.equal(tensor, moments_now.state[one_now.weight][name])
     assert torch.equal(other.bias, other_now.bias)
@@ -544,18 +643,36 @@ def test_settings_of_another_class_of_optimizer_are_refused_before_anything_chan
     shardckpt.save(tmp_path / "c", shardckpt.train_state(model=model, optimizer=saved, step=1))
     other = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     state = shardckpt.train_state(model=model, optimizer=other, step=0)
-    with pytest.raises(StructureMismatchError, match=r"another class of optimizer \(.*betas.*SGD needs .*momentum"):
+    with pytest.raises(
+        StructureMismatchError, match=r"another class of optimizer \(.*betas.*SGD needs .*momentum"
+    ):
         shardckpt.restore(tmp_path / "c", state)
     assert other.param_groups[0]["lr"] == 0.1
     shardckpt.restore(tmp_path / "c", state, only=["model/**", "step"])
     other.step()
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.SGD,
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+    ],
+)
 def test_settings_that_later_versions_of_torch_have_may_be_missing(tmp_path, kind):
     model = torch.nn.Linear(3, 2)
     optimizer = kind(model.parameters(), lr=0.5)
-    later = {"maximize", "foreach", "differentiable", "fused", "capturable", "decoupled_weight_decay"} & optimizer.param_groups[0].keys()
+    later = {
+        "maximize",
+        "foreach",
+        "differentiable",
+        "fused",
+        "capturable",
+        "decoupled_weight_decay",
+    } & optimizer.param_groups[0].keys()
     for name in later:
         del optimizer.param_groups[0][name]
     optimizer.param_groups[0] |= {"initial_lr": 0.5, "of_mine": 1}

@@ -7,17 +7,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.errors import OptionError
-from shardckpt.training.policies import AtSteps, Continuous, EverySeconds, EverySteps, Moment, OnPreemption, Policy, any_of, as_policy
+from shardckpt.training.policies import (
+    AtSteps,
+    Continuous,
+    EverySeconds,
+    EverySteps,
+    Moment,
+    OnPreemption,
+    Policy,
+    any_of,
+    as_policy,
+)
 
 ASCENDING = st.sets(st.integers(0, 300), min_size=1).map(sorted)
 
 
 def due_at(policy, steps):
-    return [step for step, previous in zip(steps, [None, *steps], strict=False) if policy.due(step, previous)]
+    return [
+        step
+        for step, previous in zip(steps, [None, *steps], strict=False)
+        if policy.due(step, previous)
+    ]
 
 
 def moment(**changes):
-    return Moment(**{"step": 7, "since_last": 0.0, "in_flight": False, "preempted": False} | changes)
+    return Moment(
+        **{"step": 7, "since_last": 0.0, "in_flight": False, "preempted": False} | changes
+    )
 
 
 @given(st.integers(1, 40))

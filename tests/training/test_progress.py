@@ -42,7 +42,9 @@ class Terminal:
 
     def __init__(self):
         self.file = io.StringIO()
-        self.line = ProgressLine(Console(file=self.file, force_terminal=True, width=100, legacy_windows=False))
+        self.line = ProgressLine(
+            Console(file=self.file, force_terminal=True, width=100, legacy_windows=False)
+        )
 
     def drawn(self):
         """Text drawn since the last call; the line is drawn now, not when the clock says."""
@@ -118,8 +120,18 @@ def test_progress_of_what_never_began_is_not_shown(terminal):
 
 
 def test_a_file_or_a_pipe_is_no_terminal_and_nothing_is_written_there():
-    env = {name: value for name, value in os.environ.items() if name not in {"FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}}
-    done = subprocess.run([sys.executable, "-c", SAVES_AND_SHOWS], env=env, capture_output=True, timeout=200, check=True)
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in {"FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SAVES_AND_SHOWS],
+        env=env,
+        capture_output=True,
+        timeout=200,
+        check=True,
+    )
     assert (done.stdout, done.stderr) == (b"", b"")
 
 
@@ -128,7 +140,12 @@ def test_on_a_real_terminal_the_line_is_on_standard_error():
     try:
         env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
         done = subprocess.run(
-            [sys.executable, "-c", SAVES_AND_SHOWS], env=env, stdout=subprocess.PIPE, stderr=theirs, timeout=200, check=True
+            [sys.executable, "-c", SAVES_AND_SHOWS],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            timeout=200,
+            check=True,
         )
         drawn = os.read(ours, 1 << 16).decode()
     finally:

@@ -1,4 +1,5 @@
-"""States whose tensors share memory or cannot be written, in objects of a training: what saves, resumes into itself."""
+"""States whose tensors share memory or cannot be written, in objects of a training: what saves,
+resumes into itself."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ VIEWS = [
 
 
 @pytest.mark.parametrize("kind", VIEWS)
-def test_a_module_with_views_of_its_own_tensors_resumes_into_itself_and_into_another(tmp_path, kind):
+def test_a_module_with_views_of_its_own_tensors_resumes_into_itself_and_into_another(
+    tmp_path, kind
+):
     model = Viewing(kind)
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     addresses = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
@@ -63,7 +66,9 @@ def test_a_module_with_views_of_its_own_tensors_resumes_into_itself_and_into_ano
             parameter.add_(1)
     for into in (model, Viewing(kind)):
         shardckpt.restore(tmp_path / "c", state_of(model=into))
-        assert all(torch.equal(expected[name], tensor) for name, tensor in into.state_dict().items())
+        assert all(
+            torch.equal(expected[name], tensor) for name, tensor in into.state_dict().items()
+        )
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == addresses
 
 
@@ -77,12 +82,19 @@ def test_a_view_alone_is_restored_where_it_is(tmp_path):
     assert torch.equal(model.w, expected)
 
 
-@pytest.mark.parametrize("kind", ["transposed", "expanded", "overlapping in part", "fused and its parts"])
+@pytest.mark.parametrize(
+    "kind", ["transposed", "expanded", "overlapping in part", "fused and its parts"]
+)
 def test_values_that_one_memory_cannot_hold_are_refused(tmp_path, kind):
     model = Viewing(kind)
-    apart = {name: torch.randn_like(tensor.contiguous()) for name, tensor in model.state_dict().items()}
+    apart = {
+        name: torch.randn_like(tensor.contiguous()) for name, tensor in model.state_dict().items()
+    }
     shardckpt.save(tmp_path / "c", {"model": apart})
-    with pytest.raises(StructureMismatchError, match=r"'model': .* share memory with other tensors of the module, and the checkpoint has"):
+    with pytest.raises(
+        StructureMismatchError,
+        match=r"'model': .* share memory with other tensors of the module, and the checkpoint has",
+    ):
         shardckpt.restore(tmp_path / "c", state_of(model=model))
 
 
@@ -108,12 +120,17 @@ def test_arrays_that_cannot_be_written_come_back_as_new_ones(tmp_path):
             self.value = value
 
         def state_dict(self):
-            return {"row": np.broadcast_to(np.float32(self.value), (4,)), "tensor": torch.full((1,), self.value).expand(3)}
+            return {
+                "row": np.broadcast_to(np.float32(self.value), (4,)),
+                "tensor": torch.full((1,), self.value).expand(3),
+            }
 
         def load_state_dict(self, state):
             self.value = float(state["row"][0]) + float(state["tensor"][2])
 
-    shardckpt.save(tmp_path / "c", state_of(ema=Constant(2.0), table=np.broadcast_to(np.int64(7), (2, 2))))
+    shardckpt.save(
+        tmp_path / "c", state_of(ema=Constant(2.0), table=np.broadcast_to(np.int64(7), (2, 2)))
+    )
     fresh = state_of(ema=Constant(0.0), table=np.broadcast_to(np.int64(0), (2, 2)))
     ema = fresh._objects["ema"]
     shardckpt.restore(tmp_path / "c", fresh)
@@ -154,5 +171,9 @@ def test_tensors_that_a_module_does_not_store_are_told_at_the_first_save(tmp_pat
     with caplog.at_level(logging.WARNING, "shardckpt"):
         for step in range(2):
             shardckpt.save(tmp_path / str(step), state_of(model=model))
-    messages = [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()]
-    assert [text.partition(",")[0] for text in messages] == ["'model': state_dict() leaves out 0.k.weight"]
+    messages = [
+        record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()
+    ]
+    assert [text.partition(",")[0] for text in messages] == [
+        "'model': state_dict() leaves out 0.k.weight"
+    ]

@@ -16,7 +16,13 @@ from trained import groups, net, steps
 
 import shardckpt
 from shardckpt import PerProcess
-from shardckpt.errors import LeafError, MismatchError, NamesMismatchError, OptionError, StructureMismatchError
+from shardckpt.errors import (
+    LeafError,
+    MismatchError,
+    NamesMismatchError,
+    OptionError,
+    StructureMismatchError,
+)
 
 
 class Pair(NamedTuple):
@@ -38,13 +44,20 @@ class Counted:
 
 
 def test_step_metadata_and_values_come_back_with_the_objects(tmp_path):
-    state = shardckpt.train_state(step=7, metadata={"git": "abc"}, tokens=12_345, schedule=[1, (2, 3)], rng=False)
+    state = shardckpt.train_state(
+        step=7, metadata={"git": "abc"}, tokens=12_345, schedule=[1, (2, 3)], rng=False
+    )
     state.step += 1
     shardckpt.save(tmp_path / "c", state)
     fresh = shardckpt.train_state(tokens=0, schedule=[0, (0, 0)], rng=False)
     assert shardckpt.restore(tmp_path / "c", fresh) is fresh
     assert (fresh.step, fresh.metadata) == (8, {"git": "abc"})
-    assert fresh.values == {"step": 8, "metadata": {"git": "abc"}, "tokens": 12_345, "schedule": [1, (2, 3)]}
+    assert fresh.values == {
+        "step": 8,
+        "metadata": {"git": "abc"},
+        "tokens": 12_345,
+        "schedule": [1, (2, 3)],
+    }
 
 
 def test_a_state_without_a_step_says_so():
@@ -89,7 +102,12 @@ def test_it_restores_without_like_as_plain_containers(tmp_path):
 
 
 def test_an_object_takes_back_what_is_stored_whatever_its_own_state_looks_like_now(tmp_path):
-    stored = {"seen": Counter({3: 2, 5: 1}), "queue": [1.5, None, {"x": (True, "y")}], "pair": Pair(1, 2), "best": float("inf")}
+    stored = {
+        "seen": Counter({3: 2, 5: 1}),
+        "queue": [1.5, None, {"x": (True, "y")}],
+        "pair": Pair(1, 2),
+        "best": float("inf"),
+    }
     shardckpt.save(tmp_path / "c", shardckpt.train_state(sampler=Counted(stored), rng=False))
     sampler = Counted({"seen": Counter(), "pair": Pair(None, None)})
     shardckpt.restore(tmp_path / "c", shardckpt.train_state(sampler=sampler, rng=False))
@@ -130,9 +148,15 @@ def test_a_gradient_scaler_goes_on_where_it_was(tmp_path):
     assert [step(fresh, bad) for bad in pattern] == [step(ours, bad) for bad in pattern]
 
 
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # by JAX, where another test has imported it; the loader forks
-@pytest.mark.parametrize(("workers", "saved_at"), [(0, 0), (0, 1), (0, 3), (0, 5), (0, 7), (2, 0), (2, 3)])
-def test_a_loader_goes_on_at_its_place_and_every_number_drawn_is_the_one_that_would_have_been(tmp_path, workers, saved_at):
+@pytest.mark.filterwarnings(
+    "ignore:os.fork:RuntimeWarning"
+)  # by JAX, where another test has imported it; the loader forks
+@pytest.mark.parametrize(
+    ("workers", "saved_at"), [(0, 0), (0, 1), (0, 3), (0, 5), (0, 7), (2, 0), (2, 3)]
+)
+def test_a_loader_goes_on_at_its_place_and_every_number_drawn_is_the_one_that_would_have_been(
+    tmp_path, workers, saved_at
+):
     """Without a generator of its own it shuffles by torch's, from which the model draws as well."""
 
     def made():
@@ -162,7 +186,10 @@ def test_a_loader_goes_on_at_its_place_and_every_number_drawn_is_the_one_that_wo
 
 @pytest.mark.parametrize("keyword", ["model", "optimizer", "scheduler", "scaler", "ema", "loader"])
 def test_an_object_without_a_state_is_refused_by_its_keyword(keyword):
-    with pytest.raises(OptionError, match=rf"train_state\({keyword}=…\): a object has no state_dict and load_state_dict"):
+    with pytest.raises(
+        OptionError,
+        match=rf"train_state\({keyword}=…\): a object has no state_dict and load_state_dict",
+    ):
         shardckpt.train_state(**{keyword: object()})
 
 
@@ -172,7 +199,9 @@ def test_a_plain_data_loader_is_refused_with_what_to_use_instead():
 
 
 def test_rng_is_a_choice_of_three():
-    with pytest.raises(OptionError, match=r"train_state\(rng='no'\): give True, False or \"exact\""):
+    with pytest.raises(
+        OptionError, match=r"train_state\(rng='no'\): give True, False or \"exact\""
+    ):
         shardckpt.train_state(rng="no")
 
 
@@ -180,34 +209,59 @@ def test_a_value_that_cannot_be_stored_is_refused_by_name(tmp_path):
     with pytest.raises(LeafError, match="'callback' is a builtin_function_or_method"):
         shardckpt.save(tmp_path / "c", shardckpt.train_state(callback=print))
     with pytest.raises(LeafError, match=r"'sampler/rng' is a numpy\.random"):
-        shardckpt.save(tmp_path / "c", shardckpt.train_state(sampler=Counted({"rng": np.random.default_rng()})))
+        shardckpt.save(
+            tmp_path / "c", shardckpt.train_state(sampler=Counted({"rng": np.random.default_rng()}))
+        )
 
 
 def test_an_object_that_refuses_its_state_is_named(tmp_path):
-    shardckpt.save(tmp_path / "c", shardckpt.train_state(scaler=torch.amp.GradScaler("cpu", enabled=False), rng=False))
-    with pytest.raises(MismatchError, match=r"scaler cannot load its stored state \(RuntimeError: .*disabled"):
-        shardckpt.restore(tmp_path / "c", shardckpt.train_state(scaler=torch.amp.GradScaler("cpu"), rng=False))
+    shardckpt.save(
+        tmp_path / "c",
+        shardckpt.train_state(scaler=torch.amp.GradScaler("cpu", enabled=False), rng=False),
+    )
+    with pytest.raises(
+        MismatchError, match=r"scaler cannot load its stored state \(RuntimeError: .*disabled"
+    ):
+        shardckpt.restore(
+            tmp_path / "c", shardckpt.train_state(scaler=torch.amp.GradScaler("cpu"), rng=False)
+        )
 
 
 def test_entries_that_only_one_side_has_are_errors_unless_told_otherwise(tmp_path):
-    shardckpt.save(tmp_path / "c", shardckpt.train_state(sampler=Counted({"n": 1}), steps=Counted({"k": 5}), rng=False))
+    shardckpt.save(
+        tmp_path / "c",
+        shardckpt.train_state(sampler=Counted({"n": 1}), steps=Counted({"k": 5}), rng=False),
+    )
     other, both = Counted({"m": 2}), Counted({"k": 0})
     state = shardckpt.train_state(meter=other, steps=both, rng=False)
-    with pytest.raises(NamesMismatchError, match=r"'meter/m'.*in the checkpoint but not in `like`: 'sampler/n'"):
+    with pytest.raises(
+        NamesMismatchError, match=r"'meter/m'.*in the checkpoint but not in `like`: 'sampler/n'"
+    ):
         shardckpt.restore(tmp_path / "c", state)
     shardckpt.restore(tmp_path / "c", state, strict=False)
     assert (other.state, both.state) == ({"m": 2}, {"k": 5})
 
 
 def test_a_part_of_an_object_cannot_be_put_back(tmp_path):
-    shardckpt.save(tmp_path / "c", shardckpt.train_state(sampler=Counted({"n": 1, "m": 2}), rng=False))
-    with pytest.raises(OptionError, match="selects a part of 'sampler', which can only be restored as a whole"):
-        shardckpt.restore(tmp_path / "c", shardckpt.train_state(sampler=Counted({"n": 0, "m": 0}), rng=False), only="sampler/n")
+    shardckpt.save(
+        tmp_path / "c", shardckpt.train_state(sampler=Counted({"n": 1, "m": 2}), rng=False)
+    )
+    with pytest.raises(
+        OptionError, match="selects a part of 'sampler', which can only be restored as a whole"
+    ):
+        shardckpt.restore(
+            tmp_path / "c",
+            shardckpt.train_state(sampler=Counted({"n": 0, "m": 0}), rng=False),
+            only="sampler/n",
+        )
 
 
 def test_what_each_process_owns_is_marked_by_the_one_who_knows(tmp_path):
     mine = Counted({"seen": [1, 2]})
-    shardckpt.save(tmp_path / "c", shardckpt.train_state(sampler=PerProcess(mine), note=PerProcess("p0"), rng=False))
+    shardckpt.save(
+        tmp_path / "c",
+        shardckpt.train_state(sampler=PerProcess(mine), note=PerProcess("p0"), rng=False),
+    )
     tree = shardckpt.open(tmp_path / "c").tree
     assert tree == {"sampler": {"$per_process": None}, "note": {"$per_process": None}}
     fresh = Counted({})
@@ -216,7 +270,10 @@ def test_what_each_process_owns_is_marked_by_the_one_who_knows(tmp_path):
     assert fresh.state == {"seen": [1, 2]}
     assert state.values["note"].value == "p0"
     with pytest.raises(StructureMismatchError, match="'sampler' is a value of each process's own"):
-        shardckpt.restore(tmp_path / "c", shardckpt.train_state(sampler=Counted({}), note=PerProcess(""), rng=False))
+        shardckpt.restore(
+            tmp_path / "c",
+            shardckpt.train_state(sampler=Counted({}), note=PerProcess(""), rng=False),
+        )
 
 
 def test_state_dict_and_load_state_dict_are_inverse_without_a_checkpoint():
@@ -247,19 +304,33 @@ assert not {{"torch", "jax"}} & set(sys.modules)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
-def test_a_local_pattern_that_selects_nothing_is_refused_by_the_first_save_in_which_it_could(tmp_path):
+def test_a_local_pattern_that_selects_nothing_is_refused_by_the_first_save_in_which_it_could(
+    tmp_path,
+):
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def save(name, *local):
-        shardckpt.save(tmp_path / name, shardckpt.train_state(model=model, optimizer=optimizer, rng=False, local=local))
+        shardckpt.save(
+            tmp_path / name,
+            shardckpt.train_state(model=model, optimizer=optimizer, rng=False, local=local),
+        )
 
     with pytest.raises(OptionError, match="the pattern 'model/wieght' selects no value"):
         save("a", "model/weight", "model/wieght")
-    save("b", "model/bias", "optimizer/state/*/exp_avg", "**/exp_avg_sq")  # before the first step, nothing is known of the state
+    save(
+        "b", "model/bias", "optimizer/state/*/exp_avg", "**/exp_avg_sq"
+    )  # before the first step, nothing is known of the state
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    save("c", "model/bias", "optimizer/state/*/exp_avg", "**/exp_avg_sq", "optimizer/state/weight", "optimizer/state/weight/step")
+    save(
+        "c",
+        "model/bias",
+        "optimizer/state/*/exp_avg",
+        "**/exp_avg_sq",
+        "optimizer/state/weight",
+        "optimizer/state/weight/step",
+    )
     with pytest.raises(OptionError, match=r"'optimizer/state/\*/exp_avgs'"):
         save("d", "optimizer/state/*/exp_avgs")
 
@@ -276,14 +347,24 @@ def test_arrays_come_back_as_arrays_where_a_new_training_has_nothing_yet(tmp_pat
             self.mean, self.weight = state["mean"], state["weight"]
 
     saved = Statistics(np.arange(3.0), torch.ones(2))
-    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=torch.nn.Linear(2, 2), of=saved, history=np.arange(70_000)))
+    shardckpt.save(
+        tmp_path / "c",
+        shardckpt.train_state(model=torch.nn.Linear(2, 2), of=saved, history=np.arange(70_000)),
+    )
     fresh = Statistics()
     state = shardckpt.train_state(model=torch.nn.Linear(2, 2), of=fresh, history=None)
     shardckpt.restore(tmp_path / "c", state)
-    assert [type(value) for value in (fresh.mean, fresh.weight, state.values["history"])] == [np.ndarray, torch.Tensor, np.ndarray]
+    assert [type(value) for value in (fresh.mean, fresh.weight, state.values["history"])] == [
+        np.ndarray,
+        torch.Tensor,
+        np.ndarray,
+    ]
     assert (fresh.mean.tolist(), state.values["history"][-1]) == ([0, 1, 2], 69_999)
     record = shardckpt.open(tmp_path / "c").record
-    assert [name for name, tensor in record.structure.tensors.items() if tensor.array] == ["of/mean", "history"]
+    assert [name for name, tensor in record.structure.tensors.items() if tensor.array] == [
+        "of/mean",
+        "history",
+    ]
     assert record.version == (1, 0)
 
 
@@ -302,24 +383,52 @@ def test_jax_arrays_and_keys_come_back_as_such_where_a_new_training_has_nothing_
             self.mean = state["mean"]
 
     keys, model = jax.random.split(jax.random.key(3), 2), torch.nn.Linear(2, 2)
-    values = {"history": jnp.ones((2, 3), jnp.bfloat16), "keys": keys, "count": np.arange(3), "weight": torch.ones(2)}
-    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=model, of=Statistics(jnp.arange(3.0)), **values))
+    values = {
+        "history": jnp.ones((2, 3), jnp.bfloat16),
+        "keys": keys,
+        "count": np.arange(3),
+        "weight": torch.ones(2),
+    }
+    shardckpt.save(
+        tmp_path / "c", shardckpt.train_state(model=model, of=Statistics(jnp.arange(3.0)), **values)
+    )
     fresh = Statistics()
     state = shardckpt.train_state(model=model, of=fresh, **dict.fromkeys(values))
     shardckpt.restore(tmp_path / "c", state)
     values_restored = state.values
-    assert all(isinstance(array, jax.Array) for array in (fresh.mean, values_restored["history"], values_restored["keys"]))
-    assert (type(values_restored["count"]), type(values_restored["weight"])) == (np.ndarray, torch.Tensor)
-    assert (values_restored["history"].dtype, values_restored["keys"].dtype, fresh.mean.tolist()) == (jnp.bfloat16, keys.dtype, [0, 1, 2])
+    assert all(
+        isinstance(array, jax.Array)
+        for array in (fresh.mean, values_restored["history"], values_restored["keys"])
+    )
+    assert (type(values_restored["count"]), type(values_restored["weight"])) == (
+        np.ndarray,
+        torch.Tensor,
+    )
+    assert (
+        values_restored["history"].dtype,
+        values_restored["keys"].dtype,
+        fresh.mean.tolist(),
+    ) == (jnp.bfloat16, keys.dtype, [0, 1, 2])
     assert (jax.random.key_data(values_restored["keys"]) == jax.random.key_data(keys)).all()
     assert shardckpt.open(tmp_path / "c").record.version == (1, 0)
 
     program = """
 import sys, numpy as np, torch, shardckpt
-state = shardckpt.train_state(model=torch.nn.Linear(2, 2), of=None, history=None, keys=None, count=None, weight=None)
+state = shardckpt.train_state(
+    model=torch.nn.Linear(2, 2), of=None, history=None, keys=None, count=None, weight=None
+)
 shardckpt.restore(sys.argv[1], state, only=["history", "keys", "count", "weight"])
 assert "jax" not in sys.modules
-print([type(state.values[name]).__name__ for name in ("history", "keys", "count", "weight")], state.values["keys"].dtype)
+print(
+    [type(state.values[name]).__name__ for name in ("history", "keys", "count", "weight")],
+    state.values["keys"].dtype,
+)
 """
-    done = subprocess.run([sys.executable, "-c", program, tmp_path / "c"], stdout=subprocess.PIPE, text=True, check=True, timeout=250)
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "c"],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=250,
+    )
     assert done.stdout.strip() == "['ndarray', 'ndarray', 'ndarray', 'Tensor'] uint32"

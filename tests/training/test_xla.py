@@ -34,13 +34,19 @@ def test_on_another_mesh_training_goes_on_from_the_same_step(seen):
 
 
 @pytest.mark.parametrize("mesh", ["(4, 2)", "(2, 4)"])
-def test_restoring_compiles_nothing_and_leaves_nothing_to_compute_on_parameters_that_stay_the_same_objects(seen, mesh):
+def test_restoring_compiles_nothing_and_leaves_nothing_to_compute_and_keeps_the_parameters(
+    seen, mesh
+):
     assert (seen[mesh]["compiles"], seen[mesh]["pending"]) == (0, 0)
     assert seen[mesh]["same parameters"]
 
 
-@pytest.mark.parametrize(("mesh", "parts"), [("(4, 2)", "devices=[2,4]"), ("(2, 4)", "devices=[4,2]")])
-def test_moments_of_an_optimizer_that_has_made_no_step_are_sharded_like_their_parameters(seen, mesh, parts):
+@pytest.mark.parametrize(
+    ("mesh", "parts"), [("(4, 2)", "devices=[2,4]"), ("(2, 4)", "devices=[4,2]")]
+)
+def test_moments_of_an_optimizer_that_has_made_no_step_are_sharded_like_their_parameters(
+    seen, mesh, parts
+):
     weight, moment = seen[mesh]["layouts"]
     assert weight == moment
     assert parts in moment

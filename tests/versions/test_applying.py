@@ -1,4 +1,5 @@
-"""The pause of a follower: `apply` copies what has changed, plans nothing, and finds out that tensors were replaced."""
+"""The pause of a follower: `apply` copies what has changed, plans nothing, and finds out that
+tensors were replaced."""
 
 from __future__ import annotations
 
@@ -54,13 +55,18 @@ def states_of(count):
         w = states[-1]["w"].copy()
         w[600 * step, 3] = step
         states.append({"w": w, "layers": states[0]["layers"]})
-    return [{"w": bfloat16(state["w"]), "layers": [bfloat16(state["layers"][0])]} for state in states]
+    return [
+        {"w": bfloat16(state["w"]), "layers": [bfloat16(state["layers"][0])]} for state in states
+    ]
 
 
 def test_apply_copies_the_chunks_that_have_changed_and_plans_nothing(tmp_path, copied):
     states = states_of(3)
     published(tmp_path, states)
-    like = {"w": torch.zeros(SHAPE, dtype=torch.bfloat16), "layers": [torch.zeros(SHAPE, dtype=torch.bfloat16)]}
+    like = {
+        "w": torch.zeros(SHAPE, dtype=torch.bfloat16),
+        "layers": [torch.zeros(SHAPE, dtype=torch.bfloat16)],
+    }
     whole = 2 * like["w"].nbytes
     with shardckpt.follow(tmp_path, like, mode="each") as follower:
         for expected in (whole, 128 << 10, 128 << 10):
@@ -77,7 +83,10 @@ def test_apply_copies_the_chunks_that_have_changed_and_plans_nothing(tmp_path, c
 def test_versions_that_are_prepared_and_not_applied_are_copied_with_the_next(tmp_path, copied):
     states = states_of(4)
     published(tmp_path, states)
-    like = {"w": torch.zeros(SHAPE, dtype=torch.bfloat16), "layers": [torch.zeros(SHAPE, dtype=torch.bfloat16)]}
+    like = {
+        "w": torch.zeros(SHAPE, dtype=torch.bfloat16),
+        "layers": [torch.zeros(SHAPE, dtype=torch.bfloat16)],
+    }
     with shardckpt.follow(tmp_path, like, mode="each") as follower:
         follower.poll().prepare().apply()
         follower.poll().prepare()
@@ -92,7 +101,10 @@ def test_versions_that_are_prepared_and_not_applied_are_copied_with_the_next(tmp
 def test_tensors_that_were_replaced_get_all_elements(tmp_path, copied, replaced, what):
     states = states_of(2)
     published(tmp_path, states)
-    like = {"w": torch.zeros(SHAPE, dtype=torch.bfloat16), "layers": [torch.zeros(SHAPE, dtype=torch.bfloat16)]}
+    like = {
+        "w": torch.zeros(SHAPE, dtype=torch.bfloat16),
+        "layers": [torch.zeros(SHAPE, dtype=torch.bfloat16)],
+    }
 
     def replace():
         if what == "the leaf":
@@ -117,9 +129,14 @@ def test_tensors_that_were_replaced_get_all_elements(tmp_path, copied, replaced,
         assert sorted(version.prove()) == ["layers/0", "w"]
 
 
-def test_a_tensor_of_another_shape_after_prepare_is_refused_before_anything_is_copied(tmp_path, copied):
+def test_a_tensor_of_another_shape_after_prepare_is_refused_before_anything_is_copied(
+    tmp_path, copied
+):
     published(tmp_path, states_of(2))
-    like = {"w": torch.zeros(SHAPE, dtype=torch.bfloat16), "layers": [torch.zeros(SHAPE, dtype=torch.bfloat16)]}
+    like = {
+        "w": torch.zeros(SHAPE, dtype=torch.bfloat16),
+        "layers": [torch.zeros(SHAPE, dtype=torch.bfloat16)],
+    }
     with shardckpt.follow(tmp_path, like) as follower:
         version = follower.poll().prepare()
         like["w"].data = torch.zeros((3, 3), dtype=torch.bfloat16)
@@ -133,7 +150,10 @@ def test_a_tensor_of_another_shape_after_prepare_is_refused_before_anything_is_c
 def test_elements_that_prove_finds_changed_are_copied_with_their_whole_tensor(tmp_path, copied):
     states = states_of(3)
     published(tmp_path, states)
-    like = {"w": torch.zeros(SHAPE, dtype=torch.bfloat16), "layers": [torch.zeros(SHAPE, dtype=torch.bfloat16)]}
+    like = {
+        "w": torch.zeros(SHAPE, dtype=torch.bfloat16),
+        "layers": [torch.zeros(SHAPE, dtype=torch.bfloat16)],
+    }
     with shardckpt.follow(tmp_path, like, mode="each") as follower:
         first, second = follower.poll(), follower.poll()
         first.prepare().apply()
@@ -146,11 +166,26 @@ def test_elements_that_prove_finds_changed_are_copied_with_their_whole_tensor(tm
         assert sorted(second.prove()) == ["layers/0", "w"]
 
 
-def test_tensors_that_are_converted_or_not_filled_in_place_follow_beside_those_that_are(tmp_path, copied):
+def test_tensors_that_are_converted_or_not_filled_in_place_follow_beside_those_that_are(
+    tmp_path, copied
+):
     jnp = pytest.importorskip("jax.numpy")
-    states = [{"a": np.full(10, step + 1.0), "b": np.full(10, step + 1.0), "c": np.full(10, step > 0), "n": step} for step in range(3)]
+    states = [
+        {
+            "a": np.full(10, step + 1.0),
+            "b": np.full(10, step + 1.0),
+            "c": np.full(10, step > 0),
+            "n": step,
+        }
+        for step in range(3)
+    ]
     published(tmp_path, states)
-    like = {"a": np.zeros(10, ml_dtypes.bfloat16), "b": jnp.zeros(10, jnp.float32), "c": np.zeros(10, bool), "n": 0}
+    like = {
+        "a": np.zeros(10, ml_dtypes.bfloat16),
+        "b": jnp.zeros(10, jnp.float32),
+        "c": np.zeros(10, bool),
+        "n": 0,
+    }
     with shardckpt.follow(tmp_path, like, mode="each", cast=True) as follower:
         for step in range(3):
             state = follower.poll().prepare().apply()
@@ -160,9 +195,14 @@ def test_tensors_that_are_converted_or_not_filled_in_place_follow_beside_those_t
             assert state["n"] == step
 
 
-def test_a_tensor_whose_storage_shrank_where_it_is_is_an_error_before_anything_is_copied(tmp_path, copied):
+def test_a_tensor_whose_storage_shrank_where_it_is_is_an_error_before_anything_is_copied(
+    tmp_path, copied
+):
     published(tmp_path, states_of(2))
-    like = {"w": torch.zeros(SHAPE, dtype=torch.bfloat16), "layers": [torch.zeros(SHAPE, dtype=torch.bfloat16)]}
+    like = {
+        "w": torch.zeros(SHAPE, dtype=torch.bfloat16),
+        "layers": [torch.zeros(SHAPE, dtype=torch.bfloat16)],
+    }
     with shardckpt.follow(tmp_path, like, mode="each") as follower:
         follower.poll().prepare().apply()
         version = follower.poll().prepare()

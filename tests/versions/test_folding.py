@@ -1,4 +1,5 @@
-"""Folding: every version keeps its contents, few differences lead to each, and a fold that fails or is killed changes nothing."""
+"""Folding: every version keeps its contents, few differences lead to each, and a fold that fails or
+is killed changes nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def test_no_version_is_more_differences_from_the_anchor_than_allowed(most):
 
 
 def test_too_few_differences_for_a_chain_are_refused():
-    with pytest.raises(OptionError, match="3 differences are too few for chains of 50 versions: allow more"):
+    with pytest.raises(
+        OptionError, match="3 differences are too few for chains of 50 versions: allow more"
+    ):
         bases_after_folding(50, 3)
     with pytest.raises(OptionError, match="3 differences are too few"):
         shardckpt.Publisher("memory://nowhere", catch_up=3)
@@ -61,13 +64,19 @@ def test_too_few_differences_for_a_chain_are_refused():
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), itemsize=st.sampled_from([1, 2, 4, 8, 3, 16]), elements=st.integers(1, 70))
 def test_joined_differences_lead_to_the_last_elements(data, itemsize, elements):
-    first = np.frombuffer(data.draw(st.binary(min_size=elements * itemsize, max_size=elements * itemsize)), np.uint8).copy()
+    first = np.frombuffer(
+        data.draw(st.binary(min_size=elements * itemsize, max_size=elements * itemsize)), np.uint8
+    ).copy()
     now, joined, was_whole = first.copy(), Joined(first.nbytes, itemsize), False
     for _ in range(data.draw(st.integers(0, 5))):
         before = now.copy()
         for at in data.draw(st.lists(st.integers(0, first.nbytes - 1), max_size=4)):
             now[at] ^= data.draw(st.sampled_from([1, 255]))
-        stored = whole(now) if data.draw(st.booleans()) and data.draw(st.booleans()) else difference(before, now, itemsize)[0]
+        stored = (
+            whole(now)
+            if data.draw(st.booleans()) and data.draw(st.booleans())
+            else difference(before, now, itemsize)[0]
+        )
         was_whole = was_whole or not needs_older(np.frombuffer(stored, np.uint8)) & bool(stored)
         joined.add(np.frombuffer(stored, np.uint8), "chunk")
     stored = joined.stored()
@@ -81,7 +90,12 @@ def test_joined_differences_lead_to_the_last_elements(data, itemsize, elements):
 
 def state_of(step):
     rng = np.random.default_rng(0)
-    state = {"w": rng.standard_normal((64, 96), np.float32), "still": np.arange(3000.0), "small": np.zeros(3), "step": np.array(step)}
+    state = {
+        "w": rng.standard_normal((64, 96), np.float32),
+        "still": np.arange(3000.0),
+        "small": np.zeros(3),
+        "step": np.array(step),
+    }
     for s in range(1, step + 1):
         state["w"].reshape(-1)[rng.integers(0, state["w"].size, 20)] += 1
         if s == 5:
@@ -92,7 +106,9 @@ def state_of(step):
 
 
 def publish(url, count=COUNT, **options):
-    with shardckpt.Publisher(url, anchor_every=64, keep=None, **{"catch_up": None, **options}) as publisher:
+    with shardckpt.Publisher(
+        url, anchor_every=64, keep=None, **{"catch_up": None, **options}
+    ) as publisher:
         for step in range(count):
             publisher.publish(step, state_of(step))
             publisher.wait()
@@ -127,15 +143,23 @@ def test_versions_keep_their_contents_and_marks_and_few_differences_lead_to_each
     assert all(one.new_bytes < 1.1 * one.old_bytes for one in done)
     assert max(check(url).values()) == 5
     assert fold(url) == []
-    mark(store.sub("6"), SUPERSEDED, before[6].attempt)  # by a process that had read its record before
+    mark(
+        store.sub("6"), SUPERSEDED, before[6].attempt
+    )  # by a process that had read its record before
     for step, record in before.items():
         now = shardckpt.open(f"{url}/{step}").record
         assert (now.attempt != record.attempt) == (step in STEPS)
-        assert (now.fingerprint, now.created, now.metadata) == (record.fingerprint, record.created, record.metadata)
+        assert (now.fingerprint, now.created, now.metadata) == (
+            record.fingerprint,
+            record.created,
+            record.metadata,
+        )
         info = read_step(store, step)
         assert (info.pinned, info.state) == (step == 3, "superseded" if step == 6 else "committed")
     # The replaced attempts stay for the grace period, which begins with the fold.
-    assert all(len(attempts(store.sub(str(step)), store.list_children(f"{step}/"))) == 2 for step in STEPS)
+    assert all(
+        len(attempts(store.sub(str(step)), store.list_children(f"{step}/"))) == 2 for step in STEPS
+    )
     assert {one.outcome for one in collect(url, grace=600)} == {"kept"}
     assert {one.outcome for one in collect(url, grace=0)} == {"removed"}
     assert max(check(url).values()) == 5
@@ -145,7 +169,12 @@ def test_a_publisher_folds_what_is_due_and_followers_that_keep_up_read_only_diff
     like, seen = state_of(0), []
     with (
         shardckpt.Publisher(tmp_path, anchor_every=64, keep=None) as publisher,
-        shardckpt.follow(tmp_path, like={name: like[name] for name in ("w", "small", "step")}, mode="each", strict=False) as follower,
+        shardckpt.follow(
+            tmp_path,
+            like={name: like[name] for name in ("w", "small", "step")},
+            mode="each",
+            strict=False,
+        ) as follower,
     ):
         for step in range(COUNT):
             publisher.publish(step, state_of(step))
@@ -159,11 +188,17 @@ def test_a_publisher_folds_what_is_due_and_followers_that_keep_up_read_only_diff
             assert follower.poll() is None
             assert all((like[name] == state_of(step)[name]).all() for name in ("w", "small"))
     assert max(check(tmp_path).values()) <= 8
-    folded = {step for step in range(COUNT) if "-folded-" in shardckpt.open(tmp_path / str(step)).record.attempt}
+    folded = {
+        step
+        for step in range(COUNT)
+        if "-folded-" in shardckpt.open(tmp_path / str(step)).record.attempt
+    }
     assert folded == set(STEPS)
 
 
-def test_a_version_that_is_pinned_superseded_or_replaced_during_the_fold_is_left_as_it_is(tmp_path, monkeypatch):
+def test_a_version_that_is_pinned_superseded_or_replaced_during_the_fold_is_left_as_it_is(
+    tmp_path, monkeypatch
+):
     publish(tmp_path)
     publish_it, asked = folding.publish, []
 
@@ -187,7 +222,9 @@ def test_a_version_that_is_pinned_superseded_or_replaced_during_the_fold_is_left
 
 
 # Of some hundred operations; the sweep has more of them.
-@pytest.mark.parametrize("stride", [59, pytest.param(5, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize(
+    "stride", [59, pytest.param(5, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
 def test_a_fold_of_which_any_operation_fails_leaves_every_version(tmp_path, stride):
     publish(tmp_path / "base", 11)
     k, failed = 0, 0
@@ -212,7 +249,9 @@ def test_a_fold_of_which_any_operation_fails_leaves_every_version(tmp_path, stri
 def test_a_fold_that_is_killed_at_any_operation_leaves_every_version(tmp_path):
     publish(tmp_path / "base", 10)
     command = [sys.executable, CHILDREN / "fold_kill_at_every_operation.py", tmp_path]
-    died = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
+    died = json.loads(
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    )
     assert {"mkdir", "write", "fsync", "rename"} <= set(died)
     for k in range(0, len(died), max(1, len(died) // 40)):
         place = tmp_path / str(k)
@@ -230,7 +269,10 @@ def test_the_command_folds_and_says_what_it_did(tmp_path):
     assert "3 versions folded; any is at most 8 differences from its anchor" in shown.output
     again = CliRunner().invoke(app, ["fold", str(tmp_path), "--json"])
     assert json.loads(again.output) == {"url": str(tmp_path), "most": 8, "folded": []}
-    assert CliRunner().invoke(app, ["fold", str(tmp_path)]).output == "0 versions folded; any is at most 8 differences from its anchor\n"
+    assert (
+        CliRunner().invoke(app, ["fold", str(tmp_path)]).output
+        == "0 versions folded; any is at most 8 differences from its anchor\n"
+    )
     assert CliRunner().invoke(app, ["fold", str(tmp_path), "--most", "3"]).exit_code == 2
     with pytest.raises(NotFoundError, match="no version is there; give the url of a `Publisher`"):
         fold(tmp_path / "nowhere")
@@ -239,7 +281,9 @@ def test_the_command_folds_and_says_what_it_did(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["superseded", "deleted"])
-def test_a_version_that_goes_while_it_is_folded_is_left_as_it_is_and_the_others_are_folded(tmp_path, monkeypatch, what):
+def test_a_version_that_goes_while_it_is_folded_is_left_as_it_is_and_the_others_are_folded(
+    tmp_path, monkeypatch, what
+):
     publish(tmp_path)
     assemble_it = folding.assemble
 
@@ -261,5 +305,8 @@ def test_a_version_that_goes_while_it_is_folded_is_left_as_it_is_and_the_others_
         assert not (tmp_path / "3" / "checkpoint.json").exists()
     else:
         assert {one.step for one in fold(tmp_path)} == {6, 9}
-        assert len(attempts(Store.open(tmp_path / "3"), Store.open(tmp_path / "3").list_children())) == 1
+        assert (
+            len(attempts(Store.open(tmp_path / "3"), Store.open(tmp_path / "3").list_children()))
+            == 1
+        )
         check(tmp_path)

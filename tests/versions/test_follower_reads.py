@@ -1,4 +1,5 @@
-"""Bytes and versions that a follower reads: its share of the differences, few versions after a long absence; tensors of another size."""
+"""Bytes and versions that a follower reads: its share of the differences, few versions after a long
+absence; tensors of another size."""
 
 from __future__ import annotations
 
@@ -34,13 +35,21 @@ def some_changed(array, share, rng):
 
 
 def test_a_version_at_two_percent_takes_six_tenths_of_whole_tensor_xor(tmp_path):
-    """Tensors of 0.5 to 4 MiB, some moved elements of which move by more than one unit in the last place, as in trainings."""
+    """Tensors of 0.5 to 4 MiB, some moved elements of which move by more than one unit in the last
+    place, as in trainings."""
     rng = np.random.default_rng(0)
-    first = {str(i): (0.02 * rng.standard_normal(shape)).astype(ml_dtypes.bfloat16) for i, shape in enumerate(SHAPES)}
+    first = {
+        str(i): (0.02 * rng.standard_normal(shape)).astype(ml_dtypes.bfloat16)
+        for i, shape in enumerate(SHAPES)
+    }
     second, xor = {}, 0
     for name, old in first.items():
         bits, moved = old.view(np.uint16).copy(), rng.random(old.shape) < 0.02
-        bits += (moved * rng.choice([1, -1, 2, -2], old.shape, p=[0.4, 0.4, 0.1, 0.1])).astype(np.int16).view(np.uint16)
+        bits += (
+            (moved * rng.choice([1, -1, 2, -2], old.shape, p=[0.4, 0.4, 0.1, 0.1]))
+            .astype(np.int16)
+            .view(np.uint16)
+        )
         second[name] = bits.view(ml_dtypes.bfloat16)
         xor += len(Zstd(level=3).encode(bits ^ old.view(np.uint16)))
     publish(tmp_path, [first, second])
@@ -50,13 +59,16 @@ def test_a_version_at_two_percent_takes_six_tenths_of_whole_tensor_xor(tmp_path)
 
 @pytest.mark.parametrize("shape", [(512, 1024), (4096, 128)])
 def test_a_follower_of_an_eighth_of_a_tensor_reads_an_eighth_of_the_differences(tmp_path, shape):
-    """The bytes are those of chunks. Records and chunk tables, which every process reads, are not among them."""
+    """The bytes are those of chunks. Records and chunk tables, which every process reads, are not
+    among them."""
     rng = np.random.default_rng(0)
     first = rng.standard_normal((4096, 1024)).astype(ml_dtypes.bfloat16)
     second = some_changed(first, 0.02, rng)
     publish(tmp_path, [{"w": first}, {"w": second}])
     totals = shardckpt.open(tmp_path / "1").record.totals
-    assert totals["changed_bytes"] == 2 * int((first.view(np.uint16) != second.view(np.uint16)).sum())
+    assert totals["changed_bytes"] == 2 * int(
+        (first.view(np.uint16) != second.view(np.uint16)).sum()
+    )
     assert "changed_bytes" not in shardckpt.open(tmp_path / "0").record.totals
     stored = totals["stored_bytes"]
     assert stored < 0.02 * second.nbytes
@@ -88,12 +100,16 @@ def test_differences_are_made_on_half_of_the_cores_wherever_they_go(store, monke
     monkeypatch.setattr("shardckpt.writing.memory.cores", lambda: 4)
     publish(store.location, [first, second])
     assert met == {0, 1}
-    assert all(shardckpt.open(store.location.join("1")).read(name).tobytes() == array.tobytes() for name, array in second.items())
+    assert all(
+        shardckpt.open(store.location.join("1")).read(name).tobytes() == array.tobytes()
+        for name, array in second.items()
+    )
     assert shardckpt.open(store.location.join("1")).verify().ok
 
 
 def test_a_part_that_was_not_prepared_is_refused_by_name(tmp_path):
-    """The tensors to fill were replaced between prepare() and apply(); or `checkpoint` reads something else."""
+    """The tensors to fill were replaced between prepare() and apply(); or `checkpoint` reads
+    something else."""
     whole = np.arange(1000 * 1000, dtype=np.int32).reshape(1000, 1000)
     publish(tmp_path, [{"w": whole, "other": whole + 1}])
     like = {"w": np.zeros((1000, 50), np.int32)}
@@ -102,7 +118,11 @@ def test_a_part_that_was_not_prepared_is_refused_by_name(tmp_path):
         with version.reading():
             read = version.checkpoint.read("w", shardckpt.Box((0, 0), (1000, 50)))
             np.testing.assert_array_equal(read, whole[:, :50])
-            for name, box in (("w", ((0, 0), (50, 1000))), ("w", ((900, 900), (910, 910))), ("other", ((0, 0), (50, 50)))):
+            for name, box in (
+                ("w", ((0, 0), (50, 1000))),
+                ("w", ((900, 900), (910, 910))),
+                ("other", ((0, 0), (50, 50))),
+            ):
                 with pytest.raises(OptionError, match=f"a part of '{name}' was not prepared"):
                     version.checkpoint.read(name, shardckpt.Box(*box))
         like["w"] = replaced = np.zeros((50, 1000), np.int32)
@@ -118,15 +138,25 @@ def test_a_publisher_that_goes_back_says_how_many_versions_it_supersedes(tmp_pat
         for step in (1, 2, 3, 4, 2):
             publisher.publish(step, {"w": np.full(9, step, np.float32)})
             publisher.wait()
-    messages = [record.getMessage() for record in caplog.records if "training went back" in record.getMessage()]
+    messages = [
+        record.getMessage()
+        for record in caplog.records
+        if "training went back" in record.getMessage()
+    ]
     assert len(messages) == 1
-    assert "version 2 is published, so training went back: 3 later versions are superseded, up to 4" in messages[0]
+    assert (
+        "version 2 is published, so training went back: 3 later versions are superseded, up to 4"
+        in messages[0]
+    )
 
 
 def test_followers_are_told_that_training_went_back_when_the_newest_versions_were_deleted(tmp_path):
     publish(tmp_path, [{"w": np.full(1000, float(step))} for step in range(4)])
     like = {"w": np.zeros(1000)}
-    with shardckpt.follow(tmp_path, like) as newest, shardckpt.follow(tmp_path, dict(like), mode="each") as each:
+    with (
+        shardckpt.follow(tmp_path, like) as newest,
+        shardckpt.follow(tmp_path, dict(like), mode="each") as each,
+    ):
         assert newest.poll().prepare().step == 3
         assert [each.poll().step for _ in range(4)] == [0, 1, 2, 3]
         for step in ("3", "2"):
@@ -159,10 +189,16 @@ def test_followers_are_not_told_that_training_went_back_when_older_versions_were
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_follower_that_missed_200_versions_reads_an_anchor_and_at_most_eight_differences(tmp_path):
-    """The last version is 72 versions after its anchor. All versions but nine are deleted before it is read."""
+def test_a_follower_that_missed_200_versions_reads_an_anchor_and_at_most_eight_differences(
+    tmp_path,
+):
+    """The last version is 72 versions after its anchor. All versions but nine are deleted before it
+    is read."""
     like = {"w": np.zeros(1000)}
-    with shardckpt.Publisher(tmp_path, anchor_every=128, keep=None) as publisher, shardckpt.follow(tmp_path, like) as follower:
+    with (
+        shardckpt.Publisher(tmp_path, anchor_every=128, keep=None) as publisher,
+        shardckpt.follow(tmp_path, like) as follower,
+    ):
         for step in range(201):
             publisher.publish(step, {"w": np.arange(1000.0) + step})
             publisher.wait()
@@ -189,10 +225,19 @@ def test_an_engine_with_a_padded_vocabulary_follows(tmp_path):
     for _ in range(2):
         embeddings.append(some_changed(embeddings[-1], 0.05, rng))
     publish(tmp_path, [{"embed": one, "norm": np.ones(64)} for one in embeddings])
-    like = {"embed": torch.full((128, 64), 7, dtype=torch.bfloat16), "norm": torch.zeros(64, dtype=torch.float64)}
-    with shardckpt.follow(tmp_path, like) as follower, pytest.raises(ShapeMismatchError, match=r"embed.*fit=\{'embed': 'pad'\}"):
+    like = {
+        "embed": torch.full((128, 64), 7, dtype=torch.bfloat16),
+        "norm": torch.zeros(64, dtype=torch.float64),
+    }
+    with (
+        shardckpt.follow(tmp_path, like) as follower,
+        pytest.raises(ShapeMismatchError, match=r"embed.*fit=\{'embed': 'pad'\}"),
+    ):
         follower.poll().prepare()
-    cut = {"embed": torch.zeros(90, 64, dtype=torch.bfloat16), "norm": torch.zeros(64, dtype=torch.float64)}
+    cut = {
+        "embed": torch.zeros(90, 64, dtype=torch.bfloat16),
+        "norm": torch.zeros(64, dtype=torch.float64),
+    }
     with (
         shardckpt.follow(tmp_path, like, mode="each", fit={"embed": "pad"}) as padded,
         shardckpt.follow(tmp_path, cut, mode="each", fit={"embed": "slice"}) as shorter,

@@ -1,7 +1,9 @@
-"""A publisher, its pruning, a fold and a follower at once, one storage operation at a time, in an order that a seed draws.
+"""A publisher, its pruning, a fold and a follower at once, one storage operation at a time, in an
+order that a seed draws.
 
-The actors run the product's own code over `memory://`, threads that they start included; any of them may be killed between two operations.
-Faults that are planted in the product must be found: this shows that the checks look at the right things.
+The actors run the product's own code over `memory://`, threads that they start included; any of
+them may be killed between two operations. Faults that are planted in the product must be found:
+this shows that the checks look at the right things.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ LIVES = (
     ((range(11, 13), 0), (range(13, 16), 0), (range(14, 17), 1)),
     ((range(11, 12), 0), (range(6, 9), 1)),
 )
-"""Steps that each life of a publisher publishes, and what its states have more. The last one goes back: to pruned or folded versions."""
+"""Steps that each life of a publisher publishes, and what its states have more. The last one goes
+back: to pruned or folded versions."""
 
 
 class Places:
@@ -47,7 +50,8 @@ class Places:
         self.expected = {}
         """Step → what its states have more, as far as its publishing has begun."""
         self.published = {}
-        """Step → the same, of the last version that was published there, and the last that was begun."""
+        """Step → the same, of the last version that was published there, and the last that was
+        begun."""
         self.folded = False
         """Whether a fold has written version 6 anew."""
         self.wrong = []
@@ -87,10 +91,16 @@ class Places:
                 with actor.one_at_a_time:
                     actor.wait_for_turn()
             self.operations += 1
-            path = (kv.path + arguments[0]) if isinstance(arguments[0] if arguments else None, str) else ""
+            path = (
+                (kv.path + arguments[0])
+                if isinstance(arguments[0] if arguments else None, str)
+                else ""
+            )
             if name == "write" and "/leases/" in f"/{path}":
                 self._note_lease(path, arguments[1])
-            self.folded = self.folded or (name == "write" and "/6/" in path and "-folded-" in path and "/records/" in path)
+            self.folded = self.folded or (
+                name == "write" and "/6/" in path and "-folded-" in path and "/records/" in path
+            )
             if name == "write" and path.endswith("/checkpoint.json") and actor is not None:
                 self._check_deletion(path, arguments[1])
             return original(kv, *arguments, **options)
@@ -129,7 +139,9 @@ def state_of(step, more):
 
 
 def equal(state, step, more):
-    return all((np.asarray(state[name]) == array).all() for name, array in state_of(step, more).items())
+    return all(
+        (np.asarray(state[name]) == array).all() for name, array in state_of(step, more).items()
+    )
 
 
 def publish(places, steps, more):
@@ -173,7 +185,9 @@ def check_end(places):
         step = int(entry.name)
         if entry.state == "committed" and not entry.superseded:
             restored = shardckpt.restore(str(entry.location))
-            last[step] = next((more for more in places.published[step] if equal(restored, step, more)), None)
+            last[step] = next(
+                (more for more in places.published[step] if equal(restored, step, more)), None
+            )
             assert last[step] is not None, f"version {step} has another state"
             assert shardckpt.open(str(entry.location)).verify().ok
     return max(last), last[max(last)]
@@ -201,7 +215,10 @@ def run(seed):
         }
         stopped = draw.choice([None, "follow", "fold"])
         """An actor that stops at a bad moment until the publisher is done."""
-        bad = {"follow": lambda: any(steps for _, steps in places.leases.values()), "fold": lambda: places.folded}
+        bad = {
+            "follow": lambda: any(steps for _, steps in places.leases.values()),
+            "fold": lambda: places.folded,
+        }
         if stopped is not None:
             while not (actors[stopped].done or bad[stopped]()):
                 actors[stopped].step()
@@ -210,7 +227,10 @@ def run(seed):
         victim, at = draw.choice([*actors, None, None]), draw.randrange(20, 200)
         while not all(actor.done for actor in actors.values()):
             stopped = None if actors["publish"].done else stopped
-            name = draw.choice([name for name, actor in actors.items() if not actor.done and name != stopped] or ["publish"])
+            name = draw.choice(
+                [name for name, actor in actors.items() if not actor.done and name != stopped]
+                or ["publish"]
+            )
             for _ in range(draw.choice([1, 1, 2, 5, 20, 60, 200])):
                 actors[name].step()
             if victim is not None and places.operations > at and not actors[victim].done:
@@ -232,14 +252,20 @@ def run(seed):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 60))])
+@pytest.mark.parametrize(
+    "seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 60))]
+)
 def test_versions_stay_whole_in_every_order(seed):
     assert run(seed) > 200
 
 
 def _any_base(contents, checkpoint, most):
     """Follow: takes a version's differences without asking what they differ from."""
-    return [(checkpoint.place, checkpoint.record)] if contents and checkpoint.record.structure.chain else None
+    return (
+        [(checkpoint.place, checkpoint.record)]
+        if contents and checkpoint.record.structure.chain
+        else None
+    )
 
 
 def _unconditional(store, record, prior):
@@ -249,11 +275,23 @@ def _unconditional(store, record, prior):
 
 publish_it = folding.publish
 PLANTED = {
-    "the follower applies differences to any base": ("shardckpt.versions.follower.path_between", _any_base),
+    "the follower applies differences to any base": (
+        "shardckpt.versions.follower.path_between",
+        _any_base,
+    ),
     "the fold replaces whatever is there": ("shardckpt.versions.folding.publish", _unconditional),
-    "the pruning asks for no leases": ("shardckpt.runs.cleaning.leased_steps", lambda root: frozenset()),
-    "the pruning takes bases away": ("shardckpt.runs.cleaning.Cleaner._names_needed", lambda self, steps: frozenset()),
-    "a publisher that goes back marks nothing": ("shardckpt.versions.publisher.mark", lambda *a: None),
+    "the pruning asks for no leases": (
+        "shardckpt.runs.cleaning.leased_steps",
+        lambda root: frozenset(),
+    ),
+    "the pruning takes bases away": (
+        "shardckpt.runs.cleaning.Cleaner._names_needed",
+        lambda self, steps: frozenset(),
+    ),
+    "a publisher that goes back marks nothing": (
+        "shardckpt.versions.publisher.mark",
+        lambda *a: None,
+    ),
     "a version is a base though it was not published": (
         "shardckpt.versions.publisher.Publisher._decide",
         lambda self, step, before: None if self._last is None else self._last,
@@ -266,7 +304,9 @@ QUICK = "the pruning takes bases away"
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("bug", [pytest.param(bug, marks=() if bug == QUICK else pytest.mark.slow) for bug in PLANTED])
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=() if bug == QUICK else pytest.mark.slow) for bug in PLANTED]
+)
 def test_planted_faults_are_found(monkeypatch, bug):
     monkeypatch.setattr(*PLANTED[bug])
     for seed in range(320):

@@ -1,4 +1,5 @@
-"""Versions published by jobs of several processes, and followed on other meshes; the programs are `tests/children/versions_ranks.py`."""
+"""Versions published by jobs of several processes, and followed on other meshes; the programs are
+`tests/children/versions_ranks.py`."""
 
 from __future__ import annotations
 
@@ -25,13 +26,18 @@ def weights(step):
 
 
 def digest(model):
-    return hashlib.sha256(b"".join(tensor.view(torch.int16).numpy().tobytes() for tensor in model.values())).hexdigest()
+    return hashlib.sha256(
+        b"".join(tensor.view(torch.int16).numpy().tobytes() for tensor in model.values())
+    ).hexdigest()
 
 
 def published(url):
     """Step → whether it is stored as differences, of all that is published."""
     locations = [entry.location for entry in catalog(url)]
-    return {int(place.name): shardckpt.open(place.path).record.compression == "difference" for place in locations}
+    return {
+        int(place.name): shardckpt.open(place.path).record.compression == "difference"
+        for place in locations
+    }
 
 
 def check(url, steps):
@@ -54,7 +60,10 @@ def test_versions_of_two_ranks_are_followed_on_other_meshes(ranks, tmp_path):
 
 @pytest.mark.parametrize("placement", ["rows", "columns", "replicated"])
 def test_shards_of_two_ranks_are_compared_on_their_devices(ranks, tmp_path, placement):
-    assert ranks("publish", 2, tmp_path, placement, list(range(7)), None, 1, 5, "device") == [[], []]
+    assert ranks("publish", 2, tmp_path, placement, list(range(7)), None, 1, 5, "device") == [
+        [],
+        [],
+    ]
     assert published(tmp_path) == {step: step not in (0, 5) for step in range(7)}
     check(tmp_path, range(7))
 
@@ -93,9 +102,15 @@ def test_a_chunk_that_another_process_wrote_last_is_stored_whole(ranks, tmp_path
     ranks("publish_changing", 2, tmp_path / "p", 7)
     for step in range(7):
         restored = shardckpt.restore(tmp_path / "p" / str(step))
-        assert {name: array.tobytes() for name, array in restored.items()} == {n: t.numpy().tobytes() for n, t in changing(step).items()}
+        assert {name: array.tobytes() for name, array in restored.items()} == {
+            n: t.numpy().tobytes() for n, t in changing(step).items()
+        }
         assert shardckpt.open(tmp_path / "p" / str(step)).verify().ok
-    assert published(tmp_path / "p") == published(tmp_path / "p-other") == {step: step > 0 for step in range(7)}
+    assert (
+        published(tmp_path / "p")
+        == published(tmp_path / "p-other")
+        == {step: step > 0 for step in range(7)}
+    )
 
 
 def test_a_job_on_another_mesh_goes_on_with_an_anchor(ranks, tmp_path):

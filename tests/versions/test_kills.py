@@ -1,4 +1,5 @@
-"""Publishers and followers that are killed: every version that is there has the elements of its step, and training goes on."""
+"""Publishers and followers that are killed: every version that is there has the elements of its
+step, and training goes on."""
 
 from __future__ import annotations
 
@@ -44,7 +45,12 @@ else:
 
 
 def start(url, what):
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, url, what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, url, what],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def weights(step):
@@ -66,7 +72,10 @@ def test_publisher_and_follower_are_killed_at_random_and_nothing_is_torn_or_lost
     for number in range(6):
         publisher, follower = start(url, "publish"), start(url, "follow")
         deadline = time.monotonic() + 60
-        while max([int(entry.name) for entry in catalog(url)], default=-1) < newest + 3 and time.monotonic() < deadline:
+        while (
+            max([int(entry.name) for entry in catalog(url)], default=-1) < newest + 3
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         time.sleep(rng.uniform(0, 0.5))
         if number == 5 and not any(followed):  # on a machine that starts followers slowly
@@ -125,7 +134,9 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_thousand_versions_with_kills_of_every_process_are_all_there_and_none_is_skipped(tmp_path):
+def test_a_thousand_versions_with_kills_of_every_process_are_all_there_and_none_is_skipped(
+    tmp_path,
+):
     url, rng, followed = tmp_path / "p", random.Random(3), set()
     url.mkdir()
 

@@ -1,6 +1,8 @@
-"""Publishing from copies on the tensors' own devices, and the proof that what is written is what the tensors have.
+"""Publishing from copies on the tensors' own devices, and the proof that what is written is what
+the tensors have.
 
-A CPU is a device here like any other: the copies are in its memory, and the same code compares them.
+A CPU is a device here like any other: the copies are in its memory, and the same code compares
+them.
 """
 
 from __future__ import annotations
@@ -29,8 +31,14 @@ KINDS = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64, torc
 
 def of_torch(rng):
     """Tensors of many kinds that are compared on their device; one is a view with gaps."""
-    state = {str(kind)[6:]: torch.from_numpy(rng.integers(0, 2, (300, 400))).to(kind) for kind in KINDS}
-    return {**state, "gaps": torch.from_numpy(rng.standard_normal((400, 300))).t(), "small": torch.zeros(3)}
+    state = {
+        str(kind)[6:]: torch.from_numpy(rng.integers(0, 2, (300, 400))).to(kind) for kind in KINDS
+    }
+    return {
+        **state,
+        "gaps": torch.from_numpy(rng.standard_normal((400, 300))).t(),
+        "small": torch.zeros(3),
+    }
 
 
 def changed(tensors, rng, count=200):
@@ -51,11 +59,15 @@ def bits(tensor):
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_versions_from_a_snapshot_on_the_device_are_those_from_a_snapshot_on_the_host(tmp_path, dtype):
+def test_versions_from_a_snapshot_on_the_device_are_those_from_a_snapshot_on_the_host(
+    tmp_path, dtype
+):
     rng = np.random.default_rng(0)
     tensors, totals = of_torch(rng), []
     with (
-        shardckpt.Publisher(tmp_path / "device", snapshot="device", anchor_every=4, dtype=dtype) as one,
+        shardckpt.Publisher(
+            tmp_path / "device", snapshot="device", anchor_every=4, dtype=dtype
+        ) as one,
         shardckpt.Publisher(tmp_path / "host", anchor_every=4, dtype=dtype) as other,
     ):
         for step in range(6):
@@ -76,7 +88,9 @@ def test_only_what_has_changed_leaves_the_device(tmp_path, monkeypatch):
 
     def counted(self, elements, dtype):
         change = take(self, elements, dtype)
-        sent.append(change.words.nbytes + (0 if change.positions is None else change.positions.nbytes))
+        sent.append(
+            change.words.nbytes + (0 if change.positions is None else change.positions.nbytes)
+        )
         return change
 
     monkeypatch.setattr(torch_snapshots.TorchSnapshot, "take", counted)
@@ -94,7 +108,10 @@ def test_shards_of_jax_arrays_are_compared_where_they_are_before_they_are_donate
     import jax.numpy as jnp
 
     step_of = jax.jit(lambda w: w.at[::97].add(1), donate_argnums=0)
-    weights, expected = {"w": jnp.arange(200_000, dtype=jnp.float32), "f8": jnp.ones((400, 400), jnp.float8_e5m2)}, []
+    weights, expected = (
+        {"w": jnp.arange(200_000, dtype=jnp.float32), "f8": jnp.ones((400, 400), jnp.float8_e5m2)},
+        [],
+    )
     with shardckpt.Publisher(tmp_path, dtype=jnp.bfloat16, snapshot="device") as publisher:
         for step in range(4):
             expected.append(np.asarray(weights["w"].astype(jnp.bfloat16)))
@@ -108,11 +125,14 @@ def test_shards_of_jax_arrays_are_compared_where_they_are_before_they_are_donate
         f8[:step, 3] = 2
         assert restored["f8"].tobytes() == f8.tobytes()
         assert shardckpt.open(tmp_path / str(step)).verify().ok
-        assert (shardckpt.open(tmp_path / str(step)).record.totals["stored_bytes"] < 20_000) == (step > 0)
+        assert (shardckpt.open(tmp_path / str(step)).record.totals["stored_bytes"] < 20_000) == (
+            step > 0
+        )
 
 
 def test_versions_that_were_skipped_pass_their_changes_on(tmp_path, monkeypatch):
-    """The first version is held up while three are published: the last one has what all of them have changed."""
+    """The first version is held up while three are published: the last one has what all of them
+    have changed."""
     gate, begun, arrive = threading.Event(), threading.Event(), device.DeviceShare.arrive
 
     def held_up(self, version):
@@ -135,13 +155,24 @@ def test_versions_that_were_skipped_pass_their_changes_on(tmp_path, monkeypatch)
     now = torch.zeros(500, 500)
     for step in range(5):
         if step in (0, 4):
-            assert bits(shardckpt.restore(tmp_path / str(step), {"w": torch.empty(500, 500)})["w"]) == bits(now)
+            assert bits(
+                shardckpt.restore(tmp_path / str(step), {"w": torch.empty(500, 500)})["w"]
+            ) == bits(now)
         now[step % 3, :7] += 1
     assert bits(shardckpt.restore(tmp_path / "5", {"w": torch.empty(500, 500)})["w"]) == bits(now)
 
 
-@pytest.mark.parametrize("stale", ["the copy on the device is ahead of what was sent", "a value is lost on its way", "the tensor changes"])
-def test_a_stale_or_torn_copy_of_a_device_fails_the_version_and_the_next_has_all_elements(tmp_path, monkeypatch, stale):
+@pytest.mark.parametrize(
+    "stale",
+    [
+        "the copy on the device is ahead of what was sent",
+        "a value is lost on its way",
+        "the tensor changes",
+    ],
+)
+def test_a_stale_or_torn_copy_of_a_device_fails_the_version_and_the_next_has_all_elements(
+    tmp_path, monkeypatch, stale
+):
     w = torch.zeros(500, 500)
     take, planted = torch_snapshots.TorchSnapshot._take, []
 
@@ -166,11 +197,16 @@ def test_a_stale_or_torn_copy_of_a_device_fails_the_version_and_the_next_has_all
     with shardckpt.Publisher(tmp_path, snapshot="device") as publisher:
         for step in range(4):
             if step == 1:  # the error comes out of either call
-                with pytest.raises(CorruptionError, match="'w': the copy to be published has other elements than the tensor"):
+                with pytest.raises(
+                    CorruptionError,
+                    match="'w': the copy to be published has other elements than the tensor",
+                ):
                     publish(publisher, step, w)
             else:
                 publish(publisher, step, w)
-                assert bits(shardckpt.restore(tmp_path / str(step), {"w": torch.empty(500, 500)})["w"]) == bits(w)
+                assert bits(
+                    shardckpt.restore(tmp_path / str(step), {"w": torch.empty(500, 500)})["w"]
+                ) == bits(w)
             w[0, 70:80] += 1
     assert {entry.name for entry in catalog(tmp_path)} == {"0", "2", "3"}
     assert shardckpt.open(tmp_path / "2").record.compression is None
@@ -191,7 +227,9 @@ def test_a_stale_or_torn_copy_in_host_memory_fails_the_version(tmp_path, monkeyp
         publisher.wait()
         monkeypatch.setattr(staging, "copy_all", torn)
         if proof:
-            with pytest.raises(CorruptionError, match="the copy to be saved has other elements than the tensor"):
+            with pytest.raises(
+                CorruptionError, match="the copy to be saved has other elements than the tensor"
+            ):
                 publish(publisher, 1, w)
         else:
             publish(publisher, 1, w)
@@ -204,7 +242,8 @@ def test_a_stale_or_torn_copy_in_host_memory_fails_the_version(tmp_path, monkeyp
 
 @pytest.mark.parametrize("snapshot", ["host", "device"])
 def test_tensors_on_devices_with_streams_are_summed_there(tmp_path, monkeypatch, snapshot):
-    """The devices are not there (`FakeCuda`): a copy that such a device makes wrong fails the version."""
+    """The devices are not there (`FakeCuda`): a copy that such a device makes wrong fails the
+    version."""
     fake = FakeCuda()
     with fake.installed():
         w = fake.put(torch.randn(300, 300))
@@ -212,29 +251,43 @@ def test_tensors_on_devices_with_streams_are_summed_there(tmp_path, monkeypatch,
             for step in range(3):
                 publisher.publish(step, {"w": w})
                 publisher.wait()
-                restored = shardckpt.restore(tmp_path / str(step), {"w": torch.empty(300, 300)})["w"]
+                restored = shardckpt.restore(tmp_path / str(step), {"w": torch.empty(300, 300)})[
+                    "w"
+                ]
                 assert bits(restored) == bits(w)
                 w[7, step] += 1
             if snapshot == "host":
                 copy = FakeCuda.copy
 
                 def wrong(self, target, source, stream):
-                    copy(self, target, torch.zeros_like(source) if source.numel() > 1 else source, stream)
+                    copy(
+                        self,
+                        target,
+                        torch.zeros_like(source) if source.numel() > 1 else source,
+                        stream,
+                    )
 
                 monkeypatch.setattr(FakeCuda, "copy", wrong)
-                with pytest.raises(CorruptionError, match="the copy to be saved has other elements"):
+                with pytest.raises(
+                    CorruptionError, match="the copy to be saved has other elements"
+                ):
                     publish(publisher, 3, w)
 
 
 def test_what_cannot_be_compared_on_a_device_is_refused(tmp_path, monkeypatch):
-    with pytest.raises(OptionError, match=r"Publisher\(snapshot='disk'\): use \"device\" or \"host\""):
+    with pytest.raises(
+        OptionError, match=r"Publisher\(snapshot='disk'\): use \"device\" or \"host\""
+    ):
         shardckpt.Publisher(tmp_path, snapshot="disk")
 
     def full(*_args, **_options):
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(torch_snapshots.TorchSnapshot, "_take", full)
-    with shardckpt.Publisher(tmp_path, snapshot="device") as publisher, pytest.raises(BudgetError, match='snapshot="host"'):
+    with (
+        shardckpt.Publisher(tmp_path, snapshot="device") as publisher,
+        pytest.raises(BudgetError, match='snapshot="host"'),
+    ):
         publisher.publish(0, {"w": torch.zeros(500, 500)})
 
 
@@ -248,7 +301,9 @@ def test_merged_changes_and_sums_are_those_of_the_last_words(data, kind):
         at = np.array(sorted(data.draw(st.sets(st.integers(0, n - 1)))), np.int32)
         now[at] = data.draw(st.integers(0, 200))
         whole = data.draw(st.booleans())
-        changes.append(ChangedWords(None if whole else at, now.copy() if whole else now[at], sum_of(now)))
+        changes.append(
+            ChangedWords(None if whole else at, now.copy() if whole else now[at], sum_of(now))
+        )
     one = merged(changes)
     if one.positions is None:
         first[:] = one.words

@@ -1,4 +1,5 @@
-"""Versions published by one process: every version reads as what was published, by every reader; followers get the same."""
+"""Versions published by one process: every version reads as what was published, by every reader;
+followers get the same."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def of_many_kinds(rng):
 
 
 def bits(state):
-    return {name: (array.dtype, array.shape, array.tobytes()) for name, array in state["model"].items()}
+    return {
+        name: (array.dtype, array.shape, array.tobytes()) for name, array in state["model"].items()
+    }
 
 
 def published(url):
@@ -73,7 +76,10 @@ def run(store):
     state = of_many_kinds(rng)
     with shardckpt.Publisher(url, anchor_every=4, keep=None) as publisher:
         for step in range(6):
-            changed = {name: some_changed(array, 5, rng) if array.size > 10 else array for name, array in state["model"].items()}
+            changed = {
+                name: some_changed(array, 5, rng) if array.size > 10 else array
+                for name, array in state["model"].items()
+            }
             changed["mask"] = changed["mask"].view(np.uint8).clip(0, 1).view(bool)
             state = {"model": changed, "step": step}
             publisher.publish(step, state)
@@ -88,9 +94,16 @@ def test_each_version_is_read_verified_and_restored_like_any_checkpoint(run):
         assert record.compression == (None if step in (0, 4) else "difference")
         checkpoint = shardckpt.open(f"{url}/{step}")
         assert bits(shardckpt.restore(checkpoint)) == bits(state)
-        assert checkpoint.read("model/w", Box((3, 100), (60, 300))).tobytes() == state["model"]["w"][3:60, 100:300].tobytes()
+        assert (
+            checkpoint.read("model/w", Box((3, 100), (60, 300))).tobytes()
+            == state["model"]["w"][3:60, 100:300].tobytes()
+        )
         assert checkpoint.verify().ok
-        assert checkpoint.fingerprint() == checkpoint.fingerprint(recorded=False) == shardckpt.fingerprint(state)
+        assert (
+            checkpoint.fingerprint()
+            == checkpoint.fingerprint(recorded=False)
+            == shardckpt.fingerprint(state)
+        )
         if step not in (0, 4):
             assert record.totals["stored_bytes"] < 5000
 
@@ -109,8 +122,12 @@ def test_a_follower_gets_each_version_and_reads_only_differences(run):
             assert set(version.prove()) == {f"model/{name}" for name in like}
             assert (version.base is None) == (step in (0, 4))
             if version.base is not None:
-                assert version.changed == {f"model/{name}" for name, array in like.items() if array.size > 10}
-                assert version.checkpoint.stats.bytes_read == 0, "the elements were read, and not the differences"
+                assert version.changed == {
+                    f"model/{name}" for name, array in like.items() if array.size > 10
+                }
+                assert version.checkpoint.stats.bytes_read == 0, (
+                    "the elements were read, and not the differences"
+                )
         assert follower.poll() is None
 
 
@@ -123,15 +140,21 @@ def test_other_tools_see_the_elements_or_fail(tmp_path):
             publisher.publish(step, state)
             publisher.wait()
     last = shardckpt.open(tmp_path / "p" / "2")
-    np.testing.assert_array_equal(zarr.open_group(last.zarr_store(), mode="r")["w"][...], state["w"])
+    np.testing.assert_array_equal(
+        zarr.open_group(last.zarr_store(), mode="r")["w"][...], state["w"]
+    )
     with pytest.raises(FormatError, match="differences from those of another version"):
         last.stock_spec("w")
-    assert not [*(tmp_path / "p" / "2").rglob("manifest.ocdbt")], "an index would show differences for elements"
+    assert not [*(tmp_path / "p" / "2").rglob("manifest.ocdbt")], (
+        "an index would show differences for elements"
+    )
     shardckpt.reshard(tmp_path / "p" / "2", tmp_path / "alone", mesh=shardckpt.Mesh((2,), ("x",)))
     shutil.rmtree(tmp_path / "p" / "1")
     np.testing.assert_array_equal(shardckpt.restore(tmp_path / "alone")["w"], state["w"])
     assert shardckpt.open(tmp_path / "alone").verify().ok
-    with pytest.raises(MissingDataError, match=r"w.*differences from .*/p/1 .*no checkpoint is there"):
+    with pytest.raises(
+        MissingDataError, match=r"w.*differences from .*/p/1 .*no checkpoint is there"
+    ):
         shardckpt.restore(tmp_path / "p" / "2")
     with pytest.raises(OptionError, match=r"/p/0 is the base of checkpoints beside it.*2"):
         shardckpt.save(tmp_path / "p" / "0", state, options=shardckpt.SaveOptions(overwrite=True))
@@ -150,7 +173,9 @@ def test_tensors_are_published_in_another_dtype_rounded_as_torch_rounds(tmp_path
             assert version.names() == ["model/w", "model/tied"]
             assert version.record.totals["tensors"] == 1
             expected = model["w"].to(torch.bfloat16)
-            assert torch.equal(torch.from_numpy(version.read("model/w").view(np.int16)), expected.view(torch.int16))
+            assert torch.equal(
+                torch.from_numpy(version.read("model/w").view(np.int16)), expected.view(torch.int16)
+            )
             assert version.verify().ok
 
 
@@ -164,8 +189,12 @@ def test_tensors_that_come_go_or_change_their_form_are_stored_whole(tmp_path):
             publisher.publish(step, state)
             publisher.wait()
             restored = shardckpt.restore(tmp_path / str(step))
-            assert {name: array.tobytes() for name, array in restored.items()} == {name: array.tobytes() for name, array in state.items()}
-            assert shardckpt.open(tmp_path / str(step)).record.compression == ("difference" if step else None)
+            assert {name: array.tobytes() for name, array in restored.items()} == {
+                name: array.tobytes() for name, array in state.items()
+            }
+            assert shardckpt.open(tmp_path / str(step)).record.compression == (
+                "difference" if step else None
+            )
             version = follower.poll()
             if state is a:
                 version.prepare().apply()
@@ -208,7 +237,12 @@ def test_a_step_that_is_not_newer_supersedes_the_later_ones_and_begins_with_all_
         publisher.publish(25, {"w": state["w"] + 1})
         publisher.wait()
         assert [version.step for version in [follower.poll()]] == [25]
-    assert {entry.name: entry.superseded for entry in catalog(tmp_path)} == {"10": False, "20": False, "25": False, "30": True}
+    assert {entry.name: entry.superseded for entry in catalog(tmp_path)} == {
+        "10": False,
+        "20": False,
+        "25": False,
+        "30": True,
+    }
 
 
 def test_versions_are_pruned_but_not_those_that_kept_ones_differ_from(tmp_path):
@@ -243,7 +277,10 @@ def test_a_version_that_fails_is_told_once_and_followed_by_all_elements(tmp_path
 def test_what_cannot_be_published_is_refused_by_name(tmp_path):
     with pytest.raises(OptionError, match="anchor_every"):
         shardckpt.Publisher(tmp_path, anchor_every=0)
-    with shardckpt.Publisher(tmp_path, include="model/**") as publisher, pytest.raises(NamesMismatchError, match="include="):
+    with (
+        shardckpt.Publisher(tmp_path, include="model/**") as publisher,
+        pytest.raises(NamesMismatchError, match="include="),
+    ):
         publisher.publish(0, {"w": np.zeros(3)})
     with shardckpt.Publisher(tmp_path) as publisher, pytest.raises(OptionError, match="step=-1"):
         publisher.publish(-1, {"w": np.zeros(3)})
@@ -286,7 +323,10 @@ def test_checkpoints_without_a_fingerprint_are_followed_whole_and_cannot_be_prov
 
 def test_a_version_is_applied_once_it_is_prepared_and_until_a_later_one_is(tmp_path):
     like = {"w": np.zeros(10)}
-    with shardckpt.Publisher(tmp_path) as publisher, shardckpt.follow(tmp_path, like, mode="each") as follower:
+    with (
+        shardckpt.Publisher(tmp_path) as publisher,
+        shardckpt.follow(tmp_path, like, mode="each") as follower,
+    ):
         for step in range(2):
             publisher.publish(step, {"w": np.full(10, step + 1.0)})
             publisher.wait()
@@ -320,7 +360,9 @@ def publish_all(url, states, **options):
 def test_the_same_elements_in_chunks_of_other_shapes_are_read_anew(tmp_path):
     rng = np.random.default_rng(0)
     array, like = rng.random((512, 300)).astype(np.float32), {"w": np.zeros((512, 300), np.float32)}
-    by_columns = {"w": shardckpt.Sharding(shardckpt.Mesh((2,), ("x",)), shardckpt.PartitionSpec(None, "x"))}
+    by_columns = {
+        "w": shardckpt.Sharding(shardckpt.Mesh((2,), ("x",)), shardckpt.PartitionSpec(None, "x"))
+    }
     with shardckpt.follow(tmp_path, like) as follower:
         for step, shardings in enumerate([{}, by_columns, {}]):
             options = shardckpt.SaveOptions(fingerprint=True, shardings=shardings)
@@ -338,7 +380,10 @@ def test_going_back_does_not_replace_what_a_pinned_version_needs(tmp_path):
     publish_all(tmp_path, [(step, {"w": np.arange(1000.0) + step}) for step in range(6)])
     pin(tmp_path / "5")
     publisher = shardckpt.Publisher(tmp_path)
-    with pytest.raises(OptionError, match="version 5 is pinned or tagged, and version 3, which it needs, would be replaced"):
+    with pytest.raises(
+        OptionError,
+        match="version 5 is pinned or tagged, and version 3, which it needs, would be replaced",
+    ):
         finish(publisher, 3, {"w": np.zeros(1000)})
     assert not any(entry.superseded for entry in catalog(tmp_path))
     assert (shardckpt.restore(tmp_path / "5")["w"] == np.arange(1000.0) + 5).all()
@@ -409,7 +454,11 @@ def test_a_follower_of_each_version_gets_those_from_after_a_rollback_and_hears_o
             publish_all(tmp_path, states(steps, add))
             while (version := follower.poll()) is not None:
                 seen.append((version.step, version.went_back, version.prepare().apply()["w"][0]))
-    assert seen == [(step, False, step) for step in range(1, 5)] + [(2, True, 102), (3, False, 103), (6, False, 106)]
+    assert seen == [(step, False, step) for step in range(1, 5)] + [
+        (2, True, 102),
+        (3, False, 103),
+        (6, False, 106),
+    ]
 
 
 def test_without_tensors_to_fill_each_version_gives_arrays_of_its_own(tmp_path):
@@ -419,7 +468,9 @@ def test_without_tensors_to_fill_each_version_gives_arrays_of_its_own(tmp_path):
             publisher.publish(step, state)
             publisher.wait()
             applied = follower.poll().prepare().apply()
-            assert {name: array.tobytes() for name, array in applied.items()} == {name: array.tobytes() for name, array in state.items()}
+            assert {name: array.tobytes() for name, array in applied.items()} == {
+                name: array.tobytes() for name, array in state.items()
+            }
 
 
 @pytest.mark.parametrize(
@@ -503,7 +554,11 @@ def histories(draw):
     shape = tuple(draw(st.lists(st.integers(1, 40), min_size=0, max_size=3)))
     dtype = draw(st.sampled_from(["u1", "<u2", "<f4", "<f8", "<c16"]))
     rng = np.random.default_rng(draw(st.integers(0, 1 << 20)))
-    array = rng.integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8).view(dtype).reshape(shape)
+    array = (
+        rng.integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8)
+        .view(dtype)
+        .reshape(shape)
+    )
     states = [array]
     for count in draw(st.lists(st.sampled_from([0, 1, 3, 1000]), min_size=1, max_size=6)):
         states.append(some_changed(states[-1], count, rng).reshape(shape))
@@ -511,7 +566,11 @@ def histories(draw):
     return states, Box(tuple(a for a, _ in sides), tuple(b for _, b in sides))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(histories(), st.integers(1, 4))
 def test_any_box_of_any_version_is_what_was_published(tmp_path, history, anchor_every):
     states, box = history

@@ -20,7 +20,12 @@ import shardckpt
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fs")
     state = {"model": {"w": random((96, 60)), "b": random((60,), "int32", 1)}}
-    saved(folder / "runs/100", state, {"model/w": sharded("a", "b")}, metadata={"config.json": {"model_type": "x"}})
+    saved(
+        folder / "runs/100",
+        state,
+        {"model/w": sharded("a", "b")},
+        metadata={"config.json": {"model_type": "x"}},
+    )
     shardckpt.export_safetensors(folder / "runs/100", folder / "out.safetensors")
     return folder
 
@@ -43,23 +48,36 @@ def test_options_are_those_of_the_view(place):
     fs = fsspec.filesystem("shardckpt", dtype="bfloat16", include=["model/w"])
     whole = fsspec.filesystem("shardckpt").size(f"{place}/runs/100/model.safetensors")
     assert fs.size(f"{place}/runs/100/model.safetensors") < whole / 2
-    assert shardckpt.safe_open(place / "runs/100", "np", dtype="bfloat16").get_slice("model.w").get_dtype() == "BF16"
+    assert (
+        shardckpt.safe_open(place / "runs/100", "np", dtype="bfloat16")
+        .get_slice("model.w")
+        .get_dtype()
+        == "BF16"
+    )
 
 
 def test_directories_are_listed(place):
     fs = fsspec.filesystem("shardckpt")
     root = f"{place}/runs/100"
-    assert fs.ls(root, detail=False) == [f"{root}/model.safetensors", f"{root}/config.json", f"{root}/zarr"]
+    assert fs.ls(root, detail=False) == [
+        f"{root}/model.safetensors",
+        f"{root}/config.json",
+        f"{root}/zarr",
+    ]
     assert fs.isdir(root)
     assert fs.isfile(f"{root}/zarr/model/w/zarr.json")
-    assert sorted(fs.find(root)) == sorted([f"{root}/model.safetensors", f"{root}/config.json", *(f for f in fs.find(f"{root}/zarr"))])
+    assert sorted(fs.find(root)) == sorted(
+        [f"{root}/model.safetensors", f"{root}/config.json", *(f for f in fs.find(f"{root}/zarr"))]
+    )
     assert not fs.exists(f"{root}/nothing")
     assert not fs.exists(f"{place}/nothing/model.safetensors")
     with pytest.raises(NotImplementedError, match="read-only"):
         fs.open(f"{root}/new", "wb")
 
 
-@pytest.mark.parametrize("form", ["shardckpt://{place}/runs/100/zarr", "shardckpt://zarr::file://{place}/runs/100"])
+@pytest.mark.parametrize(
+    "form", ["shardckpt://{place}/runs/100/zarr", "shardckpt://zarr::file://{place}/runs/100"]
+)
 def test_zarr_opens_the_arrays(place, form):
     group = zarr.open_group(form.format(place=place), mode="r")
     assert np.array_equal(group["model/w"][10:20], random((96, 60))[10:20], equal_nan=True)
@@ -72,5 +90,8 @@ def test_other_storages_are_chained(place, gcs_server):
         shardckpt.save(url, {"w": np.arange(5)})
         with fsspec.open(f"shardckpt://model.safetensors::{url}") as file:
             assert load(file.read())["w"].tolist() == list(range(5))
-    with web_server(place) as server, fsspec.open(f"shardckpt://model.safetensors::{server.url}/{quote('runs/100')}") as file:
+    with (
+        web_server(place) as server,
+        fsspec.open(f"shardckpt://model.safetensors::{server.url}/{quote('runs/100')}") as file,
+    ):
         assert file.read() == (place / "out.safetensors").read_bytes()

@@ -102,11 +102,16 @@ def test_an_eighth_of_the_rows_reads_hardly_more(large):
     header = int.from_bytes(expected[:8], "little")
     entry = json.loads(expected[8 : 8 + header])["w2"]["data_offsets"]
     rows = (entry[1] - entry[0]) // 8
-    assert file.pread(8 + header + entry[0] + 3 * rows, rows) == expected[8 + header + entry[0] + 3 * rows :][:rows]
+    assert (
+        file.pread(8 + header + entry[0] + 3 * rows, rows)
+        == expected[8 + header + entry[0] + 3 * rows :][:rows]
+    )
     assert file.view.checkpoint.stats.bytes_read <= 1.1 * rows
 
 
-def test_small_parts_at_random_places_are_read_by_rows_and_a_block_that_is_read_again_is_kept(large):
+def test_small_parts_at_random_places_are_read_by_rows_and_a_block_that_is_read_again_is_kept(
+    large,
+):
     place, expected = large
     view = ModelView(place)
     file = view.open()
@@ -150,14 +155,22 @@ def test_memory_is_the_cache_and_what_is_read_ahead(large):
 def test_it_is_a_file_for_others(large):
     place, expected = large
     file = safetensors_view(place)
-    assert (file.readable(), file.seekable(), file.writable(), file.tell()) == (True, True, False, 0)
+    assert (file.readable(), file.seekable(), file.writable(), file.tell()) == (
+        True,
+        True,
+        False,
+        0,
+    )
     assert file.seek(-10, io.SEEK_END) == len(expected) - 10
     assert file.read(100) == expected[-10:]
     assert file.read(1) == b""
     assert file.seek(5) == file.tell() == 5
     assert io.BufferedReader(safetensors_view(place), 1 << 16).read(70_000) == expected[:70_000]
     loaded = load(safetensors_view(place).read())
-    assert all(np.array_equal(loaded[f"w{i}"].view(np.uint8), random((2048, 768), seed=i).view(np.uint8)) for i in range(4))
+    assert all(
+        np.array_equal(loaded[f"w{i}"].view(np.uint8), random((2048, 768), seed=i).view(np.uint8))
+        for i in range(4)
+    )
     with pytest.raises(ValueError, match="before the beginning"):
         file.seek(-1)
     file.close()
@@ -193,14 +206,25 @@ def test_safe_open_is_as_safetensors_has_it(tmp_path, framework):
     shardckpt.export_safetensors(tmp_path / "c", tmp_path / "out.safetensors", metadata={"k": "v"})
     with (
         shardckpt.safe_open(tmp_path / "c", framework=framework, metadata={"k": "v"}) as ours,
-        stock_open(tmp_path / "out.safetensors", framework={"jax": "flax"}.get(framework, framework)) as stock,
+        stock_open(
+            tmp_path / "out.safetensors", framework={"jax": "flax"}.get(framework, framework)
+        ) as stock,
     ):
-        assert (sorted(ours.keys()), ours.metadata(), ours.offset_keys()) == (sorted(stock.keys()), stock.metadata(), stock.offset_keys())
+        assert (sorted(ours.keys()), ours.metadata(), ours.offset_keys()) == (
+            sorted(stock.keys()),
+            stock.metadata(),
+            stock.offset_keys(),
+        )
         for name in sorted(ours.keys()):
             assert type(ours.get_tensor(name)) is type(stock.get_tensor(name))
-            assert np.asarray(ours.get_tensor(name)).tobytes() == np.asarray(stock.get_tensor(name)).tobytes()
+            assert (
+                np.asarray(ours.get_tensor(name)).tobytes()
+                == np.asarray(stock.get_tensor(name)).tobytes()
+            )
             one, other = ours.get_slice(name), stock.get_slice(name)
             assert (one.get_shape(), one.get_dtype()) == (other.get_shape(), other.get_dtype())
             assert np.asarray(one[2:5]).tobytes() == np.asarray(other[2:5]).tobytes()
-        with pytest.raises(shardckpt.errors.NamesMismatchError, match=r"no tensor 'aa' \(did you mean 'a'"):
+        with pytest.raises(
+            shardckpt.errors.NamesMismatchError, match=r"no tensor 'aa' \(did you mean 'a'"
+        ):
             ours.get_tensor("aa")

@@ -1,4 +1,5 @@
-"""Copies that a model makes of placeholders arrive as those of tensors would, and little else is read."""
+"""Copies that a model makes of placeholders arrive as those of tensors would, and little else is
+read."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def recorder(url):
 
 
 VIEWS = {
-    "narrow": lambda t, d, n: t.narrow(d, n % t.shape[d], 1 + (n // 3) % (t.shape[d] - n % t.shape[d])),
+    "narrow": lambda t, d, n: t.narrow(
+        d, n % t.shape[d], 1 + (n // 3) % (t.shape[d] - n % t.shape[d])
+    ),
     "chunk": lambda t, d, n: t.chunk(1 + n % 3, d)[-1],
     "split": lambda t, d, n: t.split(1 + n % t.shape[d], d)[0],
     "transpose": lambda t, d, n: t.transpose(d, n % t.dim()),
@@ -45,7 +48,9 @@ VIEWS = {
     "select": lambda t, d, n: t.select(d, n % t.shape[d]),
     "unsqueeze": lambda t, d, _: t.unsqueeze(d),
     "flatten": lambda t, d, _: t.flatten(d),
-    "reshape": lambda t, d, n: t.reshape(*t.shape[:d], -1, *([2] if t.shape[d] % 2 == 0 and n % 2 else [1]), *t.shape[d + 1 :]),
+    "reshape": lambda t, d, n: t.reshape(
+        *t.shape[:d], -1, *([2] if t.shape[d] % 2 == 0 and n % 2 else [1]), *t.shape[d + 1 :]
+    ),
     "permute": lambda t, d, _: t.permute(*range(d, t.dim()), *range(d)),
     "expand": lambda t, _d, n: t.expand(1 + n % 3, *t.shape),
     "ellipsis": lambda t, _d, n: t[..., n % t.shape[-1] :],
@@ -54,7 +59,9 @@ VIEWS = {
 
 @settings(deadline=None, max_examples=400)
 @given(
-    st.lists(st.tuples(st.sampled_from([*VIEWS]), st.integers(0, 2), st.integers(0, 50)), max_size=5),
+    st.lists(
+        st.tuples(st.sampled_from([*VIEWS]), st.integers(0, 2), st.integers(0, 50)), max_size=5
+    ),
     st.sampled_from(["same", "double", "strided"]),
 )
 def test_any_chain_of_views_copies_what_it_would_copy_of_the_tensor(url, steps, into):
@@ -106,7 +113,10 @@ def test_an_operation_on_elements_reads_them_and_is_counted(url):
     recorded, placeholders = recorder(place)
     assert torch.equal(placeholders["w"][2:4] * 2, state["w"][2:4] * 2)
     assert float(placeholders["scalar"]) == 3.5
-    assert torch.equal(torch.cat([placeholders["m"][:2], placeholders["m"][4:6]]), torch.cat([state["m"][:2], state["m"][4:6]]))
+    assert torch.equal(
+        torch.cat([placeholders["m"][:2], placeholders["m"][4:6]]),
+        torch.cat([state["m"][:2], state["m"][4:6]]),
+    )
     assert sum(recorded.read_at_once.values()) == 4
     assert placeholders["none"].sum() == 0
     target = torch.zeros(0, 4)
@@ -165,7 +175,10 @@ def test_what_a_model_does_with_a_parameter_after_a_copy_sees_the_copy(url):
     assert not recorded.read_at_once
 
 
-@pytest.mark.parametrize("change", [lambda t: t.add_(1), lambda t: t[1:3].zero_(), lambda t: t.copy_(torch.ones(1024, 512))])
+@pytest.mark.parametrize(
+    "change",
+    [lambda t: t.add_(1), lambda t: t[1:3].zero_(), lambda t: t.copy_(torch.ones(1024, 512))],
+)
 def test_a_model_that_changes_what_it_is_given_gets_tensors(url, change, caplog):
     place, state = url
     recorded = Recorder(ModelView(place))
@@ -188,7 +201,12 @@ def test_a_fused_parameter_that_lacks_a_part_is_named(url):
     place, _ = url
     recorded = Recorder(ModelView(place))
     module = torch.nn.ParameterDict(
-        {"full": torch.zeros(6, 8), "part": torch.zeros(16, 6), "padded": torch.zeros(9, 6), "none": torch.zeros(3)}
+        {
+            "full": torch.zeros(6, 8),
+            "part": torch.zeros(16, 6),
+            "padded": torch.zeros(9, 6),
+            "none": torch.zeros(3),
+        }
     )
 
     def load_weights(weights):
@@ -205,7 +223,12 @@ def test_a_fused_parameter_that_lacks_a_part_is_named(url):
 def test_what_a_program_does_to_tensors_without_an_operation_changes_no_copy(url):
     place, state = url
     recorded = Recorder(ModelView(place))
-    q, bits, late, other = torch.zeros(8, 6), torch.zeros(1024, 512, dtype=torch.int16), torch.zeros(8, 6), torch.zeros(8, 6)
+    q, bits, late, other = (
+        torch.zeros(8, 6),
+        torch.zeros(1024, 512, dtype=torch.int16),
+        torch.zeros(8, 6),
+        torch.zeros(8, 6),
+    )
     memory = q.data
 
     def load_weights(weights):
@@ -232,7 +255,11 @@ def test_a_parameter_that_is_a_placeholder_still_is_named(url):
     place, _ = url
     recorded = Recorder(ModelView(place))
     module = torch.nn.Module()
-    recorded.run(lambda weights: module.register_parameter("kept", torch.nn.Parameter(dict(weights)["w"], requires_grad=False)))
+    recorded.run(
+        lambda weights: module.register_parameter(
+            "kept", torch.nn.Parameter(dict(weights)["w"], requires_grad=False)
+        )
+    )
     assert recorded.filled_in_part(module.named_parameters()) == ["kept"]
     with pytest.raises(TypeError, match="has no memory"):
         torch.from_dlpack(dict(Recorder(ModelView(place)).placeholders())["w"])
@@ -242,7 +269,9 @@ def test_a_rehearsal_on_the_meta_device_notes_the_boxes_and_reads_nothing(url):
     place, _ = url
     view = ModelView(place)
     recorded = Recorder(view)
-    full, half, lacking = (torch.empty(shape, device="meta") for shape in [SHAPE, (6, *SHAPE[1:]), SHAPE])
+    full, half, lacking = (
+        torch.empty(shape, device="meta") for shape in [SHAPE, (6, *SHAPE[1:]), SHAPE]
+    )
 
     def load(tensors):
         w = dict(tensors)["w"]
@@ -256,7 +285,9 @@ def test_a_rehearsal_on_the_meta_device_notes_the_boxes_and_reads_nothing(url):
     assert view.arrays()[number].name == "w"
     assert {(box.start[0], box.stop[0]) for _, box in recorded.boxes} == {(0, 12), (6, 12), (0, 4)}
     assert view.checkpoint.stats.bytes_read == before
-    assert recorded.filled_in_part([("full", full), ("half", half), ("lacking", lacking)]) == ["lacking"]
+    assert recorded.filled_in_part([("full", full), ("half", half), ("lacking", lacking)]) == [
+        "lacking"
+    ]
 
 
 def test_copies_that_are_made_at_once_are_there_for_what_torch_does_not_dispatch(url):

@@ -24,13 +24,22 @@ def trained(tmp_path_factory):
     """A model, and the url of a checkpoint of its training."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=96
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
     )
     model = LlamaForCausalLM(config).eval()
     path = tmp_path_factory.mktemp("trained")
     state = {"model": model.state_dict(), "optimizer": {"m": torch.zeros(3)}}
-    quarters = Sharding(Mesh((2, 2), ("a", "b")), P("a", "b"))  # as a training on four devices cuts them
-    on_paper = {f"model/{name}": quarters for name, tensor in state["model"].items() if tensor.ndim == 2}
+    quarters = Sharding(
+        Mesh((2, 2), ("a", "b")), P("a", "b")
+    )  # as a training on four devices cuts them
+    on_paper = {
+        f"model/{name}": quarters for name, tensor in state["model"].items() if tensor.ndim == 2
+    }
     shardckpt.save(path / "run", state, options=SaveOptions(shardings=on_paper))
     config.save_pretrained(path / "config")
     return model, path
@@ -71,16 +80,27 @@ def test_without_a_configuration_there_is_no_model(tmp_path):
 
 def test_weights_that_the_checkpoint_lacks_are_named_and_never_random(trained):
     _, path = trained
-    options = {"config": path / "config", "include": "model/**", "strip_prefix": "model/", "exclude": "**/*up_proj.weight"}
+    options = {
+        "config": path / "config",
+        "include": "model/**",
+        "strip_prefix": "model/",
+        "exclude": "**/*up_proj.weight",
+    }
     with pytest.raises(errors.NamesMismatchError, match=r"no weights for .*up_proj\.weight"):
         shardckpt.from_pretrained(AutoModelForCausalLM, path / "run", **options)
-    _, info = shardckpt.from_pretrained(AutoModelForCausalLM, path / "run", output_loading_info=True, **options)
+    _, info = shardckpt.from_pretrained(
+        AutoModelForCausalLM, path / "run", output_loading_info=True, **options
+    )
     assert len(info["missing_keys"]) == 2
 
 
-@pytest.mark.parametrize("config", [{}, {"model_type": "nobody's"}, {"model_type": "llama", "self": 3}])
+@pytest.mark.parametrize(
+    "config", [{}, {"model_type": "nobody's"}, {"model_type": "llama", "self": 3}]
+)
 def test_a_configuration_that_is_no_models_is_refused(tmp_path, config):
-    shardckpt.save(tmp_path / "c", {"w": torch.zeros(3)}, options=SaveOptions(metadata={"config.json": config}))
+    shardckpt.save(
+        tmp_path / "c", {"w": torch.zeros(3)}, options=SaveOptions(metadata={"config.json": config})
+    )
     with pytest.raises(errors.OptionError, match=r"config\.json"):
         shardckpt.from_pretrained(AutoModelForCausalLM, tmp_path / "c")
 
@@ -88,8 +108,21 @@ def test_a_configuration_that_is_no_models_is_refused(tmp_path, config):
 def test_of_two_processes_each_reads_what_it_keeps(trained, tmp_path):
     """With transformers' own plan for tensor parallelism."""
     model, path = trained
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", CHILDREN / "pretrained_tp.py"]
-    done = subprocess.run([*map(str, command), str(path), str(tmp_path)], capture_output=True, text=True, timeout=200, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--standalone",
+        CHILDREN / "pretrained_tp.py",
+    ]
+    done = subprocess.run(
+        [*map(str, command), str(path), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
         answer = json.loads((tmp_path / str(rank)).read_text())

@@ -20,7 +20,11 @@ SHAPE = (512, 96)
 def place(tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "c"
     rng = np.random.default_rng(0)
-    state = {"w": torch.from_numpy(rng.standard_normal(SHAPE, np.float32)), "b": torch.arange(7), "h": torch.ones(3, 5).bfloat16()}
+    state = {
+        "w": torch.from_numpy(rng.standard_normal(SHAPE, np.float32)),
+        "b": torch.arange(7),
+        "h": torch.ones(3, 5).bfloat16(),
+    }
     shardckpt.save(path, state, options=SaveOptions(fingerprint=True))
     return path
 
@@ -39,12 +43,20 @@ def copied(*parts):
 
 
 def test_ranks_that_together_read_all_prove_all(place):
-    rows = [rank(place, lambda t, n=n: copied(t["w"].chunk(4)[n], t["b"], t["h"].t()[n])) for n in range(4)]
+    rows = [
+        rank(place, lambda t, n=n: copied(t["w"].chunk(4)[n], t["b"], t["h"].t()[n]))
+        for n in range(4)
+    ]
     assert rows[0].check([one.parts for one in rows]) == ["b", "w"]  # of "h" a column is missing
-    columns = [rank(place, lambda t, n=n: copied(t["w"][:, n * 24 : (n + 1) * 24], t["h"])) for n in range(4)]
+    columns = [
+        rank(place, lambda t, n=n: copied(t["w"][:, n * 24 : (n + 1) * 24], t["h"]))
+        for n in range(4)
+    ]
     assert sorted(columns[0].check([one.parts for one in columns])) == ["h", "w"]
     assert rows[0].check([rows[0].parts]) == ["b"]
-    assert rows[0].check([rows[0].parts, columns[1].parts]) == ["b"], "boxes that overlap prove nothing"
+    assert rows[0].check([rows[0].parts, columns[1].parts]) == ["b"], (
+        "boxes that overlap prove nothing"
+    )
 
 
 def test_a_bit_that_differs_is_named(place):
@@ -52,15 +64,23 @@ def test_a_bit_that_differs_is_named(place):
     elements = np.asarray(shardckpt.open(place)["w"][:256]).copy()
     elements[7, 9] = -elements[7, 9]
     flipped = ReadProof(ModelView(place))
-    flipped.add([array.name for array in ModelView(place).arrays()].index("w"), Box((0, 0), (256, 96)), elements)
+    flipped.add(
+        [array.name for array in ModelView(place).arrays()].index("w"),
+        Box((0, 0), (256, 96)),
+        elements,
+    )
     with pytest.raises(errors.CorruptionError, match=r"do not match the saved fingerprint.*\bw\b"):
         proofs[0].check([flipped.parts, proofs[1].parts])
-    with pytest.raises(errors.CorruptionError, match=r"two processes have different elements of w\["):
+    with pytest.raises(
+        errors.CorruptionError, match=r"two processes have different elements of w\["
+    ):
         proofs[0].check([flipped.parts, proofs[0].parts])
 
 
 def test_what_the_view_changes_is_not_proved(place):
-    everything = rank(place, lambda t: copied(*t.values()), dtype={"h": "float32"}, rename="s/^b$/bias/")
+    everything = rank(
+        place, lambda t: copied(*t.values()), dtype={"h": "float32"}, rename="s/^b$/bias/"
+    )
     assert everything.check([everything.parts]) == ["b", "w"]
     with_none = ModelView(place)
     assert ReadProof(with_none).check([]) == []

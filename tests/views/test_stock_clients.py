@@ -1,4 +1,5 @@
-"""Libraries that know nothing of shardckpt read a training's checkpoint, over a web server and from a bucket."""
+"""Libraries that know nothing of shardckpt read a training's checkpoint, over a web server and from
+a bucket."""
 
 from __future__ import annotations
 
@@ -22,13 +23,23 @@ MODEL = {"include": "model/**", "strip_prefix": "model/"}
 def model():
     torch.manual_seed(0)
     return LlamaForCausalLM(
-        LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=96)
+        LlamaConfig(
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            vocab_size=96,
+        )
     ).eval()
 
 
 def save(url, model):
     metadata = {"config.json": model.config.to_diff_dict()}
-    shardckpt.save(url, {"model": model.state_dict(), "step": 7}, options=shardckpt.SaveOptions(metadata=metadata))
+    shardckpt.save(
+        url,
+        {"model": model.state_dict(), "step": 7},
+        options=shardckpt.SaveOptions(metadata=metadata),
+    )
 
 
 @contextmanager

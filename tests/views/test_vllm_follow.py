@@ -1,4 +1,5 @@
-"""A running vLLM engine takes the versions of a publisher: its tokens are those of transformers, and of a fresh engine. See `make vllm`."""
+"""A running vLLM engine takes the versions of a publisher: its tokens are those of transformers,
+and of a fresh engine. See `make vllm`."""
 
 from __future__ import annotations
 
@@ -19,9 +20,16 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(1800),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of vLLM
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM has an environment of its own: run `make vllm`"),
+    pytest.mark.skipif(
+        find_spec("vllm") is None, reason="vLLM has an environment of its own: run `make vllm`"
+    ),
 ]
-ENVIRONMENT = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+ENVIRONMENT = {
+    **os.environ,
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
 NAMED = {"include": "model/**", "strip_prefix": "model/"}
 PROMPTS = (["three", "seven", "one"], ["nine"])
 
@@ -37,27 +45,57 @@ class Training:
         from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
         torch.manual_seed(0)
-        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
-        self.model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=1024, max_position_embeddings=64)).eval()
+        sizes = {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+        }
+        self.model = LlamaForCausalLM(
+            LlamaConfig(**sizes, vocab_size=1024, max_position_embeddings=64)
+        ).eval()
         for parameter in self.model.parameters():
             parameter.data.mul_(3)  # so that the next token depends on those before
-        self.words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", *(f"w{n}" for n in range(1014))]
-        tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(self.words)}, unk_token="zero"))
+        self.words = [
+            "zero",
+            "one",
+            "two",
+            "three",
+            "four",
+            "five",
+            "six",
+            "seven",
+            "eight",
+            "nine",
+            *(f"w{n}" for n in range(1014)),
+        ]
+        tokenizer = Tokenizer(
+            WordLevel({word: i for i, word in enumerate(self.words)}, unk_token="zero")
+        )
         tokenizer.pre_tokenizer = Whitespace()
         self.start = where / "start"
         """The model as it was before the first version, as Hugging Face's library saves it."""
         self.model.save_pretrained(self.start)
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="zero").save_pretrained(self.start)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="zero").save_pretrained(
+            self.start
+        )
         self.url = where / "policy"
         self.publisher = shardckpt.Publisher(self.url, anchor_every=6)
 
     def publish(self, step):
-        """Change the model, and publish it; return the tokens that transformers generates with it."""
+        """Change the model, and publish it; return the tokens that transformers generates with
+        it."""
         import torch
 
         torch.manual_seed(step)
         for parameter in self.model.parameters():
-            parameter.data += 0.3 * parameter.data.std() * torch.randn_like(parameter) * (torch.rand_like(parameter) < 0.2)
+            parameter.data += (
+                0.3
+                * parameter.data.std()
+                * torch.randn_like(parameter)
+                * (torch.rand_like(parameter) < 0.2)
+            )
         self.publisher.publish(step, {"model": self.model.state_dict(), "step": step})
         self.publisher.wait()
         return self.tokens()
@@ -86,10 +124,22 @@ class Engine:
 
     def __init__(self, training, ranks):
         threads = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if ranks == 2 else {}
-        command = [sys.executable, str(CHILDREN / "vllm_follow.py"), str(training.start), str(training.url)]
+        command = [
+            sys.executable,
+            str(CHILDREN / "vllm_follow.py"),
+            str(training.start),
+            str(training.url),
+        ]
         options = json.dumps({"tensor_parallel_size": ranks})
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        self.process = subprocess.Popen([*command, options], env={**ENVIRONMENT, **threads}, start_new_session=True, **pipes)
+        pipes = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+        }
+        self.process = subprocess.Popen(
+            [*command, options], env={**ENVIRONMENT, **threads}, start_new_session=True, **pipes
+        )
         self.log = []
         try:
             assert self.answer() == {"ready": True}
@@ -129,9 +179,20 @@ def fresh(training, step, ranks):
         "model_loader_extra_config": {"url": f"{training.url}/{step}", **NAMED},
     }
     threads = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if ranks == 2 else {}
-    done = subprocess.run([*command, json.dumps(options)], env={**ENVIRONMENT, **threads}, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [*command, json.dumps(options)],
+        env={**ENVIRONMENT, **threads},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    return [one[0] for one in json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))]
+    return [
+        one[0]
+        for one in json.loads(
+            next(line for line in done.stdout.splitlines() if line.startswith("[["))
+        )
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -152,7 +213,9 @@ def test_ten_versions_in_a_row_give_the_tokens_that_transformers_gives(training,
             for proof in answer["proofs"]:
                 assert (proof["step"], len(proof["proved"]), proof["not_proved"]) == (step, 21, [])
             seen.append(answer["tokens"])
-        assert len({json.dumps(tokens) for tokens in seen}) == len(seen), "each version has other tokens"
+        assert len({json.dumps(tokens) for tokens in seen}) == len(seen), (
+            "each version has other tokens"
+        )
         assert engine.ask("next")["step"] is None
     finally:
         engine.kill()
@@ -186,8 +249,14 @@ def test_what_cannot_be_followed_is_refused_and_leaves_the_engine_as_it_is(train
     training.publish(600)
     bare = SimpleNamespace(start=training.start, url=tmp_path / "bare")
     with shardckpt.Publisher(bare.url) as publisher:
-        state = {f"model/{name}": tensor for name, tensor in training.model.state_dict().items() if "q_proj" not in name}
-        publisher.publish(1, {"model": {name.removeprefix("model/"): tensor for name, tensor in state.items()}})
+        state = {
+            f"model/{name}": tensor
+            for name, tensor in training.model.state_dict().items()
+            if "q_proj" not in name
+        }
+        publisher.publish(
+            1, {"model": {name.removeprefix("model/"): tensor for name, tensor in state.items()}}
+        )
     engine = Engine(bare, 1)
     try:
         before = engine.ask("tokens")["tokens"]
@@ -202,6 +271,11 @@ def test_quantised_models_are_refused_by_name():
     from shardckpt.views.vllm_follow import FollowEngine, FollowInit
 
     quantised = SimpleNamespace(quantization="fp8")
-    engine = FollowEngine(None, SimpleNamespace(parallel_config=None, model_config=quantised), "cpu", None)
-    with pytest.raises(shardckpt.errors.OptionError, match="policy: shardckpt does not load quantised models, and this one is fp8"):
+    engine = FollowEngine(
+        None, SimpleNamespace(parallel_config=None, model_config=quantised), "cpu", None
+    )
+    with pytest.raises(
+        shardckpt.errors.OptionError,
+        match="policy: shardckpt does not load quantised models, and this one is fp8",
+    ):
         engine.init_transfer_engine(FollowInit("policy"))

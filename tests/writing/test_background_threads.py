@@ -24,22 +24,37 @@ def state(mebibytes):
 def writers(monkeypatch):
     """The threads that have written, and the portions in which they did."""
     seen, append = [], Encoder.append
-    monkeypatch.setattr(Encoder, "append", lambda self, blocks: seen.append((self, threading.get_ident())) or append(self, blocks))
+    monkeypatch.setattr(
+        Encoder,
+        "append",
+        lambda self, blocks: seen.append((self, threading.get_ident())) or append(self, blocks),
+    )
     return seen
 
 
-@pytest.mark.parametrize(("cores", "asked", "most"), [(1, None, 1), (2, None, 1), (8, None, 4), (8, 2, 2), (2, 6, 6), (64, None, 8)])
-def test_a_background_save_writes_with_half_of_the_cores_or_as_many_as_asked(tmp_path, monkeypatch, writers, cores, asked, most):
+@pytest.mark.parametrize(
+    ("cores", "asked", "most"),
+    [(1, None, 1), (2, None, 1), (8, None, 4), (8, 2, 2), (2, 6, 6), (64, None, 8)],
+)
+def test_a_background_save_writes_with_half_of_the_cores_or_as_many_as_asked(
+    tmp_path, monkeypatch, writers, cores, asked, most
+):
     """256 MiB are enough for eight threads."""
     monkeypatch.setenv("SHARDCKPT_THREADS", str(cores))
     large = state(256)
-    shardckpt.save_async(tmp_path / "c", large, options=SaveOptions(background_threads=asked)).wait()
+    shardckpt.save_async(
+        tmp_path / "c", large, options=SaveOptions(background_threads=asked)
+    ).wait()
     encoders = {encoder for encoder, _ in writers}
     assert len(encoders) <= most
     assert most == 1 or len({thread for _, thread in writers}) > 1
     record = shardckpt.open(tmp_path / "c").record
     assert len(record.hosts) == 1
-    lanes = {path.name for path in (tmp_path / "c" / record.attempt / "hosts" / "00000").iterdir() if path.is_dir()}
+    lanes = {
+        path.name
+        for path in (tmp_path / "c" / record.attempt / "hosts" / "00000").iterdir()
+        if path.is_dir()
+    }
     assert lanes == {"0"}, "one database names the files of all threads"
     assert (shardckpt.restore(tmp_path / "c")["w"] == large["w"]).all()
 
@@ -57,25 +72,36 @@ def test_a_number_of_threads_that_is_none_is_refused_by_name(asked):
     compression=st.sampled_from([None, "zstd"]),
 )
 @settings(max_examples=25, deadline=None)
-def test_what_several_threads_write_is_what_was_saved_and_memory_stays_in_its_limit(tmp_path_factory, sizes, limit, threads, compression):
+def test_what_several_threads_write_is_what_was_saved_and_memory_stays_in_its_limit(
+    tmp_path_factory, sizes, limit, threads, compression
+):
     """Some states fit, others stream through a few parts."""
     place, calls = tmp_path_factory.mktemp("saved") / "c", []
-    arrays = {f"t{i}": np.random.default_rng(i).integers(0, 255, size, np.uint8) for i, size in enumerate(sizes)}
+    arrays = {
+        f"t{i}": np.random.default_rng(i).integers(0, 255, size, np.uint8)
+        for i, size in enumerate(sizes)
+    }
     arrays["big"] = np.random.default_rng(99).integers(0, 255, (40, MiB), np.uint8)
     options = SaveOptions(background_threads=threads, compression=compression, memory_limit=limit)
     saver = Saver(memory_limit=limit)
-    report = saver.begin(place, arrays, options, progress=lambda done, total: calls.append((done, total))).wait()
+    report = saver.begin(
+        place, arrays, options, progress=lambda done, total: calls.append((done, total))
+    ).wait()
     restored = shardckpt.restore(place)
     assert all((restored[name] == arrays[name]).all() for name in arrays)
     assert saver.pool.high_water <= limit
     assert report.streamed == (limit < 128 * MiB)
-    assert [done for done, _ in calls] == sorted({done for done, _ in calls}), "progress goes forward"
+    assert [done for done, _ in calls] == sorted({done for done, _ in calls}), (
+        "progress goes forward"
+    )
     assert calls[-1] == (report.nbytes, report.nbytes)
     assert shardckpt.open(place).verify().ok
 
 
 @pytest.mark.parametrize("limit", [16 * MiB, 512 * MiB])
-def test_an_error_of_any_thread_fails_the_save_and_its_memory_is_given_back(tmp_path, monkeypatch, limit):
+def test_an_error_of_any_thread_fails_the_save_and_its_memory_is_given_back(
+    tmp_path, monkeypatch, limit
+):
     append, calls = Encoder.append, []
 
     def failing(self, blocks):
@@ -85,7 +111,10 @@ def test_an_error_of_any_thread_fails_the_save_and_its_memory_is_given_back(tmp_
         append(self, blocks)
 
     monkeypatch.setattr(Encoder, "append", failing)
-    saver, options = Saver(memory_limit=limit), SaveOptions(background_threads=3, memory_limit=limit)
+    saver, options = (
+        Saver(memory_limit=limit),
+        SaveOptions(background_threads=3, memory_limit=limit),
+    )
     with pytest.raises(StorageError, match="the disk is full"):  # at once where it streams
         saver.begin(tmp_path / "c", state(200), options).wait()
     assert saver.pool.take_at_once(limit) is not None

@@ -1,4 +1,5 @@
-"""The pinned memory of saves from devices: how much, for how long, and what is left where a device or the host has no more.
+"""The pinned memory of saves from devices: how much, for how long, and what is left where a device
+or the host has no more.
 
 Devices are imitated (`fake_cuda`); tests/cuda has what needs a GPU.
 """
@@ -49,7 +50,9 @@ def assert_saved(path, expected):
 
 
 @pytest.mark.parametrize("mode", ["wait", "overlap"])
-def test_memory_is_pinned_once_no_more_than_the_share_needs_and_given_back_at_close(fake, tmp_path, mode):
+def test_memory_is_pinned_once_no_more_than_the_share_needs_and_given_back_at_close(
+    fake, tmp_path, mode
+):
     optimizer = filled(fake, 8)
     with CheckpointManager(tmp_path, options=SaveOptions(device_copy=mode)) as manager:
         for step in range(3):
@@ -64,7 +67,9 @@ def test_memory_is_pinned_once_no_more_than_the_share_needs_and_given_back_at_cl
 def test_a_larger_state_streams_through_a_smaller_buffer_within_the_limit(fake, tmp_path):
     optimizer, saver = filled(fake, 40), Saver(memory_limit="16MiB")
     expected = {name: value.clone() for name, value in optimizer.values.items()}
-    handle = saver.begin(tmp_path / "c", {**optimizer.parameters, "host": np.arange(9.0)}, SaveOptions())
+    handle = saver.begin(
+        tmp_path / "c", {**optimizer.parameters, "host": np.arange(9.0)}, SaveOptions()
+    )
     optimizer.step()
     assert handle.wait().streamed
     assert_saved(tmp_path / "c", expected)
@@ -76,7 +81,9 @@ def test_a_larger_state_streams_through_a_smaller_buffer_within_the_limit(fake, 
 def test_overlap_that_does_not_fit_is_refused_with_the_number_of_bytes(fake, tmp_path):
     optimizer, saver = filled(fake, 20), Saver(memory_limit="16MiB")
     with pytest.raises(
-        errors.BudgetError, match=r"overlap.*needs 23,068,672 bytes of host memory.*memory_limit=16 MiB; raise memory_limit, or use"
+        errors.BudgetError,
+        match=r"overlap.*needs 23,068,672 bytes of host memory.*memory_limit=16 MiB; raise "
+        r"memory_limit, or use",
     ):
         saver.begin(tmp_path / "c", optimizer.parameters, SaveOptions(device_copy="overlap"))
     assert fake.pinnings == 0
@@ -91,7 +98,11 @@ def test_overlap_waits_for_the_buffer_of_the_save_before(fake, tmp_path):
     handles, expected = [], []
     for step in range(3):
         expected.append({name: value.clone() for name, value in optimizer.values.items()})
-        handles.append(saver.begin(tmp_path / str(step), optimizer.parameters, SaveOptions(device_copy="overlap")))
+        handles.append(
+            saver.begin(
+                tmp_path / str(step), optimizer.parameters, SaveOptions(device_copy="overlap")
+            )
+        )
         optimizer.step()
     for step, handle in enumerate(handles):
         assert not handle.wait().streamed
@@ -102,7 +113,11 @@ def test_overlap_waits_for_the_buffer_of_the_save_before(fake, tmp_path):
 
 def test_a_save_that_waits_pins_two_small_buffers(fake, tmp_path):
     optimizer = filled(fake, 40, tensors=1)
-    shardckpt.save(tmp_path / "c", {**optimizer.parameters, "host": np.arange(9.0)}, options=SaveOptions(memory_limit="16MiB"))
+    shardckpt.save(
+        tmp_path / "c",
+        {**optimizer.parameters, "host": np.arange(9.0)},
+        options=SaveOptions(memory_limit="16MiB"),
+    )
     assert_saved(tmp_path / "c", optimizer.values)
     assert fake.high_water <= 4 * MiB
 
@@ -131,21 +146,37 @@ def no_memory(fake, monkeypatch, after):
     monkeypatch.setattr(fake, "copy", failing)
 
 
-@given(after=st.integers(0, 3), seed=st.integers(0, 100), mode=st.sampled_from(["wait", "overlap", "save"]))
+@given(
+    after=st.integers(0, 3),
+    seed=st.integers(0, 100),
+    mode=st.sampled_from(["wait", "overlap", "save"]),
+)
 @settings(max_examples=15)
-def test_a_device_without_memory_leaves_the_state_whole_and_publishes_nothing(tmp_path_factory, after, seed, mode):
+def test_a_device_without_memory_leaves_the_state_whole_and_publishes_nothing(
+    tmp_path_factory, after, seed, mode
+):
     path, fake = tmp_path_factory.mktemp("c") / "c", FakeCuda(seed)
     with fake.installed():
         optimizer, saver = filled(fake, 4), Saver(memory_limit="16MiB")
         with pytest.MonkeyPatch.context() as patch:
             no_memory(fake, patch, after)
-            save = shardckpt.save if mode == "save" else partial(saver.begin, options=SaveOptions(device_copy=mode))
-            with pytest.raises(errors.BudgetError, match=r"cuda:0 has no memory left to save a tensor that is not contiguous"):
+            save = (
+                shardckpt.save
+                if mode == "save"
+                else partial(saver.begin, options=SaveOptions(device_copy=mode))
+            )
+            with pytest.raises(
+                errors.BudgetError,
+                match=r"cuda:0 has no memory left to save a tensor that is not contiguous",
+            ):
                 save(path, optimizer.parameters)
         with pytest.raises(errors.NotFoundError):
             shardckpt.open(path)
         fake.idle()
-        assert all(torch.equal(tensor, optimizer.values[name]) for name, tensor in optimizer.parameters.items())
+        assert all(
+            torch.equal(tensor, optimizer.values[name])
+            for name, tensor in optimizer.parameters.items()
+        )
         optimizer.step()
         saver.begin(path, optimizer.parameters, SaveOptions(device_copy="wait")).wait()
         assert_saved(path, optimizer.values)
@@ -159,7 +190,9 @@ def test_a_host_that_pins_no_more_is_told_with_the_number_of_bytes(tmp_path, asy
     with FakeCuda(1, pinnable=MiB).installed() as fake:
         optimizer, saver = filled(fake, 4), Saver()
         save = partial(saver.begin, options=SaveOptions()) if asynchronous else shardckpt.save
-        with pytest.raises(errors.BudgetError, match=r"CUDA cannot pin [\d,]+ bytes of host memory \(error 2\)"):
+        with pytest.raises(
+            errors.BudgetError, match=r"CUDA cannot pin [\d,]+ bytes of host memory \(error 2\)"
+        ):
             save(tmp_path / "c", optimizer.parameters)
         with pytest.raises(errors.NotFoundError):
             shardckpt.open(tmp_path / "c")
@@ -218,20 +251,30 @@ class OfTwo(OneOfSeveral):
 @pytest.mark.parametrize("mode", ["wait", "overlap"])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_thread_that_saves_does_not_wait_for_the_device(fake, tmp_path, mode, processes):
-    """In a job of several processes small plain tensors are part of the contents, which are complete when they have arrived."""
+    """In a job of several processes small plain tensors are part of the contents, which are
+    complete when they have arrived."""
     shapes = {"norm": (64,), "empty": (0, 3), "scalar": (), "large": (300, 300)}
-    optimizer = Descent(fake, {name: fake.put(torch.randn(shape)) for name, shape in shapes.items()})
+    optimizer = Descent(
+        fake, {name: fake.put(torch.randn(shape)) for name, shape in shapes.items()}
+    )
     optimizer.step()
     expected = {name: value.clone() for name, value in optimizer.values.items()}
     contents = []
     for name, state in (("device", optimizer.parameters), ("host", expected)):
         saver = Saver(coordinator=OfTwo(0, 2) if processes == 2 else None)
         with fake.lock:  # nothing runs on the device meanwhile
-            handle = saver.begin(tmp_path / name, state, SaveOptions(device_copy=mode, commit_timeout=0.5, host_tensors="local"))
+            handle = saver.begin(
+                tmp_path / name,
+                state,
+                SaveOptions(device_copy=mode, commit_timeout=0.5, host_tensors="local"),
+            )
             optimizer.step()
         assert threading.current_thread().name not in fake.waits
         handle.wait("commit" if processes == 1 else "local")
-        (file,) = [*(tmp_path / name).glob("*/contents/*"), *(tmp_path / name).glob("*/hosts/00000/contents.json")]
+        (file,) = [
+            *(tmp_path / name).glob("*/contents/*"),
+            *(tmp_path / name).glob("*/hosts/00000/contents.json"),
+        ]
         contents.append(file.read_bytes())
         if processes == 1:
             assert_saved(tmp_path / name, expected)
@@ -240,8 +283,13 @@ def test_the_thread_that_saves_does_not_wait_for_the_device(fake, tmp_path, mode
 
 
 def test_samples_of_replicas_on_devices_are_those_of_the_host_and_come_behind_the_call(fake):
-    """The samples are copied in stream order, so an update that is queued later does not change them."""
-    values = {"w": torch.randn(600, 40), "transposed": torch.randn(700, 30).T, "scalar": torch.tensor(3.0)}
+    """The samples are copied in stream order, so an update that is queued later does not change
+    them."""
+    values = {
+        "w": torch.randn(600, 40),
+        "transposed": torch.randn(700, 30).T,
+        "scalar": torch.tensor(3.0),
+    }
     plan = SimpleNamespace(replicated={name: [(0, 1)] for name in values})
     expected = ReplicaChecksums(plan, frameworks.sources(values), wholly=False).complete()
     on_device = {name: fake.put(value.clone()) for name, value in values.items()}
@@ -250,13 +298,19 @@ def test_samples_of_replicas_on_devices_are_those_of_the_host_and_come_behind_th
     left, copies = frameworks.on_devices(sources, overlap=False)
     pool = BufferPool(1 * MiB, copies.pin)
     with pool.take(checksums.late_bytes()) as lease:
-        checksums.queue(left, copies, lease.array((checksums.late_bytes(),), np.uint8).view(np.uint8))
+        checksums.queue(
+            left, copies, lease.array((checksums.late_bytes(),), np.uint8).view(np.uint8)
+        )
         copies.end()
         for tensor in on_device.values():
             fake.launch(partial(tensor.fill_, -1))
         assert checksums.complete() == expected
         fake.idle()
     pool.clear()
-    again = ReplicaChecksums(plan, frameworks.sources({name: fake.put(value.clone()) for name, value in values.items()}), wholly=False)
+    again = ReplicaChecksums(
+        plan,
+        frameworks.sources({name: fake.put(value.clone()) for name, value in values.items()}),
+        wholly=False,
+    )
     again.fetch_late()
     assert again.complete() == expected

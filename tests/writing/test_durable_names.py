@@ -1,4 +1,5 @@
-"""Names of files and directories are durable before the checkpoint is published, and each directory is synced few times."""
+"""Names of files and directories are durable before the checkpoint is published, and each directory
+is synced few times."""
 
 import os
 from pathlib import Path
@@ -45,7 +46,9 @@ class Disk:
                 if target.parent.name == "records":
                     self.lost_at_record = self.lost(but=source)
                 if target.name == "checkpoint.json":
-                    self.lost_at_publication = self.lost(but=source)  # of the first one, that only holds the place, nothing is asked
+                    self.lost_at_publication = self.lost(
+                        but=source
+                    )  # of the first one, that only holds the place, nothing is asked
                 move(source, target, *args, **kwargs)
                 self.names -= {source}
                 self.names.add(target)
@@ -62,19 +65,31 @@ class Disk:
             self.names = {name for name in self.names if name.parent != path}
             self.files -= {path}
 
-        for name, function in {"mkdir": mkdir, "open": open_, "rename": moved(renamed), "replace": moved(replaced), "fsync": fsync}.items():
+        for name, function in {
+            "mkdir": mkdir,
+            "open": open_,
+            "rename": moved(renamed),
+            "replace": moved(replaced),
+            "fsync": fsync,
+        }.items():
             monkeypatch.setattr(os, name, function)
 
     def lost(self, but=None):
         """Names and files that a crash would take now, except the file that is being renamed."""
-        return sorted(str(path) for path in (self.names | self.files) if path != but and path.exists())
+        return sorted(
+            str(path) for path in (self.names | self.files) if path != but and path.exists()
+        )
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("save", ["save", "save_async"])
-def test_everything_is_durable_before_the_hosts_record_and_before_the_publication(tmp_path, monkeypatch, options, save):
+def test_everything_is_durable_before_the_hosts_record_and_before_the_publication(
+    tmp_path, monkeypatch, options, save
+):
     disk = Disk(monkeypatch)
-    handle = getattr(shardckpt, save)(tmp_path / "a" / "b" / "c", STATE, options=shardckpt.SaveOptions(**options))
+    handle = getattr(shardckpt, save)(
+        tmp_path / "a" / "b" / "c", STATE, options=shardckpt.SaveOptions(**options)
+    )
     if save == "save_async":
         handle.wait()
     assert disk.lost_at_record == []
@@ -100,12 +115,18 @@ def test_ten_small_tensors_take_few_syncs(tmp_path, monkeypatch):
     disk = Disk(monkeypatch)
     shardckpt.save(tmp_path / "c", STATE)
     assert len(disk.syncs) <= 19
-    assert len(disk.syncs) - len({*disk.syncs}) == 2, "twice: the checkpoint's directory and record, before and when it is published"
+    assert len(disk.syncs) - len({*disk.syncs}) == 2, (
+        "twice: the checkpoint's directory and record, before and when it is published"
+    )
 
 
 def test_an_object_per_chunk_takes_one_sync_each_and_few_per_directory(tmp_path, monkeypatch):
     disk = Disk(monkeypatch)
-    shardckpt.save(tmp_path / "c", {"w": np.zeros((4, 1024, 1024), np.float32)}, options=shardckpt.SaveOptions(layout="zarr"))
+    shardckpt.save(
+        tmp_path / "c",
+        {"w": np.zeros((4, 1024, 1024), np.float32)},
+        options=shardckpt.SaveOptions(layout="zarr"),
+    )
     files = sum(path.is_file() for path in (tmp_path / "c").rglob("*"))
     directories = sum(path.is_dir() for path in tmp_path.rglob("*"))
     assert len(disk.syncs) <= files + 2 * directories

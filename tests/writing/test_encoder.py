@@ -37,13 +37,20 @@ sides = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), max_size=3)
 def test_the_chunks_of_a_block_are_the_same_bytes_as_each_of_them_alone(grid, dtype, compression):
     shape, chunks = tuple(n for n, _ in grid), tuple(c for _, c in grid)
     # The block is a part of a larger array: its elements are not side by side in memory.
-    elements = np.random.default_rng(0).random([n + 1 for n in shape]).astype(dtype)[(*map(slice, shape), ...)]
+    elements = (
+        np.random.default_rng(0)
+        .random([n + 1 for n in shape])
+        .astype(dtype)[(*map(slice, shape), ...)]
+    )
     piece = Piece("w", (0,) * len(shape), shape, chunks)
     rows = np.full((piece.num_chunks, room_for(chunks, elements.itemsize)), 255, np.uint8)
     lay_out(elements, chunks, rows)
     data, lengths, crcs = close(rows, compression)
     boxes = chunk_boxes(piece, np.arange(piece.num_chunks))
-    alone = [encode(elements[(*boxes[i].slices, ...)], chunks, compression) for i in range(piece.num_chunks)]
+    alone = [
+        encode(elements[(*boxes[i].slices, ...)], chunks, compression)
+        for i in range(piece.num_chunks)
+    ]
     assert data.tobytes() == b"".join(stored.tobytes() for stored, _ in alone)
     assert (lengths, crcs) == ([len(stored) for stored, _ in alone], [crc for _, crc in alone])
 
@@ -51,13 +58,25 @@ def test_the_chunks_of_a_block_are_the_same_bytes_as_each_of_them_alone(grid, dt
 def arrays(rows):
     """Pieces of rows of 16 KiB, one row a chunk, with their elements."""
     pieces = [
-        (Piece(f"t{i}", (0, 0), (n, 4096), (1, 4096)), np.random.default_rng(i).random((n, 4096), np.float32)) for i, n in enumerate(rows)
+        (
+            Piece(f"t{i}", (0, 0), (n, 4096), (1, 4096)),
+            np.random.default_rng(i).random((n, 4096), np.float32),
+        )
+        for i, n in enumerate(rows)
     ]
     return [(piece, piece.box, values) for piece, values in pieces]
 
 
 def writer(place: Path, threads, layout="packed", compression=None) -> HostWriter:
-    return HostWriter(Store.open(place), "a", 0, layout=layout, compression=compression, memory_limit=1 << 26, threads=threads)
+    return HostWriter(
+        Store.open(place),
+        "a",
+        0,
+        layout=layout,
+        compression=compression,
+        memory_limit=1 << 26,
+        threads=threads,
+    )
 
 
 def append(host, blocks, at_a_time):
@@ -69,13 +88,22 @@ def read_back(place, record, piece):
     table = read_table(store, record.files.table)
     out = np.empty(piece.shape, np.float32)
     request = Request(piece.path, out.dtype, [piece], BoxArray.of([piece.box], 2), [out])
-    ChunkReader(ReadableChunks(store, WholeTable(table), CODECS[record.compression])).read([request])
+    ChunkReader(ReadableChunks(store, WholeTable(table), CODECS[record.compression])).read(
+        [request]
+    )
     return out
 
 
-@given(st.lists(st.integers(1, 60), max_size=5), st.integers(1, 3), st.sampled_from([None, "zstd"]), st.sampled_from([1, 1 << 20]))
+@given(
+    st.lists(st.integers(1, 60), max_size=5),
+    st.integers(1, 3),
+    st.sampled_from([None, "zstd"]),
+    st.sampled_from([1, 1 << 20]),
+)
 @settings(max_examples=12, deadline=None)
-def test_what_several_threads_have_written_is_read_back(tmp_path_factory, rows, threads, compression, at_a_time):
+def test_what_several_threads_have_written_is_read_back(
+    tmp_path_factory, rows, threads, compression, at_a_time
+):
     place = tmp_path_factory.mktemp("host")
     host, blocks = writer(place, threads, compression=compression), arrays(rows)
     append(host, blocks, at_a_time)
@@ -93,16 +121,22 @@ def calls(tmp_path, monkeypatch):
     made = []
     kind = type(create_data_file(Store.open(tmp_path), "x"))
     to_file = kind.append
-    monkeypatch.setattr(kind, "append", lambda self, data: made.append(len(data)) or to_file(self, data))
+    monkeypatch.setattr(
+        kind, "append", lambda self, data: made.append(len(data)) or to_file(self, data)
+    )
     return made
 
 
 @pytest.mark.skipif(extension.moving is None, reason="the extension is off, or was not built")
-def test_the_extension_gets_all_blocks_that_are_cut_alike_as_far_as_a_call_may_last(tmp_path, monkeypatch):
+def test_the_extension_gets_all_blocks_that_are_cut_alike_as_far_as_a_call_may_last(
+    tmp_path, monkeypatch
+):
     made = []
     kind = type(create_data_file(Store.open(tmp_path), "x"))
     to_file = kind.append
-    monkeypatch.setattr(kind, "append", lambda self, blocks: made.append(blocks.nbytes) or to_file(self, blocks))
+    monkeypatch.setattr(
+        kind, "append", lambda self, blocks: made.append(blocks.nbytes) or to_file(self, blocks)
+    )
     host, blocks = writer(tmp_path, 1), arrays([3, 1, 3, 1, 3, 9])
     append(host, blocks, 10 * ROW)
     host.abort()
@@ -125,17 +159,28 @@ def test_a_block_is_written_by_one_call_however_many_chunks_it_has(tmp_path, cal
     host.abort()
 
 
-def test_blocks_that_are_cut_alike_are_written_by_one_call_as_far_as_there_is_memory(tmp_path, calls):
+def test_blocks_that_are_cut_alike_are_written_by_one_call_as_far_as_there_is_memory(
+    tmp_path, calls
+):
     host, blocks = writer(tmp_path, 1), arrays([3, 1, 3, 1, 3, 9])
     append(host, blocks, 10 * ROW)
     record, _ = host.complete(host.describe(CONTENTS), hosts=1, prior=None)
-    assert calls == [n * (ROW + 4) for n in (3 + 3, 1 + 1, 3, 9)], "of the first four those of one shape; then one; then a large one"
+    assert calls == [n * (ROW + 4) for n in (3 + 3, 1 + 1, 3, 9)], (
+        "of the first four those of one shape; then one; then a large one"
+    )
     for piece, _, values in blocks:
         assert (read_back(tmp_path, record, piece) == values).all()
 
 
 def test_edges_that_are_mostly_padding_count_as_they_are_laid_out(tmp_path, calls):
-    edges = [(Piece(f"t{i}", (0, 0), (65, 64), (64, 64)), Box((64, 0), (65, 64)), np.ones((1, 64), np.float32)) for i in range(8)]
+    edges = [
+        (
+            Piece(f"t{i}", (0, 0), (65, 64), (64, 64)),
+            Box((64, 0), (65, 64)),
+            np.ones((1, 64), np.float32),
+        )
+        for i in range(8)
+    ]
     host = writer(tmp_path, 1)
     append(host, edges, 4 * ROW)
     assert calls == [4 * (ROW + 4)] * 2
@@ -152,20 +197,36 @@ def test_shards_of_a_tensor_lie_side_by_side_in_the_file(tmp_path, calls):
     whole = arrays([4, 4, 4])
     halves = [Box((0, 0), (2, 4096)), Box((2, 0), (4, 4096))]
     host = writer(tmp_path, 1)
-    append(host, [(piece, half, values[half.slices]) for piece, _, values in whole for half in halves], 1 << 20)
+    append(
+        host,
+        [(piece, half, values[half.slices]) for piece, _, values in whole for half in halves],
+        1 << 20,
+    )
     record, table = host.complete(host.describe(CONTENTS), hosts=1, prior=None)
     assert calls == [12 * (ROW + 4)]
-    assert table.rows.offset.tolist() == [*range(0, 12 * (ROW + 4), ROW + 4)], "by array, and in grid order"
+    assert table.rows.offset.tolist() == [*range(0, 12 * (ROW + 4), ROW + 4)], (
+        "by array, and in grid order"
+    )
     for piece, _, values in whole:
         assert (read_back(tmp_path, record, piece) == values).all()
 
 
 @given(sides, st.integers(1, 5), st.sampled_from(["u1", "f2", "f4", "c16"]))
 @settings(max_examples=40, deadline=None)
-def test_blocks_that_are_laid_out_together_are_the_same_bytes_as_each_of_them_alone(grid, count, dtype):
+def test_blocks_that_are_laid_out_together_are_the_same_bytes_as_each_of_them_alone(
+    grid, count, dtype
+):
     shape, chunks = tuple(n for n, _ in grid), tuple(c for _, c in grid)
     blocks = [np.random.default_rng(i).random(shape[::-1]).astype(dtype).T for i in range(count)]
-    rows = np.full((count, Piece("w", (0,) * len(shape), shape, chunks).num_chunks, room_for(chunks, blocks[0].itemsize)), 255, np.uint8)
+    rows = np.full(
+        (
+            count,
+            Piece("w", (0,) * len(shape), shape, chunks).num_chunks,
+            room_for(chunks, blocks[0].itemsize),
+        ),
+        255,
+        np.uint8,
+    )
     alone = rows.copy()
     lay_out_all(blocks, chunks, rows.reshape(-1, rows.shape[-1]))
     for block, place in zip(blocks, alone, strict=True):

@@ -1,4 +1,5 @@
-"""A state's fingerprint is that of its checkpoint, however the state was cut, and not that of any other state."""
+"""A state's fingerprint is that of its checkpoint, however the state was cut, and not that of any
+other state."""
 
 from __future__ import annotations
 
@@ -43,11 +44,19 @@ def fingerprint_recorded(url):
     st.booleans(),
     st.integers(0, 3),
 )
-def test_what_was_recorded_is_the_states_own_however_it_was_stored(tmp_path_factory, tensors, layout, compression, background, axis):
+def test_what_was_recorded_is_the_states_own_however_it_was_stored(
+    tmp_path_factory, tensors, layout, compression, background, axis
+):
     path = tmp_path_factory.mktemp("c")
     state = {f"t{i}": array(shape, dtype, i) for i, (shape, dtype) in enumerate(tensors)}
-    on_paper = {name: Sharding(Mesh((4,), ("x",)), P(*[None] * axis, "x")) for name, a in state.items() if a.ndim > axis}
-    options = SaveOptions(layout=layout, compression=compression, shardings=on_paper, fingerprint=True)
+    on_paper = {
+        name: Sharding(Mesh((4,), ("x",)), P(*[None] * axis, "x"))
+        for name, a in state.items()
+        if a.ndim > axis
+    }
+    options = SaveOptions(
+        layout=layout, compression=compression, shardings=on_paper, fingerprint=True
+    )
     if background:
         shardckpt.save_async(path / "c", state, options=options).wait()
     else:
@@ -62,7 +71,11 @@ def test_what_was_recorded_is_the_states_own_however_it_was_stored(tmp_path_fact
 
 def test_large_tensors_of_several_blocks_and_threads(tmp_path):
     rng = np.random.default_rng(0)
-    state = {"a": rng.standard_normal((6000, 3000), np.float32), "b": torch.randn(3000, 7000), "c": torch.randn(7000, 3000).t()}
+    state = {
+        "a": rng.standard_normal((6000, 3000), np.float32),
+        "b": torch.randn(3000, 7000),
+        "c": torch.randn(7000, 3000).t(),
+    }
     shardckpt.save(tmp_path / "c", state, options=SaveOptions(fingerprint=True))
     assert fingerprint_recorded(tmp_path / "c") == shardckpt.fingerprint(state)
 
@@ -71,7 +84,9 @@ def test_numpy_torch_and_a_transposed_view_have_one_fingerprint_and_a_changed_bi
     a = np.arange(12, dtype=np.float32).reshape(3, 4)
     fingerprint = shardckpt.fingerprint({"w": a})
     assert fingerprint == shardckpt.fingerprint({"w": torch.arange(12.0).reshape(3, 4)})
-    assert fingerprint == shardckpt.fingerprint({"w": torch.arange(12.0).reshape(3, 4).t().contiguous().t()})
+    assert fingerprint == shardckpt.fingerprint(
+        {"w": torch.arange(12.0).reshape(3, 4).t().contiguous().t()}
+    )
     assert fingerprint != shardckpt.fingerprint({"w": np.nextafter(a, 99)})
     assert fingerprint != shardckpt.fingerprint({"v": a})
     assert fingerprint != shardckpt.fingerprint({"w": a.reshape(4, 3)})
@@ -83,7 +98,9 @@ def test_tied_tensors_count_once_and_small_leaves_do_not(tmp_path):
     weight = torch.randn(5, 5)
     fingerprint = shardckpt.fingerprint({"a": weight, "b": weight, "step": 3})
     assert [*fingerprint.tensors] == ["a"]
-    shardckpt.save(tmp_path / "c", {"a": weight, "b": weight, "step": 4}, options=SaveOptions(fingerprint=True))
+    shardckpt.save(
+        tmp_path / "c", {"a": weight, "b": weight, "step": 4}, options=SaveOptions(fingerprint=True)
+    )
     assert fingerprint_recorded(tmp_path / "c") == fingerprint
 
 
@@ -92,7 +109,9 @@ def test_tensors_in_a_base_are_read(tmp_path):
     shardckpt.save(tmp_path / "1", {"frozen": frozen, "own": own})
     options = SaveOptions(base=tmp_path / "1", skip="frozen", fingerprint=True)
     shardckpt.save(tmp_path / "2", {"frozen": frozen, "own": own * 2}, options=options)
-    assert fingerprint_recorded(tmp_path / "2") == shardckpt.fingerprint({"frozen": frozen, "own": own * 2})
+    assert fingerprint_recorded(tmp_path / "2") == shardckpt.fingerprint(
+        {"frozen": frozen, "own": own * 2}
+    )
 
 
 def test_a_comparison_reads_no_tensor_whose_recorded_fingerprints_are_equal(tmp_path):
@@ -100,7 +119,11 @@ def test_a_comparison_reads_no_tensor_whose_recorded_fingerprints_are_equal(tmp_
 
     state = {"same": np.arange(5000.0), "other": np.zeros(5000)}
     for name, value in (("a", 0), ("b", 1)):
-        shardckpt.save(tmp_path / name, state | {"other": state["other"] + value}, options=SaveOptions(fingerprint=True))
+        shardckpt.save(
+            tmp_path / name,
+            state | {"other": state["other"] + value},
+            options=SaveOptions(fingerprint=True),
+        )
     a, b = shardckpt.open(tmp_path / "a"), shardckpt.open(tmp_path / "b")
     comparison = compare(a, b)
     assert [value.name for value in comparison.values] == ["other"]
@@ -116,8 +139,12 @@ def test_a_damaged_record_of_a_fingerprint_is_refused_and_reported(tmp_path):
     file.write_bytes(data)
     with pytest.raises(errors.FormatError, match=r"fingerprint\.json"):
         shardckpt.open(tmp_path / "c").fingerprint()
-    assert [damage.file.rpartition("/")[2] for damage in shardckpt.open(tmp_path / "c").verify().damage] == ["fingerprint.json"]
-    assert shardckpt.open(tmp_path / "c").fingerprint(recorded=False) == shardckpt.fingerprint({"w": np.arange(5.0)})
+    assert [
+        damage.file.rpartition("/")[2] for damage in shardckpt.open(tmp_path / "c").verify().damage
+    ] == ["fingerprint.json"]
+    assert shardckpt.open(tmp_path / "c").fingerprint(recorded=False) == shardckpt.fingerprint(
+        {"w": np.arange(5.0)}
+    )
 
 
 def test_a_manager_proves_what_lies_in_memory(tmp_path, monkeypatch):
@@ -131,7 +158,10 @@ def test_a_manager_proves_what_lies_in_memory(tmp_path, monkeypatch):
         half = {"model": {"w": torch.zeros(30, 40, dtype=torch.float16)}, "step": 0}
         with pytest.raises(errors.CorruptionError, match="model/w differ"):
             manager.restore(half, cast=True, check=True)
-        monkeypatch.setattr("shardckpt.training.manager.restore_adapted", lambda *_, **__: {"model": {"w": into["model"]["w"] + 1}})
+        monkeypatch.setattr(
+            "shardckpt.training.manager.restore_adapted",
+            lambda *_, **__: {"model": {"w": into["model"]["w"] + 1}},
+        )
         with pytest.raises(errors.CorruptionError, match="model/w differ"):
             manager.restore(into, check=True)
     with shardckpt.CheckpointManager(tmp_path / "none") as manager:
@@ -147,9 +177,23 @@ def test_the_command_prints_it(tmp_path):
     fingerprint = shardckpt.fingerprint(state)
     command = [sys.executable, "-m", "shardckpt", "fingerprint", tmp_path / "c"]
     printed = subprocess.run(
-        [*command, "--tensors"], capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "200"}
+        [*command, "--tensors"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"COLUMNS": "200"},
     ).stdout
-    assert [line.split()[0] for line in printed.splitlines()] == [fingerprint.total, *fingerprint.tensors.values()]
-    document = json.loads(subprocess.run([*command, "--json", "--read"], capture_output=True, text=True, check=True).stdout)
-    assert (document["fingerprint"], document["tensors"]) == (fingerprint.total, fingerprint.tensors)
+    assert [line.split()[0] for line in printed.splitlines()] == [
+        fingerprint.total,
+        *fingerprint.tensors.values(),
+    ]
+    document = json.loads(
+        subprocess.run(
+            [*command, "--json", "--read"], capture_output=True, text=True, check=True
+        ).stdout
+    )
+    assert (document["fingerprint"], document["tensors"]) == (
+        fingerprint.total,
+        fingerprint.tensors,
+    )
     assert Fingerprint(document["tensors"]) == fingerprint

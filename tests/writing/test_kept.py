@@ -1,4 +1,5 @@
-"""Differences of many chunks at a time, which the extension finds where it is there: the same bytes as one by one in numpy."""
+"""Differences of many chunks at a time, which the extension finds where it is there: the same bytes
+as one by one in numpy."""
 
 import numpy as np
 from hypothesis import given
@@ -8,19 +9,29 @@ from shardckpt.format.differences import apply, difference, whole
 from shardckpt.writing.kept import KeptChunks
 
 
-@given(seed=st.integers(0, 1 << 32), itemsize=st.sampled_from([1, 2, 4, 8, 16]), chunks=st.integers(1, 12), elements=st.integers(1, 3000))
+@given(
+    seed=st.integers(0, 1 << 32),
+    itemsize=st.sampled_from([1, 2, 4, 8, 16]),
+    chunks=st.integers(1, 12),
+    elements=st.integers(1, 3000),
+)
 def test_many_chunks_are_stored_as_each_of_them_would_be(seed, itemsize, chunks, elements):
     rng = np.random.default_rng(seed)
     old = rng.integers(0, 256, (chunks, elements * itemsize), np.uint8)
     new = old.copy()
     for row, share in zip(new, rng.choice([0, 0.001, 0.02, 0.4, 1], chunks), strict=True):
         differ = rng.random(elements) < share
-        row.reshape(elements, itemsize)[differ, rng.integers(itemsize)] ^= rng.integers(1, 256, int(differ.sum()), np.uint8)
+        row.reshape(elements, itemsize)[differ, rng.integers(itemsize)] ^= rng.integers(
+            1, 256, int(differ.sum()), np.uint8
+        )
     keys, paths = [f"w/c/{i}" for i in range(chunks)], ["w"] * chunks
     kept = KeptChunks()
     kept.begin("first", ())
     unknown = rng.random(chunks) < 0.2  # this process has not written them
-    kept.keep([key for key, is_unknown in zip(keys, unknown, strict=True) if not is_unknown], old[~unknown])
+    kept.keep(
+        [key for key, is_unknown in zip(keys, unknown, strict=True) if not is_unknown],
+        old[~unknown],
+    )
     kept.begin("second", {"w"})
     expected = [
         (whole(after), elements) if is_unknown else difference(before.copy(), after, itemsize)

@@ -50,7 +50,9 @@ def attempts(url):
 def test_hosts_write_one_checkpoint_between_them(tmp_path, job, processes, layout):
     assert job.run("save", processes, tmp_path / "c", {"layout": layout}) == ["saved"] * processes
     assert_holds(tmp_path / "c")
-    records = [json.loads(p.read_text())["record"] for p in sorted((tmp_path / "c").glob("*/records/*"))]
+    records = [
+        json.loads(p.read_text())["record"] for p in sorted((tmp_path / "c").glob("*/records/*"))
+    ]
     assert [r["host"] for r in records] == list(range(processes))
     assert all(r["chunks"] > 0 for r in records)
 
@@ -79,7 +81,8 @@ def test_a_coordinator_keeps_no_more_keys_however_many_saves_there_are(tmp_path,
 
 
 def test_the_word_on_one_save_is_not_taken_for_that_on_another(tmp_path, job):
-    """Two places, one of which has a checkpoint already: all processes see that the second save failed, by name or url."""
+    """Two places, one of which has a checkpoint already: all processes see that the second save
+    failed, by name or url."""
     for first, second in (("a/100", "b/100"), ("c/1", "c/2")):
         job.run("save", 2, tmp_path / second)
         answers = job.run("save_two", 2, tmp_path / first, tmp_path / second)
@@ -97,7 +100,10 @@ def test_an_error_on_one_process_reaches_all_in_words(tmp_path, job):
     answers = job.run("save_what_cannot_be_encoded", 3, tmp_path / "c")
     for answer in (answers[0], answers[2]):
         assert answer["error"] == "CommitError"
-        assert "process 1 could not write its share: KeyError: 'missing'. Nothing was published." in answer["message"]
+        assert (
+            "process 1 could not write its share: KeyError: 'missing'. Nothing was published."
+            in answer["message"]
+        )
 
 
 def test_a_committer_that_has_lost_the_coordinator_s_store_commits_all_the_same(tmp_path, job):
@@ -111,7 +117,9 @@ def test_a_process_that_cannot_ask_says_why(tmp_path, job):
     assert answers[0] == "saved"
     if answers[1] != "saved":
         assert "does not answer (the store is gone)" in answers[1]["message"]
-        assert "If process 0 is gone, `shardckpt commit` publishes the save." in answers[1]["message"]
+        assert (
+            "If process 0 is gone, `shardckpt commit` publishes the save." in answers[1]["message"]
+        )
 
 
 def test_a_process_that_hears_nothing_of_the_commit_finds_it_in_the_storage(tmp_path, job):
@@ -131,7 +139,7 @@ def test_a_step_can_be_saved_again_and_only_with_overwrite(tmp_path, job):
     assert len(attempts(tmp_path / "c")) == 1
 
 
-# --- processes with states of their own -----------------------------------------------------------------------------
+# --- processes with states of their own -----------------------------------------------------------
 
 
 def array(value, shape=(100, 300)):
@@ -140,8 +148,14 @@ def array(value, shape=(100, 300)):
 
 def test_the_tree_is_the_union_over_processes(tmp_path, job):
     """As pipeline ranks have: each its own layers, and what all have."""
-    states = [{"step": 3, "norm": array(1, [3]), "first": array(2)}, {"step": 3, "norm": array(1, [3]), "last": array(4)}]
-    assert job.run("save_different", 2, tmp_path / "c", states, {"host_tensors": "local"}) == ["saved"] * 2
+    states = [
+        {"step": 3, "norm": array(1, [3]), "first": array(2)},
+        {"step": 3, "norm": array(1, [3]), "last": array(4)},
+    ]
+    assert (
+        job.run("save_different", 2, tmp_path / "c", states, {"host_tensors": "local"})
+        == ["saved"] * 2
+    )
     restored = shardckpt.restore(tmp_path / "c")
     assert list(restored) == ["step", "norm", "first", "last"]
     assert (restored["first"] == 2).all()
@@ -157,7 +171,9 @@ def failing(job, url, states, options=None):
     return answers[0]["message"]
 
 
-def test_a_large_plain_tensor_that_a_process_lacks_is_an_error_with_its_name_and_the_option(tmp_path, job):
+def test_a_large_plain_tensor_that_a_process_lacks_is_an_error_with_its_name_and_the_option(
+    tmp_path, job
+):
     message = failing(job, tmp_path / "c", [{"w": array(1)}, {}, {"w": array(1)}])
     assert "'w'" in message
     assert "'w' is missing from process 1" in message
@@ -178,8 +194,16 @@ def test_unequal_small_leaves_are_an_error_with_their_name_and_the_processes(tmp
     assert "PerProcess" in message
 
 
-def test_large_plain_tensors_of_one_name_and_other_elements_are_an_error_rather_than_mixed(tmp_path, job):
-    states = [{"moments": {"shape": [100, 400], "value": value}, "same": {"shape": [100, 400], "value": 1}} for value in (1, 2, 2)]
+def test_large_plain_tensors_of_one_name_and_other_elements_are_an_error_rather_than_mixed(
+    tmp_path, job
+):
+    states = [
+        {
+            "moments": {"shape": [100, 400], "value": value},
+            "same": {"shape": [100, 400], "value": 1},
+        }
+        for value in (1, 2, 2)
+    ]
     answers = job.run("save_different", 3, tmp_path / "c", states)
     assert answers[0]["error"] == "CommitError"
     for words in ("'moments'", "on process 0 than on processes 1-2", 'host_tensors="local"'):
@@ -195,12 +219,16 @@ def test_unequal_small_plain_tensors_are_an_error_with_their_name_and_the_proces
 
 
 def test_one_tensor_with_two_shapes_is_an_error(tmp_path, job):
-    message = failing(job, tmp_path / "c", [{"w": array(1, [200, 300])}, {"w": array(1, [300, 200])}])
+    message = failing(
+        job, tmp_path / "c", [{"w": array(1, [200, 300])}, {"w": array(1, [300, 200])}]
+    )
     assert "'w': its shape is (200, 300) on process 0 and (300, 200) on process 1" in message
 
 
 def test_two_processes_with_local_tensors_of_one_name_are_an_error_with_the_name(tmp_path, job):
-    message = failing(job, tmp_path / "c", [{"w": array(1)}, {"w": array(2)}], {"host_tensors": "local"})
+    message = failing(
+        job, tmp_path / "c", [{"w": array(1)}, {"w": array(2)}], {"host_tensors": "local"}
+    )
     assert "more than one host wrote the same chunks of 'w'" in message
     assert "missing" not in message
 
@@ -210,7 +238,7 @@ def test_options_that_differ_are_an_error(tmp_path, job):
     assert "'b'" in message
 
 
-# --- values of each process's own -----------------------------------------------------------------------------------
+# --- values of each process's own -----------------------------------------------------------------
 
 
 def test_every_process_gets_its_own_values_back(tmp_path, job):
@@ -230,12 +258,14 @@ def test_another_number_of_processes_is_an_error_that_says_so_or_a_choice(tmp_pa
     assert job.run("choose", 2, tmp_path / "c") == [3, 3]
 
 
-# --- committing later -----------------------------------------------------------------------------------------------
+# --- committing later -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_what_all_hosts_have_finished_is_committed_from_the_records_alone(tmp_path, job, layout, overwrite):
+def test_what_all_hosts_have_finished_is_committed_from_the_records_alone(
+    tmp_path, job, layout, overwrite
+):
     url = tmp_path / "run" / "100"
     if overwrite:
         job.run("save", 2, url, {"layout": layout}, 5)
@@ -252,7 +282,9 @@ def test_what_all_hosts_have_finished_is_committed_from_the_records_alone(tmp_pa
     assert shardckpt.commit(tmp_path / "run") == []
 
 
-def test_of_several_committers_at_once_one_publishes_and_the_others_find_it_published(tmp_path, job):
+def test_of_several_committers_at_once_one_publishes_and_the_others_find_it_published(
+    tmp_path, job
+):
     for i in range(4):
         url = tmp_path / str(i)
         job.run("save_without_committing", 2, url, {"layout": LAYOUTS[i % 2]})
@@ -292,7 +324,9 @@ def test_an_attempt_is_overtaken_by_what_was_committed_since(tmp_path, job):
 def test_the_newest_of_several_complete_attempts_is_committed(tmp_path, job):
     job.run("save_without_committing", 2, tmp_path / "c", None, 1)
     job.run("save_without_committing", 2, tmp_path / "c", None, 2)
-    newest, older = sorted(shardckpt.commit(tmp_path / "c"), key=lambda outcome: outcome.attempt, reverse=True)
+    newest, older = sorted(
+        shardckpt.commit(tmp_path / "c"), key=lambda outcome: outcome.attempt, reverse=True
+    )
     assert sorted([newest.state, older.state]) == ["committed", "overtaken"]
     committed = next(o for o in (newest, older) if o.state == "committed")
     assert shardckpt.open(tmp_path / "c").record.attempt == committed.attempt

@@ -20,11 +20,15 @@ from shardckpt.errors import CommitError, StorageError
 from shardckpt.io.store import Store
 from shardckpt.writing.packed import PackedWriter
 
-chunks = st.dictionaries(st.text("abc/12", min_size=1, max_size=8), st.binary(min_size=1, max_size=40), max_size=30)
+chunks = st.dictionaries(
+    st.text("abc/12", min_size=1, max_size=8), st.binary(min_size=1, max_size=40), max_size=30
+)
 
 
 def as_tensorstore_reads_it(store, lane):
-    database = ts.KvStore.open({"driver": "ocdbt", "base": store.sub(lane).location.kvstore()}, context=store.context()).result()
+    database = ts.KvStore.open(
+        {"driver": "ocdbt", "base": store.sub(lane).location.kvstore()}, context=store.context()
+    ).result()
     return {key.decode(): bytes(database[key]) for key in database.list().result()}
 
 
@@ -35,7 +39,9 @@ def as_placed(store, extents):
 
 @settings(max_examples=60, deadline=None)
 @given(chunks, st.integers(1, 100), st.integers(1, 10))
-def test_every_chunk_is_where_it_is_said_to_be_and_where_tensorstore_looks(entries, data_file_bytes, lane_keys):
+def test_every_chunk_is_where_it_is_said_to_be_and_where_tensorstore_looks(
+    entries, data_file_bytes, lane_keys
+):
     store = Store.open(f"memory://{uuid.uuid4().hex}")
     writer = PackedWriter(store, 3, data_file_bytes=data_file_bytes, lane_keys=lane_keys)
     for key, data in entries.items():
@@ -54,11 +60,16 @@ def test_every_chunk_is_where_it_is_said_to_be_and_where_tensorstore_looks(entri
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 9), max_size=40), st.integers(1, 60), st.integers(1, 9))
-def test_threads_share_the_databases_of_a_host(tmp_path_factory, counts, data_file_bytes, lane_keys):
-    """Three threads at once; no database gets more keys than it may have, and each chunk is in one."""
+def test_threads_share_the_databases_of_a_host(
+    tmp_path_factory, counts, data_file_bytes, lane_keys
+):
+    """Three threads at once; no database gets more keys than it may have, and each chunk is in
+    one."""
     store = Store.open(tmp_path_factory.mktemp("host"))
     writer = PackedWriter(store, 3, data_file_bytes=data_file_bytes, lane_keys=lane_keys, threads=3)
-    entries = {f"{i}/c/{j}": f"{i}.{j}".encode() for i, count in enumerate(counts) for j in range(count)}
+    entries = {
+        f"{i}/c/{j}": f"{i}.{j}".encode() for i, count in enumerate(counts) for j in range(count)
+    }
 
     def write(thread):
         for i in range(thread, len(counts), 3):
@@ -68,7 +79,12 @@ def test_threads_share_the_databases_of_a_host(tmp_path_factory, counts, data_fi
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(write, range(3)))
     extents = writer.finish()
-    order = [f"{i}/c/{j}" for thread in range(3) for i in range(thread, len(counts), 3) for j in range(counts[i])]
+    order = [
+        f"{i}/c/{j}"
+        for thread in range(3)
+        for i in range(thread, len(counts), 3)
+        for j in range(counts[i])
+    ]
     assert as_placed(store, extents) == [entries[key] for key in order]
     lanes = [as_tensorstore_reads_it(store, lane) for lane in writer.lanes]
     assert all(len(lane) <= lane_keys for lane in lanes)
@@ -142,13 +158,20 @@ def proxied(cloud):
 def test_on_an_object_store_a_file_is_one_request_and_what_is_sent_again(proxied):
     proxy, store = proxied
     data = np.random.default_rng(0).integers(0, 256, (40, 1 << 14), np.uint8)
-    with proxy.rules.during(Rule("status", kinds=("upload",), objects="*/d/00002"), Rule("reset", kinds=("upload",), objects="*/d/00003")):
+    with proxy.rules.during(
+        Rule("status", kinds=("upload",), objects="*/d/00002"),
+        Rule("reset", kinds=("upload",), objects="*/d/00003"),
+    ):
         writer = PackedWriter(store, 0, data_file_bytes=8 << 14)
         for i, row in enumerate(data):
             writer.append([f"w/c/{i}"], [row])
         extents = writer.finish()
     assert as_placed(store, extents) == [row.tobytes() for row in data]
-    sent = {name.rpartition("/")[2]: nbytes >> 14 for name, nbytes in proxy.traffic.uploaded().items() if nbytes >= 1 << 14}
+    sent = {
+        name.rpartition("/")[2]: nbytes >> 14
+        for name, nbytes in proxy.traffic.uploaded().items()
+        if nbytes >= 1 << 14
+    }
     assert sent == {"00000": 8, "00001": 8, "00002": 16, "00003": 16, "00004": 8}
     assert sum(e.operation.kind == "upload" for e in proxy.traffic.exchanges()) == 5 + 2 + 2
 
@@ -156,13 +179,17 @@ def test_on_an_object_store_a_file_is_one_request_and_what_is_sent_again(proxied
 def test_files_are_on_their_way_while_the_next_one_fills(proxied):
     """As many as there is memory for: a fifth of the limit each, two at a time."""
     proxy, store = proxied
-    with proxy.rules.during(Rule("latency", seconds=3600, times=None, kinds=("upload",), objects="*/d/0*")):
+    with proxy.rules.during(
+        Rule("latency", seconds=3600, times=None, kinds=("upload",), objects="*/d/0*")
+    ):
         writer = PackedWriter(store, 0, memory_limit=5 << 14, data_file_bytes=1 << 20)
         for i in range(3):
             writer.append([f"w/c/{i}"], [bytes(1 << 14)])
         expected = [f"{store.location.bucket}/run/hosts/00000/0/d/0000{i}" for i in range(2)]
         deadline = time.monotonic() + 60
-        while sorted(proxy.traffic.uploaded()) != expected:  # a request that has just begun has no name yet
+        while (
+            sorted(proxy.traffic.uploaded()) != expected
+        ):  # a request that has just begun has no name yet
             assert time.monotonic() < deadline
             time.sleep(0.01)
         writer.abort()

@@ -13,14 +13,21 @@ from shardckpt.writing.plain import PlainWriter
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.dictionaries(st.text("abc12", min_size=1, max_size=8), st.binary(min_size=1, max_size=40), max_size=30), st.integers(0, 100))
+@given(
+    st.dictionaries(
+        st.text("abc12", min_size=1, max_size=8), st.binary(min_size=1, max_size=40), max_size=30
+    ),
+    st.integers(0, 100),
+)
 def test_every_chunk_is_an_object_of_its_name(entries, in_flight_bytes):
     store = Store.open(f"memory://{uuid.uuid4().hex}")
     writer = PlainWriter(store, in_flight_bytes=in_flight_bytes)
     for key, data in entries.items():
         writer.append([f"{key}/c/0"], [data])
     extents = writer.finish()
-    assert {key: store.read(key) for key in store.list()} == {f"zarr/{key}/c/0": data for key, data in entries.items()}
+    assert {key: store.read(key) for key in store.list()} == {
+        f"zarr/{key}/c/0": data for key, data in entries.items()
+    }
     assert extents.length.tolist() == [len(data) for data in entries.values()]
     assert extents.files == ()
     assert not extents.offset.any()

@@ -1,4 +1,5 @@
-"""Saving in the background: what was copied is what is saved, failures are told, and nothing is left half done."""
+"""Saving in the background: what was copied is what is saved, failures are told, and nothing is
+left half done."""
 
 import gc
 import json
@@ -41,13 +42,21 @@ def job():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A function that says what became of a framework's saves; all are asked at once, because importing takes longest."""
-    env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    """A function that says what became of a framework's saves; all are asked at once, because
+    importing takes longest."""
+    env = {
+        **os.environ,
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": "8",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
     root = tmp_path_factory.mktemp("frameworks")
     running = {}
     for framework in FRAMEWORKS:
         command = [sys.executable, CHILDREN / "async_frameworks.py", framework, root / framework]
-        running[framework] = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        running[framework] = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
     def answer(framework):
         out, errors_printed = running[framework].communicate(timeout=250)
@@ -63,7 +72,11 @@ def trained(tmp_path_factory):
 
 
 def state(mebibytes=1, shift=0):
-    return {"w": np.arange(mebibytes * MiB // 4, dtype=np.int32).reshape(mebibytes, -1) + np.int32(shift), "step": 3}
+    return {
+        "w": np.arange(mebibytes * MiB // 4, dtype=np.int32).reshape(mebibytes, -1)
+        + np.int32(shift),
+        "step": 3,
+    }
 
 
 def assert_holds(url, mebibytes=1, shift=0):
@@ -71,7 +84,7 @@ def assert_holds(url, mebibytes=1, shift=0):
     assert shardckpt.open(url).verify().ok
 
 
-# --- what was copied is what is saved -------------------------------------------------------------------------------
+# --- what was copied is what is saved -------------------------------------------------------------
 
 
 @pytest.mark.xla
@@ -86,7 +99,9 @@ def test_tensors_may_be_overwritten_as_soon_as_the_call_returns(trained, framewo
 
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_everything_in_a_state_may_change_as_soon_as_the_call_returns(tmp_path, layout, compression):
+def test_everything_in_a_state_may_change_as_soon_as_the_call_returns(
+    tmp_path, layout, compression
+):
     words, metadata = np.arange(4), {"loss": [1.5]}
     saved = {
         "w": np.arange(600_000).reshape(1000, 600),
@@ -105,12 +120,16 @@ def test_everything_in_a_state_may_change_as_soon_as_the_call_returns(tmp_path, 
     saved["nested"][0]["step"] = 8
     words[...], metadata["loss"][0] = 0, 2.5
     handle.wait()
-    restored = shardckpt.restore(tmp_path / "c", only=["w", "strided", "transposed", "scalar", "empty", "nested/**"])
+    restored = shardckpt.restore(
+        tmp_path / "c", only=["w", "strided", "transposed", "scalar", "empty", "nested/**"]
+    )
     for name, array in before.items():
         np.testing.assert_array_equal(restored[name], array)
     assert restored["nested"] == [{"step": 7}]
     assert shardckpt.open(tmp_path / "c").metadata == {"loss": [1.5]}
-    rng = shardckpt.restore(tmp_path / "c", like={"rng": shardckpt.PerProcess(None)}, only=["rng"])["rng"]
+    rng = shardckpt.restore(tmp_path / "c", like={"rng": shardckpt.PerProcess(None)}, only=["rng"])[
+        "rng"
+    ]
     assert rng.value["words"].tolist() == [0, 1, 2, 3]
 
 
@@ -122,13 +141,16 @@ def test_both_kinds_of_save_write_the_same_chunks(tmp_path):
 
 
 def test_a_state_larger_than_the_memory_limit_streams(tmp_path):
-    report = shardckpt.save_async(tmp_path / "c", state(40), options=SaveOptions(memory_limit="16MiB")).wait()
+    report = shardckpt.save_async(
+        tmp_path / "c", state(40), options=SaveOptions(memory_limit="16MiB")
+    ).wait()
     assert report.streamed
     assert_holds(tmp_path / "c", 40)
 
 
 def test_saves_to_several_places_are_in_flight_at_once(tmp_path):
-    """Some begun by one thread, some by others; some larger than the buffers are together with the rest."""
+    """Some begun by one thread, some by others; some larger than the buffers are together with the
+    rest."""
     saver = Saver(memory_limit="24MiB")
     begin = lambda i: saver.begin(tmp_path / str(i), state(1 + 5 * (i % 3), i), SaveOptions())  # noqa: E731
     with ThreadPoolExecutor(4) as threads:
@@ -146,12 +168,20 @@ def test_saves_to_several_places_are_in_flight_at_once(tmp_path):
     places=st.lists(st.sampled_from(["memory", "disk", "gs"]), min_size=6, max_size=6),
     threads=st.integers(1, 3),
 )
-@example(sizes=[20, 20, 20], places=["memory", "gs", "disk"] * 2, threads=3)  # each larger than what is left beside the others' writers
+@example(
+    sizes=[20, 20, 20], places=["memory", "gs", "disk"] * 2, threads=3
+)  # each larger than what is left beside the others' writers
 @settings(max_examples=5, deadline=None)
-def test_saves_in_flight_together_never_exceed_the_limit_and_always_end(tmp_path_factory, gcs_server, sizes, places, threads):
+def test_saves_in_flight_together_never_exceed_the_limit_and_always_end(
+    tmp_path_factory, gcs_server, sizes, places, threads
+):
     """Writers of object stores take a quarter of it each, for as long as they write."""
     root, saver = tmp_path_factory.mktemp("together"), Saver(memory_limit="16MiB")
-    roots = {"memory": f"memory://{root.name}", "disk": str(root), "gs": f"gs://{gcs_server.bucket}/{root.name}"}
+    roots = {
+        "memory": f"memory://{root.name}",
+        "disk": str(root),
+        "gs": f"gs://{gcs_server.bucket}/{root.name}",
+    }
     urls = [f"{roots[place]}/{i}" for i, (_, place) in enumerate(zip(sizes, places, strict=False))]
 
     def begin(i):
@@ -179,12 +209,14 @@ def test_later_saves_use_the_buffers_and_the_plan_of_the_first(tmp_path, monkeyp
         assert_holds(tmp_path / str(i), 5, i)
 
 
-# --- what a handle says ---------------------------------------------------------------------------------------------
+# --- what a handle says ---------------------------------------------------------------------------
 
 
 def test_a_handle_tells_how_far_a_save_is(tmp_path):
     go_on = threading.Event()
-    handle = Saver().begin(tmp_path / "c", state(), SaveOptions(), before_publish=lambda: go_on.wait(60))
+    handle = Saver().begin(
+        tmp_path / "c", state(), SaveOptions(), before_publish=lambda: go_on.wait(60)
+    )
     handle.wait("local")
     assert not handle.done()
     assert handle.report is None
@@ -200,7 +232,14 @@ def test_a_handle_tells_how_far_a_save_is(tmp_path):
     assert report.attempt == shardckpt.open(tmp_path / "c").record.attempt
     assert (report.tensors, report.nbytes) == (1, MiB)
     assert report.stored_bytes > MiB
-    phases = [report.planning_s, report.copying_s, report.blocked_s, report.writing_s, report.waiting_s, report.committing_s]
+    phases = [
+        report.planning_s,
+        report.copying_s,
+        report.blocked_s,
+        report.writing_s,
+        report.waiting_s,
+        report.committing_s,
+    ]
     assert min(phases) >= 0
     assert report.total_s == pytest.approx(sum(phases))
     assert report.stall_s == pytest.approx(sum(phases[:3]))
@@ -222,13 +261,15 @@ def test_what_cannot_be_saved_is_told_at_once_and_leaves_nothing(tmp_path):
 def test_calls_with_different_memory_limits_share_warm_buffers(tmp_path):
     kept = []
     for i, limit in enumerate(["1GiB", "64MiB", "1GiB"]):
-        shardckpt.save_async(tmp_path / str(i), state(5), options=SaveOptions(memory_limit=limit)).wait()
+        shardckpt.save_async(
+            tmp_path / str(i), state(5), options=SaveOptions(memory_limit=limit)
+        ).wait()
         kept.append(_shared_saver().pool.kept)
         assert _shared_saver().pool.limit == parse_bytes(limit, "memory_limit")
     assert kept[0] == kept[1] == kept[2] != []
 
 
-# --- failures -------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 def test_a_failure_of_the_background_is_raised_by_each_wait(tmp_path):
@@ -247,10 +288,13 @@ def test_a_failure_of_the_background_is_raised_by_each_wait(tmp_path):
 
 @pytest.mark.parametrize("mebibytes", [1, 40])
 def test_a_storage_that_refuses_stops_a_save_even_while_it_copies(tmp_path, mebibytes):
-    """A small state is copied before the storage is asked; a large one waits for buffers that nobody frees any more."""
+    """A small state is copied before the storage is asked; a large one waits for buffers that
+    nobody frees any more."""
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(errors.StorageError, match="a file stands where a directory is needed"):
-        shardckpt.save_async(tmp_path / "file" / "c", state(mebibytes), options=SaveOptions(memory_limit="16MiB")).wait()
+        shardckpt.save_async(
+            tmp_path / "file" / "c", state(mebibytes), options=SaveOptions(memory_limit="16MiB")
+        ).wait()
     shardckpt.save_async(tmp_path / "c", state(), options=SaveOptions(memory_limit="16MiB")).wait()
 
 
@@ -286,7 +330,9 @@ def test_what_the_caller_wants_before_publishing_can_fail_the_save(tmp_path):
         handle.wait()
     with pytest.raises(errors.NotFoundError):
         shardckpt.open(tmp_path / "c")
-    assert [outcome.state for outcome in shardckpt.commit(tmp_path / "c")] == ["committed"]  # its data was complete
+    assert [outcome.state for outcome in shardckpt.commit(tmp_path / "c")] == [
+        "committed"
+    ]  # its data was complete
 
 
 def test_a_host_that_never_comes_is_named_after_a_bounded_wait(tmp_path, job):
@@ -341,7 +387,11 @@ def test_a_process_that_is_stopped_leaves_nothing_half_visible(tmp_path, job):
 @pytest.mark.parametrize("mode", ["in flight", "done", "error"])
 def test_the_end_of_a_program_finishes_what_is_in_flight(tmp_path, mode):
     done = subprocess.run(
-        [sys.executable, CHILDREN / "async_saves.py", tmp_path, mode], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, CHILDREN / "async_saves.py", tmp_path, mode],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert (done.returncode == 0) == (mode != "error")
     assert ("the training loop failed" in done.stderr) == (mode == "error")
@@ -350,7 +400,9 @@ def test_the_end_of_a_program_finishes_what_is_in_flight(tmp_path, mode):
     assert_holds(tmp_path / "1", 40)
 
 
-@pytest.mark.parametrize("dropped", ["before it fails", "after it failed", "when it was waited for"])
+@pytest.mark.parametrize(
+    "dropped", ["before it fails", "after it failed", "when it was waited for"]
+)
 def test_a_failure_that_no_caller_was_told_is_reported_in_the_log_once(tmp_path, caplog, dropped):
     go_on = threading.Event()
 
@@ -371,7 +423,12 @@ def test_a_failure_that_no_caller_was_told_is_reported_in_the_log_once(tmp_path,
     if dropped != "before it fails":
         del handle
     gc.collect()
-    messages = [f"{tmp_path / 'c'}: the save failed in the background, and nothing waited for it: not fit to be published"]
+    messages = [
+        (
+            f"{tmp_path / 'c'}: the save failed in the background, and nothing waited for it: not "
+            "fit to be published"
+        )
+    ]
     assert caplog.messages == (messages if dropped != "when it was waited for" else [])
 
 
@@ -387,8 +444,18 @@ def test_a_save_that_fails_while_the_program_ends_is_reported_in_the_log(tmp_pat
             ends.wait()
             raise ValueError("not fit to be published")
         Saver().begin(sys.argv[1], {"w": numpy.ones(9)}, SaveOptions(), before_publish=fail)"""
-    done = subprocess.run([sys.executable, "-c", program, tmp_path / "c"], capture_output=True, text=True, timeout=200, check=False)
-    assert done.stderr == f"{tmp_path / 'c'}: the save failed in the background, and nothing waited for it: not fit to be published\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "c"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (
+        done.stderr
+        == f"{tmp_path / 'c'}: the save failed in the background, and nothing waited for it: not "
+        "fit to be published\n"
+    )
 
 
 def test_a_save_that_begins_when_python_ends_is_refused(tmp_path):
@@ -402,14 +469,27 @@ def test_a_save_that_begins_when_python_ends_is_refused(tmp_path):
                     print(e)
         shardckpt.save(sys.argv[1] + "/earlier", {"w": numpy.ones(9)})
         atexit.register(late)"""
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count(f"{tmp_path / 'late'}: Python is shutting down and starts no threads any more") == 2
+    assert (
+        done.stdout.count(
+            f"{tmp_path / 'late'}: Python is shutting down and starts no threads any more"
+        )
+        == 2
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["earlier"]
 
 
 @pytest.mark.parametrize("ending", [0, 1])
-def test_others_do_not_wait_for_a_process_that_refuses_because_python_ends(tmp_path, monkeypatch, ending):
+def test_others_do_not_wait_for_a_process_that_refuses_because_python_ends(
+    tmp_path, monkeypatch, ending
+):
     words = {}
 
     class Words(Coordinator):
@@ -439,17 +519,32 @@ def test_a_restore_that_begins_when_python_ends_says_so_where_it_takes_threads(t
         def late():
             checkpoint = shardckpt.open(sys.argv[1] + "/c")
             print(checkpoint.read("small"))
-            for read in (lambda: shardckpt.restore(sys.argv[1] + "/c"), lambda: checkpoint.read("w"), checkpoint.verify):
+            for read in (
+                lambda: shardckpt.restore(sys.argv[1] + "/c"),
+                lambda: checkpoint.read("w"),
+                checkpoint.verify,
+            ):
                 try:
                     read()
                 except shardckpt.errors.StorageError as e:
                     print(e)
         shardckpt.save(sys.argv[1] + "/c", {"w": numpy.zeros(3 << 20), "small": numpy.ones(2)})
         atexit.register(late)"""
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "[1. 1.]" in done.stdout
-    assert done.stdout.count(f"cannot read {tmp_path / 'c'}: Python is shutting down and starts no threads any more") == 3
+    assert (
+        done.stdout.count(
+            f"cannot read {tmp_path / 'c'}: Python is shutting down and starts no threads any more"
+        )
+        == 3
+    )
 
 
 def test_other_reads_are_refused_with_the_same_reason_once_python_ends(tmp_path):
@@ -476,8 +571,17 @@ def test_other_reads_are_refused_with_the_same_reason_once_python_ends(tmp_path)
             manager.save(step, state)
         manager.wait()
         atexit.register(late)"""
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=200, check=False)
-    assert (done.returncode, done.stdout.count(": Python is shutting down and starts no threads any more")) == (0, 5), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (
+        done.returncode,
+        done.stdout.count(": Python is shutting down and starts no threads any more"),
+    ) == (0, 5), done.stderr
 
 
 def test_a_fork_knows_of_no_save_in_flight(tmp_path, job):
@@ -486,12 +590,14 @@ def test_a_fork_knows_of_no_save_in_flight(tmp_path, job):
     assert_holds(tmp_path / "parent")
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mebibytes", "limit"), [(60, 96), (200, 32)])
 def test_a_save_takes_no_more_memory_than_its_limit(tmp_path, job, mebibytes, limit):
-    ((growth, high_water, streamed, stored),) = job.run("peak", 1, tmp_path / "c", mebibytes, limit * MiB)
+    ((growth, high_water, streamed, stored),) = job.run(
+        "peak", 1, tmp_path / "c", mebibytes, limit * MiB
+    )
     assert streamed == (mebibytes > limit)
     assert high_water <= limit * MiB
     assert growth <= limit * MiB + 16 * MiB
@@ -520,7 +626,10 @@ def test_the_stall_is_measured_beside_a_copy_of_the_same_bytes():
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)["torch"]
-    assert (figures["tensors"], figures["bytes"]) == (16, 3 * 4 * 2 * (64 * 64 + 64) + 4 * 4)  # parameters, two moments, steps
+    assert (figures["tensors"], figures["bytes"]) == (
+        16,
+        3 * 4 * 2 * (64 * 64 + 64) + 4 * 4,
+    )  # parameters, two moments, steps
     assert min(figures["memcpy_s"], figures["planning_s"], figures["step_s"]) > 0
     assert figures["stall_s"] > figures["planning_s"]
 
@@ -538,7 +647,10 @@ def test_ctrl_c_at_any_line_of_a_wait_leaves_nothing_locked_and_stays_ctrl_c(wha
             pool = BufferPool(1 << 20)
             end, lock = pool.take(1 << 20).give_back, pool.clear
             act = lambda pool=pool: pool.take(1 << 20).give_back()  # noqa: E731
-        other = threading.Thread(target=lambda waits=waits, end=end: (time.sleep(0.02 if waits else 0), end()), daemon=True)
+        other = threading.Thread(
+            target=lambda waits=waits, end=end: (time.sleep(0.02 if waits else 0), end()),
+            daemon=True,
+        )
         other.start()
         if not waits:
             other.join(60)
@@ -558,7 +670,8 @@ def test_ctrl_c_at_any_line_of_a_wait_leaves_nothing_locked_and_stays_ctrl_c(wha
 
 
 def test_an_interrupt_as_the_background_begins_leaves_a_checkpoint_that_is_whole_or_none(tmp_path):
-    """In a process of its own, over and over: Ctrl-C comes the moment when the thread that writes starts."""
+    """In a process of its own, over and over: Ctrl-C comes the moment when the thread that writes
+    starts."""
     program = """
 import signal, sys, threading, time
 import numpy as np
@@ -584,5 +697,7 @@ for n in range(100):
     except errors.NotFoundError:
         pass
 """
-    run = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=250)
+    run = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=250
+    )
     assert run.returncode == 0, run.stderr

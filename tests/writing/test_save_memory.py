@@ -1,4 +1,5 @@
-"""Host memory of a save beside the state, as the peak of a process of its own; on a disk and on an object store."""
+"""Host memory of a save beside the state, as the peak of a process of its own; on a disk and on an
+object store."""
 
 import gc
 import json
@@ -32,7 +33,10 @@ def measured(to, *options):
     [
         ("a disk", "packed"),
         ("gs", "zarr"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("a disk", "zarr"), ("gs", "packed"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("a disk", "zarr"), ("gs", "packed"))
+        ),
     ],
 )
 def test_a_save_larger_than_its_memory_limit_stays_inside_it(tmp_path, to, layout):
@@ -44,9 +48,13 @@ def test_a_save_larger_than_its_memory_limit_stays_inside_it(tmp_path, to, layou
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_what_threads_lay_out_and_compress_is_inside_the_limit_together(tmp_path, monkeypatch, compression):
+def test_what_threads_lay_out_and_compress_is_inside_the_limit_together(
+    tmp_path, monkeypatch, compression
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    raw = np.random.default_rng(0).integers(0, 1 << 63, (4, 1024, 2048))  # 64 MiB that are not smaller compressed
+    raw = np.random.default_rng(0).integers(
+        0, 1 << 63, (4, 1024, 2048)
+    )  # 64 MiB that are not smaller compressed
     options = SaveOptions(memory_limit=16 * MiB, compression=compression)
     shardckpt.save(tmp_path / "first", {"w": raw}, options=options)
     tracemalloc.start()
@@ -76,19 +84,30 @@ def test_no_objects_stay_for_each_save_and_verification(tmp_path):
 def test_what_the_system_gives_no_memory_for_is_an_error_of_ours(tmp_path):
     shardckpt.save(tmp_path / "large", {"w": np.zeros(64 << 20, np.uint8)})
     child = CHILDREN / "out_of_memory.py"
-    run = subprocess.run([sys.executable, child, tmp_path], capture_output=True, text=True, check=False, timeout=250)
+    run = subprocess.run(
+        [sys.executable, child, tmp_path], capture_output=True, text=True, check=False, timeout=250
+    )
     assert run.returncode == 0, run.stderr
     failures = [line.split(" ", 2) for line in run.stdout.splitlines()]
-    assert [name for name, _, _ in failures] == ["export_safetensors", "restore", "save_async", "manager"]
+    assert [name for name, _, _ in failures] == [
+        "export_safetensors",
+        "restore",
+        "save_async",
+        "manager",
+    ]
     assert {kind for _, kind, _ in failures} == {"BudgetError"}
-    assert failures[0][2].startswith(f"{tmp_path}/large: the system gave this process no more memory")
+    assert failures[0][2].startswith(
+        f"{tmp_path}/large: the system gave this process no more memory"
+    )
     assert failures[1][2].startswith("w: there is no memory for an array")
 
 
 def test_memory_that_a_save_in_the_background_is_refused_is_an_error_of_ours():
     outcome = SaveProgress("runs/7")
     outcome.end(MemoryError("no 64 MiB"))
-    with pytest.raises(BudgetError, match=r"runs/7: the system gave this process no more memory \(no 64 MiB\)"):
+    with pytest.raises(
+        BudgetError, match=r"runs/7: the system gave this process no more memory \(no 64 MiB\)"
+    ):
         outcome.wait("commit", 0)
 
 
@@ -98,7 +117,9 @@ def test_memory_that_a_verification_is_refused_is_an_error_of_ours(tmp_path):
     def refused(_done, _total):
         raise MemoryError("no 64 MiB")
 
-    with pytest.raises(BudgetError, match=r"/c: the system gave this process no more memory \(no 64 MiB\)"):
+    with pytest.raises(
+        BudgetError, match=r"/c: the system gave this process no more memory \(no 64 MiB\)"
+    ):
         shardckpt.open(tmp_path / "c").verify(refused)
 
 
@@ -108,11 +129,14 @@ import numpy as np
 import shardckpt
 
 def peak():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) >> 10
+    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    return int(line.split()[1]) >> 10
 
 work = {
     "verify": lambda url: shardckpt.open(url).verify(),
-    "export": lambda url: shardckpt.export_safetensors(url, url + ".safetensors", memory_limit="64MiB"),
+    "export": lambda url: shardckpt.export_safetensors(
+        url, url + ".safetensors", memory_limit="64MiB"
+    ),
     "reshard": lambda url: shardckpt.reshard(url, url + ".new", memory_limit="64MiB"),
 }[sys.argv[2]]
 shardckpt.save(sys.argv[1] + "/few", {"w": np.zeros(10)})
@@ -123,10 +147,22 @@ print(peak() - before)
 """
 
 
-@pytest.mark.parametrize("work", ["verify", *(pytest.param(work, marks=pytest.mark.slow) for work in ("export", "reshard"))])
+@pytest.mark.parametrize(
+    "work",
+    ["verify", *(pytest.param(work, marks=pytest.mark.slow) for work in ("export", "reshard"))],
+)
 def test_work_on_10_000_tensors_takes_less_than_10_kib_for_each(tmp_path, work):
-    shardckpt.save(tmp_path / "many", {"model": {f"layers.{i}.w": np.full(10, i, np.float32) for i in range(10_000)}})
-    run = subprocess.run([sys.executable, "-c", MANY_TENSORS, tmp_path, work], capture_output=True, text=True, check=False, timeout=250)
+    shardckpt.save(
+        tmp_path / "many",
+        {"model": {f"layers.{i}.w": np.full(10, i, np.float32) for i in range(10_000)}},
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", MANY_TENSORS, tmp_path, work],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
+    )
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) < 10 * 10_000 >> 10
 
@@ -153,6 +189,10 @@ assert all(np.array_equal(restored[name], value) for name, value in state.items(
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
 def test_forty_descriptors_are_enough(tmp_path, layout):
     run = subprocess.run(
-        [sys.executable, "-c", FEW_DESCRIPTORS, tmp_path / "c", layout], capture_output=True, text=True, check=False, timeout=250
+        [sys.executable, "-c", FEW_DESCRIPTORS, tmp_path / "c", layout],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
     )
     assert run.returncode == 0, run.stderr

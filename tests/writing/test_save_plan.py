@@ -40,7 +40,9 @@ def written_chunks(hosts: Hosts, tensors):
                 positions, boxes = chunks_inside(write.piece, part)
                 mine = slice(write.chunks.start, write.chunks.stop)
                 counts[write.piece.path][positions[mine]] += 1
-                per_host[host] += boxes.sizes()[mine].sum() * plan.tensors[name].dtype.storage.itemsize
+                per_host[host] += (
+                    boxes.sizes()[mine].sum() * plan.tensors[name].dtype.storage.itemsize
+                )
     return counts, per_host
 
 
@@ -48,21 +50,38 @@ def llama(spec_of, layers=32, dim=4096, ffn=14336, vocabulary=128256):
     """Llama 8B's tensors and AdamW's moments: name → (shape, layout)."""
     shapes = {"embed": (vocabulary, dim), "head": (vocabulary, dim), "norm": (dim,)}
     for i in range(layers):
-        shapes |= {f"{i}/{n}": (dim, dim) for n in ("wq", "wo")} | {f"{i}/{n}": (dim // 4, dim) for n in ("wk", "wv")}
-        shapes |= {f"{i}/{n}": (ffn, dim) for n in ("w1", "w3")} | {f"{i}/w2": (dim, ffn)} | {f"{i}/{n}": (dim,) for n in ("n1", "n2")}
-    return {f"{kind}/{name}": (shape, spec_of(shape)) for kind in ("p", "m", "v") for name, shape in shapes.items()}
+        shapes |= {f"{i}/{n}": (dim, dim) for n in ("wq", "wo")} | {
+            f"{i}/{n}": (dim // 4, dim) for n in ("wk", "wv")
+        }
+        shapes |= (
+            {f"{i}/{n}": (ffn, dim) for n in ("w1", "w3")}
+            | {f"{i}/w2": (dim, ffn)}
+            | {f"{i}/{n}": (dim,) for n in ("n1", "n2")}
+        )
+    return {
+        f"{kind}/{name}": (shape, spec_of(shape))
+        for kind in ("p", "m", "v")
+        for name, shape in shapes.items()
+    }
 
 
 MESH = Mesh((8, 8, 4), ("replica", "fsdp", "tensor"))
 PLANS = {
-    "hsdp and tensor parallel": lambda s: Sharding(MESH, PartitionSpec("fsdp", "tensor") if len(s) == 2 else PartitionSpec("fsdp")),
-    "tensor parallel alone": lambda s: Sharding(MESH, PartitionSpec("tensor") if len(s) == 2 else PartitionSpec()),
+    "hsdp and tensor parallel": lambda s: Sharding(
+        MESH, PartitionSpec("fsdp", "tensor") if len(s) == 2 else PartitionSpec("fsdp")
+    ),
+    "tensor parallel alone": lambda s: Sharding(
+        MESH, PartitionSpec("tensor") if len(s) == 2 else PartitionSpec()
+    ),
     "replicated": lambda _s: Sharding(MESH, PartitionSpec()),
     "fsdp over all": lambda s: Sharding(MESH, PartitionSpec(("replica", "fsdp", "tensor"))),
 }
 
 
-@pytest.mark.parametrize("plan", [pytest.param(plan, marks=[pytest.mark.slow] if i else []) for i, plan in enumerate(PLANS)])
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(plan, marks=[pytest.mark.slow] if i else []) for i, plan in enumerate(PLANS)],
+)
 def test_64_hosts_of_a_llama_write_equal_shares_each_chunk_once(plan):
     counts, per_host = written_chunks(Hosts(64, 4), llama(PLANS[plan], layers=4))
     assert all((c == 1).all() for c in counts.values())
@@ -88,14 +107,20 @@ def test_small_plain_tensors_are_told_of_and_not_written_where_there_are_several
 def test_more_small_plain_tensors_than_can_be_told_of_are_refused():
     hosts = Hosts(2, 1)
     sources = hosts.sources(0, {f"w{i}": ((SMALL_BYTES // 4 - 1,), None) for i in range(1025)})
-    with pytest.raises(LeafError, match=r"'w0' and 1,024 other plain tensors .* stores at most 67,108,864;"):
+    with pytest.raises(
+        LeafError, match=r"'w0' and 1,024 other plain tensors .* stores at most 67,108,864;"
+    ):
         plan_save(sources, SaveOptions(), hosts.world(0))
 
 
 def test_local_plain_tensors_are_written_whole_by_whoever_has_them():
     hosts = Hosts(3, 1)
     for host in range(3):
-        plan = plan_save(hosts.sources(host, {f"{host}": ((200, 100), None)}), SaveOptions(host_tensors="local"), hosts.world(host))
+        plan = plan_save(
+            hosts.sources(host, {f"{host}": ((200, 100), None)}),
+            SaveOptions(host_tensors="local"),
+            hosts.world(host),
+        )
         assert plan.small == []
         (write,) = plan.writes[f"{host}"]
         assert len(write.chunks) == write.piece.num_chunks
@@ -106,7 +131,9 @@ def test_what_other_plain_tensors_a_process_knows_does_not_change_how_one_is_cut
     huge = {f"huge{i}": ((1 << 20, 1 << 20), None) for i in range(4)}
     shared = {"w": ((8192, 8192), None)}
     alone = plan_save(hosts.sources(0, shared), SaveOptions(), hosts.world(0)).tensors["w"]
-    among_others = plan_save(hosts.sources(1, {**huge, **shared}), SaveOptions(), hosts.world(1)).tensors["w"]
+    among_others = plan_save(
+        hosts.sources(1, {**huge, **shared}), SaveOptions(), hosts.world(1)
+    ).tensors["w"]
     assert alone == among_others
 
 
@@ -114,9 +141,14 @@ def test_what_other_devices_hold_besides_does_not_change_how_a_tensor_of_some_de
     # Two stages of a pipeline: a tensor of all devices, and others that only one stage knows of.
     hosts = Hosts(2, 2)
     everywhere = {"w": ((8192, 8192), Sharding(Mesh((4,), ("x",)), PartitionSpec("x")))}
-    stage = {f"huge{i}": ((1 << 20, 1 << 20), Sharding(Mesh((2,), ("x",), [2, 3]), PartitionSpec("x"))) for i in range(4)}
+    stage = {
+        f"huge{i}": ((1 << 20, 1 << 20), Sharding(Mesh((2,), ("x",), [2, 3]), PartitionSpec("x")))
+        for i in range(4)
+    }
     first = plan_save(hosts.sources(0, everywhere), SaveOptions(), hosts.world(0)).tensors
-    second = plan_save(hosts.sources(1, {**stage, **everywhere}), SaveOptions(), hosts.world(1)).tensors
+    second = plan_save(
+        hosts.sources(1, {**stage, **everywhere}), SaveOptions(), hosts.world(1)
+    ).tensors
     assert first["w"] == second["w"]
 
 
@@ -127,7 +159,9 @@ def test_a_scalar_is_written_by_who_holds_it_whatever_other_scalars_others_hold(
     held = hosts.source(0, "held", (), here)
     # A DTensor of a mesh that this process is outside of is known to it all the same.
     outside = HostSource("outside", (), by_name("float32"), elsewhere, BoxArray.of([], 0), [])
-    sources = {source.name: source for source in ((outside, held) if outside_first else (held, outside))}
+    sources = {
+        source.name: source for source in ((outside, held) if outside_first else (held, outside))
+    }
     plan = plan_save(sources, SaveOptions(), hosts.world(0))
     assert [*plan.writes] == ["held"]
 
@@ -142,13 +176,20 @@ def test_even_runs_are_cut_as_an_array_is_that_is_cut_into_equal_tiles(tiles):
     assert again == cuts.tolist()
 
 
-PLACED = [((2, 3), ["S(0)", "S(0)"]), ((2, 3), ["_S(0,3)", "S(0)"]), ((3, 2), ["S(1)", "S(1)"]), ((2, 2, 2), ["S(0)", "S(0)", "S(1)"])]
+PLACED = [
+    ((2, 3), ["S(0)", "S(0)"]),
+    ((2, 3), ["_S(0,3)", "S(0)"]),
+    ((3, 2), ["S(1)", "S(1)"]),
+    ((2, 2, 2), ["S(0)", "S(0)", "S(1)"]),
+]
 
 
 @pytest.mark.parametrize(("mesh", "texts"), PLACED)
 @given(st.integers(1, 40), st.integers(1, 40))
 @settings(max_examples=30, deadline=None)
-def test_tensors_in_nested_shards_are_written_each_chunk_once_in_no_more_arrays_than_shards(mesh, texts, rows, columns):
+def test_tensors_in_nested_shards_are_written_each_chunk_once_in_no_more_arrays_than_shards(
+    mesh, texts, rows, columns
+):
     layout = Placements.of(Mesh(mesh, ("a", "b", "c")[: len(mesh)]), texts)
     shape, ranks = (rows, columns), layout.mesh.size
 
@@ -156,11 +197,17 @@ def test_tensors_in_nested_shards_are_written_each_chunk_once_in_no_more_arrays_
         def source(self, host, name, shape, layout, dtype="float32"):
             boxes = layout.rank_boxes(shape, host)
             named = layout.as_sharding(shape) or layout
-            return HostSource(name, shape, by_name(dtype), named, boxes, [layout.holders(host)] * len(boxes))
+            return HostSource(
+                name, shape, by_name(dtype), named, boxes, [layout.holders(host)] * len(boxes)
+            )
 
     tensors = {"w": (shape, layout)}
     counts, _ = written_chunks(Ranks(ranks, 1), tensors)
-    pieces = plan_save(Ranks(ranks, 1).sources(0, tensors), SaveOptions(), Ranks(ranks, 1).world(0)).tensors["w"].pieces
+    pieces = (
+        plan_save(Ranks(ranks, 1).sources(0, tensors), SaveOptions(), Ranks(ranks, 1).world(0))
+        .tensors["w"]
+        .pieces
+    )
     assert {piece.path for piece in pieces} == set(counts)
     assert all((c == 1).all() for c in counts.values())
     assert coverage_gap(shape, pieces) is None
@@ -168,10 +215,23 @@ def test_tensors_in_nested_shards_are_written_each_chunk_once_in_no_more_arrays_
 
 
 def test_evenly_nested_and_strided_shards_are_stored_as_one_array():
-    for texts, shape in ((["S(0)", "S(0)"], (6, 5)), (["_S(0,64)", "R"], (4096, 5)), (["_S(0,64)", "S(0)"], (1000, 5))):
+    for texts, shape in (
+        (["S(0)", "S(0)"], (6, 5)),
+        (["_S(0,64)", "R"], (4096, 5)),
+        (["_S(0,64)", "S(0)"], (1000, 5)),
+    ):
         layout = Placements.of(Mesh((64, 64), ("fsdp", "tensor")), texts)
-        source = HostSource("w", shape, by_name("float32"), layout, layout.rank_boxes(shape, 0), [layout.holders(0)] * 4096)
-        (piece,) = plan_save({"w": source}, SaveOptions(), Hosts(4096, 1).world(0)).tensors["w"].pieces
+        source = HostSource(
+            "w",
+            shape,
+            by_name("float32"),
+            layout,
+            layout.rank_boxes(shape, 0),
+            [layout.holders(0)] * 4096,
+        )
+        (piece,) = (
+            plan_save({"w": source}, SaveOptions(), Hosts(4096, 1).world(0)).tensors["w"].pieces
+        )
         assert piece.box == Box.full(shape)
 
 
@@ -180,13 +240,18 @@ def test_a_name_that_is_too_long_for_the_storage_is_refused_in_few_words():
     longest = "/".join(["n" * 100] * 594)
     plan_save(hosts.sources(0, {longest: ((2,), None)}), SaveOptions(), hosts.world(0))
     with pytest.raises(LeafError, match="has a name of 60,094 characters") as raised:
-        plan_save(hosts.sources(0, {f"{longest}/{'n' * 100}": ((2,), None)}), SaveOptions(), hosts.world(0))
+        plan_save(
+            hosts.sources(0, {f"{longest}/{'n' * 100}": ((2,), None)}),
+            SaveOptions(),
+            hosts.world(0),
+        )
     assert len(str(raised.value)) < 500
 
 
 @st.composite
 def jobs(draw):
-    """A few tensors on random meshes over some of the devices, ids in any order; uneven dimensions too."""
+    """A few tensors on random meshes over some of the devices, ids in any order; uneven dimensions
+    too."""
     hosts = draw(st.integers(1, 5))
     per_host = draw(st.sampled_from([1, 2, 4]))
     offset = draw(st.sampled_from([0, 100]))
@@ -195,11 +260,22 @@ def jobs(draw):
     tensors = {}
     for i in range(draw(st.integers(1, 4))):
         used = draw(st.integers(1, len(ids)))
-        shape = draw(st.sampled_from(list([(used,), (used, 1), (1, used)] + ([(2, used // 2)] if used % 2 == 0 else []))))
+        shape = draw(
+            st.sampled_from(
+                list([(used,), (used, 1), (1, used)] + ([(2, used // 2)] if used % 2 == 0 else []))
+            )
+        )
         mesh = Mesh(shape, ("x", "y")[: len(shape)], ids[:used])
         names = list(mesh.axis_names)
-        spec = draw(st.sampled_from([(), (names[0],), (None, names[-1]), (tuple(names),), (names[0], *names[1:])]))
-        tensors[f"w{i}"] = (tuple(draw(st.lists(st.integers(0, 300), min_size=2, max_size=3))), Sharding(mesh, PartitionSpec(*spec)))
+        spec = draw(
+            st.sampled_from(
+                [(), (names[0],), (None, names[-1]), (tuple(names),), (names[0], *names[1:])]
+            )
+        )
+        tensors[f"w{i}"] = (
+            tuple(draw(st.lists(st.integers(0, 300), min_size=2, max_size=3))),
+            Sharding(mesh, PartitionSpec(*spec)),
+        )
     return job, tensors
 
 

@@ -1,4 +1,5 @@
-"""Jobs whose hosts have a storage each at the place that they save to: the first save finds that out before data is written."""
+"""Jobs whose hosts have a storage each at the place that they save to: the first save finds that
+out before data is written."""
 
 from __future__ import annotations
 
@@ -38,7 +39,12 @@ def own_roots(tmp_path, count):
 
 
 def data_files(roots):
-    return [path for root in roots for path in Path(root).rglob("*") if path.is_file() and "/d/" in str(path)]
+    return [
+        path
+        for root in roots
+        for path in Path(root).rglob("*")
+        if path.is_file() and "/d/" in str(path)
+    ]
 
 
 @pytest.mark.parametrize("how", ["save", "save_async", "manager"])
@@ -47,7 +53,9 @@ def test_a_root_that_each_host_has_for_itself_is_named_by_every_process(tmp_path
     answers = job.run("save", 3, [root if how == "manager" else root / "1" for root in roots], how)
     assert {answer["error"] for answer in answers} == {"CommitError"}
     assert all("is not shared: process " in answer["message"] for answer in answers), answers
-    assert all("mount one shared file system on all hosts" in answer["message"] for answer in answers)
+    assert all(
+        "mount one shared file system on all hosts" in answer["message"] for answer in answers
+    )
     assert data_files(roots[1:]) == []
 
 
@@ -60,15 +68,22 @@ def test_one_host_without_the_shared_root_is_named_alone(tmp_path, job):
 
 def test_each_process_has_a_memory_of_its_own(job):
     answers = job.run("save", 2, [f"memory://{uuid.uuid4().hex}/1"] * 2)
-    assert all("memory:// is the memory of one process" in answer["message"] for answer in answers), answers
+    assert all(
+        "memory:// is the memory of one process" in answer["message"] for answer in answers
+    ), answers
 
 
 def test_buckets_of_each_host_are_named_and_no_data_is_written(bucket_job):
     job, emulator = bucket_job
     name = uuid.uuid4().hex
-    urls = [emulator.url(f"{name}/1"), f"{emulator.scheme}://{emulator.new_bucket('other')}/{name}/1"]
+    urls = [
+        emulator.url(f"{name}/1"),
+        f"{emulator.scheme}://{emulator.new_bucket('other')}/{name}/1",
+    ]
     answers = job.run("save", 2, urls)
-    assert all("Give all processes the same endpoint" in answer["message"] for answer in answers), answers
+    assert all("Give all processes the same endpoint" in answer["message"] for answer in answers), (
+        answers
+    )
     with environment(emulator.env()):
         assert Store.open(urls[1]).list() == ["checkpoint.json"], "the placeholder"
 
@@ -88,11 +103,16 @@ def test_only_the_first_save_below_a_root_looks(tmp_path, job):
 
 @pytest.mark.parametrize("knowing", [[0], [1], [0, 1], [1, 2]])
 def test_processes_that_know_different_storages_save_together(tmp_path, job, knowing):
-    assert job.run("save_with_one_that_knows", 3, tmp_path / "1", tmp_path / "2", knowing) == ["saved"] * 3
+    assert (
+        job.run("save_with_one_that_knows", 3, tmp_path / "1", tmp_path / "2", knowing)
+        == ["saved"] * 3
+    )
     assert shardckpt.restore(tmp_path / "2")["b"].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("without", "how"), [(0, "fails"), (1, "fails"), (1, "dies"), (1, "is absent")])
+@pytest.mark.parametrize(
+    ("without", "how"), [(0, "fails"), (1, "fails"), (1, "dies"), (1, "is absent")]
+)
 def test_a_process_that_is_missing_is_reported_as_in_any_later_save(tmp_path, job, without, how):
     answers = job.run("save_without_one", 3, tmp_path / "run" / "1", without, how)
     for process, answer in enumerate(answers):

@@ -43,7 +43,9 @@ shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
     cuts=st.sampled_from([(), ("x",), (None, "x"), (("x", "y"),), ("y", "x")]),
 )
 @settings(max_examples=200, deadline=None)
-def test_blocks_hold_each_chunk_of_a_process_once_and_in_order_however_small_they_are(shape, process, most, cuts):
+def test_blocks_hold_each_chunk_of_a_process_once_and_in_order_however_small_they_are(
+    shape, process, most, cuts
+):
     sharding = Sharding(Mesh((4, 2), ("x", "y")), PartitionSpec(*cuts[: len(shape)]))
     sources = frameworks.sources({"w": np.zeros(shape, np.int16)})
     plan = plan_save(sources, SaveOptions(shardings={"w": sharding}), World(process, 3))
@@ -54,11 +56,18 @@ def test_blocks_hold_each_chunk_of_a_process_once_and_in_order_however_small_the
         for position in chunks_inside(write.piece, write.piece.box, write.chunks)[0].tolist()
     ]
     for pieces in (blocks, [part for block in blocks for part in smaller(block, most)]):
-        positions = ((block.piece.path, chunks_inside(block.piece, block.box)[0].tolist()) for block in pieces)
-        assert [(path, position) for path, of_block in positions for position in of_block] == written
+        positions = (
+            (block.piece.path, chunks_inside(block.piece, block.box)[0].tolist())
+            for block in pieces
+        )
+        assert [
+            (path, position) for path, of_block in positions for position in of_block
+        ] == written
         assert sum(block.nbytes for block in pieces) == plan.nbytes
     largest = max((np.prod(block.piece.chunks) * 2 for block in blocks), default=0)
-    assert all(part.nbytes <= max(most, largest) for block in blocks for part in smaller(block, most))
+    assert all(
+        part.nbytes <= max(most, largest) for block in blocks for part in smaller(block, most)
+    )
 
 
 def test_a_block_is_written_in_parts_that_take_so_much_with_their_padding():
@@ -69,7 +78,9 @@ def test_a_block_is_written_in_parts_that_take_so_much_with_their_padding():
 
 
 def test_a_shard_that_a_process_writes_alone_is_copied_at_once():
-    plan = plan_save(frameworks.sources({"w": np.zeros((2048, 1024), np.float32)}), SaveOptions(), World())
+    plan = plan_save(
+        frameworks.sources({"w": np.zeros((2048, 1024), np.float32)}), SaveOptions(), World()
+    )
     assert len(plan.writes["w"][0].chunks) > 1
     assert [block.box for block in plan.blocks["w"]] == [Box.full((2048, 1024))]
 
@@ -80,17 +91,33 @@ def test_a_shard_that_a_process_writes_alone_is_copied_at_once():
 @st.composite
 def states(draw):
     names = draw(st.lists(st.sampled_from("abcd"), unique=True))
-    return {name: np.zeros(draw(st.sampled_from([(), (4,), (300, 200)])), draw(st.sampled_from(["f4", "i2"]))) for name in names}
+    return {
+        name: np.zeros(
+            draw(st.sampled_from([(), (4,), (300, 200)])), draw(st.sampled_from(["f4", "i2"]))
+        )
+        for name in names
+    }
 
 
-@given(st.lists(st.tuples(states(), st.integers(0, 1), st.sampled_from(["replicated", "local"]), st.booleans()), max_size=8))
+@given(
+    st.lists(
+        st.tuples(
+            states(), st.integers(0, 1), st.sampled_from(["replicated", "local"]), st.booleans()
+        ),
+        max_size=8,
+    )
+)
 @settings(max_examples=100, deadline=None)
 def test_a_remembered_plan_is_the_plan_that_would_be_made(saves):
     plans = PlanCache()
     for state, process, host_tensors, sharded in saves:
         sharding = Sharding(Mesh((2,), ("x",)), PartitionSpec("x"))
         shardings = {name: sharding for name, tensor in state.items() if sharded and tensor.ndim}
-        arguments = frameworks.sources(state), SaveOptions(host_tensors=host_tensors, shardings=shardings), World(process, 2)
+        arguments = (
+            frameworks.sources(state),
+            SaveOptions(host_tensors=host_tensors, shardings=shardings),
+            World(process, 2),
+        )
         assert plans.plan(*arguments) == plan_save(*arguments)
 
 
@@ -104,7 +131,11 @@ def test_the_same_state_is_planned_once_whatever_its_values_are():
 def test_a_batch_is_fetched_by_the_thread_that_asks_for_it_and_used_by_any(monkeypatch):
     """Streams, devices and guards of a framework are those of the thread that saves."""
     sources, fetched, fetch = frameworks.sources({"w": np.arange(12.0)}), [], frameworks.fetch
-    monkeypatch.setattr(frameworks, "fetch", lambda *asked: fetched.append(threading.current_thread()) or fetch(*asked))
+    monkeypatch.setattr(
+        frameworks,
+        "fetch",
+        lambda *asked: fetched.append(threading.current_thread()) or fetch(*asked),
+    )
     for batch in read(plan_save(sources, SaveOptions(), World()), sources, 0):
         assert fetched == [threading.current_thread()]
         with ThreadPoolExecutor(1) as other:
@@ -136,7 +167,9 @@ class Saved:
         sources = frameworks.sources(state)
         plan = plan_save(sources, SaveOptions(), World())
         try:
-            most = self.stage.fit([(block, False) for block in chain(*plan.blocks.values())], fetching=fetching)
+            most = self.stage.fit(
+                [(block, False) for block in chain(*plan.blocks.values())], fetching=fetching
+            )
             for batch in read(plan, sources, 0, most=most):
                 self.stage.put(batch)
             self.stage.close()
@@ -167,7 +200,9 @@ class Saved:
 
 
 def state_of(mebibytes):
-    return {name: np.random.default_rng(i).random((mebibytes, 128, 1024)) for i, name in enumerate("ab")}
+    return {
+        name: np.random.default_rng(i).random((mebibytes, 128, 1024)) for i, name in enumerate("ab")
+    }
 
 
 def test_what_fits_is_copied_into_one_buffer_and_written_afterwards():
@@ -208,7 +243,9 @@ def test_the_copying_thread_wakes_up_when_the_writing_thread_fails():
 
 
 def one_block():
-    return plan_save(frameworks.sources({"w": np.zeros(1000)}), SaveOptions(), World()).blocks["w"][0]
+    return plan_save(frameworks.sources({"w": np.zeros(1000)}), SaveOptions(), World()).blocks["w"][
+        0
+    ]
 
 
 def test_a_stage_that_gives_up_returns_its_memory():
@@ -254,10 +291,17 @@ def test_the_buffer_is_not_given_back_while_the_other_side_may_touch_it():
     assert pool.take_at_once(pool.limit) is not None
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0, 0, 3, 20]), st.booleans()), min_size=2, max_size=6))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.sampled_from([0, 0, 3, 20]), st.booleans()),
+        min_size=2,
+        max_size=6,
+    )
+)
 @settings(max_examples=15, deadline=None)
 def test_stages_that_share_a_pool_all_come_to_their_end_within_its_limit(saves):
-    """Some fit, some stream, some die; what frameworks take may be more than the limit, and then goes alone."""
+    """Some fit, some stream, some die; what frameworks take may be more than the limit, and then
+    goes alone."""
     pool = BufferPool(12 * MiB)
     peaks = []
 

@@ -14,7 +14,9 @@ RANKS, SAVES = 3, 7
 @pytest.fixture
 def job(tmp_path):
     """A function that runs the ranks, and returns what each printed."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    server = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
 
     def run(misses, how):
         return run_ranks("out_of_step.py", server, RANKS, tmp_path / "c", misses, how)
@@ -23,7 +25,9 @@ def job(tmp_path):
 
 
 @pytest.mark.parametrize("misses", [0, 1])
-def test_a_process_that_misses_a_save_is_named_by_process_0_and_the_saves_after_that_succeed(job, misses):
+def test_a_process_that_misses_a_save_is_named_by_process_0_and_the_saves_after_that_succeed(
+    job, misses
+):
     answers = job(misses, "skips")
     first_good = min(i for i, came in enumerate(answers[0]["came"]) if i > 2 and came == "saved")
     assert first_good <= 4 + (misses == 0)
@@ -34,7 +38,11 @@ def test_a_process_that_misses_a_save_is_named_by_process_0_and_the_saves_after_
         assert came[first_good:] == ["saved"] * (SAVES - first_good), rank
         assert answer["names"] == answers[0]["names"]
         assert len({*answer["names"]}) == len(answer["names"])
-    words = "process 1 is out of step with process 0" if misses else "the other processes gave up this save before process 0 began it"
+    words = (
+        "process 1 is out of step with process 0"
+        if misses
+        else "the other processes gave up this save before process 0 began it"
+    )
     assert any(words in message for message in answers[0]["came"][3:first_good])
 
 

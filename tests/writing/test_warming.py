@@ -1,4 +1,5 @@
-"""Memory for saves that is prepared in the background: how much, when, and what the first save finds."""
+"""Memory for saves that is prepared in the background: how much, when, and what the first save
+finds."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def filled(fake, mebibytes, tensors=4):
 
 
 def untouched(pool):
-    """Number of pages of a pool's only buffer that the kernel has not provided, and of all of its pages."""
+    """Number of pages of a pool's only buffer that the kernel has not provided, and of all of its
+    pages."""
     (buffer,) = pool._kept
     begin = buffer.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     length = buffer.ctypes.data + buffer.nbytes - begin
@@ -53,7 +55,9 @@ def warmed(saver, url, state, **options):
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-def test_every_page_of_the_first_saves_buffer_is_touched_and_that_save_takes_no_other(fake, tmp_path, on_device):
+def test_every_page_of_the_first_saves_buffer_is_touched_and_that_save_takes_no_other(
+    fake, tmp_path, on_device
+):
     optimizer, saver = filled(fake, 40), Saver()
     state = optimizer.parameters if on_device else {"w": np.ones((40, MiB), np.uint8)}
     pool = warmed(saver, tmp_path / "c", state)
@@ -84,7 +88,9 @@ def test_a_state_beyond_the_limit_has_the_buffer_prepared_that_it_streams_throug
     saver.close()
 
 
-@pytest.mark.parametrize(("free", "prepared"), [(80 * MiB, True), (80 * MiB - 1, False), (None, True)])
+@pytest.mark.parametrize(
+    ("free", "prepared"), [(80 * MiB, True), (80 * MiB - 1, False), (None, True)]
+)
 def test_no_more_than_half_of_the_free_memory_is_taken(fake, tmp_path, monkeypatch, free, prepared):
     monkeypatch.setattr(memory, "free_memory", lambda: free)
     optimizer, saver = filled(fake, 40), Saver()
@@ -102,7 +108,9 @@ def test_while_a_save_is_in_flight_nothing_is_prepared(fake, tmp_path):
     saver.close()
 
 
-def test_memory_that_cannot_be_pinned_is_a_line_in_the_log_and_the_first_save_tries_again(tmp_path, caplog):
+def test_memory_that_cannot_be_pinned_is_a_line_in_the_log_and_the_first_save_tries_again(
+    tmp_path, caplog
+):
     with FakeCuda(1, pinnable=MiB).installed() as fake:
         optimizer, saver = filled(fake, 8), Saver()
         with caplog.at_level(logging.WARNING, "shardckpt"):
@@ -125,8 +133,12 @@ def saved(fake, root):
     return state
 
 
-@pytest.mark.parametrize(("every", "prepared"), [({"every": 5}, True), ({}, False), ({"every": None}, False)])
-def test_a_manager_that_is_told_when_to_save_prepares_memory_after_a_restore(fake, tmp_path, every, prepared):
+@pytest.mark.parametrize(
+    ("every", "prepared"), [({"every": 5}, True), ({}, False), ({"every": None}, False)]
+)
+def test_a_manager_that_is_told_when_to_save_prepares_memory_after_a_restore(
+    fake, tmp_path, every, prepared
+):
     state = saved(fake, tmp_path)
     with CheckpointManager(tmp_path, keep=9, **every) as manager:
         manager.restore(state)
@@ -151,7 +163,9 @@ def test_a_manager_prepares_memory_once_at_the_first_step_that_is_not_due(fake, 
             assert fake.pinnings == 1
 
 
-def test_a_manager_prepares_memory_by_itself_for_devices_alone_and_on_demand_for_any_state(fake, tmp_path):
+def test_a_manager_prepares_memory_by_itself_for_devices_alone_and_on_demand_for_any_state(
+    fake, tmp_path
+):
     saved(fake, tmp_path / "other")
     state = {"w": np.ones((8, MiB), np.uint8)}
     with CheckpointManager(tmp_path / "run", every=5, keep=9) as manager:

@@ -1,4 +1,5 @@
-"""Tests that both layouts' writers pass. Tests of one layout alone are in `test_packed.py` and `test_plain.py`."""
+"""Tests that both layouts' writers pass. Tests of one layout alone are in `test_packed.py` and
+`test_plain.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ import sys
 from shardckpt.io.store import Store
 from shardckpt.writing.{module} import {writer} as Writer
 def peak():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) // 1024
+    line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    return int(line.split()[1]) // 1024
 store = Store.open(sys.argv[1])
 store.write("first", b"x")
 chunk = bytearray(1 << 20)
@@ -47,7 +49,8 @@ class WriterTests(ABC):
     """The tests; a subclass for each layout."""
 
     memory: ClassVar[dict[str, tuple[int, int]]]
-    """For each kind of storage: the limit, and the MiB that a process may take beyond what it had; a memory store keeps the chunks."""
+    """For each kind of storage: the limit, and the MiB that a process may take beyond what it had;
+    a memory store keeps the chunks."""
 
     @abstractmethod
     def writer(self, store):
@@ -66,7 +69,14 @@ class WriterTests(ABC):
         """Values that fill in `MEMORY_USE`."""
 
     @pytest.mark.parametrize(
-        "kind", [bytes, bytearray, memoryview, lambda b: np.frombuffer(b, np.uint8), lambda b: memoryview(np.frombuffer(b, np.float32))]
+        "kind",
+        [
+            bytes,
+            bytearray,
+            memoryview,
+            lambda b: np.frombuffer(b, np.uint8),
+            lambda b: memoryview(np.frombuffer(b, np.float32)),
+        ],
     )
     def test_any_buffer_will_do_and_may_be_used_again_at_once(self, store, kind):
         buffer = bytearray(b"12345678")
@@ -138,7 +148,9 @@ class WriterTests(ABC):
         for i in range(100):
             writer.append([f"w/c/{i}"], [b"1"])
         writer.abort()
-        assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(fd)]
+        assert not [
+            fd for fd in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(fd)
+        ]
 
     def test_giving_up_does_not_wait_for_a_storage_that_is_down(self, cloud):
         with FaultProxy(cloud.endpoint) as proxy, environment(cloud.env(proxy.url)):
@@ -163,15 +175,31 @@ class WriterTests(ABC):
         limit, allowed = self.memory[place]
         server = {"gs": "gcs_server", "s3": "s3_server"}.get(place)
         emulator = request.getfixturevalue(server) if server is not None else None
-        url = emulator.url(uuid.uuid4().hex) if emulator is not None else {"file": str(tmp_path), "memory": "memory://x"}[place]
+        url = (
+            emulator.url(uuid.uuid4().hex)
+            if emulator is not None
+            else {"file": str(tmp_path), "memory": "memory://x"}[place]
+        )
         variables = {**os.environ, **(emulator.env() if emulator is not None else {})}
         program = MEMORY_USE.format(chunks=CHUNKS, **self.memory_program(limit << 20))
-        run = subprocess.run([sys.executable, "-c", program, url], env=variables, capture_output=True, text=True, check=True, timeout=250)
+        run = subprocess.run(
+            [sys.executable, "-c", program, url],
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=250,
+        )
         assert int(run.stdout) <= allowed
 
 
 class TestPackedWriter(WriterTests):
-    memory: ClassVar = {"file": (0, 24), "memory": (96, 96 + CHUNKS + 32), "gs": (64, 64 + 16), "s3": (64, 64 + 16)}
+    memory: ClassVar = {
+        "file": (0, 24),
+        "memory": (96, 96 + CHUNKS + 32),
+        "gs": (64, 64 + 16),
+        "s3": (64, 64 + 16),
+    }
 
     def writer(self, store):
         return PackedWriter(store, 0, data_file_bytes=1 << 14)
@@ -180,15 +208,25 @@ class TestPackedWriter(WriterTests):
         return "hosts/00000/0/d/00000"
 
     def stored(self, store, keys, extents):
-        rows = zip(extents.file.tolist(), extents.offset.tolist(), extents.length.tolist(), strict=True)
-        return [store.read(extents.files[file], offset, offset + length) for file, offset, length in rows]
+        rows = zip(
+            extents.file.tolist(), extents.offset.tolist(), extents.length.tolist(), strict=True
+        )
+        return [
+            store.read(extents.files[file], offset, offset + length)
+            for file, offset, length in rows
+        ]
 
     def memory_program(self, limit):
         return {"module": "packed", "writer": "PackedWriter", "options": f"0, memory_limit={limit}"}
 
 
 class TestPlainWriter(WriterTests):
-    memory: ClassVar = {"file": (0, 24), "memory": (16, 16 + CHUNKS + 32), "gs": (16, 16 + 24), "s3": (16, 16 + 24)}
+    memory: ClassVar = {
+        "file": (0, 24),
+        "memory": (16, 16 + CHUNKS + 32),
+        "gs": (16, 16 + 24),
+        "s3": (16, 16 + 24),
+    }
 
     def writer(self, store):
         return PlainWriter(store)

@@ -1,8 +1,9 @@
 """A bucket to measure on: fake-gcs-server in memory, a Cloud Storage over TLS or some way off, and the floors of both.
 
-The emulator shares the cores with those that are measured, and takes no more than some hundred MB/s of puts: so the own processor
-time of each subject is told beside its rate. Over TLS the emulator has a certificate of the bench's own, which all clients are led
-to by environment variables; `tools.bench.delay` makes the way longer.
+The emulator shares the cores with those that are measured, and takes no more than some hundred MB/s
+of puts: so the own processor time of each subject is told beside its rate. Over TLS the emulator
+has a certificate of the bench's own, which all clients are led to by environment variables;
+`tools.bench.delay` makes the way longer.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ if TYPE_CHECKING:
 __all__ = ["DELAYS", "Folder", "HttpClient", "Server", "http_floors", "serve"]
 
 OBJECT_BYTES, RANGE_BYTES = 64 << 20, 4 << 20
-"""Most bytes of an object that is put, and bytes of a range that is got. Objects are smaller if streams would have none."""
+"""Most bytes of an object that is put, and bytes of a range that is got. Objects are smaller if
+streams would have none."""
 DELAYS = {"gs": 0, "gs-tls": 0, "gs-20ms": 20, "gs-100ms": 100}
 """Storage → milliseconds that a request is longer on its way."""
 STREAMS, FAR_STREAMS = (4,), (16, 32)
-"""Requests at a time that the floors have; the second where the way is long. Of a state of 256 MiB, shardckpt has at most 4 puts of
-data under way, one for each data file of 64 MiB, and 4 gets where the way is short, 25 where it is long."""
+"""Requests at a time that the floors have; the second where the way is long. Of a state of 256 MiB,
+shardckpt has at most 4 puts of data under way, one for each data file of 64 MiB, and 4 gets where
+the way is short, 25 where it is long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,8 @@ class Server:
     endpoint: str
     """Address to which measured subjects send their requests."""
     beside: str
-    """Address for the bench's own look-ups and for removing what was written: the emulator itself, without TLS and without delay."""
+    """Address for the bench's own look-ups and for removing what was written: the emulator itself,
+    without TLS and without delay."""
     streams: list[int]
     """Requests at a time: floors for each of them."""
     peers: bool
@@ -61,7 +65,9 @@ class Server:
 
 
 @contextmanager
-def serve(storage: str, directory: Path, streams: list[int]) -> Iterator[tuple[Server, dict[str, str]]]:
+def serve(
+    storage: str, directory: Path, streams: list[int]
+) -> Iterator[tuple[Server, dict[str, str]]]:
     """The server of a storage, and the environment variables that lead a process to it.
 
     Args:
@@ -83,15 +89,30 @@ def serve(storage: str, directory: Path, streams: list[int]) -> Iterator[tuple[S
             variables = dict.fromkeys(names, str(certificate[0])) | {"NO_GCE_CHECK": "true"}
         if delay:
             command = [sys.executable, "-m", "tools.bench.delay"]
-            port = stack.enter_context(child_server(lambda port: [*command, str(port), str(emulator.port), str(delay)]))
+            port = stack.enter_context(
+                child_server(lambda port: [*command, str(port), str(emulator.port), str(delay)])
+            )
             endpoint = f"http://127.0.0.1:{port}"
-        yield Server(emulator.bucket, endpoint, emulator.endpoint, streams, storage == "gs"), emulator.env(endpoint) | variables
+        yield (
+            Server(emulator.bucket, endpoint, emulator.endpoint, streams, storage == "gs"),
+            emulator.env(endpoint) | variables,
+        )
 
 
 def _certificate(directory: Path) -> tuple[Path, Path]:
     """Files of a certificate for this machine that is its own authority, and of its private key."""
     certificate, key = directory / "certificate.pem", directory / "key.pem"
-    options = ["-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    options = [
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=127.0.0.1",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+    ]
     command = ["openssl", "req", "-x509", *options, "-keyout", str(key), "-out", str(certificate)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return certificate, key
@@ -137,21 +158,32 @@ class Folder(str):
 
 def http_floors(sources: list[Bytes], places: list[Bytes], folder: Folder) -> list[Subject]:
     """Plain puts from memory, plain gets of ranges into place, and TensorStore's puts and gets of the same sizes."""
-    return [subject for streams in folder.server.streams for subject in _with_streams(sources, places, folder, streams)]
+    return [
+        subject
+        for streams in folder.server.streams
+        for subject in _with_streams(sources, places, folder, streams)
+    ]
 
 
-def _with_streams(sources: list[Bytes], places: list[Bytes], folder: Folder, streams: int) -> list[Subject]:
+def _with_streams(
+    sources: list[Bytes], places: list[Bytes], folder: Folder, streams: int
+) -> list[Subject]:
     nbytes = sum(s.nbytes for s in sources)
     size = min(OBJECT_BYTES, -(-nbytes // streams))
     pieces, into = pieces_of(sources, size), pieces_of(places, size)
     out, kept = (folder / f"{name}-{streams}" for name in ("floor-out", "floor"))
-    sent, stored = ({(path / f"{i:03d}").name: piece for i, piece in enumerate(pieces)} for path in (out, kept))
+    sent, stored = (
+        {(path / f"{i:03d}").name: piece for i, piece in enumerate(pieces)} for path in (out, kept)
+    )
     ranges = [
         (name, i * RANGE_BYTES, part)
         for name, piece in zip(stored, into, strict=True)
         for i, part in enumerate(pieces_of(piece, RANGE_BYTES))
     ]
-    http, tensorstore = HttpClient(folder.server, streams), _TensorStore(folder.server.bucket, streams)
+    http, tensorstore = (
+        HttpClient(folder.server, streams),
+        _TensorStore(folder.server.bucket, streams),
+    )
 
     def written() -> None:
         if not kept.exists():
@@ -166,7 +198,11 @@ def _with_streams(sources: list[Bytes], places: list[Bytes], folder: Folder, str
     return [
         Subject(f"{PUTS}, {streams} streams", save(http), floor=True),
         Subject(f"{GETS}, {streams} streams", restore(http), floor=True),
-        Subject(f"{TENSORSTORE}, {streams} streams", save(tensorstore) | restore(tensorstore), floor=True),
+        Subject(
+            f"{TENSORSTORE}, {streams} streams",
+            save(tensorstore) | restore(tensorstore),
+            floor=True,
+        ),
     ]
 
 
@@ -177,7 +213,9 @@ class HttpClient:
         place, context = urlsplit(server.endpoint), ssl.create_default_context()
         self._objects = f"/storage/v1/b/{server.bucket}/o"
         self._connections = [
-            HTTPSConnection(place.netloc, context=context) if place.scheme == "https" else HTTPConnection(place.netloc)
+            HTTPSConnection(place.netloc, context=context)
+            if place.scheme == "https"
+            else HTTPConnection(place.netloc)
             for _ in range(streams)
         ]
         self._idle: SimpleQueue[HTTPConnection] = SimpleQueue()
@@ -201,7 +239,10 @@ class HttpClient:
 
     def _put(self, name: str, piece: Piece) -> None:
         connection = self._idle.get()
-        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(_nbytes(piece))}
+        headers = {
+            "Content-Type": "application/octet-stream",
+            "Content-Length": str(_nbytes(piece)),
+        }
         path = f"/upload{self._objects}?uploadType=media&name={quote(name, '')}"
         _answer(connection, "POST", path, [memoryview(part) for part in piece], headers)
         self._idle.put(connection)
@@ -212,7 +253,9 @@ class HttpClient:
         connection.request("GET", path, headers={"Range": f"bytes={offset}-{offset + length - 1}"})
         with connection.getresponse() as response:
             if response.status != 206 or response.length != length:
-                raise OSError(f"GET {path}: {response.status}, {response.length} bytes instead of {length}")
+                raise OSError(
+                    f"GET {path}: {response.status}, {response.length} bytes instead of {length}"
+                )
             for part in piece:
                 view = memoryview(part)
                 while view:
@@ -225,7 +268,11 @@ class HttpClient:
 
 
 def _answer(
-    connection: HTTPConnection, method: str, path: str, body: list[memoryview] | None = None, headers: dict[str, str] | None = None
+    connection: HTTPConnection,
+    method: str,
+    path: str,
+    body: list[memoryview] | None = None,
+    headers: dict[str, str] | None = None,
 ) -> bytes:
     connection.request(method, path, body, headers or {})
     with connection.getresponse() as response:
@@ -240,18 +287,26 @@ def _nbytes(piece: Piece) -> int:
 
 
 class _TensorStore:
-    """TensorStore's requests, at most so many at a time. It takes and gives bytes, which are copied from and to the arrays."""
+    """TensorStore's requests, at most so many at a time.
+
+    It takes and gives bytes, which are copied from and to the arrays.
+    """
 
     def __init__(self, bucket: str, streams: int) -> None:
         import tensorstore as ts
 
         context = {"gcs_request_concurrency": {"limit": streams}}
-        self._store = ts.KvStore.open({"driver": "gcs", "bucket": bucket, "context": context}).result()
+        self._store = ts.KvStore.open(
+            {"driver": "gcs", "bucket": bucket, "context": context}
+        ).result()
         self._most_waiting = 2 * streams
 
     def put(self, objects: dict[str, Piece]) -> None:
         """Put objects."""
-        written = [self._store.write(name, b"".join(map(memoryview, piece))) for name, piece in objects.items()]
+        written = [
+            self._store.write(name, b"".join(map(memoryview, piece)))
+            for name, piece in objects.items()
+        ]
         for future in written:
             future.result()
 

@@ -1,6 +1,7 @@
 """The chart of a run: a panel for each framework and storage, with a bar of GB/s for each subject of each operation.
 
-It is SVG, for light and dark pages. Within a panel all bars have one scale. Floors are thin bars: they mark how far a bar could reach.
+It is SVG, for light and dark pages. Within a panel all bars have one scale. Floors are thin bars:
+they mark how far a bar could reach.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ DRAWN = ("save", "stall", "restore")
 """The operations of the picture; the tables have all."""
 STYLE = """
   text { font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f2328 }
-  .group { font-size: 15px; font-weight: 600 } .operation { font-weight: 600 } .ours { font-weight: 600 } .quiet { fill: #59636e }
+  .group { font-size: 15px; font-weight: 600 } .operation { font-weight: 600 } \
+.ours { font-weight: 600 } .quiet { fill: #59636e }
   .page { fill: #ffffff } .rule { stroke: #d1d9e0 }
   rect.ours { fill: #0969da } rect.peer { fill: #d29922 } rect.floor { fill: #9aa4b2 }
   @media (prefers-color-scheme: dark) {
-    text { fill: #e6edf3 } .quiet { fill: #9198a1 } .page { fill: #0d1117 } .rule { stroke: #3d444d }
+    text { fill: #e6edf3 } .quiet { fill: #9198a1 } .page { fill: #0d1117 } \
+.rule { stroke: #3d444d }
     rect.ours { fill: #4493f8 } rect.peer { fill: #d29922 } rect.floor { fill: #656c76 }
   }
 """
@@ -35,9 +38,20 @@ STYLE = """
 
 def chart(figures: dict[str, Any]) -> str:
     """Saves, stalls and restores: of the Llama-like state on tmpfs, and of the matrices in a bucket."""
-    results = [r for r in figures["results"] if (r["storage"], r["state"]) in PANELS and r["operation"] in DRAWN]
+    results = [
+        r
+        for r in figures["results"]
+        if (r["storage"], r["state"]) in PANELS and r["operation"] in DRAWN
+    ]
     operations, panels = list(OPERATIONS), list(dict.fromkeys(_panel(r) for r in results))
-    results.sort(key=lambda r: (panels.index(_panel(r)), operations.index(r["operation"]), _kind(r) != "ours", _kind(r) == "floor"))
+    results.sort(
+        key=lambda r: (
+            panels.index(_panel(r)),
+            operations.index(r["operation"]),
+            _kind(r) != "ours",
+            _kind(r) == "floor",
+        )
+    )
     parts, y = list(_legend()), 52
     for group, of_group in groupby(results, key=_panel):
         bars = list(of_group)
@@ -54,7 +68,8 @@ def chart(figures: dict[str, Any]) -> str:
             y += GAP
     title = "GB/s of shardckpt, its peers and the floors, by framework, storage and operation"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" width="{WIDTH}" height="{y}" role="img">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" '
+        f'width="{WIDTH}" height="{y}" role="img">\n'
         f"<title>{title}</title>\n<style>{STYLE}</style>\n"
         f'<rect class="page" width="{WIDTH}" height="{y}"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
@@ -65,9 +80,26 @@ def _panel(result: dict[str, Any]) -> str:
 
 
 def _legend() -> list[str]:
-    parts, x = [_text(16, 22, "GB/s, longer is faster. Llama-like state on tmpfs; matrices in a bucket", "operation")], 16
-    for kind, what in (("ours", OURS), ("peer", "peers"), ("floor", "floors: the bytes only moved")):
-        parts.append(f'<rect class="{kind}" x="{x}" y="{34 - (4 if kind != "floor" else 1)}" width="14" height="{THIN + 2}" rx="1"/>')
+    parts, x = (
+        [
+            _text(
+                16,
+                22,
+                "GB/s, longer is faster. Llama-like state on tmpfs; matrices in a bucket",
+                "operation",
+            )
+        ],
+        16,
+    )
+    for kind, what in (
+        ("ours", OURS),
+        ("peer", "peers"),
+        ("floor", "floors: the bytes only moved"),
+    ):
+        parts.append(
+            f'<rect class="{kind}" x="{x}" y="{34 - (4 if kind != "floor" else 1)}" width="14" '
+            f'height="{THIN + 2}" rx="1"/>'
+        )
         parts.append(_text(x + 20, 39, what, "quiet"))
         x += 40 + 7 * len(what)
     return parts
@@ -79,7 +111,10 @@ def _bar(result: dict[str, Any], y: int, length: float) -> list[str]:
     top = y + (ROW - height) / 2
     return [
         _text(NAMES - 8, y + 13, result["subject"], "quiet" if kind == "floor" else kind, "end"),
-        f'<rect class="{kind}" x="{NAMES}" y="{top}" width="{max(1.0, length):.1f}" height="{height}" rx="1"/>',
+        (
+            f'<rect class="{kind}" x="{NAMES}" y="{top}" width="{max(1.0, length):.1f}" '
+            f'height="{height}" rx="1"/>'
+        ),
         _text(
             NAMES + length + 6,
             y + 13,

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 if TYPE_CHECKING:
@@ -28,13 +32,17 @@ class Columns(torch.Tensor):
     chunk: ChunkStorageMetadata
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, _types: Any, _args: Any = (), _kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, _types: Any, _args: Any = (), _kwargs: Any = None
+    ) -> Any:
         """Nothing can be done with it."""
         raise TypeError(f"{func} is not for a part of a tensor")
 
     def __create_write_items__(self, fqn: str, _value: object) -> list[WriteItem]:
         data = TensorWriteData(self.chunk, TensorProperties(dtype=self.dtype), self.size())
-        return [WriteItem(MetadataIndex(fqn, self.chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+        return [
+            WriteItem(MetadataIndex(fqn, self.chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [self.chunk]

@@ -2,9 +2,10 @@
 
     python -m tools.bench.delay PORT BACKEND_PORT MILLISECONDS
 
-1. What a client sends is passed on after that time, however much is on the way. The first bytes of a connection take twice as long:
-   a real connection takes a round trip to be made.
-2. What the server answers is passed on at once, from socket to socket by splice(2): it takes hardly any processor time.
+1. What a client sends is passed on after that time, however much is on the way. The first bytes of
+   a connection take twice as long: a real connection takes a round trip to be made.
+2. What the server answers is passed on at once, from socket to socket by splice(2): it takes hardly
+   any processor time.
 
 So each request takes a round trip more, and the bandwidth is not limited.
 """

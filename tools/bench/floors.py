@@ -1,8 +1,11 @@
-"""Floors: the same bytes, only moved, by as many threads as shardckpt has. Memory that is read into has been written to before.
+"""Floors: the same bytes, only moved, by as many threads as shardckpt has.
 
-Arrays are cut into parts, and parts are joined to pieces of some MiB, which the threads share out. Each thread writes its pieces to a
-file of its own, as shardckpt does, and reads them back from there with readv(2), each part into its place. In a bucket, the floors
-are those of `tools.bench.bucket`.
+Memory that is read into has been written to before.
+
+Arrays are cut into parts, and parts are joined to pieces of some MiB, which the threads share out.
+Each thread writes its pieces to a file of its own, as shardckpt does, and reads them back from
+there with readv(2), each part into its place. In a bucket, the floors are those of
+`tools.bench.bucket`.
 """
 
 from __future__ import annotations
@@ -33,7 +36,12 @@ PIECE = 4 << 20
 
 
 def floors(
-    arrays: dict[str, np.ndarray], targets: dict[str, np.ndarray], directory: Path | Folder, *, devices: int = 1, processes: int = 1
+    arrays: dict[str, np.ndarray],
+    targets: dict[str, np.ndarray],
+    directory: Path | Folder,
+    *,
+    devices: int = 1,
+    processes: int = 1,
 ) -> list[Subject]:
     """write(2), readv(2) and memcpy of the same bytes; in a bucket, puts and gets.
 
@@ -44,11 +52,16 @@ def floors(
         devices: each matrix is saved in that many shards.
         processes: processes that do the same at the same time, each with a part of the state.
     """
-    sources, places = ([a.reshape(-1).view(np.uint8) for a in group.values()] for group in (arrays, targets))
+    sources, places = (
+        [a.reshape(-1).view(np.uint8) for a in group.values()] for group in (arrays, targets)
+    )
     if isinstance(directory, Folder):
         return http_floors(sources, places, directory)
     nbytes = sum(s.nbytes for s in sources)
-    eighths = [place[: place.nbytes // 8] if array.ndim > 1 else place for place, array in zip(places, arrays.values(), strict=True)]
+    eighths = [
+        place[: place.nbytes // 8] if array.ndim > 1 else place
+        for place, array in zip(places, arrays.values(), strict=True)
+    ]
     blocks = sum(devices if array.ndim > 1 else 1 for array in arrays.values())
     writers, readers, copiers = _writing_threads(nbytes, blocks), _reading_threads(), cores()
     out, kept, file = directory / "floor-out", directory / "floor", directory / "floor-file"
@@ -78,8 +91,14 @@ def floors(
     return [
         Subject(f"{WRITE}, {_count(writers, processes)}", {"save": save}, floor=True),
         Subject(f"{WRITE}, {_count(1, processes)}", {"export": export}, floor=True),
-        Subject(f"{READ}, {_count(readers, processes)}", {"restore": whole, "other": whole, "verify": whole, "columns": part}, floor=True),
-        Subject(f"{MEMCPY}, {_count(copiers, processes)}", {"stall": Run(copy, nbytes)}, floor=True),
+        Subject(
+            f"{READ}, {_count(readers, processes)}",
+            {"restore": whole, "other": whole, "verify": whole, "columns": part},
+            floor=True,
+        ),
+        Subject(
+            f"{MEMCPY}, {_count(copiers, processes)}", {"stall": Run(copy, nbytes)}, floor=True
+        ),
     ]
 
 
@@ -135,4 +154,6 @@ def _copy(sources: list[Piece], places: list[Piece]) -> None:
 
 def _check(moved: int, piece: Piece) -> None:
     if moved != sum(part.nbytes for part in piece):
-        raise OSError("the kernel moved a part of a piece: the disk is full, or the file is too short")
+        raise OSError(
+            "the kernel moved a part of a piece: the disk is full, or the file is too short"
+        )

@@ -1,7 +1,7 @@
 """One operation of one group of subjects, in a process of its own, or in several: `python -m tools.bench.group`.
 
-On stdin it is told `{"group", "state", "part", "directory", "server", "rounds", "operation"}`; on stdout it lists what was measured.
-Without a server, files go into the directory.
+On stdin it is told `{"group", "state", "part", "directory", "server", "rounds", "operation"}`; on
+stdout it lists what was measured. Without a server, files go into the directory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ def main() -> int:
 
     group = import_module(f"tools.bench.{GROUPS[request['group']]}")
     state = scaled(STATES[request["state"]], request["part"])
-    directory = Path(request["directory"]) if request["server"] is None else Folder(Server(**request["server"]), "bench")
+    directory = (
+        Path(request["directory"])
+        if request["server"] is None
+        else Folder(Server(**request["server"]), "bench")
+    )
     subjects = group.subjects(state, directory, request["operation"])
     others = {name: getattr(group, name) for name in ("meet", "agree") if hasattr(group, name)}
     results = in_turn(group.GROUP, subjects, request["operation"], request["rounds"], **others)

@@ -1,13 +1,15 @@
 """Measurements of a subject beside its peers.
 
-1. A *subject* (`shardckpt`, `DCP`, `Orbax`, …, and the floors) can do some of the `OPERATIONS`. Each has `before`, what is timed,
-   and `after`, which checks that it was done.
-2. All subjects run in turn, once unmeasured and then `rounds` times; every other round goes backwards. So whatever else the
-   machine does falls on all alike, and every buffer that a subject keeps is warm. No round begins when so many seconds are over,
-   if three have been made: slow subjects get fewer, and a whole run has an end.
-3. Told are the median, least and most seconds, the processor seconds of this process alone (user and system, all threads), the
-   peak of resident memory above what it was before (the kernel's own high-water mark, reset before each run), bytes and files
-   written, and bytes read from files (of this process: `/proc/self/io`).
+1. A *subject* (`shardckpt`, `DCP`, `Orbax`, …, and the floors) can do some of the `OPERATIONS`.
+   Each has `before`, what is timed, and `after`, which checks that it was done.
+2. All subjects run in turn, once unmeasured and then `rounds` times; every other round goes
+   backwards. So whatever else the machine does falls on all alike, and every buffer that a subject
+   keeps is warm. No round begins when so many seconds are over, if three have been made: slow
+   subjects get fewer, and a whole run has an end.
+3. Told are the median, least and most seconds, the processor seconds of this process alone (user
+   and system, all threads), the peak of resident memory above what it was before (the kernel's own
+   high-water mark, reset before each run), bytes and files written, and bytes read from files (of
+   this process: `/proc/self/io`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,17 @@ if TYPE_CHECKING:
 
     from tools.bench.bucket import Folder
 
-__all__ = ["LEAST_ROUNDS", "OPERATIONS", "SECONDS", "Measured", "Operation", "Run", "Subject", "in_turn", "of_directory"]
+__all__ = [
+    "LEAST_ROUNDS",
+    "OPERATIONS",
+    "SECONDS",
+    "Measured",
+    "Operation",
+    "Run",
+    "Subject",
+    "in_turn",
+    "of_directory",
+]
 
 LEAST_ROUNDS = 3
 """That many are made, however long they take."""
@@ -46,16 +58,34 @@ class Operation:
     """In words."""
 
 
-WRITE, READ, MEMCPY, PUTS, GETS, TENSORSTORE = "write(2)", "readv(2)", "memcpy", "HTTP puts", "HTTP gets", "raw TensorStore"
-"""Beginnings of the floors' names. A comma and the number of threads, processes or streams may follow."""
+WRITE, READ, MEMCPY, PUTS, GETS, TENSORSTORE = (
+    "write(2)",
+    "readv(2)",
+    "memcpy",
+    "HTTP puts",
+    "HTTP gets",
+    "raw TensorStore",
+)
+"""Beginnings of the floors' names. A comma and the number of threads, processes or streams may
+follow."""
 OPERATIONS = {
     operation.key: operation
     for operation in (
         Operation("save", "Save", "everything, until it is committed"),
-        Operation("stall", "Stall of save_async", "until the call returns and the state may change"),
-        Operation("restore", "Restore in place", "onto the layout that it was saved from, into memory that is there"),
+        Operation(
+            "stall", "Stall of save_async", "until the call returns and the state may change"
+        ),
+        Operation(
+            "restore",
+            "Restore in place",
+            "onto the layout that it was saved from, into memory that is there",
+        ),
         Operation("other", "Restore onto another mesh", "rows become rows and columns"),
-        Operation("columns", "Read an eighth of the columns", "of every matrix, as one host of eight would"),
+        Operation(
+            "columns",
+            "Read an eighth of the columns",
+            "of every matrix, as one host of eight would",
+        ),
         Operation("export", "Export to one file", "of safetensors, or torch.save"),
         Operation("verify", "Verify", "every stored byte"),
     )
@@ -72,7 +102,8 @@ class Run:
     """Of the elements that are moved."""
     before: Callable[[], Any] = lambda: None
     after: Callable[[Any], None] = lambda _result: None
-    """Gets what `do` returned, waits for what is under way, checks it, and removes what was written."""
+    """Gets what `do` returned, waits for what is under way, checks it, and removes what was
+    written."""
     writes: Path | Folder | None = None
     """The directory or file that it writes, to be counted and removed after each run."""
 
@@ -121,7 +152,11 @@ class Measured:
     def to_json(self) -> dict[str, Any]:
         """All of it, and the rates that follow."""
         cpu = {"cpu_median": statistics.median(self.cpu_seconds)}
-        return asdict(self) | cpu | {"median": self.median, "least": min(self.seconds), "most": max(self.seconds)}
+        return (
+            asdict(self)
+            | cpu
+            | {"median": self.median, "least": min(self.seconds), "most": max(self.seconds)}
+        )
 
 
 def in_turn(
@@ -146,7 +181,12 @@ def in_turn(
     able = [subject for subject in subjects if operation in subject.runs]
     if all(subject.floor for subject in able):
         raise ValueError(f"{group}: nobody but floors can be asked for {operation}.")
-    results = {s.name: Measured(group, operation, s.name, s.runs[operation].nbytes, s.settings, s.checksums, s.floor) for s in able}
+    results = {
+        s.name: Measured(
+            group, operation, s.name, s.runs[operation].nbytes, s.settings, s.checksums, s.floor
+        )
+        for s in able
+    }
     began = time.monotonic()
     for number in range(rounds + 1):
         if number > LEAST_ROUNDS and agree(time.monotonic() - began > SECONDS):
@@ -213,10 +253,16 @@ def _cpu_seconds() -> float:
 
 
 def _status(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return int(line.split()[1]) * 1024
 
 
 def _read_bytes() -> int:
-    line = next(line for line in Path(f"/proc/{os.getpid()}/io").read_text().splitlines() if line.startswith("rchar"))
+    line = next(
+        line
+        for line in Path(f"/proc/{os.getpid()}/io").read_text().splitlines()
+        if line.startswith("rchar")
+    )
     return int(line.split()[1])

@@ -1,7 +1,8 @@
 """JAX's part of `python -m tools.bench --cuda`, in a process of its own: `python -m tools.bench.on_cuda_jax BYTES DIRECTORY`.
 
-Prints a line of JSON: seconds of the stall and of all of each save, seconds of restores, and of the floor, which is
-`jax.device_put` to pinned host memory when its pool has what it needs. The third save is the first that counts.
+Prints a line of JSON: seconds of the stall and of all of each save, seconds of restores, and of the
+floor, which is `jax.device_put` to pinned host memory when its pool has what it needs. The third
+save is the first that counts.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ def measure(nbytes: int, directory: Path) -> dict[str, Any]:
     total = sum(array.nbytes for array in state.values())
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     arrays = [*state.values()]
-    floor = [seconds(lambda: jax.block_until_ready(jax.device_put(arrays, [pinned] * len(arrays))))[0] for _ in range(ROUNDS)]
+    floor = [
+        seconds(lambda: jax.block_until_ready(jax.device_put(arrays, [pinned] * len(arrays))))[0]
+        for _ in range(ROUNDS)
+    ]
     saver, options = Saver(memory_limit=total + (256 << 20)), SaveOptions()
     stalls, saves = [], []
     for _ in range(2 + ROUNDS):
@@ -55,7 +59,10 @@ def measure(nbytes: int, directory: Path) -> dict[str, Any]:
         stalls.append(stall)
         saves.append(stall + rest)
     saver.close()
-    restores = [seconds(lambda: jax.block_until_ready(restore(directory / "jax", state)))[0] for _ in range(ROUNDS)]
+    restores = [
+        seconds(lambda: jax.block_until_ready(restore(directory / "jax", state)))[0]
+        for _ in range(ROUNDS)
+    ]
     return {
         "device": device.device_kind,
         "bytes": total,

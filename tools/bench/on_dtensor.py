@@ -1,4 +1,7 @@
-"""DTensors of 2 processes over gloo: shardckpt and DCP. Each process measures; the first one tells."""
+"""DTensors of 2 processes over gloo: shardckpt and DCP.
+
+Each process measures; the first one tells.
+"""
 
 from __future__ import annotations
 
@@ -67,9 +70,13 @@ def subjects(state: State, directory: Path, _operation: str) -> list[Subject]:
     whole = {name: torch.from_numpy(array).view(dtype) for name, array in elements(state).items()}
     tensors = {name: laid_out(value, 0) for name, value in whole.items()}
     cols = {name: laid_out(torch.ones_like(value), 1) for name, value in whole.items()}
-    expected = {name: laid_out(value, 1).to_local().clone() for name, value in list(whole.items())[:1]}
+    expected = {
+        name: laid_out(value, 1).to_local().clone() for name, value in list(whole.items())[:1]
+    }
     rows = {
-        name: DTensor.from_local(torch.ones_like(t.to_local()), mesh, t.placements, shape=t.shape, stride=t.stride())
+        name: DTensor.from_local(
+            torch.ones_like(t.to_local()), mesh, t.placements, shape=t.shape, stride=t.stride()
+        )
         for name, t in tensors.items()
     }
     whole.clear()
@@ -99,7 +106,10 @@ def subjects(state: State, directory: Path, _operation: str) -> list[Subject]:
     return [
         *floors(mine, into, own, processes=PROCESSES),
         _ours(here, tensors, rows, cols, directory, same_rows, same_columns),
-        *(_dcp(here, tensors, rows, cols, directory, same_rows, same_columns, best=best) for best in (False, True)),
+        *(
+            _dcp(here, tensors, rows, cols, directory, same_rows, same_columns, best=best)
+            for best in (False, True)
+        ),
     ]
 
 
@@ -112,7 +122,15 @@ def _save_once(path: Path, save: Callable[[Path], Any]) -> None:
     meet()
 
 
-def _ours(nbytes: int, tensors: Any, rows: Any, cols: Any, directory: Path, same_rows: Any, same_columns: Any) -> Subject:
+def _ours(
+    nbytes: int,
+    tensors: Any,
+    rows: Any,
+    cols: Any,
+    directory: Path,
+    same_rows: Any,
+    same_columns: Any,
+) -> Subject:
     import shardckpt
     from shardckpt import SaveOptions
 
@@ -125,26 +143,52 @@ def _ours(nbytes: int, tensors: Any, rows: Any, cols: Any, directory: Path, same
     return Subject(
         "shardckpt",
         {
-            "save": Run(lambda: shardckpt.save(out, tensors, options=options), nbytes, before=meet, writes=out),
-            "stall": Run(
-                lambda: shardckpt.save_async(out, tensors, options=options), nbytes, before=meet, after=lambda h: h.wait(), writes=out
+            "save": Run(
+                lambda: shardckpt.save(out, tensors, options=options),
+                nbytes,
+                before=meet,
+                writes=out,
             ),
-            "restore": Run(lambda: shardckpt.restore(kept, rows), nbytes, before=there, after=same_rows),
-            "other": Run(lambda: shardckpt.restore(kept, cols), nbytes, before=there, after=same_columns),
+            "stall": Run(
+                lambda: shardckpt.save_async(out, tensors, options=options),
+                nbytes,
+                before=meet,
+                after=lambda h: h.wait(),
+                writes=out,
+            ),
+            "restore": Run(
+                lambda: shardckpt.restore(kept, rows), nbytes, before=there, after=same_rows
+            ),
+            "other": Run(
+                lambda: shardckpt.restore(kept, cols), nbytes, before=there, after=same_columns
+            ),
         },
         "memory_limit=2GiB in each process, which its shards fit into",
         checksums=True,
     )
 
 
-def _dcp(nbytes: int, tensors: Any, rows: Any, cols: Any, directory: Path, same_rows: Any, same_columns: Any, *, best: bool) -> Subject:
+def _dcp(
+    nbytes: int,
+    tensors: Any,
+    rows: Any,
+    cols: Any,
+    directory: Path,
+    same_rows: Any,
+    same_columns: Any,
+    *,
+    best: bool,
+) -> Subject:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     name = "DCP, at its best" if best else "DCP"
     choices: dict[str, Any] = {"thread_count": 2, "sync_files": False} if best else {}
-    # Its stager keeps its memory from save to save where it is kept. All that it can be told takes a GPU.
-    staging: dict[str, Any] = {"async_stager": DefaultStager(StagingOptions(*(False,) * 4))} if best else {}
+    # Its stager keeps its memory from save to save where it is kept. All that it can be told takes
+    # a GPU.
+    staging: dict[str, Any] = (
+        {"async_stager": DefaultStager(StagingOptions(*(False,) * 4))} if best else {}
+    )
     out, kept = directory / f"{name}-out", directory / "dcp"
 
     def save(path: Path) -> None:
@@ -154,7 +198,9 @@ def _dcp(nbytes: int, tensors: Any, rows: Any, cols: Any, directory: Path, same_
         _save_once(kept, save)
 
     def stall() -> Any:
-        return dcp.async_save(dict(tensors), storage_writer=dcp.FileSystemWriter(out, **choices), **staging)
+        return dcp.async_save(
+            dict(tensors), storage_writer=dcp.FileSystemWriter(out, **choices), **staging
+        )
 
     runs = {
         "save": Run(lambda: save(out), nbytes, before=meet, writes=out),
@@ -162,7 +208,23 @@ def _dcp(nbytes: int, tensors: Any, rows: Any, cols: Any, directory: Path, same_
     }
     if not best:
         runs |= {
-            "restore": Run(lambda: dcp.load(dict(rows), checkpoint_id=kept), nbytes, before=there, after=same_rows),
-            "other": Run(lambda: dcp.load(dict(cols), checkpoint_id=kept), nbytes, before=there, after=same_columns),
+            "restore": Run(
+                lambda: dcp.load(dict(rows), checkpoint_id=kept),
+                nbytes,
+                before=there,
+                after=same_rows,
+            ),
+            "other": Run(
+                lambda: dcp.load(dict(cols), checkpoint_id=kept),
+                nbytes,
+                before=there,
+                after=same_columns,
+            ),
         }
-    return Subject(name, runs, "thread_count=2, sync_files=False; in the background: one DefaultStager, reused" if best else "defaults")
+    return Subject(
+        name,
+        runs,
+        "thread_count=2, sync_files=False; in the background: one DefaultStager, reused"
+        if best
+        else "defaults",
+    )

@@ -1,4 +1,7 @@
-"""Tensors on the CPU, one process: shardckpt, DCP, safetensors, torch.save; in a bucket shardckpt and DCP."""
+"""Tensors on the CPU, one process: shardckpt, DCP, safetensors, torch.save.
+
+In a bucket shardckpt and DCP.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ def subjects(state: State, directory: Path | Folder, operation: str) -> list[Sub
     given = _Given(state.nbytes, tensors, places, columns, directory, same)
     programs = [*floors(arrays, targets, directory), _ours(given)]
     if isinstance(directory, Folder):
-        return [*programs, *(_dcp_in_bucket(given, best=best) for best in (False, True) if directory.server.peers)]
+        return [
+            *programs,
+            *(_dcp_in_bucket(given, best=best) for best in (False, True) if directory.server.peers),
+        ]
     dcp = [_dcp(given, best=best) for best in (False, True)]
     return [*programs, _ours_not_read_back(given), *dcp, *_safetensors(given), *_torch_save(given)]
 
@@ -84,10 +90,16 @@ class _Given:
         """Those columns, as parts of the whole matrices."""
         from tools.bench.columns import Columns
 
-        return {name: Columns(place, self.tensors[name].shape) if place.ndim > 1 else place for name, place in self.columns.items()}
+        return {
+            name: Columns(place, self.tensors[name].shape) if place.ndim > 1 else place
+            for name, place in self.columns.items()
+        }
 
     def there(self, name: str, save: Callable[[Any], Any]) -> Callable[[], None]:
-        """A function that makes a checkpoint if it is not there yet; the checkpoint is read again and again."""
+        """A function that makes a checkpoint if it is not there yet.
+
+        The checkpoint is read again and again.
+        """
         path = self.directory / name
 
         def make() -> None:
@@ -102,7 +114,11 @@ def _ours(given: _Given) -> Subject:
     from shardckpt import SaveOptions
 
     room = SaveOptions(memory_limit="4GiB")
-    out, kept, file = given.directory / "ours-out", given.directory / "ours", given.directory / "ours.safetensors"
+    out, kept, file = (
+        given.directory / "ours-out",
+        given.directory / "ours",
+        given.directory / "ours.safetensors",
+    )
     there = given.there("ours", lambda path: shardckpt.save(path, given.tensors))
 
     parts = given.parts()
@@ -113,11 +129,26 @@ def _ours(given: _Given) -> Subject:
 
     runs = {
         "save": Run(lambda: shardckpt.save(out, given.tensors), given.nbytes, writes=out),
-        "stall": Run(lambda: shardckpt.save_async(out, given.tensors, options=room), given.nbytes, after=lambda h: h.wait(), writes=out),
-        "restore": Run(lambda: shardckpt.restore(kept, given.places), given.nbytes, before=there, after=given.same),
+        "stall": Run(
+            lambda: shardckpt.save_async(out, given.tensors, options=room),
+            given.nbytes,
+            after=lambda h: h.wait(),
+            writes=out,
+        ),
+        "restore": Run(
+            lambda: shardckpt.restore(kept, given.places),
+            given.nbytes,
+            before=there,
+            after=given.same,
+        ),
         "columns": Run(lambda: shardckpt.restore(kept, parts), given.moved, before=there),
         "verify": Run(verify, given.nbytes, before=there),
-        "export": Run(lambda: shardckpt.export_safetensors(kept, file), given.nbytes, before=there, writes=file),
+        "export": Run(
+            lambda: shardckpt.export_safetensors(kept, file),
+            given.nbytes,
+            before=there,
+            writes=file,
+        ),
     }
     settings = (
         "defaults; in the background: memory_limit=4GiB, more than the state; "
@@ -131,8 +162,18 @@ def _ours_not_read_back(given: _Given) -> Subject:
 
     kept, file = given.directory / "ours", given.directory / "ours.safetensors"
     there = given.there("ours", lambda path: shardckpt.save(path, given.tensors))
-    export = Run(lambda: shardckpt.export_safetensors(kept, file, verify=False), given.nbytes, before=there, writes=file)
-    return Subject("shardckpt, not read back", {"export": export}, "verify=False, like the peers", checksums=True)
+    export = Run(
+        lambda: shardckpt.export_safetensors(kept, file, verify=False),
+        given.nbytes,
+        before=there,
+        writes=file,
+    )
+    return Subject(
+        "shardckpt, not read back",
+        {"export": export},
+        "verify=False, like the peers",
+        checksums=True,
+    )
 
 
 def _dcp(given: _Given, *, best: bool) -> Subject:
@@ -142,18 +183,31 @@ def _dcp(given: _Given, *, best: bool) -> Subject:
 
     name = "DCP, at its best" if best else "DCP"
     choices: dict[str, Any] = {"thread_count": 2, "sync_files": False} if best else {}
-    # Its stager keeps its memory from save to save where it is kept. All that it can be told takes a GPU.
-    staging: dict[str, Any] = {"async_stager": DefaultStager(StagingOptions(*(False,) * 4))} if best else {}
-    out, kept, shards, file = (given.directory / f"{name}{end}" for end in ("-out", "", "-shards", "-file"))
+    # Its stager keeps its memory from save to save where it is kept. All that it can be told takes
+    # a GPU.
+    staging: dict[str, Any] = (
+        {"async_stager": DefaultStager(StagingOptions(*(False,) * 4))} if best else {}
+    )
+    out, kept, shards, file = (
+        given.directory / f"{name}{end}" for end in ("-out", "", "-shards", "-file")
+    )
 
     def writer(path: Path) -> Any:
         return dcp.FileSystemWriter(path, **choices)
 
-    there = given.there(name, lambda path: dcp.save(dict(given.tensors), storage_writer=writer(path), no_dist=True))
+    there = given.there(
+        name, lambda path: dcp.save(dict(given.tensors), storage_writer=writer(path), no_dist=True)
+    )
     runs = {
-        "save": Run(lambda: dcp.save(dict(given.tensors), storage_writer=writer(out), no_dist=True), given.nbytes, writes=out),
+        "save": Run(
+            lambda: dcp.save(dict(given.tensors), storage_writer=writer(out), no_dist=True),
+            given.nbytes,
+            writes=out,
+        ),
         "stall": Run(
-            lambda: dcp.async_save(dict(given.tensors), storage_writer=writer(out), no_dist=True, **staging),
+            lambda: dcp.async_save(
+                dict(given.tensors), storage_writer=writer(out), no_dist=True, **staging
+            ),
             given.nbytes,
             after=lambda future: future.result(),
             writes=out,
@@ -161,20 +215,35 @@ def _dcp(given: _Given, *, best: bool) -> Subject:
     }
     if best:
         made = given.there(shards.name, lambda path: _save_for_consolidation(path, given.tensors))
-        runs["export"] = Run(lambda: _consolidate(shards, file, given.tensors), given.nbytes, before=made, writes=file)
+        runs["export"] = Run(
+            lambda: _consolidate(shards, file, given.tensors),
+            given.nbytes,
+            before=made,
+            writes=file,
+        )
     else:
         parts = given.parts()
         runs |= {
             "restore": Run(
-                lambda: dcp.load(dict(given.places), checkpoint_id=kept, no_dist=True), given.nbytes, before=there, after=given.same
+                lambda: dcp.load(dict(given.places), checkpoint_id=kept, no_dist=True),
+                given.nbytes,
+                before=there,
+                after=given.same,
             ),
-            "columns": Run(lambda: dcp.load(dict(parts), checkpoint_id=kept, no_dist=True), given.moved, before=there),
-            "export": Run(lambda: dcp_to_torch_save(kept, file), given.nbytes, before=there, writes=file),
+            "columns": Run(
+                lambda: dcp.load(dict(parts), checkpoint_id=kept, no_dist=True),
+                given.moved,
+                before=there,
+            ),
+            "export": Run(
+                lambda: dcp_to_torch_save(kept, file), given.nbytes, before=there, writes=file
+            ),
         }
     best_settings = (
         "thread_count=2, sync_files=False; in the background: one DefaultStager, reused; "
-        "exports: consolidate_safetensors_files with 2 threads, which copies whole tensors from the one file that "
-        "HuggingFaceStorageWriter saved, this rank being the only one, compares no checksums and reads nothing back"
+        "exports: consolidate_safetensors_files with 2 threads, which copies whole tensors from "
+        "the one file that HuggingFaceStorageWriter saved, this rank being the only one, "
+        "compares no checksums and reads nothing back"
     )
     return Subject(name, runs, best_settings if best else "defaults; exports: dcp_to_torch_save")
 
@@ -188,7 +257,9 @@ def _dcp_in_bucket(given: _Given, *, best: bool) -> Subject:
     out, kept = given.directory / f"{name}-out", given.directory / "DCP"
 
     def save(path: Folder) -> None:
-        dcp.save(dict(given.tensors), storage_writer=FsspecWriter(str(path), **choices), no_dist=True)
+        dcp.save(
+            dict(given.tensors), storage_writer=FsspecWriter(str(path), **choices), no_dist=True
+        )
 
     def load() -> None:
         dcp.load(dict(given.places), storage_reader=FsspecReader(str(kept)), no_dist=True)
@@ -197,7 +268,12 @@ def _dcp_in_bucket(given: _Given, *, best: bool) -> Subject:
     runs = {"save": Run(lambda: save(out), given.nbytes, writes=out)}
     if not best:
         runs["restore"] = Run(load, given.nbytes, before=there, after=given.same)
-    return Subject(name, runs, f"FsspecWriter{' with thread_count=4, sync_files=False' if best else ', FsspecReader'}, through gcsfs")
+    return Subject(
+        name,
+        runs,
+        f"FsspecWriter{' with thread_count=4, sync_files=False' if best else ', FsspecReader'}, "
+        "through gcsfs",
+    )
 
 
 def _save_for_consolidation(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -208,10 +284,14 @@ def _save_for_consolidation(path: Path, tensors: dict[str, torch.Tensor]) -> Non
 
 
 def _consolidate(shards: Path, directory: Path, tensors: dict[str, torch.Tensor]) -> None:
-    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+        consolidate_safetensors_files,
+    )
 
     directory.mkdir()
-    consolidate_safetensors_files(str(shards), str(directory), dict.fromkeys(tensors, 1), num_threads=2)
+    consolidate_safetensors_files(
+        str(shards), str(directory), dict.fromkeys(tensors, 1), num_threads=2
+    )
 
 
 def _safetensors(given: _Given) -> list[Subject]:
@@ -258,6 +338,10 @@ def _torch_save(given: _Given) -> list[Subject]:
     write = Run(lambda: torch.save(given.tensors, out), given.nbytes, writes=out)
     runs = {"save": write, "restore": Run(restore, given.nbytes, before=there, after=given.same)}
     return [
-        Subject("torch.save", runs, "never made durable; loaded with mmap=True, weights_only=True, copied into place"),
+        Subject(
+            "torch.save",
+            runs,
+            "never made durable; loaded with mmap=True, weights_only=True, copied into place",
+        ),
         Subject("torch.save, from memory", {"export": write}, "nothing is read", floor=True),
     ]

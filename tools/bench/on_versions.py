@@ -1,7 +1,8 @@
 """`python -m tools.bench --versions`: what publishing and following cost beside a full save, in one run of a minute.
 
-A bfloat16 state in host memory, 2 % of whose elements move by one unit in the last place before each version. Files are in /dev/shm,
-objects in fake-gcs-server, which shares the cores. Medians; nothing else should run on the machine.
+A bfloat16 state in host memory, 2 % of whose elements move by one unit in the last place before
+each version. Files are in /dev/shm, objects in fake-gcs-server, which shares the cores. Medians;
+nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class _Versions:
         self.rng = np.random.default_rng(0)
         count = max(1, int(gigabytes * GB / (2 * SHAPE[0] * SHAPE[1])))
         drawn = (0.02 * self.rng.standard_normal(SHAPE, np.float32) for _ in range(count))
-        self.state = {f"layers.{i}": torch.from_numpy(part).bfloat16() for i, part in enumerate(drawn)}
+        self.state = {
+            f"layers.{i}": torch.from_numpy(part).bfloat16() for i, part in enumerate(drawn)
+        }
         self.nbytes = sum(tensor.nbytes for tensor in self.state.values())
         self.limit = self.nbytes + (64 << 20)
         self.directory = directory
@@ -66,12 +69,19 @@ class _Versions:
         print(f"{key:64}{value:10.3f} {unit:6}{target}", flush=True)
 
     def on_tmpfs(self) -> None:
-        """Bytes, processor time and blocking time of versions; preparing, applying, and reading an eighth of the rows."""
+        """Bytes, processor time and blocking time of versions.
+
+        Preparing, applying, and reading an eighth of the rows.
+        """
         root = self.directory / "versions"
         saver, stalls, saves = Saver(memory_limit=self.limit), [], []
         for _ in range(ROUNDS):
             began = time.process_time()
-            seconds, _, handle = _timed(lambda: saver.begin(self.directory / "full", self.state, SaveOptions(overwrite=True)))
+            seconds, _, handle = _timed(
+                lambda: saver.begin(
+                    self.directory / "full", self.state, SaveOptions(overwrite=True)
+                )
+            )
             handle.wait()
             stalls.append(seconds)
             saves.append(time.process_time() - began)
@@ -102,24 +112,61 @@ class _Versions:
                 used.append(processor)
                 prepared.append(preparing)
                 applied.append(applying)
-                copies.append(_timed(lambda before=before: [like[name].copy_(self.state[name]) for name in before])[0])
+                copies.append(
+                    _timed(
+                        lambda before=before: [
+                            like[name].copy_(self.state[name]) for name in before
+                        ]
+                    )[0]
+                )
                 ratios.append(_bytes_of(root / str(step)) / self._xor(before))
-                shares.append((part.cache.read_bytes - had) / (shardckpt.open(root / str(step)).record.totals["stored_bytes"] / 8))
+                shares.append(
+                    (part.cache.read_bytes - had)
+                    / (shardckpt.open(root / str(step)).record.totals["stored_bytes"] / 8)
+                )
             version.prove()
         stall = statistics.median(stalls)
-        self.tell("bytes of a version, against whole-tensor XOR with zstd", statistics.median(ratios), "×", "target 0.6")
-        self.tell("processor time of a version", statistics.median(used) / (self.nbytes / GB), "s/GB", "target 1.0")
+        self.tell(
+            "bytes of a version, against whole-tensor XOR with zstd",
+            statistics.median(ratios),
+            "×",
+            "target 0.6",
+        )
+        self.tell(
+            "processor time of a version",
+            statistics.median(used) / (self.nbytes / GB),
+            "s/GB",
+            "target 1.0",
+        )
         self.tell("processor time of a save", statistics.median(saves) / (self.nbytes / GB), "s/GB")
         self.tell("until save_async returns", stall * 1e3, "ms")
-        self.tell("until publish returns, against that", statistics.median(returned) / stall, "×", "target 1.1")
+        self.tell(
+            "until publish returns, against that",
+            statistics.median(returned) / stall,
+            "×",
+            "target 1.1",
+        )
         self.tell("prepare", statistics.median(prepared) * 1e3, "ms")
         self.tell("apply", statistics.median(applied) * 1e3, "ms")
-        self.tell("apply, against one copy of the share", statistics.median(applied) / statistics.median(copies), "×", "target 1.2")
-        self.tell("read by a follower of an eighth of the rows, against its share", statistics.median(shares), "×", "target 1.1")
+        self.tell(
+            "apply, against one copy of the share",
+            statistics.median(applied) / statistics.median(copies),
+            "×",
+            "target 1.2",
+        )
+        self.tell(
+            "read by a follower of an eighth of the rows, against its share",
+            statistics.median(shares),
+            "×",
+            "target 1.1",
+        )
 
     def _xor(self, before: dict[str, torch.Tensor]) -> int:
         """Bytes of the exclusive or of whole tensors, compressed."""
-        pairs = ((before[name].view(torch.int16).numpy(), tensor.view(torch.int16).numpy()) for name, tensor in self.state.items())
+        pairs = (
+            (before[name].view(torch.int16).numpy(), tensor.view(torch.int16).numpy())
+            for name, tensor in self.state.items()
+        )
         return sum(len(Zstd(level=3).encode(old ^ new)) for old, new in pairs)
 
     def on_bucket(self) -> None:
@@ -128,10 +175,14 @@ class _Versions:
             os.environ.update(variables)
             folder = Folder(server, "bench")
             full, published = [], []
-            with shardckpt.Publisher(folder / "versions", catch_up=None, memory_limit=self.limit) as publisher:
+            with shardckpt.Publisher(
+                folder / "versions", catch_up=None, memory_limit=self.limit
+            ) as publisher:
                 for step in range(ROUNDS):
                     _change(self.state, self.rng)
-                    seconds, _, _ = _timed(lambda step=step: (publisher.publish(step, self.state), publisher.wait()))
+                    seconds, _, _ = _timed(
+                        lambda step=step: (publisher.publish(step, self.state), publisher.wait())
+                    )
                     if step:
                         published.append(seconds)
                     place = folder / f"full-{step}"
@@ -139,7 +190,9 @@ class _Versions:
                     place.remove()
         self.tell("a full save to the bucket", statistics.median(full) * 1e3, "ms")
         ratio = statistics.median(published) / statistics.median(full)
-        self.tell("publish to the bucket until it is durable, against that", ratio, "×", "target 0.35")
+        self.tell(
+            "publish to the bucket until it is durable, against that", ratio, "×", "target 0.35"
+        )
 
 
 def _bytes_of(place: Path) -> int:
@@ -147,7 +200,10 @@ def _bytes_of(place: Path) -> int:
 
 
 def measure(gigabytes: float, written: Path | None) -> int:
-    """Measure versions of a state of so many 10⁹ bytes; `written` gets the figures as JSON. Return 0."""
+    """Measure versions of a state of so many 10⁹ bytes; `written` gets the figures as JSON.
+
+    Return 0.
+    """
     directory = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     try:
         bench = _Versions(gigabytes, directory)

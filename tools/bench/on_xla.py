@@ -20,7 +20,10 @@ PLACING = "host shards to devices"
 
 
 def subjects(state: State, directory: Path, operation: str) -> list[Subject]:
-    """Ours, and the floors; torch_xla's own checkpoints drop tensors whose replicas share a host (pytorch/xla#7919)."""
+    """Ours, and the floors.
+
+    Torch_xla's own checkpoints drop tensors whose replicas share a host (pytorch/xla#7919).
+    """
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(DEVICES)}
     import numpy as np
     import torch
@@ -38,7 +41,11 @@ def subjects(state: State, directory: Path, operation: str) -> list[Subject]:
     rows, both = Mesh((DEVICES,), ("x",)), Mesh((2, 4), ("x", "y"))
     dtype = getattr(torch, state.dtype)
     arrays = elements(state)
-    into = {name: np.ones_like(array) for name, array in arrays.items()} if operation == "stall" else arrays
+    into = (
+        {name: np.ones_like(array) for name, array in arrays.items()}
+        if operation == "stall"
+        else arrays
+    )
     values = {}
     for name, array in arrays.items():
         value = torch.from_numpy(array).view(dtype).to("xla")
@@ -47,7 +54,11 @@ def subjects(state: State, directory: Path, operation: str) -> list[Subject]:
 
     def targets(mesh: Mesh, *spec: Any) -> dict[str, Target]:
         return {
-            n: Target(Sharding(mesh, PartitionSpec(*spec) if a.ndim > 1 else PartitionSpec()), shape=a.shape, dtype=state.dtype)
+            n: Target(
+                Sharding(mesh, PartitionSpec(*spec) if a.ndim > 1 else PartitionSpec()),
+                shape=a.shape,
+                dtype=state.dtype,
+            )
             for n, a in arrays.items()
         }
 
@@ -71,13 +82,23 @@ def subjects(state: State, directory: Path, operation: str) -> list[Subject]:
             raise AssertionError(f"{name} came back as something else")
 
     split = {
-        n: (list(torch.from_numpy(a).view(dtype).chunk(DEVICES)) if a.ndim > 1 else [torch.from_numpy(a).view(dtype)] * DEVICES)
+        n: (
+            list(torch.from_numpy(a).view(dtype).chunk(DEVICES))
+            if a.ndim > 1
+            else [torch.from_numpy(a).view(dtype)] * DEVICES
+        )
         for n, a in arrays.items()
     }
-    shardings = {n: xla_mesh.get_op_sharding(("x", None) if a.ndim > 1 else (None,)) for n, a in arrays.items()}
+    shardings = {
+        n: xla_mesh.get_op_sharding(("x", None) if a.ndim > 1 else (None,))
+        for n, a in arrays.items()
+    }
 
     def place() -> dict[str, Any]:
-        tensors = {n: torch_xla._XLAC._global_tensor_from_cpu_shards(split[n], shardings[n], list(a.shape)) for n, a in arrays.items()}
+        tensors = {
+            n: torch_xla._XLAC._global_tensor_from_cpu_shards(split[n], shardings[n], list(a.shape))
+            for n, a in arrays.items()
+        }
         return ready(tensors)
 
     nbytes = state.nbytes
@@ -88,10 +109,21 @@ def subjects(state: State, directory: Path, operation: str) -> list[Subject]:
         Subject(
             "shardckpt",
             {
-                "save": Run(lambda: shardckpt.save(out, values, options=options), nbytes, writes=out),
-                "stall": Run(lambda: shardckpt.save_async(out, values, options=options), nbytes, after=lambda h: h.wait(), writes=out),
-                "restore": Run(lambda: ready(shardckpt.restore(kept, like)), nbytes, before=there, after=same),
-                "other": Run(lambda: ready(shardckpt.restore(kept, other)), nbytes, before=there, after=same),
+                "save": Run(
+                    lambda: shardckpt.save(out, values, options=options), nbytes, writes=out
+                ),
+                "stall": Run(
+                    lambda: shardckpt.save_async(out, values, options=options),
+                    nbytes,
+                    after=lambda h: h.wait(),
+                    writes=out,
+                ),
+                "restore": Run(
+                    lambda: ready(shardckpt.restore(kept, like)), nbytes, before=there, after=same
+                ),
+                "other": Run(
+                    lambda: ready(shardckpt.restore(kept, other)), nbytes, before=there, after=same
+                ),
             },
             "memory_limit=4GiB",
             checksums=True,

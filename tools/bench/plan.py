@@ -1,14 +1,17 @@
 """Plan of a run: states, storages and operations, with the part of the bytes and the number of rounds.
 
-Each line is so large that the state is beyond every cache, and so small that a whole run ends in half an hour on two cores and fits
-into 20 GiB of memory, files on tmpfs included: at the most there are the state, memory to restore it into, and the checkpoint of each
-subject. At half of the Llama-like state, restoring took 11 GiB with torch and 15 with jax. In a bucket there are 256 MiB, because
-an emulator takes some hundred MB/s; and 1 GiB where the way is long, because each restore begins with two short requests.
+Each line is so large that the state is beyond every cache, and so small that a whole run ends in
+half an hour on two cores and fits into 20 GiB of memory, files on tmpfs included: at the most there
+are the state, memory to restore it into, and the checkpoint of each subject. At half of the
+Llama-like state, restoring took 11 GiB with torch and 15 with jax. In a bucket there are 256 MiB,
+because an emulator takes some hundred MB/s; and 1 GiB where the way is long, because each restore
+begins with two short requests.
 
-Of two cores' time, estimated from single tasks and what they share, a task of half of that state takes 30 to 60 s: 8 to make the
-state, as many again for each checkpoint that is read, and the rounds. Minutes, line by line: 4 (torch), 3 (DTensor), 5 (JAX), 2
-(torch_xla), 1½ (bfloat16), 2½ (small tensors, of which Orbax takes 2), ½ (ten), 1 (flat), 3 and 2 (one large), 3 (disk), and 5 for the
-buckets; 33 in all.
+Of two cores' time, estimated from single tasks and what they share, a task of half of that state
+takes 30 to 60 s: 8 to make the state, as many again for each checkpoint that is read, and the
+rounds. Minutes, line by line: 4 (torch), 3 (DTensor), 5 (JAX), 2 (torch_xla), 1½ (bfloat16), 2½
+(small tensors, of which Orbax takes 2), ½ (ten), 1 (flat), 3 and 2 (one large), 3 (disk), and 5 for
+the buckets; 33 in all.
 """
 
 from __future__ import annotations
@@ -71,8 +74,17 @@ class Task:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Keys that name the task in results and failures. A result's `group` is the group in words."""
-        return {"storage": self.storage, "state": self.state, "task": self.group, "operation": self.operation, "part": self.part}
+        """Keys that name the task in results and failures.
+
+        A result's `group` is the group in words.
+        """
+        return {
+            "storage": self.storage,
+            "state": self.state,
+            "task": self.group,
+            "operation": self.operation,
+            "part": self.part,
+        }
 
 
 PLAN = (
@@ -94,7 +106,12 @@ LEFT_OUT = frozenset({"disk", "gs-100ms"})
 """Storages that a quick run does not measure."""
 QUICK = tuple(replace(line, part=16, rounds=3) for line in PLAN if line.storage not in LEFT_OUT)
 SHARDED = frozenset({"save", "stall", "restore", "other"})
-ABLE = {"torch": OPERATIONS.keys() - {"other"}, "dtensor": SHARDED, "jax": OPERATIONS.keys(), "xla": SHARDED}
+ABLE = {
+    "torch": OPERATIONS.keys() - {"other"},
+    "dtensor": SHARDED,
+    "jax": OPERATIONS.keys(),
+    "xla": SHARDED,
+}
 """Group → what it can be asked for."""
 
 
@@ -111,6 +128,8 @@ def tasks(
             continue
         for group in line.groups:
             for operation in line.operations:
-                chosen = (not groups or group in groups) and (not operations or operation in operations)
+                chosen = (not groups or group in groups) and (
+                    not operations or operation in operations
+                )
                 if chosen and operation in ABLE[group]:
                     yield Task(line.storage, line.state, group, operation, line.part, line.rounds)

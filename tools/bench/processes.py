@@ -1,4 +1,8 @@
-"""Processes that measure. Each task has its own processes and files: what one leaves in memory slows the next, or does not fit beside."""
+"""Processes that measure.
+
+Each task has its own processes and files: what one leaves in memory slows the next, or does not fit
+beside.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,13 @@ def measured(task: Task, place: Path, streams: list[int]) -> list[dict[str, Any]
     with ExitStack() as stack:
         stack.callback(_end, children, directory)
         variables: dict[str, str] = {}
-        request = {"group": task.group, "state": task.state, "part": task.part, "operation": task.operation, "rounds": task.rounds}
+        request = {
+            "group": task.group,
+            "state": task.state,
+            "part": task.part,
+            "operation": task.operation,
+            "rounds": task.rounds,
+        }
         request |= {"directory": str(directory / "files"), "server": None}
         if task.storage in DELAYS:
             try:
@@ -65,7 +75,14 @@ def measured(task: Task, place: Path, streams: list[int]) -> list[dict[str, Any]
                 (directory / f"{rank}.err").open("w") as err,
             ):
                 command = [sys.executable, "-W", "ignore", "-m", "tools.bench.group"]
-                process = subprocess.Popen(command, stdin=asked, stdout=out, stderr=err, cwd=ROOT, env=environment | variables)
+                process = subprocess.Popen(
+                    command,
+                    stdin=asked,
+                    stdout=out,
+                    stderr=err,
+                    cwd=ROOT,
+                    env=environment | variables,
+                )
                 children.append(process)
         _wait(children, directory)
         results: list[dict[str, Any]] = json.loads((directory / "0.out").read_text())
@@ -87,7 +104,10 @@ def _environments(count: int) -> list[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return [alone | dict(zip(names, (str(rank), str(count), "127.0.0.1", str(port)), strict=True)) for rank in range(count)]
+    return [
+        alone | dict(zip(names, (str(rank), str(count), "127.0.0.1", str(port)), strict=True))
+        for rank in range(count)
+    ]
 
 
 def _wait(children: list[subprocess.Popen[bytes]], directory: Path) -> None:

@@ -1,4 +1,7 @@
-"""Ratios of our rate to each floor's and peer's. Only ratios within one run mean something on another machine."""
+"""Ratios of our rate to each floor's and peer's.
+
+Only ratios within one run mean something on another machine.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +50,8 @@ def ratios(figures: dict[str, Any]) -> dict[Key, Ratio]:
 
 def _ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> Ratio:
     size = ours["nbytes"] / theirs["nbytes"]
-    rounds = [size * other / own for own, other in zip(ours["seconds"], theirs["seconds"], strict=True)]
+    rounds = [
+        size * other / own for own, other in zip(ours["seconds"], theirs["seconds"], strict=True)
+    ]
     value = size * statistics.median(theirs["seconds"]) / statistics.median(ours["seconds"])
     return Ratio(value, min(rounds), max(rounds), theirs["floor"])

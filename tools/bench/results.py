@@ -16,7 +16,16 @@ if TYPE_CHECKING:
 
 __all__ = ["OtherRunError", "Results", "machine", "read"]
 
-PACKAGES = ("shardckpt", "torch", "torch_xla", "jax", "orbax-checkpoint", "safetensors", "tensorstore", "numpy")
+PACKAGES = (
+    "shardckpt",
+    "torch",
+    "torch_xla",
+    "jax",
+    "orbax-checkpoint",
+    "safetensors",
+    "tensorstore",
+    "numpy",
+)
 
 
 class OtherRunError(ValueError):
@@ -32,7 +41,9 @@ def read(path: Path) -> dict[str, Any]:
     try:
         figures = json.loads(path.read_text("utf-8"))
     except OSError as wrong:
-        raise OtherRunError(f"{path} cannot be read: {wrong.strerror}; name a file that --json wrote.") from wrong
+        raise OtherRunError(
+            f"{path} cannot be read: {wrong.strerror}; name a file that --json wrote."
+        ) from wrong
     except ValueError as wrong:
         raise OtherRunError(f"{path} is not a file that --json wrote: {wrong}.") from wrong
     if not isinstance(figures, dict) or not {"results", "failed", *machine()} <= figures.keys():
@@ -47,7 +58,8 @@ class Results:
         """Begin anew, or with what the file has.
 
         Raises:
-            OtherRunError: there is no such file, it is not a run's, or it was measured on another machine, or with other versions.
+            OtherRunError: there is no such file, it is not a run's, or it was measured on another
+                machine, or with other versions.
         """
         self.path = path
         self.figures: dict[str, Any] = machine() | {"results": [], "failed": []}
@@ -55,19 +67,26 @@ class Results:
             earlier = read(path)
             for key in set(self.figures) - {"date", "results", "failed"}:
                 if earlier[key] != self.figures[key]:
-                    raise OtherRunError(f"{path}: {key} was {earlier[key]} and is {self.figures[key]}; begin a file of its own.")
+                    raise OtherRunError(
+                        f"{path}: {key} was {earlier[key]} and is {self.figures[key]}; begin a "
+                        "file of its own."
+                    )
             self.figures = earlier
 
     def has(self, task: Task) -> bool:
         """Whether it was measured; what failed was not.
 
         Raises:
-            OtherRunError: it was, with another part of the bytes: figures of both would be compared with each other.
+            OtherRunError: it was, with another part of the bytes: figures of both would be compared
+                with each other.
         """
         parts = {r["part"] for r in self.figures["results"] if task.gave(r)}
         if parts - {task.part}:
             of = f"{task.storage}, {task.state}, {task.group}, {task.operation}"
-            raise OtherRunError(f"{self.path}: --part was {max(parts)} and is {task.part} ({of}); begin a file of its own.")
+            raise OtherRunError(
+                f"{self.path}: --part was {max(parts)} and is {task.part} ({of}); begin a file of "
+                "its own."
+            )
         return bool(parts)
 
     def add(self, task: Task, measured: list[dict[str, Any]]) -> None:

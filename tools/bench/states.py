@@ -1,8 +1,9 @@
 """States to save: the same elements for everybody, made anew in each process from a seed.
 
-Llama-like: 12 layers of 9 tensors, embedding and head, 2.69 GB in float32; the same in bfloat16; many small tensors, and few; one
-large; and 16 of one size. The rows of a chunk of a matrix lie apart in memory, and are laid out when it is saved, and when it is
-restored. A flat tensor's chunks are contiguous.
+Llama-like: 12 layers of 9 tensors, embedding and head, 2.69 GB in float32; the same in bfloat16;
+many small tensors, and few; one large; and 16 of one size. The rows of a chunk of a matrix lie
+apart in memory, and are laid out when it is saved, and when it is restored. A flat tensor's chunks
+are contiguous.
 """
 
 from __future__ import annotations
@@ -47,8 +48,16 @@ def _llama() -> dict[str, tuple[int, ...]]:
         "input_layernorm": (WIDTH,),
         "post_attention_layernorm": (WIDTH,),
     }
-    shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(LAYERS) for name, shape in layer.items()}
-    return {"model.embed_tokens.weight": (VOCABULARY, WIDTH), **shapes, "lm_head.weight": (VOCABULARY, WIDTH)}
+    shapes = {
+        f"model.layers.{i}.{name}.weight": shape
+        for i in range(LAYERS)
+        for name, shape in layer.items()
+    }
+    return {
+        "model.embed_tokens.weight": (VOCABULARY, WIDTH),
+        **shapes,
+        "lm_head.weight": (VOCABULARY, WIDTH),
+    }
 
 
 STATES = {
@@ -56,24 +65,49 @@ STATES = {
     for state in (
         State("llama", "110 tensors of a Llama-like model, float32", _llama(), "float32"),
         State("bf16", "the same 110 tensors, bfloat16", _llama(), "bfloat16"),
-        State("small", "2,000 tensors of 64 KiB, float32", {f"block.{i}.weight": (128, 128) for i in range(2000)}, "float32"),
-        State("ten", "10 tensors of 64 KiB, float32", {f"block.{i}.weight": (128, 128) for i in range(10)}, "float32"),
-        State("flat", "16 1-D tensors of 64 MiB, float32", {f"block.{i}.weight": (1 << 24,) for i in range(16)}, "float32"),
-        State("matrices", "16 matrices of 64 MiB, float32", {f"block.{i}.weight": (4096, 4096) for i in range(16)}, "float32"),
+        State(
+            "small",
+            "2,000 tensors of 64 KiB, float32",
+            {f"block.{i}.weight": (128, 128) for i in range(2000)},
+            "float32",
+        ),
+        State(
+            "ten",
+            "10 tensors of 64 KiB, float32",
+            {f"block.{i}.weight": (128, 128) for i in range(10)},
+            "float32",
+        ),
+        State(
+            "flat",
+            "16 1-D tensors of 64 MiB, float32",
+            {f"block.{i}.weight": (1 << 24,) for i in range(16)},
+            "float32",
+        ),
+        State(
+            "matrices",
+            "16 matrices of 64 MiB, float32",
+            {f"block.{i}.weight": (4096, 4096) for i in range(16)},
+            "float32",
+        ),
         State("one", "one tensor of 2 GiB, float32", {"table.weight": (32768, 16384)}, "float32"),
     )
 }
 
 
 def scaled(state: State, part: int) -> State:
-    """The same with about a part of the bytes: of large tensors fewer rows, of many tensors fewer; ten small ones are few enough."""
+    """The same with about a part of the bytes: of large tensors fewer rows, of many tensors fewer.
+
+    Ten small ones are few enough.
+    """
     if part == 1 or state.name == "ten":
         return state
     if state.name == "small":
         shapes = dict(list(state.shapes.items())[:: max(1, part // 4)])
     else:
         shapes = {
-            name: (max(64, shape[0] // part // 64 * 64), *shape[1:]) if prod(shape) > WIDTH else shape
+            name: (max(64, shape[0] // part // 64 * 64), *shape[1:])
+            if prod(shape) > WIDTH
+            else shape
             for name, shape in state.shapes.items()
         }
     return State(state.name, f"{state.what}, 1/{part} of it", shapes, state.dtype)
@@ -82,11 +116,18 @@ def scaled(state: State, part: int) -> State:
 def elements(state: State) -> dict[str, np.ndarray]:
     """Random elements, touched and contiguous, as unsigned integers of the dtype's width where numpy lacks it."""
     random = np.random.default_rng(20)
-    # Noise that repeats: making it should not take longer than what is measured, and nobody here compresses.
+    # Noise that repeats: making it should not take longer than what is measured, and nobody here
+    # compresses.
     noise = random.standard_normal(1 << 22, np.float32)
     arrays = {}
     for i, (name, shape) in enumerate(state.shapes.items()):
         count = prod(shape)
-        values = np.resize(np.roll(noise[: max(1, min(len(noise), count))], i), count).reshape(shape)
-        arrays[name] = (values.view(np.uint32) >> 16).astype(np.uint16) if state.dtype == "bfloat16" else values
+        values = np.resize(np.roll(noise[: max(1, min(len(noise), count))], i), count).reshape(
+            shape
+        )
+        arrays[name] = (
+            (values.view(np.uint32) >> 16).astype(np.uint16)
+            if state.dtype == "bfloat16"
+            else values
+        )
     return arrays

@@ -25,7 +25,8 @@ class Target:
     """Beginning of the group's name."""
     operation: str
     other: str = ""
-    """The peer, or how the floor's name begins; or, with `than`, what we are compared with in words."""
+    """The peer, or how the floor's name begins; or, with `than`, what we are compared with in
+    words."""
     least: float = 0.0
     """Our rate over theirs."""
     than: str | None = None
@@ -52,19 +53,33 @@ class Held:
     @property
     def verdict(self) -> str:
         """Whether, and if not the difference from the bound."""
-        return "yes" if self.met else f"**no** ({self.value / (self.target.most_cpu or self.target.least) - 1:+.1%})".replace("-", "−")
+        return (
+            "yes"
+            if self.met
+            else (
+                f"**no** ({self.value / (self.target.most_cpu or self.target.least) - 1:+.1%})"
+            ).replace("-", "−")
+        )
 
     @property
     def bound(self) -> str:
         """The least ratio, or the most processor time."""
         most = self.target.most_cpu
-        return f"≥ {self.target.least:.2g} × {self.target.other}" if most is None else f"≤ {most:.2f} CPU s/GB"
+        return (
+            f"≥ {self.target.least:.2g} × {self.target.other}"
+            if most is None
+            else f"≤ {most:.2f} CPU s/GB"
+        )
 
     @property
     def shown(self) -> str:
         """The value, in as many digits as tell it from a bound that it misses."""
         rounded = f"{self.value:.2f}"
-        return f"{self.value:.3f}" if not self.met and float(rounded) == (self.target.most_cpu or self.target.least) else rounded
+        return (
+            f"{self.value:.3f}"
+            if not self.met and float(rounded) == (self.target.most_cpu or self.target.least)
+            else rounded
+        )
 
 
 DCP, DCP_BEST, ORBAX, ORBAX_BEST = "DCP", "DCP, at its best", "Orbax", "Orbax, at its best"
@@ -85,7 +100,9 @@ TARGETS = (
     Target("restore, DTensor", LLAMA, DTENSOR, "restore", READ, 0.7),
     Target("restore, JAX", LLAMA, JAX, "restore", ORBAX, 1.5),
     Target("restore, torch_xla", LLAMA, XLA, "restore", PLACING, 0.7),
-    Target("restore onto another mesh, DTensor", LLAMA, DTENSOR, "other", SAME, 0.8, than="restore"),
+    Target(
+        "restore onto another mesh, DTensor", LLAMA, DTENSOR, "other", SAME, 0.8, than="restore"
+    ),
     Target("restore onto another mesh, JAX", LLAMA, JAX, "other", SAME, 0.8, than="restore"),
     Target("restore onto another mesh, torch_xla", LLAMA, XLA, "other", SAME, 0.8, than="restore"),
     Target("read an eighth of the columns, JAX", LLAMA, JAX, "columns", ORBAX, 4.0),
@@ -107,25 +124,61 @@ TARGETS = (
     Target("save matrices to a bucket, torch", MATRICES, TORCH, "save", DCP, 5.0, storage=GS),
     Target("save matrices to a bucket, JAX", MATRICES, JAX, "save", PUTS, 0.85, storage=GS),
     Target("save matrices to a bucket, JAX", MATRICES, JAX, "save", ORBAX_BEST, 1.5, storage=GS),
-    Target("restore 1-D tensors from a bucket, torch", FLAT, TORCH, "restore", GETS, 0.7, storage=GS),
-    Target("restore 1-D tensors from a bucket, torch", FLAT, TORCH, "restore", most_cpu=0.55, storage=GS),
-    Target("restore matrices from a bucket, torch", MATRICES, TORCH, "restore", GETS, 0.7, storage=GS),
-    Target("restore matrices from a bucket, torch", MATRICES, TORCH, "restore", most_cpu=0.55, storage=GS),
-    Target("restore matrices from a bucket, torch", MATRICES, TORCH, "restore", DCP, 3.0, storage=GS),
-    Target("restore matrices from a bucket, JAX", MATRICES, JAX, "restore", ORBAX_BEST, 1.5, storage=GS),
+    Target(
+        "restore 1-D tensors from a bucket, torch", FLAT, TORCH, "restore", GETS, 0.7, storage=GS
+    ),
+    Target(
+        "restore 1-D tensors from a bucket, torch",
+        FLAT,
+        TORCH,
+        "restore",
+        most_cpu=0.55,
+        storage=GS,
+    ),
+    Target(
+        "restore matrices from a bucket, torch", MATRICES, TORCH, "restore", GETS, 0.7, storage=GS
+    ),
+    Target(
+        "restore matrices from a bucket, torch",
+        MATRICES,
+        TORCH,
+        "restore",
+        most_cpu=0.55,
+        storage=GS,
+    ),
+    Target(
+        "restore matrices from a bucket, torch", MATRICES, TORCH, "restore", DCP, 3.0, storage=GS
+    ),
+    Target(
+        "restore matrices from a bucket, JAX", MATRICES, JAX, "restore", ORBAX_BEST, 1.5, storage=GS
+    ),
 )
 
 
 def held(figures: dict[str, Any]) -> Iterator[Held]:
-    """Targets whose operation was measured, with their values; of several floors of a kind, the fastest one counts."""
+    """Targets whose operation was measured, with their values.
+
+    Of several floors of a kind, the fastest one counts.
+    """
     known: dict[tuple[str, ...], float] = {}
     for key, ratio in ratios(figures).items():
         kind = (*key[:-1], key[-1].partition(",")[0] if ratio.floor else key[-1])
         known[kind] = min(ratio.value, known.get(kind, ratio.value))
-    ours = {(r["storage"], r["group"], r["operation"], r["state"]): r for r in figures["results"] if r["subject"] == OURS}
+    ours = {
+        (r["storage"], r["group"], r["operation"], r["state"]): r
+        for r in figures["results"]
+        if r["subject"] == OURS
+    }
     for target in TARGETS:
-        for group in dict.fromkeys(group for storage, group, _, _ in ours if storage == target.storage and group.startswith(target.group)):
-            own, than = (ours.get((target.storage, group, operation, target.state)) for operation in (target.operation, target.than))
+        for group in dict.fromkeys(
+            group
+            for storage, group, _, _ in ours
+            if storage == target.storage and group.startswith(target.group)
+        ):
+            own, than = (
+                ours.get((target.storage, group, operation, target.state))
+                for operation in (target.operation, target.than)
+            )
             value = known.get((target.storage, target.state, group, target.operation, target.other))
             if target.most_cpu is not None:
                 value = None if own is None else own["cpu_median"] / own["nbytes"] * 1e9

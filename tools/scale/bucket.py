@@ -1,16 +1,18 @@
 """Requests per second to a bucket when all hosts of a large job start a save at the same moment.
 
-Cloud Storage's initial limits for a bucket are 1,000 writes and 5,000 reads per second; beyond them it answers 429 until it
-has scaled up, over minutes. The requests are simulated, from what is counted:
+Cloud Storage's initial limits for a bucket are 1,000 writes and 5,000 reads per second; beyond them
+it answers 429 until it has scaled up, over minutes. The requests are simulated, from what is
+counted:
 
-1. A small job saves for real (`counted.py`): which requests an ordinary host makes, in which order; and what the
-   committer asks for besides, by host and in all.
-2. Many hosts make those same requests, with as many data files as their share has bytes, all starting within
-   `--spread` seconds. Each keeps the rate limit of `shardckpt.io.buckets.rate_limit`, by a simulated clock; what TensorStore
-   asks by itself (reading an index back) is not paced. Requests take `LATENCY`, uploads what the host's network takes;
+1. A small job saves for real (`counted.py`): which requests an ordinary host makes, in which order;
+   and what the committer asks for besides, by host and in all.
+2. Many hosts make those same requests, with as many data files as their share has bytes, all
+   starting within `--spread` seconds. Each keeps the rate limit of
+   `shardckpt.io.buckets.rate_limit`, by a simulated clock; what TensorStore asks by itself (reading
+   an index back) is not paced. Requests take `LATENCY`, uploads what the host's network takes;
    nothing fails. Filling a data file takes no time, so that hosts are as fast as they can be.
-3. The committer looks for records with growing pauses, a page per 1,000 of them, and when all are there reads them, the
-   tables and the lanes.
+3. The committer looks for records with growing pauses, a page per 1,000 of them, and when all are
+   there reads them, the tables and the lanes.
 4. The most that fall into any one second are reported, and how long it all took.
 """
 
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["Job", "Load", "simulate"]
 
 INITIAL = {"read": 5000, "write": 1000}
-"""Requests per second that a new bucket bears: https://cloud.google.com/storage/docs/request-rate."""
+"""Requests per second that a new bucket bears:
+https://cloud.google.com/storage/docs/request-rate."""
 LATENCY = 0.02
 """Seconds for a small request; short, as that is what makes many of them."""
 NETWORK = 12.5e9
@@ -102,7 +105,9 @@ class _Host:
         self.clock = _Clock(start, error)
         self.began: dict[str, list[float]] = {"read": [], "write": []}
         self._paces = {
-            kind: RateLimiter(rate, share, clock=self.clock, wall=self.clock.wall, sleep=self.clock.sleep)
+            kind: RateLimiter(
+                rate, share, clock=self.clock, wall=self.clock.wall, sleep=self.clock.sleep
+            )
             for kind, rate in BUCKET.items()
             if job.paced
         }
@@ -128,11 +133,15 @@ class _Host:
             sent = max(sent, self.clock.now) + nbytes / data_objects / NETWORK
             under_way.append(max(sent, self.clock.now + LATENCY))
         self.clock.now = max(under_way)
-        for request, data in zip(requests[is_data.index(True) :], is_data[is_data.index(True) :], strict=True):
+        for request, data in zip(
+            requests[is_data.index(True) :], is_data[is_data.index(True) :], strict=True
+        ):
             if not data:
                 self._one(request)
 
-    def commit(self, finished: Sequence[float], each: Sequence[Request], rest: Sequence[Request]) -> None:
+    def commit(
+        self, finished: Sequence[float], each: Sequence[Request], rest: Sequence[Request]
+    ) -> None:
         """Wait for all records, and read what every host has left; then the committer's own requests.
 
         Args:
@@ -191,9 +200,16 @@ def simulate(job: Job, counted: Sequence[Sequence[Request]], seed: int = 0) -> L
                 rest.append(request)
     process = _Host(job, ALONE, finished[0], errors[0])
     process.commit(finished, each, rest)
-    began = {kind: np.sort(np.concatenate([host.began[kind] for host in (*hosts, process)])) for kind in ("read", "write")}
+    began = {
+        kind: np.sort(np.concatenate([host.began[kind] for host in (*hosts, process)]))
+        for kind in ("read", "write")
+    }
     return Load(
-        len(began["read"]), len(began["write"]), _most(began["read"]), _most(began["write"]), float(process.clock.now - starts.min())
+        len(began["read"]),
+        len(began["write"]),
+        _most(began["read"]),
+        _most(began["write"]),
+        float(process.clock.now - starts.min()),
     )
 
 

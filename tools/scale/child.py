@@ -1,8 +1,9 @@
 """One measurement, in a process of its own: `python -m tools.scale.child`.
 
-On stdin it is told `{"what", …}`; on stdout it says what was counted, and `cpu` and `wall` seconds, `above` (bytes of resident memory at
-the most, above what there was before) and `peak` (with Python, numpy and all that was prepared). What is measured is prepared first, and
-has never run before in this process: caches are cold.
+On stdin it is told `{"what", …}`; on stdout it says what was counted, and `cpu` and `wall` seconds,
+`above` (bytes of resident memory at the most, above what there was before) and `peak` (with Python,
+numpy and all that was prepared). What is measured is prepared first, and has never run before in
+this process: caches are cold.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ MODULES = {
     "dcp save": "on_dcp",
     "dcp restore": "on_dcp",
 }
-"""Each has `MEASURED`: by name a function of what is asked, that prepares it and returns what is measured."""
+"""Each has `MEASURED`: by name a function of what is asked, that prepares it and returns what is
+measured."""
 
 
 def main() -> int:
@@ -41,7 +43,9 @@ def main() -> int:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not part of the answer
     np.unique(np.zeros(1))  # imports a part of numpy
-    prepare: Callable[..., Callable[[], dict[str, Any]]] = import_module(f"tools.scale.{MODULES[what]}").MEASURED[what]
+    prepare: Callable[..., Callable[[], dict[str, Any]]] = import_module(
+        f"tools.scale.{MODULES[what]}"
+    ).MEASURED[what]
     run = prepare(**request)
     gc.collect()
     gc.freeze()  # what was prepared is not gone through again while something is measured
@@ -53,11 +57,17 @@ def main() -> int:
     peak = _resident("VmHWM")
     json.dump({"cpu": cpu, "wall": wall, "above": peak - before, "peak": peak} | figures, answer)
     answer.flush()
-    os._exit(0)  # nobody needs the threads of torch and TensorStore any more, nor what was planned to be taken apart
+    os._exit(
+        0
+        # Nobody needs the threads of torch and TensorStore any more, nor what was planned to be
+        # taken apart.
+    )
 
 
 def _resident(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return int(line.split()[1]) << 10
 
 

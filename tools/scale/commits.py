@@ -1,11 +1,13 @@
 """Time of a save from the last host's record to its commit, by the number of hosts and chunks.
 
-1. Simulated hosts write an attempt with the product's own writer: tensors of one-byte chunks, each laid out over all
-   hosts, and the hosts' tables and records. That takes a while, and is not measured.
-2. The committer's part: it lists the records, reads them and the chunk tables, checks that they cover every chunk once, merges the
-   indexes, writes all tables as one and publishes. `measure` says how long each of these took.
-3. The *floor* is what no committer can do without: reading the records' and tables' bytes, one file after another, and
-   writing the table of all once, durably.
+1. Simulated hosts write an attempt with the product's own writer: tensors of one-byte chunks, each
+   laid out over all hosts, and the hosts' tables and records. That takes a while, and is not
+   measured.
+2. The committer's part: it lists the records, reads them and the chunk tables, checks that they
+   cover every chunk once, merges the indexes, writes all tables as one and publishes. `measure`
+   says how long each of these took.
+3. The *floor* is what no committer can do without: reading the records' and tables' bytes, one file
+   after another, and writing the table of all once, durably.
 
 On a file system in memory (`/dev/shm`): on a disk one measures the disk.
 """
@@ -45,12 +47,17 @@ PHASES = {
     "listing": ((assemble, "finished_hosts"),),
     "records": ((assemble, "_host_records"), (assemble, "_contents")),
     "tables": ((assemble, "_tables"),),
-    "coverage": ((assemble, "_merge_tables"), (assemble, "_check_coverage"), (assemble, "_check_counts")),
+    "coverage": (
+        (assemble, "_merge_tables"),
+        (assemble, "_check_coverage"),
+        (assemble, "_check_counts"),
+    ),
     "documents": ((assemble, "encoded_documents"),),
     "index": ((index, "write_index"), (index, "write_plain_documents")),
     "table": ((assemble, "write_table"),),
 }
-"""Phase of `assemble` → the functions that it is made of. One within another counts as the inner one's."""
+"""Phase of `assemble` → the functions that it is made of. One within another counts as the inner
+one's."""
 PUBLISH, REST = "publish", "rest"
 
 
@@ -62,7 +69,9 @@ def contents_of(hosts: int, chunks: int) -> Contents:
     for i in range(chunks // CHUNKS_PER_TENSOR):
         name = f"model/layers.{i // 10}/weight_{i % 10}"
         piece = Piece(array_path(name), (0, 0), shape, (1, 1))
-        tensors[name] = TensorRecord(name, shape, dtypes.by_name("uint8"), Sharding(mesh, PartitionSpec("fsdp")), (piece,))
+        tensors[name] = TensorRecord(
+            name, shape, dtypes.by_name("uint8"), Sharding(mesh, PartitionSpec("fsdp")), (piece,)
+        )
     tree: dict[str, Any] = {}
     for name in tensors:
         *above, last = name.split("/")
@@ -78,9 +87,13 @@ def write_attempt(root: Store, contents: Contents, hosts: int, layout: str = "pa
     place = root.sub(ATTEMPT)
     elements = np.zeros((1, CHUNKS_PER_TENSOR), np.uint8)
     for host in range(hosts):
-        writer = HostWriter(place, ATTEMPT, host, layout=layout, compression=None, memory_limit=1 << 26)
+        writer = HostWriter(
+            place, ATTEMPT, host, layout=layout, compression=None, memory_limit=1 << 26
+        )
         box = Box((host, 0), (host + 1, CHUNKS_PER_TENSOR))
-        blocks = [(tensor.pieces[0], box, elements) for tensor in contents.structure.tensors.values()]
+        blocks = [
+            (tensor.pieces[0], box, elements) for tensor in contents.structure.tensors.values()
+        ]
         writer.append(writer.portions(blocks, 1 << 20, len(blocks) * elements.nbytes))
         writer.finish(contents, hosts=hosts, prior=None)
     return place
@@ -143,18 +156,29 @@ def measure(root: Store, place: Store, hosts: int) -> dict[str, float]:
     with ExitStack() as stack:
         for phase, functions in PHASES.items():
             for module, name in functions:
-                stack.enter_context(mock.patch.object(module, name, clock.wrap(phase, getattr(module, name))))
-        stack.enter_context(mock.patch.object(sys.modules[__name__], "publish", clock.wrap(PUBLISH, publish)))
+                stack.enter_context(
+                    mock.patch.object(module, name, clock.wrap(phase, getattr(module, name)))
+                )
+        stack.enter_context(
+            mock.patch.object(sys.modules[__name__], "publish", clock.wrap(PUBLISH, publish))
+        )
         with clock.during(REST):
             commit(root, place, hosts)
     return clock.seconds
 
 
 def floor(place: Path) -> float:
-    """Seconds for reading the records and tables and writing the table of all; run it after a commit."""
+    """Seconds for reading the records and tables and writing the table of all.
+
+    Run it after a commit.
+    """
     table = (place / "table").read_bytes()
     begun = time.perf_counter()
-    for path in [*place.glob("records/*.json"), *place.glob("contents/*"), *place.glob("hosts/*/table")]:
+    for path in [
+        *place.glob("records/*.json"),
+        *place.glob("contents/*"),
+        *place.glob("hosts/*/table"),
+    ]:
         path.read_bytes()
     with (place.parent / "floor").open("wb") as file:
         file.write(table)
@@ -180,7 +204,12 @@ def prepared(hosts: int, chunks: int) -> Callable[[], dict[str, Any]]:
             phases = measure(root, place, hosts)
             directory = place.local_path("")
             assert directory is not None
-            return {"hosts": hosts, "chunks": hosts * chunks, "phases": phases, "floor": floor(directory)}
+            return {
+                "hosts": hosts,
+                "chunks": hosts * chunks,
+                "phases": phases,
+                "floor": floor(directory),
+            }
         finally:
             shutil.rmtree(top)
 

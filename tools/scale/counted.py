@@ -2,8 +2,9 @@
 
     python -m tools.scale.counted --hosts 3 --layout packed
 
-Every host is a process of its own, led to Cloud Storage's emulator through a proxy of its own (`tools/fault_proxy.py`), so what
-the proxy has seen is what that host has asked. `bucket.py` makes much larger jobs of it.
+Every host is a process of its own, led to Cloud Storage's emulator through a proxy of its own
+(`tools/fault_proxy.py`), so what the proxy has seen is what that host has asked. `bucket.py` makes
+much larger jobs of it.
 """
 
 from __future__ import annotations
@@ -60,24 +61,37 @@ class Request:
     def what(self) -> str:
         """Kind of the object: `data` for chunks and files of chunks, else the key without numbers and digests.
 
-        >>> Request("upload", "hosts/00003/0/d/00001").what, Request("read", "records/00012.json").what
-        ('data', 'records/#.json')
+        >>> Request("upload", "hosts/00003/0/d/00001").what
+        'data'
+        >>> Request("read", "records/00012.json").what
+        'records/#.json'
         """
         parts = self.key.split("/")
-        if parts[0] == "zarr" or (parts[0] == "hosts" and parts[-2] == "d" and parts[-1].isdecimal()):
+        if parts[0] == "zarr" or (
+            parts[0] == "hosts" and parts[-2] == "d" and parts[-1].isdecimal()
+        ):
             return "data"
         if parts[0] == "contents":
             return "contents/#"
-        return "/".join("#" if p.isdecimal() else "#.json" if p.removesuffix(".json").isdecimal() else p for p in parts)
+        return "/".join(
+            "#" if p.isdecimal() else "#.json" if p.removesuffix(".json").isdecimal() else p
+            for p in parts
+        )
 
     @property
     def host(self) -> int | None:
         """Host that the object belongs to; None: it belongs to no single host."""
         parts = self.key.removesuffix(".json").split("/")
-        return int(parts[1]) if parts[0] in ("hosts", "records") and len(parts) > 1 and parts[1].isdecimal() else None
+        return (
+            int(parts[1])
+            if parts[0] in ("hosts", "records") and len(parts) > 1 and parts[1].isdecimal()
+            else None
+        )
 
 
-def emulated_save(*, hosts: int = 3, tensors: int = 8, mebibytes: int = 3, layout: str = "packed") -> list[list[Request]]:
+def emulated_save(
+    *, hosts: int = 3, tensors: int = 8, mebibytes: int = 3, layout: str = "packed"
+) -> list[list[Request]]:
     """Save once from so many processes; what each has asked of Cloud Storage.
 
     Args:
@@ -93,9 +107,33 @@ def emulated_save(*, hosts: int = 3, tensors: int = 8, mebibytes: int = 3, layou
         proxies = [stack.enter_context(FaultProxy(emulator.endpoint)) for _ in range(hosts)]
         children = []
         for host, proxy in enumerate(proxies):
-            described = ["--url", url, "--keys", keys, "--tensors", tensors, "--mebibytes", mebibytes, "--layout", layout]
-            command = [sys.executable, "-m", "tools.scale.counted", "--host", host, "--hosts", hosts, *described]
-            children.append(subprocess.Popen([*map(str, command)], cwd=ROOT, env={**os.environ, **emulator.env(proxy.url)}))
+            described = [
+                "--url",
+                url,
+                "--keys",
+                keys,
+                "--tensors",
+                tensors,
+                "--mebibytes",
+                mebibytes,
+                "--layout",
+                layout,
+            ]
+            command = [
+                sys.executable,
+                "-m",
+                "tools.scale.counted",
+                "--host",
+                host,
+                "--hosts",
+                hosts,
+                *described,
+            ]
+            children.append(
+                subprocess.Popen(
+                    [*map(str, command)], cwd=ROOT, env={**os.environ, **emulator.env(proxy.url)}
+                )
+            )
             stack.callback(children[-1].kill)
         if sum(abs(child.wait(TIMEOUT)) for child in children):
             raise RuntimeError("a host could not save; its error is above")
@@ -107,7 +145,11 @@ def _seen(proxy: FaultProxy, url: str) -> list[Request]:
     requests = []
     for exchange in proxy.traffic.exchanges(f"{url.partition('://')[2]}/"):
         key = exchange.operation.object.removeprefix(f"{url.partition('://')[2]}/")
-        requests.append(Request(exchange.operation.kind, key if key == "checkpoint.json" else key.partition("/")[2]))
+        requests.append(
+            Request(
+                exchange.operation.kind, key if key == "checkpoint.json" else key.partition("/")[2]
+            )
+        )
     return requests
 
 
@@ -134,12 +176,20 @@ def _save(asked: argparse.Namespace) -> None:
     elements = np.arange(asked.mebibytes * MiB // 4, dtype=np.uint32).reshape(-1, 1024)
     state = {f"w{i}": elements + np.uint32(i) for i in range(asked.tensors)}
     coordinator = _Files(Path(asked.keys), asked.host, asked.hosts)
-    shardckpt.save(asked.url, state, options=SaveOptions(layout=asked.layout, memory_limit=MEMORY), coordinator=coordinator)
+    shardckpt.save(
+        asked.url,
+        state,
+        options=SaveOptions(layout=asked.layout, memory_limit=MEMORY),
+        coordinator=coordinator,
+    )
 
 
 def summary(requests: Sequence[Request]) -> str:
     """Requests by kind and object."""
-    return ", ".join(f"{n} × {kind} {what}" for (kind, what), n in Counter((r.kind, r.what) for r in requests).items())
+    return ", ".join(
+        f"{n} × {kind} {what}"
+        for (kind, what), n in Counter((r.kind, r.what) for r in requests).items()
+    )
 
 
 def main() -> None:
@@ -155,7 +205,9 @@ def main() -> None:
     if asked.host is not None:
         _save(asked)
         return
-    by_host = emulated_save(hosts=asked.hosts, tensors=asked.tensors, mebibytes=asked.mebibytes, layout=asked.layout)
+    by_host = emulated_save(
+        hosts=asked.hosts, tensors=asked.tensors, mebibytes=asked.mebibytes, layout=asked.layout
+    )
     for host, requests in enumerate(by_host):
         print(f"host {host}: {summary(requests)}")
 

@@ -13,7 +13,9 @@ __all__ = ["exponent", "per_each"]
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """The k of the y = c · x^k that fits best, by least squares of logarithms; None for less than two points.
+    """The k of the y = c · x^k that fits best, by least squares of logarithms.
+
+    None for less than two points.
 
     >>> round(exponent([1, 10, 100], [3, 300, 30000]), 3)
     2.0
@@ -26,12 +28,17 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> float | None:
 def per_each(counts: Sequence[Sequence[float]], y: Sequence[float]) -> list[float]:
     """Contributions of several counted things to y: a constant first, and then one figure for each of them, none below 0.
 
-    Relative errors count, so that small cases do. What comes out negative is left out, and the others are fitted anew.
+    Relative errors count, so that small cases do. What comes out negative is left out, and the
+    others are fitted anew.
 
-    >>> [round(c, 6) for c in per_each([(1, 10), (2, 10), (4, 30)], [5 + 2 + 30, 5 + 4 + 30, 5 + 8 + 90])]
+    >>> counts, y = [(1, 10), (2, 10), (4, 30)], [5 + 2 + 30, 5 + 4 + 30, 5 + 8 + 90]
+    >>> [round(c, 6) for c in per_each(counts, y)]
     [5.0, 2.0, 3.0]
     """
-    rows = np.column_stack([np.ones(len(y)), np.asarray(counts, float)]) / np.asarray(y, float)[:, None]
+    rows = (
+        np.column_stack([np.ones(len(y)), np.asarray(counts, float)])
+        / np.asarray(y, float)[:, None]
+    )
     kept = list(range(rows.shape[1]))
     while True:
         fitted = np.linalg.lstsq(rows[:, kept], np.ones(len(y)), rcond=None)[0]

@@ -1,13 +1,16 @@
 """Plans of one host of a very large job, and the metadata that it writes and reads.
 
-The host is the first one, which holds a part of every tensor whatever the layout; it has eight devices.
+The host is the first one, which holds a part of every tensor whatever the layout; it has eight
+devices.
 
-1. `plan_save`: the boxes of its devices and who else holds them, as the frameworks' adapters ask for them, and then
-   `save_plan.plan_save`. Nothing is remembered from before: it is the first save's plan.
-2. `plan_restore`: the boxes of the layout that it restores onto (the same kind, over half as many devices), and which chunks they
-   overlap, where in each and where to.
-3. `metadata`: the documents of such a checkpoint, as bytes: what a host says of it, its record, the commit record, the header of the
-   chunk table. The commit record is read back, too, as every restoring host does.
+1. `plan_save`: the boxes of its devices and who else holds them, as the frameworks' adapters ask
+   for them, and then `save_plan.plan_save`. Nothing is remembered from before: it is the first
+   save's plan.
+2. `plan_restore`: the boxes of the layout that it restores onto (the same kind, over half as many
+   devices), and which chunks they overlap, where in each and where to.
+3. `metadata`: the documents of such a checkpoint, as bytes: what a host says of it, its record, the
+   commit record, the header of the chunk table. The commit record is read back, too, as every
+   restoring host does.
 
 Counted beside the time: boxes, planned rows, objects, bytes. They are what a test can hold on to.
 """
@@ -23,7 +26,13 @@ import numpy as np
 
 from shardckpt import SaveOptions
 from shardckpt.format.documents import FileReference, TableReference, seal
-from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, HostRecord, parse_checkpoint
+from shardckpt.format.record import (
+    CheckpointRecord,
+    Contents,
+    HostFiles,
+    HostRecord,
+    parse_checkpoint,
+)
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.format.table import BLOCK_ROWS, ROW, TableHeader
 from shardckpt.frameworks.base import HostSource
@@ -104,7 +113,9 @@ class Job:
         for tensor, layout in zip(self.state, self.layouts.values(), strict=True):
             boxes, holding = held(layout, tensor.shape, tuple(own.tolist()))
             holders = box_holders(layout, len(tensor.shape), holding, owners)
-            sources[tensor.name] = _Source(tensor.name, tensor.shape, by_name(tensor.dtype), layout, boxes, holders)
+            sources[tensor.name] = _Source(
+                tensor.name, tensor.shape, by_name(tensor.dtype), layout, boxes, holders
+            )
         return sources
 
     def planned(self, process: int = 0) -> SavePlan:
@@ -119,7 +130,9 @@ class Job:
 
 
 @lru_cache(maxsize=1024)
-def held(layout: Sharding, shape: tuple[int, ...], devices: tuple[int, ...]) -> tuple[BoxArray, list[int]]:
+def held(
+    layout: Sharding, shape: tuple[int, ...], devices: tuple[int, ...]
+) -> tuple[BoxArray, list[int]]:
     """The distinct boxes that some devices hold, and for each one of the devices: once per shape, as in `frameworks.jax_layout`."""
     held = layout.device_boxes(shape, devices)
     boxes, where = distinct_boxes(held.boxes)
@@ -155,7 +168,9 @@ def restore(job: Job) -> Callable[[], dict[str, int]]:
         for name, tensor in records.items():
             needed, _ = held(layouts[name], tensor.shape, tuple(range(DEVICES_PER_HOST)))
             boxes += len(needed)
-            rows += sum(len(overlaps(piece, needed).chunk) for piece in touched(tensor.pieces, needed))
+            rows += sum(
+                len(overlaps(piece, needed).chunk) for piece in touched(tensor.pieces, needed)
+            )
         return {"tensors": len(records), "boxes": boxes, "rows": rows}
 
     return run
@@ -170,7 +185,9 @@ def metadata(job: Job) -> Callable[[], dict[str, int | float]]:
     def run() -> dict[str, int | float]:
         structure = Structure(tree, tensors)
         described, contents = Contents(structure, {}, {}).seal()
-        counts = {piece.path: piece.num_chunks for tensor in tensors.values() for piece in tensor.pieces}
+        counts = {
+            piece.path: piece.num_chunks for tensor in tensors.values() for piece in tensor.pieces
+        }
         chunks = sum(counts.values())
         host = _host_record(job, described)
         record = seal(commit_record(structure, job.hosts).to_json())
@@ -185,7 +202,8 @@ def metadata(job: Job) -> Callable[[], dict[str, int | float]]:
             "contents bytes": len(contents),
             "host record bytes": len(host),
             "commit record bytes": len(record),
-            "bytes per host": (len(record) - len(seal(commit_record(structure, 0).to_json()))) / job.hosts,
+            "bytes per host": (len(record) - len(seal(commit_record(structure, 0).to_json())))
+            / job.hosts,
             "table header bytes": header,
             "chunks": chunks,
             "seconds to read the commit record": parsed,
@@ -197,13 +215,21 @@ def metadata(job: Job) -> Callable[[], dict[str, int | float]]:
 def _host_record(job: Job, contents: FileReference) -> bytes:
     table = TableReference("hosts/00000/table", 1 << 20, 1 << 10, DIGEST)
     files = HostFiles(table, ("hosts/00000/0/",), contents, None)
-    return seal(HostRecord(ATTEMPT, 0, job.hosts, None, "packed", None, files, 1 << 20, 1 << 40).to_json())
+    return seal(
+        HostRecord(ATTEMPT, 0, job.hosts, None, "packed", None, files, 1 << 20, 1 << 40).to_json()
+    )
 
 
 def commit_record(structure: Structure, hosts: int) -> CheckpointRecord:
-    """The `checkpoint.json` of a save by so many hosts; digests and sizes of its files are made up."""
+    """The `checkpoint.json` of a save by so many hosts.
+
+    Digests and sizes of its files are made up.
+    """
     tensors = structure.tensors.values()
-    total, chunks = sum(tensor.nbytes for tensor in tensors), sum(tensor.num_chunks for tensor in tensors)
+    total, chunks = (
+        sum(tensor.nbytes for tensor in tensors),
+        sum(tensor.num_chunks for tensor in tensors),
+    )
     return CheckpointRecord(
         attempt=ATTEMPT,
         created="2030-01-01T00:00:00+00:00",
@@ -212,7 +238,12 @@ def commit_record(structure: Structure, hosts: int) -> CheckpointRecord:
         compression=None,
         hosts=tuple(FileReference(f"records/{i:05d}.json", 1000, DIGEST) for i in range(hosts)),
         structure=structure,
-        totals={"tensors": len(tensors), "bytes": total, "stored_bytes": total + 4 * chunks, "chunks": chunks},
+        totals={
+            "tensors": len(tensors),
+            "bytes": total,
+            "stored_bytes": total + 4 * chunks,
+            "chunks": chunks,
+        },
         table=TableReference("table", 1 << 30, 1 << 20, DIGEST),
     )
 

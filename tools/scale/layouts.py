@@ -6,7 +6,7 @@
 | FSDP+TP | tensor-parallel groups of 8 adjacent devices | one dimension split in the group, the other over the groups | | replicated |
 | HSDP | groups of at most 256 devices, complete hosts | rows split in the group, replicated in all groups | | split in the group |
 | EP | groups of at most 64 adjacent devices | rows split over all | experts split in the group, rows over the groups | replicated |
-"""
+"""  # noqa: E501  (a table, which docs/lab/scale-tables.md shows)
 
 from __future__ import annotations
 
@@ -60,6 +60,10 @@ def spec_of(kind: str, tensor: Tensor) -> PartitionSpec:
     if len(tensor.shape) == 1:
         return PartitionSpec()
     if kind == "EP":
-        return PartitionSpec("expert", "fsdp") if len(tensor.shape) == 3 else PartitionSpec(("fsdp", "expert"))
+        return (
+            PartitionSpec("expert", "fsdp")
+            if len(tensor.shape) == 3
+            else PartitionSpec(("fsdp", "expert"))
+        )
     along_rows = "o_proj" in tensor.name or "down_proj" in tensor.name
     return PartitionSpec("fsdp", "tensor") if along_rows else PartitionSpec("tensor", "fsdp")

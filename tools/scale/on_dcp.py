@@ -1,15 +1,19 @@
 """Cost of plans by DCP's planner for the same job.
 
-DCP has one process per device. Its save plans in three steps, of which this measures what its planners compute, in one process:
+DCP has one process per device. Its save plans in three steps, of which this measures what its
+planners compute, in one process:
 
-1. `create_local_plan` of rank 0, with DTensors on the meta device over a fake process group of all ranks: as it is.
-2. `create_global_plan` of the coordinator: deduplication, metadata, validation. It is given the plans of all ranks. Those are built of
-   the same classes as step 1 builds them, from the boxes that our layouts give to each rank, and building them is not measured; nor is
-   pickling them and sending them to the coordinator and back, which a real job does besides.
+1. `create_local_plan` of rank 0, with DTensors on the meta device over a fake process group of all
+   ranks: as it is.
+2. `create_global_plan` of the coordinator: deduplication, metadata, validation. It is given the
+   plans of all ranks. Those are built of the same classes as step 1 builds them, from the boxes
+   that our layouts give to each rank, and building them is not measured; nor is pickling them and
+   sending them to the coordinator and back, which a real job does besides.
 3. `finish_plan` on each rank, which does nothing.
 
-A restore's plan is `create_local_plan` of rank 0's load planner, with the metadata of such a save, onto half as many ranks; its global
-plan does nothing. The metadata is built as step 2 builds it, without being measured.
+A restore's plan is `create_local_plan` of rank 0's load planner, with the metadata of such a save,
+onto half as many ranks; its global plan does nothing. The metadata is built as step 2 builds it,
+without being measured.
 
 Who takes longer than `limit` seconds is cut off, and what it took until then is told.
 """
@@ -23,7 +27,13 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import distributed
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -101,7 +111,9 @@ class _Limited:
         signal.setitimer(signal.ITIMER_PROF, self.seconds)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _error: object, _traceback: object) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, _error: object, _traceback: object
+    ) -> bool:
         signal.setitimer(signal.ITIMER_PROF, 0)
         return kind is _CutOffError
 
@@ -116,15 +128,24 @@ def _state(job: Job) -> dict[str, DTensor]:
     state = {}
     for tensor in job.state:
         layout = job.layouts[tensor.name]
-        local = torch.empty(layout.device_boxes(tensor.shape, [0]).boxes[0].shape, dtype=getattr(torch, tensor.dtype), device="meta")
+        local = torch.empty(
+            layout.device_boxes(tensor.shape, [0]).boxes[0].shape,
+            dtype=getattr(torch, tensor.dtype),
+            device="meta",
+        )
         whole = torch.empty(tensor.shape, device="meta")
         placed = _placements(layout)
-        state[tensor.name] = DTensor.from_local(local, over, placed, run_check=False, shape=whole.shape, stride=whole.stride())
+        state[tensor.name] = DTensor.from_local(
+            local, over, placed, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
     return state
 
 
 def _placements(layout: Sharding) -> list[Any]:
-    """Torch's words for it. Where several axes cut one dimension, the first of the mesh cuts first there as here."""
+    """Torch's words for it.
+
+    Where several axes cut one dimension, the first of the mesh cuts first there as here.
+    """
     cut = {axis: d for d, axes in enumerate(layout.spec.axes) for axis in axes}
     return [Shard(cut[name]) if name in cut else Replicate() for name in layout.mesh.axis_names]
 
@@ -135,11 +156,17 @@ def _items(job: Job) -> Iterator[list[WriteItem]]:
     for name, properties, size, chunks in _shards(job):
         for row, chunk in zip(rows, chunks, strict=True):
             index = MetadataIndex(name, chunk.offsets)
-            row.append(WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size)))
+            row.append(
+                WriteItem(
+                    index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size)
+                )
+            )
     yield from rows
 
 
-def _shards(job: Job) -> Iterator[tuple[str, TensorProperties, torch.Size, list[ChunkStorageMetadata]]]:
+def _shards(
+    job: Job,
+) -> Iterator[tuple[str, TensorProperties, torch.Size, list[ChunkStorageMetadata]]]:
     """Of each tensor what DCP says of it, and each rank's box."""
     known: dict[Any, list[ChunkStorageMetadata]] = {}
     for tensor in job.state:
@@ -148,5 +175,12 @@ def _shards(job: Job) -> Iterator[tuple[str, TensorProperties, torch.Size, list[
         if key not in known:
             boxes = layout.device_boxes(tensor.shape).boxes
             pairs = zip(boxes.start.tolist(), (boxes.stop - boxes.start).tolist(), strict=True)
-            known[key] = [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in pairs]
-        yield tensor.name, TensorProperties(dtype=getattr(torch, tensor.dtype)), torch.Size(tensor.shape), known[key]
+            known[key] = [
+                ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in pairs
+            ]
+        yield (
+            tensor.name,
+            TensorProperties(dtype=getattr(torch, tensor.dtype)),
+            torch.Size(tensor.shape),
+            known[key],
+        )

@@ -11,7 +11,8 @@ from tools.scale.trees import TREES
 __all__ = ["DCP_LIMIT", "FULL", "QUICK", "SMALLEST", "Points"]
 
 DCP_LIMIT = 20.0
-"""Seconds of processor time after which DCP's planner is cut off; larger jobs are then not tried."""
+"""Seconds of processor time after which DCP's planner is cut off; larger jobs are then not
+tried."""
 DCP_KINDS = ("FSDP", "HSDP")
 """Of which it is asked: the two of FSDP2."""
 LARGE = 10_000
@@ -20,7 +21,11 @@ LARGE = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """All of a run. Of several trees the last is measured everywhere; the others show that a plan does not know how large tensors are."""
+    """All of a run.
+
+    Of several trees the last is measured everywhere; the others show that a plan does not know how
+    large tensors are.
+    """
 
     trees: tuple[str, ...]
     kinds: tuple[str, ...]
@@ -30,7 +35,8 @@ class Points:
     tensors: tuple[int, ...]
     """Besides 1,000: at 16,384 devices."""
     dcp_most: tuple[int, int]
-    """Devices up to which DCP's planner is tried, of the last tree, and of the others; where ours is, too."""
+    """Devices up to which DCP's planner is tried, of the last tree, and of the others; where ours
+    is, too."""
     commits: tuple[tuple[int, int], ...]
     """Hosts, and chunks of each."""
     hosts: tuple[int, ...]
@@ -40,19 +46,38 @@ class Points:
     def jobs(self) -> list[dict[str, Any]]:
         """Requests to the processes that measure, without those for DCP."""
         last = self.trees[-1]
-        shared = [{"tree": tree, "kind": kind, "devices": n} for tree in self.trees for kind in self.kinds for n in self._devices(tree)]
+        shared = [
+            {"tree": tree, "kind": kind, "devices": n}
+            for tree in self.trees
+            for kind in self.kinds
+            for n in self._devices(tree)
+        ]
         largest = [job for job in shared if job["tree"] == last]
         jobs = [{"what": "save"} | job for job in shared]
-        jobs += [{"what": "restore"} | job for job in shared if job["tree"] == last or job["kind"] in DCP_KINDS]
+        jobs += [
+            {"what": "restore"} | job
+            for job in shared
+            if job["tree"] == last or job["kind"] in DCP_KINDS
+        ]
         jobs += [{"what": "metadata"} | job for job in largest]
-        jobs += [{"what": "save", "tree": last, "kind": "FSDP+TP", "devices": 16384, "tensors": n} for n in self.tensors]
-        jobs.append({"what": "save", "tree": last, "kind": "FSDP", "devices": 1024, "tensors": 1024})
+        jobs += [
+            {"what": "save", "tree": last, "kind": "FSDP+TP", "devices": 16384, "tensors": n}
+            for n in self.tensors
+        ]
+        jobs.append(
+            {"what": "save", "tree": last, "kind": "FSDP", "devices": 1024, "tensors": 1024}
+        )
         jobs += [{"what": "requests", "tree": last} | restored for restored in self._restored()]
-        jobs += [{"what": "commit", "hosts": hosts, "chunks": chunks} for hosts, chunks in self.commits]
+        jobs += [
+            {"what": "commit", "hosts": hosts, "chunks": chunks} for hosts, chunks in self.commits
+        ]
         return [*jobs, *([{"what": "reshard"}] if self.reshard else [])]
 
     def dcp(self) -> list[list[dict[str, Any]]]:
-        """Requests to the processes that measure DCP; of each list the rest is left out after one that was cut off."""
+        """Requests to the processes that measure DCP.
+
+        Of each list the rest is left out after one that was cut off.
+        """
         return [
             [
                 {"what": what, "tree": tree, "kind": kind, "devices": n, "limit": DCP_LIMIT}
@@ -85,7 +110,16 @@ FULL = Points(
     others=(8, 64, 1024, 100_000),
     tensors=(125, 250, 500, 2000, 3400),
     dcp_most=(1024, 64),
-    commits=((8, 40), (64, 40), (256, 40), (1024, 40), (4096, 40), (64, 400), (64, 4000), (256, 1000)),
+    commits=(
+        (8, 40),
+        (64, 40),
+        (256, 40),
+        (1024, 40),
+        (4096, 40),
+        (64, 400),
+        (64, 4000),
+        (256, 1000),
+    ),
     hosts=(1, 16, 256, 1024, 4096, 12_500),
 )
 QUICK = Points(

@@ -2,13 +2,16 @@
 
 They are counted for some hosts, evenly spread, each with caches of its own:
 
-1. The commit record, and the header of the table of all (`tables.py` has both tables and records of all hosts that saved).
-2. What the product's own `TableBlocks` reads to find the host's chunks, a batch of tensors after the other as a restore has them: counted
-   where it is read.
-3. The data, per batch: runs of neighbours in data files, joined as the reader joins them (`reading.runs`).
+1. The commit record, and the header of the table of all (`tables.py` has both tables and records of
+   all hosts that saved).
+2. What the product's own `TableBlocks` reads to find the host's chunks, a batch of tensors after
+   the other as a restore has them: counted where it is read.
+3. The data, per batch: runs of neighbours in data files, joined as the reader joins them
+   (`reading.runs`).
 
-*Together*: with `restore(cooperative=True)`, where several hosts need the same. That is cut into rounds and dealt out by the product's own
-rule (`planning.shares`); counted is the part of each round that the host reads itself. What hosts send to each other is not a request.
+*Together*: with `restore(cooperative=True)`, where several hosts need the same. That is cut into
+rounds and dealt out by the product's own rule (`planning.shares`); counted is the part of each
+round that the host reads itself. What hosts send to each other is not a request.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ if TYPE_CHECKING:
 __all__ = ["MEASURED", "TOGETHER", "WITHOUT"]
 
 HOSTS = 6
-"""That are looked at, at most: each in the middle of a part of the job, so that their average is about everybody's."""
+"""That are looked at, at most: each in the middle of a part of the job, so that their average is
+about everybody's."""
 LIMITS = RunLimits(OBJECT_RUN[0], OBJECT_GAP, MOST_CHUNKS)
 WITHOUT, TOGETHER = " without hosts' tables", " together"
 """Behind the name of what is counted, where the restore is not as by default."""
@@ -78,52 +82,99 @@ def prepared(onto_devices: int | None = None, **job: Any) -> Callable[[], dict[s
     return run
 
 
-def restored(tables: Tables, onto: Job, host: int, *, together: bool = False, ask: bool = True) -> dict[str, int]:
-    """Requests and bytes of one host's reads; `ask`: whether hosts' own tables may be among them."""
+def restored(
+    tables: Tables, onto: Job, host: int, *, together: bool = False, ask: bool = True
+) -> dict[str, int]:
+    """Requests and bytes of one host's reads.
+
+    `ask`: whether hosts' own tables may be among them.
+    """
     stats, requests, nbytes = ReadStats(), 0, 0
-    table = TableBlocks(cast("Store", tables), tables.reference, stats.count_index, None, tables.hosts if ask else ())
+    table = TableBlocks(
+        cast("Store", tables),
+        tables.reference,
+        stats.count_index,
+        None,
+        tables.hosts if ask else (),
+    )
     for pieces in _reads(tables.records, onto, host, together=together):
         table.prepare(pieces)
         chunks = [np.unique(overlaps(piece, boxes).chunk) for piece, boxes in pieces]
-        array, every = np.repeat(np.arange(len(pieces)), list(map(len, chunks))), np.concatenate(chunks)
+        array, every = (
+            np.repeat(np.arange(len(pieces)), list(map(len, chunks))),
+            np.concatenate(chunks),
+        )
         for i in range(0, len(every), MOST_CHUNKS):
-            _, rows = table.find([piece.path for piece, _ in pieces], array[i : i + MOST_CHUNKS], every[i : i + MOST_CHUNKS])
-            runs, read = count_runs(*(column.astype(np.int64) for column in (rows.file, rows.offset, rows.length)), LIMITS)
+            _, rows = table.find(
+                [piece.path for piece, _ in pieces],
+                array[i : i + MOST_CHUNKS],
+                every[i : i + MOST_CHUNKS],
+            )
+            runs, read = count_runs(
+                *(column.astype(np.int64) for column in (rows.file, rows.offset, rows.length)),
+                LIMITS,
+            )
             requests, nbytes = requests + runs, nbytes + read
     return dict(zip(COUNTED, (stats.index_reads, stats.index_bytes, requests, nbytes), strict=True))
 
 
-def _reads(records: dict[str, TensorRecord], onto: Job, host: int, *, together: bool) -> Iterator[list[tuple[Piece, BoxArray]]]:
+def _reads(
+    records: dict[str, TensorRecord], onto: Job, host: int, *, together: bool
+) -> Iterator[list[tuple[Piece, BoxArray]]]:
     """Reads of one host, in batches: pieces, and the boxes of each that are wanted."""
-    boxes = {name: held(onto.layouts[name], tensor.shape, _devices(onto, host))[0] for name, tensor in records.items()}
+    boxes = {
+        name: held(onto.layouts[name], tensor.shape, _devices(onto, host))[0]
+        for name, tensor in records.items()
+    }
 
     def share(tensor: TensorRecord) -> tuple[int]:
         return (int(boxes[tensor.name].sizes().sum()) * tensor.dtype.storage.itemsize,)
 
-    for members, tensors in _groups(records, onto, host) if together else [((host,), list(records.values()))]:
+    for members, tensors in (
+        _groups(records, onto, host) if together else [((host,), list(records.values()))]
+    ):
         for batch in batches(tensors, share, (LARGEST_BATCH,)):
             if len(members) == 1:
                 yield [(piece, boxes[tensor.name]) for tensor in batch for piece in tensor.pieces]
                 continue
-            shared = [SharedBoxes(tensor.pieces, boxes[tensor.name], tensor.dtype.storage.itemsize) for tensor in batch]
+            shared = [
+                SharedBoxes(tensor.pieces, boxes[tensor.name], tensor.dtype.storage.itemsize)
+                for tensor in batch
+            ]
             for shares in rounds(shared, len(members), exchange_bytes(DEFAULT_MEMORY_LIMIT)):
                 mine = groupby(shares[members.index(host)], lambda region: region.tensor)
-                parts = [(batch[i], BoxArray.of([region.part for region in regions], len(batch[i].shape))) for i, regions in mine]
-                yield [(piece, part) for tensor, part in parts for piece in touched(tensor.pieces, part)]
+                parts = [
+                    (
+                        batch[i],
+                        BoxArray.of([region.part for region in regions], len(batch[i].shape)),
+                    )
+                    for i, regions in mine
+                ]
+                yield [
+                    (piece, part)
+                    for tensor, part in parts
+                    for piece in touched(tensor.pieces, part)
+                ]
 
 
-def _groups(records: dict[str, TensorRecord], onto: Job, host: int) -> list[tuple[tuple[int, ...], list[TensorRecord]]]:
+def _groups(
+    records: dict[str, TensorRecord], onto: Job, host: int
+) -> list[tuple[tuple[int, ...], list[TensorRecord]]]:
     """Tensors by the hosts that read them together, as `cooperative` has them: what is read with others comes first, in order of names."""
     world, groups = onto.world(host), dict[tuple[int, ...], list["TensorRecord"]]()
     for name in sorted(records):
         layout, shape = onto.layouts[name], records[name].shape
         _, holding = held(layout, shape, _devices(onto, host))
         sharers = set(box_holders(layout, len(shape), holding, world.devices["simulated"]))
-        # Where different hosts share a host's boxes, the frameworks' adapters have it read them by itself.
+        # Where different hosts share a host's boxes, the frameworks' adapters have it read them by
+        # itself.
         members = peers_sharing_reads(sharers.pop(), host) if len(sharers) == 1 else (host,)
         groups.setdefault(members, []).append(records[name])
     alone = {tensor.name for tensor in groups.pop((host,), [])}
-    return [*sorted(groups.items()), ((host,), [tensor for name, tensor in records.items() if name in alone])]
+    return [
+        *sorted(groups.items()),
+        ((host,), [tensor for name, tensor in records.items() if name in alone]),
+    ]
 
 
 def _devices(job: Job, host: int) -> tuple[int, ...]:

@@ -1,8 +1,10 @@
 """Time of `shardckpt plan` for a model of 405 billion parameters: from 16,384 devices to 4,096, from the record alone.
 
-1. The record is that of all 1,137 parameters as 2,048 hosts of 8 devices would have saved them: made from shapes and layouts by the
-   code that a save uses, without any elements. It is written as JSON and read back, as `plan` does.
-2. The reshard is planned, everything that `plan` shows is counted for 512 hosts of 8 devices, and the page of it is drawn.
+1. The record is that of all 1,137 parameters as 2,048 hosts of 8 devices would have saved them:
+   made from shapes and layouts by the code that a save uses, without any elements. It is written as
+   JSON and read back, as `plan` does.
+2. The reshard is planned, everything that `plan` shows is counted for 512 hosts of 8 devices, and
+   the page of it is drawn.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ PARAMETERS = 1137
 SOURCE = Mesh((16, 128, 8), ("data", "fsdp", "tensor"))
 TARGET = Mesh((8, 64, 8), ("data", "fsdp", "tensor"))
 RULES = ["**norm.weight=replicated", "**[ov]_proj.weight=(fsdp,tensor)", "**=(tensor,fsdp)"]
-"""Not those of the source for all tensors: `v_proj` is laid out the other way round, and so is `down_proj`."""
+"""Not those of the source for all tensors: `v_proj` is laid out the other way round, and so is
+`down_proj`."""
 
 
 def prepared(html: str | None = None) -> Callable[[], dict[str, Any]]:
@@ -51,7 +54,12 @@ def prepared(html: str | None = None) -> Callable[[], dict[str, Any]]:
     """
     state = TREES["405B"].tensors(PARAMETERS)
     smallest = smallest_chunk(sum(prod(t.shape) * by_name(t.dtype).storage.itemsize for t in state))
-    tensors = {t.name: tensor_record(t.name, t.shape, by_name(t.dtype), Sharding(SOURCE, spec_of("FSDP+TP", t)), smallest) for t in state}
+    tensors = {
+        t.name: tensor_record(
+            t.name, t.shape, by_name(t.dtype), Sharding(SOURCE, spec_of("FSDP+TP", t)), smallest
+        )
+        for t in state
+    }
     tree = flatten(dict.fromkeys(tensors, 0), lambda leaf: leaf == 0).tree
     data = seal(commit_record(Structure(tree, tensors), SOURCE.size // DEVICES_PER_HOST).to_json())
 
@@ -59,11 +67,19 @@ def prepared(html: str | None = None) -> Callable[[], dict[str, Any]]:
         started = time.process_time()
         known = parse_checkpoint(data, "checkpoint.json")
         read = time.process_time()
-        source: Any = SimpleNamespace(record=known, native=True, location=parse("gs://bucket/llama-405b/step_100000"))
+        source: Any = SimpleNamespace(
+            record=known, native=True, location=parse("gs://bucket/llama-405b/step_100000")
+        )
         options = ReshardOptions(mesh=TARGET, rules=Rules.parse(RULES))
         reshard = plan_reshard(source, options)
         planned = time.process_time()
-        prediction = forecast(source, reshard, Rates(Rate(2 << 30), Rate(1 << 30)), options=options, devices_per_host=DEVICES_PER_HOST)
+        prediction = forecast(
+            source,
+            reshard,
+            Rates(Rate(2 << 30), Rate(1 << 30)),
+            options=options,
+            devices_per_host=DEVICES_PER_HOST,
+        )
         doc = document(prediction)
         counted = time.process_time()
         text = page(prediction, doc)

@@ -1,10 +1,11 @@
 """The chunk tables that all hosts of a job leave, as readers find them in a bucket.
 
-1. Whose each chunk is follows for all hosts at once from the rule by which each of them plans (`shardckpt.plan.writers`): of boxes that
-   one host holds, all chunks; boxes with the same holders make one tape, of which each holder has a part. A test compares that with
-   hosts' own plans.
+1. Whose each chunk is follows for all hosts at once from the rule by which each of them plans
+   (`shardckpt.plan.writers`): of boxes that one host holds, all chunks; boxes with the same holders
+   make one tape, of which each holder has a part. A test compares that with hosts' own plans.
 2. A host's chunks lie in its data files in the order in which it writes them.
-3. The table of all is there as bytes, digests included; of a host, record and table are made when somebody asks for them.
+3. The table of all is there as bytes, digests included; of a host, record and table are made when
+   somebody asks for them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class _Dealt:
 def _dealt(layout: Sharding, shape: tuple[int, ...], chunks: tuple[int, ...]) -> _Dealt:
     held = layout.device_boxes(shape)
     boxes, where = distinct_boxes(held.boxes)
-    box, host = np.unique(np.stack([where, held.device_ids // DEVICES_PER_HOST], 1)[where >= 0], axis=0).T
+    box, host = np.unique(
+        np.stack([where, held.device_ids // DEVICES_PER_HOST], 1)[where >= 0], axis=0
+    ).T
     holders = [tuple(hosts.tolist()) for hosts in np.split(host, np.flatnonzero(np.diff(box)) + 1)]
     pairs = overlaps(Piece("", (0,) * len(shape), shape, chunks), boxes)
     order = np.lexsort((pairs.chunk, _place(boxes)[pairs.box]))
@@ -80,7 +83,9 @@ def owners(job: Job, records: dict[str, TensorRecord]) -> dict[str, NDArray[np.i
         by_tensor[name] = np.empty(piece.num_chunks, np.int64)
         by_tensor[name][dealt.chunk] = alone[dealt.box]
         for k in dict.fromkeys(dealt.box[alone[dealt.box] < 0].tolist()):
-            tapes.setdefault(dealt.holders[k], []).append((name, dealt.chunk[dealt.box == k], _chunk_bytes(records[name])))
+            tapes.setdefault(dealt.holders[k], []).append(
+                (name, dealt.chunk[dealt.box == k], _chunk_bytes(records[name]))
+            )
     for holders, tape in tapes.items():
         length, offset = sum(len(chunks) * size for _, chunks, size in tape), 0
         for name, chunks, size in tape:
@@ -95,7 +100,10 @@ def _chunk_bytes(tensor: TensorRecord) -> int:
 
 
 class Tables:
-    """An attempt of which there are chunk tables and hosts' records only. As far as these are read, a `Store` in a bucket."""
+    """An attempt of which there are chunk tables and hosts' records only.
+
+    As far as these are read, a `Store` in a bucket.
+    """
 
     near = False
     """As of a `Store`."""
@@ -106,13 +114,18 @@ class Tables:
         self.records = job.records()
         self.hosts = _Hosts(self, job.hosts)
         whose = owners(job, self.records)
-        self._counts = {tensor.pieces[0].path: len(whose[name]) for name, tensor in self.records.items()}
+        self._counts = {
+            tensor.pieces[0].path: len(whose[name]) for name, tensor in self.records.items()
+        }
         self._host = np.concatenate(list(whose.values()))
         self._rows = np.empty(len(self._host), ROW)
         written, row = np.zeros(job.hosts, np.int64), 0
         for name, host in whose.items():
             order, rows = np.argsort(host, kind="stable"), self._rows[row : row + len(host)]
-            stored, each = _chunk_bytes(self.records[name]) + CHECKSUM_BYTES, np.bincount(host, minlength=job.hosts)
+            stored, each = (
+                _chunk_bytes(self.records[name]) + CHECKSUM_BYTES,
+                np.bincount(host, minlength=job.hosts),
+            )
             nth = np.empty(len(host), np.int64)
             nth[order] = np.arange(len(host)) - np.repeat(np.cumsum(each) - each, each)
             at = written[host] + nth * stored
@@ -123,11 +136,17 @@ class Tables:
         files = -(-written // OBJECT_BYTES)
         self._first_file = np.cumsum(files) - files
         self._rows["file"] += self._first_file[self._host].astype(np.uint32)
-        self._files = [f"hosts/{host:05d}/0/d/{i:05d}" for host, n in enumerate(files.tolist()) for i in range(n)]
+        self._files = [
+            f"hosts/{host:05d}/0/d/{i:05d}"
+            for host, n in enumerate(files.tolist())
+            for i in range(n)
+        ]
         self._body = self._rows.view(np.uint8).data
         self._header = TableHeader.encode(self._files, self._counts, self._body)
         size = len(self._header) + len(self._body)
-        self.reference = TableReference("table", size, len(self._header), FileReference.of("", self._header).sha256)
+        self.reference = TableReference(
+            "table", size, len(self._header), FileReference.of("", self._header).sha256
+        )
         self._made: dict[str, bytes] = {}
 
     def path_of(self, key: str) -> str:
@@ -153,14 +172,30 @@ class Tables:
         counts = dict(zip(self._counts, np.diff(begins).tolist(), strict=True))
         rows = self._rows[mine]
         rows["file"] -= np.uint32(self._first_file[host])
-        files = [name for name in self._files[self._first_file[host] :][: int(rows["file"].max(initial=0)) + 1] if len(rows)]
-        table = Table(files, {path: n for path, n in counts.items() if n}, ArrayChunks.of_records(rows))
+        files = [
+            name
+            for name in self._files[self._first_file[host] :][
+                : int(rows["file"].max(initial=0)) + 1
+            ]
+            if len(rows)
+        ]
+        table = Table(
+            files, {path: n for path, n in counts.items() if n}, ArrayChunks.of_records(rows)
+        )
         data = table.encode()
         reference = TableReference.of(f"hosts/{host:05d}/table", data, len(data) - table.body_bytes)
         contents = FileReference(f"contents/{DIGEST}.json", 1, DIGEST)
         lanes = (f"hosts/{host:05d}/0",)
         record = HostRecord(
-            ATTEMPT, host, len(self.hosts), None, "packed", None, HostFiles(reference, lanes, contents, None), len(rows), 1 << 40
+            ATTEMPT,
+            host,
+            len(self.hosts),
+            None,
+            "packed",
+            None,
+            HostFiles(reference, lanes, contents, None),
+            len(rows),
+            1 << 40,
         )
         key, sealed = f"records/{host:05d}.json", seal(record.to_json())
         self._made |= {reference.key: data, key: sealed}

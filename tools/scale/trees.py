@@ -1,6 +1,7 @@
 """Tensors of a job: the trees of Llama 3.1 in three sizes, dense or with experts, and as many tensors as are asked for.
 
-The parameters come first, in bfloat16, and then in float32 the optimizer's copies of them and Adam's moments, until there are enough.
+The parameters come first, in bfloat16, and then in float32 the optimizer's copies of them and
+Adam's moments, until there are enough.
 """
 
 from __future__ import annotations
@@ -47,10 +48,24 @@ class Tree:
         """
         parameters = list(self._parameters(experts=experts))
         kept = ("master", "exp_avg", "exp_avg_sq")
-        moments = (Tensor(f"optimizer.{name}.{what}", shape, "float32") for what in kept for name, shape in parameters)
-        tensors = list(islice(chain((Tensor(f"model.{name}", shape, "bfloat16") for name, shape in parameters), moments), number))
+        moments = (
+            Tensor(f"optimizer.{name}.{what}", shape, "float32")
+            for what in kept
+            for name, shape in parameters
+        )
+        tensors = list(
+            islice(
+                chain(
+                    (Tensor(f"model.{name}", shape, "bfloat16") for name, shape in parameters),
+                    moments,
+                ),
+                number,
+            )
+        )
         if len(tensors) != number:
-            raise ValueError(f"{self.name}: a state of {number} tensors is asked for, and it has {len(tensors)}")
+            raise ValueError(
+                f"{self.name}: a state of {number} tensors is asked for, and it has {len(tensors)}"
+            )
         return tensors
 
     def _parameters(self, *, experts: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -59,7 +74,10 @@ class Tree:
         yield "norm.weight", (self.embed,)
         wide, narrow = (self.mlp, self.embed), (self.embed, self.mlp)
         if experts:
-            wide, narrow = (EXPERTS, self.mlp // 8, self.embed), (EXPERTS, self.embed, self.mlp // 8)
+            wide, narrow = (
+                (EXPERTS, self.mlp // 8, self.embed),
+                (EXPERTS, self.embed, self.mlp // 8),
+            )
         layer = {
             "self_attn.q_proj.weight": (self.embed, self.embed),
             "self_attn.k_proj.weight": (KV, self.embed),
@@ -75,4 +93,11 @@ class Tree:
             yield from ((f"layers.{i}.{name}", shape) for name, shape in layer.items())
 
 
-TREES = {tree.name: tree for tree in (Tree("8B", 32, 4096, 14336), Tree("70B", 80, 8192, 28672), Tree("405B", 126, 16384, 53248))}
+TREES = {
+    tree.name: tree
+    for tree in (
+        Tree("8B", 32, 4096, 14336),
+        Tree("70B", 80, 8192, 28672),
+        Tree("405B", 126, 16384, 53248),
+    )
+}

@@ -1,4 +1,5 @@
-"""Bytes that hosts read of a checkpoint, per byte that their devices need, whatever the layouts of save and restore."""
+"""Bytes that hosts read of a checkpoint, per byte that their devices need, whatever the layouts of
+save and restore."""
 
 import json
 import subprocess
@@ -22,13 +23,20 @@ pytestmark = pytest.mark.slow
 
 
 REAL_SIZES = tool.llama_shapes(1)
-SMALL_SIZES = {**tool.llama_shapes(8, vocabularies=(128256,)), "uneven": (5027, 512), "prime": (4001, 331), "vector": (300_007,)}
+SMALL_SIZES = {
+    **tool.llama_shapes(8, vocabularies=(128256,)),
+    "uneven": (5027, 512),
+    "prime": (4001, 331),
+    "vector": (300_007,),
+}
 
 
 def stored(shape, itemsize, sharding):
     """The record of a tensor as `save` would store it."""
     state = {"w": np.empty(shape, f"u{itemsize}")}
-    return save_plan.tensor_records(frameworks.sources(state, World()), SaveOptions(shardings={"w": sharding}), World())["w"]
+    return save_plan.tensor_records(
+        frameworks.sources(state, World()), SaveOptions(shardings={"w": sharding}), World()
+    )["w"]
 
 
 def split(parts):
@@ -50,7 +58,10 @@ def test_the_plan_is_what_the_storage_really_gives_byte_by_byte(tmp_path, seed):
 
     for devices in tool.HOSTS:
         target_mesh = tool.random_mesh(rng, powers_of_two=seed > 0)
-        plans = [tool.plan(t, tool.random_sharding(rng, target_mesh, len(t.shape)), devices) for t in tensors]
+        plans = [
+            tool.plan(t, tool.random_sharding(rng, target_mesh, len(t.shape)), devices)
+            for t in tensors
+        ]
         for host in rng.choice(len(plans[0]), min(3, len(plans[0])), replace=False).tolist():
             mine = [p[host] for p in plans]
 
@@ -70,7 +81,9 @@ def test_the_plan_is_what_the_storage_really_gives_byte_by_byte(tmp_path, seed):
     target=st.tuples(*[st.sampled_from([1, 2, 4, 8])] * 2),
 )
 @settings(max_examples=150, deadline=None)
-def test_nothing_else_is_read_where_2_4_and_8_divide_both_axes_evenly(sizes, itemsize, source, target):
+def test_nothing_else_is_read_where_2_4_and_8_divide_both_axes_evenly(
+    sizes, itemsize, source, target
+):
     shape = tuple(64 * n for n in sizes)
     if prod(shape) * itemsize < 4 << 20:
         shape = (shape[0], shape[1] * 4)
@@ -86,11 +99,16 @@ def test_nothing_else_is_read_where_2_4_and_8_divide_both_axes_evenly(sizes, ite
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """Layout changes of Llama 8B and two uneven vocabularies, planned at their real size."""
-    return tool.measure(REAL_SIZES, pairs=80, seed=1, read_one_in=0, directory=tmp_path_factory.mktemp("unused"))
+    return tool.measure(
+        REAL_SIZES, pairs=80, seed=1, read_one_in=0, directory=tmp_path_factory.mktemp("unused")
+    )
 
 
 def test_layout_changes_of_up_to_8_ways_read_at_most_half_again_of_what_is_needed(measured):
-    for summary in (tool.summary(measured.hosts["powers of two", "a"]), tool.summary(measured.tensors["powers of two", "a"])):
+    for summary in (
+        tool.summary(measured.hosts["powers of two", "a"]),
+        tool.summary(measured.tensors["powers of two", "a"]),
+    ):
         assert summary["n"] > 1000
         assert summary["median"] <= 1.10
         assert summary["worst"] <= 1.5
@@ -117,7 +135,12 @@ def test_low_amplification_is_not_bought_with_tiny_chunks(measured):
 
 def test_the_command_reports_every_group_and_compares_with_the_storage(tmp_path):
     arguments = ["--pairs", "6", "--scale", "16", "--read", "3", "--directory", tmp_path, "--json"]
-    finished = subprocess.run([sys.executable, TOOLS / "amplification.py", *arguments], capture_output=True, text=True, check=False)
+    finished = subprocess.run(
+        [sys.executable, TOOLS / "amplification.py", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
     assert finished.returncode == 0, finished.stdout + finished.stderr
     results = json.loads(finished.stdout)

@@ -12,7 +12,9 @@ pytestmark = [pytest.mark.xla, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def python(script, *arguments):
-    return subprocess.run([sys.executable, TOOLS / script, *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, TOOLS / script, *arguments], capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +23,9 @@ def demo(tmp_path_factory):
     return directory, python("demo.py", "--small", f"--keep={directory}")
 
 
-def test_the_demo_trains_is_killed_restores_onto_another_mesh_and_proves_that_nothing_was_lost(demo):
+def test_the_demo_trains_is_killed_restores_onto_another_mesh_and_proves_that_nothing_was_lost(
+    demo,
+):
     _, finished = demo
     printed = finished.stdout
     assert finished.returncode == 0, printed + finished.stderr
@@ -46,7 +50,9 @@ def test_the_demo_would_notice_a_tensor_that_came_back_different(demo):
     directory, _ = demo
     saved = json.loads((directory / "digests.json").read_text())
     changed = directory / "changed.json"
-    changed.write_text(json.dumps(saved | {"model/lm_head.weight": saved["model/model.norm.weight"]}))
+    changed.write_text(
+        json.dumps(saved | {"model/lm_head.weight": saved["model/model.norm.weight"]})
+    )
     resumed = python(
         "demo_train.py",
         "--layout=after",

@@ -1,4 +1,5 @@
-"""The proxy that other tests rely on: it enforces what Cloud Storage documents, counts everything, and breaks what it is told to."""
+"""The proxy that other tests rely on: it enforces what Cloud Storage documents, counts everything,
+and breaks what it is told to."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ import tensorstore as ts
 from emulators import environment
 from fault_proxy import FaultProxy
 from fault_rules import Rule
-from gcsfs.core import GCSFileSystem  # of gcsfs itself, importing it decides for the whole process whether it asks over gRPC
+from gcsfs.core import (
+    GCSFileSystem,
+)  # of gcsfs itself, importing it decides for the whole process whether it asks over gRPC
 from json_api import Objects, ask
 from paths import TOOLS
 
@@ -46,7 +49,12 @@ def proxy(running):
 def bucket(gcs_server):
     """A new bucket: TensorStore keeps the connection to one that it knows."""
     name = f"proxy-{uuid.uuid4().hex}"
-    assert ask(gcs_server.endpoint, "POST", "/storage/v1/b?project=test", json.dumps({"name": name}))[0] == 200
+    assert (
+        ask(gcs_server.endpoint, "POST", "/storage/v1/b?project=test", json.dumps({"name": name}))[
+            0
+        ]
+        == 200
+    )
     return name
 
 
@@ -54,10 +62,12 @@ def bucket(gcs_server):
 def store(proxy, bucket, gcs_server):
     """TensorStore on that bucket, through the proxy."""
     with environment(gcs_server.env(proxy.url)):
-        return ts.KvStore.open({"driver": "gcs", "bucket": bucket, "gcs_request_retries": RETRIES}).result()
+        return ts.KvStore.open(
+            {"driver": "gcs", "bucket": bucket, "gcs_request_retries": RETRIES}
+        ).result()
 
 
-# --- preconditions --------------------------------------------------------------------------------------------------
+# --- preconditions --------------------------------------------------------------------------------
 
 OK = "goes ahead"
 DOCUMENTED = {
@@ -77,8 +87,12 @@ NEED_AN_OBJECT = ("delete", "read", "stat")
 
 @pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize("condition", DOCUMENTED)
-@pytest.mark.parametrize("kind", ["media", "multipart", "resumable", "compose", "copy", *NEED_AN_OBJECT])
-def test_a_request_goes_ahead_exactly_when_its_preconditions_hold(proxy, bucket, kind, condition, there):
+@pytest.mark.parametrize(
+    "kind", ["media", "multipart", "resumable", "compose", "copy", *NEED_AN_OBJECT]
+)
+def test_a_request_goes_ahead_exactly_when_its_preconditions_hold(
+    proxy, bucket, kind, condition, there
+):
     objects, name = Objects(proxy.url, bucket), "run/a b"
     generation = 12345
     if there:
@@ -117,7 +131,9 @@ class Session:
 
     def put(self, span, body=b"", **headers):
         """Status, and how far the session says it is."""
-        status, answered, _ = ask(self.objects.url, "PUT", self.path, body, {"Content-Range": f"bytes {span}", **headers})
+        status, answered, _ = ask(
+            self.objects.url, "PUT", self.path, body, {"Content-Range": f"bytes {span}", **headers}
+        )
         return status, answered.get("Range")
 
     @property
@@ -157,10 +173,14 @@ def test_a_resumable_upload_keeps_what_came_before_the_connection_broke(session,
 
 def test_a_resumable_upload_is_refused_whose_checksum_does_not_agree(session):
     session.put(f"0-{K - 1}/*", bytes(K))
-    assert session.put(f"{K}-{K + 2}/{K + 3}", b"abc", **{"x-goog-hash": "crc32c=AAAAAA=="})[0] == 400
+    assert (
+        session.put(f"{K}-{K + 2}/{K + 3}", b"abc", **{"x-goog-hash": "crc32c=AAAAAA=="})[0] == 400
+    )
     assert session.content is None
     right = base64.b64encode(crc32c.crc32c(bytes(K) + b"abc").to_bytes(4)).decode()
-    assert session.put(f"{K}-{K + 2}/{K + 3}", b"abc", **{"x-goog-hash": f"crc32c={right}"})[0] == 200
+    assert (
+        session.put(f"{K}-{K + 2}/{K + 3}", b"abc", **{"x-goog-hash": f"crc32c={right}"})[0] == 200
+    )
     assert session.content == bytes(K) + b"abc"
 
 
@@ -204,7 +224,14 @@ def test_no_increment_of_a_counter_is_lost_however_many_swap_at_once(store):
         while len(generations) < times:
             counter = store.read("counter").result()
             value = str(int(counter.value) + 1)
-            generations += filter(None, [store.write("counter", value, if_equal=counter.stamp.generation).result().generation])
+            generations += filter(
+                None,
+                [
+                    store.write("counter", value, if_equal=counter.stamp.generation)
+                    .result()
+                    .generation
+                ],
+            )
         return generations
 
     with ThreadPoolExecutor(8) as pool:
@@ -213,7 +240,7 @@ def test_no_increment_of_a_counter_is_lost_however_many_swap_at_once(store):
     assert len(set(generations)) == 40
 
 
-# --- what is counted ------------------------------------------------------------------------------------------------
+# --- what is counted ------------------------------------------------------------------------------
 
 
 def test_every_request_is_counted_by_kind_object_and_bytes(proxy, bucket, store):
@@ -228,10 +255,18 @@ def test_every_request_is_counted_by_kind_object_and_bytes(proxy, bucket, store)
     counts = proxy.traffic.summary(f"{bucket}/run/")
     assert counts["kinds"] == {"upload": 2, "read": 3, "stat": 1, "delete": 1}
     assert counts["methods"] == {"POST": 2, "GET": 4, "DELETE": 1}
-    assert counts["statuses"] == {"200": 4, "206": 1, "404": 1, "204": 1} or counts["statuses"] == {"200": 5, "206": 1, "404": 1}
+    assert counts["statuses"] == {"200": 4, "206": 1, "404": 1, "204": 1} or counts["statuses"] == {
+        "200": 5,
+        "206": 1,
+        "404": 1,
+    }
     assert counts["uploaded"] == {f"{bucket}/run/a": 3000, f"{bucket}/run/b": 500}
     assert counts["bytes_up"] == 3500
-    reads = [e.bytes_down for e in proxy.traffic.exchanges(f"{bucket}/run/a") if e.operation.kind == "read"]
+    reads = [
+        e.bytes_down
+        for e in proxy.traffic.exchanges(f"{bucket}/run/a")
+        if e.operation.kind == "read"
+    ]
     assert reads == [3000, 200]
     assert proxy.traffic.summary()["kinds"]["list"] == 1
 
@@ -260,7 +295,9 @@ def test_counts_and_rules_are_to_be_had_over_http_too(proxy, bucket):
     assert ask(proxy.url, "GET", "/__proxy__/nothing")[0] == 404
 
 
-@pytest.mark.parametrize("name", ["a", "deep/down/a b", "ü/100%25", "a?b#c&d=e", "compose", "x/compose/y", "o/b/o"])
+@pytest.mark.parametrize(
+    "name", ["a", "deep/down/a b", "ü/100%25", "a?b#c&d=e", "compose", "x/compose/y", "o/b/o"]
+)
 def test_an_object_is_known_by_its_name_whatever_is_in_it(proxy, bucket, store, name):
     store.write(name, b"data").result()
     assert store.read(name).result().value == b"data"
@@ -274,7 +311,9 @@ def test_an_object_is_known_by_its_name_whatever_is_in_it(proxy, bucket, store, 
 @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # gcsfs does
 def test_a_client_that_uploads_in_parts_works_through_it(proxy, bucket, gcs_server):
     with environment(gcs_server.env(proxy.url)):
-        fs = GCSFileSystem(endpoint_url=proxy.url, token="anon", skip_instance_cache=True, use_listings_cache=False)
+        fs = GCSFileSystem(
+            endpoint_url=proxy.url, token="anon", skip_instance_cache=True, use_listings_cache=False
+        )
         data = bytes(range(256)) * (13 << 12)  # 13 MiB: resumable, in several parts
         fs.pipe_file(f"{bucket}/run/big", data, chunksize=5 << 20)
         fs.pipe_file(f"{bucket}/run/small", b"small", mode="create")
@@ -286,7 +325,9 @@ def test_a_client_that_uploads_in_parts_works_through_it(proxy, bucket, gcs_serv
         fs.rm_file(f"{bucket}/run/small")
         assert not fs.exists(f"{bucket}/run/small")
     uploaded = proxy.traffic.uploaded()
-    assert len(data) <= uploaded[f"{bucket}/run/big"] < len(data) + 1000, "more by the JSON that began it"
+    assert len(data) <= uploaded[f"{bucket}/run/big"] < len(data) + 1000, (
+        "more by the JSON that began it"
+    )
     assert proxy.traffic.summary()["statuses"]["412"] == 1
 
 
@@ -298,19 +339,28 @@ def test_amazon_s_own_client_works_through_it(s3_server):
             region_name="us-east-1",
             aws_access_key_id="test",
             aws_secret_access_key="test",
-            config=botocore.config.Config(retries={"total_max_attempts": 3}, s3={"addressing_style": "path"}),
+            config=botocore.config.Config(
+                retries={"total_max_attempts": 3}, s3={"addressing_style": "path"}
+            ),
         )
         name = {"Bucket": s3_server.bucket, "Key": "run/a b"}
-        with proxy.rules.during(Rule("status", status=503), Rule("lost-answer", skip=1, kinds=("read",))):
+        with proxy.rules.during(
+            Rule("status", status=503), Rule("lost-answer", skip=1, kinds=("read",))
+        ):
             s3.put_object(**name, Body=b"data")
             assert s3.get_object(**name)["Body"].read() == b"data"
             assert s3.get_object(**name)["Body"].read() == b"data"
         with pytest.raises(botocore.exceptions.ClientError, match="PreconditionFailed"):
             s3.put_object(**name, Body=b"other", IfNoneMatch="*")
         assert s3.head_object(**name)["ContentLength"] == 4
-        assert [o["Key"] for o in s3.list_objects_v2(Bucket=s3_server.bucket, Prefix="run/")["Contents"]] == ["run/a b"]
+        assert [
+            o["Key"] for o in s3.list_objects_v2(Bucket=s3_server.bucket, Prefix="run/")["Contents"]
+        ] == ["run/a b"]
         s3.delete_object(**name)
-        kinds = [(e.operation.kind, e.status) for e in proxy.traffic.exchanges(f"{s3_server.bucket}/run/")]
+        kinds = [
+            (e.operation.kind, e.status)
+            for e in proxy.traffic.exchanges(f"{s3_server.bucket}/run/")
+        ]
         assert kinds == [
             ("upload", 503),
             ("upload", 200),
@@ -324,7 +374,7 @@ def test_amazon_s_own_client_works_through_it(s3_server):
         ]
 
 
-# --- what is broken -------------------------------------------------------------------------------------------------
+# --- what is broken -------------------------------------------------------------------------------
 
 
 def test_an_injected_status_is_answered_and_the_storage_is_not_asked(proxy, bucket, gcs_server):
@@ -348,19 +398,25 @@ def test_a_reset_request_does_not_reach_the_storage(proxy, bucket, gcs_server, a
     assert exchange.bytes_up == (100 if after_bytes is None else after_bytes)
 
 
-def test_a_lost_answer_is_lost_after_the_storage_has_done_what_it_was_asked_to(proxy, bucket, gcs_server):
+def test_a_lost_answer_is_lost_after_the_storage_has_done_what_it_was_asked_to(
+    proxy, bucket, gcs_server
+):
     proxy.rules.add(Rule("lost-answer"))
     objects = Objects(proxy.url, bucket)
     with pytest.raises(ConnectionResetError):
         objects.media("name", "ifGenerationMatch=0", b"mine")
     assert Objects(gcs_server.endpoint, bucket).content("name") == b"mine"
-    assert objects.media("name", "ifGenerationMatch=0", b"mine") == 412, "it looks as if somebody else had been first"
+    assert objects.media("name", "ifGenerationMatch=0", b"mine") == 412, (
+        "it looks as if somebody else had been first"
+    )
     proxy.rules.add(Rule("lost-answer"))
     with pytest.raises(ConnectionResetError):  # a refusal is an answer, too
         objects.media("name", "ifGenerationMatch=0", b"mine")
 
 
-def test_a_late_request_lands_when_it_is_told_to_and_its_preconditions_must_hold_then(proxy, bucket, gcs_server):
+def test_a_late_request_lands_when_it_is_told_to_and_its_preconditions_must_hold_then(
+    proxy, bucket, gcs_server
+):
     objects, behind = Objects(proxy.url, bucket), Objects(gcs_server.endpoint, bucket)
     for _ in range(2):
         proxy.rules.add(Rule("late"))
@@ -379,7 +435,9 @@ def test_a_late_request_lands_when_it_is_told_to_and_its_preconditions_must_hold
 
 def test_a_proxy_that_enforces_nothing_lets_two_creators_win(gcs_server, bucket):
     with FaultProxy(gcs_server.endpoint, enforces=False) as lax:
-        assert [Objects(lax.url, bucket).media("name", "ifGenerationMatch=0") for _ in range(2)] == [200, 200]
+        assert [
+            Objects(lax.url, bucket).media("name", "ifGenerationMatch=0") for _ in range(2)
+        ] == [200, 200]
 
 
 def test_an_answer_is_cut_off_or_shortened(proxy, bucket):
@@ -427,7 +485,10 @@ def test_requests_that_are_to_go_together_wait_for_each_other(proxy, bucket):
 
 
 def test_what_comes_through_a_slow_line_is_whole(proxy, bucket):
-    proxy.rules.add(Rule("bandwidth", bytes_per_second=1e8, times=None), Rule("latency", seconds=0.001, times=None))
+    proxy.rules.add(
+        Rule("bandwidth", bytes_per_second=1e8, times=None),
+        Rule("latency", seconds=0.001, times=None),
+    )
     objects = Objects(proxy.url, bucket)
     data = bytes(range(256)) * 8192
     assert objects.media("name", data=data) == 200
@@ -438,7 +499,9 @@ def test_a_client_that_goes_away_leaves_nothing_behind(proxy, bucket, gcs_server
     where = urlsplit(proxy.url)
     with socket.create_connection((where.hostname, where.port)) as connection:
         path = f"/upload/storage/v1/b/{bucket}/o?uploadType=media&name=name"
-        connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n".encode() + b"x" * 50)
+        connection.sendall(
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n".encode() + b"x" * 50
+        )
     objects = Objects(proxy.url, bucket)
     assert objects.media("other") == 200
     assert Objects(gcs_server.endpoint, bucket).content("name") is None
@@ -454,16 +517,26 @@ def test_without_a_backend_every_request_is_answered_with_a_bad_gateway():
 
 
 def test_two_proxies_cannot_have_one_port(proxy, gcs_server):
-    with pytest.raises(OSError, match="already in use"), FaultProxy(gcs_server.endpoint, port=urlsplit(proxy.url).port):
+    with (
+        pytest.raises(OSError, match="already in use"),
+        FaultProxy(gcs_server.endpoint, port=urlsplit(proxy.url).port),
+    ):
         pass
 
 
-# --- the command line -----------------------------------------------------------------------------------------------
+# --- the command line -----------------------------------------------------------------------------
 
 
 def test_it_runs_from_the_command_line(gcs_server, bucket):
     rule = json.dumps({"fault": "status", "status": 503})
-    command = [sys.executable, str(TOOLS / "fault_proxy.py"), "--backend", gcs_server.endpoint, "--rule", rule]
+    command = [
+        sys.executable,
+        str(TOOLS / "fault_proxy.py"),
+        "--backend",
+        gcs_server.endpoint,
+        "--rule",
+        rule,
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             url = process.stdout.readline().strip()

@@ -1,4 +1,5 @@
-"""Faults that requests meet, and the operations that requests ask for; the proxy itself is in `test_fault_proxy`."""
+"""Faults that requests meet, and the operations that requests ask for; the proxy itself is in
+`test_fault_proxy`."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ def test_a_rule_fires_from_the_kth_matching_request_on_as_often_as_it_says(skip,
     fired = []
     for _ in range(12):
         for _ in range(others):
-            assert book.decide(Operation("gcs", "GET", "read", "bucket", "run/checkpoint.json")).rule is None
+            assert (
+                book.decide(Operation("gcs", "GET", "read", "bucket", "run/checkpoint.json")).rule
+                is None
+            )
         fired.append(book.decide(UPLOAD).rule is not None)
     stop = 12 if times is None else skip + times
     assert fired == [skip <= i < stop for i in range(12)]
@@ -40,7 +44,13 @@ def test_a_rule_with_a_probability_fires_the_same_way_for_the_same_seed():
 def test_the_first_rule_that_breaks_a_request_decides_and_delays_add_up():
     book = RuleBook()
     first, second = Rule("status", status=429), Rule("reset")
-    book.add(Rule("latency", seconds=1), first, Rule("latency", seconds=2), second, Rule("bandwidth", bytes_per_second=1))
+    book.add(
+        Rule("latency", seconds=1),
+        first,
+        Rule("latency", seconds=2),
+        second,
+        Rule("bandwidth", bytes_per_second=1),
+    )
     fate = book.decide(UPLOAD)
     assert (fate.rule, fate.delay, len(fate.links)) == (first, 3, 1)
     assert book.decide(UPLOAD).rule is second, "which has not been used up by the first request"
@@ -56,7 +66,12 @@ def test_rules_hold_as_long_as_the_block_does():
     assert book.decide(UPLOAD).rule is None
 
 
-@given(st.sampled_from(sorted(FAULTS)), st.integers(0, 9), st.none() | st.integers(1, 9), st.sampled_from([(), ("read", "list")]))
+@given(
+    st.sampled_from(sorted(FAULTS)),
+    st.integers(0, 9),
+    st.none() | st.integers(1, 9),
+    st.sampled_from([(), ("read", "list")]),
+)
 def test_a_rule_is_the_same_after_json(fault, skip, times, kinds):
     rule = Rule(fault, skip=skip, times=times, kinds=kinds, bytes_per_second=1)
     assert Rule.from_json(json.loads(json.dumps(asdict(rule)))) == rule
@@ -81,7 +96,11 @@ def test_a_rule_that_means_nothing_is_refused(doc):
 
 def test_bytes_go_through_a_slow_line_one_after_another():
     line = Link(bytes_per_second=100)
-    assert [line.reserve(50, now=0), line.reserve(50, now=0), line.reserve(50, now=10)] == [0.5, 1.0, 0.5]
+    assert [line.reserve(50, now=0), line.reserve(50, now=0), line.reserve(50, now=10)] == [
+        0.5,
+        1.0,
+        0.5,
+    ]
 
 
 def test_requests_of_s3_are_told_apart():

@@ -26,10 +26,11 @@ def kind():
 if __name__ == "__main__":
     atexit.register(print, "the end")
     print(json.dumps({
-        "argv": sys.argv[1:], "parent": os.getppid(), "group": os.getpgrp() == os.getpid(), "cwd": os.getcwd(),
-        "variable": os.getenv("OWN"),
-        "beside": sys.path[0], "main": sys.modules["__main__"].__file__, "warning": kind(), "stdin": sys.stdin.read(),
-        "open": len(os.listdir("/proc/self/fd")), "imported": sorted({"jax", "shardckpt", "torch_xla"} & set(sys.modules)),
+        "argv": sys.argv[1:], "parent": os.getppid(), "group": os.getpgrp() == os.getpid(),
+        "cwd": os.getcwd(), "variable": os.getenv("OWN"), "beside": sys.path[0],
+        "main": sys.modules["__main__"].__file__, "warning": kind(), "stdin": sys.stdin.read(),
+        "open": len(os.listdir("/proc/self/fd")),
+        "imported": sorted({"jax", "shardckpt", "torch_xla"} & set(sys.modules)),
     }))
 """
 
@@ -48,7 +49,14 @@ def program(tmp_path):
 
 def test_a_fork_sees_what_a_new_process_sees(program, tmp_path):
     command = program(SEEN, "a", "b c", options=("-W", "error"))
-    options = {"input": "héllo", "capture_output": True, "text": True, "timeout": 250, "cwd": tmp_path, "env": {**os.environ, "OWN": "x"}}
+    options = {
+        "input": "héllo",
+        "capture_output": True,
+        "text": True,
+        "timeout": 250,
+        "cwd": tmp_path,
+        "env": {**os.environ, "OWN": "x"},
+    }
     seen = []
     for run in (forks.run, subprocess.run):
         done = run(command, **options, start_new_session=True)
@@ -57,12 +65,21 @@ def test_a_fork_sees_what_a_new_process_sees(program, tmp_path):
         assert end == "the end"
         seen.append(json.loads(printed))
     assert seen[0] == seen[1]
-    assert (seen[0]["parent"], seen[0]["group"], seen[0]["warning"], seen[0]["imported"]) == (os.getpid(), True, "error", [])
+    assert (seen[0]["parent"], seen[0]["group"], seen[0]["warning"], seen[0]["imported"]) == (
+        os.getpid(),
+        True,
+        "error",
+        [],
+    )
 
 
 @pytest.mark.parametrize(
     ("end", "status", "printed"),
-    [("raise ValueError('why')", 1, "ValueError: why"), ("import sys; sys.exit(7)", 7, ""), ("import sys; sys.exit('no')", 1, "no")],
+    [
+        ("raise ValueError('why')", 1, "ValueError: why"),
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import sys; sys.exit('no')", 1, "no"),
+    ],
 )
 def test_the_exit_status_is_the_programs_own(program, end, status, printed):
     done = forks.run(program(f"import torch\n{end}\n"), capture_output=True, text=True, timeout=250)
@@ -73,7 +90,9 @@ def test_the_exit_status_is_the_programs_own(program, end, status, printed):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_and_is_its_status(program, number):
     with Forked(
-        program("import torch, signal\nprint(flush=True)\nsignal.pause()\n"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        program("import torch, signal\nprint(flush=True)\nsignal.pause()\n"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as one:
         one.stdout.readline()
         assert one.poll() is None
@@ -82,11 +101,21 @@ def test_a_signal_ends_it_and_is_its_status(program, number):
         assert one.poll() == -number
 
 
-def test_variables_that_are_read_as_libraries_load_and_programs_without_torch_start_a_new_interpreter(program):
+def test_variables_read_as_libraries_load_and_programs_without_torch_start_a_new_interpreter(
+    program,
+):
     asks = "import {}, sys\nprint('torch._inductor.lowering' in sys.modules)\n"
-    for library, variables, expected in (("torch", {}, "True"), ("torch", {"OMP_NUM_THREADS": "3"}, "False"), ("json", {}, "False")):
+    for library, variables, expected in (
+        ("torch", {}, "True"),
+        ("torch", {"OMP_NUM_THREADS": "3"}, "False"),
+        ("json", {}, "False"),
+    ):
         command = program(asks.format(library))
         forks._imports_torch.cache_clear()
-        environment = forks.server().environment | variables  # other tests may have changed that of this process
-        done = forks.run(command, env=environment, capture_output=True, text=True, timeout=250, check=True)
+        environment = (
+            forks.server().environment | variables
+        )  # other tests may have changed that of this process
+        done = forks.run(
+            command, env=environment, capture_output=True, text=True, timeout=250, check=True
+        )
         assert done.stdout.strip() == expected

@@ -10,12 +10,27 @@ from shardckpt.cli.screen import Screen, write_json
 
 
 def info(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint of any format: a path or url.")],
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A tensor, a container, or another value of the state.")] = None,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="PATTERN", help="Show only names that match, as in model/**/bias.")
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="A checkpoint of any format: a path or url.")
+    ],
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME", help="A tensor, a container, or another value of the state."
+        ),
     ] = None,
-    depth: Annotated[int | None, typer.Option("--depth", min=1, metavar="N", help="Show at most N levels of nested containers.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="PATTERN", help="Show only names that match, as in model/**/bias."
+        ),
+    ] = None,
+    depth: Annotated[
+        int | None,
+        typer.Option(
+            "--depth", min=1, metavar="N", help="Show at most N levels of nested containers."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Show a checkpoint, or one of its tensors.

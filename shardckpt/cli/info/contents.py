@@ -1,7 +1,7 @@
 """The contents of a checkpoint as a tree for people.
 
-Cost is linear in the number of leaves: every layout is described once, however many tensors have it, and the tree is walked
-without recursion.
+Cost is linear in the number of leaves: every layout is described once, however many tensors have
+it, and the tree is walked without recursion.
 """
 
 from __future__ import annotations
@@ -40,7 +40,14 @@ LONGEST_WORD = 80
 _ENCODED = re.compile(r"[A-Za-z0-9+/_=\s-]+")
 
 
-def lines(screen: Screen, checkpoint: Checkpoint, node: Node, *, depth: int | None = None, heading: bool = True) -> Iterator[str]:
+def lines(
+    screen: Screen,
+    checkpoint: Checkpoint,
+    node: Node,
+    *,
+    depth: int | None = None,
+    heading: bool = True,
+) -> Iterator[str]:
     """The checkpoint's facts, and the tree below `node`."""
     if heading:
         yield from _heading(screen, checkpoint)
@@ -53,11 +60,18 @@ def _heading(screen: Screen, checkpoint: Checkpoint) -> Iterator[str]:
     facts = [("checkpoint", visible(str(checkpoint.location))), *_origin(checkpoint)]
     facts += [("holds", _holds(record)), *_storage_form(checkpoint), *_bases(checkpoint)]
     meshes = _meshes(checkpoint)
-    facts += [("mesh" if len(meshes) == 1 else f"mesh {i}", mesh_text(mesh)) for i, mesh in enumerate(meshes[:MOST_MESHES], 1)]
+    facts += [
+        ("mesh" if len(meshes) == 1 else f"mesh {i}", mesh_text(mesh))
+        for i, mesh in enumerate(meshes[:MOST_MESHES], 1)
+    ]
     if len(meshes) > MOST_MESHES:
         facts.append(("", f"… and {len(meshes) - MOST_MESHES:,} more meshes"))
-    metadata = [f"{visible(key)} = {_metadata_text(key, value)}" for key, value in record.metadata.items()]
-    facts += [("metadata" if i == 0 else "", line) for i, line in enumerate(metadata[:MOST_METADATA])]
+    metadata = [
+        f"{visible(key)} = {_metadata_text(key, value)}" for key, value in record.metadata.items()
+    ]
+    facts += [
+        ("metadata" if i == 0 else "", line) for i, line in enumerate(metadata[:MOST_METADATA])
+    ]
     if len(metadata) > MOST_METADATA:
         facts.append(("", f"… and {len(metadata) - MOST_METADATA:,} more"))
     notes = [visible(note) for note in checkpoint.notes]
@@ -71,7 +85,12 @@ def _origin(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Time and writer of a checkpoint; of another format, its name."""
     record = checkpoint.record
     if checkpoint.native:
-        yield "created", visible(f"{record.created.replace('T', ' ').replace('+00:00', ' UTC')} by {record.writer}")
+        yield (
+            "created",
+            visible(
+                f"{record.created.replace('T', ' ').replace('+00:00', ' UTC')} by {record.writer}"
+            ),
+        )
     else:
         yield "format", f"{checkpoint.format}, read in place"
 
@@ -83,17 +102,35 @@ def _storage_form(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         return
     parts = f"{count(len(record.hosts), 'part')}, " if len(record.hosts) > record.processes else ""
     stored = record.layout, record.compression or "not compressed", count(record.processes, "host")
-    yield "stored", f"{', '.join(stored)}, {parts}{count(totals['chunks'], 'chunk')}, {file_size(totals['stored_bytes'])}"
+    yield (
+        "stored",
+        (
+            f"{', '.join(stored)}, {parts}{count(totals['chunks'], 'chunk')}, "
+            f"{file_size(totals['stored_bytes'])}"
+        ),
+    )
     if "changed_bytes" in totals:
-        yield "changed", f"{totals['changed_bytes'] / max(1, totals['bytes']):.2%} of the elements' bytes since the version before"
+        yield (
+            "changed",
+            (
+                f"{totals['changed_bytes'] / max(1, totals['bytes']):.2%} of the elements' bytes "
+                "since the version before"
+            ),
+        )
 
 
 def _holds(record: CheckpointRecord) -> str:
     """Tensors, bytes, and numbers of parameters."""
     counts = parameter_counts(record.structure.tensors.values())
     parameters = [f"{number_text(counts['model'])} parameters"] if counts["model"] else []
-    parameters += [f"{number_text(counts['optimizer'])} numbers of the optimizer"] if counts["optimizer"] else []
-    return ", ".join([count(record.totals["tensors"], "tensor"), file_size(record.totals["bytes"]), *parameters])
+    parameters += (
+        [f"{number_text(counts['optimizer'])} numbers of the optimizer"]
+        if counts["optimizer"]
+        else []
+    )
+    return ", ".join(
+        [count(record.totals["tensors"], "tensor"), file_size(record.totals["bytes"]), *parameters]
+    )
 
 
 def _metadata_text(key: str, value: object) -> str:
@@ -107,26 +144,47 @@ def _metadata_text(key: str, value: object) -> str:
 
 def _bases(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """The checkpoint that this one differs from; and the tensors that lie in other checkpoints, for each of these."""
-    tensors, chain = checkpoint.record.structure.tensors.values(), len(checkpoint.record.structure.chain)
+    tensors, chain = (
+        checkpoint.record.structure.tensors.values(),
+        len(checkpoint.record.structure.chain),
+    )
     places = checkpoint.bases()
     if chain:
         others = f", which needs {count(chain - 1, 'other checkpoint')}" if chain > 1 else ""
-        yield "differs", f"{count(sum(t.difference for t in tensors), 'tensor')} from {visible(places[0])}{others}"
+        yield (
+            "differs",
+            (
+                f"{count(sum(t.difference for t in tensors), 'tensor')} from "
+                f"{visible(places[0])}{others}"
+            ),
+        )
     for base, place in zip(checkpoint.record.structure.bases[chain:], places[chain:], strict=True):
         there = [t for t in tensors if t.base is not None and t.base.base == base]
-        yield "base", f"{count(len(there), 'tensor')}, {file_size(sum(t.nbytes for t in there))} of that in {visible(place)}"
+        yield (
+            "base",
+            (
+                f"{count(len(there), 'tensor')}, {file_size(sum(t.nbytes for t in there))} of "
+                f"that in {visible(place)}"
+            ),
+        )
 
 
 def _meshes(checkpoint: Checkpoint) -> list[Mesh]:
     """All meshes, in the order of their first tensors."""
     layouts = {id(t.layout): t.layout for t in checkpoint.record.structure.tensors.values()}
-    return list(dict.fromkeys(layout.mesh for layout in layouts.values() if isinstance(layout, Sharding | Placements)))
+    return list(
+        dict.fromkeys(
+            layout.mesh for layout in layouts.values() if isinstance(layout, Sharding | Placements)
+        )
+    )
 
 
 class _Tree:
     """An outline as lines: guides and labels, with columns beside them."""
 
-    def __init__(self, screen: Screen, checkpoint: Checkpoint, root: Node, depth: int | None) -> None:
+    def __init__(
+        self, screen: Screen, checkpoint: Checkpoint, root: Node, depth: int | None
+    ) -> None:
         self.screen = screen
         self.tensors = checkpoint.record.structure.tensors
         self.root = outline(checkpoint, root)
@@ -135,11 +193,15 @@ class _Tree:
         self.specs: dict[int, str] = {}
         """Descriptions of layouts, by the layout's id: tensors share layouts."""
         self.legend: dict[str, str] | None = None
-        """Description of each number in the legend; None while the table shows the descriptions themselves."""
+        """Description of each number in the legend; None while the table shows the descriptions
+        themselves."""
         self.numbers: dict[str, str] = {}
 
     def lines(self) -> Iterator[str]:
-        """All lines. If the specs do not fit the width, they become numbers, with a legend below."""
+        """All lines.
+
+        If the specs do not fit the width, they become numbers, with a legend below.
+        """
         rows = list(self._rows())
         if sum(column_widths(rows)) + 2 * len(rows[0]) - 2 > self.screen.width:
             self.legend = {}
@@ -154,7 +216,10 @@ class _Tree:
 
     def _rows(self) -> Iterator[list[Cell]]:
         top = self.root
-        yield [Cell(visible(top.name) or ".", "bold blue" if top.children else "bold"), *self._facts(top, 1)]
+        yield [
+            Cell(visible(top.name) or ".", "bold blue" if top.children else "bold"),
+            *self._facts(top, 1),
+        ]
         for entry, guide, times in walk(top, self.depth):
             style = "blue" if entry.children or isinstance(entry.node, Branch) else ""
             yield [Cell(f"{guide}{visible(entry.label)}", style), *self._facts(entry, times)]
@@ -174,7 +239,11 @@ class _Tree:
                 Cell(shape_text(t.shape), "cyan"),
                 Cell(t.dtype.name, "green"),
                 Cell(f"{'' if times == 1 else f'{times:,} × '}{file_size(t.nbytes)}", right=True),
-                Cell(f"{self._spec(t.layout)} {'' if t.base is None else f'in {visible(t.base.base.url)}'}".strip(), "magenta"),
+                Cell(
+                    f"{self._spec(t.layout)} "
+                    f"{'' if t.base is None else f'in {visible(t.base.base.url)}'}".strip(),
+                    "magenta",
+                ),
             ]
         kind, value = leaf_text(node)
         return [Cell(visible(f"{value}  {kind}".strip()), "yellow"), Cell(""), Cell(""), Cell("")]
@@ -198,7 +267,10 @@ class _Tree:
 
 
 def _inside(entry: OutlineEntry, times: int) -> str:
-    """Summary of a container's or group's contents; of one that repeats, of all that it stands for."""
+    """Summary of a container's or group's contents.
+
+    Of one that repeats, of all that it stands for.
+    """
     node = entry.node
     facts: list[str] = [node.form] if isinstance(node, Branch) and node.form != "dict" else []
     if isinstance(node, Branch) and not node.children:

@@ -19,32 +19,55 @@ if TYPE_CHECKING:
 
 @takes(ReshardOptions, without=("engine", "worker", "overwrite", "verify"))
 def plan(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format: a path or url.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A checkpoint of any format: a path or url.")
+    ],
     destination: Annotated[
         str | None,
-        typer.Argument(metavar="DST", help="The place of the new checkpoint, if the speed of writing there is to be measured."),
+        typer.Argument(
+            metavar="DST",
+            help="The place of the new checkpoint, if the speed of writing there is to be "
+            "measured.",
+        ),
     ] = None,
     *,
     given: dict[str, Any],
     devices_per_host: Annotated[
         int | None,
         typer.Option(
-            "--devices-per-host", min=1, metavar="N", help="Devices of each host that will restore; default: 8, or all if there are fewer."
+            "--devices-per-host",
+            min=1,
+            metavar="N",
+            help="Devices of each host that will restore; default: 8, or all if there are fewer.",
         ),
     ] = None,
     rate: Annotated[
-        str | None, typer.Option("--rate", metavar="READ[,WRITE]", help="Bytes per second instead of a measurement, as in 2GiB,800MiB.")
+        str | None,
+        typer.Option(
+            "--rate",
+            metavar="READ[,WRITE]",
+            help="Bytes per second instead of a measurement, as in 2GiB,800MiB.",
+        ),
     ] = None,
     explain: Annotated[
-        str | None, typer.Option("--explain", metavar="NAME", help="Show only the rule that decides on this tensor, and why.")
+        str | None,
+        typer.Option(
+            "--explain",
+            metavar="NAME",
+            help="Show only the rule that decides on this tensor, and why.",
+        ),
     ] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write the plan to an HTML page.")] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Also write the plan to an HTML page."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Show what a reshard would do and cost.
 
-    SRC and DST do not change. A SRC of another format would be imported (`shardckpt import`), with the same options. To measure
-    rates, at most 64 MiB of SRC are read, and 32 MiB are written beside DST and deleted.
+    SRC and DST do not change. A SRC of another format would be imported (`shardckpt import`), with
+    the same options. To measure rates, at most 64 MiB of SRC are read, and 32 MiB are written
+    beside DST and deleted.
     """
     from shardckpt.cli.opening import open_checkpoint
     from shardckpt.cli.plan import lines as plan_lines
@@ -61,7 +84,9 @@ def plan(
     planned = plan_reshard(checkpoint, options, place)
     if explain is not None:
         explained = plan_lines.explained(planned, checkpoint, explain)
-        write_json(explained) if as_json else Screen().show(plan_lines.explanation(planned, options, explained))
+        write_json(explained) if as_json else Screen().show(
+            plan_lines.explanation(planned, options, explained)
+        )
         return
     places = known_places(checkpoint)
     prediction = forecast(
@@ -85,12 +110,17 @@ def plan(
         screen.show(plan_lines.lines(screen, prediction, doc))
 
 
-def _rates(given: str | None, checkpoint: Checkpoint, places: Places | None, destination: str | None) -> Rates:
+def _rates(
+    given: str | None, checkpoint: Checkpoint, places: Places | None, destination: str | None
+) -> Rates:
     from shardckpt.reshard.forecast.rates import Rates, given_rates, measure_read, measure_write
 
     if given is not None:
         return given_rates(given)
-    return Rates(measure_read(checkpoint, places), measure_write(destination) if destination is not None else None)
+    return Rates(
+        measure_read(checkpoint, places),
+        measure_write(destination) if destination is not None else None,
+    )
 
 
 def _write(path: Path, text: str) -> None:
@@ -99,4 +129,6 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as e:
-        raise StorageError(f"cannot write the page to {path} ({e.strerror}); give --html another path.") from e
+        raise StorageError(
+            f"cannot write the page to {path} ({e.strerror}); give --html another path."
+        ) from e

@@ -13,7 +13,16 @@ from shardckpt.errors import NamesMismatchError
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.text import spec_text
 from shardckpt.reshard.forecast.hosts import joined
-from shardckpt.reshard.forecast.words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
+from shardckpt.reshard.forecast.words import (
+    assumptions,
+    factor,
+    hosts_text,
+    notice_text,
+    rate_text,
+    route,
+    span_text,
+    verdict,
+)
 from shardckpt.state.names import shown
 from shardckpt.text import clip, count, file_size, visible
 
@@ -42,9 +51,14 @@ def lines(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterator[s
     """All lines of the plan."""
     source, target = route(doc)
     begins = [visible(doc["source"]["url"]), *_fold(source, screen.width - 10)]
-    ends = [*([visible(doc["target"]["url"])] if doc["target"]["url"] else []), *_fold(target, screen.width - 10)]
+    ends = [
+        *([visible(doc["target"]["url"])] if doc["target"]["url"] else []),
+        *_fold(target, screen.width - 10),
+    ]
     for what, texts in (("from", begins), ("to", ends)):
-        yield from screen.rows([[Cell("" if i else what, "dim"), Cell(text)] for i, text in enumerate(texts)], (8, 0))
+        yield from screen.rows(
+            [[Cell("" if i else what, "dim"), Cell(text)] for i, text in enumerate(texts)], (8, 0)
+        )
     yield ""
     yield from _wrap(screen, verdict(doc), "bold")
     yield ""
@@ -84,17 +98,32 @@ def _costs(screen: Screen, doc: dict[str, Any]) -> Iterator[str]:
         rows.append(_cost_row(name, doc[key], "", file_size(doc[key]["largest_host"])))
     yield from screen.table(rows)
     yield ""
-    memory = f"{file_size(reshard['peak_memory'])} of buffers at most, of {file_size(reshard['memory_limit'])} allowed"
+    memory = (
+        f"{file_size(reshard['peak_memory'])} of buffers at most, of "
+        f"{file_size(reshard['memory_limit'])} allowed"
+    )
     work = f"{count(reshard['tasks'], 'task')} for {count(reshard['workers'], 'worker')}"
     made = f"{count(reshard['chunks'], 'chunk')} in about {count(reshard['files'], 'file')}"
-    for what, text in (("memory", memory), ("work", work), ("makes", made), ("rates", rate_text(doc["rates"]))):
+    for what, text in (
+        ("memory", memory),
+        ("work", work),
+        ("makes", made),
+        ("rates", rate_text(doc["rates"])),
+    ):
         if text:
             yield from screen.rows([[Cell(what, "dim"), Cell(text)]], (8, 0))
 
 
 def _cost_row(name: str, costs: dict[str, Any], written: str, most: str) -> list[Cell]:
     requests = "–" if costs["requests"] is None else f"{costs['requests']:,}"
-    texts = (file_size(costs["bytes_read"]), written, factor(costs["amplification"]), requests, most, span_text(costs["seconds"]))
+    texts = (
+        file_size(costs["bytes_read"]),
+        written,
+        factor(costs["amplification"]),
+        requests,
+        most,
+        span_text(costs["seconds"]),
+    )
     return [Cell(name), *(Cell(text, right=True) for text in texts)]
 
 
@@ -107,15 +136,25 @@ def _tensors(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterato
             break
     yield from screen.table(rows)
     if len(doc["tensors"]) > MOST_TENSORS:
-        yield screen.paint(f"… and {len(doc['tensors']) - MOST_TENSORS:,} more, with fewer bytes read", "dim")
+        yield screen.paint(
+            f"… and {len(doc['tensors']) - MOST_TENSORS:,} more, with fewer bytes read", "dim"
+        )
 
 
-def _tensor_rows(forecast: Forecast, doc: dict[str, Any], longest: int, *, rule_below: bool) -> Iterator[list[Cell]]:
-    """Rows of the table of tensors, with specs of at most `longest` characters; rules in a column, or each below its tensor."""
+def _tensor_rows(
+    forecast: Forecast, doc: dict[str, Any], longest: int, *, rule_below: bool
+) -> Iterator[list[Cell]]:
+    """Rows of the table of tensors, with specs of at most `longest` characters.
+
+    Rules in a column, or each below its tensor.
+    """
     heads = ("tensor", "now", "then", "reads", "ampl.", "after", *(() if rule_below else ("rule",)))
     yield [Cell(text, "dim", right=2 < i < 6) for i, text in enumerate(heads)]
     for t in doc["tensors"][:MOST_TENSORS]:
-        before, after = forecast.plan.sources[t["name"]].layout, forecast.plan.decisions[t["name"]].layout
+        before, after = (
+            forecast.plan.sources[t["name"]].layout,
+            forecast.plan.decisions[t["name"]].layout,
+        )
         rule = Cell(visible(clip(t["rule"], LONGEST_RULE)), "cyan")
         row = [
             Cell(visible(t["name"]), "bold"),
@@ -139,7 +178,10 @@ def _picture(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterato
         return
     name = doc["tensors"][0]["name"]
     shape = forecast.plan.target.tensors[name].shape
-    for when, layout in (("now", forecast.plan.sources[name].layout), ("then", forecast.plan.decisions[name].layout)):
+    for when, layout in (
+        ("now", forecast.plan.sources[name].layout),
+        ("then", forecast.plan.decisions[name].layout),
+    ):
         yield ""
         yield screen.paint(f"{visible(name)} {when}: {spec_text(layout)}", "bold")
         if layout is None or isinstance(layout, Placements):
@@ -151,7 +193,9 @@ def _balance(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterato
     """Bars of the bytes that each target host reads as stored, with a mark for after the reshard."""
     spans = doc["flow"]["target_hosts"]
     step = -(-len(spans) // MOST_BARS)
-    grouped_hosts = [(spans[i][0], spans[min(i + step, len(spans)) - 1][1]) for i in range(0, len(spans), step)]
+    grouped_hosts = [
+        (spans[i][0], spans[min(i + step, len(spans)) - 1][1]) for i in range(0, len(spans), step)
+    ]
     most = max(1, int(forecast.before.read.max(initial=0)), int(forecast.after.read.max(initial=0)))
     names = [hosts_text(span) for span in grouped_hosts]
     width = max(10, min(50, screen.width - max(map(len, names)) - 14))
@@ -159,11 +203,17 @@ def _balance(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterato
     grouped = ": the most of them" if step > 1 or len(spans) < forecast.hosts.number else ""
     yield f"Each host reads, as it is stored (█) and after the reshard (│){grouped}"
     for name, (first, stop) in zip(names, grouped_hosts, strict=True):
-        before, after = (int(reads[first:stop].max(initial=0)) for reads in (forecast.before.read, forecast.after.read))
+        before, after = (
+            int(reads[first:stop].max(initial=0))
+            for reads in (forecast.before.read, forecast.after.read)
+        )
         bar = list("█" * round(before / most * width) + " " * width)[: width + 1]
         at = min(width, round(after / most * width))
         bar[at] = "│"
-        yield f"  {name:>{max(map(len, names))}} {screen.paint(''.join(bar), 'cyan')} {file_size(before)}"
+        yield (
+            f"  {name:>{max(map(len, names))}} {screen.paint(''.join(bar), 'cyan')} "
+            f"{file_size(before)}"
+        )
 
 
 def _heat(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterator[str]:
@@ -172,7 +222,9 @@ def _heat(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterator[s
     if nbytes.size <= 1:
         return
     rows, writers = joined(nbytes, doc["flow"]["source_hosts"], MOST_HEAT)
-    across, readers = joined(rows.T, doc["flow"]["target_hosts"], max(4, min(64, (screen.width - 20) // 2)))
+    across, readers = joined(
+        rows.T, doc["flow"]["target_hosts"], max(4, min(64, (screen.width - 20) // 2))
+    )
     cells = across.T
     most = max(1, int(cells.max(initial=0)))
     shades = np.where(cells > 0, 1 + np.minimum((cells * 4 - 1) // most, 3), 0)
@@ -181,7 +233,10 @@ def _heat(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterator[s
     first, last = hosts_text(readers[0]), hosts_text(readers[-1])
     yield ""
     yield from _wrap(
-        screen, f"Bytes by the hosts that wrote them (down) and those that read them (across); █ is up to {file_size(most)}", ""
+        screen,
+        "Bytes by the hosts that wrote them (down) and those that read them (across); █ is up to "
+        f"{file_size(most)}",
+        "",
     )
     yield " " * (margin + 3) + (first if len(readers) == 1 else f"{first} … {last}")
     for name, row in zip(names, shades.tolist(), strict=True):
@@ -189,7 +244,7 @@ def _heat(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterator[s
     yield ""
 
 
-# --- one tensor -----------------------------------------------------------------------------------------------------
+# --- one tensor -----------------------------------------------------------------------------------
 
 
 def explained(plan: ReshardPlan, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
@@ -205,7 +260,10 @@ def explained(plan: ReshardPlan, checkpoint: Checkpoint, name: str) -> dict[str,
         there = checkpoint.tensor(name).name
         stored = next((new for new, tensor in plan.sources.items() if tensor.name == there), "")
     if stored not in plan.decisions:
-        raise NamesMismatchError(f"--only does not select {shown(name)}; name a tensor that it selects, or leave --only out.")
+        raise NamesMismatchError(
+            f"--only does not select {shown(name)}; name a tensor that it selects, or leave "
+            "--only out."
+        )
     decision = plan.decisions[stored]
     return {
         "name": stored,
@@ -226,7 +284,10 @@ def explanation(plan: ReshardPlan, options: ReshardOptions, doc: dict[str, Any])
     if options.decided is not None:
         shapes = {name: tensor.shape for name, tensor in plan.target.tensors.items()}
         itemsize = plan.target.tensors[name].dtype.itemsize
-        yield from map(visible, options.decided.explain(name, shapes, options.mesh, itemsize=itemsize).splitlines())
+        yield from map(
+            visible,
+            options.decided.explain(name, shapes, options.mesh, itemsize=itemsize).splitlines(),
+        )
         yield ""
     else:
         yield f"{visible(name)}, shape {tuple(doc['shape'])}"

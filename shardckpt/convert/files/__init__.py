@@ -1,1 +1,4 @@
-"""Files that appear complete or not at all, on a local disk or in a bucket. Begin with `destination`."""
+"""Files that appear complete or not at all, on a local disk or in a bucket.
+
+Begin with `destination`.
+"""

@@ -1,7 +1,9 @@
-"""The interface of a place that exported files are written to; nobody sees a file before it is complete.
+"""The interface of a place that exported files are written to.
 
-A `Destination` receives bytes batch by batch. `begin` returns how much of the same plan an earlier call has written. No file has its
-final name before `publish`. `local_files` is one implementation.
+Nobody sees a file before it is complete.
+
+A `Destination` receives bytes batch by batch. `begin` returns how much of the same plan an earlier
+call has written. No file has its final name before `publish`. `local_files` is one implementation.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     BlockRuns = tuple[str, int, Sequence[tuple[int, int]]]
-    """A block: tensor name (for messages), file, and offset and length of each of its runs of bytes."""
+    """A block: tensor name (for messages), file, and offset and length of each of its byte runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,14 @@ class Destination(Protocol):
         """Start the plan, or continue an earlier call of the same plan.
 
         Returns:
-            Number of blocks, the first ones of the plan, that an earlier, interrupted call has made durable. Headers are written again; a
-            destination that must be written in order skips the bytes that it has.
+            Number of blocks, the first ones of the plan, that an earlier, interrupted call has made
+            durable. Headers are written again; a destination that must be written in order skips
+            the bytes that it has.
 
         Raises:
             AlreadyExistsError: a file exists, and may not be replaced.
-            StorageError: the place cannot be written to, has no room, or another process is writing the same files.
+            StorageError: the place cannot be written to, has no room, or another process is writing
+                the same files.
         """
         ...
 
@@ -104,4 +108,8 @@ OVERWRITE = named("overwrite", True)
 
 def already_exists(place: object) -> AlreadyExistsError:
     """The error for a file or directory that may not be replaced."""
-    return AlreadyExistsError(Message(f"{place} is there already; choose another place, or replace it with ", OVERWRITE, "."))
+    return AlreadyExistsError(
+        Message(
+            f"{place} is there already; choose another place, or replace it with ", OVERWRITE, "."
+        )
+    )

@@ -1,8 +1,9 @@
 """A file or directory on a local disk that takes its final name only when it is complete.
 
-It is written beside its place, as `.<name>.<random>.partial`, made durable, and renamed; `replacement` gives it the name of
-an old directory. Each writer holds a lock on its draft (flock(2)), which ends with the process; so the next export to that
-place can settle and remove what a killed export has left.
+It is written beside its place, as `.<name>.<random>.partial`, made durable, and renamed;
+`replacement` gives it the name of an old directory. Each writer holds a lock on its draft
+(flock(2)), which ends with the process; so the next export to that place can settle and remove what
+a killed export has left.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 
 _RANDOM_BYTES = 4
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EIO)
-"""Errors of file systems without hard links (EIO: of rclone). There, a file that another process creates between the check and the
-rename may be replaced."""
+"""Errors of file systems without hard links (EIO: of rclone). There, a file that another process
+creates between the check and the rename may be replaced."""
 
 
 class Draft:
@@ -53,15 +54,22 @@ class Draft:
     fd: int
     """File descriptor of the file, open for reading and writing, or of the directory."""
 
-    def __init__(self, location: Location, *, overwrite: bool, nbytes: int, marks: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        location: Location,
+        *,
+        overwrite: bool,
+        nbytes: int,
+        marks: Collection[str] | None = None,
+    ) -> None:
         """Make an empty draft.
 
         Args:
             location: the final place.
             overwrite: whether the draft may replace an existing file or directory.
             nbytes: approximate bytes of the finished draft.
-            marks: None for a file. For a directory: names of files of which an existing directory must have one, or be empty, before
-                `overwrite` replaces it.
+            marks: None for a file. For a directory: names of files of which an existing directory
+                must have one, or be empty, before `overwrite` replaces it.
 
         Raises:
             OptionError: the location is not on a local disk.
@@ -71,7 +79,8 @@ class Draft:
         final = location.local_path
         if final is None:
             raise OptionError(
-                f"{location}: this format is written to a local disk only; export it there and upload the result, or export safetensors."
+                f"{location}: this format is written to a local disk only; export it there and "
+                "upload the result, or export safetensors."
             )
         self.final: Path = final
         self._marks = None if marks is None else frozenset(marks)
@@ -79,8 +88,13 @@ class Draft:
         self._replacing = False
         """Whether the draft takes the name of an old directory: from then on both are complete."""
         leftovers = self._settle_leftovers()
-        self._finished = [path for path in (draft.with_suffix(COMPLETE) for draft in leftovers) if exists(path, follow=False)]
-        """Finished directories of killed exports beside the final one; they stay until this draft has the name."""
+        self._finished = [
+            path
+            for path in (draft.with_suffix(COMPLETE) for draft in leftovers)
+            if exists(path, follow=False)
+        ]
+        """Finished directories of killed exports beside the final one; they stay until this draft
+        has the name."""
         self._check_final()
         check_export_space(Store.open(location), self.final, nbytes)
         for draft in leftovers:
@@ -88,7 +102,9 @@ class Draft:
                 self._remove(draft.with_suffix(suffix))
         with storage_errors("make a directory for", self.final):
             DurableDirectories(self.final.parent).make(self.final.parent)
-        self.path: Path = self.final.with_name(f".{self.final.name}.{secrets.token_hex(_RANDOM_BYTES)}{PARTIAL}")
+        self.path: Path = self.final.with_name(
+            f".{self.final.name}.{secrets.token_hex(_RANDOM_BYTES)}{PARTIAL}"
+        )
         with storage_errors("create", self.path):
             if marks is None:
                 self._open = OpenFile(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -103,7 +119,9 @@ class Draft:
                 raise
 
     def publish(self) -> None:
-        """Give the draft its final name, after making it durable. The files inside a directory must be durable already.
+        """Give the draft its final name, after making it durable.
+
+        The files inside a directory must be durable already.
 
         Raises:
             AlreadyExistsError: another process has published there first.
@@ -132,7 +150,10 @@ class Draft:
             self._remove(finished)
 
     def abandon(self) -> None:
-        """Remove the draft. If it could not take the name of an old directory, both stay, for the next export to settle."""
+        """Remove the draft.
+
+        If it could not take the name of an old directory, both stay, for the next export to settle.
+        """
         if self._marks is not None and self._replacing:
             with suppress(OSError):
                 settle(self.path, self.final, self._marks, (REPLACED, COMPLETE))
@@ -147,27 +168,55 @@ class Draft:
         if not self._overwrite:
             if not self._finished:
                 raise already_exists(self.final)
-            killed = " An export that was to replace it was killed just before that; it is finished, in "
-            raise AlreadyExistsError(Message(already_exists(self.final).message, killed, f"{self._finished[0]}."))
+            killed = (
+                " An export that was to replace it was killed just before that; it is finished, in "
+            )
+            raise AlreadyExistsError(
+                Message(already_exists(self.final).message, killed, f"{self._finished[0]}.")
+            )
         if self._marks is None:
             if not is_file(self.final):
                 advice = " replaces files only; choose another place."
-                raise AlreadyExistsError(Message(f"{self.final} is not a file, and ", OVERWRITE, advice))
-        elif not is_directory(self.final) or is_link(self.final) or not _holds_any(self.final, self._marks):
-            reason = f"{self.final} is not an earlier export (it has no {' or '.join(sorted(self._marks))}), so "
-            raise AlreadyExistsError(Message(reason, OVERWRITE, " does not replace it; remove it, or choose another place."))
+                raise AlreadyExistsError(
+                    Message(f"{self.final} is not a file, and ", OVERWRITE, advice)
+                )
+        elif (
+            not is_directory(self.final)
+            or is_link(self.final)
+            or not _holds_any(self.final, self._marks)
+        ):
+            reason = (
+                f"{self.final} is not an earlier export (it has no "
+                f"{' or '.join(sorted(self._marks))}), so "
+            )
+            raise AlreadyExistsError(
+                Message(
+                    reason, OVERWRITE, " does not replace it; remove it, or choose another place."
+                )
+            )
 
     def _settle_leftovers(self) -> list[Path]:
-        """The drafts of killed exports. If the final name is free, a finished directory among them gets it first."""
+        """The drafts of killed exports.
+
+        If the final name is free, a finished directory among them gets it first.
+        """
         named = re.compile(re.escape(f".{self.final.name}.") + f"[0-9a-f]{{{2 * _RANDOM_BYTES}}}")
         with storage_errors("look into", self.final.parent):
             try:
                 entries = sorted(self.final.parent.iterdir())
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        stems = dict.fromkeys(entry.stem for entry in entries if named.fullmatch(entry.stem) and entry.suffix in SUFFIXES)
+        stems = dict.fromkeys(
+            entry.stem
+            for entry in entries
+            if named.fullmatch(entry.stem) and entry.suffix in SUFFIXES
+        )
         drafts = [self.final.with_name(stem + PARTIAL) for stem in stems]
-        ended = [draft for draft in drafts if not _is_locked(draft) and not _is_locked(draft.with_suffix(COMPLETE))]
+        ended = [
+            draft
+            for draft in drafts
+            if not _is_locked(draft) and not _is_locked(draft.with_suffix(COMPLETE))
+        ]
         for draft in ended:
             self._settle(draft)
         return ended
@@ -183,7 +232,10 @@ class Draft:
             self._remove(draft.with_suffix(suffix))
         replaced = draft.with_suffix(REPLACED)
         if named and not self._overwrite and exists(replaced, follow=False):
-            killed = " was killed just before this finished directory had its name, and it has the name now. The directory that it "
+            killed = (
+                " was killed just before this finished directory had its name, and it has the "
+                "name now. The directory that it "
+            )
             raise AlreadyExistsError(
                 Message(
                     f"{self.final} is there already: an export with ",
@@ -208,7 +260,10 @@ def check_export_space(store: Store, place: Path, nbytes: int) -> None:
     """Raise StorageError if the disk of `store` has less than `nbytes` free."""
     lack = lack_of_space(store, nbytes)
     if lack is not None:
-        raise StorageError(f"{place}: the export needs {file_size(nbytes)} there, and {lack}; make room, or choose another place.")
+        raise StorageError(
+            f"{place}: the export needs {file_size(nbytes)} there, and {lack}; make room, or "
+            "choose another place."
+        )
 
 
 def link_or_rename(draft: Path, path: Path) -> None:
@@ -228,7 +283,10 @@ def link_or_rename(draft: Path, path: Path) -> None:
 
 
 def link_over(draft: Path, path: Path) -> None:
-    """Replace a file by a link to a draft; rename the draft if the file system has no hard links."""
+    """Replace a file by a link to a draft.
+
+    Rename the draft if the file system has no hard links.
+    """
     new = draft.with_suffix(".new")
     new.unlink(missing_ok=True)
     (new if _link(draft, new) else draft).replace(path)
@@ -256,7 +314,9 @@ def _is_locked(path: Path) -> bool:
     """Whether a running writer has the file locked."""
     try:
         try:
-            opened = OpenFile(path, os.O_RDWR | os.O_NOFOLLOW)  # NFS locks no file that is open for reading only
+            opened = OpenFile(
+                path, os.O_RDWR | os.O_NOFOLLOW
+            )  # NFS locks no file that is open for reading only
         except IsADirectoryError:
             opened = OpenFile(path, os.O_RDONLY | os.O_NOFOLLOW)
         with opened as fd:

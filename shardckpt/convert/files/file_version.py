@@ -1,7 +1,8 @@
 """One version of a file that another program wrote: it is read unchanged since it was first opened, or not at all.
 
-On a local disk its size and time are compared each time that it is opened, and before it is closed. On an object store the
-generation comes with every response. A file that is overwritten with as many bytes, and gets its former time, is not detected.
+On a local disk its size and time are compared each time that it is opened, and before it is closed.
+On an object store the generation comes with every response. A file that is overwritten with as many
+bytes, and gets its former time, is not detected.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ class FileVersion:
     @property
     def identity(self) -> list[Any]:
         """JSON that differs between versions, and is the same on every machine that sees the file, or a copy with its times."""
-        return [self.key, self._known.hex() if isinstance(self._known, bytes) else list(self._known)]
+        return [
+            self.key,
+            self._known.hex() if isinstance(self._known, bytes) else list(self._known),
+        ]
 
     def read(self, start: int, stop: int) -> Bytes:
         """Read bytes `start` to `stop`.
@@ -78,7 +82,10 @@ class FileVersion:
         return buffer
 
     def read_into(self, start: int, vectors: Sequence[memoryview]) -> None:
-        """Read bytes from `start` on into several buffers, one after the other; raises the errors of `read`."""
+        """Read bytes from `start` on into several buffers, one after the other.
+
+        Raises the errors of `read`.
+        """
         if self._path is not None:
             self._of_file(start, vectors)
         elif any(map(len, vectors)):
@@ -91,8 +98,14 @@ class FileVersion:
             ReplacedError, StorageError: as for `read`.
             FormatError: the file has more than `most` bytes.
         """
-        if self._known[0] > most if isinstance(self._known, tuple) else self.store.is_longer(self.key, most):
-            raise FormatError(f"{self} has more than {most} bytes; it is not the kind of file that its name says.")
+        if (
+            self._known[0] > most
+            if isinstance(self._known, tuple)
+            else self.store.is_longer(self.key, most)
+        ):
+            raise FormatError(
+                f"{self} has more than {most} bytes; it is not the kind of file that its name says."
+            )
         if isinstance(self._known, tuple):
             return self.read(0, self._known[0]).tobytes()
         data, version = self.store.read_versioned(self.key)
@@ -117,7 +130,8 @@ class FileVersion:
         else:
             has = "fewer"
         raise FormatError(
-            f"{self} should have {nbytes} bytes according to its contents, but has {has}; it is damaged or cut off: get another copy."
+            f"{self} should have {nbytes} bytes according to its contents, but has {has}; it is "
+            "damaged or cut off: get another copy."
         )
 
     def _of_file(self, start: int, vectors: Sequence[memoryview]) -> None:
@@ -141,14 +155,20 @@ class FileVersion:
         try:
             version = self.store.read_into(self.key, start, vectors)
         except (CorruptionError, MissingDataError) as e:
-            if isinstance(e, MissingDataError) or self.store.read_versioned(self.key, 0, 0)[1] != self._known:
+            if (
+                isinstance(e, MissingDataError)
+                or self.store.read_versioned(self.key, 0, 0)[1] != self._known
+            ):
                 raise self._replacement_error() from e
             raise
         if version != self._known:
             raise self._replacement_error()
 
     def _replacement_error(self) -> ReplacedError:
-        return ReplacedError(f"{self} was changed, replaced or deleted while it was being read; try again when no process writes there.")
+        return ReplacedError(
+            f"{self} was changed, replaced or deleted while it was being read; try again when no "
+            "process writes there."
+        )
 
 
 def file_at(location: Location) -> FileVersion | None:

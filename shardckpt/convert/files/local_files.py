@@ -4,13 +4,15 @@
         notes      log of the progress (`notes`)
         0 1 …      the files
 
-1. `begin`: if the notes belong to the same plan, writing continues where they end; files of other plans are removed. The disk must
-   have the room.
-2. `write`: adjacent bytes are written in one call. After every `_NOTE_BYTES` another thread makes the written bytes durable and
-   records them, while writing continues. So a killed writer loses little more than `_NOTE_BYTES`.
-3. `publish`: everything is made durable, and compared with its checksums. Each file gets its name by a hard link, which fails if the
-   name exists, or by a rename if it may replace a file; the last name comes last. Then the directory of partial files is removed. A
-   later call can also continue an interrupted `publish`. Nothing is removed while it is open: NFS and FUSE would keep it in the
+1. `begin`: if the notes belong to the same plan, writing continues where they end; files of other
+   plans are removed. The disk must have the room.
+2. `write`: adjacent bytes are written in one call. After every `_NOTE_BYTES` another thread makes
+   the written bytes durable and records them, while writing continues. So a killed writer loses
+   little more than `_NOTE_BYTES`.
+3. `publish`: everything is made durable, and compared with its checksums. Each file gets its name
+   by a hard link, which fails if the name exists, or by a rename if it may replace a file; the last
+   name comes last. Then the directory of partial files is removed. A later call can also continue
+   an interrupted `publish`. Nothing is removed while it is open: NFS and FUSE would keep it in the
    directory, under another name.
 """
 
@@ -51,8 +53,18 @@ class LocalFiles:
     in_order = False
     memory = 0
 
-    def __init__(self, directory: Path, names: Sequence[str], *, overwrite: bool, obsolete: Sequence[str] = ()) -> None:
-        """Prepare to write files of these names; the last one appears last. `obsolete`: files that are removed when the new ones appear."""
+    def __init__(
+        self,
+        directory: Path,
+        names: Sequence[str],
+        *,
+        overwrite: bool,
+        obsolete: Sequence[str] = (),
+    ) -> None:
+        """Prepare to write files of these names; the last one appears last.
+
+        `obsolete`: files that are removed when the new ones appear.
+        """
         self._directory = directory
         self._paths = [directory / name for name in names]
         self._partial = directory / f".{names[-1]}.partial"
@@ -93,10 +105,20 @@ class LocalFiles:
         sizes = list(plan.sizes)
         self._named = named and [*map(_size, self._paths)] == sizes
         if not self._named:
-            self._complete = bool(self._checks) and len(self._checks) == sum(1 for _ in plan.blocks())
+            self._complete = bool(self._checks) and len(self._checks) == sum(
+                1 for _ in plan.blocks()
+            )
             self._refuse_to_replace()
-            self._renamed = {i for i, draft in enumerate(self._drafts) if _size(draft) is None and self._has_name(i)}
-            if not self._checks or any(_size(draft) != sizes[i] for i, draft in enumerate(self._drafts) if i not in self._renamed):
+            self._renamed = {
+                i
+                for i, draft in enumerate(self._drafts)
+                if _size(draft) is None and self._has_name(i)
+            }
+            if not self._checks or any(
+                _size(draft) != sizes[i]
+                for i, draft in enumerate(self._drafts)
+                if i not in self._renamed
+            ):
                 self._start_anew(self._notes)
             with storage_errors("look at", self._partial):
                 held = sum(512 * self._written_file(i).stat().st_blocks for i in range(len(sizes)))
@@ -107,7 +129,8 @@ class LocalFiles:
         """Remove files of another plan, and create files of the final sizes."""
         self._checks, self._noted, self._complete, self._renamed = [], 0, False, set()
         self._remove_drafts()
-        self._refuse_to_replace()  # a file that an earlier plan has named no longer counts as work in progress
+        # A file that an earlier plan has named no longer counts as work in progress.
+        self._refuse_to_replace()
         for draft, nbytes in zip(self._drafts, self._plan.sizes, strict=True):
             with storage_errors("create", draft), draft.open("xb") as file:
                 file.truncate(nbytes)
@@ -120,17 +143,24 @@ class LocalFiles:
             for write in writes:
                 if write.file in self._renamed:  # a header; it is there already
                     continue
-                if run and (write.file, write.offset) != (run[-1].file, run[-1].offset + run[-1].data.nbytes):
+                if run and (write.file, write.offset) != (
+                    run[-1].file,
+                    run[-1].offset + run[-1].data.nbytes,
+                ):
                     self._write_run(run)
                     run = []
                 run.append(write)
             if run:
                 self._write_run(run)
         self._checks += checks
-        if self._unnoted >= _NOTE_BYTES:  # of the current file: earlier ones became durable when the file changed
+        if (
+            self._unnoted >= _NOTE_BYTES
+        ):  # of the current file: earlier ones became durable when the file changed
             assert self._notes is not None
             assert self._open is not None
-            self._notes.add_later(self._checks[self._noted :], self._drafts[self._file], self._open.fileno())
+            self._notes.add_later(
+                self._checks[self._noted :], self._drafts[self._file], self._open.fileno()
+            )
             self._noted, self._unnoted = len(self._checks), 0
 
     def publish(self, *, verify: bool) -> None:
@@ -146,7 +176,9 @@ class LocalFiles:
                 read_back(
                     (
                         WrittenBlock(name, self._written_file(file), runs, check)
-                        for (name, file, runs), check in zip(self._plan.blocks(), self._checks, strict=True)
+                        for (name, file, runs), check in zip(
+                            self._plan.blocks(), self._checks, strict=True
+                        )
                     ),
                     crc32c.crc32c,
                     self._directory,
@@ -178,16 +210,26 @@ class LocalFiles:
         written, named = status(draft), status(path)
         if written is None or named is None:  # the draft was renamed
             return True
-        # Two links may have different inode numbers; naming a file twice does no harm where it may replace another one.
+        # Two links may have different inode numbers; naming a file twice does no harm where it may
+        # replace another one.
         with storage_errors("compare with its draft", path):
-            return os.path.samestat(written, named) or (not self._overwrite and filecmp.cmp(draft, path, shallow=False))
+            return os.path.samestat(written, named) or (
+                not self._overwrite and filecmp.cmp(draft, path, shallow=False)
+            )
 
     def _written_file(self, number: int) -> Path:
         """The file that has the written bytes."""
         return (self._paths if number in self._renamed else self._drafts)[number]
 
     def _refuse_to_replace(self) -> None:
-        there = next((path for i, path in enumerate(self._paths) if exists(path, follow=False) and not self._has_name(i)), None)
+        there = next(
+            (
+                path
+                for i, path in enumerate(self._paths)
+                if exists(path, follow=False) and not self._has_name(i)
+            ),
+            None,
+        )
         if there is not None and is_directory(there):
             raise AlreadyExistsError(f"{there} is a directory; choose another name for the file.")
         if there is not None and not self._overwrite:
@@ -219,7 +261,9 @@ class LocalFiles:
     def _name_all(self) -> None:
         """Give all files their names, except those that have them."""
         last = len(self._paths) - 1
-        changing = [self._paths[last]] if self._overwrite and last and not self._has_name(last) else []  # the last file names the others
+        changing = (
+            [self._paths[last]] if self._overwrite and last and not self._has_name(last) else []
+        )  # the last file names the others
         for path in (*changing, *self._obsolete):
             with storage_errors("remove", path):
                 path.unlink(missing_ok=True)

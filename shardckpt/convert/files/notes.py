@@ -1,8 +1,9 @@
 """A log of how far a file is written, with checksums, by which an export that was killed is continued.
 
-The log lies beside the files. It begins with the plan's identity. Each note adds the crc32c of the blocks that became durable since
-the last note, in the order of writing; an empty note says that the files have their final names. A note that was truncated, or never
-became durable, does not match its own checksum and is ignored: its blocks are written again. The writer holds a lock on the log while
+The log lies beside the files. It begins with the plan's identity. Each note adds the crc32c of the
+blocks that became durable since the last note, in the order of writing; an empty note says that the
+files have their final names. A note that was truncated, or never became durable, does not match its
+own checksum and is ignored: its blocks are written again. The writer holds a lock on the log while
 it lives.
 """
 
@@ -46,22 +47,30 @@ class Notes:
         deadline = time.monotonic() + _OPEN_SECONDS
         while (log := _open_log(path)) is None:
             if time.monotonic() >= deadline:
-                raise StorageError(f"{path} is another file at each look; choose a place on another file system.")
+                raise StorageError(
+                    f"{path} is another file at each look; choose a place on another file system."
+                )
         self._log = log
         self._fd = log.fileno()
         self._thread = ThreadPoolExecutor(1, "shardckpt-notes")
         self._adding: Future[None] | None = None
 
     def read(self, identity: bytes) -> tuple[list[int], bool] | None:
-        """Read the checksums of all durable blocks, and whether the files have their names; truncate an incomplete note.
+        """Read the checksums of all durable blocks, and whether the files have their names.
+
+        Truncate an incomplete note.
 
         Returns None if the log is empty or belongs to another plan.
         """
         with storage_errors("read", self._path):
-            data = np.frombuffer(self._path.read_bytes(), np.uint8)  # `np.fromfile` makes a SystemError of a Ctrl-C while it opens a path
+            data = np.frombuffer(
+                self._path.read_bytes(), np.uint8
+            )  # `np.fromfile` makes a SystemError of a Ctrl-C while it opens a path
         if data[:_IDENTITY_BYTES].tobytes() != identity:
             return None
-        words = data[_IDENTITY_BYTES : len(data) - (len(data) - _IDENTITY_BYTES) % _WORD].view("<u4")
+        words = data[_IDENTITY_BYTES : len(data) - (len(data) - _IDENTITY_BYTES) % _WORD].view(
+            "<u4"
+        )
         at, checksums, named = 0, list[int](), False
         while at < len(words):
             end = at + int(words[at]) + 1
@@ -90,7 +99,10 @@ class Notes:
             os.fdatasync(self._fd)
 
     def add_later(self, checks: Sequence[int], path: Path, fd: int) -> None:
-        """Make the file of some blocks durable, then record them, in another thread; `wait` raises its error."""
+        """Make the file of some blocks durable, then record them, in another thread.
+
+        `wait` raises its error.
+        """
         self.wait()
 
         def add() -> None:
@@ -113,8 +125,8 @@ class Notes:
     def close(self, *, remove: bool = False) -> None:
         """Release the lock and close the log; `remove` it, too.
 
-        A file that is removed while it is open stays in the directory on NFS and FUSE until it is closed. So it gets another name
-        first, which no other export locks.
+        A file that is removed while it is open stays in the directory on NFS and FUSE until it is
+        closed. So it gets another name first, which no other export locks.
         """
         self._thread.shutdown()
         if self._fd < 0:
@@ -138,7 +150,10 @@ class Notes:
 
 
 def _open_log(path: Path) -> OpenFile | None:
-    """Open and lock the log; None: it is another file by now, as its last holder has just removed it."""
+    """Open and lock the log.
+
+    None: it is another file by now, as its last holder has just removed it.
+    """
     with storage_errors("create", path):
         log = OpenFile(path, os.O_RDWR | os.O_CREAT)
     here: bool | None = False
@@ -150,7 +165,10 @@ def _open_log(path: Path) -> OpenFile | None:
                 here = os.pread(log.fileno(), _COMPARED, 0) == path.read_bytes()[:_COMPARED]
     except StorageError as e:
         if isinstance(e.__cause__, BlockingIOError):
-            raise StorageError(f"{path.parent}: another export is writing there; wait for it, or choose another name.") from None
+            raise StorageError(
+                f"{path.parent}: another export is writing there; wait for it, or choose another "
+                "name."
+            ) from None
         if os.fstat(log.fileno()).st_size == 0:
             path.unlink(missing_ok=True)
         raise

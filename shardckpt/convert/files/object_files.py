@@ -1,26 +1,31 @@
 """Exported files on an object store; an interrupted export continues.
 
-A file on an object store can be written only from its beginning to its end, and exists only when it is finished. So an `ObjectTarget`
-accepts bytes in order. During the upload an object beside it, `.<name>.upload.json`, records the state that another process needs:
+A file on an object store can be written only from its beginning to its end, and exists only when it
+is finished. So an `ObjectTarget` accepts bytes in order. During the upload an object beside it,
+`.<name>.upload.json`, records the state that another process needs:
 
-1. `open` looks for this object. If it records the same bytes (`digest`), that upload continues from `resume_at`; if it records
-   others, that upload is aborted. A new upload is recorded before any byte is sent.
+1. `open` looks for this object. If it records the same bytes (`digest`), that upload continues from
+   `resume_at`; if it records others, that upload is aborted. A new upload is recorded before any
+   byte is sent.
 2. After every 256 MiB the progress is recorded, where the service does not keep it itself.
-3. `finish` publishes the file and deletes the object; `abort` deletes it, too. If a process is killed between these two steps, the
-   next one finds the target finished. `close` leaves the upload, so that it can continue.
+3. `finish` publishes the file and deletes the object; `abort` deletes it, too. If a process is
+   killed between these two steps, the next one finds the target finished. `close` leaves the
+   upload, so that it can continue.
 
-Two processes that write the same bytes to one place at the same time share the upload, and either may finish it. A process with other
-bytes aborts the upload of the first, which then reports this.
+Two processes that write the same bytes to one place at the same time share the upload, and either
+may finish it. A process with other bytes aborts the upload of the first, which then reports this.
 
 `ObjectFiles` are one or several such files:
 
-1. A single file becomes visible when it is published. Of several files, each data file becomes visible when the next one begins; the
-   file that names them all comes last, and without it readers find no model. If a model is replaced, that file is deleted first.
-2. A small object, `.<last name>.export.json`, lists the files that an export has begun. Replaced files are deleted before the export
-   begins, so the listed files that exist belong to it: the same export continues after them, another export removes them. The object
-   is deleted at the end.
+1. A single file becomes visible when it is published. Of several files, each data file becomes
+   visible when the next one begins; the file that names them all comes last, and without it readers
+   find no model. If a model is replaced, that file is deleted first.
+2. A small object, `.<last name>.export.json`, lists the files that an export has begun. Replaced
+   files are deleted before the export begins, so the listed files that exist belong to it: the same
+   export continues after them, another export removes them. The object is deleted at the end.
 
-The service compares the received bytes with its own checksums, part by part, so nothing is read back.
+The service compares the received bytes with its own checksums, part by part, so nothing is read
+back.
 """
 
 from __future__ import annotations
@@ -31,7 +36,13 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from shardckpt.convert.files.destination import already_exists
-from shardckpt.errors import AlreadyExistsError, CommitError, FormatError, ShardckptError, StorageError
+from shardckpt.errors import (
+    AlreadyExistsError,
+    CommitError,
+    FormatError,
+    ShardckptError,
+    StorageError,
+)
 from shardckpt.format.documents import Fields, open_envelope, seal
 from shardckpt.io.buckets.upload_session import UploadState
 from shardckpt.io.buckets.uploading import StreamingUpload, abandon_upload, open_upload, part_size
@@ -51,7 +62,10 @@ SAVE_EVERY = 256 << 20
 
 
 def upload_note(name: str) -> str:
-    """Name of the object beside a target that records its upload; no tool mistakes it for a part of a model."""
+    """Name of the object beside a target that records its upload.
+
+    No tool mistakes it for a part of a model.
+    """
     return f".{name}.upload.json"
 
 
@@ -60,7 +74,9 @@ def _read_note(store: Store, key: str, parse: Callable[[Fields], T]) -> tuple[T 
     content, generation = store.read_versioned(key)
     with suppress(FormatError):
         if content is not None:
-            return parse(Fields(open_envelope(content, store.path_of(key)), store.path_of(key))), generation
+            return parse(
+                Fields(open_envelope(content, store.path_of(key)), store.path_of(key))
+            ), generation
     return None, generation
 
 
@@ -99,9 +115,14 @@ def abandon(place: Location) -> None:
 
 
 class ObjectTarget:
-    """A file on an object store, written in order by one thread. A context manager that closes it."""
+    """A file on an object store, written in order by one thread.
 
-    def __init__(self, place: Location, store: Store, nbytes: int, digest: str, upload: StreamingUpload) -> None:
+    A context manager that closes it.
+    """
+
+    def __init__(
+        self, place: Location, store: Store, nbytes: int, digest: str, upload: StreamingUpload
+    ) -> None:
         self._place = place
         self._store = store
         self._key = upload_note(place.name)
@@ -112,7 +133,9 @@ class ObjectTarget:
         self._written = self.resume_at
 
     @classmethod
-    def open(cls, place: Location, *, nbytes: int, digest: str, overwrite: bool, memory_limit: int) -> Self:
+    def open(
+        cls, place: Location, *, nbytes: int, digest: str, overwrite: bool, memory_limit: int
+    ) -> Self:
         """Begin to write a file, or continue where another process has stopped.
 
         Args:
@@ -126,7 +149,8 @@ class ObjectTarget:
             AlreadyExistsError: the object exists, and may not be replaced.
             BudgetError: buffers for a file of this size need more than `memory_limit`.
             MissingExtraError: a package that the object store needs is not installed.
-            StorageError: the storage failed, or another process begins to write the file at the same moment.
+            StorageError: the storage failed, or another process begins to write the file at the
+                same moment.
         """
         part_bytes = part_size(nbytes, memory_limit)
         above = place.parent
@@ -140,17 +164,26 @@ class ObjectTarget:
             part_bytes = resume.part_bytes
         buffers = memory_limit // part_bytes
         try:
-            upload = open_upload(place, part_bytes=part_bytes, buffers=buffers, if_absent=not overwrite, resume=resume)
+            upload = open_upload(
+                place,
+                part_bytes=part_bytes,
+                buffers=buffers,
+                if_absent=not overwrite,
+                resume=resume,
+            )
         except AlreadyExistsError:
             if resume is not None:
                 abandon_upload(place, resume)
             if note is not None:
                 store.delete(key)
             raise
-        if upload.state != resume and not store.replace(key, _UploadNote(digest, upload.state).seal(), generation):
+        if upload.state != resume and not store.replace(
+            key, _UploadNote(digest, upload.state).seal(), generation
+        ):
             upload.abort()
             raise StorageError(
-                f"cannot upload {place}: another process started to upload there at the same moment; let only one of them do it."
+                f"cannot upload {place}: another process started to upload there at the same "
+                "moment; let only one of them do it."
             )
         return cls(place, store, nbytes, digest, upload)
 
@@ -173,7 +206,8 @@ class ObjectTarget:
         """Write the next bytes; the caller may reuse the buffer when this returns.
 
         Raises:
-            StorageError: the storage failed, perhaps with bytes that were written earlier, or another process has replaced this upload.
+            StorageError: the storage failed, perhaps with bytes that were written earlier, or
+                another process has replaced this upload.
         """
         view = byte_view(data)
         assert offset == self._written, f"expected bytes at {self._written}, got bytes at {offset}"
@@ -187,14 +221,16 @@ class ObjectTarget:
         """Publish the file: it is complete and visible when this returns.
 
         Raises:
-            AlreadyExistsError: another process has written the object meanwhile, and it may not be replaced. Nothing of this file is left.
+            AlreadyExistsError: another process has written the object meanwhile, and it may not be
+                replaced. Nothing of this file is left.
             CommitError: not all bytes were written.
             CorruptionError: the bytes that arrived differ from the bytes written.
             StorageError: the storage failed.
         """
         if self._written != self._nbytes:
             raise CommitError(
-                f"{self._place}: only {self._written} of {self._nbytes} bytes were written; nothing was published. Export again."
+                f"{self._place}: only {self._written} of {self._nbytes} bytes were written; "
+                "nothing was published. Export again."
             )
         try:
             self._upload.finish()
@@ -216,22 +252,34 @@ class ObjectTarget:
         """Stop, and leave the sent bytes so that another process can continue."""
         self._upload.close()
         if self._upload.state.summed > self._noted and not self._upload.published:
-            with suppress(StorageError):  # `close` usually follows a StorageError; the last record is still valid
+            with suppress(
+                StorageError
+            ):  # `close` usually follows a StorageError; the last record is still valid
                 self._save()
 
     def __enter__(self) -> Self:
         """The target itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Close the target."""
         self.close()
 
     def _save(self) -> None:
         """Record the upload's progress."""
         state, generation = self._upload.state, self._generation()
-        if generation is None or not self._store.replace(self._key, _UploadNote(self._digest, state).seal(), generation):
-            raise StorageError(f"cannot upload {self._place}: another process has started to upload there; let only one of them do it.")
+        if generation is None or not self._store.replace(
+            self._key, _UploadNote(self._digest, state).seal(), generation
+        ):
+            raise StorageError(
+                f"cannot upload {self._place}: another process has started to upload there; let "
+                "only one of them do it."
+            )
         self._noted = state.summed
 
     def _forget(self) -> None:
@@ -240,9 +288,16 @@ class ObjectTarget:
             self._store.delete(self._key)
 
     def _generation(self) -> bytes | None:
-        """Generation of the record; None if there is none, or it belongs to another process's upload."""
+        """Generation of the record.
+
+        None if there is none, or it belongs to another process's upload.
+        """
         note, generation = _read_note(self._store, self._key, _UploadNote.parse)
-        return generation if note is not None and note.state.token == self._upload.state.token else None
+        return (
+            generation
+            if note is not None and note.state.token == self._upload.state.token
+            else None
+        )
 
 
 class ObjectFiles:
@@ -250,7 +305,15 @@ class ObjectFiles:
 
     in_order = True
 
-    def __init__(self, directory: Location, names: Sequence[str], *, overwrite: bool, memory: int, obsolete: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        directory: Location,
+        names: Sequence[str],
+        *,
+        overwrite: bool,
+        memory: int,
+        obsolete: Sequence[str] = (),
+    ) -> None:
         """Prepare to write files of these names; the last one appears last.
 
         Args:
@@ -276,7 +339,10 @@ class ObjectFiles:
         self._plan = plan
         if len(self._names) > 1:
             self._take_up()
-        at = (self._finished, self._open_upload(self._finished).resume_at if self._finished < len(self._names) else 0)
+        at = (
+            self._finished,
+            self._open_upload(self._finished).resume_at if self._finished < len(self._names) else 0,
+        )
         durable = 0
         for _, file, runs in plan.blocks():
             if any((file, offset + length) > at for offset, length in runs):
@@ -365,13 +431,18 @@ class ObjectFiles:
         for name in [] if self._overwrite else self._names:
             if name not in named and self._store.exists(name):
                 raise already_exists(self._store.path_of(name))
-        for name in dict.fromkeys([self._names[-1], *named, *(self._names if self._overwrite else ())]):
+        for name in dict.fromkeys(
+            [self._names[-1], *named, *(self._names if self._overwrite else ())]
+        ):
             abandon(self._directory.join(name))
             self._store.delete(name)
 
 
 def begun(directory: Location, last: str) -> list[str]:
-    """Files that an incomplete export has begun there; `last` is the file that would complete it."""
+    """Files that an incomplete export has begun there.
+
+    `last` is the file that would complete it.
+    """
     store = Store.open(directory)
     _, named = _begun(store, _note_of(last))
     return named if named and not store.exists(last) else []
@@ -383,6 +454,9 @@ def _note_of(last: str) -> str:
 
 
 def _begun(store: Store, key: str) -> tuple[str, list[str]]:
-    """Digest of the export that wrote the note, and the files that it has begun; both empty if there is no note."""
+    """Digest of the export that wrote the note, and the files that it has begun.
+
+    Both empty if there is no note.
+    """
     note, _ = _read_note(store, key, lambda doc: (doc.string("digest"), doc.keys("named")))
     return note or ("", [])

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     """Computes a checksum of bytes, given the checksum of the bytes before them."""
 
 _READ_BYTES = 256 << 10
-"""Bytes that each thread reads at a time: they are still in the CPU's cache when the checksum is computed."""
+"""Bytes that each thread reads at a time: they are still in the CPU's cache when the checksum is
+computed."""
 _BATCH = (32 << 20, 1024)
 """Most bytes and most blocks that a thread takes at a time."""
 
@@ -60,21 +61,26 @@ def read_back(blocks: Iterable[WrittenBlock], checksum: Checksum, place: object)
                 for block in of_file:
                     if _checksum(file.fileno(), block.runs, checksum, buffer) != block.checksum:
                         raise CorruptionError(
-                            f"{shown(block.name)} does not read back as it was written to {place}; nothing was published. "
-                            f"Check the disk and the memory of this machine, and export again."
+                            f"{shown(block.name)} does not read back as it was written to "
+                            f"{place}; nothing was published. Check the disk and the memory of "
+                            "this machine, and export again."
                         )
 
     groups = batches(blocks, lambda block: (sum(length for _, length in block.runs), 1), _BATCH)
     run_on_threads(groups, [check] * READERS, "shardckpt-verify")
 
 
-def _checksum(fd: int, runs: Sequence[tuple[int, int]], checksum: Checksum, buffer: memoryview) -> int | None:
+def _checksum(
+    fd: int, runs: Sequence[tuple[int, int]], checksum: Checksum, buffer: memoryview
+) -> int | None:
     """Checksum of some runs of bytes, read through a buffer; None: the file ends before them."""
     total = 0
     for offset, length in runs:
         at, end = offset, offset + length
         while at < end:
-            got = os.preadv(fd, [buffer[: end - at]], at)  # a file system may return fewer bytes than requested
+            got = os.preadv(
+                fd, [buffer[: end - at]], at
+            )  # a file system may return fewer bytes than requested
             if not got:
                 return None
             total = checksum(buffer[:got], total)

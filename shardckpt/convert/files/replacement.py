@@ -1,15 +1,17 @@
 """Replacement of a finished directory by another one, so that a complete one is always found.
 
-The new directory takes the old one's name by an exchange of the two names, which is atomic. Some file systems (NFS, FUSE, overlayfs)
-cannot exchange names. There, the replacement takes four steps:
+The new directory takes the old one's name by an exchange of the two names, which is atomic. Some
+file systems (NFS, FUSE, overlayfs) cannot exchange names. There, the replacement takes four steps:
 
 1. The new directory, `.<name>.<random>.partial`, becomes `.<name>.<random>.complete`.
-2. The old directory becomes `.<name>.<random>.replaced`. Where it cannot be renamed (it lies in a lower layer of an
-   overlayfs), it is copied there, and removed: first the files by which readers recognise it.
+2. The old directory becomes `.<name>.<random>.replaced`. Where it cannot be renamed (it lies in a
+   lower layer of an overlayfs), it is copied there, and removed: first the files by which readers
+   recognise it.
 3. `.complete` takes the final name.
 4. The caller removes `.replaced`.
 
-If the process is killed between these steps, `settle` gives one of the two complete directories the final name.
+If the process is killed between these steps, `settle` gives one of the two complete directories the
+final name.
 """
 
 from __future__ import annotations
@@ -30,10 +32,19 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 PARTIAL, COMPLETE, REPLACED, COPY = SUFFIXES = (".partial", ".complete", ".replaced", ".copy")
-"""Suffixes of a draft, a finished draft, an old directory, and an unfinished copy of an old directory."""
-_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EPERM, errno.ENOTEMPTY, errno.EEXIST)
-"""Errors of file systems, kernels and sandboxes that cannot exchange two names; the last two are those of a plain rename, which some
-FUSE servers make of it."""
+"""Suffixes of a draft, a finished draft, an old directory, and an unfinished copy of an old
+directory."""
+_NO_EXCHANGE = (
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EXDEV,
+    errno.EPERM,
+    errno.ENOTEMPTY,
+    errno.EEXIST,
+)
+"""Errors of file systems, kernels and sandboxes that cannot exchange two names; the last two are
+those of a plain rename, which some FUSE servers make of it."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Constants of renameat2(2)."""
 
@@ -72,7 +83,9 @@ def replace_directory(draft: Path, final: Path, marks: Collection[str]) -> Path:
     return replaced
 
 
-def settle(draft: Path, final: Path, marks: Collection[str], order: tuple[str, str] = (COMPLETE, REPLACED)) -> bool:
+def settle(
+    draft: Path, final: Path, marks: Collection[str], order: tuple[str, str] = (COMPLETE, REPLACED)
+) -> bool:
     """Give one of two complete directories the final name, if an interrupted replacement has left none there.
 
     Args:
@@ -101,13 +114,17 @@ def settle(draft: Path, final: Path, marks: Collection[str], order: tuple[str, s
 def neither_is_named(draft: Path, final: Path, error: OSError) -> StorageError:
     """The error for a name that neither the new directory nor the old one could get."""
     return StorageError(
-        f"{final}: neither the new export nor the old one could get this name ({error}). The new one is complete in "
-        f"{draft.with_suffix(COMPLETE)}, the old one in {draft.with_suffix(REPLACED)}; rename one of them, or export again."
+        f"{final}: neither the new export nor the old one could get this name ({error}). The new "
+        f"one is complete in {draft.with_suffix(COMPLETE)}, the old one in "
+        f"{draft.with_suffix(REPLACED)}; rename one of them, or export again."
     )
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two directories in one step; False: the file system, kernel or C library cannot do it."""
+    """Exchange the names of two directories in one step.
+
+    False: the file system, kernel or C library cannot do it.
+    """
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False
@@ -126,7 +143,10 @@ def sync_file(path: Path) -> None:
 
 
 def _set_aside(final: Path, replaced: Path, marks: Collection[str]) -> None:
-    """Give the old directory another name; where it cannot be renamed, copy it durably, and remove it."""
+    """Give the old directory another name.
+
+    Where it cannot be renamed, copy it durably, and remove it.
+    """
     try:
         final.rename(replaced)
     except OSError as e:
@@ -151,7 +171,10 @@ def _lacks(directory: Path, names: Collection[str]) -> bool:
 
 
 def _remove_copied(directory: Path, copy: Path, marks: Collection[str]) -> None:
-    """Remove the files of a directory that has been copied, the ones of these names first; other files make it fail."""
+    """Remove the files of a directory that has been copied, the ones of these names first.
+
+    Other files make it fail.
+    """
     for mark in marks:
         (directory / mark).unlink(missing_ok=True)
     sync_directory(directory)

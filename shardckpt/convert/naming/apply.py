@@ -1,7 +1,8 @@
 """Applying the rules for names to a checkpoint: the tensors to write, their names, sources and dtypes.
 
 1. `include` and `exclude` select tensors, by their names in the source.
-2. Names change: a prefix goes, `rename_file`, `rename` (`renaming`). For an export the keys of nested containers are joined with ".".
+2. Names change: a prefix goes, `rename_file`, `rename` (`renaming`). For an export the keys of
+   nested containers are joined with ".".
 3. One name of each tied tensor is kept (`ties`).
 4. `mapping` joins or splits tensors (`mapping`), and `add_prefix` is put in front of all names.
 5. `dtype` converts, by the new names.
@@ -45,25 +46,35 @@ class Outputs:
     notes: tuple[str, ...]
     """Messages about tensors that were left out or duplicated, a line each."""
     renamed: Mapping[str, str]
-    """Selected name in the source → new name, before a mapping; for an import, small leaves are included."""
+    """Selected name in the source → new name, before a mapping; for an import, small leaves are
+    included."""
     conversions: tuple[ConvertedSubtree, ...]
     """Tensors that `dtype` converts and leaves, counted by subtree of the new names."""
 
 
-def outputs_of(structure: Structure, options: NameOptions, where: str, *, importing: bool = False, config: object = None) -> Outputs:
+def outputs_of(
+    structure: Structure,
+    options: NameOptions,
+    where: str,
+    *,
+    importing: bool = False,
+    config: object = None,
+) -> Outputs:
     """The outputs of a checkpoint, shardckpt's or a foreign one.
 
     Args:
         structure: structure of the source.
         options: selection and naming.
         where: location of the checkpoint, for messages.
-        importing: whether the new names belong to a state. Then "/" still separates its containers, its small leaves and empty
-            containers are selected and renamed, too, and tied names stay tied.
+        importing: whether the new names belong to a state. Then "/" still separates its containers,
+            its small leaves and empty containers are selected and renamed, too, and tied names stay
+            tied.
         config: the model's configuration, as the checkpoint has it; None: it has none.
 
     Raises:
         OptionError: a file cannot be read, or a rule matches nothing.
-        NamesMismatchError: nothing is selected, a part is missing, or two tensors would have one name.
+        NamesMismatchError: nothing is selected, a part is missing, or two tensors would have one
+            name.
         ShapeMismatchError, DtypeMismatchError: tensors do not fit a rule.
     """
     naming, tree = read_naming(options, config), structure.tree
@@ -74,35 +85,63 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
     places = [*stored, *end_names(tree)]
     unused = unused_patterns(options.include, places, places)
     if unused or not selected:
-        asked = given(include=unused or options.include, exclude=None if unused else options.exclude)
+        asked = given(
+            include=unused or options.include, exclude=None if unused else options.exclude
+        )
         _refuse_selection(list(stored), where, asked)
     leaves = list(filter(naming.is_selected, end_names(tree) if importing else leaf_names(tree)))
 
     # Rename, and keep one name of each tied tensor.
-    present = {name: name for name in [*selected, *leaves]} if importing else {name: dotted(name) for name in selected}
+    present = (
+        {name: name for name in [*selected, *leaves]}
+        if importing
+        else {name: dotted(name) for name in selected}
+    )
     renamed = rename(present, naming.renames)
     sources = {name: stored[old] for old, name in renamed.items() if old in stored}
     firsts = first_names(sources)
-    kept = {name: structure.tensors[source] for name, source in sources.items() if naming.copy_ties or name not in firsts}
+    kept = {
+        name: structure.tensors[source]
+        for name, source in sources.items()
+        if naming.copy_ties or name not in firsts
+    }
 
     # Join, split and convert.
     prefix = naming.add_prefix
     mapped = naming.mapping.outputs(kept)
-    outputs = {prefix + output.name: replace(output, name=prefix + output.name) if prefix else output for output in mapped}
+    outputs = {
+        prefix + output.name: replace(output, name=prefix + output.name) if prefix else output
+        for output in mapped
+    }
     origins = {name: output.sources[0].tensor for name, output in outputs.items() if output.sources}
     meaning, moments = meanings(tree), optimizer_state(tree) if naming.dtype else frozenset()
     meant = {name: meaning[origin] for name, origin in origins.items() if origin in meaning}
-    planned = plan_dtypes(outputs, naming.dtype, meant, {name for name, origin in origins.items() if origin in moments})
+    planned = plan_dtypes(
+        outputs,
+        naming.dtype,
+        meant,
+        {name for name, origin in origins.items() if origin in moments},
+    )
 
     tied = {prefix + name: prefix + first for name, first in firsts.items() if name not in kept}
     copied = {prefix + name: prefix + first for name, first in firsts.items() if name in kept}
     notes = [] if importing else list(_notes_of_leaves(leaves, meant))
-    unwritten = {name: first for name, first in tied.items() if not (importing and first in outputs)}  # others stay tied
-    notes += [f"{shown(name)} is the same tensor as {shown(first)}, and is not written again." for name, first in unwritten.items()]
-    notes += [f"{shown(name)} is the same tensor as {shown(first)}, and is written for itself." for name, first in copied.items()]
+    unwritten = {
+        name: first for name, first in tied.items() if not (importing and first in outputs)
+    }  # others stay tied
+    notes += [
+        f"{shown(name)} is the same tensor as {shown(first)}, and is not written again."
+        for name, first in unwritten.items()
+    ]
+    notes += [
+        f"{shown(name)} is the same tensor as {shown(first)}, and is written for itself."
+        for name, first in copied.items()
+    ]
     return Outputs(
         tensors=tuple(
-            output if output.dtype == planned.dtypes[name] else replace(output, dtype=planned.dtypes[name])
+            output
+            if output.dtype == planned.dtypes[name]
+            else replace(output, dtype=planned.dtypes[name])
             for name, output in outputs.items()
         ),
         tied={name: first for name, first in tied.items() if first in outputs},
@@ -115,7 +154,13 @@ def outputs_of(structure: Structure, options: NameOptions, where: str, *, import
 def _refuse_selection(names: list[str], where: str, asked: Message) -> NoReturn:
     if not names:
         raise NamesMismatchError(f"{where}: it has no tensors, and such files hold only tensors.")
-    raise NamesMismatchError(Message(f"{where}: ", asked, f" selects none of its {len(names)} tensors, which are {few(names)}."))
+    raise NamesMismatchError(
+        Message(
+            f"{where}: ",
+            asked,
+            f" selects none of its {len(names)} tensors, which are {few(names)}.",
+        )
+    )
 
 
 def _notes_of_leaves(leaves: Sequence[str], meant: Mapping[str, str]) -> Iterator[str]:

@@ -42,7 +42,8 @@ def read_naming(options: NameOptions, known: object = None) -> Naming:
 
     Args:
         options: the options.
-        known: the model's configuration, as the checkpoint has it; numbers of a mapping come from it if no other file is given.
+        known: the model's configuration, as the checkpoint has it; numbers of a mapping come from
+            it if no other file is given.
 
     Raises:
         OptionError: a file cannot be read, or the mapping cannot be inverted.
@@ -65,7 +66,9 @@ def read_naming(options: NameOptions, known: object = None) -> Naming:
 
 
 def config_values(path: str | os.PathLike[str]) -> dict[str, int]:
-    """The integers in a model's configuration; the numbers of heads have the same names for all models.
+    """The integers in a model's configuration.
+
+    The numbers of heads have the same names for all models.
 
     Args:
         path: `config.json`, or the directory that has it.
@@ -83,5 +86,9 @@ def _values_in(config: object) -> dict[str, int] | None:
     text = config.get("text_config")  # of a multimodal model
     config = {**config, **text} if isinstance(text, dict) else config
     heads = head_counts(config)
-    named = {} if heads is None else {"num_attention_heads": heads.query, "num_key_value_heads": heads.key_value}
+    named = (
+        {}
+        if heads is None
+        else {"num_attention_heads": heads.query, "num_key_value_heads": heads.key_value}
+    )
     return {key: value for key, value in config.items() if type(value) is int} | named

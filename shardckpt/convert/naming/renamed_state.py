@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from shardckpt.state.document import Tree
 
 
-def renamed_state(tree: Tree, tensors: Mapping[str, object], leaves: Mapping[str, str], origins: Mapping[str, str] | None = None) -> Any:
+def renamed_state(
+    tree: Tree,
+    tensors: Mapping[str, object],
+    leaves: Mapping[str, str],
+    origins: Mapping[str, str] | None = None,
+) -> Any:
     """Plain containers that hold the given tensors and leaves.
 
     Args:
@@ -29,7 +34,16 @@ def renamed_state(tree: Tree, tensors: Mapping[str, object], leaves: Mapping[str
     root = parse(tree)
     old = ends_by_place(root)
     kept = [(name, old[before]) for before, name in leaves.items()]
-    made = [(name, End(Tensor(name), old[before].path if (before := (origins or {}).get(name)) in old else ())) for name in tensors]
+    made = [
+        (
+            name,
+            End(
+                Tensor(name),
+                old[before].path if (before := (origins or {}).get(name)) in old else (),
+            ),
+        )
+        for name in tensors
+    ]
     stays = [pair for pair in kept if old.get(pair[0]) is pair[1]]
     moves = [pair for pair in kept if old.get(pair[0]) is not pair[1]]
     return assemble(moved_tree(root, [*stays, *made, *moves]), tensors)
@@ -37,4 +51,6 @@ def renamed_state(tree: Tree, tensors: Mapping[str, object], leaves: Mapping[str
 
 def end_names(tree: Tree) -> list[str]:
     """The names of small leaves and empty containers."""
-    return [end.name for end in ends(parse(tree)) if not isinstance(end, Tensor | Tied) and end.name]
+    return [
+        end.name for end in ends(parse(tree)) if not isinstance(end, Tensor | Tied) and end.name
+    ]

@@ -1,14 +1,16 @@
 """Choice of the name under which a tied tensor is written.
 
-Files for inference hold each tensor once. A model ties its weights again after loading, and looks for them under one name: the name
-that transformers' `_tied_weights_keys` does not list as tied to another. So in a group of names:
+Files for inference hold each tensor once. A model ties its weights again after loading, and looks
+for them under one name: the name that transformers' `_tied_weights_keys` does not list as tied to
+another. So in a group of names:
 
-1. The name of a head (`lm_head.weight`) is kept only if there is no other, and the name of an encoder's or decoder's embedding only if
-   there is no shared embedding.
+1. The name of a head (`lm_head.weight`) is kept only if there is no other, and the name of an
+   encoder's or decoder's embedding only if there is no shared embedding.
 2. If several names are left, the first in the state is kept.
 
-A model whose configuration says `tie_word_embeddings: false` does not tie again, and would not find tensors that are left out. For such a
-model, and on request, each name gets a separate copy (`Naming.copy_ties`).
+A model whose configuration says `tie_word_embeddings: false` does not tie again, and would not find
+tensors that are left out. For such a model, and on request, each name gets a separate copy
+(`Naming.copy_ties`).
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ TIED = tuple(
         r"decoder",
     )
 )
-"""Ends of names that transformers' models (and Megatron's and Meta's) tie to another, as `_tied_weights_keys` of transformers 5 lists them:
-embeddings that are tied to a shared one, the heads of a model, and weights inside a head. Earlier patterns are preferred."""
+"""Ends of names that transformers' models (and Megatron's and Meta's) tie to another, as
+`_tied_weights_keys` of transformers 5 lists them: embeddings that are tied to a shared one, the
+heads of a model, and weights inside a head. Earlier patterns are preferred."""
 
 
 def first_names(names: Mapping[str, str]) -> dict[str, str]:

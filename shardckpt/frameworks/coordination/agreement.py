@@ -1,24 +1,28 @@
 """Agreements between the processes of a job through a key-value store: the same run id, and the values of all processes.
 
-The store may be older than this round of the job, and may still have all keys of earlier rounds: torchelastic's agent keeps
-its store, and so does torch_xla from one process group to the next. So a process never trusts a value under a name that
-an earlier round can have used:
+The store may be older than this round of the job, and may still have all keys of earlier rounds:
+torchelastic's agent keeps its store, and so does torch_xla from one process group to the next. So a
+process never trusts a value under a name that an earlier round can have used:
 
 1. Process p creates a nonce and sets `hello/p = nonce`.
 2. Process 0 creates a run id, reads the hellos again and again, and answers every new nonce with
-   `welcome/<nonce> = run id`. It may answer hellos of earlier rounds as well: nobody reads these answers.
-3. Process p waits for the welcome to its own nonce, which no earlier round can have written, and sets its value
-   under `<run id>/start/<nonce>`.
-4. Once the value for every process's latest nonce is there, process 0 publishes all values as one under the run id.
-5. Process p is done when it finds these. Until then it follows a welcome that changes, because process 0 may be restarted.
+   `welcome/<nonce> = run id`. It may answer hellos of earlier rounds as well: nobody reads these
+   answers.
+3. Process p waits for the welcome to its own nonce, which no earlier round can have written, and
+   sets its value under `<run id>/start/<nonce>`.
+4. Once the value for every process's latest nonce is there, process 0 publishes all values as one
+   under the run id.
+5. Process p is done when it finds these. Until then it follows a welcome that changes, because
+   process 0 may be restarted.
 
-All later keys are under the run id. One assumption is needed: when a round's processes start, the processes of the
-round before have ended; launchers ensure this. A process that is restarted after it has set its value may get no answer,
-but never a wrong one.
+All later keys are under the run id. One assumption is needed: when a round's processes start, the
+processes of the round before have ended; launchers ensure this. A process that is restarted after
+it has set its value may get no answer, but never a wrong one.
 
-Each process does a few operations per look at the store, and process 0 a few per process, so that an agreement costs
-O(processes) in all. The functions touch neither a store nor a clock: they are generators that yield the requested operation
-and receive its result, so that tests can try every interleaving.
+Each process does a few operations per look at the store, and process 0 a few per process, so that
+an agreement costs O(processes) in all. The functions touch neither a store nor a clock: they are
+generators that yield the requested operation and receive its result, so that tests can try every
+interleaving.
 """
 
 from __future__ import annotations
@@ -209,12 +213,17 @@ def await_answer(key: str, process: int) -> Steps[Any]:
     while (answer := (yield Get(f"{key}/all"))) is None:
         late = yield Wait()
         if late is not None:
-            yield from _overdue(process, _without_answer(process, (yield Get(f"{key}/missing"))), late)
+            yield from _overdue(
+                process, _without_answer(process, (yield Get(f"{key}/missing"))), late
+            )
     return decode(answer)
 
 
 def _publish(key: str, values: dict[int, Any], processes: int) -> Steps[bool]:
-    """Publish the values of all processes, or the numbers of the missing ones; return whether all are there."""
+    """Publish the values of all processes, or the numbers of the missing ones.
+
+    Return whether all are there.
+    """
     if len(values) == processes:
         yield Set(f"{key}/all", encode([values[p] for p in range(processes)]))
         return True
@@ -228,7 +237,10 @@ def _publish(key: str, values: dict[int, Any], processes: int) -> Steps[bool]:
 
 
 def _without_answer(process: int, missing: bytes | None) -> Sequence[int]:
-    """The processes that process 0 waits for, by its last word; process 0 itself if it waits for no other."""
+    """The processes that process 0 waits for, by its last word.
+
+    Process 0 itself if it waits for no other.
+    """
     others = [] if missing is None else [p for p in decode(missing) if p != process]
     return others or [0]
 
@@ -239,9 +251,10 @@ def _overdue(process: int, missing: Sequence[int], late: Late) -> Steps[None]:
         yield Report(named(missing))
         return
     raise CoordinationError(
-        f"process {process} waited {late.seconds:g} s for {named(missing)}, which did not answer. {ALL_MUST_CALL} See whether the "
-        f"missing ones run and make this call, or allow more time: SaveOptions(commit_timeout=…) for saves, "
-        f"Coordinator.current(timeout=…) for other calls."
+        f"process {process} waited {late.seconds:g} s for {named(missing)}, which did not answer. "
+        f"{ALL_MUST_CALL} See whether the missing ones run and make this call, or allow more "
+        "time: SaveOptions(commit_timeout=…) for saves, Coordinator.current(timeout=…) for other "
+        "calls."
     )
 
 

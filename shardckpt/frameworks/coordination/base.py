@@ -1,11 +1,12 @@
 """The `Coordinator`: this process and the other processes of its job, and the messages that they exchange.
 
-At the start of a round of the job (its processes were started, or restarted) the processes agree on a run id and on the owner
-of each device. `share` and `agree` serve other agreements at the start, such as the step to resume from; they block.
-Afterwards processes use only `announce` and `peek`, which do not wait for other processes.
+At the start of a round of the job (its processes were started, or restarted) the processes agree on
+a run id and on the owner of each device. `share` and `agree` serve other agreements at the start,
+such as the step to resume from; they block. Afterwards processes use only `announce` and `peek`,
+which do not wait for other processes.
 
-`Coordinator.current` finds the job's store. It looks for torch and jax among the modules that the program has imported, and never
-imports them itself. A process that is alone is a `SingleProcess`.
+`Coordinator.current` finds the job's store. It looks for torch and jax among the modules that the
+program has imported, and never imports them itself. A process that is alone is a `SingleProcess`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,13 @@ from shardckpt.frameworks.coordination.agreement import (
     listen,
 )
 from shardckpt.frameworks.coordination.calls import SilentStoreError
-from shardckpt.frameworks.coordination.devices import cores_of_host, found_devices, given_devices, owners, sharing
+from shardckpt.frameworks.coordination.devices import (
+    cores_of_host,
+    found_devices,
+    given_devices,
+    owners,
+    sharing,
+)
 from shardckpt.frameworks.coordination.waiting import ALL_MUST_CALL, WaitNotice
 from shardckpt.layout.world import World
 
@@ -53,31 +60,43 @@ _PREFIX = "shardckpt/"
 _TIMEOUT = 600.0
 """Default seconds to wait for other processes."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.25
-"""Seconds between two looks at the store. The pause grows, so that a quick start is quick and a slow one costs little."""
+"""Seconds between two looks at the store. The pause grows, so that a quick start is quick and a
+slow one costs little."""
 
 
 class Coordinator(ABC):
-    """This process and the other processes of its job. `Coordinator.current()` finds the job's own store.
+    """This process and the other processes of its job.
 
-    To use another key-value store, subclass this with `_set` and `_get`, and pass an instance to every `coordinator` argument.
-    The constructor agrees with the other processes, so all of them create their coordinators at the same point of the
-    program, and new ones whenever the job is restarted. The store may keep its keys from round to round.
+    `Coordinator.current()` finds the job's own store.
+
+    To use another key-value store, subclass this with `_set` and `_get`, and pass an instance to
+    every `coordinator` argument. The constructor agrees with the other processes, so all of them
+    create their coordinators at the same point of the program, and new ones whenever the job is
+    restarted. The store may keep its keys from round to round.
     """
 
     world: World
     """The number of this process, the number of processes, and the owner of each device."""
     run_id: str
-    """The id of this round of the job, the same on all processes: `20261121T115800-1f2e3d4c`, its start in UTC and four random
-    bytes."""
+    """The id of this round of the job, the same on all processes: `20261121T115800-1f2e3d4c`, its
+    start in UTC and four random bytes."""
 
-    def __init__(self, process: int, processes: int, *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600) -> None:
+    def __init__(
+        self,
+        process: int,
+        processes: int,
+        *,
+        devices: Mapping[str, Iterable[int]] | None = None,
+        timeout: float = 600,
+    ) -> None:
         """Agree with the other processes; block until all have joined.
 
         Args:
             process: the number of this process.
             processes: the number of processes.
-            devices: ids of the devices that this process owns, by framework (`jax`, `torch_xla`), where they differ from the
-                devices that the framework shows. No two processes may own the same device.
+            devices: ids of the devices that this process owns, by framework (`jax`, `torch_xla`),
+                where they differ from the devices that the framework shows. No two processes may
+                own the same device.
             timeout: seconds to wait for the others, here and later.
 
         Raises:
@@ -96,33 +115,41 @@ class Coordinator(ABC):
             self.run_id = time.strftime("%Y%m%dT%H%M%S-", time.gmtime()) + secrets.token_hex(4)
             answers = self._run(lead(processes, own, self.run_id), timeout)
         whole = owners([s["told"] for s in answers], [s["found"] for s in answers])
-        self.world = World(process, processes, whole, sharing(process, [s["cores"] for s in answers]))
+        self.world = World(
+            process, processes, whole, sharing(process, [s["cores"] for s in answers])
+        )
 
     @staticmethod
-    def current(*, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600) -> Coordinator:
+    def current(
+        *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600
+    ) -> Coordinator:
         """The coordinator of this process's job.
 
-        It uses torch.distributed's store if a process group is set up, or else jax.distributed's; without either, this process
-        is alone. The first call in a round of the job agrees with the other processes, which must call it, too; later calls
-        return the same object.
+        It uses torch.distributed's store if a process group is set up, or else jax.distributed's;
+        without either, this process is alone. The first call in a round of the job agrees with the
+        other processes, which must call it, too; later calls return the same object.
 
         Args:
-            devices: ids of the devices that this process owns, by framework, where they differ from the devices that the
-                framework shows; pass it with the first call.
+            devices: ids of the devices that this process owns, by framework, where they differ from
+                the devices that the framework shows; pass it with the first call.
             timeout: seconds to wait for the others.
 
         Raises:
-            CoordinationError: not all processes joined in time; or there are several processes and no common store; or this
-                process was forked from a process of the job.
-            OptionError: two processes own the same device, or `devices` differs from the first call's.
+            CoordinationError: not all processes joined in time; or there are several processes and
+                no common store; or this process was forked from a process of the job.
+            OptionError: two processes own the same device, or `devices` differs from the first
+                call's.
         """
         return _current(devices, timeout, timeout)
 
     def share(self, key: str, value: Any, *, timeout: float | None = None) -> list[Any]:
-        """The values of all processes, by process. Blocks until all have called it: for the start of a job.
+        """The values of all processes, by process.
+
+        Blocks until all have called it: for the start of a job.
 
         Args:
-            key: the name of the value. All processes use the same keys in the same order; a key may be used again.
+            key: the name of the value. All processes use the same keys in the same order; a key may
+                be used again.
             value: JSON; tuples come back as lists.
             timeout: seconds to wait for the others; by default the coordinator's own timeout.
 
@@ -138,13 +165,18 @@ class Coordinator(ABC):
     def decline(self, key: str) -> None:
         """Take part in `share` without a value, because this process has failed, and wait for nobody.
 
-        The others get None as its value. If it is process 0, which collects them, they get None as all values.
+        The others get None as its value. If it is process 0, which collects them, they get None as
+        all values.
 
         Raises:
             CoordinationError: the store is gone, or silent.
         """
         question, world = self._question("share", key), self.world
-        whose, value = (world.process, encode(None)) if world.process else ("all", encode([None] * world.processes))
+        whose, value = (
+            (world.process, encode(None))
+            if world.process
+            else ("all", encode([None] * world.processes))
+        )
         self._asked["share", key] += 1
         self._set(f"{_PREFIX}{question}/{whose}", value)
 
@@ -153,7 +185,8 @@ class Coordinator(ABC):
 
         Args:
             key: the name of the value, as in `share`.
-            propose: called on process 0 alone; returns JSON. Its exception is raised there, and reported to the others.
+            propose: called on process 0 alone; returns JSON. Its exception is raised there, and
+                reported to the others.
             timeout: seconds to wait for process 0; by default the coordinator's own timeout.
 
         Raises:
@@ -174,18 +207,26 @@ class Coordinator(ABC):
         answer = self._run(await_answer(question, self.world.process), timeout)
         self._asked["agree", key] += 1
         if "failure" in answer:
-            raise CoordinationError(f"process 0 could not decide on {key!r}: {answer['failure']}; see its log.")
+            raise CoordinationError(
+                f"process 0 could not decide on {key!r}: {answer['failure']}; see its log."
+            )
         return answer["value"]
 
     @cached_property
     def notes(self) -> dict[str, Any]:
-        """Values that other modules keep for this round of the job, by names of their own. They go with the coordinator."""
+        """Values that other modules keep for this round of the job, by names of their own.
+
+        They go with the coordinator.
+        """
         return {}
 
     def announce(self, key: str, value: Any) -> None:
-        """Set a value that every process of this round sees when it peeks at the key; it replaces an earlier value.
+        """Set a value that every process of this round sees when it peeks at the key.
 
-        It waits for no process. If the store is silent, because the process that holds it is stopped, it gives up after 5 seconds.
+        It replaces an earlier value.
+
+        It waits for no process. If the store is silent, because the process that holds it is
+        stopped, it gives up after 5 seconds.
 
         Args:
             key: the name of the value.
@@ -197,7 +238,9 @@ class Coordinator(ABC):
         self._set(f"{_PREFIX}{self.run_id}/announce/{key}", encode(value))
 
     def peek(self, key: str) -> Any:
-        """The value last announced under a key, by any process, or None. Waits no longer than `announce`.
+        """The value last announced under a key, by any process, or None.
+
+        Waits no longer than `announce`.
 
         Raises:
             CoordinationError: the store is gone, or silent.
@@ -205,8 +248,12 @@ class Coordinator(ABC):
         value = self._get(f"{_PREFIX}{self.run_id}/announce/{key}")
         return None if value is None else decode(value)
 
-    def listen(self, key: str, processes: Sequence[int], *, timeout: float | None = None) -> list[Any]:
-        """The values that some processes have announced under `<key>/<process>`, in their order. Blocks until all are there.
+    def listen(
+        self, key: str, processes: Sequence[int], *, timeout: float | None = None
+    ) -> list[Any]:
+        """The values that some processes have announced under `<key>/<process>`, in their order.
+
+        Blocks until all are there.
 
         Args:
             key: the name of the values.
@@ -216,10 +263,14 @@ class Coordinator(ABC):
         Raises:
             CoordinationError: not all of them announced a value in time; names the missing ones.
         """
-        return self._run(listen(f"{self.run_id}/announce/{key}", self.world.process, processes), timeout)
+        return self._run(
+            listen(f"{self.run_id}/announce/{key}", self.world.process, processes), timeout
+        )
 
     def meet(self, key: str, *, timeout: float, check: Callable[[], None]) -> str:
-        """A new id, the same on all processes that meet. Blocks until all have called it; earlier calls that have ended do not count.
+        """A new id, the same on all processes that meet.
+
+        Blocks until all have called it; earlier calls that have ended do not count.
 
         Args:
             key: the name of the meeting; it may be used again.
@@ -232,7 +283,9 @@ class Coordinator(ABC):
         process, processes = self.world.process, self.world.processes
         under = f"{self.run_id}/meet/{key}/"
         if process:
-            return self._run(join(process, encode(None), secrets.token_hex(8)), timeout, under=under, check=check)[0]
+            return self._run(
+                join(process, encode(None), secrets.token_hex(8)), timeout, under=under, check=check
+            )[0]
         met = secrets.token_hex(4)
         self._run(lead(processes, encode(None), met), timeout, under=under, check=check)
         return met
@@ -241,7 +294,8 @@ class Coordinator(ABC):
     def _set(self, key: str, value: bytes) -> None:
         """Set a key to a value (ASCII), whether it exists or not.
 
-        All processes see the value soon, and see the values that this process sets in the order of the calls.
+        All processes see the value soon, and see the values that this process sets in the order of
+        the calls.
         """
 
     @abstractmethod
@@ -249,10 +303,20 @@ class Coordinator(ABC):
         """The value of a key; None, at once, if the key is missing."""
 
     def _question(self, kind: str, key: str) -> str:
-        """The key of the current question; after its answer, the next question of the same name gets a new key."""
+        """The key of the current question.
+
+        After its answer, the next question of the same name gets a new key.
+        """
         return f"{self.run_id}/{kind}/{key}#{self._asked[kind, key]}"
 
-    def _run(self, steps: Steps[T], timeout: float | None, *, under: str = "", check: Callable[[], None] = lambda: None) -> T:
+    def _run(
+        self,
+        steps: Steps[T],
+        timeout: float | None,
+        *,
+        under: str = "",
+        check: Callable[[], None] = lambda: None,
+    ) -> T:
         """Execute the operations of an agreement until it ends or the time is up.
 
         Args:
@@ -273,9 +337,14 @@ class Coordinator(ABC):
                 return answer
             result = None
             if isinstance(step, Get):
-                result = self._until(deadline - time.monotonic(), partial(self._get, _PREFIX + under + step.key))
+                result = self._until(
+                    deadline - time.monotonic(), partial(self._get, _PREFIX + under + step.key)
+                )
             elif isinstance(step, Set):
-                self._until(deadline - time.monotonic(), partial(self._set, _PREFIX + under + step.key, step.value))
+                self._until(
+                    deadline - time.monotonic(),
+                    partial(self._set, _PREFIX + under + step.key, step.value),
+                )
             elif isinstance(step, Report):
                 notice.write(step.missing)
             elif (left := deadline - time.monotonic()) <= 0:
@@ -305,7 +374,8 @@ def coordinator_of(coordinator: Coordinator | None, seconds: float) -> Coordinat
 
     Args:
         coordinator: the argument of the call.
-        seconds: the time limit of the call: if the processes have not agreed yet, it waits no longer for the others.
+        seconds: the time limit of the call: if the processes have not agreed yet, it waits no
+            longer for the others.
 
     Raises:
         CoordinationError: as `Coordinator.current` does.
@@ -323,8 +393,9 @@ def check_coordinator(coordinator: object) -> None:
         return
     kind = coordinator.__name__ if isinstance(coordinator, type) else type(coordinator).__name__
     raise OptionError(
-        f"coordinator=…: {'the class' if isinstance(coordinator, type) else 'a'} {kind} is not a coordinator; give an instance of "
-        f"shardckpt.Coordinator, such as Coordinator.current(), or nothing."
+        f"coordinator=…: {'the class' if isinstance(coordinator, type) else 'a'} {kind} is not a "
+        "coordinator; give an instance of shardckpt.Coordinator, such as Coordinator.current(), "
+        "or nothing."
     )
 
 
@@ -334,10 +405,13 @@ class SingleProcess(Coordinator):
         if rank == 0:
             shardckpt.save("run/final", state, coordinator=shardckpt.SingleProcess())
 
-    The state must be complete in this process: a tensor of which other processes hold shards is an error.
+    The state must be complete in this process: a tensor of which other processes hold shards is an
+    error.
     """
 
-    def __init__(self, *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600) -> None:
+    def __init__(
+        self, *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600
+    ) -> None:
         """Create a run id; there is no other process to wait for.
 
         Args:
@@ -375,7 +449,9 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _current(devices: Mapping[str, Iterable[int]] | None, timeout: float, joining: float) -> Coordinator:
+def _current(
+    devices: Mapping[str, Iterable[int]] | None, timeout: float, joining: float
+) -> Coordinator:
     """The coordinator of this round of the job; see `Coordinator.current`.
 
     Args:
@@ -388,7 +464,8 @@ def _current(devices: Mapping[str, Iterable[int]] | None, timeout: float, joinin
     lock = _lock
     if not lock.acquire(timeout=joining):
         raise CoordinationError(
-            f"another thread of this process has waited {joining:g} s for the other processes of the job. {ALL_MUST_CALL}"
+            f"another thread of this process has waited {joining:g} s for the other processes of "
+            f"the job. {ALL_MUST_CALL}"
         )
     try:
         kind = _kind()
@@ -398,8 +475,9 @@ def _current(devices: Mapping[str, Iterable[int]] | None, timeout: float, joinin
             _round = _Round(made, os.getpid(), given)
         elif devices is not None and given != _round.given:
             raise OptionError(
-                f"this process owns the devices {_round.given or 'that its frameworks show'}, as agreed when the job started, and "
-                f"not {given}; give devices= with the first call that coordinates."
+                f"this process owns the devices {_round.given or 'that its frameworks show'}, as "
+                f"agreed when the job started, and not {given}; give devices= with the first call "
+                "that coordinates."
             )
         return _round.coordinator
     finally:
@@ -413,8 +491,9 @@ def _is_current(agreed: _Round) -> bool:
     if agreed.coordinator.is_current and forked:
         world = agreed.coordinator.world
         raise CoordinationError(
-            f"this process was forked from process {world.process} of a job of {world.processes} and is none of them; save and restore "
-            f"in process {world.process} itself, or pass coordinator=shardckpt.SingleProcess() for a checkpoint of this process alone."
+            f"this process was forked from process {world.process} of a job of {world.processes} "
+            f"and is none of them; save and restore in process {world.process} itself, or pass "
+            "coordinator=shardckpt.SingleProcess() for a checkpoint of this process alone."
         )
     return agreed.coordinator.is_current
 
@@ -439,13 +518,15 @@ def _kind() -> type[TorchStore | JaxClient | SingleProcess]:
             from shardckpt.frameworks.coordination.jax_client import JaxClient
 
             stores.append((global_state.num_processes, JaxClient))
-    # Scripts often make a process group of one: if another store knows of more processes, it is the job's.
+    # Scripts often make a process group of one: if another store knows of more processes, it is the
+    # job's.
     processes, kind = next((f for f in stores if f[0] > 1), (stores or [(1, SingleProcess)])[0])
     others = _others() if processes == 1 else None
     if others:
         raise CoordinationError(
-            f"{others} and has no store in which they could meet; call torch.distributed.init_process_group (with torch_xla: "
-            f"'gloo', init_method='xla://') or jax.distributed.initialize first."
+            f"{others} and has no store in which they could meet; call "
+            "torch.distributed.init_process_group (with torch_xla: 'gloo', init_method='xla://') "
+            "or jax.distributed.initialize first."
         )
     return kind
 

@@ -1,9 +1,10 @@
 """Calls of a store that may never return: they run on a separate thread, and callers wait for a few seconds only.
 
-The clients of torch.distributed and jax.distributed block in C++ while the process that holds the store is stopped, whatever their
-timeouts are. One daemon thread makes the calls, one after another. A caller waits for its answer for `ANSWER_SECONDS`. While a call
-that was given up has not returned, further calls are refused at once. When it returns, because the holder continues or has ended,
-calls are made again.
+The clients of torch.distributed and jax.distributed block in C++ while the process that holds the
+store is stopped, whatever their timeouts are. One daemon thread makes the calls, one after another.
+A caller waits for its answer for `ANSWER_SECONDS`. While a call that was given up has not returned,
+further calls are refused at once. When it returns, because the holder continues or has ended, calls
+are made again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ANSWER_SECONDS = 5.0
-"""Seconds to wait for an answer. A store answers within a millisecond, and within a second when thousands of processes ask at once."""
+"""Seconds to wait for an answer. A store answers within a millisecond, and within a second when
+thousands of processes ask at once."""
 
 _Answer: TypeAlias = "SimpleQueue[tuple[Any, BaseException | None]]"
 _Calls: TypeAlias = "SimpleQueue[tuple[Callable[[], Any], _Answer] | None]"
@@ -49,11 +51,14 @@ class StoreCalls:
         self._calls: _Calls = SimpleQueue()
         self._unanswered: _Answer | None = None
         try:
-            threading.Thread(target=_make, args=(self._calls,), name="shardckpt-store", daemon=True).start()
+            threading.Thread(
+                target=_make, args=(self._calls,), name="shardckpt-store", daemon=True
+            ).start()
         except RuntimeError as e:
             raise CoordinationError(
-                f"{store} cannot be asked: Python starts no thread for it ({e}); allow this process more threads (ulimit -u, the "
-                f"container's limit of pids), and coordinate before the program ends."
+                f"{store} cannot be asked: Python starts no thread for it ({e}); allow this "
+                "process more threads (ulimit -u, the container's limit of pids), and coordinate "
+                "before the program ends."
             ) from e
         finalize(self, self._calls.put, None).atexit = False
 
@@ -61,13 +66,15 @@ class StoreCalls:
         """Make a call and return its result.
 
         Raises:
-            SilentStoreError: no answer within `ANSWER_SECONDS`, or the answer to an earlier call is still missing.
+            SilentStoreError: no answer within `ANSWER_SECONDS`, or the answer to an earlier call is
+                still missing.
             CoordinationError: this process was forked from the one that uses the store.
             BaseException: any exception of the call.
         """
         if os.getpid() != self._process:
             raise CoordinationError(
-                f"this process was forked from one that uses {self._store}, and cannot use it; save and restore in that process."
+                f"this process was forked from one that uses {self._store}, and cannot use it; "
+                "save and restore in that process."
             )
         if self._unanswered is not None and self._unanswered.empty():
             raise self._silent("has not answered an earlier question yet")
@@ -84,8 +91,8 @@ class StoreCalls:
 
     def _silent(self, what: str) -> SilentStoreError:
         return SilentStoreError(
-            f"{self._store} {what}; process 0 (or the launcher), which holds it, is stopped or cannot be reached: see whether it runs, "
-            f"or start the job again."
+            f"{self._store} {what}; process 0 (or the launcher), which holds it, is stopped or "
+            "cannot be reached: see whether it runs, or start the job again."
         )
 
 

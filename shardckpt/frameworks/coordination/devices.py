@@ -1,7 +1,8 @@
 """The owner of each device, and the processes that share cores: what each process reports at the start of a job, and the results.
 
-Devices that are numbered across the complete job belong to the one process that has them. Where every process has a framework's
-devices for itself, the same numbers occur in every process, so these devices are in no common map.
+Devices that are numbered across the complete job belong to the one process that has them. Where
+every process has a framework's devices for itself, the same numbers occur in every process, so
+these devices are in no common map.
 """
 
 from __future__ import annotations
@@ -31,17 +32,27 @@ def given_devices(devices: Mapping[str, Iterable[int]] | None) -> dict[str, list
     checked = {}
     for framework, given in ({} if devices is None else devices).items():
         if framework not in _FRAMEWORKS:
-            raise OptionError(f"devices= names the framework {framework!r}; it is one of {', '.join(_FRAMEWORKS)}.")
+            raise OptionError(
+                f"devices= names the framework {framework!r}; it is one of "
+                f"{', '.join(_FRAMEWORKS)}."
+            )
         ids = list(given)
-        wrong = [i for i in ids if not isinstance(i, int | np.integer) or isinstance(i, bool) or i < 0]
+        wrong = [
+            i for i in ids if not isinstance(i, int | np.integer) or isinstance(i, bool) or i < 0
+        ]
         if wrong:
-            raise OptionError(f"devices= gives {wrong[0]!r} for {framework}; device ids are whole numbers from 0.")
+            raise OptionError(
+                f"devices= gives {wrong[0]!r} for {framework}; device ids are whole numbers from 0."
+            )
         checked[framework] = sorted({int(i) for i in ids})
     return checked
 
 
 def found_devices() -> dict[str, list[int]]:
-    """The devices of this process in the frameworks that the program uses. The query sets up no framework."""
+    """The devices of this process in the frameworks that the program uses.
+
+    The query sets up no framework.
+    """
     ids = {}
     if "jax" in sys.modules:
         import jax
@@ -55,15 +66,19 @@ def found_devices() -> dict[str, list[int]]:
         from torch_xla import _XLAC
 
         if xr.is_spmd():
-            ids["torch_xla"] = sorted(int(d.rpartition(":")[2]) for d in _XLAC._xla_get_runtime_devices())
+            ids["torch_xla"] = sorted(
+                int(d.rpartition(":")[2]) for d in _XLAC._xla_get_runtime_devices()
+            )
     return ids
 
 
-def owners(given: Sequence[Mapping[str, Any]], local: Sequence[Mapping[str, Any]]) -> dict[str, DeviceOwners]:
+def owners(
+    given: Sequence[Mapping[str, Any]], local: Sequence[Mapping[str, Any]]
+) -> dict[str, DeviceOwners]:
     """The process of every device, for frameworks whose devices are numbered across the job.
 
-    These are the frameworks for which a caller has given devices, and the frameworks for which all processes have found devices
-    and no device was found twice.
+    These are the frameworks for which a caller has given devices, and the frameworks for which all
+    processes have found devices and no device was found twice.
 
     Args:
         given: for each process, the device ids by framework that its caller gave.
@@ -88,8 +103,9 @@ def owners(given: Sequence[Mapping[str, Any]], local: Sequence[Mapping[str, Any]
         elif any(is_given):
             at = double[0]
             raise OptionError(
-                f"{framework} device {device[at]} is owned by process {process[at]} and by process {process[at + 1]}, according to "
-                f"devices= and the processes; give every process devices={{'{framework}': …}} with ids that no other has."
+                f"{framework} device {device[at]} is owned by process {process[at]} and by "
+                f"process {process[at + 1]}, according to devices= and the processes; give every "
+                f"process devices={{'{framework}': …}} with ids that no other has."
             )
     return whole
 

@@ -1,11 +1,13 @@
 """Coordinator on the key-value store of jax.distributed's coordination service.
 
-JAX has no public interface to it: `jax.distributed` only says whether it exists. The client comes from the same place from which
-JAX's own checkpoint and multi-host code gets it.
+JAX has no public interface to it: `jax.distributed` only says whether it exists. The client comes
+from the same place from which JAX's own checkpoint and multi-host code gets it.
 
-If process 0, which holds the service, is stopped, JAX itself ends the other processes (SIGABRT, "Terminating process because the
-JAX distributed service detected fatal errors") after `jax.distributed.initialize(heartbeat_timeout_seconds=…)`, 100 by default.
-This module cannot prevent that. Saves that must raise an error of their own before that need a smaller `commit_timeout`.
+If process 0, which holds the service, is stopped, JAX itself ends the other processes (SIGABRT,
+"Terminating process because the JAX distributed service detected fatal errors") after
+`jax.distributed.initialize(heartbeat_timeout_seconds=…)`, 100 by default. This module cannot
+prevent that. Saves that must raise an error of their own before that need a smaller
+`commit_timeout`.
 """
 
 from __future__ import annotations
@@ -26,12 +28,16 @@ if TYPE_CHECKING:
 class JaxClient(Coordinator):
     """The coordinator of a jax.distributed job, with the process numbers of `jax.distributed.initialize`."""
 
-    def __init__(self, *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600) -> None:
+    def __init__(
+        self, *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600
+    ) -> None:
         """Agree with the other processes; see `Coordinator`."""
         self._client = global_state.client
         self._calls = StoreCalls("jax.distributed's coordination service")
         # Not jax.process_index(), which would set up backends.
-        super().__init__(global_state.process_id, global_state.num_processes, devices=devices, timeout=timeout)
+        super().__init__(
+            global_state.process_id, global_state.num_processes, devices=devices, timeout=timeout
+        )
 
     @property
     def is_current(self) -> bool:
@@ -40,7 +46,9 @@ class JaxClient(Coordinator):
 
     def _set(self, key: str, value: bytes) -> None:
         try:
-            self._calls.make(lambda: self._client.key_value_set(key, value.decode("ascii"), allow_overwrite=True))
+            self._calls.make(
+                lambda: self._client.key_value_set(key, value.decode("ascii"), allow_overwrite=True)
+            )
         except JaxRuntimeError as error:
             raise _is_gone(error) from error
 
@@ -57,6 +65,6 @@ class JaxClient(Coordinator):
 def _is_gone(error: Exception) -> CoordinationError:
     reason = str(error).partition("\n")[0]
     return CoordinationError(
-        f"jax.distributed's coordination service does not answer ({reason}); process 0, which holds it, has ended: start the job "
-        f"again, and end it on all processes at the same point."
+        f"jax.distributed's coordination service does not answer ({reason}); process 0, which "
+        "holds it, has ended: start the job again, and end it on all processes at the same point."
     )

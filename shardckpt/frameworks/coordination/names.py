@@ -1,8 +1,9 @@
 """Agreement of the processes of a job on the names of a checkpoint that none of them takes.
 
-A pipeline stage, or a process without a shard of some parameter, takes a part of the names. A name is unexpected only if no process takes
-it. Each process sends one bit per stored name. If their names differ (a `train_state` names an optimizer's state by its own
-parameters), they send the names.
+A pipeline stage, or a process without a shard of some parameter, takes a part of the names. A name
+is unexpected only if no process takes it. Each process sends one bit per stored name. If their
+names differ (a `train_state` names an optimizer's state by its own parameters), they send the
+names.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ _KEY = "restored names"
 
 
 class Agreement:
-    """One agreement; a process that leaves the block without a call has failed, and the others do not wait for it."""
+    """One agreement.
+
+    A process that leaves the block without a call has failed, and the others do not wait for it.
+    """
 
     def __init__(self, coordinator: Coordinator) -> None:
         """Nothing is sent before the call."""
@@ -72,8 +76,16 @@ class Agreement:
         """The agreement itself."""
         return self
 
-    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None) -> None:
-        """Tell the others if this process leaves the block without a call; its own error stays the one that is raised, at once."""
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        """Tell the others if this process leaves the block without a call.
+
+        Its own error stays the one that is raised, at once.
+        """
         if self._open:
             self._open = False
             with suppress(*(() if error is None else (CoordinationError,))):

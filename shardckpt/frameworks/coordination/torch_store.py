@@ -1,4 +1,7 @@
-"""Coordinator on the store that torch.distributed was set up with, for any backend; torch_xla's rendezvous has such a store, too."""
+"""Coordinator on the store that torch.distributed was set up with, for any backend.
+
+Torch_xla's rendezvous has such a store, too.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,12 @@ T = TypeVar("T")
 class TorchStore(Coordinator):
     """The coordinator of a torch.distributed job, whose processes are the ranks of the default group."""
 
-    def __init__(self, *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600) -> None:
+    def __init__(
+        self, *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600
+    ) -> None:
         """Agree with the other ranks; see `Coordinator`."""
-        # Neither the group nor its store is kept alive: both end when the program destroys the group.
+        # Neither the group nor its store is kept alive: both end when the program destroys the
+        # group.
         self._group = weakref.ref(dist.group.WORLD)
         self._calls = StoreCalls("torch.distributed's store")
         store = _get_default_store()
@@ -40,32 +46,42 @@ class TorchStore(Coordinator):
         self._ask(lambda store: store.set(key, value.decode("ascii")))
 
     def _get(self, key: str) -> bytes | None:
-        # `get` waits for a missing key, up to the group's timeout; `check` does not, and shardckpt never deletes its keys.
+        # `get` waits for a missing key, up to the group's timeout; `check` does not, and shardckpt
+        # never deletes its keys.
         return self._ask(lambda store: bytes(store.get(key)) if store.check([key]) else None)
 
     def _ask(self, question: Callable[[Any], T]) -> T:
         store = self._store()
         if store is None:
-            raise CoordinationError("the torch.distributed process group of this run was destroyed; call Coordinator.current() again.")
+            raise CoordinationError(
+                "the torch.distributed process group of this run was destroyed; call "
+                "Coordinator.current() again."
+            )
         try:
             return self._calls.make(lambda: question(store))
         except RuntimeError as error:  # torch's DistError is a RuntimeError
             raise CoordinationError(
-                f"torch.distributed's store does not answer ({_first_line(error)}); the process that holds it has ended, or was never "
-                f"there: start the job again, and end it on all processes at the same point."
+                f"torch.distributed's store does not answer ({_first_line(error)}); the process "
+                "that holds it has ended, or was never there: start the job again, and end it on "
+                "all processes at the same point."
             ) from error
 
 
 def _own_connection(store: Any) -> Callable[[], Any]:
     """Getter of a separate client of the store, or of the store itself as long as it lives.
 
-    A client does one operation at a time: through the program's own client, our operation would wait behind a blocking one of
-    another thread. Unlike the store itself on process 0, a separate client keeps no server alive; a server that outlives its
-    group answers the next group at the same address with addresses of dead processes.
+    A client does one operation at a time: through the program's own client, our operation would
+    wait behind a blocking one of another thread. Unlike the store itself on process 0, a separate
+    client keeps no server alive; a server that outlives its group answers the next group at the
+    same address with addresses of dead processes.
     """
     try:
         client = store.clone()
-    except (AttributeError, RuntimeError, NotImplementedError):  # older torch, or a store written in Python
+    except (
+        AttributeError,
+        RuntimeError,
+        NotImplementedError,
+    ):  # older torch, or a store written in Python
         return weakref.ref(store)
     return lambda: client
 

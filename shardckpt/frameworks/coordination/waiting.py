@@ -12,14 +12,17 @@ if TYPE_CHECKING:
 NOTICE_SECONDS = 30.0
 """Seconds of waiting after which the log names the processes that are missing."""
 ALL_MUST_CALL = (
-    "All processes of the job must make the same calls of shardckpt; a process that saves or restores by itself passes "
-    "coordinator=shardckpt.SingleProcess()."
+    "All processes of the job must make the same calls of shardckpt; a process that saves or "
+    "restores by itself passes coordinator=shardckpt.SingleProcess()."
 )
 _log = logging.getLogger("shardckpt")
 
 
 class WaitNotice:
-    """The log message of one wait for other processes. It appears once, when the wait takes long."""
+    """The log message of one wait for other processes.
+
+    It appears once, when the wait takes long.
+    """
 
     def __init__(self, where: str = "") -> None:
         """The wait begins now.
@@ -45,4 +48,10 @@ class WaitNotice:
     def write(self, missing: str) -> None:
         """Log the message."""
         seconds = time.monotonic() - self._began
-        _log.warning("%sthis process has waited %.0f s for %s, and still waits. %s", self._prefix, seconds, missing, ALL_MUST_CALL)
+        _log.warning(
+            "%sthis process has waited %.0f s for %s, and still waits. %s",
+            self._prefix,
+            seconds,
+            missing,
+            ALL_MUST_CALL,
+        )

@@ -1,8 +1,8 @@
 """Transfer of bytes between processes through the framework that connects them.
 
-There is one module per framework, imported if the job's coordinator is of that framework: a program without torch or JAX
-imports neither. Only `cooperative` uses this package, for restores that request it; nothing else in shardckpt sends tensors
-between processes.
+There is one module per framework, imported if the job's coordinator is of that framework: a program
+without torch or JAX imports neither. Only `cooperative` uses this package, for restores that
+request it; nothing else in shardckpt sends tensors between processes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ class Interconnect(Protocol):
     def bandwidth(self) -> float:
         """Typical bytes per second that arrive at a process."""
 
-    def all_gather(self, members: Sequence[int], process: int, parts: Sequence[NDArray[np.uint8]]) -> None:
-        """Send every member's part to all members. A collective of the members: all call it at the same point.
+    def all_gather(
+        self, members: Sequence[int], process: int, parts: Sequence[NDArray[np.uint8]]
+    ) -> None:
+        """Send every member's part to all members.
+
+        A collective of the members: all call it at the same point.
 
         Args:
             members: the numbers of the members, ascending.
             process: the number of this process, which is a member.
-            parts: contiguous arrays, one per member: this process's is sent, the others are filled. Sizes are the same on all
-                members, and may be zero.
+            parts: contiguous arrays, one per member: this process's is sent, the others are filled.
+                Sizes are the same on all members, and may be zero.
 
         Raises:
             CoordinationError: a member is gone.
@@ -53,4 +57,7 @@ def interconnect_of(coordinator: Coordinator) -> Interconnect | str:
             from shardckpt.frameworks.interconnect import jax
 
             return jax.connect(coordinator)
-    return f"a {kind.__name__} brings no interconnect that sends tensors; torch.distributed and jax.distributed do"
+    return (
+        f"a {kind.__name__} brings no interconnect that sends tensors; torch.distributed and "
+        "jax.distributed do"
+    )

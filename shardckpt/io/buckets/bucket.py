@@ -1,10 +1,12 @@
 """Requests about the objects of a bucket: reads into given memory, conditional writes, deletions, listings and copies.
 
-`open_bucket` returns the client of the bucket's service. Each of its methods waits for the rate limit, makes
-one request, and repeats it by the rule of `Retry`. Bytes go from the caller's buffers to the connection and back, without a copy of
-the object. (TensorStore copies each value that it writes or reads.) Requests run on the thread that calls; many threads may call.
+`open_bucket` returns the client of the bucket's service. Each of its methods waits for the rate
+limit, makes one request, and repeats it by the rule of `Retry`. Bytes go from the caller's buffers
+to the connection and back, without a copy of the object. (TensorStore copies each value that it
+writes or reads.) Requests run on the thread that calls; many threads may call.
 
-A *generation* is the version of an object: a number on Cloud Storage, an ETag on S3 and Azure, and `ABSENT` where there is no object.
+A *generation* is the version of an object: a number on Cloud Storage, an ETag on S3 and Azure, and
+`ABSENT` where there is no object.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ if TYPE_CHECKING:
 ABSENT = b"0"
 """The generation of an object that does not exist."""
 PIECE = 1 << 20
-"""Bytes that are handed to a connection, or taken from it, at a time; the timeout restarts with each piece. Smaller pieces cost more
-processor time, because threads wait for the interpreter lock after each; urllib3 copies what it takes, so larger ones need memory."""
+"""Bytes that are handed to a connection, or taken from it, at a time; the timeout restarts with
+each piece. Smaller pieces cost more processor time, because threads wait for the interpreter lock
+after each; urllib3 copies what it takes, so larger ones need memory."""
 _LONGEST = 1024
 """Most bytes of an object's name, on both services."""
 _CONTROL = re.compile(r"[\r\n]")
@@ -103,8 +106,12 @@ class Bucket(ABC):
         """Make requests about the objects of the bucket of that name."""
         self.name = name
 
-    def read(self, name: str, start: int = 0, stop: int | None = None, share: RequestShare = ALONE) -> tuple[bytes | None, bytes]:
-        """Bytes `start` to `stop` of an object, or to its end; None if it does not exist; and its generation.
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, share: RequestShare = ALONE
+    ) -> tuple[bytes | None, bytes]:
+        """Bytes `start` to `stop` of an object, or to its end.
+
+        None if it does not exist; and its generation.
 
         Raises:
             EOFError: the object ends before `stop`.
@@ -126,7 +133,9 @@ class Bucket(ABC):
             return None if size is None else b"", generation
         return self._call("read", once, share)
 
-    def read_into(self, name: str, start: int, into: Sequence[memoryview], share: RequestShare = ALONE) -> bytes:
+    def read_into(
+        self, name: str, start: int, into: Sequence[memoryview], share: RequestShare = ALONE
+    ) -> bytes:
         """Fill buffers, one after another, with the bytes of an object from `start` on.
 
         Returns:
@@ -167,12 +176,14 @@ class Bucket(ABC):
         Args:
             name: its name.
             parts: its bytes; they are read again if the request is repeated.
-            generation: write only if the object has this generation now; None: replace whatever is there.
+            generation: write only if the object has this generation now; None: replace whatever is
+                there.
             share: this process's share of the request rate.
             retry: another thread may give up with it.
 
         Returns:
-            The new generation; b"" if the object has another one than `generation`, perhaps by an earlier try of this call.
+            The new generation; b"" if the object has another one than `generation`, perhaps by an
+            earlier try of this call.
 
         Raises:
             OSError: the service failed or refused, or the bucket does not exist.
@@ -190,8 +201,9 @@ class Bucket(ABC):
             make: makes the object's bytes; never the same twice.
 
         Returns:
-            Whether this created it; False if an object exists, maybe from an earlier try whose response was lost. None, without a
-            request, where generations never recur: `write` does the same there.
+            Whether this created it; False if an object exists, maybe from an earlier try whose
+            response was lost. None, without a request, where generations never recur: `write` does
+            the same there.
 
         Raises:
             OSError: the service failed or refused.
@@ -205,10 +217,16 @@ class Bucket(ABC):
 
     @abstractmethod
     def delete_if(self, name: str, generation: bytes) -> bool:
-        """Delete an object if it has this generation; whether this call did. False also where the service has no such deletion."""
+        """Delete an object if it has this generation; whether this call did.
+
+        False also where the service has no such deletion.
+        """
 
     def pages(self, prefix: str, delimiter: str = "") -> Iterator[Page]:
-        """The pages of a listing of the names that begin with `prefix`; there is at least one, maybe empty, if the bucket exists."""
+        """The pages of a listing of the names that begin with `prefix`.
+
+        There is at least one, maybe empty, if the bucket exists.
+        """
         token: str | None = None
         while True:
             page = self._call("read", lambda token=token: self._list(prefix, delimiter, token))  # type: ignore[misc]
@@ -218,7 +236,9 @@ class Bucket(ABC):
                 return
 
     def copy(self, name: str, target: Bucket, new: str) -> None:
-        """Copy an object within the service, and replace any object there; durable when this returns.
+        """Copy an object within the service, and replace any object there.
+
+        Durable when this returns.
 
         Raises:
             NotImplementedError: the service cannot copy.
@@ -226,7 +246,13 @@ class Bucket(ABC):
         """
         self._call("write", lambda: self._copy(name, target.name, new))
 
-    def _call(self, kind: Literal["read", "write"], once: Callable[[], T], share: RequestShare = ALONE, retry: Retry | None = None) -> T:
+    def _call(
+        self,
+        kind: Literal["read", "write"],
+        once: Callable[[], T],
+        share: RequestShare = ALONE,
+        retry: Retry | None = None,
+    ) -> T:
         cloud.wait_for_rate(kind, share)
         return (retry or Retry()).call(once, self.is_passing, self.service)
 
@@ -235,7 +261,8 @@ class Bucket(ABC):
     def service(self) -> str:
         """The service that requests go to, for messages."""
 
-    # Each makes one attempt at one request, and raises OSErrors: a `PassingError` if another attempt may succeed.
+    # Each makes one attempt at one request, and raises OSErrors: a `PassingError` if another
+    # attempt may succeed.
 
     @staticmethod
     @abstractmethod
@@ -250,7 +277,9 @@ class Bucket(ABC):
     def _stat(self, name: str) -> tuple[int | None, bytes]: ...
 
     @abstractmethod
-    def _put(self, name: str, parts: Sequence[memoryview], generation: bytes | None, retry: Retry) -> bytes: ...
+    def _put(
+        self, name: str, parts: Sequence[memoryview], generation: bytes | None, retry: Retry
+    ) -> bytes: ...
 
     @abstractmethod
     def _delete(self, name: str) -> None: ...
@@ -263,8 +292,15 @@ class Bucket(ABC):
 
 
 def range_header(start: int, stop: int | None) -> dict[str, str]:
-    """The header of a request for bytes `start` to `stop`, or to the end; none for a complete object."""
-    return {} if not start and stop is None else {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
+    """The header of a request for bytes `start` to `stop`, or to the end.
+
+    None for a complete object.
+    """
+    return (
+        {}
+        if not start and stop is None
+        else {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
+    )
 
 
 def pieces(parts: Sequence[memoryview], retry: Retry | None = None) -> Iterator[memoryview]:
@@ -283,7 +319,9 @@ def _fill(body: Body, into: Sequence[memoryview], start: int) -> None:
         if body.size < start + expected:
             raise EOFError(f"it has only {body.size} bytes")
         if body.nbytes != expected:
-            raise PassingError(f"the service sends {body.nbytes} bytes where {expected} were asked for")
+            raise PassingError(
+                f"the service sends {body.nbytes} bytes where {expected} were asked for"
+            )
         for rest in into:
             while len(rest):
                 got = body.readinto(rest[:PIECE])

@@ -1,8 +1,9 @@
 """Requests to Cloud Storage by its JSON API: urllib3 makes them, google-auth finds the credentials.
 
-1. An object of up to `_SMALL` bytes, or one with a condition, is uploaded together with its CRC32C (`uploadType=multipart`), so that
-   the service refuses damaged bytes and nothing is visible. A data file goes up as it is (`uploadType=media`), because nobody
-   refers to it yet. Its CRC32C goes in the header `x-goog-hash`, and is compared with the one in the response.
+1. An object of up to `_SMALL` bytes, or one with a condition, is uploaded together with its CRC32C
+   (`uploadType=multipart`), so that the service refuses damaged bytes and nothing is visible. A
+   data file goes up as it is (`uploadType=media`), because nobody refers to it yet. Its CRC32C goes
+   in the header `x-goog-hash`, and is compared with the one in the response.
 2. Ranges are read with `alt=media`. The response has the object's generation and its size.
 3. Preconditions are `ifGenerationMatch`; 0 means that there is no object.
 
@@ -45,14 +46,18 @@ _SMALL = 1 << 20
 _NEW_SECONDS = 60
 """Seconds in which an access token does not expire."""
 _LOOK_SECONDS = 300
-"""Seconds after which credentials that were not found are looked for again: the machine's own service may not have run yet."""
+"""Seconds after which credentials that were not found are looked for again: the machine's own
+service may not have run yet."""
 
 
 class GcsConnection:
     """Connections and credentials for one endpoint. Safe to use from several threads."""
 
     def __init__(self, endpoint: str | None, stalled: float) -> None:
-        """Connect to an endpoint (None: Google's) when the first request is made; give up a connection without traffic."""
+        """Connect to an endpoint (None: Google's) when the first request is made.
+
+        Give up a connection without traffic.
+        """
         self.service = endpoint or _SERVICE
         self.origin = origin_of(self.service)
         self._http = open_pool(self.service)
@@ -64,7 +69,8 @@ class GcsConnection:
         self._renewed = "", 0.0
         """The access token that was made because another one was refused, and the time."""
         self._stamp: object = None
-        """The stamp of the credentials that were found; a file that changes afterwards is read again."""
+        """The stamp of the credentials that were found; a file that changes afterwards is read
+        again."""
         self._looked = 0.0
 
     def once(
@@ -108,7 +114,9 @@ class GcsConnection:
         """Add the access token, if there are credentials."""
         with self._lock, _auth_errors():
             self._find_credentials()
-            if self._lacking is not None and (method != "GET" or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")):
+            if self._lacking is not None and (
+                method != "GET" or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+            ):
                 raise self._lacking
             if self._credentials is not None:
                 self._credentials.before_request(self._transport(), method, url, headers)
@@ -124,7 +132,9 @@ class GcsConnection:
         if self.service.startswith("http:"):  # an emulator: no credentials are sent
             return
         stamp = cloud.google_stamp()
-        if self._stamp == stamp and (self._lacking is None or time.monotonic() - self._looked < _LOOK_SECONDS):
+        if self._stamp == stamp and (
+            self._lacking is None or time.monotonic() - self._looked < _LOOK_SECONDS
+        ):
             return
         self._credentials = self._lacking = None
         try:
@@ -134,7 +144,10 @@ class GcsConnection:
         self._stamp, self._looked = stamp, time.monotonic()
 
     def _renew(self, used: str, refusal: OSError) -> None:
-        """Get a new access token, unless another thread has done so; raise `refusal` if the one that was used is new itself."""
+        """Get a new access token, unless another thread has done so.
+
+        Raise `refusal` if the one that was used is new itself.
+        """
         with self._lock, _auth_errors():
             token, at = self._renewed
             if used == token and time.monotonic() - at < _NEW_SECONDS:
@@ -172,14 +185,22 @@ class GcsBucket(Bucket):
 
     def delete_if(self, name: str, generation: bytes) -> bool:
         """Delete an object if it has this generation; whether this call did."""
-        status = self._call("write", lambda: self._delete(name, {"ifGenerationMatch": generation.decode()}))
+        status = self._call(
+            "write", lambda: self._delete(name, {"ifGenerationMatch": generation.decode()})
+        )
         return status not in (404, 412)
 
     def _url(self, name: str) -> str:
         return f"{self._objects}/{quote(name, safe='')}"
 
     def _get(self, name: str, start: int, stop: int | None) -> Body | None:
-        answer = self._http.once("GET", self._url(name), query={"alt": "media"}, headers=range_header(start, stop), stream=True)
+        answer = self._http.once(
+            "GET",
+            self._url(name),
+            query={"alt": "media"},
+            headers=range_header(start, stop),
+            stream=True,
+        )
         if answer.status == 404:
             return None
         if answer.status == 416:
@@ -195,7 +216,9 @@ class GcsBucket(Bucket):
         document = checked(answer)
         return int(document["size"]), document["generation"].encode()
 
-    def _put(self, name: str, parts: Sequence[memoryview], generation: bytes | None, retry: Retry) -> bytes:
+    def _put(
+        self, name: str, parts: Sequence[memoryview], generation: bytes | None, retry: Retry
+    ) -> bytes:
         checksum = crc32c_of(parts)
         nbytes = sum(map(len, parts))
         query: dict[str, object] = {"fields": "generation,crc32c,size"}
@@ -213,11 +236,20 @@ class GcsBucket(Bucket):
                 f"--{boundary}\r\nContent-Type: application/octet-stream\r\n\r\n"
             ).encode()
             tail = f"\r\n--{boundary}--\r\n".encode()
-            query |= {"uploadType": "multipart", **({} if generation is None else {"ifGenerationMatch": generation.decode()})}
+            query |= {
+                "uploadType": "multipart",
+                **({} if generation is None else {"ifGenerationMatch": generation.decode()}),
+            }
             headers["Content-Type"] = f"multipart/related; boundary={boundary}"
             framed = chain([head], pieces(parts, retry), [tail])
             nbytes += len(head) + len(tail)
-        answer = self._http.once("POST", self._uploads, query=query, headers={**headers, "Content-Length": str(nbytes)}, body=framed)
+        answer = self._http.once(
+            "POST",
+            self._uploads,
+            query=query,
+            headers={**headers, "Content-Length": str(nbytes)},
+            body=framed,
+        )
         if answer.status == 412:
             return b""
         if answer.status == 404:
@@ -225,7 +257,9 @@ class GcsBucket(Bucket):
         made = checked(answer)
         note_answer(self._objects)
         if made["crc32c"] != checksum:
-            raise PassingError(f"the service received bytes with CRC32C {made['crc32c']}, but {checksum} were sent")
+            raise PassingError(
+                f"the service received bytes with CRC32C {made['crc32c']}, but {checksum} were sent"
+            )
         return str(made["generation"]).encode()
 
     def _delete(self, name: str, query: Mapping[str, object] | None = None) -> int:  # type: ignore[override]
@@ -235,15 +269,28 @@ class GcsBucket(Bucket):
         return answer.status
 
     def _list(self, prefix: str, delimiter: str, token: str | None) -> Page:
-        options = {"prefix": prefix, "delimiter": delimiter, "pageToken": token, "maxResults": self.page}
+        options = {
+            "prefix": prefix,
+            "delimiter": delimiter,
+            "pageToken": token,
+            "maxResults": self.page,
+        }
         query = {key: value for key, value in options.items() if value}
-        answer = self._http.once("GET", self._objects, query={**query, "fields": "items(name,updated,size),prefixes,nextPageToken"})
+        answer = self._http.once(
+            "GET",
+            self._objects,
+            query={**query, "fields": "items(name,updated,size),prefixes,nextPageToken"},
+        )
         if answer.status == 404:
             raise NoBucketError(self._objects, refused(answer))
         page = checked(answer)
         note_answer(self._objects)
         objects = [
-            Listed(item["name"], dt.datetime.fromisoformat(item["updated"]).timestamp(), int(item["size"]))
+            Listed(
+                item["name"],
+                dt.datetime.fromisoformat(item["updated"]).timestamp(),
+                int(item["size"]),
+            )
             for item in page.get("items", ())
         ]
         return Page(objects, page.get("prefixes", []), page.get("nextPageToken") or None)
@@ -253,7 +300,13 @@ class GcsBucket(Bucket):
         target = f"{self._url(name)}/rewriteTo/b/{quote(bucket, safe='')}/o/{quote(new, safe='')}"
         query: dict[str, object] = {}
         while True:
-            answer = self._http.once("POST", target, query=query, headers={"Content-Type": "application/json"}, body=b"{}")
+            answer = self._http.once(
+                "POST",
+                target,
+                query=query,
+                headers={"Content-Type": "application/json"},
+                body=b"{}",
+            )
             if answer.status in cloud.UNKNOWN:
                 raise NotImplementedError(str(refused(answer)))
             state = checked(answer)
@@ -317,7 +370,11 @@ class _auth_errors:  # noqa: N801  (used as a function)
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         if isinstance(error, auth_errors.GoogleAuthError):
             passing = error.retryable or isinstance(error, auth_errors.TransportError)
-            raise (PassingError if passing else OSError)(f"{type(error).__name__}: {error}") from error
+            raise (PassingError if passing else OSError)(
+                f"{type(error).__name__}: {error}"
+            ) from error

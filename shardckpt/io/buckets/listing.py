@@ -1,9 +1,9 @@
 """Listings of the keys below a location: of an object store's pages, and of a directory on disk.
 
-On an object store a listing is paged, and most of a checkpoint's objects are data that no listing needs. So `children`
-asks for one level (a *delimited* listing): an attempt of a million chunks is one entry. `keys` and
-`pages` go through everything below a prefix, page by page, and are for locations with few objects or
-that are to be deleted.
+On an object store a listing is paged, and most of a checkpoint's objects are data that no listing
+needs. So `children` asks for one level (a *delimited* listing): an attempt of a million chunks is
+one entry. `keys` and `pages` go through everything below a prefix, page by page, and are for
+locations with few objects or that are to be deleted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
 
 PROBE = ".now-"
-"""Prefix of the names of the objects that `ages.storage_now` writes and deletes; one that is left behind has no meaning."""
+"""Prefix of the names of the objects that `ages.storage_now` writes and deletes; one that is left
+behind has no meaning."""
 
 
 def children(location: Location, prefix: str = "") -> list[str]:
@@ -37,7 +38,9 @@ def children(location: Location, prefix: str = "") -> list[str]:
 
 
 def keys(location: Location, prefix: str = "") -> Iterator[str]:
-    """All keys on an object store that start with `prefix`, in order; each page shows the keys at the time of its request.
+    """All keys on an object store that start with `prefix`, in order.
+
+    Each page shows the keys at the time of its request.
 
     Raises:
         StorageError: the storage failed or refused.
@@ -60,7 +63,11 @@ def directory(path: Path) -> list[str]:
     """A directory's entries, directories with a slash; empty if there is no directory."""
     try:
         with os.scandir(path) as entries:
-            return sorted(e.name + "/" if _is_directory(e) else e.name for e in entries if not files.is_transient(e.name))
+            return sorted(
+                e.name + "/" if _is_directory(e) else e.name
+                for e in entries
+                if not files.is_transient(e.name)
+            )
     except FileNotFoundError:
         return []
 

@@ -1,10 +1,13 @@
 """Server-side copies of objects: no bytes are downloaded or uploaded.
 
-1. Google Cloud Storage *rewrites* an object. Within one location and storage class that is immediate for any size. If
-   bytes must move, the service responds with a token, and the request is repeated until it is done.
-2. S3 *copies* an object of up to 5 GiB in one request. Our data files have at most 256 MiB, and no other object is larger.
+1. Google Cloud Storage *rewrites* an object. Within one location and storage class that is
+   immediate for any size. If bytes must move, the service responds with a token, and the request is
+   repeated until it is done.
+2. S3 *copies* an object of up to 5 GiB in one request. Our data files have at most 256 MiB, and no
+   other object is larger.
 
-Each request takes some milliseconds without work in this process, so several run at once, within the rate limit of writes.
+Each request takes some milliseconds without work in this process, so several run at once, within
+the rate limit of writes.
 """
 
 from __future__ import annotations
@@ -29,7 +32,10 @@ _LISTED = 1000
 
 def can_copy(source: Store, target: Store) -> bool:
     """Whether both places are in buckets of one service (maybe in different buckets)."""
-    return source.location.bucket is not None is not target.location.bucket and source.location.scheme == target.location.scheme
+    return (
+        source.location.bucket is not None is not target.location.bucket
+        and source.location.scheme == target.location.scheme
+    )
 
 
 def copy_objects(source: Store, target: Store, keys: Iterable[tuple[str, str]]) -> None:
@@ -65,4 +71,6 @@ def _copy(source: Store, target: Store, old: str, new: str) -> None:
         except NotImplementedError as e:
             cannot = e
     if cannot is not None:
-        raise NotImplementedError(f"{target}: the service cannot copy objects ({cannot})") from cannot
+        raise NotImplementedError(
+            f"{target}: the service cannot copy objects ({cannot})"
+        ) from cannot

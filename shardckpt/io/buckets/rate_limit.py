@@ -1,10 +1,12 @@
 """A rate limiter for requests that several processes share.
 
-1. Requests begin at least 1 / rate seconds apart, however long none was made before: unused capacity is not accumulated.
-   (TensorStore's own rate limiter accumulates 1,000 seconds' worth, and releases all of it when a save begins.)
-2. If several processes start at the same moment, as all hosts of a save do, each has a share of the rate and time slots
-   of its own: process i of n begins requests at i / n of each interval, by the system clock. So their first
-   requests are spread like all others, without communication; with clocks that differ they are spread too.
+1. Requests begin at least 1 / rate seconds apart, however long none was made before: unused
+   capacity is not accumulated. (TensorStore's own rate limiter accumulates 1,000 seconds' worth,
+   and releases all of it when a save begins.)
+2. If several processes start at the same moment, as all hosts of a save do, each has a share of the
+   rate and time slots of its own: process i of n begins requests at i / n of each interval, by the
+   system clock. So their first requests are spread like all others, without communication; with
+   clocks that differ they are spread too.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ ALONE = RequestShare(0, 1)
 
 
 class RateLimiter:
-    """A rate limiter that makes callers wait. Safe to use from several threads; they are served in the order of their calls."""
+    """A rate limiter that makes callers wait.
+
+    Safe to use from several threads; they are served in the order of their calls.
+    """
 
     def __init__(
         self,
@@ -64,6 +69,8 @@ class RateLimiter:
             self._next = mine + self._apart
             if self._first is not None:
                 mine = self._first + math.ceil((mine - self._first) / self._apart) * self._apart
-                self._next = mine + self._apart / 2  # half an interval before the next slot, safe against rounding
+                self._next = (
+                    mine + self._apart / 2
+                )  # half an interval before the next slot, safe against rounding
         if mine > now:
             self._sleep(mine - now)

@@ -1,15 +1,17 @@
 """Retries: how often, and for how long, a request to an object store is sent again.
 
-A request with a temporary failure is sent again, after growing pauses (`cloud.pauses`), until the pauses add up to
-`SHARDCKPT_RETRY_SECONDS`, or so much time (but at least `cloud.LEAST_STALLED`) has passed since the first attempt began. Each pause
-is shortened at random by up to half, so that requests that failed together do not return together. TensorStore retries its own few
-requests by a similar rule.
+A request with a temporary failure is sent again, after growing pauses (`cloud.pauses`), until the
+pauses add up to `SHARDCKPT_RETRY_SECONDS`, or so much time (but at least `cloud.LEAST_STALLED`) has
+passed since the first attempt began. Each pause is shortened at random by up to half, so that
+requests that failed together do not return together. TensorStore retries its own few requests by a
+similar rule.
 
-A service that has never answered this process is probably misspelt, or the machine is offline: if its name does not resolve, or it
-refuses connections, the request fails after `_FIRST_SECONDS`. Once a service has answered, such failures are retried like all others,
-because resolvers fail for a while and proxies restart. A bucket that the service does not know is an error at once, unless that bucket
-has answered this process before. If a retry begins more than `_SAY_SECONDS` after the first attempt, the log says so, once until the
-service answers again.
+A service that has never answered this process is probably misspelt, or the machine is offline: if
+its name does not resolve, or it refuses connections, the request fails after `_FIRST_SECONDS`. Once
+a service has answered, such failures are retried like all others, because resolvers fail for a
+while and proxies restart. A bucket that the service does not know is an error at once, unless that
+bucket has answered this process before. If a retry begins more than `_SAY_SECONDS` after the first
+attempt, the log says so, once until the service answers again.
 """
 
 from __future__ import annotations
@@ -109,10 +111,17 @@ class Retry:
                     raise OSError(f"{made + 1} attempts failed, the last one because {why}") from e
                 new = service not in _answered and _unreachable(e) is not None
                 if new and seconds + pause > _FIRST_SECONDS:
-                    raise OSError(f"{why}, and nothing there has answered this process before") from e
+                    raise OSError(
+                        f"{why}, and nothing there has answered this process before"
+                    ) from e
                 if seconds + pause > _SAY_SECONDS and service not in _failing:
                     _failing.add(service)
-                    log.warning("%s: %s; retrying for up to %.0f s", service, why, _FIRST_SECONDS if new else longest)
+                    log.warning(
+                        "%s: %s; retrying for up to %.0f s",
+                        service,
+                        why,
+                        _FIRST_SECONDS if new else longest,
+                    )
                 if self._given_up.wait(pause * random.uniform(0.5, 1)):  # noqa: S311  (to spread, not to hide)
                     raise OSError(f"retries were given up because {why}") from e
                 with _counting:
@@ -122,11 +131,15 @@ class Retry:
 
 def _reason(error: Exception) -> str:
     """The reason of a failure, in a user's words."""
-    return _unreachable(error) or (str(error) if isinstance(error, PassingError) else f"{type(error).__name__}: {error}")
+    return _unreachable(error) or (
+        str(error) if isinstance(error, PassingError) else f"{type(error).__name__}: {error}"
+    )
 
 
 def _unreachable(error: BaseException) -> str | None:
-    """The reason, if the error says that a name does not resolve or that connections are refused; None: it says neither.
+    """The reason, if the error says that a name does not resolve or that connections are refused.
+
+    None: it says neither.
 
     A resolver's temporary failure (EAI_AGAIN) does not count.
     """
@@ -139,7 +152,10 @@ def _unreachable(error: BaseException) -> str | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, the error that it was raised for, and so on; an error may be its own cause."""
+    """Yield an error, the error that it was raised for, and so on.
+
+    An error may be its own cause.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -149,5 +165,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def storage_retries() -> int:
     """Number of retries since this process began, TensorStore's included, for all object stores together."""
-    metrics = (metric for name in _COUNTS for metric in ts.experimental_collect_matching_metrics(name))
+    metrics = (
+        metric for name in _COUNTS for metric in ts.experimental_collect_matching_metrics(name)
+    )
     return _retries + sum(int(metric["values"][0]["value"]) for metric in metrics)

@@ -1,15 +1,17 @@
 """Requests to S3 and compatible services: botocore signs and makes them, on the thread that asks, with one attempt per request.
 
-Uploads have their CRC32C, so that the service refuses damaged bytes; one that does not know it gets none. Conditions are
-`If-Match` with the object's ETag, and `If-None-Match: *` where there must be no object.
+Uploads have their CRC32C, so that the service refuses damaged bytes; one that does not know it gets
+none. Conditions are `If-Match` with the object's ETag, and `If-None-Match: *` where there must be
+no object.
 
 S3 accepts `If-Match` on DeleteObject, too
-(https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-deletes.html). Some compatible services ignore
-the header and delete the object all the same. So each bucket is tested once per process: an object of our own is deleted with a
-condition that is false.
+(https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-deletes.html). Some compatible
+services ignore the header and delete the object all the same. So each bucket is tested once per
+process: an object of our own is deleted with a condition that is false.
 
-Keys in a file may be rotated by another program: each request goes by the file as it is now. A request that was refused because its
-keys had expired is sent again if the file has changed since (`_EXPIRED`).
+Keys in a file may be rotated by another program: each request goes by the file as it is now. A
+request that was refused because its keys had expired is sent again if the file has changed since
+(`_EXPIRED`).
 """
 
 from __future__ import annotations
@@ -39,10 +41,26 @@ if TYPE_CHECKING:
 
 _PASSING = {*cloud.PASSING, 409}
 """Statuses of temporary refusals; 409 is a conflict of two conditional writes."""
-_PASSING_CODES = {"RequestTimeout", "BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "SlowDown", "InternalError"}
+_PASSING_CODES = {
+    "RequestTimeout",
+    "BadDigest",
+    "XAmzContentChecksumMismatch",
+    "XAmzContentSHA256Mismatch",
+    "SlowDown",
+    "InternalError",
+}
 """Codes of temporary errors, some of which come with status 400."""
-_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "400", "403"}
-"""Error codes of keys that are valid no longer; the response to a HEAD request has no code but its status."""
+_EXPIRED = {
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "SignatureDoesNotMatch",
+    "400",
+    "403",
+}
+"""Error codes of keys that are valid no longer; the response to a HEAD request has no code but its
+status."""
 _KNOWS_NO_CHECKSUM = {"NotImplemented", "XNotImplemented", "InvalidArgument", "InvalidRequest"}
 """Error codes of services that do not know a header."""
 _CONNECTIONS = 64
@@ -78,7 +96,17 @@ class S3Bucket(Bucket):
         """Whether an error of an attempt is temporary."""
         if isinstance(error, RefusedError):
             return error.status in _PASSING or error.code in _PASSING_CODES
-        return isinstance(error, (PassingError, HTTPError, HTTPClientError, NoConnection, ResponseParserError, IncompleteReadError))
+        return isinstance(
+            error,
+            (
+                PassingError,
+                HTTPError,
+                HTTPClientError,
+                NoConnection,
+                ResponseParserError,
+                IncompleteReadError,
+            ),
+        )
 
     @property
     def service(self) -> str:
@@ -96,11 +124,19 @@ class S3Bucket(Bucket):
         return True
 
     def delete_if(self, name: str, generation: bytes) -> bool:
-        """Delete an object if it has this ETag; whether this call did. False also where the service ignores the condition."""
-        return self._honours_conditions(name.rpartition("/")[0]) and self._delete_if_match(name, generation.decode())
+        """Delete an object if it has this ETag; whether this call did.
+
+        False also where the service ignores the condition.
+        """
+        return self._honours_conditions(name.rpartition("/")[0]) and self._delete_if_match(
+            name, generation.decode()
+        )
 
     def _honours_conditions(self, folder: str) -> bool:
-        """Whether the service refuses a deletion whose condition is false; tested once per process, with an object in this folder."""
+        """Whether the service refuses a deletion whose condition is false.
+
+        Tested once per process, with an object in this folder.
+        """
         service = self.name, cloud.endpoint_of("s3")
         if service not in _honours:
             probe = f"{folder}/{PROBE}{secrets.token_hex(8)}".removeprefix("/")
@@ -134,10 +170,20 @@ class S3Bucket(Bucket):
                 raise EOFError("the object is shorter than that") from e
             raise
         body, nbytes = answer["Body"], int(answer["ContentLength"])
-        size = int(answer["ContentRange"].rpartition("/")[2]) if "ContentRange" in answer else nbytes
+        size = (
+            int(answer["ContentRange"].rpartition("/")[2]) if "ContentRange" in answer else nbytes
+        )
         stream = getattr(body, "_raw_stream", None)
-        if isinstance(stream, urllib3.HTTPResponse):  # botocore's own `readinto` copies what urllib3 has copied
-            return Body(reader_of(stream), lambda: close_response(stream), nbytes, size, answer["ETag"].encode())
+        if isinstance(
+            stream, urllib3.HTTPResponse
+        ):  # botocore's own `readinto` copies what urllib3 has copied
+            return Body(
+                reader_of(stream),
+                lambda: close_response(stream),
+                nbytes,
+                size,
+                answer["ETag"].encode(),
+            )
         return Body(body.readinto, body.close, nbytes, size, answer["ETag"].encode())
 
     def _stat(self, name: str) -> tuple[int | None, bytes]:
@@ -149,12 +195,22 @@ class S3Bucket(Bucket):
             return None, ABSENT
         return int(answer["ContentLength"]), answer["ETag"].encode()
 
-    def _put(self, name: str, parts: Sequence[memoryview], generation: bytes | None, retry: Retry) -> bytes:
-        condition = {} if generation is None else {"IfNoneMatch": "*"} if generation == ABSENT else {"IfMatch": generation.decode()}
+    def _put(
+        self, name: str, parts: Sequence[memoryview], generation: bytes | None, retry: Retry
+    ) -> bytes:
+        condition = (
+            {}
+            if generation is None
+            else {"IfNoneMatch": "*"}
+            if generation == ABSENT
+            else {"IfMatch": generation.decode()}
+        )
         endpoint = cloud.endpoint_of("s3")
         try:
             checksum = checksum_of(parts, "md5" if endpoint in _md5_only else "crc32c")
-            answer = self.once("put_object", name, Body=RequestBody(parts, retry), **checksum, **condition)
+            answer = self.once(
+                "put_object", name, Body=RequestBody(parts, retry), **checksum, **condition
+            )
         except RefusedError as e:
             if e.status == _CHANGED or (generation is not None and e.code == "NoSuchKey"):
                 return b""
@@ -173,12 +229,26 @@ class S3Bucket(Bucket):
         """https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html."""
         options = {"Prefix": prefix, "Delimiter": delimiter, "ContinuationToken": token}
         try:
-            page = self.once("list_objects_v2", None, MaxKeys=self.page, **{key: value for key, value in options.items() if value})
+            page = self.once(
+                "list_objects_v2",
+                None,
+                MaxKeys=self.page,
+                **{key: value for key, value in options.items() if value},
+            )
         except RefusedError as e:
-            raise (NoBucketError(f"{self.service}/{self.name}", e) if e.status == _MISSING else e) from e
-        objects = [Listed(item["Key"], item["LastModified"].timestamp(), item["Size"]) for item in page.get("Contents", ())]
+            raise (
+                NoBucketError(f"{self.service}/{self.name}", e) if e.status == _MISSING else e
+            ) from e
+        objects = [
+            Listed(item["Key"], item["LastModified"].timestamp(), item["Size"])
+            for item in page.get("Contents", ())
+        ]
         prefixes = [item["Prefix"] for item in page.get("CommonPrefixes", ())]
-        return Page(objects, prefixes, page.get("NextContinuationToken") if page.get("IsTruncated") else None)
+        return Page(
+            objects,
+            prefixes,
+            page.get("NextContinuationToken") if page.get("IsTruncated") else None,
+        )
 
     def _copy(self, name: str, bucket: str, new: str) -> None:
         """https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html."""
@@ -213,7 +283,9 @@ class S3Bucket(Bucket):
         """
 
         def once() -> dict[str, Any]:
-            return self.once(operation, name, **({} if body is None else {"Body": body()}), **parameters)
+            return self.once(
+                operation, name, **({} if body is None else {"Body": body()}), **parameters
+            )
 
         cloud.wait_for_rate(kind)
         return retry.call(once, self.is_passing, self.service)
@@ -221,12 +293,20 @@ class S3Bucket(Bucket):
     def once(self, operation: str, name: str | None, **parameters: Any) -> dict[str, Any]:
         """The response to one attempt at a request."""
         stamp = cloud.aws_stamp()
-        client = _client(cloud.endpoint_of("s3"), cloud.region_of_s3(), cloud.is_anonymous(), cloud.stalled_seconds(), stamp)
+        client = _client(
+            cloud.endpoint_of("s3"),
+            cloud.region_of_s3(),
+            cloud.is_anonymous(),
+            cloud.stalled_seconds(),
+            stamp,
+        )
         named = {} if name is None else {"Key": name}
         if cloud.requester_pays():
             named["RequestPayer"] = "requester"
         try:
-            answer: dict[str, Any] = getattr(client, operation)(Bucket=self.name, **named, **parameters)
+            answer: dict[str, Any] = getattr(client, operation)(
+                Bucket=self.name, **named, **parameters
+            )
         except ClientError as e:
             note_answer(self.service)
             refused = RefusedError(e)
@@ -290,8 +370,13 @@ class RequestBody:
 
 
 @lru_cache(maxsize=4)
-def _client(endpoint: str | None, region: str | None, anonymous: bool, stalled: float, _stamp: object) -> Any:
-    """A client for all threads. Credentials are found as AWS documents it; keys are read once for each stamp."""
+def _client(
+    endpoint: str | None, region: str | None, anonymous: bool, stalled: float, _stamp: object
+) -> Any:
+    """A client for all threads.
+
+    Credentials are found as AWS documents it; keys are read once for each stamp.
+    """
     from botocore import UNSIGNED
     from botocore.config import Config
     from botocore.session import Session as Botocore

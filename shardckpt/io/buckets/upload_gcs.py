@@ -1,15 +1,19 @@
 """Upload of a large object to Google Cloud Storage, as a resumable upload of its JSON API.
 
-1. A POST begins a session, with `ifGenerationMatch=0` if nothing may be replaced. The session's URI is the upload's id. Cloud Storage
-   keeps it for a week.
-2. Each part is a PUT of a range, one after the other. The response 308 says how many bytes the session has. After a failure the
-   session is queried (`Content-Range: bytes */*`), and only missing bytes are sent again.
-3. The last PUT has the object's size and the CRC32C of the complete object (`x-goog-hash`). If the CRC32C does not match,
-   nothing becomes visible. The metadata of the finished object is compared once more.
-4. The CRC32C is updated with each part. To resume elsewhere, `UploadState` has the CRC32C and the number of bytes that it covers.
-   Bytes after those that the session already has are added to the CRC32C, and not sent.
+1. A POST begins a session, with `ifGenerationMatch=0` if nothing may be replaced. The session's URI
+   is the upload's id. Cloud Storage keeps it for a week.
+2. Each part is a PUT of a range, one after the other. The response 308 says how many bytes the
+   session has. After a failure the session is queried (`Content-Range: bytes */*`), and only
+   missing bytes are sent again.
+3. The last PUT has the object's size and the CRC32C of the complete object (`x-goog-hash`). If the
+   CRC32C does not match, nothing becomes visible. The metadata of the finished object is compared
+   once more.
+4. The CRC32C is updated with each part. To resume elsewhere, `UploadState` has the CRC32C and the
+   number of bytes that it covers. Bytes after those that the session already has are added to the
+   CRC32C, and not sent.
 
-https://cloud.google.com/storage/docs/resumable-uploads, https://cloud.google.com/storage/docs/performing-resumable-uploads#json-api
+https://cloud.google.com/storage/docs/resumable-uploads,
+https://cloud.google.com/storage/docs/performing-resumable-uploads#json-api
 """
 
 from __future__ import annotations
@@ -28,7 +32,14 @@ from shardckpt.io.buckets import cloud
 from shardckpt.io.buckets.bucket import pieces
 from shardckpt.io.buckets.gcs import GcsBucket, checked, connection, refused
 from shardckpt.io.buckets.retry import PassingError, Retry
-from shardckpt.io.buckets.upload_session import TOKEN, UploadState, already_exists, bucket_and_name, new_token, vanished
+from shardckpt.io.buckets.upload_session import (
+    TOKEN,
+    UploadState,
+    already_exists,
+    bucket_and_name,
+    new_token,
+    vanished,
+)
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
@@ -54,8 +65,9 @@ class GcsSession:
         self._place = place
         bucket, self._name = bucket_and_name(place)
         self._http = connection()
-        self._uploads = f"{self._http.service}/upload/storage/v1/b/{quote(bucket, safe='')}/o"
-        self._object = f"{self._http.service}/storage/v1/b/{quote(bucket, safe='')}/o/{quote(self._name, safe='')}"
+        objects = f"storage/v1/b/{quote(bucket, safe='')}/o"
+        self._uploads = f"{self._http.service}/upload/{objects}"
+        self._object = f"{self._http.service}/{objects}/{quote(self._name, safe='')}"
         self._retry = Retry()
         self._unsure = False
         """Whether a request has failed since the session's last response."""
@@ -71,9 +83,16 @@ class GcsSession:
         answer = session._ask(
             "POST",
             session._uploads,
-            query={"uploadType": "resumable", "name": session._name, **({"ifGenerationMatch": "0"} if if_absent else {})},
+            query={
+                "uploadType": "resumable",
+                "name": session._name,
+                **({"ifGenerationMatch": "0"} if if_absent else {}),
+            },
             body=json.dumps({"metadata": {TOKEN: session.state.token}}).encode(),
-            headers={"X-Upload-Content-Type": "application/octet-stream", "Content-Type": "application/json"},
+            headers={
+                "X-Upload-Content-Type": "application/octet-stream",
+                "Content-Type": "application/json",
+            },
         )
         if answer.status == 412:
             raise already_exists(place)
@@ -113,7 +132,9 @@ class GcsSession:
     def send(self, offset: int, data: memoryview) -> None:
         """Send a part."""
         self._put(offset, data, last=False)
-        self.state = dataclasses.replace(self.state, summed=offset + len(data), crc32c=self._sum(data))
+        self.state = dataclasses.replace(
+            self.state, summed=offset + len(data), crc32c=self._sum(data)
+        )
 
     def publish(self, offset: int, data: memoryview) -> None:
         """Send the last part, and make the object visible."""
@@ -125,8 +146,9 @@ class GcsSession:
         if document.get("crc32c") != checksum or int(document["size"]) != offset + len(data):
             self._ask("DELETE", self._object, query={"ifGenerationMatch": document["generation"]})
             raise CorruptionError(
-                f"{self._place}: the service received {document['size']} bytes with CRC32C {document.get('crc32c')}, but "
-                f"{offset + len(data)} bytes with {checksum} were sent; the object was deleted. Upload again."
+                f"{self._place}: the service received {document['size']} bytes with CRC32C "
+                f"{document.get('crc32c')}, but {offset + len(data)} bytes with {checksum} were "
+                "sent; the object was deleted. Upload again."
             )
 
     def give_up(self) -> None:
@@ -137,14 +159,17 @@ class GcsSession:
         """End the session. The service responds with 499 on success."""
         self._retry = Retry()
         if self._is_ours_to_ask():
-            # The session's URI may contain the precondition, which applies to the object and not to the session.
+            # The session's URI may contain the precondition, which applies to the object and not to
+            # the session.
             uri = self.state.upload.replace("&ifGenerationMatch=0", "")
             answer = self._ask("DELETE", uri, headers={"Content-Length": "0"})
             if answer.status in (401, 403):
                 raise refused(answer)
 
     def _is_ours_to_ask(self) -> bool:
-        """Whether the session's URI belongs to the service; anyone who may write to the bucket may have written the state.
+        """Whether the session's URI belongs to the service.
+
+        Anyone who may write to the bucket may have written the state.
 
         Our bytes and credentials go only to the service.
         """
@@ -153,7 +178,9 @@ class GcsSession:
     def _sum(self, data: memoryview) -> int:
         return int(crc32c(data, self.state.crc32c))
 
-    def _put(self, offset: int, data: memoryview, *, last: bool, headers: dict[str, str] | None = None) -> None:
+    def _put(
+        self, offset: int, data: memoryview, *, last: bool, headers: dict[str, str] | None = None
+    ) -> None:
         """Send a part of the object until the session has all of it."""
         end = offset + len(data)
         size = str(end) if last else "*"
@@ -173,18 +200,26 @@ class GcsSession:
                     "PUT",
                     self.state.upload,
                     body=body,
-                    headers={"Content-Range": f"bytes {span}/{size}", "Content-Length": str(end - begin), **(headers or {})},
+                    headers={
+                        "Content-Range": f"bytes {span}/{size}",
+                        "Content-Length": str(end - begin),
+                        **(headers or {}),
+                    },
                 )
             )
             if not self.published and self.durable <= before:
-                raise PassingError(f"the service has confirmed {before} bytes and does not accept more")
+                raise PassingError(
+                    f"the service has confirmed {before} bytes and does not accept more"
+                )
 
         while not self.published and (last or self.durable < end):
             self._retry.call(once, GcsBucket.is_passing, self._http.origin)
 
     def _query(self) -> BaseHTTPResponse:
         """Query how many bytes the session has."""
-        return self._once("PUT", self.state.upload, headers={"Content-Range": "bytes */*", "Content-Length": "0"})
+        return self._once(
+            "PUT", self.state.upload, headers={"Content-Range": "bytes */*", "Content-Length": "0"}
+        )
 
     def _take(self, answer: BaseHTTPResponse) -> None:
         """Update the state from a response of the session."""
@@ -215,7 +250,9 @@ class GcsSession:
 
     def _ask(self, method: str, url: str, **given: Any) -> BaseHTTPResponse:
         """The response to a request, with retries."""
-        return self._retry.call(lambda: self._once(method, url, **given), GcsBucket.is_passing, self._http.origin)
+        return self._retry.call(
+            lambda: self._once(method, url, **given), GcsBucket.is_passing, self._http.origin
+        )
 
     def _once(self, method: str, url: str, **given: Any) -> BaseHTTPResponse:
         """The response to one attempt at a request, read to its end."""
@@ -224,6 +261,9 @@ class GcsSession:
 
 
 def _token_of(document: dict[str, Any] | None) -> str | None:
-    """Token of the upload that made an object; None if there is no object, or it has no token of shardckpt."""
+    """Token of the upload that made an object.
+
+    None if there is no object, or it has no token of shardckpt.
+    """
     token: str | None = (document or {}).get("metadata", {}).get(TOKEN)
     return token

@@ -1,12 +1,14 @@
 """Upload of a large object to S3, as a multipart upload.
 
 1. `CreateMultipartUpload` requests CRC32C for every part; a service that refuses that gets MD5.
-2. `UploadPart` has the part's checksum, so that the service refuses damaged parts. A part's number follows from its
-   offset, so a part that is sent again replaces itself.
-3. `CompleteMultipartUpload` has every part's checksum and ETag, and `If-None-Match: *` if nothing may be replaced.
-4. To resume, `ListParts` lists the existing parts. Consecutive full-size parts from the first one on are kept.
-https://docs.aws.amazon.com/AmazonS3/latest/userguide/mpuoverview.html, and for the conditional completion
-https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
+2. `UploadPart` has the part's checksum, so that the service refuses damaged parts. A part's number
+   follows from its offset, so a part that is sent again replaces itself.
+3. `CompleteMultipartUpload` has every part's checksum and ETag, and `If-None-Match: *` if nothing
+   may be replaced.
+4. To resume, `ListParts` lists the existing parts. Consecutive full-size parts from the first one
+   on are kept.
+https://docs.aws.amazon.com/AmazonS3/latest/userguide/mpuoverview.html, and for the conditional
+completion https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shardckpt.io.buckets.retry import Retry
 from shardckpt.io.buckets.s3_client import RefusedError, RequestBody, S3Bucket, checksum_of
-from shardckpt.io.buckets.upload_session import TOKEN, UploadState, already_exists, bucket_and_name, new_token, vanished
+from shardckpt.io.buckets.upload_session import (
+    TOKEN,
+    UploadState,
+    already_exists,
+    bucket_and_name,
+    new_token,
+    vanished,
+)
 
 if TYPE_CHECKING:
     from shardckpt.io.url import Location
@@ -53,7 +62,10 @@ class S3Session:
         session = cls(place, UploadState("", new_token(), part_bytes, if_absent))
         if if_absent and session._owner() is not None:
             raise already_exists(place)
-        begin: dict[str, Any] = {"Metadata": {TOKEN: session.state.token}, "ContentType": "application/octet-stream"}
+        begin: dict[str, Any] = {
+            "Metadata": {TOKEN: session.state.token},
+            "ContentType": "application/octet-stream",
+        }
         try:
             answer = session._ask("create_multipart_upload", ChecksumAlgorithm="CRC32C", **begin)
         except RefusedError as refused:
@@ -61,7 +73,9 @@ class S3Session:
                 raise
             answer = session._ask("create_multipart_upload", **begin)
         checksum = "crc32c" if answer.get("ChecksumAlgorithm") == "CRC32C" else "md5"
-        session.state = UploadState(answer["UploadId"], session.state.token, part_bytes, if_absent, checksum)
+        session.state = UploadState(
+            answer["UploadId"], session.state.token, part_bytes, if_absent, checksum
+        )
         return session
 
     @classmethod
@@ -98,7 +112,14 @@ class S3Session:
         checksum = checksum_of([data], self.state.checksum)
         given = {"ChecksumAlgorithm": "CRC32C"} if self.state.checksum == "crc32c" else {}
         try:
-            answer = self._ask("upload_part", body=data, UploadId=self.state.upload, PartNumber=number, **given, **checksum)
+            answer = self._ask(
+                "upload_part",
+                body=data,
+                UploadId=self.state.upload,
+                PartNumber=number,
+                **given,
+                **checksum,
+            )
         except RefusedError as refused:
             self._handle_refusal(refused)
         else:
@@ -114,7 +135,12 @@ class S3Session:
         parts = [{"PartNumber": number, **part} for number, part in sorted(self._parts.items())]
         condition: dict[str, Any] = {"IfNoneMatch": "*"} if self.state.if_absent else {}
         try:
-            self._ask("complete_multipart_upload", UploadId=self.state.upload, MultipartUpload={"Parts": parts}, **condition)
+            self._ask(
+                "complete_multipart_upload",
+                UploadId=self.state.upload,
+                MultipartUpload={"Parts": parts},
+                **condition,
+            )
         except RefusedError as refused:
             if refused.status != 412:
                 self._handle_refusal(refused)
@@ -141,7 +167,10 @@ class S3Session:
         while True:
             answer = self._ask("list_parts", UploadId=self.state.upload, PartNumberMarker=marker)
             for part in answer.get("Parts", ()):
-                if part["PartNumber"] != len(self._parts) + 1 or part["Size"] != self.state.part_bytes:
+                if (
+                    part["PartNumber"] != len(self._parts) + 1
+                    or part["Size"] != self.state.part_bytes
+                ):
                     return
                 known = {key: part[key] for key in ("ETag", "ChecksumCRC32C") if key in part}
                 self._confirm(part["PartNumber"], part["Size"], known)
@@ -176,8 +205,14 @@ class S3Session:
             return None
         return str(answer["Metadata"].get(TOKEN, ""))
 
-    def _ask(self, operation: str, body: memoryview | None = None, **parameters: Any) -> dict[str, Any]:
+    def _ask(
+        self, operation: str, body: memoryview | None = None, **parameters: Any
+    ) -> dict[str, Any]:
         """The response to one request about the object."""
-        kind: Literal["read", "write"] = "read" if operation in ("head_object", "list_parts") else "write"
+        kind: Literal["read", "write"] = (
+            "read" if operation in ("head_object", "list_parts") else "write"
+        )
         send = None if body is None else partial(RequestBody, [body])
-        return self._bucket.ask(operation, self._name, kind=kind, retry=self._retry, body=send, **parameters)
+        return self._bucket.ask(
+            operation, self._name, kind=kind, retry=self._retry, body=send, **parameters
+        )

@@ -1,14 +1,19 @@
 """Streaming upload of one large object to an object store, with little memory, and resumable after a crash.
 
-TensorStore writes an object from one value in memory. An exported model may be larger than the memory, so:
+TensorStore writes an object from one value in memory. An exported model may be larger than the
+memory, so:
 
-1. `open_upload` starts an upload at the service, or resumes one (`UploadState`, kept by the caller). Writing begins at `resume_at`.
-2. `write` fills a buffer of one part. When one more byte comes, a thread sends the part, and the next buffer is filled
-   meanwhile. When all buffers are full, `write` waits. The last part is not sent yet, so that nothing becomes visible.
-3. `finish` waits for all parts, sends the last one and publishes: the object becomes visible completely or not at all.
+1. `open_upload` starts an upload at the service, or resumes one (`UploadState`, kept by the
+   caller). Writing begins at `resume_at`.
+2. `write` fills a buffer of one part. When one more byte comes, a thread sends the part, and the
+   next buffer is filled meanwhile. When all buffers are full, `write` waits. The last part is not
+   sent yet, so that nothing becomes visible.
+3. `finish` waits for all parts, sends the last one and publishes: the object becomes visible
+   completely or not at all.
 4. `abort` ends the upload and removes its parts; `close` leaves the upload open, to be resumed.
 
-Bytes that the service has confirmed (`durable`) survive this process. The only memory is `buffers` times the part size.
+Bytes that the service has confirmed (`durable`) survive this process. The only memory is `buffers`
+times the part size.
 """
 
 from __future__ import annotations
@@ -36,14 +41,20 @@ if TYPE_CHECKING:
 
 MiB = 1 << 20
 BUFFERS = 4
-"""Parts in memory: three that are being sent to S3, and one that is filled. Cloud Storage accepts one at a time; two are enough there."""
+"""Parts in memory: three that are being sent to S3, and one that is filled. Cloud Storage accepts
+one at a time; two are enough there."""
 SMALLEST = 8 * MiB
 """Least bytes of a part. S3 requires at least 5 MiB."""
 LARGEST = 64 * MiB
-"""Most bytes of a part, unless the object's size requires larger parts. At most this much is sent again after a kill."""
+"""Most bytes of a part, unless the object's size requires larger parts. At most this much is sent
+again after a kill."""
 MOST_PARTS = 10_000
-"""Most parts of an object on S3 (https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html)."""
-_SESSIONS = {"gs": ("shardckpt.io.buckets.upload_gcs", "GcsSession"), "s3": ("shardckpt.io.buckets.upload_s3", "S3Session")}
+"""Most parts of an object on S3
+(https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html)."""
+_SESSIONS = {
+    "gs": ("shardckpt.io.buckets.upload_gcs", "GcsSession"),
+    "s3": ("shardckpt.io.buckets.upload_s3", "S3Session"),
+}
 
 
 def part_size(nbytes: int, memory_limit: int) -> int:
@@ -57,13 +68,27 @@ def part_size(nbytes: int, memory_limit: int) -> int:
     """
     needed = max(SMALLEST, -(-nbytes // MOST_PARTS // MiB) * MiB)
     if 2 * needed > memory_limit:
-        reason = f"An upload of {file_size(nbytes)} holds two parts of at least {file_size(needed)} in memory, which is more than "
-        raise BudgetError(Message(reason, named_size("memory_limit", memory_limit), f"; raise it to {mebibytes_above(2 * needed)}."))
+        reason = (
+            f"An upload of {file_size(nbytes)} holds two parts of at least {file_size(needed)} in "
+            "memory, which is more than "
+        )
+        raise BudgetError(
+            Message(
+                reason,
+                named_size("memory_limit", memory_limit),
+                f"; raise it to {mebibytes_above(2 * needed)}.",
+            )
+        )
     return max(needed, min(LARGEST, memory_limit // BUFFERS // MiB * MiB))
 
 
 def open_upload(
-    place: Location, *, part_bytes: int, buffers: int = BUFFERS, if_absent: bool = True, resume: UploadState | None = None
+    place: Location,
+    *,
+    part_bytes: int,
+    buffers: int = BUFFERS,
+    if_absent: bool = True,
+    resume: UploadState | None = None,
 ) -> StreamingUpload:
     """Begin to write an object, or resume.
 
@@ -72,8 +97,9 @@ def open_upload(
         part_bytes: bytes of each part except the last, see `part_size`. A multiple of 256 KiB.
         buffers: most parts in memory, at least two.
         if_absent: publish only if the object does not exist.
-        resume: an upload of the same bytes to the same place. If the service no longer knows it, a new upload begins, and `resume_at`
-            is 0. The same happens if it has another part size or another `if_absent`; the old upload is then ended.
+        resume: an upload of the same bytes to the same place. If the service no longer knows it, a
+            new upload begins, and `resume_at` is 0. The same happens if it has another part size or
+            another `if_absent`; the old upload is then ended.
 
     Raises:
         AlreadyExistsError: the object exists, and `if_absent` is set.
@@ -83,10 +109,16 @@ def open_upload(
     service = _service(place)
     with storage_errors("upload", place):
         session: Session | None = None if resume is None else service.resume(place, resume)
-        if session is not None and (part_bytes, if_absent) != (session.state.part_bytes, session.state.if_absent) and not session.published:
+        if (
+            session is not None
+            and (part_bytes, if_absent) != (session.state.part_bytes, session.state.if_absent)
+            and not session.published
+        ):
             session.abort()
             session = None
-        return StreamingUpload(place, session or service.begin(place, part_bytes, if_absent=if_absent), buffers)
+        return StreamingUpload(
+            place, session or service.begin(place, part_bytes, if_absent=if_absent), buffers
+        )
 
 
 def abandon_upload(place: Location, state: UploadState) -> None:
@@ -131,7 +163,10 @@ class StreamingUpload:
 
     @property
     def published(self) -> bool:
-        """Whether the object is visible already. A resumed upload may be complete, and then needs no further writes."""
+        """Whether the object is visible already.
+
+        A resumed upload may be complete, and then needs no further writes.
+        """
         return self._session.published
 
     @property
@@ -178,8 +213,10 @@ class StreamingUpload:
 
         Raises:
             AlreadyExistsError: `if_absent` is set, and the object exists.
-            CorruptionError: the received bytes differ from the written ones; the object was deleted again.
-            StorageError: the storage failed. Nothing is visible; or, if the response was lost, the complete object may be visible.
+            CorruptionError: the received bytes differ from the written ones; the object was deleted
+                again.
+            StorageError: the storage failed. Nothing is visible; or, if the response was lost, the
+                complete object may be visible.
         """
         if not self.published:
             self._check_open()
@@ -200,7 +237,10 @@ class StreamingUpload:
                 self._session.abort()
 
     def close(self) -> None:
-        """Stop sending, and leave the upload open. Waits for the requests in progress, which time out."""
+        """Stop sending, and leave the upload open.
+
+        Waits for the requests in progress, which time out.
+        """
         self._session.give_up()
         self._workers.shutdown(cancel_futures=True)
         self._closed = True
@@ -214,7 +254,12 @@ class StreamingUpload:
         """The upload itself."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Close it."""
         self.close()
 
@@ -222,7 +267,9 @@ class StreamingUpload:
         """Hand the full part to a thread."""
         self._settle(0)
         assert self._lease is not None
-        self._sending.append(self._workers.submit(self._send_part, self._lease, self._offset, self._part))
+        self._sending.append(
+            self._workers.submit(self._send_part, self._lease, self._offset, self._part)
+        )
         self._offset += self._filled
         self._lease, self._part, self._filled = None, memoryview(b""), 0
 
@@ -231,7 +278,10 @@ class StreamingUpload:
             self._session.send(offset, data)
 
     def _settle(self, parts: int) -> None:
-        """Wait for `parts` parts, and raise the errors of parts that have ended; the first error is raised again each time."""
+        """Wait for `parts` parts, and raise the errors of parts that have ended.
+
+        The first error is raised again each time.
+        """
         with storage_errors("upload", self._place):
             while self._sending and (parts > 0 or self._sending[0].done()):
                 self._sending[0].result()

@@ -1,7 +1,11 @@
-"""Files of a web server, read by ranges: urllib3 makes the requests. Nothing can be written or listed there.
+"""Files of a web server, read by ranges: urllib3 makes the requests.
 
-1. A server must answer a request for a range with that range (nginx, a public bucket, a CDN; not Python's `http.server`).
-2. Redirects are followed, at most `_REDIRECTS`, but not from https to http. Headers from the environment go to their own origin alone.
+Nothing can be written or listed there.
+
+1. A server must answer a request for a range with that range (nginx, a public bucket, a CDN; not
+   Python's `http.server`).
+2. Redirects are followed, at most `_REDIRECTS`, but not from https to http. Headers from the
+   environment go to their own origin alone.
 """
 
 from __future__ import annotations
@@ -70,7 +74,10 @@ class HttpServer(Bucket):
             raise EOFError("the file is shorter than that")
         if headers and answer.status != 206:
             answer.close()
-            raise OSError("the server does not send ranges of files; use one that does, such as nginx or a bucket")
+            raise OSError(
+                "the server does not send ranges of files; use one that does, such as nginx or a "
+                "bucket"
+            )
         if "Content-Length" not in answer.headers or (headers and _range_of(answer) is None):
             answer.close()
             raise OSError("the server does not say which bytes it sends")
@@ -91,7 +98,9 @@ class HttpServer(Bucket):
         for _ in range(_REDIRECTS + 1):
             origin = origin_of(url)
             given = {**headers, "Accept-Encoding": "identity", **cloud.web_headers(origin)}
-            answer = send(_connections(origin), method, url, given, cloud.stalled_seconds(), stream=True)
+            answer = send(
+                _connections(origin), method, url, given, cloud.stalled_seconds(), stream=True
+            )
             if answer.status in (404, 410):
                 answer.drain_conn()
                 return None
@@ -111,7 +120,10 @@ class HttpServer(Bucket):
         raise OSError(f"more than {_REDIRECTS} redirects, the last one to {url}")
 
     def _refuse(self, name: str) -> NoReturn:
-        raise OSError(f"{self._origin}/{name}: web servers are read-only here; write to a disk, gs:// or s3://")
+        raise OSError(
+            f"{self._origin}/{name}: web servers are read-only here; write to a disk, gs:// or "
+            "s3://"
+        )
 
     def _put(self, name: str, *_: object) -> NoReturn:
         self._refuse(name)
@@ -171,10 +183,22 @@ def open_pool(service: str) -> urllib3.PoolManager:
     return urllib3.ProxyManager(proxy, maxsize=_CONNECTIONS, ssl_context=context)
 
 
-def send(pool: urllib3.PoolManager, method: str, url: str, headers: Headers, stalled: float, *, stream: bool, body: Any = None) -> Response:
-    """The response to one attempt at a request; redirects are not followed. `stream` leaves the response's bytes to the caller.
+def send(
+    pool: urllib3.PoolManager,
+    method: str,
+    url: str,
+    headers: Headers,
+    stalled: float,
+    *,
+    stream: bool,
+    body: Any = None,
+) -> Response:
+    """The response to one attempt at a request; redirects are not followed.
 
-    A connection is given up after `stalled` seconds without traffic. With an iterable `body`, the headers include `Content-Length`.
+    `stream` leaves the response's bytes to the caller.
+
+    A connection is given up after `stalled` seconds without traffic. With an iterable `body`, the
+    headers include `Content-Length`.
 
     Raises:
         PassingError: there was no response.
@@ -202,7 +226,13 @@ def send(pool: urllib3.PoolManager, method: str, url: str, headers: Headers, sta
 def body_of(answer: Response, generation: bytes) -> Body:
     """The bytes of a streamed response: an object, or a range of it."""
     nbytes, span = int(answer.headers["Content-Length"]), _range_of(answer)
-    return Body(reader_of(answer), lambda: close_response(answer), nbytes, nbytes if span is None else int(span[1]), generation)
+    return Body(
+        reader_of(answer),
+        lambda: close_response(answer),
+        nbytes,
+        nbytes if span is None else int(span[1]),
+        generation,
+    )
 
 
 def reader_of(answer: Response) -> Callable[[memoryview], int]:
@@ -219,7 +249,9 @@ def reader_of(answer: Response) -> Callable[[memoryview], int]:
             got = source.readinto(into)
         except (OSError, http.client.HTTPException) as e:
             raise PassingError(f"{type(e).__name__}: {e}") from e
-        answer.length_remaining = (answer.length_remaining or 0) - got  # by which `close_response` goes
+        answer.length_remaining = (
+            answer.length_remaining or 0
+        ) - got  # by which `close_response` goes
         return got
 
     return readinto

@@ -2,9 +2,12 @@
 
 obstore knows all credentials of Azure and has conditional writes. Four things are done around it:
 
-1. It sends each request once: retries, pauses and the limit of requests are the same as for other object stores (`Bucket`).
-2. Its errors become OSErrors with one line of text. A status that passes, or a broken connection, is a `PassingError`.
-3. It lists complete directories alone. A prefix that ends within a name takes a listing of the directory above.
+1. It sends each request once: retries, pauses and the limit of requests are the same as for other
+   object stores (`Bucket`).
+2. Its errors become OSErrors with one line of text. A status that passes, or a broken connection,
+   is a `PassingError`.
+3. It lists complete directories alone. A prefix that ends within a name takes a listing of the
+   directory above.
 4. It has no conditional deletion. A signed url has one, if the credentials can sign urls.
 
 TensorStore has no driver for Azure.
@@ -59,7 +62,10 @@ class AzureStore(BucketStore):
         return store
 
     def copies_from(self, source: Store) -> bool:
-        """See `Store`. A copy by Azure may be incomplete when the request ends, and obstore does not wait for it."""
+        """See `Store`.
+
+        A copy by Azure may be incomplete when the request ends, and obstore does not wait for it.
+        """
         del source
         return False
 
@@ -69,16 +75,28 @@ class AzureContainer(Bucket):
 
     def client(self, *, writes: bool = False) -> Any:
         """The obstore client of the container; no request is made."""
-        variables = tuple(sorted((key, value) for key, value in os.environ.items() if key.startswith("AZURE_")))
+        variables = tuple(
+            sorted((key, value) for key, value in os.environ.items() if key.startswith("AZURE_"))
+        )
         container, _, host = self.name.partition("@")
         with self._errors(asks=False):
-            return _client(container, host, variables, cloud.retry_seconds(), None if writes else cloud.stalled_seconds())
+            return _client(
+                container,
+                host,
+                variables,
+                cloud.retry_seconds(),
+                None if writes else cloud.stalled_seconds(),
+            )
 
     @property
     def service(self) -> str:
         """See `Bucket`."""
         endpoint = os.environ.get("AZURE_STORAGE_ENDPOINT") or os.environ.get("AZURE_ENDPOINT")
-        return endpoint or self.name.partition("@")[2] or f"Azure account {os.environ.get('AZURE_STORAGE_ACCOUNT_NAME', '')}"
+        return (
+            endpoint
+            or self.name.partition("@")[2]
+            or f"Azure account {os.environ.get('AZURE_STORAGE_ACCOUNT_NAME', '')}"
+        )
 
     @staticmethod
     def is_passing(error: Exception) -> bool:
@@ -98,8 +116,14 @@ class AzureContainer(Bucket):
                 with self._errors():
                     url, _, query = sign(self.client(), "DELETE", name, _SIGNED).partition("?")
                     above, _, last = url.rpartition("/")
-                    options = {"default_headers": {"If-Match": generation.decode()}, "allow_http": True, "timeout": _seconds(60.0)}
-                    HTTPStore.from_url(f"{above}?{query}", client_options=options, retry_config={"max_retries": 0}).delete(last)
+                    options = {
+                        "default_headers": {"If-Match": generation.decode()},
+                        "allow_http": True,
+                        "timeout": _seconds(60.0),
+                    }
+                    HTTPStore.from_url(
+                        f"{above}?{query}", client_options=options, retry_config={"max_retries": 0}
+                    ).delete(last)
             except (FileNotFoundError, _ChangedError, PermissionError, NotImplementedError):
                 return False
             return True
@@ -110,7 +134,9 @@ class AzureContainer(Bucket):
         span: Any = {"offset": start} if stop is None else (start, stop)
         try:
             with self._errors():
-                result = self.client().get(name, options={"range": span} if start or stop is not None else None)
+                result = self.client().get(
+                    name, options={"range": span} if start or stop is not None else None
+                )
                 chunks = iter(result.stream(min_chunk_size=_PIECE))
         except FileNotFoundError:
             return None
@@ -130,7 +156,9 @@ class AzureContainer(Bucket):
             rest = rest[nbytes:]
             return nbytes
 
-        return Body(readinto, lambda: None, last - first, result.meta["size"], result.meta["e_tag"].encode())
+        return Body(
+            readinto, lambda: None, last - first, result.meta["size"], result.meta["e_tag"].encode()
+        )
 
     def _stat(self, name: str) -> tuple[int | None, bytes]:
         try:
@@ -140,10 +168,18 @@ class AzureContainer(Bucket):
             return None, ABSENT
         return meta["size"], meta["e_tag"].encode()
 
-    def _put(self, name: str, parts: Sequence[memoryview], generation: bytes | None, retry: Retry) -> bytes:
+    def _put(
+        self, name: str, parts: Sequence[memoryview], generation: bytes | None, retry: Retry
+    ) -> bytes:
         del retry
         data = parts[0] if len(parts) == 1 else b"".join(parts)
-        mode: Any = "overwrite" if generation is None else "create" if generation == ABSENT else {"e_tag": generation.decode()}
+        mode: Any = (
+            "overwrite"
+            if generation is None
+            else "create"
+            if generation == ABSENT
+            else {"e_tag": generation.decode()}
+        )
         try:
             with self._errors():
                 result = self.client(writes=True).put(name, data, mode=mode, use_multipart=False)
@@ -165,14 +201,19 @@ class AzureContainer(Bucket):
             yield from self._pages_below(folder)
             return
         below = self._call("read", lambda: self._children(folder))
-        objects = [_list_objects(meta) for meta in below["objects"] if meta["path"].startswith(prefix)]
+        objects = [
+            _list_objects(meta) for meta in below["objects"] if meta["path"].startswith(prefix)
+        ]
         folders = [path for path in below["common_prefixes"] if path.startswith(prefix)]
         yield Page(objects, [f"{path}/" for path in folders] if delimiter else [], None)
         for path in () if delimiter else folders:
             yield from self._pages_below(path)
 
     def _pages_below(self, folder: str) -> Iterator[Page]:
-        """The pages of everything in a directory. After a failure the listing begins again, behind the last name that it gave."""
+        """The pages of everything in a directory.
+
+        After a failure the listing begins again, behind the last name that it gave.
+        """
         stream: Any = None
         last = ""
 
@@ -180,12 +221,18 @@ class AzureContainer(Bucket):
             nonlocal stream
             try:
                 with self._errors():
-                    stream = stream or iter(self.client().list(folder or None, chunk_size=self.page))
+                    stream = stream or iter(
+                        self.client().list(folder or None, chunk_size=self.page)
+                    )
                     page = next(stream, None)
             except OSError:
                 stream = None
                 raise
-            return None if page is None else [_list_objects(meta) for meta in page if meta["path"] > last]
+            return (
+                None
+                if page is None
+                else [_list_objects(meta) for meta in page if meta["path"] > last]
+            )
 
         while (objects := self._call("read", once)) is not None:
             last = objects[-1].name if objects else last
@@ -222,7 +269,9 @@ class AzureContainer(Bucket):
                 raise EOFError("the object is shorter than that") from e
             if status in (401, 403) and not tokens:
                 raise PermissionError(text) from e
-            if (status in cloud.PASSING or "HTTP error" in text) and (not tokens or has_answered(self.service)):
+            if (status in cloud.PASSING or "HTTP error" in text) and (
+                not tokens or has_answered(self.service)
+            ):
                 raise PassingError(text) from _unreachable(str(e)) or e
             raise OSError(text) from e
         if asks:
@@ -250,7 +299,11 @@ def _unreachable(text: str) -> OSError | None:
     """The system's error in obstore's text, if connections are refused or a name does not resolve."""
     if "ConnectionRefused" in text:
         return ConnectionRefusedError(text)
-    return socket.gaierror(socket.EAI_NONAME, "Name or service not known") if "dns error" in text else None
+    return (
+        socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        if "dns error" in text
+        else None
+    )
 
 
 def _seconds(seconds: float) -> timedelta:
@@ -258,19 +311,34 @@ def _seconds(seconds: float) -> timedelta:
 
 
 @lru_cache(maxsize=8)
-def _client(container: str, host: str, variables: tuple[tuple[str, str], ...], longest: float, stalled: float | None) -> Any:
-    """A client for all threads; another one if the variables change. An upload shows no traffic, and has all the time of a retry."""
+def _client(
+    container: str,
+    host: str,
+    variables: tuple[tuple[str, str], ...],
+    longest: float,
+    stalled: float | None,
+) -> Any:
+    """A client for all threads; another one if the variables change.
+
+    An upload shows no traffic, and has all the time of a retry.
+    """
     import obstore
     import obstore.store
 
     settings = dict(variables)
     account, _, domain = host.partition(".dfs.")
     endpoint = (
-        settings.get("AZURE_STORAGE_ENDPOINT") or settings.get("AZURE_ENDPOINT") or (f"https://{account}.blob.{domain}" if host else "")
+        settings.get("AZURE_STORAGE_ENDPOINT")
+        or settings.get("AZURE_ENDPOINT")
+        or (f"https://{account}.blob.{domain}" if host else "")
     )
     plain = endpoint.startswith("http:") or "AZURE_STORAGE_USE_EMULATOR" in settings
     options: dict[str, Any] = {"allow_http": plain, "timeout": _seconds(max(longest, 60.0))}
     if stalled is not None:
         options["read_timeout"] = _seconds(stalled)
-    config: dict[str, Any] = {key: value for key, value in (("account_name", account), ("endpoint", endpoint)) if value}
-    return obstore.store.AzureStore(container, config=config, client_options=options, retry_config={"max_retries": 0})
+    config: dict[str, Any] = {
+        key: value for key, value in (("account_name", account), ("endpoint", endpoint)) if value
+    }
+    return obstore.store.AzureStore(
+        container, config=config, client_options=options, retry_config={"max_retries": 0}
+    )

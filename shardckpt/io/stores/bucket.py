@@ -98,7 +98,9 @@ class BucketStore(Store):
         """See `Store`."""
         copy_objects(source, self, keys)
 
-    def _read(self, key: str, start: int | None, stop: int | None, *, versioned: bool) -> tuple[bytes | None, bytes]:
+    def _read(
+        self, key: str, start: int | None, stop: int | None, *, versioned: bool
+    ) -> tuple[bytes | None, bytes]:
         del versioned
         return self._bucket.read(self._name(key), start or 0, stop, self._share)
 
@@ -111,8 +113,18 @@ class BucketStore(Store):
     def _change_token(self, key: str) -> object:
         return self._bucket.stat(self._name(key), self._share)[1]
 
-    def _write(self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None) -> bool:
-        return bool(self._bucket.write(self._name(key), [byte_view(data)], generation=generation, share=self._share, retry=retry))
+    def _write(
+        self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None
+    ) -> bool:
+        return bool(
+            self._bucket.write(
+                self._name(key),
+                [byte_view(data)],
+                generation=generation,
+                share=self._share,
+                retry=retry,
+            )
+        )
 
     def _delete(self, key: str) -> None:
         self._bucket.delete(self._name(key), self._share)
@@ -134,7 +146,11 @@ class BucketStore(Store):
         return listing.children(self.location, prefix)
 
     def _sizes(self, prefix: str) -> dict[str, int]:
-        return {one.name: one.nbytes for page in listing.pages(self.location, prefix) for one in page.objects}
+        return {
+            one.name: one.nbytes
+            for page in listing.pages(self.location, prefix)
+            for one in page.objects
+        }
 
 
 @lru_cache(maxsize=4)

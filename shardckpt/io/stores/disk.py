@@ -33,7 +33,10 @@ class DiskStore(Store):
     has_locks = True
     durable_when_visible = False
     has_driver = True
-    sharing_advice = "Each host has a disk of its own there: mount one shared file system on all hosts, or save to a bucket."
+    sharing_advice = (
+        "Each host has a disk of its own there: mount one shared file system on all hosts, or "
+        "save to a bucket."
+    )
 
     def __init__(self, location: Location, directories: DurableDirectories) -> None:
         """Keys are relative to `location`; `directories` creates directories."""
@@ -91,9 +94,13 @@ class DiskStore(Store):
         begin_use(self.location)
         return self.local_path(key)
 
-    def _read(self, key: str, start: int | None, stop: int | None, *, versioned: bool) -> tuple[bytes | None, bytes]:
+    def _read(
+        self, key: str, start: int | None, stop: int | None, *, versioned: bool
+    ) -> tuple[bytes | None, bytes]:
         data = files.read(self._file(key), start or 0, stop)
-        return data, files.generation_of(data) if versioned and start is None and stop is None else b""
+        return data, files.generation_of(
+            data
+        ) if versioned and start is None and stop is None else b""
 
     def _size(self, key: str) -> int | None:
         path = self._file(key)
@@ -109,7 +116,9 @@ class DiskStore(Store):
             return None
         return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
 
-    def _write(self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None) -> bool:
+    def _write(
+        self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None
+    ) -> bool:
         del retry
         path = self._file(key)
         self.make_parents(key)
@@ -145,4 +154,8 @@ class DiskStore(Store):
         folder = prefix[: prefix.rfind("/") + 1]
         top = self.local_path(folder)
         names = [folder + name for name in listing.directory(top) if not name.endswith("/")]
-        return {name: (top / name.removeprefix(folder)).stat().st_size for name in names if name.startswith(prefix)}
+        return {
+            name: (top / name.removeprefix(folder)).stat().st_size
+            for name in names
+            if name.startswith(prefix)
+        }

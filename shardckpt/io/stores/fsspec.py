@@ -1,12 +1,15 @@
 """A storage that a file system of the library fsspec reaches: `fsspec+PROTOCOL://…`, as far as its client is conditional.
 
-1. *Creation.* A save needs that of several writers of a missing object exactly one succeeds. fsspec has `mode="create"` for that, but by
-   default it looks first and then writes, so that both writers succeed. So a protocol is written to only if tests have proved with two
-   processes, on a real server, that its client sends the condition (`FSSPEC_WRITTEN`). All others are read only.
-2. *Replacement.* No client has a write in fsspec's interface that depends on the version. It is never emulated by reading first. So a
-   checkpoint is created here and stays: what would replace or delete a record is refused (`Store.check_replaces`).
+1. *Creation.* A save needs that of several writers of a missing object exactly one succeeds. fsspec
+   has `mode="create"` for that, but by default it looks first and then writes, so that both writers
+   succeed. So a protocol is written to only if tests have proved with two processes, on a real
+   server, that its client sends the condition (`FSSPEC_WRITTEN`). All others are read only.
+2. *Replacement.* No client has a write in fsspec's interface that depends on the version. It is
+   never emulated by reading first. So a checkpoint is created here and stays: what would replace or
+   delete a record is refused (`Store.check_replaces`).
 
-Protocols of local files, of memory, and of shardckpt's own views, and chained urls (`::`), are refused.
+Protocols of local files, of memory, and of shardckpt's own views, and chained urls (`::`), are
+refused.
 """
 
 from __future__ import annotations
@@ -30,7 +33,19 @@ if TYPE_CHECKING:
     from shardckpt.io.store import Data
     from shardckpt.io.url import Location
 
-_VERSIONS = ("generation", "ETag", "etag", "e_tag", "md5", "mtime", "updated", "last_modified", "LastModified", "created", "size")
+_VERSIONS = (
+    "generation",
+    "ETag",
+    "etag",
+    "e_tag",
+    "md5",
+    "mtime",
+    "updated",
+    "last_modified",
+    "LastModified",
+    "created",
+    "size",
+)
 """Names of details of an object that tell its versions apart; file systems have some of them."""
 
 
@@ -63,13 +78,19 @@ class FsspecReader(Store):
         begin_use(self.location)
         return f"{self._root}/{key}" if key else self._root
 
-    def _read(self, key: str, start: int | None, stop: int | None, *, versioned: bool) -> tuple[bytes | None, bytes]:
+    def _read(
+        self, key: str, start: int | None, stop: int | None, *, versioned: bool
+    ) -> tuple[bytes | None, bytes]:
         version = self._version(key) if versioned else b""
         if version == ABSENT:
             return None, ABSENT
         try:
             with _errors():
-                data = b"" if start is not None and start == stop else self._files.cat_file(self._path(key), start=start, end=stop)
+                data = (
+                    b""
+                    if start is not None and start == stop
+                    else self._files.cat_file(self._path(key), start=start, end=stop)
+                )
         except FileNotFoundError:
             return None, ABSENT
         except OSError:
@@ -77,7 +98,12 @@ class FsspecReader(Store):
             if size is not None and max(start or 0, stop or 0) > size:
                 raise EOFError(f"it has only {size} bytes") from None
             raise
-        if not data and start is not None and start == stop and ((size := self._size(key)) is None or size < start):
+        if (
+            not data
+            and start is not None
+            and start == stop
+            and ((size := self._size(key)) is None or size < start)
+        ):
             if size is None:
                 return None, ABSENT
             raise EOFError(f"it has only {size} bytes")
@@ -93,7 +119,11 @@ class FsspecReader(Store):
 
     def _version(self, key: str) -> bytes:
         info = self._info(key)
-        return ABSENT if info is None else repr([info[name] for name in _VERSIONS if name in info]).encode()
+        return (
+            ABSENT
+            if info is None
+            else repr([info[name] for name in _VERSIONS if name in info]).encode()
+        )
 
     def _size(self, key: str) -> int | None:
         info = self._info(key)
@@ -102,7 +132,9 @@ class FsspecReader(Store):
     def _change_token(self, key: str) -> object:
         return self._version(key)
 
-    def _write(self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None) -> bool:
+    def _write(
+        self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None
+    ) -> bool:
         del key, data, generation, retry
         raise self._read_only()
 
@@ -117,8 +149,8 @@ class FsspecReader(Store):
     def _read_only(self) -> StorageError:
         known = ", ".join(f"fsspec+{protocol}://" for protocol in FSSPEC_WRITTEN)
         return StorageError(
-            f"{self}: this place is read only, because it is not proved that its client creates objects conditionally. Write by a url "
-            f"of another kind, or by one of {known}."
+            f"{self}: this place is read only, because it is not proved that its client creates "
+            f"objects conditionally. Write by a url of another kind, or by one of {known}."
         )
 
     def _list(self, prefix: str) -> Iterable[str]:
@@ -128,7 +160,10 @@ class FsspecReader(Store):
         return {key: int(info["size"]) for key, info in self._entries(prefix)}
 
     def _entries(self, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every object whose key starts with `prefix`, and its details; the file system lists directories alone."""
+        """Every object whose key starts with `prefix`, and its details.
+
+        The file system lists directories alone.
+        """
         folder, slash, name = prefix.rpartition("/")
         if not name:
             yield from self._below(folder)
@@ -144,7 +179,11 @@ class FsspecReader(Store):
                 files = self._files.find(path, detail=True)
         except FileNotFoundError:
             return
-        yield from ((name.removeprefix(f"{self._root}/"), info) for name, info in files.items() if name.startswith(f"{path}/"))
+        yield from (
+            (name.removeprefix(f"{self._root}/"), info)
+            for name, info in files.items()
+            if name.startswith(f"{path}/")
+        )
 
     def _children(self, prefix: str) -> list[tuple[str, dict[str, Any]]]:
         path = self._path(prefix.rstrip("/"))
@@ -154,20 +193,32 @@ class FsspecReader(Store):
         except (FileNotFoundError, NotADirectoryError):
             return []
         named = ((info["name"].rstrip("/"), info) for info in listing)
-        return [(name.removeprefix(f"{self._root}/"), info) for name, info in named if name.startswith(f"{path}/")]
+        return [
+            (name.removeprefix(f"{self._root}/"), info)
+            for name, info in named
+            if name.startswith(f"{path}/")
+        ]
 
     def _list_children(self, prefix: str) -> list[str]:
         slash = {True: "/", False: ""}
-        return sorted(key.removeprefix(prefix) + slash[info["type"] == "directory"] for key, info in self._children(prefix))
+        return sorted(
+            key.removeprefix(prefix) + slash[info["type"] == "directory"]
+            for key, info in self._children(prefix)
+        )
 
 
 class FsspecStore(FsspecReader):
-    """Objects of a file system of fsspec whose client creates objects conditionally; none is replaced."""
+    """Objects of a file system of fsspec whose client creates objects conditionally.
+
+    None is replaced.
+    """
 
     __slots__ = ()
     writable = True
 
-    def _write(self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None) -> bool:
+    def _write(
+        self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None
+    ) -> bool:
         del retry
         if generation not in (None, ABSENT):
             self.check_replaces(f"replace {key} at")
@@ -204,13 +255,20 @@ def _file_system(scheme: str, host: str, _environment: frozenset[tuple[str, str]
     try:
         import fsspec
     except ImportError as e:
-        raise MissingExtraError(f"{scheme}:// needs fsspec; install it with `{install_command('fsspec')}`.") from e
+        raise MissingExtraError(
+            f"{scheme}:// needs fsspec; install it with `{install_command('fsspec')}`."
+        ) from e
     try:
         kind = fsspec.get_filesystem_class(protocol)
     except ImportError as e:
-        raise MissingExtraError(f"{scheme}:// needs the package of fsspec's protocol {protocol} ({e}); install it.") from e
+        raise MissingExtraError(
+            f"{scheme}:// needs the package of fsspec's protocol {protocol} ({e}); install it."
+        ) from e
     except ValueError as e:
-        raise UrlError(f"{scheme}://: fsspec knows no protocol {protocol!r}; check its name, or install the package that has it.") from e
+        raise UrlError(
+            f"{scheme}://: fsspec knows no protocol {protocol!r}; check its name, or install the "
+            "package that has it."
+        ) from e
     names = {kind.protocol} if isinstance(kind.protocol, str) else {*kind.protocol}
     if names & NOT_BY_FSSPEC.keys():
         raise UrlError(f"{scheme}://: {NOT_BY_FSSPEC[min(names & NOT_BY_FSSPEC.keys())]}.")
@@ -218,7 +276,10 @@ def _file_system(scheme: str, host: str, _environment: frozenset[tuple[str, str]
         options = kind._get_kwargs_from_urls(f"{protocol}://{host}/")  # noqa: SLF001  (as fsspec.core.url_to_fs does)
         return kind(**options, use_listings_cache=False, skip_instance_cache=True)
     except Exception as e:
-        raise StorageError(f"cannot open {scheme}://{host}: {type(e).__name__}: {e}; see the documentation of that protocol.") from e
+        raise StorageError(
+            f"cannot open {scheme}://{host}: {type(e).__name__}: {e}; see the documentation of "
+            "that protocol."
+        ) from e
 
 
 @contextmanager

@@ -31,7 +31,9 @@ class MemoryStore(Store):
     def _moved(self, location: Location) -> MemoryStore:
         return MemoryStore(location)
 
-    def _read(self, key: str, start: int | None, stop: int | None, *, versioned: bool) -> tuple[bytes | None, bytes]:
+    def _read(
+        self, key: str, start: int | None, stop: int | None, *, versioned: bool
+    ) -> tuple[bytes | None, bytes]:
         del versioned
         span = None if start is None and stop is None else slice(start or 0, stop)
         result = self.kvstore().read(key, byte_range=span).result()
@@ -42,12 +44,16 @@ class MemoryStore(Store):
         return None if data is None else len(data)
 
     def _exists(self, key: str) -> bool:
-        return bool(self.kvstore().list(ts.KvStore.KeyRange(key.encode(), key.encode() + b"\0")).result())
+        return bool(
+            self.kvstore().list(ts.KvStore.KeyRange(key.encode(), key.encode() + b"\0")).result()
+        )
 
     def _change_token(self, key: str) -> object:
         return self._read(key, None, None, versioned=True)[1]
 
-    def _write(self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None) -> bool:
+    def _write(
+        self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None
+    ) -> bool:
         del retry
         value = data if isinstance(data, (bytes, bytearray)) else bytes(byte_view(data))
         return bool(self.kvstore().write(key, value, if_equal=generation).result().generation)

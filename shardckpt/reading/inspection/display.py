@@ -1,6 +1,7 @@
 """Checkpoints, tensors and comparisons as Python shows them: text for `print`, HTML for notebooks.
 
-The HTML brings its own styles, in the colours of the notebook, light or dark. All texts are escaped.
+The HTML brings its own styles, in the colours of the notebook, light or dark. All texts are
+escaped.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ _STYLE = """
 .shardckpt svg { max-width: 26em; height: auto; display: block; margin: 0.5em 0; }
 .shardckpt .tile { stroke: #fff; stroke-width: 1; }
 .shardckpt .chunks { stroke: #16202c; stroke-width: 0.5; stroke-opacity: 0.28; fill: none; }
-.shardckpt .label { font: 11px system-ui, sans-serif; fill: #16202c; text-anchor: middle; dominant-baseline: central; }
-.shardckpt .c0 { fill: #8fbcea; } .shardckpt .c1 { fill: #f2b880; } .shardckpt .c2 { fill: #96d3a4; } .shardckpt .c3 { fill: #e7a1b6; }
-.shardckpt .c4 { fill: #c3b1ec; } .shardckpt .c5 { fill: #86cfd0; } .shardckpt .c6 { fill: #e3d27b; } .shardckpt .c7 { fill: #c2b6a6; }
+.shardckpt .label { font: 11px system-ui, sans-serif; fill: #16202c; text-anchor: middle;
+  dominant-baseline: central; }
+.shardckpt .c0 { fill: #8fbcea; } .shardckpt .c1 { fill: #f2b880; }
+.shardckpt .c2 { fill: #96d3a4; } .shardckpt .c3 { fill: #e7a1b6; }
+.shardckpt .c4 { fill: #c3b1ec; } .shardckpt .c5 { fill: #86cfd0; }
+.shardckpt .c6 { fill: #e3d27b; } .shardckpt .c7 { fill: #c2b6a6; }
 .shardckpt .cn, .shardckpt .cj { fill: #cfd6de; }
 """
 
@@ -62,20 +66,41 @@ def checkpoint_text(checkpoint: Inspected) -> str:
     width = max((len(label) for label, _ in rows), default=0)
     lines += [f"{label:<{width}}  {facts}".rstrip() for label, facts in rows]
     left = sum(1 for _ in entries)
-    return "\n".join([*lines, *([f"… and {left:,} more; `shardckpt info` lists all"] if left else [])])
+    return "\n".join(
+        [*lines, *([f"… and {left:,} more; `shardckpt info` lists all"] if left else [])]
+    )
 
 
 def checkpoint_html(checkpoint: Inspected) -> str:
     """A checkpoint as a tree that opens and closes, for notebooks."""
     root = outline(checkpoint, checkpoint.parsed_tree)
-    head = el("div", el("code", visible(str(checkpoint.location))), el("br"), el("small", _summary(checkpoint)))
+    head = el(
+        "div",
+        el("code", visible(str(checkpoint.location))),
+        el("br"),
+        el("small", _summary(checkpoint)),
+    )
     return framed(head, _list(checkpoint, root))
 
 
-def tensor_html(name: str, shape: tuple[int, ...], dtype: str, layout: StoredLayout | None, chunks: tuple[int, ...]) -> str:
+def tensor_html(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    layout: StoredLayout | None,
+    chunks: tuple[int, ...],
+) -> str:
     """A tensor with a drawing of the devices that held its parts."""
     drawing = tile_grid(name, layout, shape, None, chunks, "plain, from the host")
-    return framed(el("div", el("code", visible(name)), " ", el("small", f"{shape_text(shape)} {dtype}, {layout_text(layout)}")), drawing)
+    return framed(
+        el(
+            "div",
+            el("code", visible(name)),
+            " ",
+            el("small", f"{shape_text(shape)} {dtype}, {layout_text(layout)}"),
+        ),
+        drawing,
+    )
 
 
 def framed(*parts: Html) -> str:
@@ -87,9 +112,22 @@ def _summary(checkpoint: Inspected) -> str:
     """Format, number of tensors, bytes and parameters."""
     record = checkpoint.record
     counts = parameter_counts(record.structure.tensors.values())
-    parts = [checkpoint.format, count(record.totals["tensors"], "tensor"), file_size(record.totals["bytes"])]
+    parts = [
+        checkpoint.format,
+        count(record.totals["tensors"], "tensor"),
+        file_size(record.totals["bytes"]),
+    ]
     parts += [f"{number_text(counts['model'])} parameters"] if counts["model"] else []
-    return ", ".join([*parts, *([f"{number_text(counts['optimizer'])} numbers of the optimizer"] if counts["optimizer"] else [])])
+    return ", ".join(
+        [
+            *parts,
+            *(
+                [f"{number_text(counts['optimizer'])} numbers of the optimizer"]
+                if counts["optimizer"]
+                else []
+            ),
+        ]
+    )
 
 
 def _facts(checkpoint: Inspected, entry: OutlineEntry, times: int) -> str:
@@ -99,13 +137,20 @@ def _facts(checkpoint: Inspected, entry: OutlineEntry, times: int) -> str:
         return visible(entry.values)
     if node is None or isinstance(node, Branch):
         outer = times // entry.repeats
-        return f"{count(entry.tensors * outer, 'tensor')}, {file_size(entry.nbytes * outer)}" if entry.tensors else ""
+        return (
+            f"{count(entry.tensors * outer, 'tensor')}, {file_size(entry.nbytes * outer)}"
+            if entry.tensors
+            else ""
+        )
     if isinstance(node, Tied):
         return f"= {visible(node.stored)}"
     if isinstance(node, Tensor):
         tensor = checkpoint.tensor(node.name)
         size = f"{'' if times == 1 else f'{times:,} × '}{file_size(tensor.nbytes)}"
-        return f"{shape_text(tensor.shape)}  {tensor.dtype.name}  {size}  {spec_text(tensor.layout) if tensor.layout else ''}".rstrip()
+        return (
+            f"{shape_text(tensor.shape)}  {tensor.dtype.name}  {size}  "
+            f"{spec_text(tensor.layout) if tensor.layout else ''}".rstrip()
+        )
     kind, value = leaf_text(node)
     return visible(f"{value}  {kind}".strip())
 
@@ -123,7 +168,15 @@ def _list(checkpoint: Inspected, root: OutlineEntry) -> Html:
     for entry, above, level, times in reversed(order):
         line = [visible(entry.label), " ", el("small", _facts(checkpoint, entry, times))]
         inside = made.pop(id(entry), [])
-        item = el("details", el("summary", line), el("ul", reversed(inside)), open=level < _OPEN) if inside else el("span", line)
+        item = (
+            el("details", el("summary", line), el("ul", reversed(inside)), open=level < _OPEN)
+            if inside
+            else el("span", line)
+        )
         made.setdefault(id(above), []).append(el("li", item))
-    more = el("li", el("small", f"… and {len(stack):,} more; `shardckpt info` lists all")) if stack else None
+    more = (
+        el("li", el("small", f"… and {len(stack):,} more; `shardckpt info` lists all"))
+        if stack
+        else None
+    )
     return el("ul", reversed(made.get(id(root), [])), more)

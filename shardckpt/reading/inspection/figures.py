@@ -1,7 +1,7 @@
 """Drawings of layouts, as SVG, for pages and notebooks: the holders of each tile of a tensor.
 
-Colours are classes of a stylesheet, so that drawings follow light and dark mode. Every drawing has a title and a sentence for screen
-readers. If there are too many tiles, they are joined.
+Colours are classes of a stylesheet, so that drawings follow light and dark mode. Every drawing has
+a title and a sentence for screen readers. If there are too many tiles, they are joined.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ MOST_TILES = 12
 MOST_CHUNK_LINES = 64
 
 
-def svg(title: str, sentence: str, width: float, height: float, *parts: Part, **attributes: object) -> Html:
+def svg(
+    title: str, sentence: str, width: float, height: float, *parts: Part, **attributes: object
+) -> Html:
     """A drawing with a name and a description."""
     return el(
         "svg",
@@ -56,17 +58,38 @@ def tile_grid(
     chunks: tuple[int, ...],
     plain: str,
 ) -> Html:
-    """The hosts (without `host_of`: the devices) of each tile, with chunks as fine lines; `plain` is the text for a missing layout."""
+    """The hosts (without `host_of`: the devices) of each tile, with chunks as fine lines.
+
+    `plain` is the text for a missing layout.
+    """
     width, height = _sides(shape)
     if layout is None or isinstance(layout, Placements) or not prod(shape):
-        what = plain if layout is None else "cut unevenly, as DTensor does" if prod(shape) else "no elements"
-        box = [el("rect", x=1, y=1, width=width, height=height, class_="tile cn"), label(width / 2, height / 2, what)]
-        return svg(title, f"{shape_text(shape)}: {what}.", width + 2, height + 2, box, class_="grid")
+        what = (
+            plain
+            if layout is None
+            else "cut unevenly, as DTensor does"
+            if prod(shape)
+            else "no elements"
+        )
+        box = [
+            el("rect", x=1, y=1, width=width, height=height, class_="tile cn"),
+            label(width / 2, height / 2, what),
+        ]
+        return svg(
+            title, f"{shape_text(shape)}: {what}.", width + 2, height + 2, box, class_="grid"
+        )
     try:
         tiles = tiles_of(layout, shape)
     except ShardingError:
         box = [el("rect", x=1, y=1, width=width, height=height, class_="tile cn")]
-        return svg(title, f"{shape_text(shape)}: the layout does not say where data is.", width + 2, height + 2, box, class_="grid")
+        return svg(
+            title,
+            f"{shape_text(shape)}: the layout does not say where data is.",
+            width + 2,
+            height + 2,
+            box,
+            class_="grid",
+        )
     drawn = sorted(sorted(tiles.cut, key=lambda d: -tiles.devices.shape[d])[:2])
     down, across = _directions(shape, drawn)
     rows = bins(1 if down is None else tiles.used[down], MOST_TILES)
@@ -80,16 +103,34 @@ def tile_grid(
             several = row[1] - row[0] > 1 or column[1] - column[0] > 1
             w, h = width / len(columns), height / len(rows)
             color = "cj" if several else f"c{int(of[0]) % COLORS}"
-            cell = el("rect", x=f"{1 + j * w:.1f}", y=f"{1 + i * h:.1f}", width=f"{w:.1f}", height=f"{h:.1f}", class_=f"tile {color}")
+            cell = el(
+                "rect",
+                x=f"{1 + j * w:.1f}",
+                y=f"{1 + i * h:.1f}",
+                width=f"{w:.1f}",
+                height=f"{h:.1f}",
+                class_=f"tile {color}",
+            )
             words = "⋯" if several else device_list(of, most=max(3, int(w / 6.5)))
             room = w >= 6.5 * len(words) + 2 and h >= 13
-            parts += [cell, label(1 + (j + 0.5) * w, 1 + (i + 0.5) * h, words) if room else Html("")]
-    parts += _chunk_lines(shape, chunks, (down, across), (width, height), joined=max(len(rows), len(columns)) >= MOST_TILES)
+            parts += [
+                cell,
+                label(1 + (j + 0.5) * w, 1 + (i + 0.5) * h, words) if room else Html(""),
+            ]
+    parts += _chunk_lines(
+        shape,
+        chunks,
+        (down, across),
+        (width, height),
+        joined=max(len(rows), len(columns)) >= MOST_TILES,
+    )
     replicas = tiles.devices.shape[-1]
     sentence = (
-        f"{shape_text(shape)} in {count(prod(tiles.devices.shape[:-1]), 'tile')} of {shape_text(tiles.tile)}"
+        f"{shape_text(shape)} in {count(prod(tiles.devices.shape[:-1]), 'tile')} of "
+        f"{shape_text(tiles.tile)}"
         + (f", each on {count(replicas, 'device')}" if replicas > 1 else "")
-        + f", over {count(len(_holders(host_of, tiles.devices)), 'device' if host_of is None else 'host')}."
+        + ", over "
+        f"{count(len(_holders(host_of, tiles.devices)), 'device' if host_of is None else 'host')}."
     )
     return svg(title, sentence, width + 2, height + 2, parts, class_="grid")
 
@@ -116,7 +157,12 @@ def _directions(shape: tuple[int, ...], drawn: Sequence[int]) -> tuple[int | Non
 
 
 def _chunk_lines(
-    shape: tuple[int, ...], chunks: tuple[int, ...], directions: tuple[int | None, int | None], sides: tuple[float, float], *, joined: bool
+    shape: tuple[int, ...],
+    chunks: tuple[int, ...],
+    directions: tuple[int | None, int | None],
+    sides: tuple[float, float],
+    *,
+    joined: bool,
 ) -> list[Html]:
     """Lines at the ends of chunks, if there are few enough chunks and no tiles are joined."""
     width, height = sides
@@ -126,7 +172,11 @@ def _chunk_lines(
             continue
         for at in range(chunks[d], shape[d], chunks[d]):
             part = at / shape[d]
-            steps.append(f"M{1 + part * width:.1f} 1v{height:.0f}" if vertical else f"M1 {1 + part * height:.1f}h{width:.0f}")
+            steps.append(
+                f"M{1 + part * width:.1f} 1v{height:.0f}"
+                if vertical
+                else f"M1 {1 + part * height:.1f}h{width:.0f}"
+            )
     return [el("path", d="".join(steps), class_="chunks")] if steps else []
 
 

@@ -33,21 +33,28 @@ def el(name: str, /, *parts: Part, **attributes: object) -> Html:
 
     Args:
         name: the name of the element.
-        parts: its contents: elements, text (which is escaped), or iterables of both; None is nothing.
-        attributes: underscores become hyphens, and a final one is dropped; attributes with None or False are left out.
+        parts: its contents: elements, text (which is escaped), or iterables of both; None is
+            nothing.
+        attributes: underscores become hyphens, and a final one is dropped; attributes with None or
+            False are left out.
 
     >>> el("p", "a < b", class_="note", data_n=1)
     '<p class="note" data-n="1">a &lt; b</p>'
     """
     given = "".join(
-        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{escape(visible(_address(key, str(value))))}"')
+        f" {key.rstrip('_').replace('_', '-')}"
+        + ("" if value is True else f'="{escape(visible(_address(key, str(value))))}"')
         for key, value in attributes.items()
         if value is not None and value is not False
     )
     inside = "".join(map(_html, parts))
     if name in _EMPTY:
         return Html(f"<{name}{given}>")
-    return Html(f"<{name}{given}/>" if name in _DRAWN and not inside else f"<{name}{given}>{inside}</{name}>")
+    return Html(
+        f"<{name}{given}/>"
+        if name in _DRAWN and not inside
+        else f"<{name}{given}>{inside}</{name}>"
+    )
 
 
 def _address(key: str, value: str) -> str:

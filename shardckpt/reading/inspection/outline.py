@@ -1,7 +1,7 @@
 """A state as people read it: names with dots as trees, numbers in order, layers that repeat folded into one.
 
-Command line, notebooks and web pages show the same outline (`outline`), each in its own form. A state dict of a model has names such as
-`model.layers.0.mlp.up_proj.weight`; as an outline it is
+Command line, notebooks and web pages show the same outline (`outline`), each in its own form. A
+state dict of a model has names such as `model.layers.0.mlp.up_proj.weight`; as an outline it is
 
     model
     ├─ embed_tokens.weight
@@ -11,10 +11,12 @@ Command line, notebooks and web pages show the same outline (`outline`), each in
 
 1. Keys with dots become groups; a group with one member is joined with it.
 2. Siblings whose names differ in a number at the end alone are put into the order of these numbers.
-3. A list or tuple of small values is one line, and so are siblings that repeat: at least `LEAST_FOLDED` with consecutive numbers
-   and equal contents (names, shapes, dtypes, layouts, values).
+3. A list or tuple of small values is one line, and so are siblings that repeat: at least
+   `LEAST_FOLDED` with consecutive numbers and equal contents (names, shapes, dtypes, layouts,
+   values).
 
-Cost is linear in the number of leaves, and nothing here recurses: names and trees may come from another person's checkpoint.
+Cost is linear in the number of leaves, and nothing here recurses: names and trees may come from
+another person's checkpoint.
 """
 
 from __future__ import annotations
@@ -46,9 +48,11 @@ class OutlineEntry:
     """One line of an outline."""
 
     label: str
-    """Name relative to the entry above: a key, several joined by dots, or a range as in `layers.{0…31}`."""
+    """Name relative to the entry above: a key, several joined by dots, or a range as in
+    `layers.{0…31}`."""
     name: str
-    """Name of the first node that it stands for; "" for the state itself, and for a group a prefix of names."""
+    """Name of the first node that it stands for; "" for the state itself, and for a group a prefix
+    of names."""
     node: Node | None
     """The first of these nodes; None for a group of keys with a common beginning."""
     children: list[OutlineEntry] = field(default_factory=list)
@@ -91,14 +95,19 @@ def walk(root: OutlineEntry, depth: int | None = None) -> Iterator[tuple[Outline
         root: an outline.
         depth: most levels below the root; None: all.
     """
-    stack = [(child, "", i == 0, 1, root.repeats) for i, child in enumerate(reversed(root.children))]
+    stack = [
+        (child, "", i == 0, 1, root.repeats) for i, child in enumerate(reversed(root.children))
+    ]
     while stack:
         entry, guide, is_last, level, times = stack.pop()
         times *= entry.repeats
         yield entry, f"{guide}{'└─' if is_last else '├─'} ", times
         if depth is None or level < depth:
             below = guide + ("   " if is_last else "│  ")
-            stack += [(child, below, i == 0, level + 1, times) for i, child in enumerate(reversed(entry.children))]
+            stack += [
+                (child, below, i == 0, level + 1, times)
+                for i, child in enumerate(reversed(entry.children))
+            ]
 
 
 def number_text(n: int) -> str:
@@ -120,14 +129,20 @@ def _group(branch: Branch) -> list[OutlineEntry]:
     groups: dict[str, OutlineEntry] = {}
     for child in branch.children:
         component = child.name.rpartition("/")[2]
-        *parts, last = component.split(".", _MOST_DOTS) if branch.form == "dict" and branch.composite is None else [component]
+        *parts, last = (
+            component.split(".", _MOST_DOTS)
+            if branch.form == "dict" and branch.composite is None
+            else [component]
+        )
         if "" in (*parts, last):  # dots at an end are part of the key
             parts, last = [], component
         siblings, path = top, ""
         for part in parts:
             path = f"{path}.{part}" if path else part
             if path not in groups:
-                groups[path] = OutlineEntry(part, f"{branch.name}/{path}" if branch.name else path, None)
+                groups[path] = OutlineEntry(
+                    part, f"{branch.name}/{path}" if branch.name else path, None
+                )
                 siblings.append(groups[path])
             siblings = groups[path].children
         siblings.append(OutlineEntry(last, child.name, child))
@@ -135,22 +150,37 @@ def _group(branch: Branch) -> list[OutlineEntry]:
 
 
 def _values(branch: Branch) -> str | None:
-    """The values in a list or tuple of small leaves alone, in one line; None: it is another container, or empty."""
-    if branch.form == "dict" or not branch.children or not all(isinstance(child, Small) for child in branch.children):
+    """The values in a list or tuple of small leaves alone, in one line.
+
+    None: it is another container, or empty.
+    """
+    if (
+        branch.form == "dict"
+        or not branch.children
+        or not all(isinstance(child, Small) for child in branch.children)
+    ):
         return None
-    texts = [leaf_text(child)[1] for child in branch.children[:_MOST_VALUES] if isinstance(child, Small)]
+    texts = [
+        leaf_text(child)[1] for child in branch.children[:_MOST_VALUES] if isinstance(child, Small)
+    ]
     texts += [f"… {len(branch.children):,} in all"] if len(branch.children) > _MOST_VALUES else []
     return f"({', '.join(texts)})" if branch.form == "tuple" else f"[{', '.join(texts)}]"
 
 
-def _complete(entry: OutlineEntry, tensors: dict[str, TensorRecord], kinds: dict[Hashable, int]) -> None:
+def _complete(
+    entry: OutlineEntry, tensors: dict[str, TensorRecord], kinds: dict[Hashable, int]
+) -> None:
     """Order, join and fold the children, which are complete, and set totals and kind."""
     if isinstance(entry.node, Tensor):
         entry.tensors, entry.nbytes = 1, tensors[entry.node.name].nbytes
     entry.children = [_join(child) for child in _fold(_in_order(entry.children))]
     entry.tensors += sum(child.tensors for child in entry.children)
     entry.nbytes += sum(child.nbytes for child in entry.children)
-    content = _content(entry.node, tensors), entry.values, *((child.label, child.kind) for child in entry.children)
+    content = (
+        _content(entry.node, tensors),
+        entry.values,
+        *((child.label, child.kind) for child in entry.children),
+    )
     entry.kind = kinds.setdefault(content, len(kinds))
 
 
@@ -200,7 +230,9 @@ def _fold(entries: list[OutlineEntry]) -> list[OutlineEntry]:
     for entry in entries:
         match = _NUMBERED.fullmatch(entry.label)
         here = None if match is None else (match[1], int(match[2]))
-        follows = before is not None and here == (before[0], before[1] + 1) and entry.kind == run[-1].kind
+        follows = (
+            before is not None and here == (before[0], before[1] + 1) and entry.kind == run[-1].kind
+        )
         if not follows:
             finish()
             run = []
@@ -215,10 +247,20 @@ def _content(node: Node | None, tensors: dict[str, TensorRecord]) -> Hashable:
     if node is None:
         return None
     if isinstance(node, Branch):
-        return node.form, node.local, None if node.composite is None else (node.composite.type_name, node.composite.shape)
+        return (
+            node.form,
+            node.local,
+            None if node.composite is None else (node.composite.type_name, node.composite.shape),
+        )
     if isinstance(node, Tensor):
         tensor = tensors[node.name]
-        return tensor.shape, tensor.dtype.name, id(tensor.layout), node.meaning, None if tensor.base is None else tensor.base.base.url
+        return (
+            tensor.shape,
+            tensor.dtype.name,
+            id(tensor.layout),
+            node.meaning,
+            None if tensor.base is None else tensor.base.base.url,
+        )
     if isinstance(node, Tied):
         return "tied", node.stored
     return leaf_text(node)

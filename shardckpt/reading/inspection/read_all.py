@@ -1,6 +1,7 @@
 """Reading everything of a checkpoint whose format has no checksums of its own: whether it is complete and readable.
 
-Elements are read block by block in bounded memory, and dropped. An error is reported as damage of its block, and reading continues.
+Elements are read block by block in bounded memory, and dropped. An error is reported as damage of
+its block, and reading continues.
 """
 
 from __future__ import annotations
@@ -49,18 +50,24 @@ def read_all(
     report = VerifyReport(chunks=total, checked=False, compared=len(known))
     done = total - sum(t.num_chunks for t in tensors)
     pairs = [Pair(t.name, t, t) for t in tensors]
-    for batch in batches(cut_pairs(pairs, BLOCK_BYTES), lambda block: (block.nbytes, 1), (BLOCK_BYTES, MOST_BLOCKS)):
+    for batch in batches(
+        cut_pairs(pairs, BLOCK_BYTES), lambda block: (block.nbytes, 1), (BLOCK_BYTES, MOST_BLOCKS)
+    ):
         if progress is not None:
             progress(done, total)
         _read(reader, batch, where, report)
         done += sum(block.pair.a.num_chunks for block in batch if block.last)
     if progress is not None:
         progress(total, total)
-    report.bytes_read = reader.stats.bytes_read + sum(record.structure.tensors[name].nbytes for name in known)
+    report.bytes_read = reader.stats.bytes_read + sum(
+        record.structure.tensors[name].nbytes for name in known
+    )
     return report
 
 
-def _read(reader: ChunkReader, batch: Sequence[BlockOfPair], where: str, report: VerifyReport) -> None:
+def _read(
+    reader: ChunkReader, batch: Sequence[BlockOfPair], where: str, report: VerifyReport
+) -> None:
     """Read some blocks; where that fails, read each alone, and report those that cannot be read."""
     try:
         read_blocks(reader, batch, "a")

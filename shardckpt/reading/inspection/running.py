@@ -1,7 +1,8 @@
 """Running statistics of numbers that arrive in parts: extremes, moments, and a histogram whose range grows.
 
-The histogram begins with `_FINE` bins between the extremes of the first part. A number outside doubles the range, and joins the bins
-in pairs. So it takes constant memory, and one pass; its edges are the same as numpy's where all numbers come in one part.
+The histogram begins with `_FINE` bins between the extremes of the first part. A number outside
+doubles the range, and joins the bins in pairs. So it takes constant memory, and one pass; its edges
+are the same as numpy's where all numbers come in one part.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ _ROUNDING = 1e-6
 
 
 class RunningStatistics:
-    """Statistics of all numbers that were added. Those that are not finite are counted, and count for nothing else."""
+    """Statistics of all numbers that were added.
+
+    Those that are not finite are counted, and count for nothing else.
+    """
 
     def __init__(self) -> None:
         """No number was added yet."""
@@ -38,7 +42,8 @@ class RunningStatistics:
         """Mean, and sum of the squared distances from it."""
         self._sum_of_squares = 0.0
         self._begin = self._width = 0.0
-        """Lowest edge and bin width of the histogram; without width, all numbers were equal so far."""
+        """Lowest edge and bin width of the histogram; without width, all numbers were equal so
+        far."""
         self._bins = np.zeros(_FINE, np.int64)
 
     def add(self, values: NDArray[Any]) -> None:
@@ -101,7 +106,9 @@ class RunningStatistics:
         squares = float(np.dot(part - mean, part - mean))
         self._merge_moments(len(part), mean, squares, float(np.dot(part, part)))
 
-    def _merge_moments(self, count: int, mean: float, squares: float, sum_of_squares: float) -> None:
+    def _merge_moments(
+        self, count: int, mean: float, squares: float, sum_of_squares: float
+    ) -> None:
         total = self.finite + count
         apart = mean - self._mean
         self._mean += apart * (count / total)
@@ -155,10 +162,17 @@ class RunningStatistics:
         return np.clip((values - self._begin) / self._width, 0, _FINE - 1).astype(np.int64)
 
     def _histogram(self) -> tuple[list[int], list[float]]:
-        """Counts of at most `BINS` bins, and their edges; nothing without finite numbers, or where they are too far apart."""
+        """Counts of at most `BINS` bins, and their edges.
+
+        Nothing without finite numbers, or where they are too far apart.
+        """
         if not self.finite or math.isnan(self._width):
             return [], []
-        if not self._width or not math.isfinite(1 / self._width) or self._begin + self._width == self._begin:
+        if (
+            not self._width
+            or not math.isfinite(1 / self._width)
+            or self._begin + self._width == self._begin
+        ):
             return [self.finite], [self.low, self.high]
         used = np.flatnonzero(self._bins)
         first, stop = int(used[0]), int(used[-1]) + 1

@@ -17,7 +17,13 @@ from shardckpt.layout.box import Box
 from shardckpt.layout.dtypes import by_name, castable
 from shardckpt.options import parse_bytes
 from shardckpt.plan.pieces import batches
-from shardckpt.reading.compare_values import DEFAULT_MEMORY_LIMIT, MOST_BLOCKS, Pair, cut_pairs, read_blocks
+from shardckpt.reading.compare_values import (
+    DEFAULT_MEMORY_LIMIT,
+    MOST_BLOCKS,
+    Pair,
+    cut_pairs,
+    read_blocks,
+)
 from shardckpt.reading.inspection.running import RunningStatistics
 from shardckpt.state.select import selector, unused_patterns
 from shardckpt.text import Message, file_size, given, named_size
@@ -42,11 +48,13 @@ def tensor_statistics(checkpoint: Checkpoint, name: str, budget: int) -> dict[st
     Args:
         checkpoint: the checkpoint that has it.
         name: name of the tensor.
-        budget: most bytes of elements to read; of a larger tensor, boxes of chunks are read that are spread evenly over it.
+        budget: most bytes of elements to read; of a larger tensor, boxes of chunks are read that
+            are spread evenly over it.
 
     Returns:
-        `elements` of the tensor and how many were `read`; `nans`, `infinities` and `zeros` among those; of the finite ones `min`, `max`,
-        `mean`, `std` and `norm` (None if there are none), and a `histogram` of counts in bins of equal width between `edges`.
+        `elements` of the tensor and how many were `read`; `nans`, `infinities` and `zeros` among
+        those; of the finite ones `min`, `max`, `mean`, `std` and `norm` (None if there are none),
+        and a `histogram` of counts in bins of equal width between `edges`.
 
     Raises:
         NamesMismatchError: there is no such tensor. DtypeError: its elements are complex.
@@ -54,7 +62,9 @@ def tensor_statistics(checkpoint: Checkpoint, name: str, budget: int) -> dict[st
     """
     tensor = checkpoint.tensor(name)
     if not castable(tensor.dtype, _FLOAT):
-        raise DtypeError(f"{name}: there are no statistics of {tensor.dtype.name}; read its elements instead.")
+        raise DtypeError(
+            f"{name}: there are no statistics of {tensor.dtype.name}; read its elements instead."
+        )
     parts = [checkpoint.read(name, box).reshape(-1) for box in _sample(tensor, budget)]
     tally = RunningStatistics()
     if parts:
@@ -70,7 +80,8 @@ class ElementChange:
     norm: float
     """Euclidean norm of the difference of all elements."""
     relative: float | None
-    """The norm as a part of the norm in the first checkpoint; None: that is zero, and the difference is not."""
+    """The norm as a part of the norm in the first checkpoint; None: that is zero, and the
+    difference is not."""
     largest: float
     """Largest absolute difference of an element."""
 
@@ -98,7 +109,12 @@ class StateStatistics:
     def to_json(self, side: int = 0) -> dict[str, Any]:
         """All statistics of one checkpoint, as JSON."""
         tensors = [
-            {"name": name, "dtype": self.dtypes[name], "shape": list(self.shapes[name]), **tallies[side].to_json()}
+            {
+                "name": name,
+                "dtype": self.dtypes[name],
+                "shape": list(self.shapes[name]),
+                **tallies[side].to_json(),
+            }
             for name, tallies in self.tensors.items()
         ]
         return {"tensors": tensors, "all": self.total(side).to_json()}
@@ -128,7 +144,12 @@ def state_statistics(
     """
     limit = parse_bytes(memory_limit, "memory_limit")
     if limit < LEAST_MEMORY_LIMIT:
-        raise OptionError(Message(named_size("memory_limit", limit), f": statistics take at least {file_size(LEAST_MEMORY_LIMIT)}."))
+        raise OptionError(
+            Message(
+                named_size("memory_limit", limit),
+                f": statistics take at least {file_size(LEAST_MEMORY_LIMIT)}.",
+            )
+        )
     statistics = StateStatistics()
     pairs = _pairs(checkpoint, other, only, statistics)
     sides = [checkpoint] if other is None else [checkpoint, other]
@@ -136,7 +157,9 @@ def state_statistics(
     done, total = 0, sum(pair.a.nbytes for pair in pairs)
     each = limit // 2 // len(sides)
     with reading_takes_threads(checkpoint.location):
-        for batch in batches(cut_pairs(pairs, each), lambda block: (block.nbytes, 1), (each, MOST_BLOCKS)):
+        for batch in batches(
+            cut_pairs(pairs, each), lambda block: (block.nbytes, 1), (each, MOST_BLOCKS)
+        ):
             if progress is not None:
                 progress(done, total)
             blocks = []
@@ -144,7 +167,10 @@ def state_statistics(
                 with one.reading():
                     blocks.append(read_blocks(one.reader, batch, side))
             for block, *elements in zip(batch, *blocks, strict=True):
-                flat = [part.reshape(-1).view(of.dtype.numpy) for part, of in zip(elements, (block.pair.a, block.pair.b), strict=False)]
+                flat = [
+                    part.reshape(-1).view(of.dtype.numpy)
+                    for part, of in zip(elements, (block.pair.a, block.pair.b), strict=False)
+                ]
                 for tally, values in zip(statistics.tensors[block.pair.name], flat, strict=True):
                     tally.add(values)
                 if other is not None:
@@ -154,11 +180,19 @@ def state_statistics(
         progress(total, total)
     norms = {name: statistics.tensors[name][0].to_json()["norm"] or 0.0 for name in distances}
     changes = [distance.result(name, norms[name]) for name, distance in distances.items()]
-    statistics.changes = sorted(changes, key=lambda change: -(change.relative if change.relative is not None else float("inf")))
+    statistics.changes = sorted(
+        changes,
+        key=lambda change: -(change.relative if change.relative is not None else float("inf")),
+    )
     return statistics
 
 
-def _pairs(checkpoint: Checkpoint, other: Checkpoint | None, only: Sequence[str] | None, statistics: StateStatistics) -> list[Pair]:
+def _pairs(
+    checkpoint: Checkpoint,
+    other: Checkpoint | None,
+    only: Sequence[str] | None,
+    statistics: StateStatistics,
+) -> list[Pair]:
     """The tensors to read; those that have no statistics are left out, with the reason."""
     names = list(checkpoint.record.structure.tensors)
     selects = selector(None if only is None else list(only))
@@ -178,11 +212,19 @@ def _pairs(checkpoint: Checkpoint, other: Checkpoint | None, only: Sequence[str]
         elif not castable(one.dtype, _FLOAT) or not castable(two.dtype, _FLOAT):
             statistics.left_out[name] = f"elements of {one.dtype.name}"
         else:
-            statistics.tensors[name] = (RunningStatistics(),) if other is None else (RunningStatistics(), RunningStatistics())
+            statistics.tensors[name] = (
+                (RunningStatistics(),)
+                if other is None
+                else (RunningStatistics(), RunningStatistics())
+            )
             statistics.dtypes[name], statistics.shapes[name] = one.dtype.name, one.shape
             pairs += [Pair(name, one, two)] if one.nbytes else []
     known = frozenset(names)
-    statistics.left_out |= {name: "only in the second checkpoint" for name in filter(selects, theirs) if name not in known}
+    statistics.left_out |= {
+        name: "only in the second checkpoint"
+        for name in filter(selects, theirs)
+        if name not in known
+    }
     return pairs
 
 
@@ -196,7 +238,9 @@ class _Distance:
         """Add the elements of a block."""
         with np.errstate(all="ignore"):
             for begin in range(0, len(one), _STRIDE):
-                a, b = (values[begin : begin + _STRIDE].astype(np.float64) for values in (one, other))
+                a, b = (
+                    values[begin : begin + _STRIDE].astype(np.float64) for values in (one, other)
+                )
                 apart = np.where(a == b, 0.0, a - b)  # infinities of one sign are equal
                 self.squares += float(np.dot(apart, apart))
                 self.largest = max(self.largest, float(np.abs(apart).max()))
@@ -204,7 +248,9 @@ class _Distance:
     def result(self, name: str, norm: float) -> ElementChange:
         """The distance of all blocks, beside the norm of the first tensor."""
         apart = sqrt(self.squares)
-        return ElementChange(name, apart, apart / norm if norm else None if apart else 0.0, self.largest)
+        return ElementChange(
+            name, apart, apart / norm if norm else None if apart else 0.0, self.largest
+        )
 
 
 def _sample(tensor: TensorRecord, budget: int) -> Iterator[Box]:
@@ -214,15 +260,26 @@ def _sample(tensor: TensorRecord, budget: int) -> Iterator[Box]:
     if tensor.nbytes <= budget:
         yield Box.full(tensor.shape)
         return
-    chunks = [(piece, k) for piece in tensor.pieces for k in (range(piece.num_chunks) if len(tensor.pieces) == 1 else (0,))]
+    chunks = [
+        (piece, k)
+        for piece in tensor.pieces
+        for k in (range(piece.num_chunks) if len(tensor.pieces) == 1 else (0,))
+    ]
     each = prod(tensor.pieces[0].chunks) * tensor.dtype.itemsize
     n = max(1, min(_MOST_BOXES, budget // max(each, 1), len(chunks)))
     most = max(1, budget // (n * tensor.dtype.itemsize))
     for i in range(n):
         piece, position = chunks[i * len(chunks) // n]
         index = np.unravel_index(position, piece.grid) if piece.grid else ()
-        start = [a + int(j) * side for a, j, side in zip(piece.start, index, piece.chunks, strict=True)]
-        shape = [min(side, a + length - b) for side, a, length, b in zip(piece.chunks, piece.start, piece.shape, start, strict=True)]
+        start = [
+            a + int(j) * side for a, j, side in zip(piece.start, index, piece.chunks, strict=True)
+        ]
+        shape = [
+            min(side, a + length - b)
+            for side, a, length, b in zip(
+                piece.chunks, piece.start, piece.shape, start, strict=True
+            )
+        ]
         for d in range(len(shape)):
             shape[d] = max(1, min(shape[d], most // prod(shape[d + 1 :])))
         yield Box(tuple(start), tuple(a + side for a, side in zip(start, shape, strict=True)))

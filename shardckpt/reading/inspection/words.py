@@ -19,11 +19,39 @@ if TYPE_CHECKING:
 _WORD = re.compile(r"[/.]")
 _OPTIMIZER = frozenset(
     (
-        *("opt", "optim", "optimizer", "optimizers", "opt_state", "optim_state", "optimizer_state", "optimizer_states"),
-        *("optimizer_state_dict", "optim_state_dict", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"),
+        *(
+            "opt",
+            "optim",
+            "optimizer",
+            "optimizers",
+            "opt_state",
+            "optim_state",
+            "optimizer_state",
+            "optimizer_states",
+        ),
+        *(
+            "optimizer_state_dict",
+            "optim_state_dict",
+            "exp_avg",
+            "exp_avg_sq",
+            "max_exp_avg_sq",
+            "momentum_buffer",
+        ),
     )
 )
-_OTHERS = frozenset(("random", "rng", "rng_state", "generators", "scheduler", "lr_scheduler", "loader", "sampler", "counters"))
+_OTHERS = frozenset(
+    (
+        "random",
+        "rng",
+        "rng_state",
+        "generators",
+        "scheduler",
+        "lr_scheduler",
+        "loader",
+        "sampler",
+        "counters",
+    )
+)
 
 
 class Inspected(Protocol):
@@ -59,7 +87,10 @@ def nodes_of(root: Node) -> dict[str, Node]:
 
 
 def parameter_counts(tensors: Iterable[TensorRecord]) -> dict[str, int]:
-    """Numbers of elements of the "model" and of the "optimizer", by the words in names; scalars and random states are left out."""
+    """Numbers of elements of the "model" and of the "optimizer", by the words in names.
+
+    Scalars and random states are left out.
+    """
     counts = {"model": 0, "optimizer": 0}
     for tensor in tensors:
         words = set(_WORD.split(tensor.name.lower()))

@@ -1,10 +1,14 @@
 """The changes of a restore on the way from a checkpoint to `like`: names, tensors that are joined or split, and sizes.
 
-1. `rename` moves the leaves of the stored tree to other places. They keep their stored names: patterns, messages and reads go by these.
-2. `mapping` replaces tensors of the tree by others that are made of them (`MadeTensor`). Such a tensor has the name of its place.
-3. `fit` allows a tensor another size in `like`. A `Landing` reads what both have, and makes the rest zero.
+1. `rename` moves the leaves of the stored tree to other places. They keep their stored names:
+   patterns, messages and reads go by these.
+2. `mapping` replaces tensors of the tree by others that are made of them (`MadeTensor`). Such a
+   tensor has the name of its place.
+3. `fit` allows a tensor another size in `like`. A `Landing` reads what both have, and makes the
+   rest zero.
 
-The tensors of a model and their optimizer's state belong together. `training.optimizer_state.moments` makes the state follow.
+The tensors of a model and their optimizer's state belong together.
+`training.optimizer_state.moments` makes the state follow.
 """
 
 from __future__ import annotations
@@ -61,13 +65,15 @@ class Adaptation:
         self.places: dict[str, str] = {}
         """Stored name of each leaf, or name of a made tensor → its place in `like`."""
         self.at: dict[str, str] = {}
-        """Place in `like` → the name under which the tensor there is stored, or name of a made tensor."""
+        """Place in `like` → the name under which the tensor there is stored, or name of a made
+        tensor."""
         self.made: dict[str, MadeTensor] = {}
         """Tensors that the mapping made, by their names."""
         self.stored: dict[str, str] = {}
         """Place in the stored state → the name under which the tensor there is stored."""
         self.moved: dict[str, str] = {}
-        """Place in the stored state → place in `like`, for the leaves that are left after the renaming and are not joined or split."""
+        """Place in the stored state → place in `like`, for the leaves that are left after the
+        renaming and are not joined or split."""
         self._modes: dict[str, Fit] = {}
         """Tensors that are fitted because another one is, by stored name."""
         self._fitted: dict[str, str] = {}
@@ -91,17 +97,31 @@ class Adaptation:
         mapping = self._given
         if mapping is None and self._inverts:
             raise OptionError("invert_mapping=True: there is no mapping; give mapping=.")
-        mapping = TensorMapping() if mapping is None else mapping if isinstance(mapping, TensorMapping) else read_mapping(mapping)
+        mapping = (
+            TensorMapping()
+            if mapping is None
+            else mapping
+            if isinstance(mapping, TensorMapping)
+            else read_mapping(mapping)
+        )
         self._mapping = mapping.inverse() if self._inverts else mapping
         fits = self._fit.items() if isinstance(self._fit, Mapping) else []
-        wrong = any(not isinstance(pattern, str) or mode not in ("pad", "slice") for pattern, mode in fits)
+        wrong = any(
+            not isinstance(pattern, str) or mode not in ("pad", "slice") for pattern, mode in fits
+        )
         if wrong or not isinstance(self._fit, Mapping | None):
             raise OptionError(
-                f'fit={shorten(self._fit)}: give patterns of names with "pad" or "slice", as in fit={{"**/embed.weight": "pad"}}.'
+                f'fit={shorten(self._fit)}: give patterns of names with "pad" or "slice", as in '
+                'fit={"**/embed.weight": "pad"}.'
             )
         if self._fit and like is None:
-            raise OptionError(f"fit={shorten(self._fit)}: without `like` nothing has another size; give `like`, or leave fit= out.")
-        self._patterns = [(pattern, selector(pattern), mode) for pattern, mode in (self._fit or {}).items()]
+            raise OptionError(
+                f"fit={shorten(self._fit)}: without `like` nothing has another size; give `like`, "
+                "or leave fit= out."
+            )
+        self._patterns = [
+            (pattern, selector(pattern), mode) for pattern, mode in (self._fit or {}).items()
+        ]
 
     def tensor(self, name: str) -> TensorRecord:
         """The record of a stored or made tensor."""
@@ -109,13 +129,16 @@ class Adaptation:
 
     # --- names and made tensors
 
-    def rearranged(self, tree: Node, apart: Collection[str] = (), modules: Sequence[str] | None = None) -> Branch:
+    def rearranged(
+        self, tree: Node, apart: Collection[str] = (), modules: Sequence[str] | None = None
+    ) -> Branch:
         """A stored state with the places and the tensors of `like`.
 
         Args:
             tree: the stored state, as this process has it.
             apart: keys of it whose contents stay as they are, because they follow others.
-            modules: keys of it in which the mapping applies, to the names inside of them. None: to the complete names.
+            modules: keys of it in which the mapping applies, to the names inside of them. None: to
+                the complete names.
 
         Raises:
             OptionError: a rule matches nothing.
@@ -124,24 +147,49 @@ class Adaptation:
         """
         old = ends_by_place(tree)
         own = {place: place for place in old if place.partition("/")[0] not in apart}
-        self.stored = {place: end.node.stored for place, end in old.items() if isinstance(end.node, Tensor | Tied)}
+        self.stored = {
+            place: end.node.stored
+            for place, end in old.items()
+            if isinstance(end.node, Tensor | Tied)
+        }
         self.moved = renamed_by(own, self._rules, partial(self._give_way, old))
-        present = {self.moved.get(place, place): end for place, end in old.items() if place not in own or place in self.moved}
+        present = {
+            self.moved.get(place, place): end
+            for place, end in old.items()
+            if place not in own or place in self.moved
+        }
         if self._mapping.rules:
-            prefixes = [""] if modules is None else [f"{key}/" for key in modules if any(place.startswith(f"{key}/") for place in present)]
+            prefixes = (
+                [""]
+                if modules is None
+                else [
+                    f"{key}/"
+                    for key in modules
+                    if any(place.startswith(f"{key}/") for place in present)
+                ]
+            )
             for number, prefix in enumerate(prefixes):
-                present = self._map(present, prefix, self._mapping if number == 0 else self._mapping.optional())
+                present = self._map(
+                    present, prefix, self._mapping if number == 0 else self._mapping.optional()
+                )
         return moved_tree(tree, present.items())
 
     def _give_way(self, ends: Mapping[str, End], moved: Mapping[str, str]) -> dict[str, str]:
         """The moves without those of leaves that are not restored, and whose place another leaf takes."""
-        selected = {place for place, end in ends.items() if any(self._selects(leaf.name) for leaf in (end.node, *leaves_of(end.node)))}
+        selected = {
+            place
+            for place, end in ends.items()
+            if any(self._selects(leaf.name) for leaf in (end.node, *leaves_of(end.node)))
+        }
         claimed = {new for place, new in moved.items() if place in selected}
         above = {parent for new in claimed for parent in _parents(new)}
         return {
             place: new
             for place, new in moved.items()
-            if place in selected or not (new in claimed or new in above or any(parent in claimed for parent in _parents(new)))
+            if place in selected
+            or not (
+                new in claimed or new in above or any(parent in claimed for parent in _parents(new))
+            )
         }
 
     def _map(self, present: dict[str, End], prefix: str, mapping: TensorMapping) -> dict[str, End]:
@@ -159,7 +207,9 @@ class Adaptation:
             own = output.name in inside and (not sources or inside[output.name].name in sources)
             before = place if own else first.get(sources[0], "") if sources else ""
             outputs[place] = present.get(before, End(Tensor(place)))
-            if sources and output.sources == (View.whole(sources[0], self._checkpoint.tensor(sources[0]).shape),):
+            if sources and output.sources == (
+                View.whole(sources[0], self._checkpoint.tensor(sources[0]).shape),
+            ):
                 moves[before] = place
             else:
                 outputs[place] = End(Tensor(self.make(place, output)), outputs[place].path)
@@ -168,21 +218,33 @@ class Adaptation:
                 self.moved[old] = moves[place]
             elif place.startswith(prefix) and place.removeprefix(prefix) in inside:
                 del self.moved[old]
-        kept = {place: end for place, end in present.items() if not (place.startswith(prefix) and place.removeprefix(prefix) in inside)}
+        kept = {
+            place: end
+            for place, end in present.items()
+            if not (place.startswith(prefix) and place.removeprefix(prefix) in inside)
+        }
         clash = next((place for place in outputs if place in kept), None)
         if clash is not None:
-            raise NamesMismatchError(f"mapping: {shown(clash)} is the name of a leaf that is not a tensor; choose another name.")
+            raise NamesMismatchError(
+                f"mapping: {shown(clash)} is the name of a leaf that is not a tensor; choose "
+                "another name."
+            )
         return {**outputs, **kept}
 
     def make(self, place: str, output: OutputTensor) -> str:
-        """Add a tensor that is made of stored ones; return its name, which is its place unless the checkpoint has a tensor of this name."""
+        """Add a tensor that is made of stored ones.
+
+        Return its name, which is its place unless the checkpoint has a tensor of this name.
+        """
         name = place
         while name in self._checkpoint.record.structure.tensors:
             name += "'"
         sources = tuple((view, self._checkpoint.tensor(view.tensor)) for view in output.sources)
         pieces = tuple(piece for view, record in sources for piece in view.pieces(record.pieces))
         self.places[name] = place
-        self.made[name] = MadeTensor(name, output.shape, output.dtype, None, pieces, sources=sources)
+        self.made[name] = MadeTensor(
+            name, output.shape, output.dtype, None, pieces, sources=sources
+        )
         return name
 
     def renamed(self, place: str) -> str:
@@ -216,7 +278,10 @@ class Adaptation:
                 known |= {place, end.node.name}
         for pattern, selects, _ in self._patterns:
             if not any(map(selects, known)):
-                raise OptionError(f"fit={{{pattern!r}: …}}: it matches none of the tensors, which are {few(sorted(known), 3)}; correct it.")
+                raise OptionError(
+                    f"fit={{{pattern!r}: …}}: it matches none of the tensors, which are "
+                    f"{few(sorted(known), 3)}; correct it."
+                )
         return tree
 
     def _note_place(self, place: str, node: Node) -> None:
@@ -241,15 +306,24 @@ class Adaptation:
     # --- sizes
 
     def mode(self, name: str) -> Fit | None:
-        """Treatment of a tensor of another size; the first pattern that matches its stored name or its place decides."""
+        """Treatment of a tensor of another size.
+
+        The first pattern that matches its stored name or its place decides.
+        """
         names = (name, self.places.get(name, name))
-        asked = next((mode for _, selects, mode in self._patterns if any(map(selects, names))), None)
+        asked = next(
+            (mode for _, selects, mode in self._patterns if any(map(selects, names))), None
+        )
         return self._modes.get(name) if asked is None else asked
 
     def record_for(self, record: TensorRecord, own: Any) -> TensorRecord:
         """The record of a tensor, with the shape of an object's own tensor if it is fitted to that."""
         shape = getattr(own, "shape", None)
-        return record if shape is None or self.mode(record.name) is None else replace(record, shape=tuple(shape))
+        return (
+            record
+            if shape is None or self.mode(record.name) is None
+            else replace(record, shape=tuple(shape))
+        )
 
     @property
     def changes_tensors(self) -> bool:
@@ -272,13 +346,21 @@ class Adaptation:
         pairs = list(zip(tensor.shape, sink.shape, strict=False))
         right = all(a <= b for a, b in pairs) if mode == "pad" else all(a >= b for a, b in pairs)
         if not right or len(tensor.shape) != len(sink.shape):
-            needs = "no dimension may be smaller in `like`" if mode == "pad" else "no dimension may be larger in `like`"
+            needs = (
+                "no dimension may be smaller in `like`"
+                if mode == "pad"
+                else "no dimension may be larger in `like`"
+            )
             raise ShapeMismatchError(
-                f"{name}: {self._checkpoint.location} has shape {tensor.shape}, the leaf to restore into has {sink.shape}, and fit= says "
-                f"{mode!r}: {needs}, and both must have as many dimensions. Make them fit, or leave the tensor out with only=."
+                f"{name}: {self._checkpoint.location} has shape {tensor.shape}, the leaf to "
+                f"restore into has {sink.shape}, and fit= says {mode!r}: {needs}, and both must "
+                "have as many dimensions. Make them fit, or leave the tensor out with only=."
             )
         if mode == "pad" and complex(np.zeros((), np.float32).astype(sink.dtype.numpy)) != 0:
-            raise ShapeMismatchError(f"{name}: {sink.dtype.name} has no zero to fill the rest with; restore it as another dtype.")
+            raise ShapeMismatchError(
+                f"{name}: {sink.dtype.name} has no zero to fill the rest with; restore it as "
+                "another dtype."
+            )
         self._fitted[name] = f"{tensor.shape} → {sink.shape}, {mode}"
         return True
 
@@ -309,7 +391,11 @@ class Adaptation:
 
     def expected(self, recorded: Mapping[str, str]) -> dict[str, str]:
         """Recorded fingerprints by the places in `like`, of the tensors that are restored as they are stored."""
-        return {self.places[name]: digest for name, digest in recorded.items() if name in self.places and name not in self._fitted}
+        return {
+            self.places[name]: digest
+            for name, digest in recorded.items()
+            if name in self.places and name not in self._fitted
+        }
 
 
 def _parents(place: str) -> list[str]:

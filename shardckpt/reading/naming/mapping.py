@@ -1,7 +1,8 @@
 """Applying a mapping: outputs that are joined from several tensors or split from one.
 
-A `TensorMapping` is an ordered list of rules (`mapping_rule`) over names. The first rule that matches a tensor uses it; tensors without a
-matching rule stay the same. Nothing is read: the result lists the elements of tensors from which each output is made.
+A `TensorMapping` is an ordered list of rules (`mapping_rule`) over names. The first rule that
+matches a tensor uses it; tensors without a matching rule stay the same. Nothing is read: the result
+lists the elements of tensors from which each output is made.
 
     mapping = read_mapping("megatron.toml")              # mapping_file
     outputs = mapping.outputs(structure.tensors)         # export
@@ -47,12 +48,14 @@ class TensorMapping:
         """The outputs of the tensors, each at the position of its first tensor.
 
         Args:
-            tensors: tensors by the names that the rules match; the views use the names in the records.
+            tensors: tensors by the names that the rules match; the views use the names in the
+                records.
 
         Raises:
             OptionError: a rule matches nothing, so it is probably misspelt.
             NamesMismatchError: a part is missing, or two outputs have the same name.
-            ShapeMismatchError, DtypeMismatchError: parts do not fit together, or a tensor cannot be split as requested.
+            ShapeMismatchError, DtypeMismatchError: parts do not fit together, or a tensor cannot be
+                split as requested.
         """
         left = dict(tensors)
         made: dict[str, list[OutputTensor]] = {}
@@ -60,7 +63,10 @@ class TensorMapping:
             applied = list(_merge_all(rule, left) if rule.merges else _split_all(rule, left))
             if not applied and not rule.optional:
                 first = rule.parts[0] if rule.merges else rule.whole
-                raise OptionError(f"{rule}: it matches no tensor{did_you_mean(str(first), tensors)}; correct it, or say optional = true.")
+                raise OptionError(
+                    f"{rule}: it matches no tensor{did_you_mean(str(first), tensors)}; correct "
+                    "it, or say optional = true."
+                )
             for used, outputs in applied:
                 made[used[0]] = outputs
                 for name in used:
@@ -73,31 +79,56 @@ class TensorMapping:
         return tuple(in_order)
 
 
-def _merge_all(rule: MappingRule, tensors: Mapping[str, TensorRecord]) -> Iterator[tuple[list[str], list[OutputTensor]]]:
+def _merge_all(
+    rule: MappingRule, tensors: Mapping[str, TensorRecord]
+) -> Iterator[tuple[list[str], list[OutputTensor]]]:
     """The merges of a rule: the names that each uses, and its outputs."""
     groups: dict[tuple[str, ...], tuple[Captures, set[str]]] = {}
     for name in tensors:
-        captures = next((match for match in (part.match(name) for part in rule.parts) if match is not None), None)
+        captures = next(
+            (match for match in (part.match(name) for part in rule.parts) if match is not None),
+            None,
+        )
         index = "" if captures is None or rule.counted is None else captures[rule.counted]
-        if captures is not None and (rule.counted is None or index.isdecimal()):  # for instance, an expert called "shared" is not counted
-            groups.setdefault(tuple(captures[key] for key in rule.whole.keys), (captures, set()))[1].add(index)
+        if captures is not None and (
+            rule.counted is None or index.isdecimal()
+        ):  # for instance, an expert called "shared" is not counted
+            groups.setdefault(tuple(captures[key] for key in rule.whole.keys), (captures, set()))[
+                1
+            ].add(index)
     for captures, counted in groups.values():
         whole, names = rule.whole.fill(captures), _part_names(rule, captures, len(counted))
         missing = next((name for row in names for name in row if name not in tensors), None)
         if missing is not None:
             raise NamesMismatchError(
-                f"{rule}: {shown(whole)} needs {sum(map(len, names))} tensors, but {shown(missing)} is missing, or an earlier rule has "
-                f"used it; include it, or correct the rule."
+                f"{rule}: {shown(whole)} needs {sum(map(len, names))} tensors, but "
+                f"{shown(missing)} is missing, or an earlier rule has used it; include it, or "
+                "correct the rule."
             )
-        yield [name for row in names for name in row], [rule.merge(whole, [[tensors[name] for name in row] for row in names])]
+        yield (
+            [name for row in names for name in row],
+            [rule.merge(whole, [[tensors[name] for name in row] for row in names])],
+        )
 
 
-def _split_all(rule: MappingRule, tensors: Mapping[str, TensorRecord]) -> Iterator[tuple[list[str], list[OutputTensor]]]:
+def _split_all(
+    rule: MappingRule, tensors: Mapping[str, TensorRecord]
+) -> Iterator[tuple[list[str], list[OutputTensor]]]:
     """The splits of a rule: the name that each uses, and its outputs."""
     for name, tensor in tensors.items():
         captures = rule.whole.match(name)
         if captures is not None:
-            yield [name], rule.split(tensor, _part_names(rule, captures, rule.stacked_length(tensor) if rule.counted is not None else 1))
+            yield (
+                [name],
+                rule.split(
+                    tensor,
+                    _part_names(
+                        rule,
+                        captures,
+                        rule.stacked_length(tensor) if rule.counted is not None else 1,
+                    ),
+                ),
+            )
 
 
 def _part_names(rule: MappingRule, captures: Captures, count: int) -> list[list[str]]:
@@ -105,7 +136,9 @@ def _part_names(rule: MappingRule, captures: Captures, count: int) -> list[list[
     key = rule.counted
     if key is None:
         return [[part.fill(captures) for part in rule.parts]]
-    return [[part.fill({**captures, key: str(index)}) for part in rule.parts] for index in range(count)]
+    return [
+        [part.fill({**captures, key: str(index)}) for part in rule.parts] for index in range(count)
+    ]
 
 
 def _refuse_collisions(outputs: list[OutputTensor]) -> None:
@@ -113,7 +146,11 @@ def _refuse_collisions(outputs: list[OutputTensor]) -> None:
     for output in outputs:
         other = seen.setdefault(output.name, output)
         if other is not output:
-            sources = [next((shown(view.tensor) for view in one.sources), "nothing") for one in (other, output)]
+            sources = [
+                next((shown(view.tensor) for view in one.sources), "nothing")
+                for one in (other, output)
+            ]
             raise NamesMismatchError(
-                f"{shown(output.name)} would be made twice, from {sources[0]} and from {sources[1]}; rename one of them, or leave it out."
+                f"{shown(output.name)} would be made twice, from {sources[0]} and from "
+                f"{sources[1]}; rename one of them, or leave it out."
             )

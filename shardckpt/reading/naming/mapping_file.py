@@ -1,19 +1,19 @@
 """Parser of mapping files: TOML, or the same in YAML, with a table `map` per rule, in order.
 
-    [values]                                # optional: numbers that rules use by name; values of a model's config.json override them
-    num_attention_heads = 32
+    [values]                                # optional: numbers that rules use by name; values of a
+    model's config.json override them num_attention_heads = 32
 
-    [[map]]
-    from = ["layers.*.q_proj", "layers.*.k_proj", "layers.*.v_proj"]     # several: they are merged
-    to = "h.*.qkv"                          # one name or several; if `from` is one and `to` several, it is split
-    axis = 0                                # dimension of the one along which the several lie; default 0
-    ratio = [4, 1, 1]                       # or sizes = [4096, 1024, 1024]: lengths along `axis`; equal by default when splitting
-    interleave = 8                          # the several alternate, in this many groups
-    stack = 0                               # dimension of the one that counts the wildcard which only the several have
-    transpose = true                        # or [1, 0]: for each dimension of the result (except `stack`), its source dimension
-    rotary = {heads = "num_attention_heads", to = "pairs"}               # rows of heads, reordered; or to = "halves"
-    unfold = {axis = 1, count = "num_attention_heads"}                   # this dimension is two dimensions in the one
-    optional = true                         # may match nothing
+    [[map]] from = ["layers.*.q_proj", "layers.*.k_proj", "layers.*.v_proj"]     # several: they are
+    merged to = "h.*.qkv"                          # one name or several; if `from` is one and `to`
+    several, it is split axis = 0                                # dimension of the one along which
+    the several lie; default 0 ratio = [4, 1, 1]                       # or sizes = [4096, 1024,
+    1024]: lengths along `axis`; equal by default when splitting interleave = 8
+    # the several alternate, in this many groups stack = 0                               # dimension
+    of the one that counts the wildcard which only the several have transpose = true
+    # or [1, 0]: for each dimension of the result (except `stack`), its source dimension rotary =
+    {heads = "num_attention_heads", to = "pairs"}               # rows of heads, reordered; or to =
+    "halves" unfold = {axis = 1, count = "num_attention_heads"}                   # this dimension
+    is two dimensions in the one optional = true                         # may match nothing
 
 All keys but `from` and `to` are optional, and no others are allowed.
 """
@@ -37,10 +37,28 @@ if TYPE_CHECKING:
     import os
 
 _TOP = ("map", "values")
-_KEYS = ("from", "to", "axis", "stack", "sizes", "ratio", "interleave", "transpose", "rotary", "unfold", "optional")
+_KEYS = (
+    "from",
+    "to",
+    "axis",
+    "stack",
+    "sizes",
+    "ratio",
+    "interleave",
+    "transpose",
+    "rotary",
+    "unfold",
+    "optional",
+)
 _ENDINGS = (".toml", ".yaml", ".yml")
 _FOLDER = resources.files("shardckpt.reading.naming") / "mappings"
-PRESETS = tuple(sorted(entry.name.removesuffix(".toml") for entry in _FOLDER.iterdir() if entry.name.endswith(".toml")))
+PRESETS = tuple(
+    sorted(
+        entry.name.removesuffix(".toml")
+        for entry in _FOLDER.iterdir()
+        if entry.name.endswith(".toml")
+    )
+)
 """Mappings that come with shardckpt, by name."""
 
 Values = Mapping[str, int]
@@ -58,14 +76,19 @@ def read_mapping(source: str | os.PathLike[str], values: Values | None = None) -
     """
     if isinstance(source, str) and source in PRESETS:
         where = f"mapping {source}"
-        return parse_mapping(parse_text((_FOLDER / f"{source}.toml").read_text("utf-8"), ".toml", where), where, values)
+        return parse_mapping(
+            parse_text((_FOLDER / f"{source}.toml").read_text("utf-8"), ".toml", where),
+            where,
+            values,
+        )
     try:
         return parse_mapping(read_file(source, "mapping file", _ENDINGS), str(source), values)
     except OptionError as error:
         if isinstance(source, str) and not source.endswith(_ENDINGS):
             listed = ", ".join(PRESETS)
             raise OptionError(
-                f"there is no mapping {shorten(source)}{did_you_mean(source, PRESETS)}: give a TOML or YAML file, or one of {listed}."
+                f"there is no mapping {shorten(source)}{did_you_mean(source, PRESETS)}: give a "
+                f"TOML or YAML file, or one of {listed}."
             ) from error
         raise
 
@@ -83,21 +106,35 @@ def parse_mapping(doc: Any, where: str, values: Values | None = None) -> TensorM
     """
     _refuse_others(doc, _TOP, where)
     own = doc.get("values", {})
-    if not isinstance(own, Mapping) or not all(isinstance(key, str) and type(value) is int for key, value in own.items()):
+    if not isinstance(own, Mapping) or not all(
+        isinstance(key, str) and type(value) is int for key, value in own.items()
+    ):
         raise OptionError(f"{where}: values is {shorten(own)}; give a table of whole numbers.")
     rules = doc.get("map")
     if not isinstance(rules, list) or not rules:
-        raise OptionError(f"{where}: there are no rules; write each as a table [[map]] with from and to.")
+        raise OptionError(
+            f"{where}: there are no rules; write each as a table [[map]] with from and to."
+        )
     values = {**own, **(values or {})}
-    return TensorMapping(tuple(_RuleParser(rule, f"{where}, rule {number}", values).parse() for number, rule in enumerate(rules, 1)))
+    return TensorMapping(
+        tuple(
+            _RuleParser(rule, f"{where}, rule {number}", values).parse()
+            for number, rule in enumerate(rules, 1)
+        )
+    )
 
 
 def _refuse_others(doc: Any, keys: tuple[str, ...], where: str) -> None:
     if not isinstance(doc, Mapping):
-        raise OptionError(f"{where}: expected keys ({', '.join(keys)}), found a {type(doc).__name__}.")
+        raise OptionError(
+            f"{where}: expected keys ({', '.join(keys)}), found a {type(doc).__name__}."
+        )
     for key in doc:
         if key not in keys:
-            raise OptionError(f"{where}: there is no key {shorten(key)}{did_you_mean(str(key), keys)}; there are {', '.join(keys)}.")
+            raise OptionError(
+                f"{where}: there is no key {shorten(key)}{did_you_mean(str(key), keys)}; there "
+                f"are {', '.join(keys)}."
+            )
 
 
 class _RuleParser:
@@ -110,8 +147,12 @@ class _RuleParser:
     def parse(self) -> MappingRule:
         sources, targets = self._names("from"), self._names("to")
         if len(sources) > 1 and len(targets) > 1:
-            self._refuse(f"from has {len(sources)} names and to has {len(targets)}; one of them is one name")
-        merges = len(targets) == 1 and (len(sources) > 1 or len(sources[0].keys) >= len(targets[0].keys))
+            self._refuse(
+                f"from has {len(sources)} names and to has {len(targets)}; one of them is one name"
+            )
+        merges = len(targets) == 1 and (
+            len(sources) > 1 or len(sources[0].keys) >= len(targets[0].keys)
+        )
         parts, (whole,) = (sources, targets) if merges else (targets, sources)
         shares, exact = self._shares()
         return MappingRule(
@@ -149,7 +190,9 @@ class _RuleParser:
         (key,) = given
         value = self._doc[key]
         if not isinstance(value, list):
-            self._refuse(f"{key} is {shorten(value)}; give a list of whole numbers, one for each part")
+            self._refuse(
+                f"{key} is {shorten(value)}; give a list of whole numbers, one for each part"
+            )
         return tuple(self._number(n, key) for n in value), key == "sizes"
 
     def _number(self, value: Any, key: str) -> int:
@@ -157,26 +200,39 @@ class _RuleParser:
         if isinstance(value, str):
             if value not in self._values:
                 self._refuse(
-                    f"{key} names {shorten(value)}, which nothing says{did_you_mean(value, self._values)}; "
-                    f"give the model's config.json, or a table [values]"
+                    f"{key} names {shorten(value)}, which nothing "
+                    f"says{did_you_mean(value, self._values)}; give the model's config.json, or a "
+                    "table [values]"
                 )
             return self._number(self._values[value], f"{key}, {value}")
         if type(value) is not int or value < 1:
-            self._refuse(f"{key} is {shorten(value)}; give a positive whole number, or the name of one")
+            self._refuse(
+                f"{key} is {shorten(value)}; give a positive whole number, or the name of one"
+            )
         return value
 
     def _dimension(self, key: str) -> int | None:
         value = self._doc.get(key)
         if value is not None and type(value) is not int:
-            self._refuse(f"{key} is {shorten(value)}; give the number of a dimension: 0 is the first, -1 the last")
+            self._refuse(
+                f"{key} is {shorten(value)}; give the number of a dimension: 0 is the first, -1 "
+                "the last"
+            )
         return value
 
     def _permutation(self, *, merges: bool) -> Any:
         value = self._doc.get("transpose", False)
         if isinstance(value, bool):
             return "reverse" if value else None
-        if not isinstance(value, list) or not all(type(d) is int for d in value) or sorted(value) != list(range(len(value))):
-            self._refuse(f"transpose is {shorten(value)}; give true, or all dimensions in their new order, such as [1, 0]")
+        if (
+            not isinstance(value, list)
+            or not all(type(d) is int for d in value)
+            or sorted(value) != list(range(len(value)))
+        ):
+            self._refuse(
+                f"transpose is {shorten(value)}; give true, or all dimensions in their new order, "
+                "such as [1, 0]"
+            )
         return tuple(value) if merges else tuple(map(value.index, range(len(value))))
 
     def _rotary(self, *, merges: bool) -> Rotary | None:
@@ -186,7 +242,10 @@ class _RuleParser:
         _refuse_others(value, ("heads", "to"), f"{self._where}, rotary")
         if value.get("to") not in ("pairs", "halves"):
             self._refuse(f'rotary: to is {shorten(value.get("to"))}; use "pairs" or "halves"')
-        return Rotary(self._number(value.get("heads"), "rotary, heads"), pairs_in_whole=(value["to"] == "pairs") == merges)
+        return Rotary(
+            self._number(value.get("heads"), "rotary, heads"),
+            pairs_in_whole=(value["to"] == "pairs") == merges,
+        )
 
     def _unfold(self) -> Unfold | None:
         value = self._doc.get("unfold")
@@ -194,7 +253,9 @@ class _RuleParser:
             return None
         _refuse_others(value, ("axis", "count"), f"{self._where}, unfold")
         if type(value.get("axis")) is not int:
-            self._refuse(f"unfold: axis is {shorten(value.get('axis'))}; give the number of a dimension")
+            self._refuse(
+                f"unfold: axis is {shorten(value.get('axis'))}; give the number of a dimension"
+            )
         return Unfold(value["axis"], self._number(value.get("count"), "unfold, count"))
 
     def _flag(self, key: str) -> bool:

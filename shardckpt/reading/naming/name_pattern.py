@@ -1,14 +1,15 @@
 """The wildcards in the patterns of a mapping, and the names that are built from their matches.
 
-A pattern matches names and builds names: the captures of its wildcards in one name are inserted into another.
+A pattern matches names and builds names: the captures of its wildcards in one name are inserted
+into another.
 
     *         one part of a name: any characters but "." and "/"
     **        any characters at all, including none
     {layer}   one part of a name, too, which is identified by this word in all patterns of a rule
 
-`*` and `**` are identified by their order: the first in one pattern is the first in all others. The first wildcard captures as
-much as it can, then the second, and so on. A match takes at most (length of the pattern x length of the name) steps; only a word
-that occurs twice in a pattern takes more.
+`*` and `**` are identified by their order: the first in one pattern is the first in all others. The
+first wildcard captures as much as it can, then the second, and so on. A match takes at most (length
+of the pattern x length of the name) steps; only a word that occurs twice in a pattern takes more.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 Captures = dict[str, str]
-"""Wildcard → the text that it captured. The key is the wildcard's number among `*` and `**`, as text, or its word."""
+"""Wildcard → the text that it captured. The key is the wildcard's number among `*` and `**`, as
+text, or its word."""
 
 _WILDCARD = re.compile(r"(?P<all>\*\*+)|(?P<one>\*)|\{(?P<word>[^{}]*)\}")
 
@@ -55,15 +57,25 @@ class NamePattern:
     def __post_init__(self) -> None:
         """Refuse a pattern that is not text, and braces without a word."""
         if not isinstance(self.text, str) or not self.text:
-            raise OptionError(f"{shorten(self.text)} is not a pattern of names; give text such as 'layers.*.weight'.")
+            raise OptionError(
+                f"{shorten(self.text)} is not a pattern of names; give text such as "
+                "'layers.*.weight'."
+            )
         literals: list[str] = []
         keys: list[str] = []
         anything: list[bool] = []
         at = 0
         for match in _WILDCARD.finditer(self.text):
-            key = match["word"] if match["word"] is not None else str(sum(k.isdecimal() for k in keys))
+            key = (
+                match["word"]
+                if match["word"] is not None
+                else str(sum(k.isdecimal() for k in keys))
+            )
             if match["word"] is not None and not match["word"].isidentifier():
-                raise OptionError(f"{shorten(self.text)}: {shorten(match[0])} is not a wildcard; write {{word}}, * or **.")
+                raise OptionError(
+                    f"{shorten(self.text)}: {shorten(match[0])} is not a wildcard; write "
+                    "{word}, * or **."
+                )
             literals.append(self.text[at : match.start()])
             anything.append(match["all"] is not None)
             keys.append(key)
@@ -82,14 +94,24 @@ class NamePattern:
         if ends is None:
             return None
         spans = zip([0, *ends], self._literals, ends, strict=False)
-        return dict(zip(self._between, (name[at + len(literal) : end] for at, literal, end in spans), strict=True))
+        return dict(
+            zip(
+                self._between,
+                (name[at + len(literal) : end] for at, literal, end in spans),
+                strict=True,
+            )
+        )
 
     def _starts(self, name: str) -> list[set[int]]:
         """For each literal, the places in a name from which the rest of the pattern matches, repeated words apart."""
         starts = [{len(name) - len(self._literals[-1])}]
-        for literal, anything in zip(reversed(self._literals[:-1]), reversed(self._any), strict=True):
+        for literal, anything in zip(
+            reversed(self._literals[:-1]), reversed(self._any), strict=True
+        ):
             after, fitting, end = starts[-1], set(), False
-            for at in range(len(name), -1, -1):  # `end`: whether a wildcard that begins here can end at a place of `after`
+            for at in range(
+                len(name), -1, -1
+            ):  # `end`: whether a wildcard that begins here can end at a place of `after`
                 end = end and (anything or (at < len(name) and name[at] not in "./"))
                 end = end or (anything and at in after)
                 begin = at - len(literal)
@@ -100,7 +122,10 @@ class NamePattern:
         return starts[::-1]
 
     def _ends(self, name: str, starts: list[set[int]]) -> list[int] | None:
-        """The end of each wildcard's capture; None: the pattern does not match. Only repeated words make it try again."""
+        """The end of each wildcard's capture; None: the pattern does not match.
+
+        Only repeated words make it try again.
+        """
         if 0 not in starts[0]:
             return None
         ends: list[int] = []
@@ -121,7 +146,9 @@ class NamePattern:
     def _options(self, name: str, starts: list[set[int]], ends: list[int]) -> Iterator[int]:
         """Yield the possible ends of the next capture, the longest first."""
         number = len(ends)
-        begins = [at + len(literal) for at, literal in zip([0, *ends], self._literals, strict=False)]
+        begins = [
+            at + len(literal) for at, literal in zip([0, *ends], self._literals, strict=False)
+        ]
         begin, after = begins[number], starts[number + 1]
         first = self._between.index(self._between[number])
         if first < number:
@@ -136,7 +163,10 @@ class NamePattern:
 
     def fill(self, captures: Mapping[str, str]) -> str:
         """The name with the captures in place of the wildcards."""
-        filled = (literal + captures[key] for literal, key in zip(self._literals, self._between, strict=False))
+        filled = (
+            literal + captures[key]
+            for literal, key in zip(self._literals, self._between, strict=False)
+        )
         return "".join(filled) + self._literals[-1]
 
     def __str__(self) -> str:

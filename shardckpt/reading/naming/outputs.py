@@ -1,8 +1,9 @@
 """Outputs of an export: each is made of boxes of one or more tensors.
 
-An output is a tensor of another format's file, or any other tensor that is written. It is made of views: boxes of the checkpoint's
-tensors, possibly transposed, each at its place (`plan.views`). Together the views cover the output, each element once. A plain export has
-one view per output; an export that splits stacked layers, or joins projections into one matrix, has others.
+An output is a tensor of another format's file, or any other tensor that is written. It is made of
+views: boxes of the checkpoint's tensors, possibly transposed, each at its place (`plan.views`).
+Together the views cover the output, each element once. A plain export has one view per output; an
+export that splits stacked layers, or joins projections into one matrix, has others.
 
 Pure: nothing is read.
 """
@@ -40,18 +41,27 @@ class OutputTensor:
 
     def __post_init__(self) -> None:
         """Refuse views that do not cover the tensor, each element once."""
-        if len(self.sources) == 1 and self.sources[0].shape == self.shape and not any(self.sources[0].start):
+        if (
+            len(self.sources) == 1
+            and self.sources[0].shape == self.shape
+            and not any(self.sources[0].start)
+        ):
             return  # true of nearly all tensors
         odd = next((view for view in self.sources if len(view.start) != len(self.shape)), None)
         if odd is not None:
             raise ShapeMismatchError(
-                f"{shown(self.name)}: its shape is {self.shape}, but the part from {shown(odd.tensor)} has {len(odd.start)} "
-                f"dimensions; give both the same number."
+                f"{shown(self.name)}: its shape is {self.shape}, but the part from "
+                f"{shown(odd.tensor)} has {len(odd.start)} dimensions; give both the same number."
             )
-        pieces = [Piece(view.tensor, view.start, view.shape, (1,) * len(self.shape)) for view in self.sources]
+        pieces = [
+            Piece(view.tensor, view.start, view.shape, (1,) * len(self.shape))
+            for view in self.sources
+        ]
         gap = coverage_gap(self.shape, pieces)
         if gap is not None:
-            raise ShapeMismatchError(f"{shown(self.name)}: its parts do not form its shape {self.shape}: {gap}.")
+            raise ShapeMismatchError(
+                f"{shown(self.name)}: its parts do not form its shape {self.shape}: {gap}."
+            )
 
     @property
     def nbytes(self) -> int:
@@ -59,10 +69,14 @@ class OutputTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def identity(record: TensorRecord, name: str | None = None, dtype: DType | None = None) -> OutputTensor:
+def identity(
+    record: TensorRecord, name: str | None = None, dtype: DType | None = None
+) -> OutputTensor:
     """The output of an unchanged tensor, with another name or dtype if one is given."""
     view = View.whole(record.name, record.shape)
-    return OutputTensor(record.name if name is None else name, record.shape, dtype or record.dtype, (view,))
+    return OutputTensor(
+        record.name if name is None else name, record.shape, dtype or record.dtype, (view,)
+    )
 
 
 def check(output: OutputTensor, tensors: Mapping[str, TensorRecord]) -> None:
@@ -78,12 +92,15 @@ def check(output: OutputTensor, tensors: Mapping[str, TensorRecord]) -> None:
     """
     for view in output.sources:
         tensor = tensors[view.tensor]
-        if view.box.ndim != len(tensor.shape) or any(b > n for b, n in zip(view.box.stop, tensor.shape, strict=True)):
+        if view.box.ndim != len(tensor.shape) or any(
+            b > n for b, n in zip(view.box.stop, tensor.shape, strict=True)
+        ):
             raise ShapeMismatchError(
-                f"{shown(output.name)}: the box {view.box} of {shown(tensor.name)} lies outside its shape {tensor.shape}."
+                f"{shown(output.name)}: the box {view.box} of {shown(tensor.name)} lies outside "
+                f"its shape {tensor.shape}."
             )
         if not castable(tensor.dtype, output.dtype):
             raise DtypeMismatchError(
-                f"{shown(output.name)}: {shown(tensor.name)} has dtype {tensor.dtype}, which cannot be converted to {output.dtype}; "
-                f"leave it out, or give it another dtype."
+                f"{shown(output.name)}: {shown(tensor.name)} has dtype {tensor.dtype}, which "
+                f"cannot be converted to {output.dtype}; leave it out, or give it another dtype."
             )

@@ -1,11 +1,13 @@
 """The boxes that parts and a whole share: which elements of a merged tensor belong to which of its parts.
 
-A *run* is a range of elements along one dimension that is contiguous in a part and in the whole. Concatenated parts have one run each,
-interleaved parts one per group, and rows that are reordered for the other kind of rotary embedding one per row.
+A *run* is a range of elements along one dimension that is contiguous in a part and in the whole.
+Concatenated parts have one run each, interleaved parts one per group, and rows that are reordered
+for the other kind of rotary embedding one per row.
 
-Dimension numbers refer to the whole before `unfold` splits one of its dimensions. JAX's models have projections of shape (width,
-heads, head width); torch's have (heads · head width, width). In row-major order a dimension of `count · n` has the same elements as two of
-`count` and `n`, but a box of one is a box of the other only within one index of `count`. So boxes are cut there.
+Dimension numbers refer to the whole before `unfold` splits one of its dimensions. JAX's models have
+projections of shape (width, heads, head width); torch's have (heads · head width, width). In
+row-major order a dimension of `count · n` has the same elements as two of `count` and `n`, but a
+box of one is a box of the other only within one index of `count`. So boxes are cut there.
 """
 
 from __future__ import annotations
@@ -51,8 +53,9 @@ def interleaved_runs(sizes: Sequence[int], groups: int) -> Iterator[ElementRun]:
 class Rotary(NamedTuple):
     """Reordering of the rows of each head for the other kind of rotary embedding.
 
-    Rotary embeddings rotate two of a head's `d` rows together: `i` and `i + d/2` ("halves": transformers, Megatron), or `2i` and `2i + 1`
-    ("pairs": Meta's Llama, GPT-J). A conversion between the two reorders the rows of the query and key projections.
+    Rotary embeddings rotate two of a head's `d` rows together: `i` and `i + d/2` ("halves":
+    transformers, Megatron), or `2i` and `2i + 1` ("pairs": Meta's Llama, GPT-J). A conversion
+    between the two reorders the rows of the query and key projections.
     """
 
     heads: int
@@ -70,7 +73,11 @@ class Rotary(NamedTuple):
             first = head * 2 * half
             for i in range(2 * half):
                 halves, pairs = first + i, first + 2 * (i % half) + i // half
-                yield ElementRun(0, halves, pairs, 1) if self.pairs_in_whole else ElementRun(0, pairs, halves, 1)
+                yield (
+                    ElementRun(0, halves, pairs, 1)
+                    if self.pairs_in_whole
+                    else ElementRun(0, pairs, halves, 1)
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +112,8 @@ class PartLayout:
     axis: int | None
     """The dimension along which `runs` lie."""
     runs: Sequence[ElementRun]
-    """The runs of one stacked index. Without `axis`: one run, of which only the number of the part is used."""
+    """The runs of one stacked index. Without `axis`: one run, of which only the number of the part
+    is used."""
     unfold: Unfold | None
     """The dimension that is two in the whole; its `axis` is not negative here."""
 
@@ -131,20 +139,34 @@ class PartLayout:
 
     def part_shape(self, size: int | None) -> tuple[int, ...]:
         """The shape of a part that has `size` elements along `axis`."""
-        shape = [size if d == self.axis and size is not None else n for d, n in enumerate(self.shape)]
+        shape = [
+            size if d == self.axis and size is not None else n for d, n in enumerate(self.shape)
+        ]
         return tuple([shape[d] for d in _inverse(self.permutation)])
 
     def shared_boxes(self) -> Iterator[SharedBox]:
         """The boxes of all parts and their places in the whole, in the order of the stacked indices and the runs."""
         dimensions = _inverse(self.permutation)
         for row in range(1 if self.stack is None else self.shape[self.stack]):
-            layer = Box.full(self.shape) if self.stack is None else with_range(Box.full(self.shape), self.stack, row, row + 1)
+            layer = (
+                Box.full(self.shape)
+                if self.stack is None
+                else with_range(Box.full(self.shape), self.stack, row, row + 1)
+            )
             for run in self.runs:
-                in_run = layer if self.axis is None else with_range(layer, self.axis, run.place, run.place + run.length)
+                in_run = (
+                    layer
+                    if self.axis is None
+                    else with_range(layer, self.axis, run.place, run.place + run.length)
+                )
                 shifts = [run.start - run.place if d == self.axis else 0 for d in dimensions]
                 for box in self._within_unfolded(in_run):
-                    start = tuple([box.start[d] + by for d, by in zip(dimensions, shifts, strict=True)])
-                    stop = tuple([box.stop[d] + by for d, by in zip(dimensions, shifts, strict=True)])
+                    start = tuple(
+                        [box.start[d] + by for d, by in zip(dimensions, shifts, strict=True)]
+                    )
+                    stop = tuple(
+                        [box.stop[d] + by for d, by in zip(dimensions, shifts, strict=True)]
+                    )
                     yield SharedBox(row, run.part, Box(start, stop), self._unfold(box))
 
     def _within_unfolded(self, box: Box) -> Iterator[Box]:
@@ -166,7 +188,10 @@ class PartLayout:
         at, width = self.unfold.axis, self.shape[self.unfold.axis] // self.unfold.count
         index, first = divmod(box.start[at], width)
         last = first + box.stop[at] - box.start[at]
-        return Box((*box.start[:at], index, first, *box.start[at + 1 :]), (*box.stop[:at], index + 1, last, *box.stop[at + 1 :]))
+        return Box(
+            (*box.start[:at], index, first, *box.start[at + 1 :]),
+            (*box.stop[:at], index + 1, last, *box.stop[at + 1 :]),
+        )
 
 
 def _inverse(permutation: Sequence[int | None]) -> tuple[int, ...]:

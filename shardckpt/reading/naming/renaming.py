@@ -1,6 +1,9 @@
-"""Rules that change names: substitutions (`substitution`), and tables of old and new names. `rename` applies them.
+"""Rules that change names: substitutions (`substitution`), and tables of old and new names.
 
-A rule that changes nothing is an error, because it is probably misspelt; so are two tensors of one name.
+`rename` applies them.
+
+A rule that changes nothing is an error, because it is probably misspelt; so are two tensors of one
+name.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ def dotted(name: str) -> str:
     >>> dotted("model/layers.0/w"), dotted("params/a~1b"), dotted("0~/w")
     ('model.layers.0.w', 'params.a/b', '0.w')
     """
-    return ".".join(_ESCAPED.sub(lambda match: _PLAIN.get(match[0], ""), component) for component in name.split("/"))
+    return ".".join(
+        _ESCAPED.sub(lambda match: _PLAIN.get(match[0], ""), component)
+        for component in name.split("/")
+    )
 
 
 def read_names(path: str | os.PathLike[str]) -> NameTable:
@@ -42,12 +48,22 @@ def read_names(path: str | os.PathLike[str]) -> NameTable:
     """
     doc = read_file(path, "file of names", (".json", ".toml", ".yaml", ".yml"))
     if not isinstance(doc, Mapping):
-        raise OptionError(f"{path}: expected a table of old and new names, found a {type(doc).__name__}.")
+        raise OptionError(
+            f"{path}: expected a table of old and new names, found a {type(doc).__name__}."
+        )
     for old, new in doc.items():
         if isinstance(new, Mapping):
-            raise OptionError(f'{path}: {shorten(old)} is a table; in TOML, put a name with dots in quotes: "a.b" = "c.d".')
-        if not isinstance(old, str) or not (new is None or new is False or (isinstance(new, str) and new)):
-            raise OptionError(f"{path}: {shorten(old)} = {shorten(new)}: give a new name, or null (in TOML false) to leave it out.")
+            raise OptionError(
+                f"{path}: {shorten(old)} is a table; in TOML, put a name with dots in quotes: "
+                '"a.b" = "c.d".'
+            )
+        if not isinstance(old, str) or not (
+            new is None or new is False or (isinstance(new, str) and new)
+        ):
+            raise OptionError(
+                f"{path}: {shorten(old)} = {shorten(new)}: give a new name, or null (in TOML "
+                "false) to leave it out."
+            )
     return NameTable(str(path), {old: new or None for old, new in doc.items()})
 
 
@@ -61,13 +77,19 @@ class NameTable:
     """New name by old name. Old names are those of the source, or those that earlier rules made."""
 
     def changes(self, present: Mapping[str, str]) -> dict[str, str | None]:
-        """Name in the source → new name, for the leaves that the table names; see `Substitution.changes`."""
+        """Name in the source → new name, for the leaves that the table names.
+
+        See `Substitution.changes`.
+        """
         changed = {}
         sources = {name: old for old, name in present.items()}
         for old, new in self.names.items():
             source = old if old in present else sources.get(old)
             if source is None:
-                raise OptionError(f"{self.origin}: there is no tensor {shown(old)}{did_you_mean(old, [*sources, *present])}.")
+                raise OptionError(
+                    f"{self.origin}: there is no tensor "
+                    f"{shown(old)}{did_you_mean(old, [*sources, *present])}."
+                )
             changed[source] = new
         return changed
 
@@ -89,7 +111,8 @@ def rename(
 
     Raises:
         OptionError: a rule matches nothing.
-        NamesMismatchError: two leaves would have one name, or one would have none; the message names them.
+        NamesMismatchError: two leaves would have one name, or one would have none; the message
+            names them.
     """
     renamed = dict(names)
     for rule in rules:
@@ -105,10 +128,13 @@ def _refuse_collisions(renamed: Mapping[str, str]) -> None:
     seen: dict[str, str] = {}
     for old, name in renamed.items():
         if not name:
-            raise NamesMismatchError(f"{shown(old)} would have no name after renaming; leave it out, or rename it otherwise.")
+            raise NamesMismatchError(
+                f"{shown(old)} would have no name after renaming; leave it out, or rename it "
+                "otherwise."
+            )
         other = seen.setdefault(name, old)
         if other != old:
             raise NamesMismatchError(
-                f"{shown(other)} and {shown(old)} would both be called {shown(name)}; rename one of them otherwise. An export may leave "
-                f"it out (exclude)."
+                f"{shown(other)} and {shown(old)} would both be called {shown(name)}; rename one "
+                "of them otherwise. An export may leave it out (exclude)."
             )

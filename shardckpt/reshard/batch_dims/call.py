@@ -6,14 +6,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardckpt.reshard.batch_dims.layouts import Layout, Numbered, Partial, Replicate, Shard, Unknown
+from shardckpt.reshard.batch_dims.layouts import (
+    Layout,
+    Numbered,
+    Partial,
+    Replicate,
+    Shard,
+    Unknown,
+)
 from shardckpt.reshard.batch_dims.sizes import BatchSize, Undecided, is_number
 
 Result = Layout | tuple[Layout, ...]
 """Layout of one tensor, or of each tensor in a tuple."""
 
 _SIZES = frozenset(
-    {"size", "shape", "sizes", "split_size", "split_sizes", "repeats", "N", "HxW", "num_weights", "output_size", "normalized_shape"}
+    {
+        "size",
+        "shape",
+        "sizes",
+        "split_size",
+        "split_sizes",
+        "repeats",
+        "N",
+        "HxW",
+        "num_weights",
+        "output_size",
+        "normalized_shape",
+    }
 )
 """Arguments, by schema name, that give the shape of the result."""
 _POSITIONS = frozenset({"start", "end", "index", "shifts", "diagonal", "k", "pad"})
@@ -22,7 +41,10 @@ _POSITIONS = frozenset({"start", "end", "index", "shifts", "diagonal", "k", "pad
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """Assumptions about a program that its graph does not show; by default all are off. See `batch_dims`."""
+    """Assumptions about a program that its graph does not show; by default all are off.
+
+    See `batch_dims`.
+    """
 
     even_counts: bool = False
     """Masks have the same number of true elements in every part of the batch."""
@@ -53,7 +75,9 @@ class Call:
         assume: the caller's assumptions.
     """
 
-    def __init__(self, node: Any, batch: BatchSize, known: Mapping[Any, Result], assume: Assumptions) -> None:
+    def __init__(
+        self, node: Any, batch: BatchSize, known: Mapping[Any, Result], assume: Assumptions
+    ) -> None:
         self.node = node
         self.batch = batch
         self.assume = assume
@@ -61,7 +85,10 @@ class Call:
         self._arguments = _by_name(node)
 
     def __getitem__(self, name: str) -> Any:
-        """The argument of that schema name, or its default; None if the schema has no such argument."""
+        """The argument of that schema name, or its default.
+
+        None if the schema has no such argument.
+        """
         return self._arguments.get(name)
 
     @property
@@ -77,7 +104,11 @@ class Call:
             Undecided: the argument is a number that depends on the batch, but not on a power of it.
         """
         if not is_node(value):
-            return Replicate(self.batch.power(value)) if isinstance(value, int | float) else Replicate()
+            return (
+                Replicate(self.batch.power(value))
+                if isinstance(value, int | float)
+                else Replicate()
+            )
         layout = self._known[value]
         if isinstance(layout, tuple):
             raise Undecided(f"{value.name} is a tuple of tensors")
@@ -100,13 +131,18 @@ class Call:
         """
         layout = self.layout(value)
         if isinstance(layout, Partial):
-            raise Undecided(f"{shown(value)} is {layout}, and the operation is not linear in it: it must be reduced before")
+            raise Undecided(
+                f"{shown(value)} is {layout}, and the operation is not linear in it: it must be "
+                "reduced before"
+            )
         if layout.power:
             raise Undecided(f"{shown(value)} is {layout}: it scales with the size of the part")
         return layout
 
     def replicated(self, value: Any) -> Replicate:
-        """The layout of an operand that must be the same everywhere; None as an argument counts as replicated.
+        """The layout of an operand that must be the same everywhere.
+
+        None as an argument counts as replicated.
 
         Raises:
             Unresolved: the layout is Unknown.
@@ -114,7 +150,9 @@ class Call:
         """
         layout = self.steady(value)
         if isinstance(layout, Shard):
-            raise Undecided(f"{shown(value)} is {layout}, but only a replicated operand is supported")
+            raise Undecided(
+                f"{shown(value)} is {layout}, but only a replicated operand is supported"
+            )
         return layout
 
     def shape(self, value: Any) -> tuple[int, ...]:
@@ -127,7 +165,10 @@ class Call:
     def outs(self) -> list[tuple[int, ...] | None]:
         """Shapes of all results; None for a result that is not a tensor."""
         value = self.node.meta["val"]
-        return [self.batch.shape(v.shape) if hasattr(v, "shape") else None for v in (value if isinstance(value, tuple | list) else [value])]
+        return [
+            self.batch.shape(v.shape) if hasattr(v, "shape") else None
+            for v in (value if isinstance(value, tuple | list) else [value])
+        ]
 
     @property
     def out(self) -> tuple[int, ...]:
@@ -150,7 +191,8 @@ class Call:
 
         Raises:
             Unresolved: the dependence of an argument on the batch is not known.
-            Undecided: an argument is a multiple of the batch, or, in a graph of fixed sizes, a position that may be one.
+            Undecided: an argument is a multiple of the batch, or, in a graph of fixed sizes, a
+                position that may be one.
         """
         for name, argument in self._arguments.items():
             if name in {"start", "end"} and self._takes_all():
@@ -162,14 +204,19 @@ class Call:
 
     def _takes_all(self) -> bool:
         """Whether a slice covers the complete dimension."""
-        return all(self.shape(self[name]) == self.out for name in ("self", "src") if self[name] is not None)
+        return all(
+            self.shape(self[name]) == self.out for name in ("self", "src") if self[name] is not None
+        )
 
     def dim(self, value: Any, ndim: int) -> int:
         """A dimension as a non-negative index; negative values count from the end."""
         return int(value) % max(ndim, 1)
 
     def dims(self, value: Any, ndim: int) -> tuple[int, ...]:
-        """Dimensions as non-negative indices, from a list or a single one; None or an empty list means all."""
+        """Dimensions as non-negative indices, from a list or a single one.
+
+        None or an empty list means all.
+        """
         if value is None or value == []:
             return tuple(range(ndim))
         return tuple(self.dim(d, ndim) for d in (value if isinstance(value, Sequence) else [value]))
@@ -188,7 +235,11 @@ class Call:
         if name == "scalar_tensor":
             return self.is_zero(arguments["s"])
         inner = arguments.get("self")
-        return name in {"expand", "view", "clone", "alias", "_to_copy", "detach"} and inner is not None and self.is_zero(inner)
+        return (
+            name in {"expand", "view", "clone", "alias", "_to_copy", "detach"}
+            and inner is not None
+            and self.is_zero(inner)
+        )
 
 
 def op_name(node: Any) -> str:

@@ -1,17 +1,21 @@
 """Layouts of a tensor over the processes of a data-parallel program.
 
-Each of k equal parts of the batch goes through the same program. The part of a tensor in one process is
-related to the tensor of the complete batch in one of a few forms:
+Each of k equal parts of the batch goes through the same program. The part of a tensor in one
+process is related to the tensor of the complete batch in one of a few forms:
 
 - `Replicate`: all parts equal the tensor.
-- `Shard`: the parts, concatenated along a dimension, form the tensor. If that dimension results from merging
-  others, the batch may be inside it: the dimension is (outer, batch, inner) in row-major order.
+- `Shard`: the parts, concatenated along a dimension, form the tensor. If that dimension results
+  from merging others, the batch may be inside it: the dimension is (outer, batch, inner) in
+  row-major order.
 - `Partial`: the parts, reduced element by element, form the tensor.
-- `Numbered`: the numbers of the samples, which every process counts from 0. They select each sample's own row.
-- `Unknown`: none of these, or the form cannot be determined. It has a reason, and the node where it began.
+- `Numbered`: the numbers of the samples, which every process counts from 0. They select each
+  sample's own row.
+- `Unknown`: none of these, or the form cannot be determined. It has a reason, and the node where it
+  began.
 
-Each may be off by a power of the batch size: a program that divides a sum by its number of samples divides by k times
-less in each process. The mean of the parts' means is so a sum with the power -1 (a `Partial` of "mean").
+Each may be off by a power of the batch size: a program that divides a sum by its number of samples
+divides by k times less in each process. The mean of the parts' means is so a sum with the power -1
+(a `Partial` of "mean").
 """
 
 from __future__ import annotations
@@ -46,7 +50,8 @@ class Shard:
     dim: int
     """The dimension, from 0."""
     outer: int = 1
-    """Elements of that dimension outside of the batch: each process has this many runs of it, evenly spaced."""
+    """Elements of that dimension outside of the batch: each process has this many runs of it,
+    evenly spaced."""
     power: int = 0
     """The tensor is the parts put together, times k to this power."""
 

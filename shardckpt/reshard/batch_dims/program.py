@@ -1,8 +1,8 @@
 """The names of a graph's inputs and outputs, and the outputs that are inputs of the next step.
 
-The signature of a `torch.export.ExportedProgram` gives full names of parameters, buffers and constants, the buffers and
-inputs that the program changes, and gradients in a joint graph. A plain `torch.fx.GraphModule` gives only the names of its
-placeholders.
+The signature of a `torch.export.ExportedProgram` gives full names of parameters, buffers and
+constants, the buffers and inputs that the program changes, and gradients in a joint graph. A plain
+`torch.fx.GraphModule` gives only the names of its placeholders.
 """
 
 from __future__ import annotations
@@ -44,17 +44,23 @@ class Program:
             program = _of_graph(exported.graph)
         else:
             raise OptionError(
-                f"batch_dims: a {type(exported).__name__} is not a graph; give what torch.export.export returns, or a torch.fx.GraphModule."
+                f"batch_dims: a {type(exported).__name__} is not a graph; give what "
+                "torch.export.export returns, or a torch.fx.GraphModule."
             )
         for node in program.graph.nodes:
-            if node.op in {"call_method", "call_module"} or getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+            if node.op in {"call_method", "call_module"} or getattr(
+                getattr(node.target, "_schema", None), "is_mutable", False
+            ):
                 raise OptionError(
-                    f"batch_dims: {node.name} ({node.target}) is not a functional ATen operator, so what it does to layouts cannot be "
-                    f"followed; give what torch.export.export returns, or trace with make_fx(torch.func.functionalize(…))."
+                    f"batch_dims: {node.name} ({node.target}) is not a functional ATen operator, "
+                    "so what it does to layouts cannot be followed; give what "
+                    "torch.export.export returns, or trace with "
+                    "make_fx(torch.func.functionalize(…))."
                 )
             if node.op == "placeholder" and "val" not in node.meta:
                 raise OptionError(
-                    f'batch_dims: the graph does not say the shape of {node.name}; trace it with make_fx(…, tracing_mode="symbolic").'
+                    f"batch_dims: the graph does not say the shape of {node.name}; trace it with "
+                    'make_fx(…, tracing_mode="symbolic").'
                 )
         return program
 
@@ -67,7 +73,10 @@ class Program:
         for group in (self.inputs, self.states):
             if name in group:
                 return group[name]
-        raise OptionError(f"batch_dims: the program has no input {name!r}; it has {', '.join(map(repr, (*self.inputs, *self.states)))}.")
+        raise OptionError(
+            f"batch_dims: the program has no input {name!r}; it has "
+            f"{', '.join(map(repr, (*self.inputs, *self.states)))}."
+        )
 
 
 def _of_exported(exported: Any) -> Program:

@@ -1,7 +1,8 @@
 """Layouts over a mesh for the state of a data-parallel program.
 
-Cut tensors are laid out over the mesh axis of data parallelism, replicated tensors over no axis. A tensor of
-which every process has one term has no layout that could be saved: it must be reduced first, and is replicated then.
+Cut tensors are laid out over the mesh axis of data parallelism, replicated tensors over no axis. A
+tensor of which every process has one term has no layout that could be saved: it must be reduced
+first, and is replicated then.
 """
 
 from __future__ import annotations
@@ -43,27 +44,40 @@ def batch_shardings(
         batch: as for `batch_dims`.
         mesh: the devices.
         axis: the axis of the mesh that the batch is cut over.
-        replicated: patterns of names that the training keeps equal by means outside the graph: it reduces them, as
-            SyncBatchNorm does, or copies them from one process, as DistributedDataParallel does with buffers.
+        replicated: patterns of names that the training keeps equal by means outside the graph: it
+            reduces them, as SyncBatchNorm does, or copies them from one process, as
+            DistributedDataParallel does with buffers.
         prefix: put before each name, such as "model/" for a state {"model": module.state_dict()}.
         even_counts: as for `batch_dims`; ignored if its result is given.
         local_batch_norm: as for `batch_dims`; ignored if its result is given.
 
     Raises:
         OptionError: as for `batch_dims`.
-        ShardingError: the mesh has no such axis, or state that is partial or unknown is not in `replicated`.
+        ShardingError: the mesh has no such axis, or state that is partial or unknown is not in
+            `replicated`.
     """
     if axis not in mesh.axis_names:
-        raise ShardingError(f"batch_shardings: the mesh has no axis {axis!r}; its axes are {', '.join(mesh.axis_names)}.")
+        raise ShardingError(
+            f"batch_shardings: the mesh has no axis {axis!r}; its axes are "
+            f"{', '.join(mesh.axis_names)}."
+        )
     inferred = (
         exported
         if isinstance(exported, BatchDims)
         else batch_dims(exported, batch, even_counts=even_counts, local_batch_norm=local_batch_norm)
     )
-    inputs = {name: inferred.inputs[name] for name in inferred.program.changed if name in inferred.inputs}
-    layouts = {name: _check_savable(name, layout, replicated) for name, layout in {**inferred.states, **inputs}.items()}
+    inputs = {
+        name: inferred.inputs[name] for name in inferred.program.changed if name in inferred.inputs
+    }
+    layouts = {
+        name: _check_savable(name, layout, replicated)
+        for name, layout in {**inferred.states, **inputs}.items()
+    }
     shapes = {name: tuple(inferred.program.placeholder(name).meta["val"].shape) for name in layouts}
-    return {prefix + name: _over(mesh, axis, layout, len(shapes[name])) for name, layout in layouts.items()}
+    return {
+        prefix + name: _over(mesh, axis, layout, len(shapes[name]))
+        for name, layout in layouts.items()
+    }
 
 
 def _check_savable(name: str, layout: Layout, replicated: Sequence[str]) -> Replicate | Shard:
@@ -74,12 +88,13 @@ def _check_savable(name: str, layout: Layout, replicated: Sequence[str]) -> Repl
         return Replicate()
     if isinstance(layout, Partial):
         raise ShardingError(
-            f"{shown(name)}: every process has one term of it, {layout}; all-reduce it with op {layout.op} before it is saved, and name it "
-            f"in replicated=…, or keep its terms with shardckpt.PerProcess."
+            f"{shown(name)}: every process has one term of it, {layout}; all-reduce it with op "
+            f"{layout.op} before it is saved, and name it in replicated=…, or keep its terms with "
+            "shardckpt.PerProcess."
         )
     raise ShardingError(
-        f"{shown(name)}: its layout cannot be determined ({layout}); if the training keeps it equal in all processes, "
-        f"name it in replicated=…, or keep each with shardckpt.PerProcess."
+        f"{shown(name)}: its layout cannot be determined ({layout}); if the training keeps it "
+        "equal in all processes, name it in replicated=…, or keep each with shardckpt.PerProcess."
     )
 
 
@@ -87,6 +102,10 @@ def _over(mesh: Mesh, axis: str, layout: Replicate | Shard, ndim: int) -> Shardi
     if isinstance(layout, Replicate):
         return Sharding(mesh, PartitionSpec(*[None] * ndim))
     if layout.outer == 1:
-        return Sharding(mesh, PartitionSpec(*(axis if d == layout.dim else None for d in range(ndim))))
+        return Sharding(
+            mesh, PartitionSpec(*(axis if d == layout.dim else None for d in range(ndim)))
+        )
     strided = Placement(layout.dim, layout.outer)
-    return Placements(mesh, tuple(strided if name == axis else Placement() for name in mesh.axis_names))
+    return Placements(
+        mesh, tuple(strided if name == axis else Placement() for name in mesh.axis_names)
+    )

@@ -1,13 +1,16 @@
 """Sizes in a graph that are multiples of the batch.
 
-In a graph with dynamic shapes, sizes are expressions of symbols. Here a different large prime stands for every symbol. So
-sizes are plain integers, row-major arithmetic on them is exact, and a size has the batch as a factor if and only if the
-batch's prime divides it: no literal size has that factor.
+In a graph with dynamic shapes, sizes are expressions of symbols. Here a different large prime
+stands for every symbol. So sizes are plain integers, row-major arithmetic on them is exact, and a
+size has the batch as a factor if and only if the batch's prime divides it: no literal size has that
+factor.
 
-In a graph with fixed shapes, the batch is the number used in the trace. A literal there may or may not be derived from
-the batch. Where that matters, the analysis reports it (`BatchSize.literal_sizes`) instead of guessing.
+In a graph with fixed shapes, the batch is the number used in the trace. A literal there may or may
+not be derived from the batch. Where that matters, the analysis reports it
+(`BatchSize.literal_sizes`) instead of guessing.
 
-Expressions are sympy's, reached through `SymInt.node.expr`, so that neither torch nor sympy is imported.
+Expressions are sympy's, reached through `SymInt.node.expr`, so that neither torch nor sympy is
+imported.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ class BatchSize:
         self._degrees: dict[Any, int | None] = {}
         self._symbol = symbol_of(size)
         self.literal_sizes = self._symbol is None
-        """Whether sizes of the graph are literals, so that their origin from the batch is not visible."""
+        """Whether sizes of the graph are literals, so that their origin from the batch is not
+        visible."""
         self.value = self.of(size)
         """The number that stands for the batch's size."""
 
@@ -85,7 +89,8 @@ class BatchSize:
             number = int(number) if hasattr(number, "node") else number
             if self.literal_sizes and _may_count(number, self.value):
                 raise Undecided(
-                    f"the constant {number} may have been derived from the batch of {self.value}; export with a dynamic batch dimension"
+                    f"the constant {number} may have been derived from the batch of {self.value}; "
+                    "export with a dynamic batch dimension"
                 )
             return 0
         if self._symbol not in expr.free_symbols:
@@ -100,24 +105,44 @@ class BatchSize:
         return all(size % prime for prime in self._primes.values())
 
     def _degree(self, expr: Any) -> int | None:
-        """The power of the batch in an expression, tested with batches of several sizes; None if it is a multiple of none."""
+        """The power of the batch in an expression, tested with batches of several sizes.
+
+        None if it is a multiple of none.
+        """
         if expr not in self._degrees:
-            values = {t: self._evaluated(expr.subs(self._symbol, t)) for t in (1, 2, 3, _FIRST_PRIME)}
-            fits = (p for p in (1, -1, 2, -2) if all(v * t ** max(-p, 0) == values[1] * t ** max(p, 0) for t, v in values.items()))
+            values = {
+                t: self._evaluated(expr.subs(self._symbol, t)) for t in (1, 2, 3, _FIRST_PRIME)
+            }
+            fits = (
+                p
+                for p in (1, -1, 2, -2)
+                if all(v * t ** max(-p, 0) == values[1] * t ** max(p, 0) for t, v in values.items())
+            )
             self._degrees[expr] = next(fits, None)
         return self._degrees[expr]
 
     def _evaluated(self, expr: Any) -> Any:
         for symbol in sorted(expr.free_symbols, key=str):
             if symbol not in self._primes:
-                self._primes[symbol] = _prime_above(max(self._primes.values(), default=_FIRST_PRIME - 1))
+                self._primes[symbol] = _prime_above(
+                    max(self._primes.values(), default=_FIRST_PRIME - 1)
+                )
         return expr.subs(self._primes)
 
 
 def _may_count(number: Any, batch: int) -> bool:
-    if isinstance(number, bool) or not isinstance(number, int | float) or not number or not math.isfinite(number) or abs(number) >= _END:
+    if (
+        isinstance(number, bool)
+        or not isinstance(number, int | float)
+        or not number
+        or not math.isfinite(number)
+        or abs(number) >= _END
+    ):
         return False
-    return any(abs(x) >= batch and abs(x / batch - round(x / batch)) < 1e-6 * abs(x / batch) for x in (number, 1 / number))
+    return any(
+        abs(x) >= batch and abs(x / batch - round(x / batch)) < 1e-6 * abs(x / batch)
+        for x in (number, 1 / number)
+    )
 
 
 def _prime_above(least: int) -> int:

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 def document(forecast: Forecast) -> dict[str, Any]:
     """All numbers of a forecast."""
     plan, record = forecast.plan, forecast.plan.source
-    meshes = {d.layout.mesh: None for d in plan.decisions.values() if isinstance(d.layout, Sharding | Placements)}
+    meshes = {
+        d.layout.mesh: None
+        for d in plan.decisions.values()
+        if isinstance(d.layout, Sharding | Placements)
+    }
     return {
         "source": {
             "url": forecast.url,
@@ -59,7 +63,10 @@ def document(forecast: Forecast) -> dict[str, Any]:
             "bytes": forecast.before.flow.nbytes.tolist(),
             "exact": forecast.before.flow.exact,
         },
-        "tensors": sorted((_tensor(forecast, name) for name in plan.target.tensors), key=lambda t: -t["restore_bytes"]),
+        "tensors": sorted(
+            (_tensor(forecast, name) for name in plan.target.tensors),
+            key=lambda t: -t["restore_bytes"],
+        ),
         "conversions": [one.to_json() for one in plan.conversions],
         "notices": plan.notices,
     }
@@ -68,7 +75,11 @@ def document(forecast: Forecast) -> dict[str, Any]:
 def _reshard(forecast: Forecast) -> dict[str, Any]:
     plan = forecast.plan
     chunks = sum(t.num_chunks for t in plan.target.tensors.values())
-    read_back = (forecast.stored_bytes if forecast.reuse else forecast.written_bytes) if forecast.options.verify else 0
+    read_back = (
+        (forecast.stored_bytes if forecast.reuse else forecast.written_bytes)
+        if forecast.options.verify
+        else 0
+    )
     return {
         "bytes_read": forecast.read_bytes,
         "bytes_written": forecast.written_bytes,
@@ -83,13 +94,19 @@ def _reshard(forecast: Forecast) -> dict[str, Any]:
         "peak_memory": plan.memory.peak,
         "memory_limit": forecast.options.budget,
         "bytes_read_back": read_back,
-        "seconds": _seconds(forecast.rates, forecast.read_bytes + read_back, forecast.written_bytes),
+        "seconds": _seconds(
+            forecast.rates, forecast.read_bytes + read_back, forecast.written_bytes
+        ),
     }
 
 
 def _files(plan: ReshardPlan, chunks: int) -> int:
     """Approximate number of data files: each task writes its own files."""
-    return chunks if plan.layout == "zarr" else sum(-(-task.nbytes // DATA_FILE_BYTES) for task in plan.tasks)
+    return (
+        chunks
+        if plan.layout == "zarr"
+        else sum(-(-task.nbytes // DATA_FILE_BYTES) for task in plan.tasks)
+    )
 
 
 def _restore(what: RestoreForecast, forecast: Forecast) -> dict[str, Any]:
@@ -110,7 +127,11 @@ def _restore(what: RestoreForecast, forecast: Forecast) -> dict[str, Any]:
 def _rate(rate: Rate | None) -> dict[str, Any] | None:
     if rate is None:
         return None
-    return {"bytes_per_second": round(rate.per_second), "sample_bytes": rate.sample_bytes, "sample_seconds": rate.sample_seconds}
+    return {
+        "bytes_per_second": round(rate.per_second),
+        "sample_bytes": rate.sample_bytes,
+        "sample_seconds": rate.sample_seconds,
+    }
 
 
 def _seconds(rates: Rates, read: int, written: int) -> float | None:
@@ -124,7 +145,11 @@ def _seconds(rates: Rates, read: int, written: int) -> float | None:
 
 
 def _tensor(forecast: Forecast, name: str) -> dict[str, Any]:
-    source, target, decision = forecast.plan.sources[name], forecast.plan.target.tensors[name], forecast.plan.decisions[name]
+    source, target, decision = (
+        forecast.plan.sources[name],
+        forecast.plan.target.tensors[name],
+        forecast.plan.decisions[name],
+    )
     before, after = forecast.before.tensors[name], forecast.after.tensors[name]
     return {
         "name": name,

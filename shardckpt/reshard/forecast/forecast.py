@@ -1,8 +1,11 @@
 """The forecast of a reshard, and of restores onto its layout, before either is done.
 
-1. The layouts are those in the reshard's plan; the hosts that restore onto them follow from their devices (`hosts`).
-2. A restore of the stored checkpoint and a restore of the reshard's result are counted by the same code (`restore`).
-3. The reads of the reshard itself are counted (`reshard`), if chunk tables give the place of every chunk.
+1. The layouts are those in the reshard's plan; the hosts that restore onto them follow from their
+   devices (`hosts`).
+2. A restore of the stored checkpoint and a restore of the reshard's result are counted by the same
+   code (`restore`).
+3. The reads of the reshard itself are counted (`reshard`), if chunk tables give the place of every
+   chunk.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ class Forecast:
     """A restore of the reshard's result onto the new layout."""
     rates: Rates
     replaces: bool
-    """Whether a checkpoint is committed at the destination; the reshard would need `overwrite` to replace it."""
+    """Whether a checkpoint is committed at the destination; the reshard would need `overwrite` to
+    replace it."""
     reuse: ReuseMethod | None
     """The method by which the reshard reuses the source's files, if nothing in them changes."""
     reads: ReshardReads | None
@@ -68,12 +72,16 @@ class Forecast:
     stored_bytes: int
     """Stored bytes of the tensors that the reshard reads."""
     written_bytes: int
-    """Stored bytes that the reshard writes; if it compresses, the estimate uses the source's compression ratio."""
+    """Stored bytes that the reshard writes; if it compresses, the estimate uses the source's
+    compression ratio."""
 
     def __repr__(self) -> str:
         """Bytes that the reshard moves, and that a restore reads before and after it."""
         moved = f"reads {file_size(self.read_bytes)}, writes {file_size(self.written_bytes)}"
-        restores = f"a restore reads {file_size(int(self.before.read.sum()))} as stored, {file_size(int(self.after.read.sum()))} after it"
+        restores = (
+            f"a restore reads {file_size(int(self.before.read.sum()))} as stored, "
+            f"{file_size(int(self.after.read.sum()))} after it"
+        )
         return visible(f"<Forecast of a reshard of {self.url}: {moved}; {restores}>")
 
     @property
@@ -98,10 +106,15 @@ class Forecast:
 def known_places(checkpoint: Checkpoint) -> Places | None:
     """Places of the checkpoint's chunks, from its chunk table.
 
-    None if there is no table, because it is of another format; if the table is too large; or if other checkpoints hold some chunks.
+    None if there is no table, because it is of another format; if the table is too large; or if
+    other checkpoints hold some chunks.
     """
     table = checkpoint.record.table
-    if not checkpoint.native or checkpoint.record.structure.bases or (table is not None and table.size > LARGEST_TABLE):
+    if (
+        not checkpoint.native
+        or checkpoint.record.structure.bases
+        or (table is not None and table.size > LARGEST_TABLE)
+    ):
         return None
     return read_places(checkpoint.place, checkpoint.record, checkpoint.reader.whole_table())
 
@@ -124,26 +137,41 @@ def forecast(
         rates: rates of the storage.
         options: options of the reshard.
         destination: place of the new checkpoint.
-        devices_per_host: devices of each restoring host; None: `DEVICES_PER_HOST`, or all devices if there are fewer.
+        devices_per_host: devices of each restoring host; None: `DEVICES_PER_HOST`, or all devices
+            if there are fewer.
         places: places of the source's chunks; None: estimate them from the record.
     """
     record, location = checkpoint.record, checkpoint.location
     # Without places the reader is not opened, because that reads the table.
     limits = None if places is None else checkpoint.reader.limits
-    layouts = {name: placed(decision.layout, len(plan.target.tensors[name].shape)) for name, decision in plan.decisions.items()}
+    layouts = {
+        name: placed(decision.layout, len(plan.target.tensors[name].shape))
+        for name, decision in plan.decisions.items()
+    }
     ranked = [(layout, len(plan.target.tensors[name].shape)) for name, layout in layouts.items()]
-    each = devices_per_host or min(DEVICES_PER_HOST, max(1, len(Hosts.of(ranked, number=1).owners.device_ids)))
+    each = devices_per_host or min(
+        DEVICES_PER_HOST, max(1, len(Hosts.of(ranked, number=1).owners.device_ids))
+    )
     hosts = Hosts.of(ranked, devices_per_host=each)
     stored: StoredTensors = ByLayout(record) if places is None else ByTable(record, places)
     sources = [replace(plan.sources[name], name=name) for name in plan.target.tensors]
     before = forecast_restore(sources, layouts, hosts, stored, limits)
     held = _stored_bytes(plan, stored)
     compressed = held / max(1, plan.source_bytes) if plan.compression is not None else 1.0
-    made = ByLayout(replace(record, structure=plan.target, hosts=record.hosts[:1] * len(plan.tasks)), compressed)
+    made = ByLayout(
+        replace(record, structure=plan.target, hosts=record.hosts[:1] * len(plan.tasks)), compressed
+    )
     after = forecast_restore(list(plan.target.tensors.values()), layouts, hosts, made)
-    saved_by = Hosts.of(((placed(t.layout, len(t.shape)), len(t.shape)) for t in sources), number=max(1, len(record.hosts)))
+    saved_by = Hosts.of(
+        ((placed(t.layout, len(t.shape)), len(t.shape)) for t in sources),
+        number=max(1, len(record.hosts)),
+    )
     place = None if destination is None else Store.open(parse(destination))
-    reuse = reuse_method(checkpoint.place, place) if place is not None and checkpoint.native and plan.unchanged else None
+    reuse = (
+        reuse_method(checkpoint.place, place)
+        if place is not None and checkpoint.native and plan.unchanged
+        else None
+    )
     if reuse:
         reads: ReshardReads | None = ReshardReads(0, 0, len(plan.tasks))
     else:
@@ -175,4 +203,7 @@ def _stored_bytes(plan: ReshardPlan, stored: StoredTensors) -> int:
     """Stored bytes of the tensors that a reshard reads."""
     if plan.source.compression is None:
         return plan.source_bytes
-    return sum(int(stored.chunks(tensor).length.sum()) for tensor in {id(t): t for t in plan.sources.values()}.values())
+    return sum(
+        int(stored.chunks(tensor).length.sum())
+        for tensor in {id(t): t for t in plan.sources.values()}.values()
+    )

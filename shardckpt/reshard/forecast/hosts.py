@@ -1,7 +1,8 @@
 """Groups of devices that form hosts.
 
-A layout knows devices, but hosts read storage. No checkpoint records which devices belonged to one host. So ids are assigned to
-hosts in ascending order, a fixed number to each, which is how runtimes number them.
+A layout knows devices, but hosts read storage. No checkpoint records which devices belonged to one
+host. So ids are assigned to hosts in ascending order, a fixed number to each, which is how runtimes
+number them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ class Hosts:
 
     @classmethod
     def of(
-        cls, layouts: Iterable[tuple[StoredLayout | None, int]], *, devices_per_host: int | None = None, number: int | None = None
+        cls,
+        layouts: Iterable[tuple[StoredLayout | None, int]],
+        *,
+        devices_per_host: int | None = None,
+        number: int | None = None,
     ) -> Hosts:
         """The hosts of all devices of some layouts.
 
@@ -55,20 +60,29 @@ class Hosts:
         """
         # Tensors share a mesh, or at least a layout.
         distinct = {
-            layout.mesh if isinstance(layout, Sharding | Placements) else (layout, ndim): (layout, ndim)
+            layout.mesh if isinstance(layout, Sharding | Placements) else (layout, ndim): (
+                layout,
+                ndim,
+            )
             for layout, ndim in layouts
             if layout is not None
         }
         ids = [
-            layout.mesh.device_ids if isinstance(layout, Sharding | Placements) else layout.tiling(ndim).device_ids
+            layout.mesh.device_ids
+            if isinstance(layout, Sharding | Placements)
+            else layout.tiling(ndim).device_ids
             for layout, ndim in distinct.values()
         ]
         devices = np.unique(np.concatenate(ids)) if ids else np.zeros(1, np.int64)
         each = devices_per_host if number is None else max(1, -(-len(devices) // max(number, 1)))
         if each is None or each < 1:
-            raise OptionError(f"devices_per_host={devices_per_host}: every host has at least one device.")
+            raise OptionError(
+                f"devices_per_host={devices_per_host}: every host has at least one device."
+            )
         hosts = -(-len(devices) // each) if number is None else number
-        return cls(hosts, DeviceOwners(devices, np.minimum(np.arange(len(devices)) // each, hosts - 1)))
+        return cls(
+            hosts, DeviceOwners(devices, np.minimum(np.arange(len(devices)) // each, hosts - 1))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +106,9 @@ class Bins:
         return list(pairwise(borders))
 
 
-def joined(nbytes: Ints, spans: Sequence[Sequence[int]], most: int) -> tuple[Ints, list[tuple[int, int]]]:
+def joined(
+    nbytes: Ints, spans: Sequence[Sequence[int]], most: int
+) -> tuple[Ints, list[tuple[int, int]]]:
     """Sum neighbouring rows of a matrix if it has more rows than `most`.
 
     Args:

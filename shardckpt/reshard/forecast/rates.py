@@ -1,8 +1,9 @@
 """Measurement of a storage's read and write rates from this machine, for estimates of time.
 
-Reading: boxes of the largest tensors, through the library's own reader with checksum comparison, at most 64 MiB and about one
-second. On a local disk the page cache is first asked to drop these bytes; otherwise the rate of memory would be measured.
-Writing: one object of 32 MiB beside the destination, until it is durable; then it is deleted.
+Reading: boxes of the largest tensors, through the library's own reader with checksum comparison, at
+most 64 MiB and about one second. On a local disk the page cache is first asked to drop these bytes;
+otherwise the rate of memory would be measured. Writing: one object of 32 MiB beside the
+destination, until it is durable; then it is deleted.
 """
 
 from __future__ import annotations
@@ -75,18 +76,27 @@ def given_rates(text: str) -> Rates:
     """
     numbers = [float(parse_bytes(part, "rate")) for part in text.split(",")]
     if not 1 <= len(numbers) <= 2 or min(numbers) <= 0:
-        raise OptionError(Message(named("rate", text), ": give bytes per second for reading and writing, as in 1GiB,400MiB."))
+        raise OptionError(
+            Message(
+                named("rate", text),
+                ": give bytes per second for reading and writing, as in 1GiB,400MiB.",
+            )
+        )
     return Rates(Rate(numbers[0]), Rate(numbers[-1]))
 
 
 def measure_read(checkpoint: Checkpoint, places: Places | None) -> Rate | None:
-    """Measure stored bytes of chunks read per second; None if less than `SAMPLE` bytes were read, which says nothing about more.
+    """Measure stored bytes of chunks read per second.
+
+    None if less than `SAMPLE` bytes were read, which says nothing about more.
 
     Args:
         checkpoint: the checkpoint to read.
         places: places of its chunks, if known; they are then dropped from the page cache first.
     """
-    tensors = sorted(checkpoint.record.structure.tensors.values(), key=lambda t: -t.nbytes)[:MOST_SAMPLES]
+    tensors = sorted(checkpoint.record.structure.tensors.values(), key=lambda t: -t.nbytes)[
+        :MOST_SAMPLES
+    ]
     samples = [(tensor, _sample(tensor)) for tensor in tensors if tensor.nbytes]
     if not samples:
         return None
@@ -109,10 +119,15 @@ def _sample(tensor: TensorRecord) -> Box:
     piece = tensor.pieces[0]
     stop = list(piece.shape)
     for d, side in enumerate(piece.chunks):
-        most = SAMPLE // max(1, prod(stop[:d]) * prod(stop[d + 1 :]) * tensor.dtype.storage.itemsize)
+        most = SAMPLE // max(
+            1, prod(stop[:d]) * prod(stop[d + 1 :]) * tensor.dtype.storage.itemsize
+        )
         if stop[d] > most:
             stop[d] = min(stop[d], max(side, most // side * side))
-    start = [(n - s) // 2 // side * side for n, s, side in zip(piece.shape, stop, piece.chunks, strict=True)]
+    start = [
+        (n - s) // 2 // side * side
+        for n, s, side in zip(piece.shape, stop, piece.chunks, strict=True)
+    ]
     corner = [a + b for a, b in zip(piece.start, start, strict=True)]
     return Box(tuple(corner), tuple(a + s for a, s in zip(corner, stop, strict=True)))
 
@@ -123,13 +138,22 @@ def _forget(checkpoint: Checkpoint, places: Places, tensor: TensorRecord, box: B
     places_of_chunks = places.of(tensor.name, [piece])
     for chunk in np.unique(overlaps(piece, BoxArray.of([box], box.ndim)).chunk).tolist():
         number = int(places_of_chunks.file[chunk])
-        path = checkpoint.place.local_path(places.table.files[number]) if number < len(places.table.files) else None
+        path = (
+            checkpoint.place.local_path(places.table.files[number])
+            if number < len(places.table.files)
+            else None
+        )
         if path is None:
             return
         with suppress(OSError, AttributeError):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                os.posix_fadvise(fd, int(places_of_chunks.offset[chunk]), int(places_of_chunks.length[chunk]), os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(
+                    fd,
+                    int(places_of_chunks.offset[chunk]),
+                    int(places_of_chunks.length[chunk]),
+                    os.POSIX_FADV_DONTNEED,
+                )
             finally:
                 os.close(fd)
 

@@ -1,13 +1,14 @@
 """Counts of each host's reads when a checkpoint is restored onto a layout.
 
-1. Per tensor: the chunks that each group of hosts reads (`plan.readers`). Tensors of one shape, chunking and layout share the
-   result.
-2. The chunks' lengths (`stored`) give the bytes that each host reads. With the writer of each chunk, they also give the flow from
-   writing hosts to reading hosts.
-3. Requests: a host's chunks, in the batches of `restore`, are joined by the reader's rules. If many hosts differ, an evenly
-   chosen sample is counted and extrapolated.
+1. Per tensor: the chunks that each group of hosts reads (`plan.readers`). Tensors of one shape,
+   chunking and layout share the result.
+2. The chunks' lengths (`stored`) give the bytes that each host reads. With the writer of each
+   chunk, they also give the flow from writing hosts to reading hosts.
+3. Requests: a host's chunks, in the batches of `restore`, are joined by the reader's rules. If many
+   hosts differ, an evenly chosen sample is counted and extrapolated.
 
-The counts apply to a `restore` into memory that `like` provides. If elements pass through staging, batches may be smaller.
+The counts apply to a `restore` into memory that `like` provides. If elements pass through staging,
+batches may be smaller.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Flow:
     nbytes: Ints
     """(bins of writers, bins of readers)"""
     exact: bool
-    """Whether the writers come from the chunk tables; otherwise an equal share of each box is assumed for each of its hosts."""
+    """Whether the writers come from the chunk tables; otherwise an equal share of each box is
+    assumed for each of its hosts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,16 +83,22 @@ class RestoreForecast:
     needed: Ints
     """(hosts,) bytes of boxes."""
     requests: int | None
-    """Read calls on a local disk, or requests to an object store, over all hosts; None: the places of chunks are not known."""
+    """Read calls on a local disk, or requests to an object store, over all hosts; None: the places
+    of chunks are not known."""
     requests_counted: int
-    """Number of hosts that were counted; the same number of requests per byte is assumed for the others."""
+    """Number of hosts that were counted; the same number of requests per byte is assumed for the
+    others."""
     tensors: Mapping[str, TensorReads]
     flow: Flow
 
     @property
     def amplification(self) -> float:
         """Elements read per element needed, regardless of compression; 1 if nothing is needed."""
-        return sum(t.unpacked for t in self.tensors.values()) / int(self.needed.sum()) if self.needed.any() else 1.0
+        return (
+            sum(t.unpacked for t in self.tensors.values()) / int(self.needed.sum())
+            if self.needed.any()
+            else 1.0
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +161,12 @@ def forecast_restore(
     if limits is not None and len(of_tensor) == len(tensors):
         requests, of_hosts = _requests(of_tensor, read, limits)
     return RestoreForecast(
-        read, needed, requests, of_hosts, by_tensor, Flow(stored.bins, bins, np.rint(flow).astype(np.int64), stored.exact)
+        read,
+        needed,
+        requests,
+        of_hosts,
+        by_tensor,
+        Flow(stored.bins, bins, np.rint(flow).astype(np.int64), stored.exact),
     )
 
 
@@ -163,7 +176,9 @@ def _kind(tensor: TensorRecord, layout: StoredLayout | None, hosts: Hosts, bins:
     known = held.group >= 0
     np.add.at(readers, (held.group[known], bins.of(np.arange(hosts.number))[known]), 1.0)
     reads, itemsize = chunks_read(tensor.pieces, held), tensor.dtype.storage.itemsize
-    size = np.repeat([prod(p.chunks) * itemsize for p in tensor.pieces], [p.num_chunks for p in tensor.pieces])
+    size = np.repeat(
+        [prod(p.chunks) * itemsize for p in tensor.pieces], [p.num_chunks for p in tensor.pieces]
+    )
     unpacked = np.bincount(reads.group, size[reads.chunk], held.groups).astype(np.int64)
     return _Kind(held, reads, held.elements() * itemsize, unpacked, readers)
 
@@ -175,21 +190,38 @@ def _count(kind: _Kind, chunks: StoredChunks) -> tuple[Ints, NDArray[np.float64]
     per_group = np.bincount(pairs.group, length, groups).astype(np.int64)
     rows = len(chunks.shares)
     if rows * groups > MOST_CELLS:  # the matrix would have many more cells than there are pairs
-        between = (chunks.shares[chunks.writer[pairs.chunk]] * length[:, None]).T @ kind.readers[pairs.group]
+        between = (chunks.shares[chunks.writer[pairs.chunk]] * length[:, None]).T @ kind.readers[
+            pairs.group
+        ]
         return per_group, between
-    by_row = np.bincount(chunks.writer[pairs.chunk] * groups + pairs.group, length, rows * groups).reshape(rows, groups)
+    by_row = np.bincount(
+        chunks.writer[pairs.chunk] * groups + pairs.group, length, rows * groups
+    ).reshape(rows, groups)
     return per_group, chunks.shares.T @ (by_row @ kind.readers)
 
 
-def _requests(tensors: Sequence[tuple[_Kind, StoredChunks]], read: Ints, limits: RunLimits) -> tuple[int, int]:
+def _requests(
+    tensors: Sequence[tuple[_Kind, StoredChunks]], read: Ints, limits: RunLimits
+) -> tuple[int, int]:
     """Requests of all hosts together, and the number of hosts that were counted."""
     distinct = {id(kind): kind for kind, _ in tensors}
-    groups = np.stack([kind.held.group for kind in distinct.values()], axis=1) if distinct else np.zeros((len(read), 0))
+    groups = (
+        np.stack([kind.held.group for kind in distinct.values()], axis=1)
+        if distinct
+        else np.zeros((len(read), 0))
+    )
     _, first, alike = np.unique(groups, axis=0, return_index=True, return_inverse=True)
     alike = alike.reshape(-1)
     most = max(1, MOST_COUNTED // max(1, len(tensors)))
-    chosen = np.unique(np.linspace(0, len(first) - 1, min(most, len(first))).astype(np.int64)) if len(first) else np.empty(0, np.int64)
-    begins = {id(kind): np.searchsorted(kind.reads.group, np.arange(kind.held.groups + 1)) for kind in distinct.values()}
+    chosen = (
+        np.unique(np.linspace(0, len(first) - 1, min(most, len(first))).astype(np.int64))
+        if len(first)
+        else np.empty(0, np.int64)
+    )
+    begins = {
+        id(kind): np.searchsorted(kind.reads.group, np.arange(kind.held.groups + 1))
+        for kind in distinct.values()
+    }
     total = hosts = nbytes = 0
     for like in chosen.tolist():
         same = int((alike == like).sum())
@@ -201,7 +233,12 @@ def _requests(tensors: Sequence[tuple[_Kind, StoredChunks]], read: Ints, limits:
     return total, hosts
 
 
-def _requests_of(host: int, tensors: Sequence[tuple[_Kind, StoredChunks]], begins: Mapping[int, Ints], limits: RunLimits) -> int:
+def _requests_of(
+    host: int,
+    tensors: Sequence[tuple[_Kind, StoredChunks]],
+    begins: Mapping[int, Ints],
+    limits: RunLimits,
+) -> int:
     """Requests of one host."""
 
     def needs(entry: tuple[_Kind, StoredChunks]) -> tuple[int]:
@@ -217,6 +254,12 @@ def _requests_of(host: int, tensors: Sequence[tuple[_Kind, StoredChunks]], begin
                 begin = begins[id(kind)]
                 mine = kind.reads.chunk[begin[group] : begin[group + 1]]
                 assert chunks.places is not None
-                columns.append((chunks.places.file[mine], chunks.places.offset[mine], chunks.places.length[mine]))
+                columns.append(
+                    (
+                        chunks.places.file[mine],
+                        chunks.places.offset[mine],
+                        chunks.places.length[mine],
+                    )
+                )
         total += count_requests(columns, limits)
     return total

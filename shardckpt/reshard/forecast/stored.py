@@ -1,8 +1,8 @@
 """The stored length and the writing host of each chunk of a tensor.
 
-The chunk tables record both. Without them (only a record is known, or there are too many chunks), a chunk's length is estimated as
-its elements and their checksum at the checkpoint's average compression. If several hosts could have written a chunk, an equal share
-is assumed for each.
+The chunk tables record both. Without them (only a record is known, or there are too many chunks), a
+chunk's length is estimated as its elements and their checksum at the checkpoint's average
+compression. If several hosts could have written a chunk, an equal share is assumed for each.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class ByTable:
     def chunks(self, tensor: TensorRecord) -> StoredChunks:
         """The stored chunks of a tensor. Chunks from the committer count as the first host's."""
         places = self._places.of(tensor.name, tensor.pieces)
-        return StoredChunks(places.length, self.bins.of(np.maximum(places.host, 0)), self._shares, places)
+        return StoredChunks(
+            places.length, self.bins.of(np.maximum(places.host, 0)), self._shares, places
+        )
 
 
 class ByLayout:
@@ -76,33 +78,61 @@ class ByLayout:
 
         Args:
             record: the checkpoint's record, with its hosts and tensors.
-            compressed: stored bytes per uncompressed byte of chunks; None: derived from the record's totals.
+            compressed: stored bytes per uncompressed byte of chunks; None: derived from the
+                record's totals.
         """
         tensors = record.structure.tensors.values()
-        self._hosts = Hosts.of(((placed(t.layout, len(t.shape)), len(t.shape)) for t in tensors), number=max(1, len(record.hosts)))
+        self._hosts = Hosts.of(
+            ((placed(t.layout, len(t.shape)), len(t.shape)) for t in tensors),
+            number=max(1, len(record.hosts)),
+        )
         self.bins = Bins(self._hosts.number)
         self._ratio = 1.0 if compressed is None else compressed
         if compressed is None and record.compression is not None:
-            unpacked = sum(_length(t, k) * p.num_chunks for t in tensors if t.base is None for k, p in enumerate(t.pieces))
+            unpacked = sum(
+                _length(t, k) * p.num_chunks
+                for t in tensors
+                if t.base is None
+                for k, p in enumerate(t.pieces)
+            )
             self._ratio = record.totals["stored_bytes"] / unpacked if unpacked else 1.0
 
     def chunks(self, tensor: TensorRecord) -> StoredChunks:
         """The stored chunks of a tensor."""
-        length = np.concatenate([np.full(p.num_chunks, round(_length(tensor, k) * self._ratio)) for k, p in enumerate(tensor.pieces)])
-        held = host_boxes(placed(tensor.layout, len(tensor.shape)), tensor.shape, self._hosts.owners, self._hosts.number)
+        length = np.concatenate(
+            [
+                np.full(p.num_chunks, round(_length(tensor, k) * self._ratio))
+                for k, p in enumerate(tensor.pieces)
+            ]
+        )
+        held = host_boxes(
+            placed(tensor.layout, len(tensor.shape)),
+            tensor.shape,
+            self._hosts.owners,
+            self._hosts.number,
+        )
         writer = []
         for piece in tensor.pieces:
             near = held.boxes.overlapping(piece.box)
             pairs = overlaps(piece, BoxArray(held.boxes.start[near], held.boxes.stop[near]))
             first = np.searchsorted(pairs.chunk, np.arange(piece.num_chunks))
-            writer.append(near[pairs.box[np.minimum(first, max(0, len(pairs.box) - 1))]])  # a chunk lies in one shard
+            writer.append(
+                near[pairs.box[np.minimum(first, max(0, len(pairs.box) - 1))]]
+            )  # a chunk lies in one shard
         # Per box, the number of hosts in each bin, over all groups that hold the box.
         in_bin = np.zeros((held.groups, self.bins.number))
         known = held.group >= 0
-        np.add.at(in_bin, (held.group[known], self.bins.of(np.arange(self._hosts.number))[known]), 1.0)
+        np.add.at(
+            in_bin, (held.group[known], self.bins.of(np.arange(self._hosts.number))[known]), 1.0
+        )
         shares = np.zeros((len(held.boxes), self.bins.number))
         np.add.at(shares, held.held, in_bin[held.held_by])
-        return StoredChunks(length, np.concatenate(writer), shares / np.maximum(shares.sum(axis=1, keepdims=True), 1.0), None)
+        return StoredChunks(
+            length,
+            np.concatenate(writer),
+            shares / np.maximum(shares.sum(axis=1, keepdims=True), 1.0),
+            None,
+        )
 
 
 StoredTensors: TypeAlias = ByTable | ByLayout
@@ -110,7 +140,10 @@ StoredTensors: TypeAlias = ByTable | ByLayout
 
 
 def count_requests(chunks: Iterable[tuple[Ints, Ints, Ints]], limits: RunLimits) -> int:
-    """Number of requests that read chunks together; `chunks` are columns of files, offsets and lengths."""
+    """Number of requests that read chunks together.
+
+    `chunks` are columns of files, offsets and lengths.
+    """
     columns = list(chunks)
     if not columns:
         return 0

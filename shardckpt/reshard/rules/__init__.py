@@ -1,7 +1,8 @@
 """Rules that give every tensor a layout: patterns over names, presets of model families, other checkpoints' layouts.
 
-Pure: names, shapes and a mesh in, layouts and the reasons for them out. Files are read by `files` and `hf_config` alone. `rules` has the
-public class, `rule`, `preset` and `like` its entries, `decisions` applies them, and `explain` shows why. Begin with `rules`.
+Pure: names, shapes and a mesh in, layouts and the reasons for them out. Files are read by `files`
+and `hf_config` alone. `rules` has the public class, `rule`, `preset` and `like` its entries,
+`decisions` applies them, and `explain` shows why. Begin with `rules`.
 """
 
 from shardckpt.reshard.rules.decisions import Decision

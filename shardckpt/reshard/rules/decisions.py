@@ -1,14 +1,17 @@
 """Decisions for tensors: the first step that applies to a tensor decides its layout.
 
-A tensor of an optimizer's state belongs to a parameter. Frameworks keep state under the parameter's own path, somewhere else in the tree:
+A tensor of an optimizer's state belongs to a parameter. Frameworks keep state under the parameter's
+own path, somewhere else in the tree:
 
-    model/layers.0.w1.weight             optimizer/state/layers.0.w1.weight/exp_avg          (torch, by name)
-    params/layers_0/wq/kernel            opt_state/0/mu/layers_0/wq/kernel                   (optax)
-    model/layers.0.w1.weight             optim/state.layers.0.w1.weight.exp_avg              (DCP, flattened)
+    model/layers.0.w1.weight             optimizer/state/layers.0.w1.weight/exp_avg          (torch,
+    by name) params/layers_0/wq/kernel            opt_state/0/mu/layers_0/wq/kernel
+    (optax) model/layers.0.w1.weight             optim/state.layers.0.w1.weight.exp_avg
+    (DCP, flattened)
 
-So a parameter's path is its name without the first component. A tensor belongs to the parameter whose path is the longest
-proper suffix of the tensor's name, or of the name directly above the tensor. If several parameters share a path, such as a model's
-weights and their moving averages, the first one that a rule matches is the parameter, wherever the others are in the tree.
+So a parameter's path is its name without the first component. A tensor belongs to the parameter
+whose path is the longest proper suffix of the tensor's name, or of the name directly above the
+tensor. If several parameters share a path, such as a model's weights and their moving averages, the
+first one that a rule matches is the parameter, wherever the others are in the tree.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ Step: TypeAlias = Rule | Like
 """A rule, or another checkpoint's layouts."""
 
 QUIET = 1 << 14
-"""Elements below which a tensor without a rule gets no notice, because its replicas cost nothing."""
+"""Elements below which a tensor without a rule gets no notice, because its replicas cost
+nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +59,16 @@ class Decision:
 
 @lru_cache(maxsize=256)
 def sharding(mesh: Mesh | None, spec: PartitionSpec) -> Sharding | None:
-    """The spec over the mesh; None without a mesh. Equal shardings are one object, so that comparing them is cheap."""
+    """The spec over the mesh; None without a mesh.
+
+    Equal shardings are one object, so that comparing them is cheap.
+    """
     return None if mesh is None else Sharding(mesh, spec)
 
 
-def notices_of(layout: StoredLayout | None, shape: tuple[int, ...], rule: Rule | None = None) -> tuple[str, ...]:
+def notices_of(
+    layout: StoredLayout | None, shape: tuple[int, ...], rule: Rule | None = None
+) -> tuple[str, ...]:
     """Notices about a tensor of a shape in a layout; `rule` may know the units of a dimension."""
     notices: list[str] = []
     if not isinstance(layout, Sharding):
@@ -67,14 +76,25 @@ def notices_of(layout: StoredLayout | None, shape: tuple[int, ...], rule: Rule |
     for dim, (size, parts) in enumerate(zip(shape, layout.parts(len(shape)), strict=True)):
         if parts == 1 or size == 0:
             continue
-        over = "×".join(f"{axis}={layout.mesh.axis_sizes[str(axis)]}" for axis in layout.spec.axes[dim])
+        over = "×".join(
+            f"{axis}={layout.mesh.axis_sizes[str(axis)]}" for axis in layout.spec.axes[dim]
+        )
         if size % parts:
             notices.append(_uneven(dim, size, parts, over))
-        if rule is not None and rule.units is not None and rule.units.dim == dim and rule.units.count % parts:
-            notices.append(f"dimension {dim}: {rule.units.count} {rule.units.what} do not divide into {parts} parts ({over}): some are cut")
+        if (
+            rule is not None
+            and rule.units is not None
+            and rule.units.dim == dim
+            and rule.units.count % parts
+        ):
+            notices.append(
+                f"dimension {dim}: {rule.units.count} {rule.units.what} do not divide into "
+                f"{parts} parts ({over}): some are cut"
+            )
         if rule is not None and rule.packed is not None and rule.packed[0] == dim:
             notices.append(
-                f"dimension {dim} concatenates {rule.packed[1]}: a part ({over}) is a slice of all together, not a slice of each"
+                f"dimension {dim} concatenates {rule.packed[1]}: a part ({over}) is a slice of "
+                "all together, not a slice of each"
             )
     return tuple(notices)
 
@@ -84,7 +104,9 @@ def _uneven(dim: int, size: int, parts: int, over: str) -> str:
     full, last = divmod(size, tile)
     ends = f"{full} of {tile}" + (f", one of {last}" if last else "")
     empty = parts - full - bool(last)
-    return f"dimension {dim} is uneven: {size} in {parts} parts ({over}) are {ends}" + (f", {empty} empty" if empty else "")
+    return f"dimension {dim} is uneven: {size} in {parts} parts ({over}) are {ends}" + (
+        f", {empty} empty" if empty else ""
+    )
 
 
 def one_element(shape: tuple[int, ...]) -> bool:
@@ -104,13 +126,19 @@ class Decided:
     """Names of tensors to which no step applies."""
 
 
-def decide(steps: Sequence[Step], tensors: Mapping[str, tuple[int, ...]], mesh: Mesh | None, names: Iterable[str] | None = None) -> Decided:
+def decide(
+    steps: Sequence[Step],
+    tensors: Mapping[str, tuple[int, ...]],
+    mesh: Mesh | None,
+    names: Iterable[str] | None = None,
+) -> Decided:
     """Decide the layouts of all tensors, or of some.
 
     Args:
         steps: the steps in order.
         tensors: shape by name.
-        mesh: the mesh for the layouts of rules; None: tensors become plain, unless their layout is copied.
+        mesh: the mesh for the layouts of rules; None: tensors become plain, unless their layout is
+            copied.
         names: decide for these only; the other tensors may be the parameters that these belong to.
 
     Raises:
@@ -142,7 +170,9 @@ def meaning(step: Step, name: str, ndim: int) -> Match | None:
 class _Decider:
     """The steps, and all tensors by name and by path."""
 
-    def __init__(self, steps: Sequence[Step], tensors: Mapping[str, tuple[int, ...]], mesh: Mesh | None) -> None:
+    def __init__(
+        self, steps: Sequence[Step], tensors: Mapping[str, tuple[int, ...]], mesh: Mesh | None
+    ) -> None:
         self._steps = steps
         self._tensors = tensors
         self._mesh = mesh
@@ -162,14 +192,22 @@ class _Decider:
         alike: dict[str, list[str]] = {}
         for name in self._tensors:
             alike.setdefault(name.partition("/")[2] or name, []).append(name)
-        return {path: names[0] if len(names) == 1 else next(filter(self._is_matched, names), names[0]) for path, names in alike.items()}
+        return {
+            path: names[0] if len(names) == 1 else next(filter(self._is_matched, names), names[0])
+            for path, names in alike.items()
+        }
 
     def _is_matched(self, name: str) -> bool:
         return self.first_step(name) is not None
 
     def parameter_of(self, name: str) -> str | None:
         """The name of the parameter that a tensor belongs to; None: there is none."""
-        ends = [end for text in (name, *owners(name)) for end in _ends(text) if self._parameters.get(end, name) != name]
+        ends = [
+            end
+            for text in (name, *owners(name))
+            for end in _ends(text)
+            if self._parameters.get(end, name) != name
+        ]
         return self._parameters[max(ends, key=len)] if ends else None
 
     def decide(self, name: str, number: int | None, parameter: str | None) -> Decision:
@@ -177,7 +215,12 @@ class _Decider:
         step, shape = None if number is None else self._steps[number], self._tensors[name]
         if isinstance(step, Like):
             copied = step.layout(name, shape, self._mesh)
-            return Decision(copied, f"like {step.origin}", f"{step.origin} has this layout", notices_of(copied, shape))
+            return Decision(
+                copied,
+                f"like {step.origin}",
+                f"{step.origin} has this layout",
+                notices_of(copied, shape),
+            )
         if one_element(shape):
             return self._replicate(step, "it has one element at most: there is nothing to cut")
         if step is not None:
@@ -194,28 +237,43 @@ class _Decider:
         matched = meaning(rule, name, len(shape))
         assert matched is not None
         fits = len(rule.spec) <= len(shape)
-        # The rank may fit a rule by accident: Adafactor's rows of a stacked weight have the rank of a single weight.
-        parameter = self.parameter_of(name) if matched is Match.BELOW or not fits or rule.rank is not None else None
+        # The rank may fit a rule by accident: Adafactor's rows of a stacked weight have the rank of
+        # a single weight.
+        parameter = (
+            self.parameter_of(name)
+            if matched is Match.BELOW or not fits or rule.rank is not None
+            else None
+        )
         if rule.spec.parts and parameter is not None and self._tensors[parameter] != shape:
             return self._replicate_other_shape(rule, parameter, shape)
         if not fits and matched is Match.WHOLE:
             raise ShardingError(
-                f"{rule.title} has {len(rule.spec)} entries, and {shown(name)} has shape {shape}; give at most one per dimension, "
-                "or put a rule for this name before it."
+                f"{rule.title} has {len(rule.spec)} entries, and {shown(name)} has shape {shape}; "
+                "give at most one per dimension, or put a rule for this name before it."
             )
         if not fits:
-            notice = f"{str(rule)!r} matches the name above it, but has more entries than its {len(shape)} dimensions: replicated"
+            notice = (
+                f"{str(rule)!r} matches the name above it, but has more entries than its "
+                f"{len(shape)} dimensions: replicated"
+            )
             return self._replicate(rule, notice, notice)
         layout = sharding(self._mesh, rule.spec)
         why = f"{rule.origin or 'the rule'} matches {matched.value}"
         return Decision(layout, str(rule), why, notices_of(layout, shape, rule))
 
-    def _replicate_other_shape(self, rule: Rule | None, parameter: str, shape: tuple[int, ...]) -> Decision:
-        notice = f"it belongs to a parameter of shape {self._tensors[parameter]} and has shape {shape} itself: replicated"
+    def _replicate_other_shape(
+        self, rule: Rule | None, parameter: str, shape: tuple[int, ...]
+    ) -> Decision:
+        notice = (
+            f"it belongs to a parameter of shape {self._tensors[parameter]} and has shape {shape} "
+            "itself: replicated"
+        )
         return self._replicate(rule, notice, *([notice] if prod(shape) >= QUIET else []))
 
     def _replicate(self, rule: Rule | None, why: str, *notices: str) -> Decision:
-        return Decision(sharding(self._mesh, PartitionSpec()), "" if rule is None else str(rule), why, notices)
+        return Decision(
+            sharding(self._mesh, PartitionSpec()), "" if rule is None else str(rule), why, notices
+        )
 
 
 def _ends(name: str) -> list[str]:

@@ -35,11 +35,19 @@ FEW = 4
 _NO = "does not match"
 
 
-def explanation(name: str, shape: tuple[int, ...], steps: Sequence[Step], decision: Decision, itemsize: int) -> str:
+def explanation(
+    name: str, shape: tuple[int, ...], steps: Sequence[Step], decision: Decision, itemsize: int
+) -> str:
     """The explanation of a tensor's decision, given all candidate steps, in the format shown in the module's docstring."""
-    decisive = next((number for number, step in enumerate(steps) if meaning(step, name, len(shape))), None)
+    decisive = next(
+        (number for number, step in enumerate(steps) if meaning(step, name, len(shape))), None
+    )
     tested = steps if decisive is None else steps[: decisive + 1]
-    rows = list(_joined_rows([(_origin(step), _text(step), _answer(step, name, len(shape))) for step in tested]))
+    rows = list(
+        _joined_rows(
+            [(_origin(step), _text(step), _answer(step, name, len(shape))) for step in tested]
+        )
+    )
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
     lines = [f"{shown(name)}, shape {shape}", ""]
     for number, (origin, text, answer) in enumerate(rows, 1):
@@ -48,7 +56,9 @@ def explanation(name: str, shape: tuple[int, ...], steps: Sequence[Step], decisi
     rest = len(steps) - len(tested)
     if rest:
         lines.append(f"    {_rules(rest)} after it {'are' if rest > 1 else 'is'} not tested")
-    if decision.why not in decision.notices and (decisive is None or not decision.why.endswith(rows[-1][2])):
+    if decision.why not in decision.notices and (
+        decisive is None or not decision.why.endswith(rows[-1][2])
+    ):
         lines.append(f"    {decision.why}")
     lines += ["", *_outcome(shape, decision, itemsize)]
     if decision.notices:
@@ -57,10 +67,15 @@ def explanation(name: str, shape: tuple[int, ...], steps: Sequence[Step], decisi
 
 
 def _joined_rows(rows: list[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
-    """Yield the rows; many non-matching rules of one origin become one row, because a preset has dozens of rules."""
+    """Yield the rows.
+
+    Many non-matching rules of one origin become one row, because a preset has dozens of rules.
+    """
     for (origin, answer), run in groupby(rows, lambda row: (row[0], row[2])):
         same = list(run)
-        yield from same if answer != _NO or len(same) < FEW else [(origin, _rules(len(same)), answer)]
+        yield from (
+            same if answer != _NO or len(same) < FEW else [(origin, _rules(len(same)), answer)]
+        )
 
 
 def _rules(count: int) -> str:
@@ -81,7 +96,11 @@ def _answer(step: Step, name: str, ndim: int) -> str:
         return "has it" if how else "does not have it"
     if how:
         return f"matches {how.value}"
-    return f"is for {step.rank} dimension{'s' * (step.rank != 1)}" if match(step.pattern, name) else _NO
+    return (
+        f"is for {step.rank} dimension{'s' * (step.rank != 1)}"
+        if match(step.pattern, name)
+        else _NO
+    )
 
 
 def _outcome(shape: tuple[int, ...], decision: Decision, itemsize: int) -> Iterator[str]:
@@ -93,7 +112,12 @@ def _outcome(shape: tuple[int, ...], decision: Decision, itemsize: int) -> Itera
     sizes = layout.mesh.axis_sizes
     for dim, axes in enumerate(layout.spec.axes[: len(shape)]):
         over = ", ".join(f"{axis}={sizes[str(axis)]}" for axis in axes)
-        yield f"dimension {dim}   {shape[dim]:,}" + (f" in {parts[dim]} parts of {tile[dim]:,} over {over}" if axes else " whole")
+        yield f"dimension {dim}   {shape[dim]:,}" + (
+            f" in {parts[dim]} parts of {tile[dim]:,} over {over}" if axes else " whole"
+        )
     copies = layout.num_devices // prod(parts)
     alike = f"; {copies} devices hold the same" if copies > 1 else ""
-    yield f"each of {layout.num_devices:,} devices holds {tile}, {prod(tile) * itemsize:,} bytes{alike}"
+    yield (
+        f"each of {layout.num_devices:,} devices holds {tile}, {prod(tile) * itemsize:,} "
+        f"bytes{alike}"
+    )

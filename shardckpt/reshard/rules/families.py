@@ -1,22 +1,22 @@
 """The meaning of each tensor's dimensions in well-known families of models.
 
-There is one table per naming scheme: a pattern, and a *logical axis* per dimension (a term of T5X and MaxText). `preset` decides
-which mesh axis cuts which logical axis.
+There is one table per naming scheme: a pattern, and a *logical axis* per dimension (a term of T5X
+and MaxText). `preset` decides which mesh axis cuts which logical axis.
 
-    embed             the width of the residual stream
-    heads, kv_heads   query heads, and key-value heads, with or without the width of a head in the same dimension
-    mlp               the width of the feed-forward layer
-    vocab             tokens
-    expert            experts
-    q+k+v             several of them concatenated
+    embed             the width of the residual stream heads, kv_heads   query heads, and key-value
+    heads, with or without the width of a head in the same dimension mlp               the width of
+    the feed-forward layer vocab             tokens expert            experts q+k+v
+    several of them concatenated
     -                 dimensions that are never cut: the width of a head, scanned layers, positions
 
-Patterns begin with `**/*`, so that they fit `model/model.layers.0…` as well as `ema/module.layers.0…`. They also match
-optimizer state, which lies below the same names. A rule applies only to tensors with exactly its number of dimensions. Scanned
-layers, which MaxText stacks along the second dimension, have separate rules.
+Patterns begin with `**/*`, so that they fit `model/model.layers.0…` as well as
+`ema/module.layers.0…`. They also match optimizer state, which lies below the same names. A rule
+applies only to tensors with exactly its number of dimensions. Scanned layers, which MaxText stacks
+along the second dimension, have separate rules.
 
-Sources: transformers 5 (modeling files, `base_model_tp_plan`), Meta's llama, mistral-inference, gemma_pytorch, T5X's minimal
-configuration, MaxText's layers. torch's `Linear.weight` is (out, in); GPT-2's `Conv1D.weight` is (in, out).
+Sources: transformers 5 (modeling files, `base_model_tp_plan`), Meta's llama, mistral-inference,
+gemma_pytorch, T5X's minimal configuration, MaxText's layers. torch's `Linear.weight` is (out, in);
+GPT-2's `Conv1D.weight` is (in, out).
 """
 
 from __future__ import annotations
@@ -163,7 +163,16 @@ _T5X = """
 
 FAMILIES = {
     "llama": (_HF_ATTENTION, _HF_MLP, _HF_ENDS, _META, _MAXTEXT),
-    "mixtral": (_HF_ATTENTION, _HF_EXPERTS, _HF_MLP, _HF_ENDS, _MISTRAL_EXPERTS, _META, _MAXTEXT_EXPERTS, _MAXTEXT),
+    "mixtral": (
+        _HF_ATTENTION,
+        _HF_EXPERTS,
+        _HF_MLP,
+        _HF_ENDS,
+        _MISTRAL_EXPERTS,
+        _META,
+        _MAXTEXT_EXPERTS,
+        _MAXTEXT,
+    ),
     "gemma": (_HF_ATTENTION, _HF_MLP, _HF_ENDS, _GEMMA_PYTORCH, _MAXTEXT),
     "gpt2": (_GPT2,),
     "t5": (_T5, _T5X),

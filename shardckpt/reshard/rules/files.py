@@ -1,12 +1,12 @@
 """Parser of rules files: TOML, or the same in YAML.
 
     mesh = "data=2,model=4"              # or a table: {data = 2, model = 4}; --mesh has precedence
-    unmatched = "error"                  # or "replicate", the default
-    preset = "llama/fsdp=data+tp"        # or several in a list; for tensors that the rules below do not match
+    unmatched = "error"                  # or "replicate", the default preset = "llama/fsdp=data+tp"
+    # or several in a list; for tensors that the rules below do not match
 
     [rules]                              # in order; or a list of texts: rules = ["pattern=spec", …]
-    "**/layers.*.w1.weight" = "(None,model)"
-    "**/layers.*.w2.weight" = ["model", []]      # an entry per dimension: an axis, a list of them, or [] (null in YAML)
+    "**/layers.*.w1.weight" = "(None,model)" "**/layers.*.w2.weight" = ["model", []]      # an entry
+    per dimension: an axis, a list of them, or [] (null in YAML)
 
 All keys are optional, and no others are allowed.
 """
@@ -39,17 +39,26 @@ def read_rules(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(path)
     doc = read_file(file, "rules file", (".toml", ".yaml", ".yml"))
     if not isinstance(doc, Mapping):
-        raise OptionError(f"{file}: expected keys ({', '.join(_KEYS)}), found a {type(doc).__name__}.")
+        raise OptionError(
+            f"{file}: expected keys ({', '.join(_KEYS)}), found a {type(doc).__name__}."
+        )
     for key in doc:
         if key not in _KEYS:
-            raise OptionError(f"{file}: there is no key {shorten(key)}{did_you_mean(str(key), _KEYS)}; there are {', '.join(_KEYS)}.")
+            raise OptionError(
+                f"{file}: there is no key {shorten(key)}{did_you_mean(str(key), _KEYS)}; there "
+                f"are {', '.join(_KEYS)}."
+            )
     mesh = mesh_of(doc["mesh"], f"{file}, mesh") if doc.get("mesh") is not None else None
     rules = tuple(_rules(doc.get("rules"), file))
     try:
         presets = tuple(Preset.parse(preset) for preset in _as_list(doc.get("preset")))
     except OptionError as error:
         raise OptionError(f"{file}: {error}") from error
-    return {"entries": (*rules, *presets), "unmatched": doc.get("unmatched", "replicate"), "mesh": mesh}
+    return {
+        "entries": (*rules, *presets),
+        "unmatched": doc.get("unmatched", "replicate"),
+        "mesh": mesh,
+    }
 
 
 def _rules(value: Any, file: Path) -> Iterator[Rule]:
@@ -68,10 +77,15 @@ def _spec(value: Any, where: str) -> PartitionSpec:
         if isinstance(value, str):
             return parse_spec(value)
         if isinstance(value, list):
-            return PartitionSpec(*(tuple(part) if isinstance(part, list) else part for part in value))
+            return PartitionSpec(
+                *(tuple(part) if isinstance(part, list) else part for part in value)
+            )
     except (OptionError, ShardingError) as error:
         raise OptionError(f"{where}: {error}") from error
-    raise OptionError(f'{where}: {shorten(value)} is not a partition spec; write "replicated", "(None,model)" or a list of entries.')
+    raise OptionError(
+        f'{where}: {shorten(value)} is not a partition spec; write "replicated", "(None,model)" '
+        "or a list of entries."
+    )
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """The preset for a Hugging Face model, chosen by its `config.json`.
 
-`model_type` chooses the family. The numbers of heads are passed on, so that a cut through a head is reported: transformers and
-vLLM replicate key-value heads if there are fewer heads than parts.
+`model_type` chooses the family. The numbers of heads are passed on, so that a cut through a head is
+reported: transformers and vLLM replicate key-value heads if there are fewer heads than parts.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ def read_preset(path: str | os.PathLike[str], roles: str = "") -> Preset:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise OptionError(
-            f"{file}: there is no preset for model_type {shorten(kind)}{did_you_mean(str(kind), MODEL_TYPES)}; there are those for "
-            f"{', '.join(MODEL_TYPES)}. Choose one by its name, as in llama/fsdp+tp, or write rules."
+            f"{file}: there is no preset for model_type "
+            f"{shorten(kind)}{did_you_mean(str(kind), MODEL_TYPES)}; there are those for "
+            f"{', '.join(MODEL_TYPES)}. Choose one by its name, as in llama/fsdp+tp, or write "
+            "rules."
         )
     family = MODEL_TYPES[kind]
     return Preset.parse(f"{family}/{roles}" if roles else family, head_counts(config))
@@ -67,11 +69,19 @@ def read_config(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
 
 
 def head_counts(config: Mapping[str, Any]) -> Heads | None:
-    """Numbers of attention heads of a model, under the keys of any family; None: the configuration has none."""
+    """Numbers of attention heads of a model, under the keys of any family.
+
+    None: the configuration has none.
+    """
     query = _count(config, "num_attention_heads", "n_head", "num_heads")
     return None if query is None else Heads(query, _count(config, "num_key_value_heads") or query)
 
 
 def _count(config: Mapping[str, Any], *keys: str) -> int | None:
-    """The value of the first key that has a positive integer in the configuration; None: no key has one."""
-    return next((config[key] for key in keys if type(config.get(key)) is int and config[key] > 0), None)
+    """The value of the first key that has a positive integer in the configuration.
+
+    None: no key has one.
+    """
+    return next(
+        (config[key] for key in keys if type(config.get(key)) is int and config[key] > 0), None
+    )

@@ -26,16 +26,25 @@ class Like:
     """Name, shape (None: not known), layout (None: a plain host tensor)."""
     origin: str = field(default="the other checkpoint", compare=False)
     """Origin of the layouts, for messages."""
-    _by_name: Mapping[str, tuple[tuple[int, ...] | None, StoredLayout | None]] = field(init=False, repr=False, compare=False)
+    _by_name: Mapping[str, tuple[tuple[int, ...] | None, StoredLayout | None]] = field(
+        init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         """Index the names."""
-        object.__setattr__(self, "_by_name", {name: (shape, layout) for name, shape, layout in self.tensors})
+        object.__setattr__(
+            self, "_by_name", {name: (shape, layout) for name, shape, layout in self.tensors}
+        )
 
     @classmethod
     def of(cls, structure: Structure, origin: str = "the other checkpoint") -> Like:
         """The layouts of a checkpoint's tensors."""
-        return cls(tuple((name, tensor.shape, tensor.layout) for name, tensor in structure.tensors.items()), origin)
+        return cls(
+            tuple(
+                (name, tensor.shape, tensor.layout) for name, tensor in structure.tensors.items()
+            ),
+            origin,
+        )
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
@@ -43,7 +52,11 @@ class Like:
     @property
     def mesh(self) -> Mesh | None:
         """The common mesh of all layouts; None if there are several."""
-        meshes = {layout.mesh for _, _, layout in self.tensors if isinstance(layout, Sharding | Placements)}
+        meshes = {
+            layout.mesh
+            for _, _, layout in self.tensors
+            if isinstance(layout, Sharding | Placements)
+        }
         return meshes.pop() if len(meshes) == 1 else None
 
     def layout(self, name: str, shape: tuple[int, ...], mesh: Mesh | None) -> StoredLayout | None:
@@ -57,7 +70,8 @@ class Like:
             return None
         if there is not None and len(shape) != len(there):
             raise ShardingError(
-                f"{shown(name)} has shape {shape}, but {there} in {self.origin}, so that layout does not fit; give the tensor its own rule."
+                f"{shown(name)} has shape {shape}, but {there} in {self.origin}, so that layout "
+                "does not fit; give the tensor its own rule."
             )
         if mesh is None:
             return layout
@@ -69,20 +83,23 @@ class Like:
         if over is None:
             assert isinstance(layout, Placements)
             raise ShardingError(
-                f"{shown(name)}: its layout in {self.origin}, {layout.text}, is not a partition spec and fits no other mesh; "
-                "give the tensor its own rule."
+                f"{shown(name)}: its layout in {self.origin}, {layout.text}, is not a partition "
+                "spec and fits no other mesh; give the tensor its own rule."
             )
         try:
             return Sharding(mesh, over.spec)
         except ShardingError as error:
-            raise ShardingError(f"{shown(name)}: its layout in {self.origin} does not fit the mesh: {error}") from error
+            raise ShardingError(
+                f"{shown(name)}: its layout in {self.origin} does not fit the mesh: {error}"
+            ) from error
 
     def _over_devices(self, name: str, layout: OpSharding, mesh: Mesh, ndim: int) -> StoredLayout:
         """Translate a layout without axis names: to an equivalent spec over the mesh, or else the layout itself over as many devices."""
         sharding = Sharding.infer(mesh, layout, ndim)
         if sharding is None and layout.num_devices != mesh.size:
             raise ShardingError(
-                f"{shown(name)}: its layout in {self.origin} is over {layout.num_devices} devices without named axes, but the mesh has "
-                f"{mesh.size} devices; give the tensor its own rule."
+                f"{shown(name)}: its layout in {self.origin} is over {layout.num_devices} devices "
+                f"without named axes, but the mesh has {mesh.size} devices; give the tensor its "
+                "own rule."
             )
         return layout if sharding is None else sharding

@@ -19,7 +19,9 @@ from shardckpt.text import clip, shorten
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_AXIS = re.compile(r"\s*(?P<name>[^\s=,@]+)\s*=\s*(?P<ici>\d{1,9})(?:x(?P<dcn>\d{1,9}))?\s*", re.ASCII)
+_AXIS = re.compile(
+    r"\s*(?P<name>[^\s=,@]+)\s*=\s*(?P<ici>\d{1,9})(?:x(?P<dcn>\d{1,9}))?\s*", re.ASCII
+)
 _IDS = re.compile(r"\s*(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?\s*", re.ASCII)
 
 
@@ -40,7 +42,10 @@ def parse_mesh(text: str) -> Mesh:
     for part in axes_text.split(","):
         axis = _AXIS.fullmatch(part)
         if axis is None:
-            raise OptionError(f"mesh {clip(text)!r}: {shorten(part)} is not an axis; write name=size for each, as in data=2,model=4.")
+            raise OptionError(
+                f"mesh {clip(text)!r}: {shorten(part)} is not an axis; write name=size for each, "
+                "as in data=2,model=4."
+            )
         axes.append(axis)
     names = [axis["name"] for axis in axes]
     inner = [int(axis["ici"]) for axis in axes]
@@ -49,7 +54,8 @@ def parse_mesh(text: str) -> Mesh:
             return Mesh(inner, names, list(_ids(text, ids_text)) if at else None)
         if at:
             raise OptionError(
-                f"mesh {clip(text)!r}: a mesh of slices (AxB) has ids from 0 in order; leave out the ids (@…) or the slices (x…)."
+                f"mesh {clip(text)!r}: a mesh of slices (AxB) has ids from 0 in order; leave out "
+                "the ids (@…) or the slices (x…)."
             )
         return HybridMesh(inner, [int(axis["dcn"] or 1) for axis in axes], names)
     except ShardingError as error:
@@ -65,7 +71,10 @@ def mesh_of(value: object, where: str) -> Mesh:
     if isinstance(value, Mapping):
         value = ",".join(f"{axis}={size}" for axis, size in value.items())
     if not isinstance(value, str):
-        raise OptionError(f'{where}: {shorten(value)} is not a mesh; write "data=2,model=4", or a table of axis and size.')
+        raise OptionError(
+            f'{where}: {shorten(value)} is not a mesh; write "data=2,model=4", or a table of axis '
+            "and size."
+        )
     try:
         return parse_mesh(value)
     except (OptionError, ShardingError) as error:
@@ -77,9 +86,15 @@ def _ids(text: str, ids_text: str) -> Iterator[int]:
     for part in ids_text.split(","):
         run = _IDS.fullmatch(part)
         if run is None:
-            raise OptionError(f"mesh {clip(text)!r}: {shorten(part)} is not a device id; write numbers and ranges, as in @0-3,7,6.")
+            raise OptionError(
+                f"mesh {clip(text)!r}: {shorten(part)} is not a device id; write numbers and "
+                "ranges, as in @0-3,7,6."
+            )
         ids = range(int(run["first"]), int(run["last"] or run["first"]) + 1)
         count += len(ids)
         if not ids or count > MAX_DEVICES:
-            raise OptionError(f"mesh {clip(text)!r}: {shorten(part)} is not a range of device ids, or the mesh has too many.")
+            raise OptionError(
+                f"mesh {clip(text)!r}: {shorten(part)} is not a range of device ids, or the mesh "
+                "has too many."
+            )
         yield from ids

@@ -1,11 +1,13 @@
 """Matching of patterns with tensor names, or with the name of what a tensor belongs to.
 
-Patterns are those of `only=` (`names.matches`): `*` within a component, `**` across components; they match complete names. A pattern
-also applies to names *directly below* the names that it matches, by "/" or by ".": the optimizer state below its parameter
-(`optimizer/state/layers.0.w1.weight/exp_avg`), the weights below a module (`layers.0.w1` and its `.weight`).
+Patterns are those of `only=` (`names.matches`): `*` within a component, `**` across components;
+they match complete names. A pattern also applies to names *directly below* the names that it
+matches, by "/" or by ".": the optimizer state below its parameter
+(`optimizer/state/layers.0.w1.weight/exp_avg`), the weights below a module (`layers.0.w1` and its
+`.weight`).
 
-Most patterns match few names. The longest literal text in a pattern excludes nearly all names (`literal`): the pattern
-runs only on names that contain this text.
+Most patterns match few names. The longest literal text in a pattern excludes nearly all names
+(`literal`): the pattern runs only on names that contain this text.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from functools import lru_cache
 from shardckpt.state.glob import compile_glob
 
 _NOT_LITERAL = re.compile(r"/|\*+|\?|\[!?\]?[^\]]*\]")
-"""The end of a literal text. A slash ends it too: DCP's "state." may follow the slash in a name, but not in the name above it."""
+"""The end of a literal text. A slash ends it too: DCP's "state." may follow the slash in a name,
+but not in the name above it."""
 
 _STATE = "state."
 
@@ -37,8 +40,10 @@ def match(pattern: str, name: str) -> Match | None:
     Raises:
         OptionError: the pattern is invalid.
 
-    >>> match("**/w1", "model/w1"), match("**/*.w1", "model/layers.0.w1.weight"), match("**/w1", "model/w1/a/b")
-    (<Match.WHOLE: 'its name'>, <Match.BELOW: 'the name above it'>, None)
+    >>> match("**/w1", "model/w1"), match("**/w1", "model/w1/a/b")
+    (<Match.WHOLE: 'its name'>, None)
+    >>> match("**/*.w1", "model/layers.0.w1.weight")
+    <Match.BELOW: 'the name above it'>
     """
     if literal(pattern) not in name:
         return None
@@ -52,7 +57,8 @@ def match(pattern: str, name: str) -> Match | None:
 def owners(name: str) -> tuple[str, ...]:
     """The names directly above a name: without its last component, and without the last part of that component.
 
-    DCP flattens optimizer state into `state.<parameter>.<state>`; the parameter counts as the name above it.
+    DCP flattens optimizer state into `state.<parameter>.<state>`; the parameter counts as the name
+    above it.
 
     >>> owners("model/w.0/exp_avg"), owners("optim/state.layers.0.w.exp_avg")
     (('model/w.0',), ('optim/layers.0.w', 'optim'))

@@ -1,15 +1,18 @@
 """The rules of a model family for chosen kinds of parallelism, such as `llama/fsdp+tp`.
 
-1. A *role* names the purpose of a mesh axis, and thereby the logical axes (`families`) that it cuts:
+1. A *role* names the purpose of a mesh axis, and thereby the logical axes (`families`) that it
+   cuts:
 
        fsdp   embed                               axis "fsdp", else "data" or "dp"
        tp     heads, kv_heads, mlp, vocab         axis "tensor", "model", "tp" or "mp"
        ep     expert                              axis "expert" or "ep"
 
-   T5X, MaxText and torchprime use the same layouts for these models. Where transformers' plans for tensor parallelism cover a
-   tensor, tp agrees with them: `colwise` cuts the first dimension of a Linear's weight, `rowwise` the second.
-2. The mesh determines the axis of each role: the first axis in the list above that it has. `llama/fsdp=replica+tp=y` names the axes.
-   Without roles (`llama`), every role applies whose own axis name the mesh has; "data" then holds replicas.
+   T5X, MaxText and torchprime use the same layouts for these models. Where transformers' plans for
+   tensor parallelism cover a tensor, tp agrees with them: `colwise` cuts the first dimension of a
+   Linear's weight, `rowwise` the second.
+2. The mesh determines the axis of each role: the first axis in the list above that it has.
+   `llama/fsdp=replica+tp=y` names the axes. Without roles (`llama`), every role applies whose own
+   axis name the mesh has; "data" then holds replicas.
 3. If one axis has two roles, it cuts the first dimension of a tensor that either role would cut.
 """
 
@@ -29,7 +32,14 @@ from shardckpt.text import shorten
 if TYPE_CHECKING:
     from shardckpt.layout.mesh import Mesh
 
-_CUTS = {"embed": "fsdp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp", "expert": "ep"}
+_CUTS = {
+    "embed": "fsdp",
+    "heads": "tp",
+    "kv_heads": "tp",
+    "mlp": "tp",
+    "vocab": "tp",
+    "expert": "ep",
+}
 """Logical axis → the role that cuts it. Packed dimensions are cut like heads and mlp."""
 _AXES = {"fsdp": ("fsdp",), "tp": ("tensor", "model", "tp", "mp"), "ep": ("expert", "ep")}
 """Role → the names of its axis."""
@@ -48,7 +58,11 @@ class Heads:
     def units(self, dim: int, logical: str) -> Units | None:
         """The units of a dimension; None: it has none."""
         what = _HEADS.get(logical)
-        return None if what is None else Units(dim, self.query if logical == "heads" else self.key_value, what)
+        return (
+            None
+            if what is None
+            else Units(dim, self.query if logical == "heads" else self.key_value, what)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +80,8 @@ class Preset:
     family: str
     """A key of `FAMILIES`."""
     roles: tuple[tuple[str, str], ...] = ()
-    """Role and its axis, which is empty if the mesh determines it; no roles: every role for which the mesh has an axis."""
+    """Role and its axis, which is empty if the mesh determines it; no roles: every role for which
+    the mesh has an axis."""
     heads: Heads | None = None
     """Numbers of attention heads of the model, if known."""
 
@@ -74,16 +89,19 @@ class Preset:
         """Refuse unknown families and roles."""
         if self.family not in FAMILIES:
             raise OptionError(
-                f"preset {shorten(str(self))}: there is no family {shorten(self.family)}{did_you_mean(str(self.family), FAMILIES)}; "
-                f"there are {', '.join(FAMILIES)}, each as it is or followed by /fsdp, /tp, /ep or several of them (/fsdp+tp)."
+                f"preset {shorten(str(self))}: there is no family "
+                f"{shorten(self.family)}{did_you_mean(str(self.family), FAMILIES)}; there are "
+                f"{', '.join(FAMILIES)}, each as it is or followed by /fsdp, /tp, /ep or several "
+                "of them (/fsdp+tp)."
             )
         names = [role for role, _ in self.roles]
         for role in names:
             if role not in _AXES or names.count(role) > 1:
                 problem = "appears twice" if role in _AXES else "is unknown"
                 raise OptionError(
-                    f"preset {shorten(str(self))}: the role {shorten(role)} {problem}; the roles are {', '.join(_AXES)}, joined by +, and "
-                    f"each may name its axis, as in {self.family}/fsdp=data+tp."
+                    f"preset {shorten(str(self))}: the role {shorten(role)} {problem}; the roles "
+                    f"are {', '.join(_AXES)}, joined by +, and each may name its axis, as in "
+                    f"{self.family}/fsdp=data+tp."
                 )
 
     @classmethod
@@ -128,19 +146,26 @@ class Preset:
         requested = self.roles or tuple((role, "") for role in _AXES)
         chosen = {}
         for role, given in requested:
-            options = (given,) if given else _AXES[role] + (_MORE_AXES.get(role, ()) if self.roles else ())
+            options = (
+                (given,)
+                if given
+                else _AXES[role] + (_MORE_AXES.get(role, ()) if self.roles else ())
+            )
             axis = next((option for option in options if option in names), None)
             if axis is None and self.roles:
                 meant = did_you_mean(given, names) if given else ""
                 raise ShardingError(
-                    f"{self.origin}: the role {role} needs an axis {' or '.join(map(repr, options))}, but the mesh has "
-                    f"{', '.join(names) or 'none'}{meant}; name the axis, as in {role}={names[0]}, or leave the role out."
+                    f"{self.origin}: the role {role} needs an axis "
+                    f"{' or '.join(map(repr, options))}, but the mesh has "
+                    f"{', '.join(names) or 'none'}{meant}; name the axis, as in "
+                    f"{role}={names[0]}, or leave the role out."
                 )
             if axis is not None:
                 chosen[role] = axis
         if not chosen:
             raise ShardingError(
-                f"{self.origin}: no axis of the mesh ({', '.join(names) or 'none'}) is named after a role; name the axis, as in "
+                f"{self.origin}: no axis of the mesh ({', '.join(names) or 'none'}) is named "
+                "after a role; name the axis, as in "
                 f"{self.family}/fsdp={names[0] if names else 'x'}, or write '**=replicated'."
             )
         return chosen
@@ -149,7 +174,9 @@ class Preset:
 @lru_cache(maxsize=64)
 def _rules(preset: Preset, names: tuple[str, ...]) -> tuple[Rule, ...]:
     axes = preset.axes(names)
-    lines = [line.split() for table in FAMILIES[preset.family] for line in table.split("\n") if line]
+    lines = [
+        line.split() for table in FAMILIES[preset.family] for line in table.split("\n") if line
+    ]
     return tuple(_rule(preset, pattern, logical, axes) for pattern, *logical in lines)
 
 
@@ -158,7 +185,26 @@ def _rule(preset: Preset, pattern: str, logical: list[str], axes: dict[str, str]
     for name in logical:
         axis = axes.get("tp" if "+" in name else _CUTS.get(name, ""))
         parts.append(None if axis in parts else axis)
-    units = None if preset.heads is None else next(filter(None, map(preset.heads.units, range(len(logical)), logical)), None)
-    packed = next(((dim, name.replace("+", " and ", 1).replace("+", " and ")) for dim, name in enumerate(logical) if "+" in name), None)
+    units = (
+        None
+        if preset.heads is None
+        else next(filter(None, map(preset.heads.units, range(len(logical)), logical)), None)
+    )
+    packed = next(
+        (
+            (dim, name.replace("+", " and ", 1).replace("+", " and "))
+            for dim, name in enumerate(logical)
+            if "+" in name
+        ),
+        None,
+    )
     spec = PartitionSpec(*parts) if any(parts) else PartitionSpec()
-    return Rule(pattern, spec, preset.origin, len(logical), may_match_nothing=True, packed=packed, units=units)
+    return Rule(
+        pattern,
+        spec,
+        preset.origin,
+        len(logical),
+        may_match_nothing=True,
+        packed=packed,
+        units=units,
+    )

@@ -1,7 +1,7 @@
 """One rule: a pattern over tensor names, and the spec that cuts the tensors.
 
-Its text form is `pattern=spec`: `**/layers.*.w1.weight=(None,model)`. A pattern may contain "=" as well; the spec is the longest
-suffix of the text that is a spec.
+Its text form is `pattern=spec`: `**/layers.*.w1.weight=(None,model)`. A pattern may contain "=" as
+well; the spec is the longest suffix of the text that is a spec.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ class Rule:
     rank: int | None = None
     """The number of dimensions of tensors to which the rule applies; None: any number."""
     may_match_nothing: bool = False
-    """Whether the rule may apply to no tensor: the rules of a model family cover several naming schemes."""
+    """Whether the rule may apply to no tensor: the rules of a model family cover several naming
+    schemes."""
     packed: tuple[int, str] | None = None
-    """A dimension, and the name of the parts concatenated along it, such as "gate and up" in a fused projection."""
+    """A dimension, and the name of the parts concatenated along it, such as "gate and up" in a
+    fused projection."""
     units: Units | None = None
     """The units of one of the dimensions."""
 
@@ -64,9 +66,15 @@ class Rule:
         pattern: object = self.pattern
         spec: object = self.spec
         if not isinstance(pattern, str) or not pattern:
-            raise OptionError(f"{self._where}{shorten(pattern)} is not a pattern of names; give text such as '**/layers.*.w1'.")
+            raise OptionError(
+                f"{self._where}{shorten(pattern)} is not a pattern of names; give text such as "
+                "'**/layers.*.w1'."
+            )
         if not isinstance(spec, PartitionSpec):
-            raise OptionError(f"{self._where}{pattern!r} has a {type(spec).__name__}; give a shardckpt.PartitionSpec.")
+            raise OptionError(
+                f"{self._where}{pattern!r} has a {type(spec).__name__}; give a "
+                "shardckpt.PartitionSpec."
+            )
         try:
             compile_glob(self.pattern)
         except OptionError as error:
@@ -81,10 +89,17 @@ class Rule:
         """
         if not isinstance(text, str) or "=" not in text:
             raise OptionError(
-                f"{origin or 'rule'}: {shorten(text)} is not a rule; write pattern=spec, such as '**/layers.*.w1=(None,model)'."
+                f"{origin or 'rule'}: {shorten(text)} is not a rule; write pattern=spec, such as "
+                "'**/layers.*.w1=(None,model)'."
             )
         at = text.find("=")
-        first = text.rfind("=") if text.rstrip().endswith("replicated") else text.rfind("=(") if "=(" in text else at
+        first = (
+            text.rfind("=")
+            if text.rstrip().endswith("replicated")
+            else text.rfind("=(")
+            if "=(" in text
+            else at
+        )
         mistake: OptionError | None = None
         while at >= 0:
             try:
@@ -114,11 +129,15 @@ class Rule:
         """Raise ShardingError unless the mesh has all axes of the spec, each once."""
         for axis in (axis for axes in self.spec.axes for axis in axes):
             if mesh is None:
-                raise ShardingError(f"{self.title} cuts over the axis {axis!r} and needs a mesh; give one, as in data=2,model=4.")
+                raise ShardingError(
+                    f"{self.title} cuts over the axis {axis!r} and needs a mesh; give one, as in "
+                    "data=2,model=4."
+                )
             if axis not in mesh.axis_names and not (isinstance(axis, int) and axis < mesh.ndim):
                 meant = did_you_mean(axis, mesh.axis_names) if isinstance(axis, str) else ""
                 raise ShardingError(
-                    f"{self.title}: the mesh has no axis {axis!r}{meant}; its axes are {', '.join(mesh.axis_names) or 'none'}."
+                    f"{self.title}: the mesh has no axis {axis!r}{meant}; its axes are "
+                    f"{', '.join(mesh.axis_names) or 'none'}."
                 )
         try:
             _ = self.spec if mesh is None else self.spec.named(mesh)

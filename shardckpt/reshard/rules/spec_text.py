@@ -1,11 +1,12 @@
 """Parser and formatter of partition specs as text, in the notation of the command line.
 
-    replicated                       PartitionSpec()
-    (None,model)                     PartitionSpec(None, "model")
-    ((fsdp,tensor),None)             PartitionSpec(("fsdp", "tensor"), None)
-    (0,"axis with, comma")           an axis by its index; quotes where a name is not plain, or reads as a number or None
+    replicated                       PartitionSpec() (None,model)
+    PartitionSpec(None, "model") ((fsdp,tensor),None)             PartitionSpec(("fsdp", "tensor"),
+    None) (0,"axis with, comma")           an axis by its index; quotes where a name is not plain,
+    or reads as a number or None
 
-Spaces are ignored, both kinds of quotes are accepted, and `P(…)` or `PartitionSpec(…)` may be pasted from a program.
+Spaces are ignored, both kinds of quotes are accepted, and `P(…)` or `PartitionSpec(…)` may be
+pasted from a program.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _HEAD = re.compile(r"\s*(?:(?:PartitionSpec|P)\s*)?(?=\()")
-_FORM = 'write replicated, or one entry per dimension, as in (None,model) or (("fsdp","tensor"),None)'
+_FORM = (
+    'write replicated, or one entry per dimension, as in (None,model) or (("fsdp","tensor"),None)'
+)
 
 
 def format_spec(spec: PartitionSpec) -> str:
@@ -42,7 +45,13 @@ def format_spec(spec: PartitionSpec) -> str:
 
 
 def _part_text(part: SpecPart) -> str:
-    return f"({','.join(map(_axis_text, part))})" if isinstance(part, tuple) else "None" if part is None else _axis_text(part)
+    return (
+        f"({','.join(map(_axis_text, part))})"
+        if isinstance(part, tuple)
+        else "None"
+        if part is None
+        else _axis_text(part)
+    )
 
 
 def _axis_text(axis: Axis) -> str:
@@ -87,7 +96,10 @@ def _parts(text: str, at: int, *, nested: bool) -> tuple[list[SpecPart], int]:
         if token["mark"] == "(" and not nested:
             axes, at = _parts(text, token.end() - 1, nested=True)
             if None in axes:
-                raise OptionError(f"{shorten(text)}: None inside a tuple of axes, which cut one dimension together; leave it out.")
+                raise OptionError(
+                    f"{shorten(text)}: None inside a tuple of axes, which cut one dimension "
+                    "together; leave it out."
+                )
             parts.append(tuple(axis for axis in axes if isinstance(axis, str | int)))
         elif token["mark"]:
             raise _syntax_error(text, token.start("mark"))
@@ -110,11 +122,16 @@ def _entry(text: str, token: re.Match[str]) -> Axis | None:
     try:
         return str(json.loads(quoted)) if quoted[0] == '"' else quoted[1:-1]
     except ValueError:
-        raise OptionError(f"{shorten(text)}: {shorten(quoted)} is not a quoted name; escapes are those of JSON.") from None
+        raise OptionError(
+            f"{shorten(text)}: {shorten(quoted)} is not a quoted name; escapes are those of JSON."
+        ) from None
 
 
 def _syntax_error(text: str, at: int) -> OptionError:
     rest = text[at:].lstrip()
     actual = f"found {shorten(rest[:12])}" if rest else "it ends"
     where = len(text) - len(rest) + 1
-    return OptionError(f"{shorten(text)}: at character {where} {actual}, where an axis, None, a comma or a bracket is expected; {_FORM}.")
+    return OptionError(
+        f"{shorten(text)}: at character {where} {actual}, where an axis, None, a comma or a "
+        f"bracket is expected; {_FORM}."
+    )

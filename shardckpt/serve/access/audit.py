@@ -1,7 +1,9 @@
-"""The audit log: a JSON object a line for every write, sign-in and refusal. Without it nothing is written, and reads go on.
+"""The audit log: a JSON object a line for every write, sign-in and refusal.
 
-A write has a line before it is begun, with the result `asked` or `started`, and one after it. The file is opened again after SIGHUP, and
-when another file is there.
+Without it nothing is written, and reads go on.
+
+A write has a line before it is begun, with the result `asked` or `started`, and one after it. The
+file is opened again after SIGHUP, and when another file is there.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class AuditLog:
                     self._fd = self._open(self._path)
                 written = os.write(self._fd, line)
             except OSError as e:
-                raise StorageError(f"the audit log {self._path} cannot be written ({e.strerror}).") from e
+                raise StorageError(
+                    f"the audit log {self._path} cannot be written ({e.strerror})."
+                ) from e
         if written != len(line):
             raise StorageError(f"the audit log {self._path} cannot be written (its disk is full).")
 
@@ -81,7 +85,11 @@ class AuditLog:
             self.write(**fields)
         except StorageError as e:
             _log.error("audit", extra={"fields": {"reason": str(e)}})
-            raise HTTPException(503, "the audit log cannot be written, so nothing was changed.", {"Retry-After": "60"}) from e
+            raise HTTPException(
+                503,
+                "the audit log cannot be written, so nothing was changed.",
+                {"Retry-After": "60"},
+            ) from e
 
     def close(self) -> None:
         """Close the file."""

@@ -1,7 +1,10 @@
-"""Headers of reverse proxies, which say how a client asked. They count only from proxies that the service was told to trust.
+"""Headers of reverse proxies, which say how a client asked.
 
-`X-Forwarded-For` is read from the right: the first address that is not a trusted proxy's is the client's. Of `X-Forwarded-Proto`,
-`X-Forwarded-Host` and `X-Forwarded-Prefix` the last value counts, which the nearest proxy has set.
+They count only from proxies that the service was told to trust.
+
+`X-Forwarded-For` is read from the right: the first address that is not a trusted proxy's is the
+client's. Of `X-Forwarded-Proto`, `X-Forwarded-Host` and `X-Forwarded-Prefix` the last value counts,
+which the nearest proxy has set.
 """
 
 from __future__ import annotations
@@ -34,11 +37,17 @@ class Proxies:
         try:
             self._networks = [ip_network(one, strict=False) for one in trusted]
         except ValueError as e:
-            raise OptionError(f"--trusted-proxy: {shorten(str(e))}; give an address or a network, as in 10.0.0.7 or 10.0.0.0/24.") from e
+            raise OptionError(
+                f"--trusted-proxy: {shorten(str(e))}; give an address or a network, as in "
+                "10.0.0.7 or 10.0.0.0/24."
+            ) from e
         self._unix_socket = unix_socket
 
     def apply(self, scope: Scope) -> str | None:
-        """Put the client's address, scheme and host into a request; return the prefix of its path. None: no proxy was believed."""
+        """Put the client's address, scheme and host into a request; return the prefix of its path.
+
+        None: no proxy was believed.
+        """
         client = scope.get("client")
         if not (self._unix_socket and not client) and not (client and self._trusts(client[0])):
             return None
@@ -51,10 +60,19 @@ class Proxies:
             scope["scheme"] = given["proto"][-1]
         if given["host"] and _HOST.fullmatch(given["host"][-1]):
             host = given["host"][-1].encode("ascii")
-            scope["headers"] = [*((name, value) for name, value in scope["headers"] if name != b"host"), (b"host", host)]
-        prefix = given["prefix"][-1] if given["prefix"] and _PREFIX.fullmatch(given["prefix"][-1]) else ""
+            scope["headers"] = [
+                *((name, value) for name, value in scope["headers"] if name != b"host"),
+                (b"host", host),
+            ]
+        prefix = (
+            given["prefix"][-1]
+            if given["prefix"] and _PREFIX.fullmatch(given["prefix"][-1])
+            else ""
+        )
         prefix = prefix.rstrip("/")
-        if prefix and scope["path"].startswith(f"{prefix}/"):  # of a proxy that does not take it away
+        if prefix and scope["path"].startswith(
+            f"{prefix}/"
+        ):  # of a proxy that does not take it away
             scope["path"] = scope["path"].removeprefix(prefix)
             scope.pop("raw_path", None)
         return prefix
@@ -70,5 +88,7 @@ class Proxies:
 
 def _values(scope: Scope, name: str) -> list[str]:
     header = f"x-forwarded-{name}".encode()
-    joined = ",".join(value.decode("latin-1") for given, value in scope["headers"] if given == header)
+    joined = ",".join(
+        value.decode("latin-1") for given, value in scope["headers"] if given == header
+    )
     return [one.strip() for one in joined.split(",") if one.strip()]

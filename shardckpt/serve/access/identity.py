@@ -1,4 +1,7 @@
-"""Users of the service, and their rights at its roots. A root that a user may not read does not exist for that user."""
+"""Users of the service, and their rights at its roots.
+
+A root that a user may not read does not exist for that user.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,8 @@ def parse_rights(texts: Iterator[str] | list[str]) -> dict[str, str]:
         right = _RIGHT.fullmatch(text)
         if right is None:
             raise OptionError(
-                f"right {shorten(text)}: give {', '.join(SCOPES)} for every root, or NAME=SCOPE for one, as in llama=operate."
+                f"right {shorten(text)}: give {', '.join(SCOPES)} for every root, or NAME=SCOPE "
+                "for one, as in llama=operate."
             )
         name = right[1] or EVERY
         rights[name] = max(rights.get(name, right[2]), right[2], key=SCOPES.index)

@@ -1,9 +1,10 @@
 """Bearer tokens and sessions: who may do what.
 
-A token is 256 random bits. The token file has a line for each, `NAME RIGHTS DIGEST [EXPIRES]`, with the SHA-256 of the token; for random
-tokens a slow hash adds nothing. Lines `group:NAME RIGHTS` and `user:NAME RIGHTS` are for users whom a proxy has signed in. The file is read
-again when it changes, so deleting a line revokes a token. A bad line is told and the others hold; so do all while the file cannot be read.
-A session of the page belongs to a token and ends with it.
+A token is 256 random bits. The token file has a line for each, `NAME RIGHTS DIGEST [EXPIRES]`, with
+the SHA-256 of the token; for random tokens a slow hash adds nothing. Lines `group:NAME RIGHTS` and
+`user:NAME RIGHTS` are for users whom a proxy has signed in. The file is read again when it changes,
+so deleting a line revokes a token. A bad line is told and the others hold; so do all while the file
+cannot be read. A session of the page belongs to a token and ends with it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("shardckpt.serve.tokens")
 _PREFIX = "shardckpt_"
-_LINE = re.compile(r"([A-Za-z0-9._@-]{1,64})\s+(\S{1,4000})\s+([0-9a-f]{64})(?:\s+(\S{1,40}))?", re.ASCII)
+_LINE = re.compile(
+    r"([A-Za-z0-9._@-]{1,64})\s+(\S{1,4000})\s+([0-9a-f]{64})(?:\s+(\S{1,40}))?", re.ASCII
+)
 _MEMBER = re.compile(r"((?:group|user):[^\s,]{1,200})\s+(\S{1,4000})")
 _SESSION_SECONDS = 12 * 3600.0
 _MOST_SESSIONS = 10_000
@@ -48,7 +51,8 @@ class Tokens:
         """Read the file.
 
         Raises:
-            OptionError: no line is a token's, or others may write to the file. StorageError: it cannot be read.
+            OptionError: no line is a token's, or others may write to the file. StorageError: it
+                cannot be read.
         """
         self._file = file
         self._text: bytes | None = None
@@ -77,7 +81,11 @@ class Tokens:
         """User whom a proxy has signed in, with the rights of the user and of all groups together."""
         self._refresh()
         members = [f"user:{name}", *(f"group:{group}" for group in groups)]
-        rights = [f"{root}={scope}" for one in members for root, scope in self._members.get(one, {}).items()]
+        rights = [
+            f"{root}={scope}"
+            for one in members
+            for root, scope in self._members.get(one, {}).items()
+        ]
         return Identity(name, parse_rights(rights), by_proxy=True)
 
     def begin_session(self, token: str) -> str:
@@ -106,9 +114,14 @@ class Tokens:
         return who if time.time() < expires else None
 
     def _refresh(self) -> None:
-        """Read the file again if it has changed; the known tokens hold while it cannot be read or trusted."""
+        """Read the file again if it has changed.
+
+        The known tokens hold while it cannot be read or trusted.
+        """
         try:
-            data = self._file.read_bytes()  # its time and inode number do not tell on every file system that it has changed
+            data = (
+                self._file.read_bytes()
+            )  # its time and inode number do not tell on every file system that it has changed
             if data == self._text:
                 return
             others_write = self._file.stat().st_mode & 0o022
@@ -116,14 +129,25 @@ class Tokens:
             self._refuse(StorageError(f"the token file {self._file} cannot be read ({e})."))
             return
         if others_write:
-            self._refuse(OptionError(f"the token file {self._file} can be written by others; run `chmod 644` on it."))
+            self._refuse(
+                OptionError(
+                    f"the token file {self._file} can be written by others; run `chmod 644` on it."
+                )
+            )
             return
         known, members, bad = _parse(data.decode("utf-8", "replace"))
         if bad and not known and self._text is None:
-            raise OptionError(f"{self._file}, line {bad[0]}: write NAME RIGHTS DIGEST [EXPIRES], as `shardckpt token` does.")
+            raise OptionError(
+                f"{self._file}, line {bad[0]}: write NAME RIGHTS DIGEST [EXPIRES], as `shardckpt "
+                "token` does."
+            )
         self.bad_lines = len(bad)
         if self._text is not None or bad:
-            _log.log(logging.ERROR if bad else logging.INFO, "tokens", extra={"fields": {"known": len(known), "bad_lines": bad[:10]}})
+            _log.log(
+                logging.ERROR if bad else logging.INFO,
+                "tokens",
+                extra={"fields": {"known": len(known), "bad_lines": bad[:10]}},
+            )
         self._known, self._members, self._text, self._reported = known, members, data, ""
 
     def _refuse(self, error: ShardckptError) -> None:
@@ -135,7 +159,9 @@ class Tokens:
         self._reported = str(error)
 
 
-def _parse(content: str) -> tuple[dict[str, tuple[Identity, float]], dict[str, dict[str, str]], list[int]]:
+def _parse(
+    content: str,
+) -> tuple[dict[str, tuple[Identity, float]], dict[str, dict[str, str]], list[int]]:
     """Owners of tokens with their ends, rights of groups and users, and numbers of bad lines."""
     known: dict[str, tuple[Identity, float]] = {}
     members: dict[str, dict[str, str]] = {}
@@ -144,7 +170,10 @@ def _parse(content: str) -> tuple[dict[str, tuple[Identity, float]], dict[str, d
         text = line.strip()
         try:
             if match := _LINE.fullmatch(text):
-                known[match[3]] = Identity(match[1], parse_rights(match[2].split(","))), _time(match[4])
+                known[match[3]] = (
+                    Identity(match[1], parse_rights(match[2].split(","))),
+                    _time(match[4]),
+                )
             elif match := _MEMBER.fullmatch(text):
                 members[match[1]] = parse_rights(match[2].split(","))
             elif text and not text.startswith("#"):
@@ -164,11 +193,16 @@ def add_token(file: Path, name: str, *rights: str, expires: str | None = None) -
         expires: a duration such as "90d", or a date or time in ISO 8601; None: never.
 
     Raises:
-        OptionError: the name, a right or the end is invalid. StorageError: the file cannot be written.
+        OptionError: the name, a right or the end is invalid. StorageError: the file cannot be
+            written.
     """
     token = _PREFIX + secrets.token_urlsafe(32)
     given = parse_rights([*rights] or ["read"])
-    text = given["*"] if [*given] == ["*"] else ",".join(f"{root}={scope}" for root, scope in given.items())
+    text = (
+        given["*"]
+        if [*given] == ["*"]
+        else ",".join(f"{root}={scope}" for root, scope in given.items())
+    )
     line = f"{name} {text} {_digest(token)}"
     if expires is not None:
         line += f" {dt.datetime.fromtimestamp(_end(expires), dt.UTC).isoformat(timespec='seconds')}"
@@ -176,9 +210,15 @@ def add_token(file: Path, name: str, *rights: str, expires: str | None = None) -
         raise OptionError(f"name {shorten(name)}: names have letters, digits, dots and dashes.")
     try:
         new = not exists(file)
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644), "a", encoding="utf-8") as out:
+        with os.fdopen(
+            os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644),
+            "a",
+            encoding="utf-8",
+        ) as out:
             if new:
-                os.fchmod(out.fileno(), 0o644)  # a service that runs as another user reads it; digests are not secret
+                os.fchmod(
+                    out.fileno(), 0o644
+                )  # a service that runs as another user reads it; digests are not secret
             out.write(f"{line}\n")
     except OSError as e:
         raise StorageError(f"the token file {file} cannot be written ({e.strerror}).") from e
@@ -216,12 +256,20 @@ def _time(text: str | None) -> float:
 
 
 def _end(text: str) -> float:
-    """Seconds since 1970 of a date or time, or of the end of a duration that begins now. Raises OptionError."""
+    """Seconds since 1970 of a date or time, or of the end of a duration that begins now.
+
+    Raises OptionError.
+    """
     with suppress(ValueError, OverflowError):
         return _time(text)
     with suppress(OptionError, OverflowError, ValueError):
-        return (dt.datetime.now(dt.UTC) + dt.timedelta(seconds=parse_duration(text, "--expires"))).timestamp()
-    raise OptionError(f'--expires {text!r}: give a number and a unit (s, min, h, d), such as "90d", or a date, such as "2026-12-31".')
+        return (
+            dt.datetime.now(dt.UTC) + dt.timedelta(seconds=parse_duration(text, "--expires"))
+        ).timestamp()
+    raise OptionError(
+        f'--expires {text!r}: give a number and a unit (s, min, h, d), such as "90d", or a date, '
+        'such as "2026-12-31".'
+    )
 
 
 def _network(address: str) -> str:

@@ -1,1 +1,4 @@
-"""Operations that change or check checkpoints, each as a job that survives restarts; begin with `operations`."""
+"""Operations that change or check checkpoints, each as a job that survives restarts.
+
+Begin with `operations`.
+"""

@@ -17,7 +17,9 @@ _END_SECONDS = 10.0
 class BackgroundWork(ABC):
     """A daemon thread that looks at something again and again, from `start` to `stop`."""
 
-    def __init__(self, name: str, log: Logger, failed: str, *, first: float = 0.0, again: float) -> None:
+    def __init__(
+        self, name: str, log: Logger, failed: str, *, first: float = 0.0, again: float
+    ) -> None:
         """Nothing runs before `start`.
 
         Args:
@@ -36,7 +38,10 @@ class BackgroundWork(ABC):
         self._thread.start()
 
     def stop(self) -> None:
-        """End, after at most some seconds; what is left is done when the service is started again."""
+        """End, after at most some seconds.
+
+        What is left is done when the service is started again.
+        """
         self._stopped.set()
         self._wake.set()
         if self._thread.is_alive():

@@ -37,11 +37,19 @@ _MOST_STREAMS = 64
 
 
 def jobs(
-    service: Service, *, state: str | None, operation: str | None, subject: str | None, before: int | None, limit: int
+    service: Service,
+    *,
+    state: str | None,
+    operation: str | None,
+    subject: str | None,
+    before: int | None,
+    limit: int,
 ) -> dict[str, Any]:
     """List jobs, the latest first."""
     upkeep = upkeep_of(service)
-    page = upkeep.journal.jobs(state=state, operation=operation, subject=subject, before=before, limit=limit)
+    page = upkeep.journal.jobs(
+        state=state, operation=operation, subject=subject, before=before, limit=limit
+    )
     following = page[-1].number if len(page) == limit else None
     return {"jobs": [job_json(service, one) for one in page], "next": following}
 
@@ -54,7 +62,11 @@ def job(service: Service, number: str) -> dict[str, Any]:
 def verifications(service: Service, *, checkpoint: str | None, limit: int) -> dict[str, Any]:
     """List verifications, the latest first: by scrubs and by jobs."""
     upkeep_of(service)
-    return {"verifications": [one.to_json() for one in health.verifications(service, checkpoint, limit=limit)]}
+    return {
+        "verifications": [
+            one.to_json() for one in health.verifications(service, checkpoint, limit=limit)
+        ]
+    }
 
 
 def scrub(service: Service) -> dict[str, Any]:
@@ -67,13 +79,19 @@ def scrub(service: Service) -> dict[str, Any]:
 
 def job_json(service: Service, row: JobRow) -> dict[str, Any]:
     """A job as JSON, without the places of roots; `waits_for` says why it is not started yet."""
-    doc = row.to_json() | {"waits_for": None, "found_damage": bool((row.result or {}).get("damaged"))}
+    doc = row.to_json() | {
+        "waits_for": None,
+        "found_damage": bool((row.result or {}).get("damaged")),
+    }
     if row.state == "queued":
         doc["waits_for"] = upkeep_of(service).runner.waits_for.get(row.number)
     if row.result is not None and "url" in row.result:
         doc["result"] = {**row.result, "url": service.roots.without_places(row.result["url"])}
     if row.result is not None and "damage" in row.result:
-        doc["result"] = {**row.result, "damage": health.damage_without_places(service, row.result["damage"])}
+        doc["result"] = {
+            **row.result,
+            "damage": health.damage_without_places(service, row.result["damage"]),
+        }
     if row.error is not None:
         doc["error"] = {**row.error, "message": service.roots.without_places(row.error["message"])}
     return doc
@@ -86,7 +104,11 @@ def upkeep_of(service: Service) -> Upkeep:
         HTTPException: this service only reads.
     """
     if service.upkeep is None:
-        raise HTTPException(403, "this service only reads; for jobs it is started with --state DIR and --token-file FILE.")
+        raise HTTPException(
+            403,
+            "this service only reads; for jobs it is started with --state DIR and --token-file "
+            "FILE.",
+        )
     return service.upkeep
 
 
@@ -109,7 +131,9 @@ def operation_of(name: str) -> Operation:
     """
     operation = OPERATIONS.get(name)
     if operation is None:
-        raise NotFoundError(f"there is no operation {shorten(name)}; there are {', '.join(OPERATIONS)}.")
+        raise NotFoundError(
+            f"there is no operation {shorten(name)}; there are {', '.join(OPERATIONS)}."
+        )
     return operation
 
 
@@ -128,9 +152,16 @@ async def start(service: Service, request: Request) -> Response:
     """Answer a POST that starts a job."""
     operation = operation_of(request.path_params["operation"])
     upkeep, who = upkeep_of(service), request.state.identity
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    if (
+        request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        != "application/json"
+    ):
         raise HTTPException(415, "send a JSON object, as application/json.")
-    key = None if "idempotency-key" not in request.headers else key_of(request.headers["idempotency-key"])
+    key = (
+        None
+        if "idempotency-key" not in request.headers
+        else key_of(request.headers["idempotency-key"])
+    )
     try:
         given = json.loads(await request.body())
     except (ValueError, RecursionError) as e:
@@ -138,7 +169,9 @@ async def start(service: Service, request: Request) -> Response:
     if not isinstance(given, dict):
         raise OptionError("the body is not a JSON object.")
     row, new = await on_thread(upkeep.start_job, who, operation, given, key)
-    return DocumentResponse(job_json(service, row), 202 if new else 200, {"Location": f"/v1/jobs/{row.number}"})
+    return DocumentResponse(
+        job_json(service, row), 202 if new else 200, {"Location": f"/v1/jobs/{row.number}"}
+    )
 
 
 async def cancel(service: Service, request: Request) -> Response:
@@ -152,8 +185,14 @@ async def events(service: Service, request: Request) -> Response:
     """Follow a job: an event `job` with its JSON whenever it has changed, until it has ended."""
     upkeep, number = upkeep_of(service), job_number(request.path_params["job"])
     first = await on_thread(upkeep.journal.job, number)
-    busy = HTTPException(503, "too many clients follow jobs; ask for the job itself from time to time.", {"Retry-After": "5"})
-    return event_stream(_follow(service, upkeep, first), service.streams, _MOST_STREAMS, busy, service.closing)
+    busy = HTTPException(
+        503,
+        "too many clients follow jobs; ask for the job itself from time to time.",
+        {"Retry-After": "5"},
+    )
+    return event_stream(
+        _follow(service, upkeep, first), service.streams, _MOST_STREAMS, busy, service.closing
+    )
 
 
 async def _follow(service: Service, upkeep: Upkeep, row: JobRow) -> AsyncGenerator[bytes | None]:
@@ -168,7 +207,9 @@ async def _follow(service: Service, upkeep: Upkeep, row: JobRow) -> AsyncGenerat
         row = await on_thread(upkeep.journal.job, row.number)
 
 
-_LIMIT = Parameter(name="limit", kind="integer", about="Most rows.", least=1, most=MOST_ROWS, default=100)
+_LIMIT = Parameter(
+    name="limit", kind="integer", about="Most rows.", least=1, most=MOST_ROWS, default=100
+)
 ENDPOINTS = (
     Endpoint(
         "/v1/jobs",
@@ -176,12 +217,19 @@ ENDPOINTS = (
         (
             Parameter(name="state", about="State.", choices=STATES),
             Parameter(name="operation", about="Operation.", choices=tuple(OPERATIONS)),
-            Parameter(name="subject", about="Id of a checkpoint, run or place that jobs are about, or write to."),
+            Parameter(
+                name="subject",
+                about="Id of a checkpoint, run or place that jobs are about, or write to.",
+            ),
             Parameter(name="before", kind="integer", about="The `next` of the last page.", least=1),
             _LIMIT,
         ),
     ),
     Endpoint("/v1/jobs/{job}", job, ()),
-    Endpoint("/v1/verifications", verifications, (Parameter(name="checkpoint", about="Id of a checkpoint."), _LIMIT)),
+    Endpoint(
+        "/v1/verifications",
+        verifications,
+        (Parameter(name="checkpoint", about="Id of a checkpoint."), _LIMIT),
+    ),
     Endpoint("/v1/scrub", scrub, ()),
 )

@@ -1,8 +1,9 @@
 """The journal of the service: its jobs and what verifications have found, in a SQLite database that must not be deleted.
 
-A row of a job is durable before the job starts, and its outcome is durable before a client can see it. A job that is `running` when the
-service starts was interrupted, and is queued again. The order of jobs is that of their numbers; no decision depends on their times.
-A number comes from the clock, so it does not tell a user how many jobs others have started.
+A row of a job is durable before the job starts, and its outcome is durable before a client can see
+it. A job that is `running` when the service starts was interrupted, and is queued again. The order
+of jobs is that of their numbers; no decision depends on their times. A number comes from the clock,
+so it does not tell a user how many jobs others have started.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 MOST_QUEUED = 1000
 """Most jobs that wait."""
 _MOST_JOBS, _MOST_VERIFICATIONS = 20_000, 20
-"""Most ended jobs, and most verifications of a checkpoint, that are kept; older ones are deleted."""
+"""Most ended jobs, and most verifications of a checkpoint, that are kept; older ones are
+deleted."""
 _PRUNE = (
     "DELETE FROM jobs WHERE state IN ('done', 'failed', 'cancelled') "
     "AND number <= (SELECT number FROM jobs ORDER BY number DESC LIMIT 1 OFFSET ?)"
@@ -47,17 +49,19 @@ _SCHEMA = f"""
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = FULL;
 CREATE TABLE IF NOT EXISTS jobs (
-  number INTEGER PRIMARY KEY AUTOINCREMENT, operation TEXT NOT NULL, asked TEXT NOT NULL, arguments TEXT NOT NULL, subject TEXT NOT NULL,
-  destination TEXT, who TEXT NOT NULL, key TEXT, state TEXT NOT NULL, cancelling INTEGER NOT NULL DEFAULT 0,
-  tries INTEGER NOT NULL DEFAULT 0, done INTEGER, total INTEGER, created TEXT NOT NULL, started TEXT, ended TEXT, result TEXT, error TEXT,
-  roots TEXT
+  number INTEGER PRIMARY KEY AUTOINCREMENT, operation TEXT NOT NULL, asked TEXT NOT NULL,
+  arguments TEXT NOT NULL, subject TEXT NOT NULL, destination TEXT, who TEXT NOT NULL, key TEXT,
+  state TEXT NOT NULL, cancelling INTEGER NOT NULL DEFAULT 0, tries INTEGER NOT NULL DEFAULT 0,
+  done INTEGER, total INTEGER, created TEXT NOT NULL, started TEXT, ended TEXT, result TEXT,
+  error TEXT, roots TEXT
 );
 CREATE UNIQUE INDEX IF NOT EXISTS by_key ON jobs (who, key) WHERE key IS NOT NULL;
 CREATE INDEX IF NOT EXISTS by_state ON jobs (state, number);
 CREATE INDEX IF NOT EXISTS by_subject ON jobs (subject, number);
 CREATE TABLE IF NOT EXISTS verifications (
-  number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, attempt TEXT NOT NULL, begun TEXT NOT NULL, ended TEXT, job INTEGER,
-  chunks INTEGER NOT NULL DEFAULT 0, total INTEGER, bytes INTEGER NOT NULL DEFAULT 0, damaged INTEGER NOT NULL DEFAULT 0,
+  number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, attempt TEXT NOT NULL,
+  begun TEXT NOT NULL, ended TEXT, job INTEGER, chunks INTEGER NOT NULL DEFAULT 0, total INTEGER,
+  bytes INTEGER NOT NULL DEFAULT 0, damaged INTEGER NOT NULL DEFAULT 0,
   damage TEXT NOT NULL DEFAULT '[]', error TEXT
 );
 CREATE INDEX IF NOT EXISTS by_checkpoint ON verifications (id, number);
@@ -69,7 +73,9 @@ CREATE TABLE IF NOT EXISTS saving (run TEXT PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS notices (number INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT NOT NULL);
 PRAGMA user_version = {_VERSION};
 """
-_JOB, _VERIFICATION = (", ".join(one.name for one in fields(kind)) for kind in (JobRow, Verification))
+_JOB, _VERIFICATION = (
+    ", ".join(one.name for one in fields(kind)) for kind in (JobRow, Verification)
+)
 
 
 class Journal:
@@ -93,14 +99,22 @@ class Journal:
             self._db = sqlite3.connect(self._path, check_same_thread=False)
             self._db.text_factory = lambda data: data.decode("utf-8", "backslashreplace")
             if self._db.execute("PRAGMA user_version").fetchone()[0] not in (0, _VERSION):
-                raise StorageError(f"the journal {self._path} was made by another version of shardckpt; use that one, or move it away.")
+                raise StorageError(
+                    f"the journal {self._path} was made by another version of shardckpt; use that "
+                    "one, or move it away."
+                )
             self._db.executescript(_SCHEMA)
-            if "roots" not in {row[1] for row in self._db.execute("PRAGMA table_info(jobs)")}:  # of 0.2
+            if "roots" not in {
+                row[1] for row in self._db.execute("PRAGMA table_info(jobs)")
+            }:  # of 0.2
                 self._db.execute("ALTER TABLE jobs ADD COLUMN roots TEXT")
             if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("its pages are malformed")
             with self._db as db:
-                ended = "UPDATE jobs SET state = 'cancelled', ended = ? WHERE state IN ('queued', 'running') AND cancelling"
+                ended = (
+                    "UPDATE jobs SET state = 'cancelled', ended = ? WHERE state IN ('queued', "
+                    "'running') AND cancelling"
+                )
                 db.execute(ended, (utc_now(),))
                 db.execute("UPDATE jobs SET state = 'queued' WHERE state = 'running'")
             with storage_errors("open", self._path):
@@ -108,8 +122,9 @@ class Journal:
                 """The file in use. Closing it before the database would end SQLite's locks."""
         except sqlite3.Error as e:
             raise StorageError(
-                f"the journal {self._path} cannot be used ({e}). Jobs and the history of verifications are in it; checkpoints are not: "
-                f"make room, or move it away to begin a new one."
+                f"the journal {self._path} cannot be used ({e}). Jobs and the history of "
+                "verifications are in it; checkpoints are not: make room, or move it away to "
+                "begin a new one."
             ) from e
 
     def close(self) -> None:
@@ -126,7 +141,8 @@ class Journal:
         """The job that somebody has started with an idempotency key.
 
         Raises:
-            OptionError: the key belongs to a job with other arguments. StorageError: the journal cannot be read.
+            OptionError: the key belongs to a job with other arguments. StorageError: the journal
+                cannot be read.
         """
         jobs = self._jobs("who = ? AND key = ?", (who, key))
         if not jobs:
@@ -134,7 +150,10 @@ class Journal:
         job = jobs[0]
         text = self._all("SELECT asked FROM jobs WHERE number = ?", (job.number,))
         if (job.operation, text) != (operation, [(_sorted_text(asked),)]):
-            raise OptionError(f"the idempotency key belongs to job {job.number}, a different request; give each request a key of its own.")
+            raise OptionError(
+                f"the idempotency key belongs to job {job.number}, a different request; give each "
+                "request a key of its own."
+            )
         return job
 
     def add(
@@ -167,13 +186,29 @@ class Journal:
             earlier = None if key is None else self.find(who, key, operation, asked)
             if earlier is not None:
                 return earlier, False
-            if self._all("SELECT count(*) FROM jobs WHERE state = 'queued'", ())[0][0] >= MOST_QUEUED:
-                raise OptionError(f"{MOST_QUEUED:,} jobs wait already; wait for some, or cancel some.")
+            if (
+                self._all("SELECT count(*) FROM jobs WHERE state = 'queued'", ())[0][0]
+                >= MOST_QUEUED
+            ):
+                raise OptionError(
+                    f"{MOST_QUEUED:,} jobs wait already; wait for some, or cancel some."
+                )
             number, roots = self._next("jobs"), _text(WHO.get().roots)
             self._write(
-                "INSERT INTO jobs (number, operation, asked, arguments, subject, destination, who, key, state, created, roots) "
-                "VALUES (?,?,?,?,?,?,?,?,'queued',?,?)",
-                (number, operation, _sorted_text(asked), json.dumps(arguments), subject, destination, who, key, utc_now(), roots),
+                "INSERT INTO jobs (number, operation, asked, arguments, subject, destination, "
+                "who, key, state, created, roots) VALUES (?,?,?,?,?,?,?,?,'queued',?,?)",
+                (
+                    number,
+                    operation,
+                    _sorted_text(asked),
+                    json.dumps(arguments),
+                    subject,
+                    destination,
+                    who,
+                    key,
+                    utc_now(),
+                    roots,
+                ),
             )
             self._added += 1
             if self._added % _PRUNE_EVERY == 0:
@@ -234,7 +269,10 @@ class Journal:
         with self.changed:
             if self.job(number).state != "queued":
                 return False
-            started = "UPDATE jobs SET state = 'running', tries = tries + 1, started = coalesce(started, ?) WHERE number = ?"
+            started = (
+                "UPDATE jobs SET state = 'running', tries = tries + 1, started = "
+                "coalesce(started, ?) WHERE number = ?"
+            )
             self._write(started, (utc_now(), number))
             self.changed.notify_all()
             return True
@@ -253,28 +291,38 @@ class Journal:
         error: Mapping[str, str] | None = None,
         notice: Mapping[str, Any] | None = None,
     ) -> None:
-        """Note that a job has ended, or that it waits again, and a notice about it. Raises StorageError."""
+        """Note that a job has ended, or that it waits again, and a notice about it.
+
+        Raises StorageError.
+        """
         with self.changed:
             done, total = self._progress.get(number, (None, None))
             over = None if state == "queued" else utc_now()
             sql = (
-                "UPDATE jobs SET state = ?, ended = ?, result = ?, error = ?, done = coalesce(?, done), "
-                "total = coalesce(?, total) WHERE number = ?"
+                "UPDATE jobs SET state = ?, ended = ?, result = ?, error = ?, done = coalesce(?, "
+                "done), total = coalesce(?, total) WHERE number = ?"
             )
-            self._write_with(notice, sql, (state, over, _text(result), _text(error), done, total, number))
+            self._write_with(
+                notice, sql, (state, over, _text(result), _text(error), done, total, number)
+            )
             self._progress.pop(number, None)
             self.changed.notify_all()
 
     def cancel(self, number: int) -> JobRow:
-        """Cancel a job: a queued one ends at once; a running one is marked, and ends when its process has ended.
+        """Cancel a job: a queued one ends at once.
+
+        A running one is marked, and ends when its process has ended.
 
         Raises:
-            NotFoundError: there is none. OptionError: it has ended. StorageError: the journal cannot be written.
+            NotFoundError: there is none. OptionError: it has ended. StorageError: the journal
+                cannot be written.
         """
         with self.changed:
             job = self.job(number)
             if job.is_over:
-                raise OptionError(f"job {number} is {job.state}; only one that waits or runs can be cancelled.")
+                raise OptionError(
+                    f"job {number} is {job.state}; only one that waits or runs can be cancelled."
+                )
             ends = job.state == "queued"
             self._write(
                 "UPDATE jobs SET cancelling = 1, state = ?, ended = ? WHERE number = ?",
@@ -286,7 +334,9 @@ class Journal:
     def counts(self) -> dict[str, int]:
         """Number of jobs by state. Raises StorageError."""
         mine, names = _readable()
-        return dict(self._all(f"SELECT state, count(*) FROM jobs WHERE {mine} GROUP BY state", names))  # noqa: S608
+        return dict(
+            self._all(f"SELECT state, count(*) FROM jobs WHERE {mine} GROUP BY state", names)  # noqa: S608
+        )
 
     # --- verifications
 
@@ -299,35 +349,60 @@ class Journal:
             kept = "SELECT number FROM verifications WHERE id = ? ORDER BY number DESC LIMIT ?"
             last = f"SELECT max(number) FROM verifications WHERE id = ? AND {_COMPLETE}"  # noqa: S608
             self._write(
-                f"DELETE FROM verifications WHERE id = ? AND number NOT IN ({kept}) AND number NOT IN ({last})",  # noqa: S608
+                f"DELETE FROM verifications WHERE id = ? AND number NOT IN ({kept}) AND number "  # noqa: S608
+                f"NOT IN ({last})",
                 (ident, ident, _MOST_VERIFICATIONS, ident),
             )
             return self._verifications("WHERE number = ?", (number,))[0]
 
     def unfinished_verification(self, ident: str, job: int | None) -> Verification | None:
         """The verification that a scrub, or a job, has begun and not ended. Raises StorageError."""
-        unfinished = self._verifications("WHERE id = ? AND job IS ? AND ended IS NULL ORDER BY number DESC LIMIT 1", (ident, job))
+        unfinished = self._verifications(
+            "WHERE id = ? AND job IS ? AND ended IS NULL ORDER BY number DESC LIMIT 1", (ident, job)
+        )
         return unfinished[0] if unfinished else None
 
-    def update_verification(self, one: Verification, *, over: bool = False, notice: Mapping[str, Any] | None = None) -> Verification:
+    def update_verification(
+        self, one: Verification, *, over: bool = False, notice: Mapping[str, Any] | None = None
+    ) -> Verification:
         """Write the progress of a verification, or its end and a notice about it, which is durable with it. Raises StorageError."""
         one = replace(one, ended=utc_now()) if over else one
-        values = (one.ended, one.chunks, one.total, one.bytes, one.damaged, json.dumps(one.damage), one.error, one.number)
-        sql = "UPDATE verifications SET ended=?, chunks=?, total=?, bytes=?, damaged=?, damage=?, error=? WHERE number = ?"
+        values = (
+            one.ended,
+            one.chunks,
+            one.total,
+            one.bytes,
+            one.damaged,
+            json.dumps(one.damage),
+            one.error,
+            one.number,
+        )
+        sql = (
+            "UPDATE verifications SET ended=?, chunks=?, total=?, bytes=?, damaged=?, damage=?, "
+            "error=? WHERE number = ?"
+        )
         self._write_with(notice, sql, values)
         return one
 
     def verifications(self, ident: str | None = None, *, limit: int = 100) -> list[Verification]:
         """Verifications of a checkpoint, or of all, the latest first. Raises StorageError."""
         mine, names = readable("id")
-        where, values = (f"{mine} AND id = ?", (*names, ident)) if ident is not None else (mine, (*names,))
+        where, values = (
+            (f"{mine} AND id = ?", (*names, ident)) if ident is not None else (mine, (*names,))
+        )
         return self._verifications(f"WHERE {where} ORDER BY number DESC LIMIT ?", (*values, limit))
 
     def latest_verifications(self, idents: Sequence[str] | None = None) -> dict[str, Verification]:
-        """By id, the latest verification that has read everything, or found damage. Raises StorageError."""
+        """By id, the latest verification that has read everything, or found damage.
+
+        Raises StorageError.
+        """
         where = "" if idents is None else f"AND id IN ({','.join('?' * len(idents))})"
         last = f"SELECT max(number) FROM verifications WHERE {_COMPLETE} {where} GROUP BY id"  # noqa: S608
-        return {one.id: one for one in self._verifications(f"WHERE number IN ({last})", tuple(idents or ()))}
+        return {
+            one.id: one
+            for one in self._verifications(f"WHERE number IN ({last})", tuple(idents or ()))
+        }
 
     def verified(self, known: Sequence[str]) -> dict[str, tuple[str, str]]:
         """By id of known checkpoints: attempt of the latest verification, and its end if it has read everything. Raises StorageError.
@@ -337,34 +412,53 @@ class Journal:
         attempts: dict[str, tuple[str, str]] = {}
         for first in range(0, len(known), _BATCH):
             batch = known[first : first + _BATCH]
-            last = f"SELECT max(number) FROM verifications WHERE {_COMPLETE} AND id IN ({','.join('?' * len(batch))}) GROUP BY id"  # noqa: S608
-            sql = f"SELECT id, attempt, iif(error IS NULL, ended, '') FROM verifications WHERE number IN ({last})"  # noqa: S608
+            last = (
+                f"SELECT max(number) FROM verifications WHERE {_COMPLETE} AND id IN "  # noqa: S608
+                f"({','.join('?' * len(batch))}) GROUP BY id"
+            )
+            sql = (
+                "SELECT id, attempt, iif(error IS NULL, ended, '') FROM verifications WHERE "  # noqa: S608
+                f"number IN ({last})"
+            )
             attempts |= {ident: (attempt, ended) for ident, attempt, ended in self._all(sql, batch)}
         return attempts
 
     def verified_besides(self, known: Container[str], most: int) -> set[str]:
-        """Ids of other checkpoints than the known ones that verifications are of, at most so many. Raises StorageError."""
+        """Ids of other checkpoints than the known ones that verifications are of, at most so many.
+
+        Raises StorageError.
+        """
         others: set[str] = set()
         sql = "SELECT DISTINCT id FROM verifications WHERE id > ? ORDER BY id LIMIT ?"
         ids = [""]
         while ids and len(others) < most:
             ids = [ident for (ident,) in self._all(sql, (ids[-1], _BATCH))]
-            others.update(islice((ident for ident in ids if ident not in known), most - len(others)))
+            others.update(
+                islice((ident for ident in ids if ident not in known), most - len(others))
+            )
         return others
 
     def forget_verifications(self, idents: Sequence[str]) -> None:
         """Forget all verifications of some checkpoints. Raises StorageError."""
-        self._write(f"DELETE FROM verifications WHERE id IN ({','.join('?' * len(idents))})", idents)  # noqa: S608
+        self._write(
+            f"DELETE FROM verifications WHERE id IN ({','.join('?' * len(idents))})",  # noqa: S608
+            idents,
+        )
 
     def damaged_verifications(self) -> dict[str, Verification]:
         """The latest ended verifications that found damage, by id. Raises StorageError."""
         later = f"SELECT max(number) FROM verifications WHERE {_COMPLETE} AND id = one.id"  # noqa: S608
-        verifications = self._verifications(f"AS one INDEXED BY by_damage WHERE damaged > 0 AND ended IS NOT NULL AND number = ({later})")
+        verifications = self._verifications(
+            "AS one INDEXED BY by_damage WHERE damaged > 0 AND ended IS NOT NULL AND number = "
+            f"({later})"
+        )
         return {one.id: one for one in verifications}
 
     # --- notices for the webhook
 
-    def _write_with(self, notice: Mapping[str, Any] | None, sql: str, values: Sequence[Any]) -> None:
+    def _write_with(
+        self, notice: Mapping[str, Any] | None, sql: str, values: Sequence[Any]
+    ) -> None:
         """Write, and queue a notice if there is a webhook, in one transaction."""
         if notice is not None and self.keeps_notices:
             self.add_notice(notice, (sql, values))
@@ -372,9 +466,14 @@ class Journal:
             self._write(sql, values)
 
     def add_notice(self, body: Mapping[str, Any], *others: tuple[str, Sequence[Any]]) -> None:
-        """Queue a notice, in one transaction with other writes; the oldest are dropped when there are too many. Raises StorageError."""
+        """Queue a notice, in one transaction with other writes.
+
+        The oldest are dropped when there are too many. Raises StorageError.
+        """
         with self._lock:
-            number = self._write("INSERT INTO notices (body) VALUES (?)", (json.dumps(body),), *others)
+            number = self._write(
+                "INSERT INTO notices (body) VALUES (?)", (json.dumps(body),), *others
+            )
             self._write("DELETE FROM notices WHERE number <= ?", (number - _MOST_NOTICES,))
 
     def notices(self, limit: int = 10) -> list[tuple[int, str]]:
@@ -389,7 +488,10 @@ class Journal:
 
     def remembered_roots(self) -> dict[str, bool]:
         """Whether a root had a marker, by its place. Raises StorageError."""
-        return {place: bool(marked) for place, marked in self._all("SELECT place, marked FROM roots", ())}
+        return {
+            place: bool(marked)
+            for place, marked in self._all("SELECT place, marked FROM roots", ())
+        }
 
     def remember_root(self, place: str, *, marked: bool) -> None:
         """Remember a root. Raises StorageError."""
@@ -401,9 +503,15 @@ class Journal:
         """Ids of the runs that were saving at the last look. Raises StorageError."""
         return {run for (run,) in self._all("SELECT run FROM saving", ())}
 
-    def set_saving(self, run: str, *, saving: bool, notice: Mapping[str, Any] | None = None) -> None:
+    def set_saving(
+        self, run: str, *, saving: bool, notice: Mapping[str, Any] | None = None
+    ) -> None:
         """Remember whether a run saves, and queue a notice. Raises StorageError."""
-        sql = "INSERT OR IGNORE INTO saving VALUES (?)" if saving else "DELETE FROM saving WHERE run = ?"
+        sql = (
+            "INSERT OR IGNORE INTO saving VALUES (?)"
+            if saving
+            else "DELETE FROM saving WHERE run = ?"
+        )
         self._write_with(notice, sql, (run,))
 
     # ---
@@ -423,10 +531,18 @@ class Journal:
         return [replace(one, done=done, total=total) for one, (done, total) in known]
 
     def _verifications(self, where: str, values: Sequence[Any] = ()) -> list[Verification]:
-        return [*map(verification_of, self._all(f"SELECT {_VERIFICATION} FROM verifications {where}", values))]  # noqa: S608
+        return [
+            *map(
+                verification_of,
+                self._all(f"SELECT {_VERIFICATION} FROM verifications {where}", values),  # noqa: S608
+            )
+        ]
 
     def clock(self, offset: float) -> float | None:
-        """Write down how far the machine's clock is from one that does not jump; return what was written before. Raises StorageError."""
+        """Write down how far the machine's clock is from one that does not jump.
+
+        Return what was written before. Raises StorageError.
+        """
         with self._lock:
             before = self._all("SELECT offset FROM clock", ())
             self._write("DELETE FROM clock", (), ("INSERT INTO clock VALUES (?)", (offset,)))
@@ -443,9 +559,15 @@ class Journal:
                     db.execute(other, given)
                 return number
         except OSError as e:
-            raise StorageError(f"the journal was deleted or moved while it was used ({e.strerror or e}); start the service again.") from e
+            raise StorageError(
+                f"the journal was deleted or moved while it was used ({e.strerror or e}); start "
+                "the service again."
+            ) from e
         except sqlite3.Error as e:
-            raise StorageError(f"the journal {self._path.name} cannot be written ({e}); nothing was changed. Is the disk full?") from e
+            raise StorageError(
+                f"the journal {self._path.name} cannot be written ({e}); nothing was changed. Is "
+                "the disk full?"
+            ) from e
 
     def _next(self, table: str) -> int:
         """Number of a new row: that of the time, or the next one after the last."""
@@ -455,7 +577,10 @@ class Journal:
 
 def _readable() -> tuple[str, list[str]]:
     """SQL that selects jobs between roots that the user may read, and its values."""
-    (subject, names), (destination, others) = readable("subject"), readable("coalesce(destination, subject)")
+    (subject, names), (destination, others) = (
+        readable("subject"),
+        readable("coalesce(destination, subject)"),
+    )
     return f"{subject} AND {destination}", [*names, *others]
 
 

@@ -1,7 +1,8 @@
 """The keeper: applies the rules of retention to runs that an operator has marked as ended.
 
-A dry run comes first, as a job that anybody can see. What it lists is deleted a day later at the earliest, by another job, if nobody has
-pinned, tagged or saved anything since. After a jump of the machine's clock, or a reboot, nothing is deleted for 24 hours.
+A dry run comes first, as a job that anybody can see. What it lists is deleted a day later at the
+earliest, by another job, if nobody has pinned, tagged or saved anything since. After a jump of the
+machine's clock, or a reboot, nothing is deleted for 24 hours.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _JUMP = 300.0
 class Keeper(BackgroundWork):
     """Starts jobs of retention in the background."""
 
-    def __init__(self, journal: Journal, catalogue: Catalogue, roots: Roots, rules: RetentionRules) -> None:
+    def __init__(
+        self, journal: Journal, catalogue: Catalogue, roots: Roots, rules: RetentionRules
+    ) -> None:
         """Nothing is started before `start`."""
         super().__init__("keeper", _log, "the rules could not be applied", first=_POLL, again=_POLL)
         self._journal, self._catalogue, self._roots, self.rules = journal, catalogue, roots, rules
@@ -80,16 +83,24 @@ class Keeper(BackgroundWork):
         return age >= DELAY and time.monotonic() >= self._not_before
 
     def _start(self, run: str, dry: JobRow | None) -> None:
-        asked = OPERATIONS["retain"].arguments({"run": run} | ({} if dry is None else {"apply": dry.number}))
+        asked = OPERATIONS["retain"].arguments(
+            {"run": run} | ({} if dry is None else {"apply": dry.number})
+        )
         arguments = asked | {"expected": None if dry is None else expected(dry, run)}
-        job, _ = self._journal.add("retain", asked, arguments, subject=run, destination=None, who=WHO, key=None)
-        _log.info("retention", extra={"fields": {"run": run, "job": job.number, "dry": dry is None}})
+        job, _ = self._journal.add(
+            "retain", asked, arguments, subject=run, destination=None, who=WHO, key=None
+        )
+        _log.info(
+            "retention", extra={"fields": {"run": run, "job": job.number, "dry": dry is None}}
+        )
 
     def _watch_the_clock(self) -> None:
         offset = _offset()
         if abs(offset - self._offset) > _JUMP:
             self._not_before = time.monotonic() + DELAY
-            _log.warning("the clock has jumped", extra={"fields": {"seconds": round(offset - self._offset)}})
+            _log.warning(
+                "the clock has jumped", extra={"fields": {"seconds": round(offset - self._offset)}}
+            )
             self._journal.clock(offset)
         self._offset = offset
 
@@ -101,8 +112,16 @@ def expected(dry: JobRow, run: str) -> dict[str, str]:
         OptionError: the job is not a finished dry run for this run.
     """
     result: dict[str, Any] = dry.result or {}
-    if dry.operation != "retain" or dry.subject != run or dry.state != "done" or not result.get("dry"):
-        raise OptionError(f"apply={dry.number}: give the number of a finished `retain` job of {run} that was started without `apply`.")
+    if (
+        dry.operation != "retain"
+        or dry.subject != run
+        or dry.state != "done"
+        or not result.get("dry")
+    ):
+        raise OptionError(
+            f"apply={dry.number}: give the number of a finished `retain` job of {run} that was "
+            "started without `apply`."
+        )
     return {one["name"]: one["attempt"] for one in result["steps"]}
 
 

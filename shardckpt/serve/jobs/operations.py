@@ -1,7 +1,8 @@
 """The operations that can be started as jobs: their parameters, who may start them, and what they do.
 
-Each runs in a process of its own (`worker`). It may be interrupted at any moment and run again with the same arguments: then it goes on, or
-finds that everything is done. Places are given as ids. They are looked up below the roots when a job is asked for, and again when it runs.
+Each runs in a process of its own (`worker`). It may be interrupted at any moment and run again with
+the same arguments: then it goes on, or finds that everything is done. Places are given as ids. They
+are looked up below the roots when a job is asked for, and again when it runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from shardckpt.commit.publish import RECORD, published_attempt, record_digest
 from shardckpt.convert.export import export_safetensors
 from shardckpt.convert.importing import import_checkpoint
 from shardckpt.convert.options import ImportOptions, SafetensorsOptions
-from shardckpt.errors import AlreadyExistsError, CorruptionError, FormatError, NotFoundError, OptionError, ReplacedError, VersionError
+from shardckpt.errors import (
+    AlreadyExistsError,
+    CorruptionError,
+    FormatError,
+    NotFoundError,
+    OptionError,
+    ReplacedError,
+    VersionError,
+)
 from shardckpt.io.status import is_file
 from shardckpt.io.store import Store
 from shardckpt.options import Options, parse_duration
@@ -53,7 +62,8 @@ class Operation:
 
     name: str
     run: Callable[..., dict[str, Any]]
-    """Called with a `Work` and the arguments; returns the result as JSON. Its docstring is the summary for programs."""
+    """Called with a `Work` and the arguments; returns the result as JSON. Its docstring is the
+    summary for programs."""
     own: tuple[Parameter, ...]
     scope: str = "operate"
     quick: bool = False
@@ -77,16 +87,26 @@ class Operation:
         names = [parameter.name for parameter in self.parameters]
         odd = next((name for name in given if name not in names), None)
         if odd is not None:
-            raise OptionError(f"{self.name} has no parameter {shorten(odd)}; there are {', '.join(names)}.")
+            raise OptionError(
+                f"{self.name} has no parameter {shorten(odd)}; there are {', '.join(names)}."
+            )
         return {parameter.name: parameter.of_json(given) for parameter in self.parameters}
 
     def needs(self, arguments: Mapping[str, Any]) -> str:
         """The scope that starting it with these arguments needs."""
-        return "admin" if arguments.get("overwrite") or arguments.get("apply") is not None else self.scope
+        return (
+            "admin"
+            if arguments.get("overwrite") or arguments.get("apply") is not None
+            else self.scope
+        )
 
     def writes(self, arguments: Mapping[str, Any]) -> bool:
         """Whether it changes anything in the roots with these arguments."""
-        return self.name != "verify" and not arguments.get("dry") and not (self.name == "retain" and arguments.get("apply") is None)
+        return (
+            self.name != "verify"
+            and not arguments.get("dry")
+            and not (self.name == "retain" and arguments.get("apply") is None)
+        )
 
     def places(self, roots: Roots, arguments: Mapping[str, Any]) -> tuple[str, str | None]:
         """The id that it is about, and the id of the place that it writes, both checked.
@@ -104,7 +124,11 @@ class Operation:
 
     def idents(self, arguments: Mapping[str, Any]) -> tuple[str, str | None]:
         """The ids of `places`, not checked."""
-        subject = next(str(arguments[name]).strip("/") for name in ("checkpoint", "run", "from") if name in arguments)
+        subject = next(
+            str(arguments[name]).strip("/")
+            for name in ("checkpoint", "run", "from")
+            if name in arguments
+        )
         to = arguments.get("to")
         return subject, None if to is None else str(to).strip("/")
 
@@ -126,27 +150,44 @@ def destination(roots: Roots, ident: str, *, checkpoint: bool = True) -> Locatio
 
     Raises:
         NotFoundError: it lies in no root.
-        OptionError: it is a root, lies inside a checkpoint or in a run that has ended, or holds a pinned or tagged checkpoint; a new
-            checkpoint would lie above others, or an export in a checkpoint.
+        OptionError: it is a root, lies inside a checkpoint or in a run that has ended, or holds a
+            pinned or tagged checkpoint; a new checkpoint would lie above others, or an export in a
+            checkpoint.
     """
     ident = ident.strip("/")
     place = roots.locate(ident)
     parts = ident.split("/")
     if any(map(is_attempt_name, parts[1:])):
-        raise OptionError(f"to={shorten(ident)}: a name in it is like a save's own directory, which is never listed; choose another.")
+        raise OptionError(
+            f"to={shorten(ident)}: a name in it is like a save's own directory, which is never "
+            "listed; choose another."
+        )
     if checkpoint and len(parts) > DEPTH:
-        raise OptionError(f"to={shorten(ident)}: checkpoints below {DEPTH} names are never listed; choose a shorter place.")
+        raise OptionError(
+            f"to={shorten(ident)}: checkpoints below {DEPTH} names are never listed; choose a "
+            "shorter place."
+        )
     if len(parts) < 2:
-        raise OptionError(f"to={shorten(ident)}: give a place below a root, as in {shorten(ident)}/NAME.")
+        raise OptionError(
+            f"to={shorten(ident)}: give a place below a root, as in {shorten(ident)}/NAME."
+        )
     for n in range(1, len(parts)):
         above = "/".join(parts[:n])
         parent = roots.locate(above)
         if is_file(parent.local_path):
-            raise OptionError(f"to={shorten(ident)}: {above} is a file; give a place outside of it.")
+            raise OptionError(
+                f"to={shorten(ident)}: {above} is a file; give a place outside of it."
+            )
         if Store.open(parent).exists(RECORD):
-            raise OptionError(f"to={shorten(ident)}: it lies in the checkpoint {above}; give a place outside of it.")
+            raise OptionError(
+                f"to={shorten(ident)}: it lies in the checkpoint {above}; give a place outside of "
+                "it."
+            )
     if Store.open(roots.locate("/".join(parts[:-1]))).exists(ended.ENDED):
-        raise OptionError(f"to={shorten(ident)}: its run is marked as ended; `reopen` the run, or choose another place.")
+        raise OptionError(
+            f"to={shorten(ident)}: its run is marked as ended; `reopen` the run, or choose "
+            "another place."
+        )
     _check_free(place, ident, checkpoint=checkpoint)
     return place
 
@@ -160,13 +201,25 @@ def _check_free(place: Location, ident: str, *, checkpoint: bool) -> None:
     store = Store.open(place)
     children = store.list_children()
     if RECORD in children and not checkpoint:
-        raise OptionError(f"to={shorten(ident)}: a checkpoint is there; an export needs another place.")
+        raise OptionError(
+            f"to={shorten(ident)}: a checkpoint is there; an export needs another place."
+        )
     attempts = {f"{name}/" for name in find_attempts(store, children)}
-    if checkpoint and RECORD not in children and any(name.endswith("/") and name not in attempts for name in children):
-        raise OptionError(f"to={shorten(ident)}: it has other directories in it, as a run has; give a place below it, or another place.")
+    if (
+        checkpoint
+        and RECORD not in children
+        and any(name.endswith("/") and name not in attempts for name in children)
+    ):
+        raise OptionError(
+            f"to={shorten(ident)}: it has other directories in it, as a run has; give a place "
+            "below it, or another place."
+        )
     protected = protection(store, None)
     if protected:
-        raise OptionError(f"to={shorten(ident)}: the checkpoint there is {protected}, and is not replaced; choose another place.")
+        raise OptionError(
+            f"to={shorten(ident)}: the checkpoint there is {protected}, and is not replaced; "
+            "choose another place."
+        )
 
 
 def verify(work: Work, checkpoint: str) -> dict[str, Any]:
@@ -204,15 +257,30 @@ def untag(work: Work, checkpoint: str, tag: str) -> dict[str, Any]:
     return {"tag": tag, "was_tagged": pinning.untag(str(work.roots.locate(checkpoint)), tag)}
 
 
-def delete(work: Work, checkpoint: str, attempt: str | None, reason: str, record: str | None = None) -> dict[str, Any]:
+def delete(
+    work: Work, checkpoint: str, attempt: str | None, reason: str, record: str | None = None
+) -> dict[str, Any]:
     """Delete a checkpoint, unless it is pinned, tagged, or a base of others beside it."""
     store = Store.open(work.roots.locate(checkpoint))
     if work.again and not store.exists(RECORD):  # an earlier start has deleted it
         return {"deleted": True, "left": []}
-    if attempt is None and record_digest(store.read_versioned(RECORD)[0]) != record and not (work.again and _is_tombstone(store)):
-        raise ReplacedError(f"{store}: it has changed since the request to delete it; nothing was deleted.")
+    if (
+        attempt is None
+        and record_digest(store.read_versioned(RECORD)[0]) != record
+        and not (work.again and _is_tombstone(store))
+    ):
+        raise ReplacedError(
+            f"{store}: it has changed since the request to delete it; nothing was deleted."
+        )
     left = collecting.delete(str(store.location), reason=f"{reason} ({work.who})", attempt=attempt)
-    return {"deleted": True, "left": [f"{one.attempt}: {one.outcome}: {one.reason}" for one in left if one.outcome != "removed"]}
+    return {
+        "deleted": True,
+        "left": [
+            f"{one.attempt}: {one.outcome}: {one.reason}"
+            for one in left
+            if one.outcome != "removed"
+        ],
+    }
 
 
 def _is_tombstone(store: Store) -> bool:
@@ -227,11 +295,20 @@ def reshard_checkpoint(work: Work, checkpoint: str, to: str, **asked: Any) -> di
     source = work.open(checkpoint)
     place = destination(work.roots, to)
     options = ReshardOptions.arguments(asked)
-    return reshard(str(source.location), str(place), progress=work.progress, **work.options["writing"], **options).to_json()
+    return reshard(
+        str(source.location),
+        str(place),
+        progress=work.progress,
+        **work.options["writing"],
+        **options,
+    ).to_json()
 
 
 def copy(work: Work, checkpoint: str, to: str, overwrite: bool) -> dict[str, Any]:
-    """Copy a checkpoint as it is, with the tensors that lie in its bases; server-side or by hard links where that is possible."""
+    """Copy a checkpoint as it is, with the tensors that lie in its bases.
+
+    Server-side or by hard links where that is possible.
+    """
     return reshard_checkpoint(work, checkpoint, to, overwrite=overwrite)
 
 
@@ -242,22 +319,36 @@ def export(work: Work, checkpoint: str, to: str, **asked: Any) -> dict[str, Any]
     options = SafetensorsOptions.arguments(asked)
     limit = work.options["writing"]["memory_limit"]
     try:
-        report = export_safetensors(str(source.location), str(place), memory_limit=limit, progress=work.progress, **options)
+        report = export_safetensors(
+            str(source.location), str(place), memory_limit=limit, progress=work.progress, **options
+        )
     except AlreadyExistsError:  # also with `overwrite`, where a directory has the file's name
-        view = ModelView(source, **{name: value for name, value in options.items() if name != "overwrite"})
+        view = ModelView(
+            source, **{name: value for name, value in options.items() if name != "overwrite"}
+        )
         if not work.again or not _is_exported(view, place):
             raise
-        return {"url": str(place), "files": list(view.sizes), "bytes": sum(view.sizes.values()), "done_before": True}
+        return {
+            "url": str(place),
+            "files": list(view.sizes),
+            "bytes": sum(view.sizes.values()),
+            "done_before": True,
+        }
     return report.to_json()
 
 
 def import_foreign(work: Work, to: str, **asked: Any) -> dict[str, Any]:
-    """Import a checkpoint of another format, such as safetensors, DCP or Orbax. No pickle is trusted."""
+    """Import a checkpoint of another format, such as safetensors, DCP or Orbax.
+
+    No pickle is trusted.
+    """
     source = work.roots.locate(asked.pop("from"))
     work.roots.check_links(source)
     place = destination(work.roots, to)
     options = ImportOptions.arguments(asked)
-    return import_checkpoint(str(source), str(place), progress=work.progress, **work.options["writing"], **options).to_json()
+    return import_checkpoint(
+        str(source), str(place), progress=work.progress, **work.options["writing"], **options
+    ).to_json()
 
 
 def end(work: Work, run: str) -> dict[str, Any]:
@@ -271,7 +362,9 @@ def reopen(work: Work, run: str) -> dict[str, Any]:
     return {"ended": False, "was_ended": ended.unmark_ended(Store.open(work.roots.locate(run)))}
 
 
-def retain(work: Work, run: str, apply: int | None, expected: Mapping[str, str] | None) -> dict[str, Any]:
+def retain(
+    work: Work, run: str, apply: int | None, expected: Mapping[str, str] | None
+) -> dict[str, Any]:
     """List the steps of a run that the rules would delete; with `apply`, delete the steps that an earlier such job has listed."""
     path = work.options.get("keep")
     work.roots.only_ident(run)
@@ -279,16 +372,37 @@ def retain(work: Work, run: str, apply: int | None, expected: Mapping[str, str] 
     if rule is None:
         raise OptionError(f"no rule of --keep is for {shorten(run)}, so nothing of it is deleted.")
     report = retention.retain(Store.open(work.roots.locate(run)), rule, expected, work.progress)
-    steps = [{"name": one.name, "attempt": one.attempt, "bytes": one.nbytes} for one in report.deleted]
-    return {"dry": expected is None, "applied": apply, "steps": steps, "bytes": report.nbytes, "left": dict(report.left)}
+    steps = [
+        {"name": one.name, "attempt": one.attempt, "bytes": one.nbytes} for one in report.deleted
+    ]
+    return {
+        "dry": expected is None,
+        "applied": apply,
+        "steps": steps,
+        "bytes": report.nbytes,
+        "left": dict(report.left),
+    }
 
 
 def gc(work: Work, run: str, grace: str, dry: bool) -> dict[str, Any]:
-    """Publish complete saves of a run, and remove those that nobody goes on with; see `shardckpt gc`."""
-    attempts = collecting.collect(str(work.roots.locate(run)), grace=parse_duration(grace, "grace"), dry_run=dry)
+    """Publish complete saves of a run, and remove those that nobody goes on with.
+
+    See `shardckpt gc`.
+    """
+    attempts = collecting.collect(
+        str(work.roots.locate(run)), grace=parse_duration(grace, "grace"), dry_run=dry
+    )
     outcomes = Counter(one.outcome for one in attempts)
-    left = [f"{one.location.name}/{one.attempt}: {one.outcome}: {one.reason}" for one in attempts if one.outcome in ("kept", "failed")]
-    return {"dry": dry, **{name: outcomes[name] for name in ("removed", "published", "kept", "failed")}, "left": left[:_MOST_LEFT]}
+    left = [
+        f"{one.location.name}/{one.attempt}: {one.outcome}: {one.reason}"
+        for one in attempts
+        if one.outcome in ("kept", "failed")
+    ]
+    return {
+        "dry": dry,
+        **{name: outcomes[name] for name in ("removed", "published", "kept", "failed")},
+        "left": left[:_MOST_LEFT],
+    }
 
 
 def fold_versions(work: Work, run: str, most: int) -> dict[str, Any]:
@@ -319,18 +433,41 @@ def _is_exported(view: ModelView, place: Location) -> bool:
     return True
 
 
-_CHECKPOINT = Parameter(name="checkpoint", about="Id of the checkpoint.", required=True, example="lab/run-7/100")
+_CHECKPOINT = Parameter(
+    name="checkpoint", about="Id of the checkpoint.", required=True, example="lab/run-7/100"
+)
 _TO = Parameter(name="to", about="Id of the new place.", required=True, example="lab/copies/100")
-_OVERWRITE = Parameter(name="overwrite", kind="boolean", about="Replace what is there; needs the scope admin.", default=False)
+_OVERWRITE = Parameter(
+    name="overwrite",
+    kind="boolean",
+    about="Replace what is there; needs the scope admin.",
+    default=False,
+)
 _RUN = Parameter(name="run", about="Id of the run.", required=True, example="lab/run-7")
 _TAG = Parameter(name="tag", about="The tag.", required=True, example="best")
-_GRACE = Parameter(name="grace", about="Keep unfinished saves with a write within this time.", default="24h")
-_DRY = Parameter(name="dry", kind="boolean", about="Only count what would be removed.", default=False)
-_APPLY = Parameter(name="apply", kind="integer", about="Number of the job that has listed the steps; default: only list.", least=1)
-_MOST = Parameter(
-    name="most", kind="integer", about="Differences that a reader of any version applies at most.", default=DIFFERENCES, least=1
+_GRACE = Parameter(
+    name="grace", about="Keep unfinished saves with a write within this time.", default="24h"
 )
-_ATTEMPT = Parameter(name="attempt", about="The attempt to delete, as `GET` shows it; default: the one that is there now.")
+_DRY = Parameter(
+    name="dry", kind="boolean", about="Only count what would be removed.", default=False
+)
+_APPLY = Parameter(
+    name="apply",
+    kind="integer",
+    about="Number of the job that has listed the steps; default: only list.",
+    least=1,
+)
+_MOST = Parameter(
+    name="most",
+    kind="integer",
+    about="Differences that a reader of any version applies at most.",
+    default=DIFFERENCES,
+    least=1,
+)
+_ATTEMPT = Parameter(
+    name="attempt",
+    about="The attempt to delete, as `GET` shows it; default: the one that is there now.",
+)
 _REASON = Parameter(name="reason", about="For people who look for it later.", default="on request")
 OPERATIONS = {
     one.name: one
@@ -340,13 +477,27 @@ OPERATIONS = {
         Operation("unpin", unpin, (_CHECKPOINT,), "admin", quick=True),
         Operation("tag", tag, (_CHECKPOINT, _TAG), quick=True),
         Operation("untag", untag, (_CHECKPOINT, _TAG), "admin", quick=True),
-        Operation("reshard", reshard_checkpoint, (_CHECKPOINT, _TO), options=ReshardOptions, without=("memory_limit",)),
+        Operation(
+            "reshard",
+            reshard_checkpoint,
+            (_CHECKPOINT, _TO),
+            options=ReshardOptions,
+            without=("memory_limit",),
+        ),
         Operation("copy", copy, (_CHECKPOINT, _TO, _OVERWRITE)),
         Operation("export", export, (_CHECKPOINT, _TO), options=SafetensorsOptions),
         Operation(
             "import",
             import_foreign,
-            (Parameter(name="from", about="Id of the file or directory to import.", required=True, example="lab/downloads/llama"), _TO),
+            (
+                Parameter(
+                    name="from",
+                    about="Id of the file or directory to import.",
+                    required=True,
+                    example="lab/downloads/llama",
+                ),
+                _TO,
+            ),
             options=ImportOptions,
             without=("memory_limit", "preset", "include", "exclude", "ties"),
         ),

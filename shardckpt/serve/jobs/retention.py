@@ -1,8 +1,9 @@
 """Rules of retention for runs that have ended, and the deletion of steps by them.
 
-While a run saves, its own `CheckpointManager` decides what to keep. When it has ended and an operator has marked it
-(`runs.ended`), the service may delete steps by rules of its own. A dry run says which; a second call deletes only those among
-them that are still to be deleted. Each deletion is that of `commit.remove`: a tombstone first, so a pin or a tag that comes in time wins.
+While a run saves, its own `CheckpointManager` decides what to keep. When it has ended and an
+operator has marked it (`runs.ended`), the service may delete steps by rules of its own. A dry run
+says which; a second call deletes only those among them that are still to be deleted. Each deletion
+is that of `commit.remove`: a tombstone first, so a pin or a tag that comes in time wins.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ from shardckpt.runs.catalog import CatalogEntry, catalog
 from shardckpt.runs.collecting import GRACE, delete_place
 from shardckpt.runs.ended import check_idle
 from shardckpt.runs.measured import METRICS, decode_metrics
-from shardckpt.runs.retention import Best, EveryKth, KeepAnyOf, Latest, Retention, SavedStep, Younger, any_of
+from shardckpt.runs.retention import (
+    Best,
+    EveryKth,
+    KeepAnyOf,
+    Latest,
+    Retention,
+    SavedStep,
+    Younger,
+    any_of,
+)
 from shardckpt.runs.steps import StepInfo
 from shardckpt.state.glob import Glob, compile_glob
 from shardckpt.text import few, shorten
@@ -69,7 +79,10 @@ class RetentionRules:
         return cls(tuple(made))
 
     def rule_for(self, run: str) -> Retention | None:
-        """The rule of the first entry whose pattern matches the id of a run; None: no entry does, and nothing is deleted."""
+        """The rule of the first entry whose pattern matches the id of a run.
+
+        None: no entry does, and nothing is deleted.
+        """
         return next((rule for pattern, rule in self.entries if pattern.fullmatch(run)), None)
 
 
@@ -89,7 +102,8 @@ class RetentionReport:
     """The outcome of `retain`."""
 
     deleted: tuple[Doomed, ...]
-    """In this order; in a dry run what would be deleted. Steps whose deletion an interrupted call had begun are not included."""
+    """In this order; in a dry run what would be deleted. Steps whose deletion an interrupted call
+    had begun are not included."""
     left: Mapping[str, str]
     """Steps that were due for deletion but stay, or left data behind; the value is the reason."""
 
@@ -100,23 +114,30 @@ class RetentionReport:
 
 
 def retain(
-    root: Store, rule: Retention, expected: Mapping[str, str] | None = None, progress: Callable[[int, int], None] | None = None
+    root: Store,
+    rule: Retention,
+    expected: Mapping[str, str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> RetentionReport:
     """Delete the steps of an ended run that a rule gives up; if a call was interrupted, the same call finishes it.
 
-    The newest step that was not superseded stays, and so do pinned and tagged steps, and all that hold tensors of a checkpoint
-    in the root that stays, directly or through others. Checkpoints in other directories that have left tensors in a step are not
-    seen: pin such a step. Superseded steps go if the newest step is later. If a checkpoint in the root cannot be read, its bases
-    are not known, and everything stays. Ages are those of the commit records, by the storage's clock: a pin makes a step young again.
+    The newest step that was not superseded stays, and so do pinned and tagged steps, and all that
+    hold tensors of a checkpoint in the root that stays, directly or through others. Checkpoints in
+    other directories that have left tensors in a step are not seen: pin such a step. Superseded
+    steps go if the newest step is later. If a checkpoint in the root cannot be read, its bases are
+    not known, and everything stays. Ages are those of the commit records, by the storage's clock: a
+    pin makes a step young again.
 
     Args:
         root: the run's root.
         rule: which steps to keep.
-        expected: the steps that may be deleted, name → attempt, of an earlier dry run; None: delete nothing, and report.
+        expected: the steps that may be deleted, name → attempt, of an earlier dry run; None: delete
+            nothing, and report.
         progress: called with steps handled so far and in all.
 
     Raises:
-        OptionError, CommitError: the run has not ended (`runs.ended.check_idle`); nothing was deleted.
+        OptionError, CommitError: the run has not ended (`runs.ended.check_idle`); nothing was
+            deleted.
         NotFoundError: there is no such directory.
         FormatError: the mark of the end is damaged.
         StorageError: the storage failed before anything was deleted.
@@ -126,9 +147,17 @@ def retain(
         return RetentionReport(tuple(going), left)
     known = check_idle(root)
     stays = {name: "the rules keep it now" for name in expected if name in entries}
-    left = stays | {name: why for name, why in left.items() if name in expected} | {one.name: _NOT_LISTED for one in going}
+    left = (
+        stays
+        | {name: why for name, why in left.items() if name in expected}
+        | {one.name: _NOT_LISTED for one in going}
+    )
     deleted = []
-    buried = [Doomed(name, attempt, 0) for name, attempt in expected.items() if name not in entries and step_of(name) is not None]
+    buried = [
+        Doomed(name, attempt, 0)
+        for name, attempt in expected.items()
+        if name not in entries and step_of(name) is not None
+    ]
     due = [*buried, *(one for one in going if one.name in expected)]
     for done, one in enumerate(due):
         if progress is not None:
@@ -138,7 +167,11 @@ def retain(
         except (OptionError, CommitError, FormatError, StorageError) as e:
             left |= {rest.name: str(e) for rest in due[done:]}
             break
-        dependants = [name for name, entry in entries.items() if one.name in _bases(entry) and name != one.name]
+        dependants = [
+            name
+            for name, entry in entries.items()
+            if one.name in _bases(entry) and name != one.name
+        ]
         if dependants:
             left[one.name] = f"{few(dependants)} stayed, and needs it"
             continue
@@ -159,7 +192,10 @@ def retain(
 
 
 def _delete(root: Store, one: Doomed, attempt: str) -> str | None:
-    """Delete a step, or what an interrupted deletion has left of it; return why something stays, None if nothing does."""
+    """Delete a step, or what an interrupted deletion has left of it.
+
+    Return why something stays, None if nothing does.
+    """
     place = root.sub(one.name)
     try:
         removals = delete_place(place, reason=_REASON, grace=GRACE, attempt=attempt)
@@ -168,18 +204,24 @@ def _delete(root: Store, one: Doomed, attempt: str) -> str | None:
         if there is not None:  # another attempt, or a save that has begun
             return str(e)
         if place.has_locks:
-            place.remove(RECORD, generation)  # a process that was killed just here has left the lock of the record
+            place.remove(
+                RECORD, generation
+            )  # a process that was killed just here has left the lock of the record
         place.remove_empty()
         return None
     failed = [data.reason for data in removals if data.outcome == "failed"]
     return f"it is deleted, but its data cannot be removed: {failed[0]}" if failed else None
 
 
-def _survey(root: Store, rule: Retention) -> tuple[list[Doomed], dict[str, str], dict[str, CatalogEntry]]:
+def _survey(
+    root: Store, rule: Retention
+) -> tuple[list[Doomed], dict[str, str], dict[str, CatalogEntry]]:
     """The steps to delete in order, the reasons for which others stay although the rule gives them up, and all checkpoints by name."""
     entries = {entry.name: entry for entry in catalog(str(root.location)) if entry.name != "."}
     steps = {
-        step: _info(step, entry) for name, entry in entries.items() if (step := step_of(name)) is not None and entry.attempt is not None
+        step: _info(step, entry)
+        for name, entry in entries.items()
+        if (step := step_of(name)) is not None and entry.attempt is not None
     }
     ages: dict[str, float | None] = {}
     if _has_ages(rule):
@@ -191,9 +233,16 @@ def _survey(root: Store, rule: Retention) -> tuple[list[Doomed], dict[str, str],
     given_up = {str(step): steps[step] for step in cleaning.doomed(steps, rule, saved=saved)}
     unreadable = [name for name, entry in entries.items() if entry.state == "unreadable"]
     if unreadable:
-        why = f"{few(unreadable)} cannot be read, and may store tensors in it; delete that first, or replace it with a backup"
+        why = (
+            f"{few(unreadable)} cannot be read, and may store tensors in it; delete that first, "
+            "or replace it with a backup"
+        )
         return [], dict.fromkeys(given_up, why), entries
-    left = {name: f"it is {Protection(info.pinned, info.tags)}" for name, info in given_up.items() if info.protected}
+    left = {
+        name: f"it is {Protection(info.pinned, info.tags)}"
+        for name, info in given_up.items()
+        if info.protected
+    }
     stack = [*(entries.keys() - given_up.keys()), *left]
     while stack:
         name = stack.pop()
@@ -210,33 +259,54 @@ def _survey(root: Store, rule: Retention) -> tuple[list[Doomed], dict[str, str],
             break
         order += free
         rest = rest - {*free}
-    return [Doomed(name, entries[name].attempt or "", entries[name].stored_bytes or 0) for name in order], left, entries
+    return (
+        [
+            Doomed(name, entries[name].attempt or "", entries[name].stored_bytes or 0)
+            for name in order
+        ],
+        left,
+        entries,
+    )
 
 
 def _info(step: int, entry: CatalogEntry) -> StepInfo:
     metrics = decode_metrics({METRICS: entry.metrics})
     state: Literal["superseded", "committed"] = "superseded" if entry.superseded else "committed"
-    return StepInfo(step, state, entry.attempt, entry.created or "", metrics, entry.pinned, entry.tags)
+    return StepInfo(
+        step, state, entry.attempt, entry.created or "", metrics, entry.pinned, entry.tags
+    )
 
 
 def _bases(entry: CatalogEntry) -> frozenset[str]:
     """Names of the checkpoints beside this one that hold tensors of it."""
-    return frozenset(unquote(url.removeprefix(BESIDE)) for url in entry.bases if url.startswith(BESIDE))
+    return frozenset(
+        unquote(url.removeprefix(BESIDE)) for url in entry.bases if url.startswith(BESIDE)
+    )
 
 
 def _has_ages(rule: Retention) -> bool:
     """Whether a rule may look at ages, which take a request per step."""
-    return any(map(_has_ages, rule.rules)) if isinstance(rule, KeepAnyOf) else not isinstance(rule, Latest | EveryKth | Best)
+    return (
+        any(map(_has_ages, rule.rules))
+        if isinstance(rule, KeepAnyOf)
+        else not isinstance(rule, Latest | EveryKth | Best)
+    )
 
 
 def _entry(entry: Any) -> tuple[Glob, Retention]:
     """An entry's pattern and rule; raises OptionError."""
     known = ("runs", "latest", "every", "younger", "best")
     if not isinstance(entry, dict) or (odd := [key for key in entry if key not in known]):
-        raise OptionError(f"there is no key {few(odd)}; there are {', '.join(known)}." if isinstance(entry, dict) else "write [[keep]].")
+        raise OptionError(
+            f"there is no key {few(odd)}; there are {', '.join(known)}."
+            if isinstance(entry, dict)
+            else "write [[keep]]."
+        )
     pattern = entry.get("runs")
     if not isinstance(pattern, str) or not pattern:
-        raise OptionError('runs is missing, or is not a string: give a pattern of ids of runs, such as "llama/*".')
+        raise OptionError(
+            'runs is missing, or is not a string: give a pattern of ids of runs, such as "llama/*".'
+        )
     rules: list[Retention] = []
     if "latest" in entry:
         rules.append(Latest(entry["latest"]))
@@ -249,8 +319,13 @@ def _entry(entry: Any) -> tuple[Glob, Retention]:
     if "best" in entry:
         best = entry["best"]
         if not isinstance(best, dict) or not {"metric"} <= best.keys() <= {"metric", "n", "mode"}:
-            raise OptionError(f'best={shorten(best)}: write {{ metric = "loss", n = 2, mode = "min" }}; n and mode may be left out.')
+            raise OptionError(
+                f'best={shorten(best)}: write {{ metric = "loss", n = 2, mode = "min" }}; n and '
+                "mode may be left out."
+            )
         rules.append(Best(best.get("n", 1), best["metric"], best.get("mode", "min")))
     if not rules:
-        raise OptionError(f"it keeps nothing of the runs {shorten(pattern)}; give latest, every, younger or best.")
+        raise OptionError(
+            f"it keeps nothing of the runs {shorten(pattern)}; give latest, every, younger or best."
+        )
     return compile_glob(pattern), any_of(*rules)

@@ -99,7 +99,12 @@ def job_of(row: Sequence[Any]) -> JobRow:
     for name, kind in kinds.items():
         fields[name] = _parse(fields[name], {} if name == "arguments" else None, kind)
         if fields[name] is _DAMAGED:
-            damaged: dict[str, Any] = {"arguments": {}, "result": None, "error": DAMAGED_ROW, "roots": []}
+            damaged: dict[str, Any] = {
+                "arguments": {},
+                "result": None,
+                "error": DAMAGED_ROW,
+                "roots": [],
+            }
             return JobRow(**fields | damaged)
     return JobRow(**fields)
 
@@ -108,7 +113,10 @@ def verification_of(row: Sequence[Any]) -> Verification:
     """A verification of a row; of a damaged row without its list of damage."""
     fields = dict(zip(Verification.__slots__, row, strict=True))
     try:
-        damage = [{name: one[name] for name in ("file", "tensor", "box", "reason")} for one in json.loads(fields["damage"])]
+        damage = [
+            {name: one[name] for name in ("file", "tensor", "box", "reason")}
+            for one in json.loads(fields["damage"])
+        ]
     except (ValueError, TypeError, KeyError, RecursionError):
         damage = []
     return Verification(**fields | {"damage": damage})

@@ -1,7 +1,8 @@
 """The runner: starts the processes of jobs, follows them, and writes down how they end.
 
-Jobs run in the order of their numbers, quick ones beside the others. No two jobs that write one place run at a time. A job whose process
-dies, or whose storage fails, is started again: a few times, with growing pauses. Then the job has failed.
+Jobs run in the order of their numbers, quick ones beside the others. No two jobs that write one
+place run at a time. A job whose process dies, or whose storage fails, is started again: a few
+times, with growing pauses. Then the job has failed.
 """
 
 from __future__ import annotations
@@ -88,7 +89,12 @@ class JobProcess:
             progress: called with what is done, and all.
             note: called with what the operation wants written down.
         """
-        asked = {**request, "roots": self.roots.given, "bases": self.roots.given_bases, "options": dict(self.options)}
+        asked = {
+            **request,
+            "roots": self.roots.given,
+            "bases": self.roots.given_bases,
+            "options": dict(self.options),
+        }
         self.directory.mkdir(exist_ok=True)
         lock = self.directory / f"{name}.lock"
         with self._lock:
@@ -124,8 +130,14 @@ class JobProcess:
         if end.result is None and end.error is None:
             end.busy = status == BUSY
             how = f"signal {-status}" if status < 0 else f"status {status}"
-            reason = "the process of an earlier service still runs it" if end.busy else f"its process ended with {how}; the log has more"
-            end = JobEnd(error={"code": "storage", "message": f"{reason}."}, again=True, busy=end.busy)
+            reason = (
+                "the process of an earlier service still runs it"
+                if end.busy
+                else f"its process ended with {how}; the log has more"
+            )
+            end = JobEnd(
+                error={"code": "storage", "message": f"{reason}."}, again=True, busy=end.busy
+            )
         elif not end.busy:
             lock.unlink(missing_ok=True)
         return end
@@ -150,7 +162,12 @@ class JobProcess:
 
 def audited(job: JobRow) -> dict[str, Any]:
     """Fields of the audit log about a job."""
-    return {"who": job.who, "what": job.operation, "where": [job.subject, job.destination], "job": job.number}
+    return {
+        "who": job.who,
+        "what": job.operation,
+        "where": [job.subject, job.destination],
+        "job": job.number,
+    }
 
 
 class JobRunner(BackgroundWork):
@@ -220,7 +237,10 @@ class JobRunner(BackgroundWork):
         waits: dict[int, str] = {}
         for job in self._journal.queued():
             if job.operation not in OPERATIONS or job.error == DAMAGED_ROW:
-                error = job.error or {"code": "option", "message": "this version has no such operation."}
+                error = job.error or {
+                    "code": "option",
+                    "message": "this version has no such operation.",
+                }
                 self._journal.end(job.number, "failed", error=error)
                 continue
             why = self._why_not(job)
@@ -230,7 +250,12 @@ class JobRunner(BackgroundWork):
                 waits[job.number] = "the audit log cannot be written"
             elif not self._stopped.is_set() and self._journal.begin(job.number):
                 process = JobProcess(self._directory, self._roots, self._options)
-                thread = threading.Thread(target=self._follow, args=(job, process), name=f"shardckpt-job-{job.number}", daemon=True)
+                thread = threading.Thread(
+                    target=self._follow,
+                    args=(job, process),
+                    name=f"shardckpt-job-{job.number}",
+                    daemon=True,
+                )
                 self._running[job.number] = job, process, thread
                 thread.start()
         self.waits_for = waits
@@ -244,7 +269,9 @@ class JobRunner(BackgroundWork):
         if same is not None:
             return f"job {same.number} writes to the same place"
         quick = OPERATIONS[job.operation].quick
-        if sum(OPERATIONS[one.operation].quick == quick for one in running) >= (_QUICK if quick else self._at_once):
+        if sum(OPERATIONS[one.operation].quick == quick for one in running) >= (
+            _QUICK if quick else self._at_once
+        ):
             return "other jobs run"
         left = self._not_before.get(job.number, 0.0) - time.monotonic()
         if left > 0:
@@ -272,7 +299,10 @@ class JobRunner(BackgroundWork):
         return a.is_within(b) or b.is_within(a)
 
     def _follow(self, job: JobRow, process: JobProcess) -> None:
-        """Run a job, and write down its end; tries that as long as the journal cannot be written."""
+        """Run a job, and write down its end.
+
+        Tries that as long as the journal cannot be written.
+        """
         number = job.number
         verification = None
         request: dict[str, Any] = {
@@ -295,28 +325,44 @@ class JobRunner(BackgroundWork):
                 progress=lambda done, total: self._journal.note_progress(number, done, total),
                 note=verification.note if verification is not None else lambda _: None,
             )
-        except (OSError, ValueError, StorageError) as e:  # no process started, its output is not a valid message, or the journal failed
+        except (
+            OSError,
+            ValueError,
+            StorageError,
+        ) as e:  # no process started, its output is not a valid message, or the journal failed
             process.end()
-            end = JobEnd(error={"code": "storage", "message": f"it cannot be run now ({e})."}, again=True)
+            end = JobEnd(
+                error={"code": "storage", "message": f"it cannot be run now ({e})."}, again=True
+            )
         except Exception as e:  # noqa: BLE001  (a bug must not leave the job running for ever)
             process.end()
             _log.exception("a job failed")
-            end = JobEnd(error={"code": "internal", "message": f"{type(e).__name__}; the log has more."})
+            end = JobEnd(
+                error={"code": "internal", "message": f"{type(e).__name__}; the log has more."}
+            )
         while not self._stopped.is_set():
             try:
                 ended = self._write_down(job, end)
                 if verification is not None and ended.is_over and ended.state != "done":
-                    verification.end(ended.error["message"] if ended.error is not None else "it was cancelled")
+                    verification.end(
+                        ended.error["message"] if ended.error is not None else "it was cancelled"
+                    )
                 break
             except StorageError as e:
                 _log.warning("%s", e)
                 time.sleep(_POLL)
 
     def _check_roots(self, job: JobRow) -> None:
-        """Check that no root of a job has vanished, and leave the marker in the one that it writes. Raises StorageError."""
+        """Check that no root of a job has vanished, and leave the marker in the one that it writes.
+
+        Raises StorageError.
+        """
         if self._watch is None:
             return
-        read, written = job.subject.partition("/")[0], (job.destination or job.subject).partition("/")[0]
+        read, written = (
+            job.subject.partition("/")[0],
+            (job.destination or job.subject).partition("/")[0],
+        )
         writes = OPERATIONS[job.operation].writes(job.arguments)
         for name in sorted({read, written} & self._roots.places.keys()):
             self._watch.prepare(name, writes=writes and name == written)
@@ -331,14 +377,29 @@ class JobRunner(BackgroundWork):
             pause = _BUSY_SECONDS if end.busy else _PAUSES[self._failures[number]]
             self._not_before[number] = time.monotonic() + pause
             self._journal.end(number, "queued", error=end.error)
-            self._failures[number] += not end.busy  # a journal that cannot be written is no failure of the job
+            self._failures[
+                number
+            ] += not end.busy  # a journal that cannot be written is no failure of the job
         else:
-            fields_of_job = {name: getattr(job, name) for name in ("operation", "subject", "destination", "who")}
+            fields_of_job = {
+                name: getattr(job, name) for name in ("operation", "subject", "destination", "who")
+            }
             error = {"message": self._roots.without_places((end.error or {}).get("message", ""))}
-            self._journal.end(number, "failed", error=end.error, notice={"event": "failed", "job": number, **fields_of_job, **error})
+            self._journal.end(
+                number,
+                "failed",
+                error=end.error,
+                notice={"event": "failed", "job": number, **fields_of_job, **error},
+            )
         ended = self._journal.job(number)
         log = _log.warning if ended.state == "failed" else _log.info
-        fields = {"job": number, "operation": ended.operation, "state": ended.state, "who": ended.who, "error": ended.error}
+        fields = {
+            "job": number,
+            "operation": ended.operation,
+            "state": ended.state,
+            "who": ended.who,
+            "error": ended.error,
+        }
         log("job", extra={"fields": fields})
         if ended.is_over:
             self._not_before.pop(number, None)

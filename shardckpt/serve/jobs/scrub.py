@@ -1,8 +1,9 @@
 """The scrub: every chunk of every checkpoint is read and verified once per period.
 
-One checkpoint at a time is verified, in a process like that of a job, within a rate limit. A checkpoint is due if its attempt was not
-verified within the period; those never verified come first. A verification that was interrupted goes on where it was. Damage is written
-down at once; when the checkpoint is done, damage is logged, and a notice for the webhook is durable.
+One checkpoint at a time is verified, in a process like that of a job, within a rate limit. A
+checkpoint is due if its attempt was not verified within the period; those never verified come
+first. A verification that was interrupted goes on where it was. Damage is written down at once;
+when the checkpoint is done, damage is logged, and a notice for the webhook is durable.
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ class Scrubber(BackgroundWork):
     """Verifies checkpoints in the background."""
 
     def __init__(
-        self, journal: Journal, tally: Tally, directory: Path, roots: Roots, *, period: float, rate: int, vanished: Collection[str] = ()
+        self,
+        journal: Journal,
+        tally: Tally,
+        directory: Path,
+        roots: Roots,
+        *,
+        period: float,
+        rate: int,
+        vanished: Collection[str] = (),
     ) -> None:
         """Nothing is read before `start`.
 
@@ -66,7 +75,10 @@ class Scrubber(BackgroundWork):
         super().stop()
 
     def status(self) -> dict[str, Any]:
-        """Progress of the period: `period` and `rate`; `checkpoints`, `bytes`, `due` and `due_bytes` of them; `at_work`, `keeps_up`."""
+        """Progress of the period: `period` and `rate`.
+
+        `checkpoints`, `bytes`, `due` and `due_bytes` of them; `at_work`, `keeps_up`.
+        """
         counts, at_work = self._tally.get(), self.at_work
         return {
             "period": self.period,
@@ -93,27 +105,50 @@ class Scrubber(BackgroundWork):
             self.at_work = None
 
     def _may(self, ident: str) -> bool:
-        return ident.partition("/")[0] not in self._vanished and time.monotonic() >= self._not_before.get(ident, 0.0)
+        return ident.partition("/")[
+            0
+        ] not in self._vanished and time.monotonic() >= self._not_before.get(ident, 0.0)
 
     def _verify(self, ident: str) -> None:
         self.at_work = ident
         notes = VerificationNotes(self._journal, self._roots, ident, None)
         begun = None if notes.last is None else dt.datetime.fromisoformat(notes.last.begun)
-        if begun is not None and not -_FUTURE < dt.datetime.now(dt.UTC) - begun < dt.timedelta(seconds=self.period):
+        if begun is not None and not -_FUTURE < dt.datetime.now(dt.UTC) - begun < dt.timedelta(
+            seconds=self.period
+        ):
             notes.end("it took longer than the period")
         options = {"rate": self.rate}
         self._process = JobProcess(self._directory, self._roots, options)
         if self._stopped.is_set():
             return
-        request = {"operation": "verify", "arguments": {"checkpoint": ident}, "job": None, "who": "scrub", "again": False}
-        end = self._process.run("scrub", {**request, "resume": notes.resume}, progress=lambda *_: None, note=notes.note)
+        request = {
+            "operation": "verify",
+            "arguments": {"checkpoint": ident},
+            "job": None,
+            "who": "scrub",
+            "again": False,
+        }
+        end = self._process.run(
+            "scrub", {**request, "resume": notes.resume}, progress=lambda *_: None, note=notes.note
+        )
         if self._stopped.is_set():
             return
         if end.error is not None:
             self._not_before[ident] = time.monotonic() + _AGAIN_SECONDS
             if not end.again:
                 notes.end(end.error["message"])
-            level = logging.INFO if end.error["code"] in ("replaced", "not-found") else logging.WARNING
+            level = (
+                logging.INFO if end.error["code"] in ("replaced", "not-found") else logging.WARNING
+            )
             _log.log(level, "not verified", extra={"fields": {"checkpoint": ident, **end.error}})
         elif notes.last is not None and notes.last.damaged:
-            _log.error("damaged", extra={"fields": {"checkpoint": ident, "damaged": notes.last.damaged, "first": notes.last.damage[:1]}})
+            _log.error(
+                "damaged",
+                extra={
+                    "fields": {
+                        "checkpoint": ident,
+                        "damaged": notes.last.damaged,
+                        "first": notes.last.damage[:1],
+                    }
+                },
+            )

@@ -1,6 +1,7 @@
 """Notices about runs that have stopped saving, although nobody has marked them as ended.
 
-Only a run that was seen saving is told of, once. The journal remembers which are, so that a restart neither forgets nor repeats one.
+Only a run that was seen saving is told of, once. The journal remembers which are, so that a restart
+neither forgets nor repeats one.
 """
 
 from __future__ import annotations
@@ -26,13 +27,25 @@ _POLL = 60.0
 class SilenceWatch(BackgroundWork):
     """Looks for runs that have stopped, in the background."""
 
-    def __init__(self, journal: Journal, roots: Roots, catalogue: Catalogue, scanner: Scanner) -> None:
+    def __init__(
+        self, journal: Journal, roots: Roots, catalogue: Catalogue, scanner: Scanner
+    ) -> None:
         """Nothing is looked for before `start`."""
-        super().__init__("silence", _log, "silent runs could not be looked for", first=_POLL, again=_POLL)
-        self._journal, self._roots, self._catalogue, self._scanner = journal, roots, catalogue, scanner
+        super().__init__(
+            "silence", _log, "silent runs could not be looked for", first=_POLL, again=_POLL
+        )
+        self._journal, self._roots, self._catalogue, self._scanner = (
+            journal,
+            roots,
+            catalogue,
+            scanner,
+        )
 
     def look(self) -> float:
-        """Tell of each run that was saving at an earlier look, and is silent now. Raises StorageError."""
+        """Tell of each run that was saving at an earlier look, and is silent now.
+
+        Raises StorageError.
+        """
         saving = self._journal.saving()
         for run in self._catalogue.all_runs() if self._scanner.complete.is_set() else ():
             if run.partition("/")[0] in self._scanner.watch.vanished:
@@ -41,9 +54,15 @@ class SilenceWatch(BackgroundWork):
             rhythm = rhythm_of(one["created"] for one in commits)
             if rhythm is None or rhythm.every is None or rhythm.silent != (run in saving):
                 continue
-            notice = None  # the scanner may not have seen yet that an operator has marked the run as ended
+            # The scanner may not have seen yet that an operator has marked the run as ended.
+            notice = None
             if rhythm.silent and not Store.open(self._roots.locate(run)).exists(ENDED):
-                notice = {"event": "silent", "run": run, "last": commits[-1]["created"], "every": rhythm.every}
+                notice = {
+                    "event": "silent",
+                    "run": run,
+                    "last": commits[-1]["created"],
+                    "every": rhythm.every,
+                }
                 _log.warning("silent", extra={"fields": notice})
             self._journal.set_saving(run, saving=not rhythm.silent, notice=notice)
         return _POLL

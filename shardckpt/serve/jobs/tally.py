@@ -44,14 +44,24 @@ class Counts:
 class Tally(BackgroundWork):
     """Counts for each request where that is quick; else for a twentieth of the time, and requests get counts that are some seconds old."""
 
-    def __init__(self, journal: Journal, catalogue: Catalogue, scanner: Scanner, period: float | None) -> None:
+    def __init__(
+        self, journal: Journal, catalogue: Catalogue, scanner: Scanner, period: float | None
+    ) -> None:
         """Count nothing yet; `period` is that of the scrub, in seconds."""
-        super().__init__("tally", _log, "the checkpoints could not be counted", again=_FORGET_SECONDS)
-        self._journal, self._catalogue, self._scanner, self._period = journal, catalogue, scanner, period
+        super().__init__(
+            "tally", _log, "the checkpoints could not be counted", again=_FORGET_SECONDS
+        )
+        self._journal, self._catalogue, self._scanner, self._period = (
+            journal,
+            catalogue,
+            scanner,
+            period,
+        )
         self._counts: dict[str, Counts] | None = None
         """By root."""
         self.due: Sequence[str] = ()
-        """Ids of those that were not verified within the period, in the order of their verification."""
+        """Ids of those that were not verified within the period, in the order of their
+        verification."""
         self._counted, self._took = 0.0, 0.0
         self._complete = False
         """Whether the first scan was over when it counted."""
@@ -92,9 +102,15 @@ class Tally(BackgroundWork):
 
     def forget_gone(self) -> None:
         """Forget the verifications of checkpoints that are gone now, and were gone at the last call. Raises StorageError."""
-        if not self._scanner.complete.is_set() or self._scanner.problems or self._scanner.passed_over:
+        if (
+            not self._scanner.complete.is_set()
+            or self._scanner.problems
+            or self._scanner.passed_over
+        ):
             return
-        there = {ident for root in self._scanner.root_names for ident in self._catalogue.idents(root)}
+        there = {
+            ident for root in self._scanner.root_names for ident in self._catalogue.idents(root)
+        }
         gone = self._journal.verified_besides(there, _MOST_GONE)
         forgotten = sorted(gone & self._gone)
         for first in range(0, len(forgotten), _FORGET):
@@ -112,7 +128,9 @@ class Tally(BackgroundWork):
             self.forget_gone()
         return _FORGET_SECONDS
 
-    def _due(self, entries: Sequence[Mapping[str, Any]], verified: Mapping[str, tuple[str, str]]) -> list[str]:
+    def _due(
+        self, entries: Sequence[Mapping[str, Any]], verified: Mapping[str, tuple[str, str]]
+    ) -> list[str]:
         """Ids of the checkpoints to verify, in order."""
         if self._period is None:
             return []

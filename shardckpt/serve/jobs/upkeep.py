@@ -37,7 +37,13 @@ class Upkeep:
     """The writing half of the service: its journal, and the jobs that change the roots."""
 
     def __init__(
-        self, directory: Path, options: ServeOptions, roots: Roots, catalogue: Catalogue, scanner: Scanner, audit: AuditLog
+        self,
+        directory: Path,
+        options: ServeOptions,
+        roots: Roots,
+        catalogue: Catalogue,
+        scanner: Scanner,
+        audit: AuditLog,
     ) -> None:
         """Open the journal; nothing runs before `start`.
 
@@ -48,10 +54,21 @@ class Upkeep:
         self.journal = Journal(directory)
         scanner.watch.remember_in(self.journal)
         locks = directory / "jobs"
-        writing = {"memory_limit": options.memory_limit, "workers": options.workers, "engine": options.engine}
+        writing = {
+            "memory_limit": options.memory_limit,
+            "workers": options.workers,
+            "engine": options.engine,
+        }
         settings = {"writing": writing, "keep": None if options.keep is None else str(options.keep)}
         self.runner = JobRunner(
-            self.journal, locks, roots, at_once=options.jobs, options=settings, on_end=self._note_end, watch=scanner.watch, audit=audit
+            self.journal,
+            locks,
+            roots,
+            at_once=options.jobs,
+            options=settings,
+            on_end=self._note_end,
+            watch=scanner.watch,
+            audit=audit,
         )
         self.webhook = None if options.webhook is None else Webhook(self.journal, options.webhook)
         self.journal.keeps_notices = self.webhook is not None
@@ -60,25 +77,47 @@ class Upkeep:
         self.scrubber = None
         if options.scrub is not None:
             self.scrubber = Scrubber(
-                self.journal, self.tally, locks, roots, period=options.scrub, rate=options.rate, vanished=scanner.watch.vanished
+                self.journal,
+                self.tally,
+                locks,
+                roots,
+                period=options.scrub,
+                rate=options.rate,
+                vanished=scanner.watch.vanished,
             )
         rules = None if options.keep is None else RetentionRules.read(options.keep)
         self.keeper = None if rules is None else Keeper(self.journal, catalogue, roots, rules)
 
     def start(self) -> None:
         """Begin to run jobs, to scrub, to apply rules and to send notices."""
-        for one in (self.runner, self.tally, self.scrubber, self.keeper, self.silence, self.webhook):
+        for one in (
+            self.runner,
+            self.tally,
+            self.scrubber,
+            self.keeper,
+            self.silence,
+            self.webhook,
+        ):
             if one is not None:
                 one.start()
 
     def close(self) -> None:
         """End all, and close the journal. Jobs go on when the service is started again."""
-        for one in (self.scrubber, self.tally, self.keeper, self.silence, self.webhook, self.runner):
+        for one in (
+            self.scrubber,
+            self.tally,
+            self.keeper,
+            self.silence,
+            self.webhook,
+            self.runner,
+        ):
             if one is not None:
                 one.stop()
         self.journal.close()
 
-    def start_job(self, who: Identity, operation: Operation, given: Mapping[str, Any], key: str | None) -> tuple[JobRow, bool]:
+    def start_job(
+        self, who: Identity, operation: Operation, given: Mapping[str, Any], key: str | None
+    ) -> tuple[JobRow, bool]:
         """Queue a job; return it, and whether it is new.
 
         Args:
@@ -89,7 +128,8 @@ class Upkeep:
 
         Raises:
             HTTPException: it needs another right, or the root that it reads has vanished.
-            OptionError, NotFoundError: an argument is invalid. StorageError: the journal cannot be written, or a storage failed.
+            OptionError, NotFoundError: an argument is invalid. StorageError: the journal cannot be
+                written, or a storage failed.
         """
         asked = operation.arguments(given)
         self._require(who, operation.needs(asked), *operation.idents(asked))
@@ -113,15 +153,32 @@ class Upkeep:
                 if arguments["attempt"] is None:
                     raise NotFoundError(f"{subject}: there is no checkpoint.")
         if operation.name == "retain":
-            arguments["expected"] = None if asked["apply"] is None else expected(self.journal.job(asked["apply"]), subject)
-        return self.journal.add(operation.name, asked, arguments, subject=subject, destination=destination, who=who.name, key=key)
+            arguments["expected"] = (
+                None
+                if asked["apply"] is None
+                else expected(self.journal.job(asked["apply"]), subject)
+            )
+        return self.journal.add(
+            operation.name,
+            asked,
+            arguments,
+            subject=subject,
+            destination=destination,
+            who=who.name,
+            key=key,
+        )
 
     def cancel(self, who: Identity, number: int) -> JobRow:
         """Cancel a job; raises as `start_job` and `Journal.cancel`."""
         job = self.journal.job(number)
         note(job=number)
         operation = OPERATIONS.get(job.operation)
-        self._require(who, "admin" if operation is None else operation.needs(job.arguments), job.subject, job.destination)
+        self._require(
+            who,
+            "admin" if operation is None else operation.needs(job.arguments),
+            job.subject,
+            job.destination,
+        )
         return self.journal.cancel(number)
 
     def _require(self, who: Identity, scope: str, subject: str, destination: str | None) -> None:
@@ -136,7 +193,11 @@ class Upkeep:
         root = (destination or subject).partition("/")[0]
         if not who.may(scope, root):
             given = f"{root}={scope}"
-            raise HTTPException(403, f"this needs the scope {scope} at {root}; `shardckpt token NAME --scope {given}` gives it.")
+            raise HTTPException(
+                403,
+                f"this needs the scope {scope} at {root}; `shardckpt token NAME --scope {given}` "
+                "gives it.",
+            )
 
     def _note_end(self, job: JobRow) -> None:
         if OPERATIONS[job.operation].writes(job.arguments):

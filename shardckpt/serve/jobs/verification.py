@@ -25,7 +25,8 @@ MOST_DAMAGE = 100
 """Most damaged parts of a verification that are written down one by one; all are counted."""
 _NOTE_SECONDS = 1.0
 _SETTLE_SECONDS = 1.0
-"""Pause before the first damage is told, in which somebody who deletes files of the checkpoint comes to its record."""
+"""Pause before the first damage is told, in which somebody who deletes files of the checkpoint
+comes to its record."""
 _GROUP_SECONDS = 0.25
 _LEAST_GROUP = 1 << 20
 _LONGEST_REASON, _MOST_IN_NOTICE = 500, 10
@@ -40,8 +41,20 @@ def verify_checkpoint(work: Work, checkpoint: Checkpoint) -> dict[str, Any]:
     Raises:
         ReplacedError: another checkpoint took its place meanwhile.
     """
-    store, attempt, rate = Store.open(checkpoint.location), checkpoint.record.attempt, work.options.get("rate")
-    counts: dict[str, Any] = {"attempt": attempt, "chunks": 0, "total": None, "bytes": 0, "damaged": 0, "damage": [], "over": False}
+    store, attempt, rate = (
+        Store.open(checkpoint.location),
+        checkpoint.record.attempt,
+        work.options.get("rate"),
+    )
+    counts: dict[str, Any] = {
+        "attempt": attempt,
+        "chunks": 0,
+        "total": None,
+        "bytes": 0,
+        "damaged": 0,
+        "damage": [],
+        "over": False,
+    }
     if work.resume.get("attempt") == attempt:
         counts |= work.resume
     before, begun, noted = counts["bytes"], time.monotonic(), time.monotonic()
@@ -59,7 +72,11 @@ def verify_checkpoint(work: Work, checkpoint: Checkpoint) -> dict[str, Any]:
             work.note(counts)
 
     def damaged(one: Damage) -> None:
-        part = {"file": one.file, "tensor": one.tensor, "box": None if one.box is None else str(one.box)}
+        part = {
+            "file": one.file,
+            "tensor": one.tensor,
+            "box": None if one.box is None else str(one.box),
+        }
         key = part["file"], part["tensor"], part["box"]
         if key in known:  # metadata is verified again after an interruption
             return
@@ -74,10 +91,15 @@ def verify_checkpoint(work: Work, checkpoint: Checkpoint) -> dict[str, Any]:
 
     group = {} if rate is None else {"group_bytes": max(_LEAST_GROUP, round(rate * _GROUP_SECONDS))}
     store = Store.open(checkpoint.location)
-    reading.verify(store, checkpoint.record, progress, after=counts["chunks"], on_damage=damaged, **group)
+    reading.verify(
+        store, checkpoint.record, progress, after=counts["chunks"], on_damage=damaged, **group
+    )
     _check_there(store, attempt)
     work.note({**counts, "over": True})
-    return {"ok": not counts["damaged"], **{name: counts[name] for name in ("chunks", "bytes", "damaged", "damage")}}
+    return {
+        "ok": not counts["damaged"],
+        **{name: counts[name] for name in ("chunks", "bytes", "damaged", "damage")},
+    }
 
 
 def _check_there(store: Store, attempt: str) -> None:
@@ -111,7 +133,10 @@ class VerificationNotes:
         """The earlier progress, from which the process resumes."""
         if self.last is None:
             return {}
-        return {name: getattr(self.last, name) for name in ("attempt", "chunks", "total", "bytes", "damaged", "damage")}
+        return {
+            name: getattr(self.last, name)
+            for name in ("attempt", "chunks", "total", "bytes", "damaged", "damage")
+        }
 
     def note(self, state: dict[str, Any]) -> None:
         """Write down what the process says. Raises StorageError."""
@@ -122,10 +147,25 @@ class VerificationNotes:
         counted = {name: state[name] for name in ("chunks", "total", "bytes", "damaged", "damage")}
         notice = None
         if state["over"] and state["damaged"]:
-            first = [one | {"reason": self._roots.without_places(one["reason"])} for one in state["damage"][:_MOST_IN_NOTICE]]
-            one = {"source": "scrub" if self._job is None else "job", "job": self._job, "verification": self.last.number}
-            notice = {"event": "damage", "checkpoint": self._ident, **one, "damaged": state["damaged"], "damage": first}
-        self.last = self._journal.update_verification(replace(self.last, **counted), over=state["over"], notice=notice)
+            first = [
+                one | {"reason": self._roots.without_places(one["reason"])}
+                for one in state["damage"][:_MOST_IN_NOTICE]
+            ]
+            one = {
+                "source": "scrub" if self._job is None else "job",
+                "job": self._job,
+                "verification": self.last.number,
+            }
+            notice = {
+                "event": "damage",
+                "checkpoint": self._ident,
+                **one,
+                "damaged": state["damaged"],
+                "damage": first,
+            }
+        self.last = self._journal.update_verification(
+            replace(self.last, **counted), over=state["over"], notice=notice
+        )
 
     def end(self, error: str) -> None:
         """Record that the verification failed. Raises StorageError."""

@@ -1,7 +1,7 @@
 """Notices to a webhook, which are kept in the journal until they have been received.
 
-The address is an option of the service, which no request can set. Redirects are not followed. With `SHARDCKPT_WEBHOOK_SECRET` each body is
-signed: `X-Shardckpt-Signature: sha256=HMAC`.
+The address is an option of the service, which no request can set. Redirects are not followed. With
+`SHARDCKPT_WEBHOOK_SECRET` each body is signed: `X-Shardckpt-Signature: sha256=HMAC`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,17 @@ class Webhook(BackgroundWork):
         Raises:
             OptionError: the address is not a web server's.
         """
-        super().__init__("webhook", _log, "the webhook could not be notified", first=_POLL, again=_POLL)
+        super().__init__(
+            "webhook", _log, "the webhook could not be notified", first=_POLL, again=_POLL
+        )
         self._pause = _POLL
         self._http: httpx.Client | None = None
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-            raise OptionError("--webhook: give the url of a web server, http://… or https://…, without a password.")
+            raise OptionError(
+                "--webhook: give the url of a web server, http://… or https://…, without a "
+                "password."
+            )
         self._journal, self._url = journal, url
 
     def look(self) -> float:
@@ -57,11 +62,18 @@ class Webhook(BackgroundWork):
             self._pause = _POLL
         except (httpx.HTTPError, httpx.InvalidURL, StorageError) as e:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            _log.warning("the webhook could not be notified", extra={"fields": {"reason": str(e), "again_in": self._pause}})
+            _log.warning(
+                "the webhook could not be notified",
+                extra={"fields": {"reason": str(e), "again_in": self._pause}},
+            )
         return self._pause
 
     def _send(self, http: httpx.Client, body: str) -> None:
-        reply = http.post(self._url, content=body, headers={"Content-Type": "application/json", **_signature(body)})
+        reply = http.post(
+            self._url,
+            content=body,
+            headers={"Content-Type": "application/json", **_signature(body)},
+        )
         if not reply.is_success:
             raise StorageError(f"it answers {reply.status_code}")
 
@@ -70,4 +82,5 @@ def _signature(body: str) -> dict[str, str]:
     secret = os.environ.get(_SECRET)
     if not secret:
         return {}
-    return {"X-Shardckpt-Signature": f"sha256={hmac.new(secret.encode(), body.encode(), hashlib.sha256).hexdigest()}"}
+    digest = hmac.new(secret.encode(), body.encode(), hashlib.sha256).hexdigest()
+    return {"X-Shardckpt-Signature": f"sha256={digest}"}

@@ -22,7 +22,8 @@ class Work:
     again: bool
     """Whether it was started before, and interrupted."""
     options: Mapping[str, Any]
-    """`writing`: `engine`, `workers` and `memory_limit` of reshards and imports; `keep`: the file of rules; `rate`: bytes per second."""
+    """`writing`: `engine`, `workers` and `memory_limit` of reshards and imports; `keep`: the file
+    of rules; `rate`: bytes per second."""
     progress: Callable[[int, int], None]
     """Called with the units done and the total."""
     note: Callable[[dict[str, Any]], None]

@@ -1,10 +1,12 @@
 """The process of a job: `python -m shardckpt.serve.jobs.worker LOCK`.
 
-1. The lease of the job: it locks the file LOCK until it ends, so no other process runs the job at the same time, even after the service
-   that started it has died. The kernel ends the lease together with the process; no clock is involved.
-2. The first line of its standard input is the request. When that input ends, the service is gone. Then the process ends at once, and so do
-   the processes that it has started.
-3. Its standard output has one JSON object a line: `progress`, `note`, and at the end `result` or `error`.
+1. The lease of the job: it locks the file LOCK until it ends, so no other process runs the job at
+   the same time, even after the service that started it has died. The kernel ends the lease
+   together with the process; no clock is involved.
+2. The first line of its standard input is the request. When that input ends, the service is gone.
+   Then the process ends at once, and so do the processes that it has started.
+3. Its standard output has one JSON object a line: `progress`, `note`, and at the end `result` or
+   `error`.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def main(lock: str) -> int:
         send("error", {"code": e.code, "message": text_of(e)})
     except Exception as e:
         logging.getLogger("shardckpt.serve.jobs").exception("a job failed")
-        send("error", {"code": "internal", "message": f"{type(e).__name__}: {e}; the log has more."})
+        send(
+            "error", {"code": "internal", "message": f"{type(e).__name__}: {e}; the log has more."}
+        )
     return 0
 
 

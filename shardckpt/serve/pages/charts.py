@@ -20,7 +20,11 @@ MOST_POINTS = 600
 
 def metric_chart(name: str, entries: Sequence[dict[str, Any]]) -> Html:
     """A metric over the steps of a run; each point leads to its checkpoint."""
-    known = [(one["step"], float(one["metrics"][name]), one) for one in entries if one["step"] is not None and name in one["metrics"]]
+    known = [
+        (one["step"], float(one["metrics"][name]), one)
+        for one in entries
+        if one["step"] is not None and name in one["metrics"]
+    ]
     points = thinned([point for point in known if math.isfinite(point[1])])
     if not points:
         return el("p", f"{name}: no finite values.", class_="quiet")
@@ -37,15 +41,28 @@ def metric_chart(name: str, entries: Sequence[dict[str, Any]]) -> Html:
         )
         for step, value, one in points
     ]
-    span = f"from {points[0][1]:.6g} to {points[-1][1]:.6g}; least {low[1]:.6g} at step {low[0]}, most {high[1]:.6g} at step {high[0]}"
+    span = (
+        f"from {points[0][1]:.6g} to {points[-1][1]:.6g}; least {low[1]:.6g} at step {low[0]}, "
+        f"most {high[1]:.6g} at step {high[0]}"
+    )
     sentence = f"{count(len(points), 'step')}, {span}."
-    parts = [*_axes(points[0][0], points[-1][0], low[1], high[1]), el("polyline", points=line, class_="line"), *dots]
-    return el("figure", el("figcaption", name), svg(name, sentence, _WIDTH, _HEIGHT, parts, class_="chart"))
+    parts = [
+        *_axes(points[0][0], points[-1][0], low[1], high[1]),
+        el("polyline", points=line, class_="line"),
+        *dots,
+    ]
+    return el(
+        "figure",
+        el("figcaption", name),
+        svg(name, sentence, _WIDTH, _HEIGHT, parts, class_="chart"),
+    )
 
 
 def time_line(entries: Sequence[dict[str, Any]]) -> Html:
     """The steps of a run: their states, and their sizes as bars."""
-    known = thinned([(one["step"], one["stored_bytes"] or 0, one) for one in entries if one["step"] is not None])
+    known = thinned(
+        [(one["step"], one["stored_bytes"] or 0, one) for one in entries if one["step"] is not None]
+    )
     if not known:
         return el("p", "No checkpoint here has a step in its name.", class_="quiet")
     height = 84.0
@@ -57,24 +74,67 @@ def time_line(entries: Sequence[dict[str, Any]]) -> Html:
     for step, size, one in known:
         tall = max(2.0, (size - floor) / (most - floor) * (height - _TOP - _BOTTOM - 12))
         title = el("title", f"step {step}: {file_size(size)}{words(one)}")
-        mark = el("circle", title, cx=f"{x(step):.1f}", cy=f"{height - _BOTTOM:.1f}", r=4, class_=kind(one))
-        bar = el("rect", x=f"{x(step) - 2:.1f}", y=f"{height - _BOTTOM - 6 - tall:.1f}", width=4, height=f"{tall:.1f}", class_="size")
-        marks.append(el("a", bar, mark, href=address("checkpoint", one["id"]), aria_label=f"step {step}, {file_size(size)}{words(one)}"))
-    sentence = f"{count(len(known), 'step')} from {known[0][0]} to {known[-1][0]}; sizes from {file_size(least)} to {file_size(most)}."
+        mark = el(
+            "circle",
+            title,
+            cx=f"{x(step):.1f}",
+            cy=f"{height - _BOTTOM:.1f}",
+            r=4,
+            class_=kind(one),
+        )
+        bar = el(
+            "rect",
+            x=f"{x(step) - 2:.1f}",
+            y=f"{height - _BOTTOM - 6 - tall:.1f}",
+            width=4,
+            height=f"{tall:.1f}",
+            class_="size",
+        )
+        marks.append(
+            el(
+                "a",
+                bar,
+                mark,
+                href=address("checkpoint", one["id"]),
+                aria_label=f"step {step}, {file_size(size)}{words(one)}",
+            )
+        )
+    sentence = (
+        f"{count(len(known), 'step')} from {known[0][0]} to {known[-1][0]}; sizes from "
+        f"{file_size(least)} to {file_size(most)}."
+    )
     axis = [
-        el("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=height - _BOTTOM, y2=height - _BOTTOM, class_="axis"),
+        el(
+            "line",
+            x1=_LEFT,
+            x2=_WIDTH - _RIGHT,
+            y1=height - _BOTTOM,
+            y2=height - _BOTTOM,
+            class_="axis",
+        ),
         el("text", f"{known[0][0]:,}", x=_LEFT, y=height - 4, class_="tick"),
         el("text", f"{known[-1][0]:,}", x=_WIDTH - _RIGHT, y=height - 4, class_="tick end"),
         el("text", file_size(most), x=_LEFT - 8, y=_TOP + 8, class_="tick end"),
         el("text", file_size(round(floor)), x=_LEFT - 8, y=height - _BOTTOM - 2, class_="tick end"),
     ]
-    return el("figure", el("figcaption", "steps and sizes"), svg("Steps and sizes", sentence, _WIDTH, height, axis, marks, class_="chart"))
+    return el(
+        "figure",
+        el("figcaption", "steps and sizes"),
+        svg("Steps and sizes", sentence, _WIDTH, height, axis, marks, class_="chart"),
+    )
 
 
 def curve(points: Sequence[tuple[int, float]], name: str) -> Html:
     """A metric over the last steps, as small as a word."""
-    x, y = _scale([step for step, _ in points], 1, 79), _scale([value for _, value in points], 19, 1)
-    line = el("polyline", points=" ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points), class_="line")
+    x, y = (
+        _scale([step for step, _ in points], 1, 79),
+        _scale([value for _, value in points], 19, 1),
+    )
+    line = el(
+        "polyline",
+        points=" ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points),
+        class_="line",
+    )
     sentence = f"{count(len(points), 'step')}, from {points[0][1]:.4g} to {points[-1][1]:.4g}."
     return svg(name, sentence, 80, 20, line, class_="chart curve")
 
@@ -89,12 +149,24 @@ def histogram(statistics: dict[str, Any]) -> Html:
     for i, n in enumerate(counts):
         tall = n / most * (_HEIGHT - _TOP - _BOTTOM)
         title = el("title", f"{edges[i]:.4g} to {edges[i + 1]:.4g}: {n:,}")
-        place = {"x": f"{_LEFT + i * width:.1f}", "y": f"{_HEIGHT - _BOTTOM - tall:.1f}", "height": f"{tall:.1f}"}
+        place = {
+            "x": f"{_LEFT + i * width:.1f}",
+            "y": f"{_HEIGHT - _BOTTOM - tall:.1f}",
+            "height": f"{tall:.1f}",
+        }
         bars.append(el("rect", title, **place, width=f"{width - 1:.1f}", class_="bar"))
     at = counts.index(most)
     peak = f"most, {most:,}, lie between {edges[at]:.4g} and {edges[at + 1]:.4g}"
     sentence = f"{sum(counts):,} elements from {edges[0]:.4g} to {edges[-1]:.4g}; {peak}."
-    return svg("Histogram of values", sentence, _WIDTH, _HEIGHT, *_axes(edges[0], edges[-1], 0, most), bars, class_="chart")
+    return svg(
+        "Histogram of values",
+        sentence,
+        _WIDTH,
+        _HEIGHT,
+        *_axes(edges[0], edges[-1], 0, most),
+        bars,
+        class_="chart",
+    )
 
 
 def _dot(x: float, y: float, one: dict[str, Any], text: str) -> Html:
@@ -107,7 +179,13 @@ def kind(one: dict[str, Any]) -> str:
         return f"mark-{one['state']}"
     if is_damaged(one) or one.get("vanished"):
         return "mark-unreadable"
-    return "mark-pinned" if one["pinned"] or one["tags"] else "mark-superseded" if one["superseded"] else "mark-committed"
+    return (
+        "mark-pinned"
+        if one["pinned"] or one["tags"]
+        else "mark-superseded"
+        if one["superseded"]
+        else "mark-committed"
+    )
 
 
 def words(one: dict[str, Any]) -> str:
@@ -137,7 +215,11 @@ def thinned(points: list[Any]) -> list[Any]:
 def _scale(values: Sequence[float], begin: float, end: float) -> Any:
     low, high = min(values), max(values)
     span = high - low
-    return (lambda value: begin + (value - low) / span * (end - begin)) if span and math.isfinite(span) else (lambda _: (begin + end) / 2)
+    return (
+        (lambda value: begin + (value - low) / span * (end - begin))
+        if span and math.isfinite(span)
+        else (lambda _: (begin + end) / 2)
+    )
 
 
 def _axes(first: float, last: float, low: float, high: float) -> list[Html]:

@@ -15,7 +15,17 @@ from shardckpt.reading.inspection.outline import number_text, outline
 from shardckpt.reading.inspection.words import leaf_text
 from shardckpt.serve.pages.actions import disclosed
 from shardckpt.serve.pages.charts import histogram, is_damaged, words
-from shardckpt.serve.pages.frame import Viewer, address, crumbs, facts, frame, link, search, table, when
+from shardckpt.serve.pages.frame import (
+    Viewer,
+    address,
+    crumbs,
+    facts,
+    frame,
+    link,
+    search,
+    table,
+    when,
+)
 from shardckpt.serve.pages.plan import section
 from shardckpt.state.document import Branch, Tensor, Tied, leaves_of
 from shardckpt.text import count, file_size, shape_text
@@ -48,9 +58,14 @@ def checkpoint_page(
     sections: Sequence[Html | None] = (),
     url: str = "http://localhost:8470",
 ) -> str:
-    """A checkpoint, or a container of it, with its `tree` or `found_names`; `url` is that of the service, for commands."""
+    """A checkpoint, or a container of it, with its `tree` or `found_names`.
+
+    `url` is that of the service, for commands.
+    """
     record, name = ckpt.record, top.name
-    model = [one for one in record.structure.tensors.values() if one.name.startswith("model/")] or record.structure.tensors.values()
+    model = [
+        one for one in record.structure.tensors.values() if one.name.startswith("model/")
+    ] or record.structure.tensors.values()
     parameters = sum(prod(one.shape) for one in model)
     shown: list[tuple[str, Html | str]] = [
         ("Parameters", data("parameters", parameters, number_text(parameters))),
@@ -61,11 +76,23 @@ def checkpoint_page(
         ("Layout", record.layout + (f", {record.compression}" if record.compression else "")),
         ("Created", when(record.created)),
     ]
-    shown += [(key, value if isinstance(value, str) else f"{value:.6g}") for key, value in (entry or {}).get("metrics", {}).items()]
+    shown += [
+        (key, value if isinstance(value, str) else f"{value:.6g}")
+        for key, value in (entry or {}).get("metrics", {}).items()
+    ]
     chain = record.structure.chain
     places = [base.url for base in record.structure.bases[len(chain) :]]
     bases = el("p", "Some tensors lie in ", ", ".join(places), ".") if places else None
-    version = el("p", "Stored as differences from ", chain[0].url, f"; needs {len(chain)} other checkpoints.") if chain else None
+    version = (
+        el(
+            "p",
+            "Stored as differences from ",
+            chain[0].url,
+            f"; needs {len(chain)} other checkpoints.",
+        )
+        if chain
+        else None
+    )
     state: Html | str = "" if entry is None else words(entry).removeprefix(", ")
     if entry is not None and is_damaged(entry):
         state = el("a", state, href="#section-verification", class_="state mark-unreadable")
@@ -79,7 +106,11 @@ def checkpoint_page(
         sections,
         section(
             "Reshard",
-            disclosed("Plan a reshard", "Nothing is written: the plan says what would be read and written.", plan_form(ident, {})),
+            disclosed(
+                "Plan a reshard",
+                "Nothing is written: the plan says what would be read and written.",
+                plan_form(ident, {}),
+            ),
         ),
         section("Fetch", *_commands(ident, url, ckpt.names())),
         id="main",
@@ -88,36 +119,70 @@ def checkpoint_page(
 
 
 def _metadata(metadata: Mapping[str, Any]) -> Html | None:
-    """Metadata of the save, but for the metrics, which are among the facts; long documents are folded."""
+    """Metadata of the save, but for the metrics, which are among the facts.
+
+    Long documents are folded.
+    """
     items = []
     for key, value in sorted(metadata.items()):
         if key != "metrics":
             text = value if isinstance(value, str) else json.dumps(value, indent=1)
             whole = text[:_LONGEST_METADATA] + (" …" if len(text) > _LONGEST_METADATA else "")
             long = len(text) > _SHORT
-            items.append(el("details", el("summary", key), el("pre", whole)) if long else el("p", f"{key}: ", el("code", text)))
+            items.append(
+                el("details", el("summary", key), el("pre", whole))
+                if long
+                else el("p", f"{key}: ", el("code", text))
+            )
     return section("Metadata", items) if items else None
 
 
 def _commands(ident: str, url: str, names: Sequence[str]) -> list[Html]:
-    """Files to download, and commands that fetch a checkpoint, with the url of this service; the token is read from a variable."""
+    """Files to download, and commands that fetch a checkpoint, with the url of this service.
+
+    The token is read from a variable.
+    """
     here, origin = f"{url}/raw/{quote(ident)}", "/".join(url.split("/")[:3])
     path, part = f"/files/{quote(ident)}/model.safetensors", below("model/", names)
-    files = [("the model", "model.safetensors", f"{path}?{urlencode(part, safe='/*')}")] if part else []
-    files += [] if not names or (part and "include" not in part) else [("all tensors of the state", "state.safetensors", path)]
+    files = (
+        [("the model", "model.safetensors", f"{path}?{urlencode(part, safe='/*')}")] if part else []
+    )
+    files += (
+        []
+        if not names or (part and "include" not in part)
+        else [("all tensors of the state", "state.safetensors", path)]
+    )
     commands_shown = (
-        ("Once, for all of them", f'export SHARDCKPT_HTTP_HEADERS="{origin} Authorization: Bearer $SHARDCKPT_TOKEN"'),
+        (
+            "Once, for all of them",
+            f'export SHARDCKPT_HTTP_HEADERS="{origin} Authorization: Bearer $SHARDCKPT_TOKEN"',
+        ),
         ("Restore", f'state = shardckpt.restore("{here}")'),
         ("Copy", f"shardckpt reshard {here} ./{ident.rpartition('/')[2]}"),
-        *((what.capitalize(), f"curl -H \"Authorization: Bearer $SHARDCKPT_TOKEN\" -o {name} '{url}{file}'") for what, name, file in files),
+        *(
+            (
+                what.capitalize(),
+                f"curl -H \"Authorization: Bearer $SHARDCKPT_TOKEN\" -o {name} '{url}{file}'",
+            )
+            for what, name, file in files
+        ),
         ("zarr", f'zarr.open_group("{url}/zarr/{quote(ident)}", mode="r")'),
     )
-    links = [el("p", el("a", f"Download {what}", href=file, download=name), " (safetensors)") for what, name, file in files]
-    commands = el("details", el("summary", "Commands"), facts([(title, el("pre", text)) for title, text in commands_shown], "commands"))
+    links = [
+        el("p", el("a", f"Download {what}", href=file, download=name), " (safetensors)")
+        for what, name, file in files
+    ]
+    commands = el(
+        "details",
+        el("summary", "Commands"),
+        facts([(title, el("pre", text)) for title, text in commands_shown], "commands"),
+    )
     return [*links, commands]
 
 
-def unreadable_page(ident: str, reason: str, viewer: Viewer, sections: Sequence[Html | None]) -> str:
+def unreadable_page(
+    ident: str, reason: str, viewer: Viewer, sections: Sequence[Html | None]
+) -> str:
     """A checkpoint that cannot be opened: why, and what is known of it besides."""
     notice = el("p", reason, class_="bad", role="alert")
     main = el("main", el("h1", ident), section("Unreadable", notice), sections, id="main")
@@ -125,7 +190,12 @@ def unreadable_page(ident: str, reason: str, viewer: Viewer, sections: Sequence[
 
 
 def tensor_page(
-    ident: str, ckpt: Checkpoint, name: str, devices: Sequence[dict[str, Any]], statistics: dict[str, Any] | None, viewer: Viewer
+    ident: str,
+    ckpt: Checkpoint,
+    name: str,
+    devices: Sequence[dict[str, Any]],
+    statistics: dict[str, Any] | None,
+    viewer: Viewer,
 ) -> str:
     """A tensor: its layout as a picture, the devices' boxes, and on demand statistics of its values."""
     info = ckpt.info(name)
@@ -137,39 +207,97 @@ def tensor_page(
     ]
     shown += [("Tied to", ", ".join(info.tied_names))] if info.tied_names else []
     shown += [("Lies in", info.base)] if info.base else []
-    picture = tile_grid(name, info.layout, info.shape, None, info.chunks, "") if info.layout is not None else None
-    spans = ((one["device"], zip(one["start"], one["stop"], strict=True)) for one in devices[:MOST_DEVICES])
-    boxes = [(f"{device}", ", ".join(f"{a}:{b}" for a, b in span) or "scalar") for device, span in spans]
-    listed = (
-        table((("Device", True), ("Box", False)), boxes, caption=f"{count(len(devices), 'device')}", ident="devices") if boxes else None
+    picture = (
+        tile_grid(name, info.layout, info.shape, None, info.chunks, "")
+        if info.layout is not None
+        else None
     )
-    details = el("details", el("summary", "Which device held which box"), listed) if listed else None
-    ask = el("a", "Read values", href=address("tensor", ident, name=name, values="read"), class_="button", rel="nofollow")
-    values = _values(statistics) if statistics is not None else el("p", ask, " Reads at most 16 MiB of it.")
+    spans = (
+        (one["device"], zip(one["start"], one["stop"], strict=True))
+        for one in devices[:MOST_DEVICES]
+    )
+    boxes = [
+        (f"{device}", ", ".join(f"{a}:{b}" for a, b in span) or "scalar") for device, span in spans
+    ]
+    listed = (
+        table(
+            (("Device", True), ("Box", False)),
+            boxes,
+            caption=f"{count(len(devices), 'device')}",
+            ident="devices",
+        )
+        if boxes
+        else None
+    )
+    details = (
+        el("details", el("summary", "Which device held which box"), listed) if listed else None
+    )
+    ask = el(
+        "a",
+        "Read values",
+        href=address("tensor", ident, name=name, values="read"),
+        class_="button",
+        rel="nofollow",
+    )
+    values = (
+        _values(statistics)
+        if statistics is not None
+        else el("p", ask, " Reads at most 16 MiB of it.")
+    )
     main = el(
         "main",
         el("h1", name),
         section("Facts", facts(shown)),
-        section("Layout", el("p", layout_text(info.layout)), el("div", picture, class_="wide") if picture else None, details),
+        section(
+            "Layout",
+            el("p", layout_text(info.layout)),
+            el("div", picture, class_="wide") if picture else None,
+            details,
+        ),
         section("Values", values),
         id="main",
     )
-    return frame(name, crumbs(ident, checkpoint=True, tensor=name), main, here="/ui/runs", viewer=viewer)
+    return frame(
+        name, crumbs(ident, checkpoint=True, tensor=name), main, here="/ui/runs", viewer=viewer
+    )
 
 
-def diff_page(a: str | None, b: str | None, doc: dict[str, Any] | None, *, structure: bool, viewer: Viewer) -> str:
+def diff_page(
+    a: str | None, b: str | None, doc: dict[str, Any] | None, *, structure: bool, viewer: Viewer
+) -> str:
     """A comparison of two checkpoints, and the form that asks for it."""
     fields = [
-        el("label", f"{what} ", el("input", type="text", name=key, value=value or "", required=True, id=f"field-{key}", size=40))
+        el(
+            "label",
+            f"{what} ",
+            el(
+                "input",
+                type="text",
+                name=key,
+                value=value or "",
+                required=True,
+                id=f"field-{key}",
+                size=40,
+            ),
+        )
         for key, what, value in (("a", "Checkpoint", a), ("b", "Compare with", b))
     ]
     box = el("input", type="checkbox", name="structure", value="true", checked=structure)
     only = el("label", box, " names, shapes and small leaves only")
-    form = el("form", fields, only, el("button", "Compare", type="submit"), action="/ui/diff", class_="fields")
+    form = el(
+        "form",
+        fields,
+        only,
+        el("button", "Compare", type="submit"),
+        action="/ui/diff",
+        class_="fields",
+    )
     parts = [section("Checkpoints", form)]
     if doc is not None:
         parts.append(section("Result", _verdict(doc, structure=structure), *_changes(doc, b or "")))
-    return frame("Compare", el("main", el("h1", "Compare"), parts, id="main"), here="/ui/diff", viewer=viewer)
+    return frame(
+        "Compare", el("main", el("h1", "Compare"), parts, id="main"), here="/ui/diff", viewer=viewer
+    )
 
 
 def plan_form(ident: str, asked: dict[str, Any]) -> Html:
@@ -178,7 +306,15 @@ def plan_form(ident: str, asked: dict[str, Any]) -> Html:
     def field(name: str, label: str, hint: str) -> Html:
         value = asked.get(name) or ""
         text = " ".join(value) if isinstance(value, list) else str(value)
-        box = el("input", type="text", name=name, value=text, placeholder=hint, id=f"plan-{name}", autocomplete="off")
+        box = el(
+            "input",
+            type="text",
+            name=name,
+            value=text,
+            placeholder=hint,
+            id=f"plan-{name}",
+            autocomplete="off",
+        )
         return el("label", f"{label} ", box)
 
     fields = [
@@ -187,7 +323,13 @@ def plan_form(ident: str, asked: dict[str, Any]) -> Html:
         field("preset", "Or rules for a family", "llama/fsdp+tp"),
         field("devices_per_host", "Devices per host", "8"),
     ]
-    return el("form", fields, el("button", "Plan", type="submit"), action=address("plan", ident), class_="fields")
+    return el(
+        "form",
+        fields,
+        el("button", "Plan", type="submit"),
+        action=address("plan", ident),
+        class_="fields",
+    )
 
 
 def tree(ident: str, ckpt: Checkpoint, top: Node) -> Html:
@@ -209,16 +351,32 @@ def _list(ident: str, ckpt: Checkpoint, above: OutlineEntry, shown: set[int]) ->
     items = []
     for one in above.children[: 5 * MOST_ROWS] or [above]:
         times = f" × {one.repeats:,}," if one.repeats > 1 else ""
-        inside = el("small", f"{times} {count(one.tensors, 'tensor')}, {file_size(one.nbytes)}" if one.tensors else times)
+        inside = el(
+            "small",
+            f"{times} {count(one.tensors, 'tensor')}, {file_size(one.nbytes)}"
+            if one.tensors
+            else times,
+        )
         if one.values is not None or (one.node is not None and not isinstance(one.node, Branch)):
             items.append(el("li", leaf_line(ident, ckpt, one.node, one.label, one.values), times))
         elif one is not above and id(one) in shown and one.children:
             below = _list(ident, ckpt, one, shown)
-            items.append(el("li", el("details", el("summary", one.label, inside), below, open=len(shown) < _FEW)))
+            items.append(
+                el(
+                    "li",
+                    el("details", el("summary", one.label, inside), below, open=len(shown) < _FEW),
+                )
+            )
         elif one is not above and isinstance(one.node, Branch) and one.children:
             items.append(el("li", link("checkpoint", ident, one.label, under=one.name), inside))
         elif one is not above and one.children:  # a group of keys has no page of its own
-            items.append(el("li", el("a", one.label, href=address("checkpoint", ident, text=one.name)), inside))
+            items.append(
+                el(
+                    "li",
+                    el("a", one.label, href=address("checkpoint", ident, text=one.name)),
+                    inside,
+                )
+            )
         else:
             items.append(el("li", one.label, el("small", " empty")))
     left = len(above.children) - len(items)
@@ -226,7 +384,9 @@ def _list(ident: str, ckpt: Checkpoint, above: OutlineEntry, shown: set[int]) ->
     return el("ul", items, more)
 
 
-def leaf_line(ident: str, ckpt: Checkpoint, node: Node | None, text: str, values: str | None = None) -> list[Html]:
+def leaf_line(
+    ident: str, ckpt: Checkpoint, node: Node | None, text: str, values: str | None = None
+) -> list[Html]:
     """A leaf, or a list of small `values`, as a name and what is known of it."""
     if values is not None or node is None:
         return [el("span", text), el("small", f" {values}")]
@@ -236,7 +396,9 @@ def leaf_line(ident: str, ckpt: Checkpoint, node: Node | None, text: str, values
         tied = f", tied to {node.stored}" if isinstance(node, Tied) else ""
         return [
             link("tensor", ident, text, name=node.name),
-            el("small", f" {shape_text(t.shape)} {t.dtype.name}, {file_size(t.nbytes)}{held}{tied}"),
+            el(
+                "small", f" {shape_text(t.shape)} {t.dtype.name}, {file_size(t.nbytes)}{held}{tied}"
+            ),
         ]
     assert not isinstance(node, Branch)
     type_name, value = leaf_text(node)
@@ -248,8 +410,18 @@ def found_names(ident: str, ckpt: Checkpoint, top: Node, text: str) -> Html:
     lowered = text.lower()
     matches = [leaf for leaf in leaves_of(top) if lowered in leaf.name.lower()]
     items = [el("li", leaf_line(ident, ckpt, leaf, leaf.name)) for leaf in matches[:MOST_FOUND]]
-    more = el("p", f"… and {len(matches) - MOST_FOUND:,} more", class_="quiet") if len(matches) > MOST_FOUND else None
-    return el("div", el("p", f"{count(len(matches), 'name')} found", role="status"), el("ul", items), more, class_="tree")
+    more = (
+        el("p", f"… and {len(matches) - MOST_FOUND:,} more", class_="quiet")
+        if len(matches) > MOST_FOUND
+        else None
+    )
+    return el(
+        "div",
+        el("p", f"{count(len(matches), 'name')} found", role="status"),
+        el("ul", items),
+        more,
+        class_="tree",
+    )
 
 
 def _values(statistics: dict[str, Any]) -> Html:
@@ -267,14 +439,22 @@ def _values(statistics: dict[str, Any]) -> Html:
 def _verdict(doc: dict[str, Any], *, structure: bool) -> Html:
     """A comparison in a sentence."""
     verdict = "equal" if doc["equal"] else "different"
-    compared = "values were not compared" if structure else f"{count(doc['tensors_compared'], 'tensor')} compared bit by bit"
+    compared = (
+        "values were not compared"
+        if structure
+        else f"{count(doc['tensors_compared'], 'tensor')} compared bit by bit"
+    )
     if doc["values"]:
         most = max(doc["values"], key=_relative)
         compared += f"; {len(doc['values']):,} of them differ, most of all {most['name']}"
         compared += f" (by {most['relative']:.2%})" if most["relative"] is not None else ""
     alone = len(doc["only_a"]) + len(doc["only_b"])
     extra = [f"; only one of them has {count(alone, 'name')}"] if alone else []
-    extra += [f"; {count(len(doc['changes']), 'name')} with another shape, dtype or small value"] if doc["changes"] else []
+    extra += (
+        [f"; {count(len(doc['changes']), 'name')} with another shape, dtype or small value"]
+        if doc["changes"]
+        else []
+    )
     return el("p", el("strong", verdict), f": {compared}", *extra, ".", class_="verdict")
 
 
@@ -291,17 +471,30 @@ def _changes(doc: dict[str, Any], b: str) -> list[Html | None]:
             parts.append(el("h3", f"{title} ({len(names):,})"))
             parts.append(el("ul", [el("li", name) for name in names[:MOST_CHANGES]]))
     if doc["changes"]:
-        rows = [(one["name"], one["aspect"], _side(one["a"]), _side(one["b"])) for one in doc["changes"][:MOST_CHANGES]]
+        rows = [
+            (one["name"], one["aspect"], _side(one["a"]), _side(one["b"]))
+            for one in doc["changes"][:MOST_CHANGES]
+        ]
         heads = (("Name", False), ("What", False), ("First", False), ("Second", False))
-        parts.append(table(heads, rows, caption=count(len(doc["changes"]), "change"), ident="changes"))
+        parts.append(
+            table(heads, rows, caption=count(len(doc["changes"]), "change"), ident="changes")
+        )
     if doc["values"]:
         rows_of_values = [
             (
                 link("tensor", b, one["name"], name=one["name"]),
                 data("differing", one["differing"], f"{one['differing']:,}"),
-                data("share", one["differing"] / one["elements"], f"{one['differing'] / one['elements']:.1%}"),
-                "–" if one["relative"] is None else data("relative", one["relative"], f"{one['relative']:.2%}"),
-                "–" if one["largest"] is None else data("largest", one["largest"], f"{float(one['largest']):.6g}"),
+                data(
+                    "share",
+                    one["differing"] / one["elements"],
+                    f"{one['differing'] / one['elements']:.1%}",
+                ),
+                "–"
+                if one["relative"] is None
+                else data("relative", one["relative"], f"{one['relative']:.2%}"),
+                "–"
+                if one["largest"] is None
+                else data("largest", one["largest"], f"{float(one['largest']):.6g}"),
                 f"{one['nans']:,}",
             )
             for one in sorted(doc["values"], key=_relative, reverse=True)[:MOST_CHANGES]
@@ -316,7 +509,14 @@ def _changes(doc: dict[str, Any], b: str) -> list[Html | None]:
             )
         )
     if doc["layouts"]:
-        parts.append(el("p", f"Another layout in {count(len(doc['layouts']), 'tensor')}, which counts as no difference.", class_="quiet"))
+        parts.append(
+            el(
+                "p",
+                f"Another layout in {count(len(doc['layouts']), 'tensor')}, which counts as no "
+                "difference.",
+                class_="quiet",
+            )
+        )
     return parts
 
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from shardckpt.serve.access.identity import Identity
 
 POLICY = (
-    "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; "
-    "frame-ancestors 'none'"
+    "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src "
+    "'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 """Content-Security-Policy of the pages."""
 STATIC = ("plan.css", "service.css", "plan.js", "service.js", "icon.svg")
@@ -48,7 +48,9 @@ class Viewer:
 NOBODY = Viewer()
 
 
-def frame(title: str, *parts: Part, here: str = "", viewer: Viewer = NOBODY, script: str = "service.js") -> str:
+def frame(
+    title: str, *parts: Part, here: str = "", viewer: Viewer = NOBODY, script: str = "service.js"
+) -> str:
     """A complete page.
 
     Args:
@@ -59,12 +61,20 @@ def frame(title: str, *parts: Part, here: str = "", viewer: Viewer = NOBODY, scr
         script: its script.
     """
     areas = _AREAS + _AREAS_OF_JOBS if viewer.jobs else _AREAS
-    links = [el("li", el("a", text, href=at, aria_current="page" if at == here else None)) for text, at in areas]
+    links = [
+        el("li", el("a", text, href=at, aria_current="page" if at == here else None))
+        for text, at in areas
+    ]
     leave: Html | None = None
     if viewer.identity is not None and viewer.identity.by_proxy:
         leave = el("p", viewer.identity.name, class_="quiet")
     elif viewer.signed_in and viewer.identity is not None:
-        leave = el("form", el("button", f"Sign out {viewer.identity.name}", type="submit"), method="post", action="/ui/logout")
+        leave = el(
+            "form",
+            el("button", f"Sign out {viewer.identity.name}", type="submit"),
+            method="post",
+            action="/ui/logout",
+        )
     head = el(
         "head",
         el("meta", charset="utf-8"),
@@ -75,10 +85,26 @@ def frame(title: str, *parts: Part, here: str = "", viewer: Viewer = NOBODY, scr
         el("script", Html(""), src=f"/static/{script}?{__version__}", defer=True),
     )
     skip = el("a", "To the content", href="#main", class_="skip")
-    nav = el("nav", el("a", "shardckpt", href="/ui/runs", class_="brand"), el("ul", links), leave, aria_label="Service")
+    nav = el(
+        "nav",
+        el("a", "shardckpt", href="/ui/runs", class_="brand"),
+        el("ul", links),
+        leave,
+        aria_label="Service",
+    )
     shown = viewer.vanished if viewer.identity is not None else ()
     gone = [el("p", f"Root {name}: {why}", class_="bad", role="alert") for name, why in shown]
-    return "<!DOCTYPE html>\n" + el("html", head, el("body", skip, nav, gone, *parts), lang="en", data_prefix=PREFIX.get() or None) + "\n"
+    return (
+        "<!DOCTYPE html>\n"
+        + el(
+            "html",
+            head,
+            el("body", skip, nav, gone, *parts),
+            lang="en",
+            data_prefix=PREFIX.get() or None,
+        )
+        + "\n"
+    )
 
 
 def link(area: str, ident: str, text: Part, **query: object) -> Html:
@@ -89,7 +115,9 @@ def link(area: str, ident: str, text: Part, **query: object) -> Html:
 def address(area: str, ident: str, **query: object) -> str:
     """The path of a page."""
     given = {key: value for key, value in query.items() if value is not None}
-    return f"/ui/{area}/{quote(ident, errors='surrogatepass')}" + (f"?{urlencode(given, errors='surrogatepass')}" if given else "")
+    return f"/ui/{area}/{quote(ident, errors='surrogatepass')}" + (
+        f"?{urlencode(given, errors='surrogatepass')}" if given else ""
+    )
 
 
 def crumbs(ident: str, *, checkpoint: bool, tensor: str | None = None) -> Html:
@@ -104,7 +132,9 @@ def crumbs(ident: str, *, checkpoint: bool, tensor: str | None = None) -> Html:
     return el("nav", el("ol", steps, class_="crumbs"), aria_label="Place")
 
 
-def table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[Part]], *, caption: str, ident: str) -> Html:
+def table(
+    heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[Part]], *, caption: str, ident: str
+) -> Html:
     """A table whose columns can be sorted; on a phone, each row is a card.
 
     Args:
@@ -114,29 +144,71 @@ def table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[Part]], *, 
         ident: id of the element.
     """
     head = [
-        el("th", el("button", text, type="button"), scope="col", class_="n" if number else None, aria_sort="none") for text, number in heads
+        el(
+            "th",
+            el("button", text, type="button"),
+            scope="col",
+            class_="n" if number else None,
+            aria_sort="none",
+        )
+        for text, number in heads
     ]
     titles = [(text, "n" if number else None) for text, number in heads]
-    body = [el("tr", [el("td", cell, class_=n, data_head=text) for cell, (text, n) in zip(row, titles, strict=True)]) for row in rows]
-    inner = el("table", el("caption", caption), el("thead", el("tr", head)), el("tbody", body), id=ident, class_="cards sortable")
+    body = [
+        el(
+            "tr",
+            [
+                el("td", cell, class_=n, data_head=text)
+                for cell, (text, n) in zip(row, titles, strict=True)
+            ],
+        )
+        for row in rows
+    ]
+    inner = el(
+        "table",
+        el("caption", caption),
+        el("thead", el("tr", head)),
+        el("tbody", body),
+        id=ident,
+        class_="cards sortable",
+    )
     return el("div", inner, class_="scroll", tabindex=0, role="region", aria_label=caption)
 
 
 def facts(pairs: Iterable[tuple[str, Part]], style: str = "facts") -> Html:
     """Titles with values."""
-    return el("dl", [el("div", el("dt", title), el("dd", value)) for title, value in pairs], class_=style)
+    return el(
+        "dl", [el("div", el("dt", title), el("dd", value)) for title, value in pairs], class_=style
+    )
 
 
 def search(label: str, name: str, value: str | None, *others: Html) -> Html:
     """A form with one text field, and other fields."""
-    field = el("input", type="search", name=name, value=value or "", autocomplete="off", id=f"field-{name}", maxlength=200)
-    return el("form", el("label", f"{label} ", field), others, el("button", "Search", type="submit"), class_="line", role="search")
+    field = el(
+        "input",
+        type="search",
+        name=name,
+        value=value or "",
+        autocomplete="off",
+        id=f"field-{name}",
+        maxlength=200,
+    )
+    return el(
+        "form",
+        el("label", f"{label} ", field),
+        others,
+        el("button", "Search", type="submit"),
+        class_="line",
+        role="search",
+    )
 
 
 def more(path: str, **query: object) -> Html:
     """A link to the next page of a list."""
     given = {key: value for key, value in query.items() if value}
-    return el("p", el("a", "More", href=f"{path}?{urlencode(given, errors='surrogatepass')}", rel="next"))
+    return el(
+        "p", el("a", "More", href=f"{path}?{urlencode(given, errors='surrogatepass')}", rel="next")
+    )
 
 
 def when(time: str | None) -> Html | str:
@@ -145,7 +217,12 @@ def when(time: str | None) -> Html | str:
     if known is None:
         return time or "–"
     text = f"{known.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S} UTC"
-    return el("time", ago((dt.datetime.now(dt.UTC) - known).total_seconds()), el("small", f" {text}"), datetime=time)
+    return el(
+        "time",
+        ago((dt.datetime.now(dt.UTC) - known).total_seconds()),
+        el("small", f" {text}"),
+        datetime=time,
+    )
 
 
 def ago(seconds: float) -> str:
@@ -165,17 +242,39 @@ def span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def error_page(status: int, title: str, detail: str, viewer: Viewer, back: Html | None = None) -> str:
+def error_page(
+    status: int, title: str, detail: str, viewer: Viewer, back: Html | None = None
+) -> str:
     """A page that says what went wrong, with a link to go on."""
     link_back = el("p", back or el("a", "All runs", href="/ui/runs"))
-    main = el("main", el("h1", f"{status} {title}"), el("section", el("p", detail, role="alert"), link_back), id="main")
+    main = el(
+        "main",
+        el("h1", f"{status} {title}"),
+        el("section", el("p", detail, role="alert"), link_back),
+        id="main",
+    )
     return frame(title, main, viewer=viewer)
 
 
 def login_page(message: str | None) -> str:
     """The form that begins a session."""
-    field = el("input", type="password", name="token", required=True, autocomplete="current-password", id="token")
-    form = el("form", el("label", "Token ", field), el("button", "Sign in", type="submit"), method="post", action="/ui/login")
+    field = el(
+        "input",
+        type="password",
+        name="token",
+        required=True,
+        autocomplete="current-password",
+        id="token",
+    )
+    form = el(
+        "form",
+        el("label", "Token ", field),
+        el("button", "Sign in", type="submit"),
+        method="post",
+        action="/ui/login",
+    )
     notice = None if message is None else el("p", message, role="alert", class_="bad")
     hint = el("p", "`shardckpt token` makes tokens.", class_="quiet")
-    return frame("Sign in", el("main", el("h1", "Sign in"), el("section", notice, form, hint), id="main"))
+    return frame(
+        "Sign in", el("main", el("h1", "Sign in"), el("section", notice, form, hint), id="main")
+    )

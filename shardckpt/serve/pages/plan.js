@@ -1,5 +1,6 @@
 "use strict";
-// Sorting and filtering the table of tensors, and reading the heat map cell by cell. The page says all it has to say without.
+// Sorting and filtering the table of tensors, and reading the heat map cell by cell. The page says
+// all it has to say without.
 {
   const table = document.getElementById("tensors");
   const body = table.tBodies[0];
@@ -8,14 +9,18 @@
     const exact = cell.querySelector("data");
     return exact ? (exact.value === "" ? -1 : Number(exact.value)) : cell.textContent;
   };
-  const compare = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true }));
+  const compare = (a, b) =>
+    typeof a === "number" && typeof b === "number"
+      ? a - b
+      : String(a).localeCompare(String(b), "en", { numeric: true });
   for (const button of table.tHead.querySelectorAll("button")) {
     button.addEventListener("click", () => {
       const head = button.parentElement;
       const numbers = head.classList.contains("n");
       const now = head.getAttribute("aria-sort");
       const down = now === "none" ? numbers : now === "ascending";
-      for (const other of table.tHead.querySelectorAll("th")) other.setAttribute("aria-sort", "none");
+      for (const other of table.tHead.querySelectorAll("th"))
+        other.setAttribute("aria-sort", "none");
       head.setAttribute("aria-sort", down ? "descending" : "ascending");
       const rows = Array.from(body.rows, (row) => [key(row, head.cellIndex), row]);
       rows.sort((a, b) => (down ? compare(b[0], a[0]) : compare(a[0], b[0])));
@@ -36,10 +41,15 @@
 }
 const heat = document.getElementById("heat");
 if (heat) {
-  const { source_hosts: writers, target_hosts: readers, bytes } = JSON.parse(document.getElementById("flow").textContent);
+  const {
+    source_hosts: writers,
+    target_hosts: readers,
+    bytes,
+  } = JSON.parse(document.getElementById("flow").textContent);
   const cursor = heat.querySelector(".cursor");
   const cell = document.getElementById("cell");
-  const hosts = ([first, stop]) => (stop - first === 1 ? `host ${first}` : `hosts ${first}–${stop - 1}`);
+  const hosts = ([first, stop]) =>
+    stop - first === 1 ? `host ${first}` : `hosts ${first}–${stop - 1}`;
   const size = (n) => {
     let unit = 0;
     for (; n >= 1000 && unit < 4; unit++) n /= 1024;
@@ -57,11 +67,16 @@ if (heat) {
   };
   heat.addEventListener("pointermove", (event) => {
     const box = heat.getBoundingClientRect();
-    show(Math.floor(((event.clientY - box.top) / box.height) * writers.length), Math.floor(((event.clientX - box.left) / box.width) * readers.length));
+    show(
+      Math.floor(((event.clientY - box.top) / box.height) * writers.length),
+      Math.floor(((event.clientX - box.left) / box.width) * readers.length),
+    );
   });
   heat.addEventListener("focus", () => show(row, column));
   heat.addEventListener("keydown", (event) => {
-    const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[
+      event.key
+    ];
     if (!step) return;
     event.preventDefault();
     show(row + step[0], column + step[1]);

@@ -1,7 +1,8 @@
 """The HTML page of a plan: the numbers of the JSON document, in the order of a reader's questions.
 
-First the verdict, the costs, and the bytes that restores read with the reshard and without it. Then the holders of data before and
-after, the bytes from host to host, and the balance. Then every tensor, the costliest first, with the rule that decided.
+First the verdict, the costs, and the bytes that restores read with the reshard and without it. Then
+the holders of data before and after, the bytes from host to host, and the balance. Then every
+tensor, the costliest first, with the rule that decided.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from shardckpt._version import __version__
 from shardckpt.layout.text import spec_text
 from shardckpt.reading.inspection.figures import tile_grid
 from shardckpt.reading.inspection.markup import Html, data, el
-from shardckpt.reshard.forecast.words import assumptions, factor, hosts_text, notice_text, rate_text, route, span_text, verdict
+from shardckpt.reshard.forecast.words import (
+    assumptions,
+    factor,
+    hosts_text,
+    notice_text,
+    rate_text,
+    route,
+    span_text,
+    verdict,
+)
 from shardckpt.serve.pages.figures import LEVELS, balance, heat_map, ribbons
 from shardckpt.text import count, file_size, shape_text
 
@@ -41,8 +51,14 @@ def page(forecast: Forecast, doc: dict[str, Any]) -> str:
         forecast: the plan, for its layouts.
         doc: its document (`reshard.forecast.document`), for all numbers.
     """
-    style, script = (Html(resources.files(__package__).joinpath(f"plan.{kind}").read_text("utf-8")) for kind in ("css", "js"))
-    policy = f"default-src 'none'; style-src 'sha256-{_digest(style)}'; script-src 'sha256-{_digest(script)}'; base-uri 'none'"
+    style, script = (
+        Html(resources.files(__package__).joinpath(f"plan.{kind}").read_text("utf-8"))
+        for kind in ("css", "js")
+    )
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{_digest(style)}'; script-src "
+        f"'sha256-{_digest(script)}'; base-uri 'none'"
+    )
     head = [
         el("meta", charset="utf-8"),
         el("meta", http_equiv="Content-Security-Policy", content=policy),
@@ -61,13 +77,26 @@ def plan_parts(forecast: Forecast, doc: dict[str, Any]) -> list[Html]:
         _facts(doc),
         _restores(doc),
         _layouts(forecast, doc),
-        *([_one_host(doc)] if _on_one_host(doc) else [_flow(forecast, doc), _balance(forecast, doc)]),
+        *(
+            [_one_host(doc)]
+            if _on_one_host(doc)
+            else [_flow(forecast, doc), _balance(forecast, doc)]
+        ),
         _notices(forecast, doc),
         _tensors(forecast, doc),
     )
     # Inside a script element only `<` could end the element, or begin a comment.
-    flow = el("script", Html(json.dumps(doc["flow"]).replace("<", "\\u003c")), type="application/json", id="flow")
-    footer = el("footer", [el("p", sentence) for sentence in assumptions(doc)], el("p", f"Made by shardckpt {__version__}."))
+    flow = el(
+        "script",
+        Html(json.dumps(doc["flow"]).replace("<", "\\u003c")),
+        type="application/json",
+        id="flow",
+    )
+    footer = el(
+        "footer",
+        [el("p", sentence) for sentence in assumptions(doc)],
+        el("p", f"Made by shardckpt {__version__}."),
+    )
     return [_header(doc), main, footer, flow]
 
 
@@ -84,7 +113,12 @@ def section(title: str, *parts: Any, **attributes: Any) -> Html:
 def _header(doc: dict[str, Any]) -> Html:
     source, target = route(doc)
     sides = [
-        el("div", el("p", "From", class_="quiet"), el("p", el("code", doc["source"]["url"])), el("p", source)),
+        el(
+            "div",
+            el("p", "From", class_="quiet"),
+            el("p", el("code", doc["source"]["url"])),
+            el("p", source),
+        ),
         el(
             "div",
             el("p", "To", class_="quiet"),
@@ -92,7 +126,12 @@ def _header(doc: dict[str, Any]) -> Html:
             el("p", target),
         ),
     ]
-    return el("header", el("h1", "Reshard plan"), el("div", sides, class_="route"), el("p", verdict(doc), class_="verdict"))
+    return el(
+        "header",
+        el("h1", "Reshard plan"),
+        el("div", sides, class_="route"),
+        el("p", verdict(doc), class_="verdict"),
+    )
 
 
 def _facts(doc: dict[str, Any]) -> Html:
@@ -104,12 +143,36 @@ def _facts(doc: dict[str, Any]) -> Html:
 
     rates = doc["rates"]
     facts = [
-        fact("Reads", "bytes_read", file_size(reshard["bytes_read"]), f"{factor(reshard['amplification'])} of what is stored"),
-        fact("Writes", "bytes_written", file_size(reshard["bytes_written"]), count(reshard["chunks"], "chunk")),
-        fact("Read requests", "requests", "not known" if reshard["requests"] is None else f"{reshard['requests']:,}"),
+        fact(
+            "Reads",
+            "bytes_read",
+            file_size(reshard["bytes_read"]),
+            f"{factor(reshard['amplification'])} of what is stored",
+        ),
+        fact(
+            "Writes",
+            "bytes_written",
+            file_size(reshard["bytes_written"]),
+            count(reshard["chunks"], "chunk"),
+        ),
+        fact(
+            "Read requests",
+            "requests",
+            "not known" if reshard["requests"] is None else f"{reshard['requests']:,}",
+        ),
         fact("Files", "files", f"{reshard['files']:,}", "of chunks, about"),
-        fact("Peak memory", "peak_memory", file_size(reshard["peak_memory"]), f"of {file_size(reshard['memory_limit'])} allowed"),
-        fact("Tasks", "tasks", f"{reshard['tasks']:,}", f"{count(reshard['workers'], 'worker')} on one machine"),
+        fact(
+            "Peak memory",
+            "peak_memory",
+            file_size(reshard["peak_memory"]),
+            f"of {file_size(reshard['memory_limit'])} allowed",
+        ),
+        fact(
+            "Tasks",
+            "tasks",
+            f"{reshard['tasks']:,}",
+            f"{count(reshard['workers'], 'worker')} on one machine",
+        ),
         fact("Time", "seconds", span_text(reshard["seconds"]), rate_text(rates)),
     ]
     return section("Cost of the reshard", el("dl", facts, class_="facts"))
@@ -123,21 +186,53 @@ def _restores(doc: dict[str, Any]) -> Html:
             data(f"{key}.amplification", cost["amplification"], factor(cost["amplification"])),
             data(f"{key}.largest_host", cost["largest_host"], file_size(cost["largest_host"])),
             data(f"{key}.mean_host", cost["mean_host"], file_size(cost["mean_host"])),
-            data(f"{key}.requests", cost["requests"], "–" if cost["requests"] is None else f"{cost['requests']:,}"),
+            data(
+                f"{key}.requests",
+                cost["requests"],
+                "–" if cost["requests"] is None else f"{cost['requests']:,}",
+            ),
             data(f"{key}.seconds", cost["seconds"], span_text(cost["seconds"])),
         ]
-        return el("tr", el("th", title, scope="row"), [el("td", cell, class_="n") for cell in cells])
+        return el(
+            "tr", el("th", title, scope="row"), [el("td", cell, class_="n") for cell in cells]
+        )
 
-    heads = ("Read by all hosts", "Amplification", "Host with most", "Mean host", "Requests", "Time")
+    heads = (
+        "Read by all hosts",
+        "Amplification",
+        "Host with most",
+        "Mean host",
+        "Requests",
+        "Time",
+    )
     head = el("tr", el("td"), [el("th", text, scope="col", class_="n") for text in heads])
     rows = [row("As it is stored", "restore"), row("After the reshard", "restore_after")]
-    needed = data("restore.bytes_needed", doc["restore"]["bytes_needed"], file_size(doc["restore"]["bytes_needed"]))
+    needed = data(
+        "restore.bytes_needed",
+        doc["restore"]["bytes_needed"],
+        file_size(doc["restore"]["bytes_needed"]),
+    )
     hosts = doc["target"]["hosts"]
     restore, their = ("restores", "its") if hosts == 1 else ("restore", "their")
-    caption = el("caption", f"{count(hosts, 'host')} {restore} onto the new layout; {their} devices need ", needed, ".")
-    table = el("table", caption, el("thead", head), el("tbody", rows), id="restores", class_="cards")
+    caption = el(
+        "caption",
+        f"{count(hosts, 'host')} {restore} onto the new layout; {their} devices need ",
+        needed,
+        ".",
+    )
+    table = el(
+        "table", caption, el("thead", head), el("tbody", rows), id="restores", class_="cards"
+    )
     return section(
-        "Bytes that a restore reads", el("div", table, class_="scroll", tabindex=0, role="region", aria_label="Bytes that a restore reads")
+        "Bytes that a restore reads",
+        el(
+            "div",
+            table,
+            class_="scroll",
+            tabindex=0,
+            role="region",
+            aria_label="Bytes that a restore reads",
+        ),
     )
 
 
@@ -146,15 +241,35 @@ def _layouts(forecast: Forecast, doc: dict[str, Any]) -> Html:
     kinds: dict[Any, list[dict[str, Any]]] = {}
     for entry in doc["tensors"]:
         name = entry["name"]
-        key = (tuple(entry["shape"]), entry["dtype"], forecast.plan.sources[name].layout, forecast.plan.decisions[name].layout)
+        key = (
+            tuple(entry["shape"]),
+            entry["dtype"],
+            forecast.plan.sources[name].layout,
+            forecast.plan.decisions[name].layout,
+        )
         kinds.setdefault(key, []).append(entry)
-    ranked = sorted(kinds.items(), key=lambda kind: -sum(entry["restore_bytes"] for entry in kind[1]))
+    ranked = sorted(
+        kinds.items(), key=lambda kind: -sum(entry["restore_bytes"] for entry in kind[1])
+    )
     by_device = _on_one_host(doc)
-    figures = [_kind(forecast, key, entries, by_device=by_device) for key, entries in ranked[:MOST_KINDS]]
+    figures = [
+        _kind(forecast, key, entries, by_device=by_device) for key, entries in ranked[:MOST_KINDS]
+    ]
     rest = len(ranked) - len(figures)
-    note = f"A colour is a {'device' if by_device else 'host'}, numbered where there is room; fine lines are chunks."
-    more = f" The {MOST_KINDS} kinds of tensors with most bytes; {rest:,} more are in the table." if rest > 0 else ""
-    return section("Layouts before and after", el("p", note + more, class_="quiet"), el("div", figures, class_="kinds"))
+    note = (
+        f"A colour is a {'device' if by_device else 'host'}, numbered where there is room; fine "
+        "lines are chunks."
+    )
+    more = (
+        f" The {MOST_KINDS} kinds of tensors with most bytes; {rest:,} more are in the table."
+        if rest > 0
+        else ""
+    )
+    return section(
+        "Layouts before and after",
+        el("p", note + more, class_="quiet"),
+        el("div", figures, class_="kinds"),
+    )
 
 
 def _kind(forecast: Forecast, key: Any, entries: list[dict[str, Any]], *, by_device: bool) -> Html:
@@ -169,10 +284,30 @@ def _kind(forecast: Forecast, key: Any, entries: list[dict[str, Any]], *, by_dev
         ("Then", after, forecast.hosts, target, "whole, on every host"),
     ):
         chunks = tensor.pieces[0].chunks
-        grid = tile_grid(f"{title}: {name}", layout, shape, None if by_device else hosts.owners.of_devices, chunks, plain)
-        sides.append(el("div", el("p", f"{title}: {spec_text(layout)}"), grid, el("p", f"chunks {shape_text(chunks)}", class_="quiet")))
-    pair = el("div", sides[0], el("div", "→", class_="arrow", aria_hidden="true"), sides[1], class_="pair")
-    caption = el("figcaption", f"{shape_text(shape)} {dtype}; a restore reads {file_size(nbytes)} of {'them' if others else 'it'}.")
+        grid = tile_grid(
+            f"{title}: {name}",
+            layout,
+            shape,
+            None if by_device else hosts.owners.of_devices,
+            chunks,
+            plain,
+        )
+        sides.append(
+            el(
+                "div",
+                el("p", f"{title}: {spec_text(layout)}"),
+                grid,
+                el("p", f"chunks {shape_text(chunks)}", class_="quiet"),
+            )
+        )
+    pair = el(
+        "div", sides[0], el("div", "→", class_="arrow", aria_hidden="true"), sides[1], class_="pair"
+    )
+    caption = el(
+        "figcaption",
+        f"{shape_text(shape)} {dtype}; a restore reads {file_size(nbytes)} of "
+        f"{'them' if others else 'it'}.",
+    )
     return el("figure", el("h3", el("code", name), others), pair, caption)
 
 
@@ -186,60 +321,122 @@ def _one_host(doc: dict[str, Any]) -> Html:
     before, after = (file_size(doc[key]["bytes_read"]) for key in ("restore", "restore_after"))
     devices = count(doc["target"]["devices"], "device")
     text = (
-        f"One host wrote everything, and one host, with {devices}, restores it: it reads {before} as it is stored, and {after} "
-        f"after the reshard. No byte goes from host to host."
+        f"One host wrote everything, and one host, with {devices}, restores it: it reads {before} "
+        f"as it is stored, and {after} after the reshard. No byte goes from host to host."
     )
-    hint = "With --devices-per-host, a plan for several hosts shows which bytes go where, and who reads most."
+    hint = (
+        "With --devices-per-host, a plan for several hosts shows which bytes go where, and who "
+        "reads most."
+    )
     return section("Hosts", el("p", text), el("p", hint, class_="quiet"))
 
 
 def _flow(forecast: Forecast, doc: dict[str, Any]) -> Html:
     flow, nbytes = doc["flow"], forecast.before.flow.nbytes
     writers, readers = flow["source_hosts"], flow["target_hosts"]
-    legend = el("svg", [el("rect", x=k, width=1, height=1, class_=f"h{k}") for k in range(LEVELS)], viewBox=f"0 0 {LEVELS} 1",
-                preserveAspectRatio="none", aria_hidden="true")  # fmt: skip
+    squares = [el("rect", x=k, width=1, height=1, class_=f"h{k}") for k in range(LEVELS)]
+    legend = el(
+        "svg", squares, viewBox=f"0 0 {LEVELS} 1", preserveAspectRatio="none", aria_hidden="true"
+    )
     rows = []
     for at in np.argsort(-nbytes, axis=None, kind="stable")[:MOST_FLOW_ROWS]:
         i, j = (int(k) for k in np.unravel_index(at, nbytes.shape))
         if nbytes[i, j]:
-            moved = el("td", data(f"flow.bytes.{i}.{j}", int(nbytes[i, j]), file_size(int(nbytes[i, j]))), class_="n")
-            rows.append(el("tr", el("td", hosts_text(writers[i])), el("td", hosts_text(readers[j])), moved))
-    heads = el("tr", el("th", "Wrote", scope="col"), el("th", "Reads", scope="col"), el("th", "Bytes", scope="col", class_="n"))
+            moved = el(
+                "td",
+                data(f"flow.bytes.{i}.{j}", int(nbytes[i, j]), file_size(int(nbytes[i, j]))),
+                class_="n",
+            )
+            rows.append(
+                el("tr", el("td", hosts_text(writers[i])), el("td", hosts_text(readers[j])), moved)
+            )
+    heads = el(
+        "tr",
+        el("th", "Wrote", scope="col"),
+        el("th", "Reads", scope="col"),
+        el("th", "Bytes", scope="col", class_="n"),
+    )
     shown = f"The {len(rows):,} pairs with most bytes of {int((nbytes > 0).sum()):,}."
-    table = el("details", el("summary", "As a table"), el("table", el("caption", shown), el("thead", heads), el("tbody", rows)))
+    table = el(
+        "details",
+        el("summary", "As a table"),
+        el("table", el("caption", shown), el("thead", heads), el("tbody", rows)),
+    )
     heat = el(
         "figure",
         el(
             "p",
-            f"Down: who wrote, {hosts_text((0, writers[-1][1]))}. Across: who would read. Point at a cell, or use the arrow keys on it.",
+            f"Down: who wrote, {hosts_text((0, writers[-1][1]))}. Across: who would read. Point "
+            "at a cell, or use the arrow keys on it.",
             class_="quiet",
         ),
         heat_map(nbytes, writers, readers),
-        el("div", el("span", hosts_text(readers[0])), el("span", hosts_text(readers[-1])), class_="axis-x"),
-        el("div", el("span", "nothing"), legend, el("span", file_size(int(nbytes.max(initial=0)))), class_="legend"),
+        el(
+            "div",
+            el("span", hosts_text(readers[0])),
+            el("span", hosts_text(readers[-1])),
+            class_="axis-x",
+        ),
+        el(
+            "div",
+            el("span", "nothing"),
+            legend,
+            el("span", file_size(int(nbytes.max(initial=0)))),
+            class_="legend",
+        ),
         el("output", "", id="cell", aria_live="polite"),
         table,
     )
-    who = "who wrote each chunk is read from the chunk tables" if flow["exact"] else "each host of a box is taken to have written its share"
+    who = (
+        "who wrote each chunk is read from the chunk tables"
+        if flow["exact"]
+        else "each host of a box is taken to have written its share"
+    )
     note = el("p", f"Bytes that a restore of what is stored now reads; {who}.", class_="quiet")
-    return section("Flow between hosts", note, el("div", el("figure", ribbons(nbytes, writers, readers)), heat, class_="two flow"))
+    return section(
+        "Flow between hosts",
+        note,
+        el("div", el("figure", ribbons(nbytes, writers, readers)), heat, class_="two flow"),
+    )
 
 
 def _balance(forecast: Forecast, doc: dict[str, Any]) -> Html:
-    keys = el("p", el("span", "as it is stored", class_="key"), el("span", "after the reshard", class_="key after"), class_="quiet")
+    keys = el(
+        "p",
+        el("span", "as it is stored", class_="key"),
+        el("span", "after the reshard", class_="key after"),
+        class_="quiet",
+    )
     spans = doc["flow"]["target_hosts"]
-    grouped = " Where hosts share a bar it is that of the one with most." if len(spans) < doc["target"]["hosts"] else ""
-    ends = el("div", el("span", hosts_text(spans[0])), el("span", hosts_text(spans[-1])), class_="axis-x")
-    highest = file_size(int(max(forecast.before.read.max(initial=0), forecast.after.read.max(initial=0))))
+    grouped = (
+        " Where hosts share a bar it is that of the one with most."
+        if len(spans) < doc["target"]["hosts"]
+        else ""
+    )
+    ends = el(
+        "div", el("span", hosts_text(spans[0])), el("span", hosts_text(spans[-1])), class_="axis-x"
+    )
+    highest = file_size(
+        int(max(forecast.before.read.max(initial=0), forecast.after.read.max(initial=0)))
+    )
     figure = el("figure", balance(forecast.before.read, forecast.after.read, spans), ends)
     return section(
-        "Balance over the target hosts", el("p", f"Bytes that each host reads, up to {highest}.{grouped}", class_="quiet"), figure, keys
+        "Balance over the target hosts",
+        el("p", f"Bytes that each host reads, up to {highest}.{grouped}", class_="quiet"),
+        figure,
+        keys,
     )
 
 
 def _notices(forecast: Forecast, doc: dict[str, Any]) -> Html | None:
-    items = [f"dtype: {one}" for one in forecast.plan.conversions] + [notice_text(notice) for notice in doc["notices"]]
-    return section("Notices", el("ul", [el("li", item) for item in items], class_="notices")) if items else None
+    items = [f"dtype: {one}" for one in forecast.plan.conversions] + [
+        notice_text(notice) for notice in doc["notices"]
+    ]
+    return (
+        section("Notices", el("ul", [el("li", item) for item in items], class_="notices"))
+        if items
+        else None
+    )
 
 
 _COLUMNS = (
@@ -268,10 +465,25 @@ def _tensors(forecast: Forecast, doc: dict[str, Any]) -> Html:
         )
         for title, key in _COLUMNS
     ]
-    table = el("table", el("thead", el("tr", heads)), el("tbody", list(_rows(forecast, doc))), id="tensors", class_="cards")
-    label = el("label", "Show names that contain ", el("input", type="search", id="filter", autocomplete="off"))
+    table = el(
+        "table",
+        el("thead", el("tr", heads)),
+        el("tbody", list(_rows(forecast, doc))),
+        id="tensors",
+        class_="cards",
+    )
+    label = el(
+        "label",
+        "Show names that contain ",
+        el("input", type="search", id="filter", autocomplete="off"),
+    )
     status = el("p", "", id="shown", class_="quiet", aria_live="polite")
-    return section("Tensors", label, status, el("div", table, class_="scroll", tabindex=0, role="region", aria_label="Tensors"))
+    return section(
+        "Tensors",
+        label,
+        status,
+        el("div", table, class_="scroll", tabindex=0, role="region", aria_label="Tensors"),
+    )
 
 
 def _rows(forecast: Forecast, doc: dict[str, Any]) -> Iterator[Html]:

@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 _MOST_LEFT = 100
 
 
-def retention_section(run: str, mark: Mapping[str, str] | None, last: Mapping[str, Any] | None, viewer: Viewer, *, ruled: bool) -> Html:
+def retention_section(
+    run: str,
+    mark: Mapping[str, str] | None,
+    last: Mapping[str, Any] | None,
+    viewer: Viewer,
+    *,
+    ruled: bool,
+) -> Html:
     """The part of a run's page about its end and the rules.
 
     Args:
@@ -32,7 +39,15 @@ def retention_section(run: str, mark: Mapping[str, str] | None, last: Mapping[st
     rows: list[tuple[str, Part]] = [("Run", "running" if mark is None else "ended")]
     lines: list[Html] = []
     if mark is not None:
-        lines.append(el("p", f"{mark['by']} has marked it as ended, ", when(mark["when"]), ".", class_="quiet"))
+        lines.append(
+            el(
+                "p",
+                f"{mark['by']} has marked it as ended, ",
+                when(mark["when"]),
+                ".",
+                class_="quiet",
+            )
+        )
     buttons: list[Html] = []
     parts: list[Html | None] = []
     if last is not None:
@@ -40,17 +55,52 @@ def retention_section(run: str, mark: Mapping[str, str] | None, last: Mapping[st
         job = el("a", f"job {last['number']}", href=f"/ui/job/{last['number']}")
         what = "The list is that of " if result["dry"] else "The rules were applied by "
         lines.append(el("p", what, job, ", ", when(last["ended"]), ".", class_="quiet"))
-        rows.append(("Would free" if result["dry"] else "Freed", data("bytes", result["bytes"], file_size(result["bytes"]))))
+        rows.append(
+            (
+                "Would free" if result["dry"] else "Freed",
+                data("bytes", result["bytes"], file_size(result["bytes"])),
+            )
+        )
         parts.append(steps_table(result, "retention"))
         left = list(result["left"].items())[:_MOST_LEFT]
-        parts.append(table((("Step", False), ("Why", False)), left, caption="Steps that stay all the same", ident="left") if left else None)
+        parts.append(
+            table(
+                (("Step", False), ("Why", False)),
+                left,
+                caption="Steps that stay all the same",
+                ident="left",
+            )
+            if left
+            else None
+        )
         if result["dry"] and result["steps"] and mark is not None and viewer.may("admin", run):
             text = f"Delete {count(len(result['steps']), 'step')} for ever"
-            buttons.append(job_form("retain", {"run": run, "apply": last["number"]}, text, danger=True))
+            buttons.append(
+                job_form("retain", {"run": run, "apply": last["number"]}, text, danger=True)
+            )
     if ruled and viewer.may("operate", run):
         buttons.insert(0, job_form("retain", {"run": run}, "List what the rules would delete"))
     if viewer.may("admin", run):
         buttons.append(job_form("gc", {"run": run}, "Remove unfinished saves"))
-        buttons.append(job_form("end", {"run": run}, "Mark as ended") if mark is None else job_form("reopen", {"run": run}, "Not ended"))
-    hint = None if ruled else el("p", "No retention rule names this run: the service deletes none of its steps.", class_="quiet")
-    return section("Retention", facts(rows), *lines, hint, *parts, el("div", buttons, class_="buttons") if buttons else None)
+        buttons.append(
+            job_form("end", {"run": run}, "Mark as ended")
+            if mark is None
+            else job_form("reopen", {"run": run}, "Not ended")
+        )
+    hint = (
+        None
+        if ruled
+        else el(
+            "p",
+            "No retention rule names this run: the service deletes none of its steps.",
+            class_="quiet",
+        )
+    )
+    return section(
+        "Retention",
+        facts(rows),
+        *lines,
+        hint,
+        *parts,
+        el("div", buttons, class_="buttons") if buttons else None,
+    )

@@ -1,6 +1,7 @@
 """The endpoints of followers of versions: events as soon as a version is announced, and leases for readers that cannot write.
 
-A `Publisher` and a `CheckpointManager` announce what they commit (`runs.announcing`). A follower then looks at the storage itself.
+A `Publisher` and a `CheckpointManager` announce what they commit (`runs.announcing`). A follower
+then looks at the storage itself.
 """
 
 from __future__ import annotations
@@ -34,9 +35,19 @@ if TYPE_CHECKING:
     from shardckpt.serve.service import Service
 
 LEASE = (
-    Parameter(name="url", about="Place of the versions.", required=True, example="gs://bucket/policy"),
-    Parameter(name="id", about="Id of the lease: 16 hexadecimal digits that the reader has drawn.", required=True),
-    Parameter(name="lease", about="The lease as JSON, with steps, holder and version; null removes it.", required=True),
+    Parameter(
+        name="url", about="Place of the versions.", required=True, example="gs://bucket/policy"
+    ),
+    Parameter(
+        name="id",
+        about="Id of the lease: 16 hexadecimal digits that the reader has drawn.",
+        required=True,
+    ),
+    Parameter(
+        name="lease",
+        about="The lease as JSON, with steps, holder and version; null removes it.",
+        required=True,
+    ),
 )
 _POLL = 0.25
 _MOST_STREAMS = 1024
@@ -68,8 +79,14 @@ def announce(service: Service, ident: str) -> None:
 async def events(service: Service, request: Request) -> Response:
     """Follow a run: an event `version` whenever a checkpoint of it is announced."""
     run = run_at(service, request.query_params.get("url"))
-    busy = HTTPException(503, "too many clients follow runs; look at the storage from time to time.", {"Retry-After": "60"})
-    return event_stream(_follow(service, run), service.listeners, _MOST_STREAMS, busy, service.closing)
+    busy = HTTPException(
+        503,
+        "too many clients follow runs; look at the storage from time to time.",
+        {"Retry-After": "60"},
+    )
+    return event_stream(
+        _follow(service, run), service.listeners, _MOST_STREAMS, busy, service.closing
+    )
 
 
 async def _follow(service: Service, run: str) -> AsyncGenerator[bytes | None]:
@@ -94,12 +111,19 @@ async def _follow(service: Service, run: str) -> AsyncGenerator[bytes | None]:
 async def lease(service: Service, request: Request) -> Response:
     """Write the lease of a reader, `{"url": …, "id": …, "lease": …}`, or remove it."""
     if service.upkeep is None:
-        raise HTTPException(403, "this service only reads; for leases it is started with --state DIR and --token-file FILE.")
+        raise HTTPException(
+            403,
+            "this service only reads; for leases it is started with --state DIR and --token-file "
+            "FILE.",
+        )
     try:
         message = await request.json()
         url, ident, document = message["url"], str(message["id"]), message["lease"]
     except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise OptionError('a lease is a JSON document {"url": "gs://bucket/policy", "id": "…", "lease": {"steps": [7], …}}.') from e
+        raise OptionError(
+            'a lease is a JSON document {"url": "gs://bucket/policy", "id": "…", "lease": '
+            '{"steps": [7], …}}.'
+        ) from e
     run = run_at(service, url)
     await on_thread(service.scanner.watch.check, run)
     await on_thread(write_lease, Store.open(service.roots.locate(run)), ident, document)
@@ -115,8 +139,17 @@ def readers(service: Service, run: str) -> list[HeldLease]:
 
 
 def began(service: Service, entries: Sequence[dict[str, Any]]) -> dict[str, str | None]:
-    """The times at which versions were begun, by their ids; None for checkpoints that no `Publisher` made."""
-    return dict(zip((one["id"] for one in entries), map_on_threads(partial(_began, service), entries), strict=True))
+    """The times at which versions were begun, by their ids.
+
+    None for checkpoints that no `Publisher` made.
+    """
+    return dict(
+        zip(
+            (one["id"] for one in entries),
+            map_on_threads(partial(_began, service), entries),
+            strict=True,
+        )
+    )
 
 
 def _began(service: Service, entry: dict[str, Any]) -> str | None:

@@ -17,12 +17,21 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 20
 _HEADS = (
-    *(("Version", False), ("Differs from", False), ("Changed", True), ("Stored", True), ("Of all bytes", True), ("Time to publish", True)),
+    *(
+        ("Version", False),
+        ("Differs from", False),
+        ("Changed", True),
+        ("Stored", True),
+        ("Of all bytes", True),
+        ("Time to publish", True),
+    ),
     ("Followed by", False),
 )
 
 
-def versions_section(entries: Sequence[dict[str, Any]], began: Mapping[str, str | None], readers: Sequence[HeldLease]) -> Html | None:
+def versions_section(
+    entries: Sequence[dict[str, Any]], began: Mapping[str, str | None], readers: Sequence[HeldLease]
+) -> Html | None:
     """The newest versions; None of a run that has no differences and no readers.
 
     Args:
@@ -39,7 +48,11 @@ def versions_section(entries: Sequence[dict[str, Any]], began: Mapping[str, str 
     note = f"{count(others, 'reader')} with an older version, or with none yet." if others else ""
     listed = table(_HEADS, rows, caption=count(len(rows), "version"), ident="versions")
     explanation = el(
-        "p", "A reader is there while its lease lasts: until it closes, or for ten minutes after it died. ", note, class_="quiet"
+        "p",
+        "A reader is there while its lease lasts: until it closes, or for ten minutes after it "
+        "died. ",
+        note,
+        class_="quiet",
     )
     return section("Versions", listed, explanation)
 

@@ -5,18 +5,22 @@
 
 Saving
 1. DCP flattens the state, plans, and lets the processes communicate, as it always does.
-2. `write_data` rebuilds the nested state (DCP has turned keys into text and dropped empty containers) and passes it to
-   `shardckpt.save`. The result is an ordinary checkpoint, with every tensor's layout.
-3. Values that DCP would pickle must be plain: leaves that shardckpt stores, in lists, tuples and dicts. Anything else is refused by name.
+2. `write_data` rebuilds the nested state (DCP has turned keys into text and dropped empty
+   containers) and passes it to `shardckpt.save`. The result is an ordinary checkpoint, with every
+   tensor's layout.
+3. Values that DCP would pickle must be plain: leaves that shardckpt stores, in lists, tuples and
+   dicts. Anything else is refused by name.
 
 Loading
-1. DCP's own function flattens the stored tree, with a placeholder for each tensor. So a checkpoint that `shardckpt.save`
-   made of the same state has the same names.
-2. DCP sees every tensor as one chunk. Its planner then asks for boxes of complete tensors: exactly the chunks that these
-   boxes touch are read, each once, into place.
-3. A dtype that differs is an error, where DCP's own readers convert silently. A tensor in the place of a plain value is one, too.
+1. DCP's own function flattens the stored tree, with a placeholder for each tensor. So a checkpoint
+   that `shardckpt.save` made of the same state has the same names.
+2. DCP sees every tensor as one chunk. Its planner then asks for boxes of complete tensors: exactly
+   the chunks that these boxes touch are read, each once, into place.
+3. A dtype that differs is an error, where DCP's own readers convert silently. A tensor in the place
+   of a plain value is one, too.
 
-DCP raises a `CheckpointException` on all ranks; the `ShardckptError`s are in its `failures`, by rank.
+DCP raises a `CheckpointException` on all ranks; the `ShardckptError`s are in its `failures`, by
+rank.
 """
 
 from __future__ import annotations
@@ -35,7 +39,13 @@ from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
 from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.futures import Future
 
-from shardckpt.errors import LeafError, OptionError, ReplacedError, ShardckptError, StructureMismatchError
+from shardckpt.errors import (
+    LeafError,
+    OptionError,
+    ReplacedError,
+    ShardckptError,
+    StructureMismatchError,
+)
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -52,7 +62,13 @@ from shardckpt.writing.save import save
 if TYPE_CHECKING:
     import os
 
-    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+    from torch.distributed.checkpoint.planner import (
+        LoadPlan,
+        LoadPlanner,
+        ReadItem,
+        SavePlan,
+        SavePlanner,
+    )
     from torch.distributed.checkpoint.storage import WriteResult
 
     from shardckpt.frameworks.base import Sink
@@ -61,7 +77,8 @@ if TYPE_CHECKING:
 __all__ = ["StorageReader", "StorageWriter"]
 
 _CHANGES_VALUES = ("create_local_plan", "lookup_object", "resolve_data", "transform_object")
-"""Methods of DCP's planner; an overridden one could store something other than the planner's flattened state."""
+"""Methods of DCP's planner; an overridden one could store something other than the planner's
+flattened state."""
 
 
 class StorageWriter(_StorageWriter):  # type: ignore[misc]  # torch is not followed
@@ -78,8 +95,10 @@ class StorageWriter(_StorageWriter):  # type: ignore[misc]  # torch is not follo
 
         Args:
             url: as for `shardckpt.save`.
-            options: as for `shardckpt.save`. DCP by default replaces an existing checkpoint; here `overwrite=True` does.
-            coordinator: a coordinator of the saving processes, where these are not all processes of the job (`process_group=…`).
+            options: as for `shardckpt.save`. DCP by default replaces an existing checkpoint; here
+                `overwrite=True` does.
+            coordinator: a coordinator of the saving processes, where these are not all processes of
+                the job (`process_group=…`).
 
         Raises:
             OptionError, UrlError: an argument is invalid.
@@ -110,13 +129,15 @@ class StorageWriter(_StorageWriter):  # type: ignore[misc]  # torch is not follo
         Raises:
             OptionError: not all processes of the job save.
         """
-        # Only torch's knowledge is used: the other processes wait for this one here, and cannot agree on a coordinator.
+        # Only torch's knowledge is used: the other processes wait for this one here, and cannot
+        # agree on a coordinator.
         known = distributed.get_world_size() if distributed.is_initialized() else 1
         job = known if self._coordinator is None else self._coordinator.world.processes
         if self._together and len(plans) != job:
             raise OptionError(
-                f"{self.url}: only {len(plans)} of the job's {job} processes save (process_group=…, or no_dist=True); give a "
-                f"shardckpt.Coordinator of just these, StorageWriter(coordinator=…), or let all of them save."
+                f"{self.url}: only {len(plans)} of the job's {job} processes save "
+                "(process_group=…, or no_dist=True); give a shardckpt.Coordinator of just these, "
+                "StorageWriter(coordinator=…), or let all of them save."
             )
         return plans
 
@@ -128,10 +149,15 @@ class StorageWriter(_StorageWriter):  # type: ignore[misc]  # torch is not follo
             LeafError: a value that DCP would pickle, by name; or as in `shardckpt.save`.
             AlreadyExistsError, CommitError, StorageError: as in `shardckpt.save`.
         """
-        url, coordinator = _require_url(self.url), coordinator_of(self._coordinator, self._options.commit_timeout)
+        url, coordinator = (
+            _require_url(self.url),
+            coordinator_of(self._coordinator, self._options.commit_timeout),
+        )
         try:
             state = _state_of(planner)
-        except Exception as e:  # the others are saving already: report the failure to them, so that all processes count the attempt
+        except Exception as e:
+            # The others are saving already: report the failure to them, so that all processes count
+            # the attempt.
             Attempt(Store.open(parse(url)), coordinator, self._options).give_up(e)
             raise
         save(url, state, options=self._options, coordinator=coordinator)
@@ -150,11 +176,16 @@ class StorageWriter(_StorageWriter):  # type: ignore[misc]  # torch is not follo
 
 def _state_of(planner: SavePlanner) -> dict[str, Any]:
     """The nested state that a planner saves, checked to hold nothing that DCP would pickle."""
-    changed = [m for m in _CHANGES_VALUES if getattr(type(planner), m, None) is not getattr(DefaultSavePlanner, m)]
+    changed = [
+        m
+        for m in _CHANGES_VALUES
+        if getattr(type(planner), m, None) is not getattr(DefaultSavePlanner, m)
+    ]
     if changed:
         raise OptionError(
-            f"The planner {type(planner).__qualname__} overrides {changed[0]}, so it could save something other than its "
-            f"state; change the state before the save, or in set_up_planner of a DefaultSavePlanner."
+            f"The planner {type(planner).__qualname__} overrides {changed[0]}, so it could save "
+            "something other than its state; change the state before the save, or in "
+            "set_up_planner of a DefaultSavePlanner."
         )
     flat, paths = planner.state_dict, planner.mappings
     if not planner.flatten_state_dict:
@@ -166,8 +197,8 @@ def _state_of(planner: SavePlanner) -> dict[str, Any]:
     odd = sorted(flatten_state_dict(nested)[0].keys() ^ flat.keys())
     if odd:
         raise LeafError(
-            f"{shown(odd[0])} is, or is in, a list with an empty dict. DCP drops the empty dict, and the other items move; remove the "
-            f"empty dict, or make the list a dict."
+            f"{shown(odd[0])} is, or is in, a list with an empty dict. DCP drops the empty dict, "
+            "and the other items move; remove the empty dict, or make the list a dict."
         )
     return nested
 
@@ -175,12 +206,15 @@ def _state_of(planner: SavePlanner) -> dict[str, Any]:
 class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not followed
     """Reads the tensors and values that `torch.distributed.checkpoint.load` requests, from any shardckpt checkpoint."""
 
-    def __init__(self, url: str | os.PathLike[str] | None = None, *, coordinator: Coordinator | None = None) -> None:
+    def __init__(
+        self, url: str | os.PathLike[str] | None = None, *, coordinator: Coordinator | None = None
+    ) -> None:
         """Read from `url`, or from the `checkpoint_id` passed to a load.
 
         Args:
             url: as for `shardckpt.restore`.
-            coordinator: gives the number of this process, for `PerProcess` values; detected by default.
+            coordinator: gives the number of this process, for `PerProcess` values; detected by
+                default.
 
         Raises:
             OptionError, UrlError: an argument is invalid.
@@ -196,7 +230,10 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
             self.url = _check(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 - DCP's signature
-        """The contents under DCP's names. Errors are raised later, because DCP ignores exceptions of this method."""
+        """The contents under DCP's names.
+
+        Errors are raised later, because DCP ignores exceptions of this method.
+        """
         try:
             self._contents = DcpContents(Checkpoint(_require_url(self.url)))
             return self._contents.metadata()
@@ -204,7 +241,13 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
             self._contents = e
             return Metadata({})
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - DCP's signature
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,  # noqa: ARG002
+        is_coordinator: bool,  # noqa: ARG002
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002 - DCP's signature
+    ) -> None:
         """Raise the error of `read_metadata`, if there was one.
 
         Raises:
@@ -226,21 +269,29 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
             ReplacedError: it was replaced before all processes had opened it.
         """
         if len({plan.storage_data for plan in plans}) > 1:
-            raise ReplacedError(f"{self.url}: the checkpoint was replaced while the processes opened it; load it again.")
+            raise ReplacedError(
+                f"{self.url}: the checkpoint was replaced while the processes opened it; load it "
+                "again."
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the requested tensors, and pass the plain values to the planner.
 
         Raises:
-            ShapeMismatchError, DtypeMismatchError, StructureMismatchError: not as stored, by name; nothing was read.
+            ShapeMismatchError, DtypeMismatchError, StructureMismatchError: not as stored, by name;
+            nothing was read.
             LeafError: a tensor that cannot be filled, by name; nothing was read.
             MismatchError: a `PerProcess` value that other processes saved.
             ReplacedError: the checkpoint was replaced or deleted while it was being read.
             CorruptionError: stored bytes are damaged or missing; tensors are then undefined.
         """
         contents = self._open_contents()
-        values = [(item, self._value(contents, item, planner)) for item in plan.items if item.type is LoadItemType.BYTE_IO]
+        values = [
+            (item, self._value(contents, item, planner))
+            for item in plan.items
+            if item.type is LoadItemType.BYTE_IO
+        ]
         places: dict[str, list[tuple[str, Sink]]] = {}
         filled = []
         for item in plan.items:
@@ -271,16 +322,24 @@ class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not follo
         return self._contents
 
     def _value(self, contents: DcpContents, item: ReadItem, planner: LoadPlanner) -> io.BytesIO:
-        """A plain value, pickled for the planner, which unpickles it. The pickle exists in memory only and is never stored."""
+        """A plain value, pickled for the planner, which unpickles it.
+
+        The pickle exists in memory only and is never stored.
+        """
         value, name = contents.value(item.storage_index.fqn), item.dest_index.fqn
         held = getattr(planner, "state_dict", {}).get(name)
         if isinstance(held, torch.Tensor):
             raise StructureMismatchError(
-                f"{shown(name)} is not a tensor in {contents.checkpoint.location}, but a {type(held).__qualname__} in the state to load; "
-                f"put a plain value there, or leave it out."
+                f"{shown(name)} is not a tensor in {contents.checkpoint.location}, but a "
+                f"{type(held).__qualname__} in the state to load; put a plain value there, or "
+                "leave it out."
             )
         if isinstance(value, DcpOwned):
-            value = PerProcess(chosen_values(contents.checkpoint, {value.name: PerProcess(None)}, self._coordinator)[value.name])
+            value = PerProcess(
+                chosen_values(
+                    contents.checkpoint, {value.name: PerProcess(None)}, self._coordinator
+                )[value.name]
+            )
         handed = io.BytesIO()
         torch.save(value, handed)
         handed.seek(0)
@@ -296,7 +355,10 @@ def _check(url: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
 
 def _require_url(url: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
     if url is None:
-        raise OptionError("no url to save to or load from; give one to StorageWriter or StorageReader, or give checkpoint_id=….")
+        raise OptionError(
+            "no url to save to or load from; give one to StorageWriter or StorageReader, or give "
+            "checkpoint_id=…."
+        )
     return url
 
 

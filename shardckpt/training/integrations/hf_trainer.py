@@ -4,27 +4,36 @@
     trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
     trainer.train(resume_from_checkpoint=callback.resume(trainer))
 
-Saving: all that the Trainer's own checkpoints have, as plain data: model, optimizer, scheduler, gradient scaler and random number
-generators, as with `shardckpt.train_state`; the Trainer's state with the states of its callbacks; its arguments. The files of the model's
-configuration and tokenizer become metadata, as in an import, and an export writes them back.
-1. At a save point (`save_strategy`, `save_steps`) the callback cancels the Trainer's own, pickled, checkpoint.
-2. The callback saves before the next step begins. By then the Trainer's state includes the logs and evaluations of the step,
-   and the batch of the next step has been drawn, so that the generators are as the next step needs them.
+Saving: all that the Trainer's own checkpoints have, as plain data: model, optimizer, scheduler,
+gradient scaler and random number generators, as with `shardckpt.train_state`; the Trainer's state
+with the states of its callbacks; its arguments. The files of the model's configuration and
+tokenizer become metadata, as in an import, and an export writes them back.
+1. At a save point (`save_strategy`, `save_steps`) the callback cancels the Trainer's own, pickled,
+   checkpoint.
+2. The callback saves before the next step begins. By then the Trainer's state includes the logs and
+   evaluations of the step, and the batch of the next step has been drawn, so that the generators
+   are as the next step needs them.
 3. The save goes on in the background; the end of the training waits for it.
-4. `save_strategy="best"` decides after all callbacks have run, so it is set to "no" during training, and the callback saves
-   when the best metric has changed.
-5. With `load_best_model_at_end` the best saved step is kept, and its weights are restored at the end.
+4. `save_strategy="best"` decides after all callbacks have run, so it is set to "no" during
+   training, and the callback saves when the best metric has changed.
+5. With `load_best_model_at_end` the best saved step is kept, and its weights are restored at the
+   end.
 
-When an exception leaves `train`, the save in flight is finished and the manager closed if `resume` was called; otherwise call `close`.
+When an exception leaves `train`, the save in flight is finished and the manager closed if `resume`
+was called; otherwise call `close`.
 
 Resuming
-1. `resume` writes the Trainer's state of the latest step into a directory, and nothing else. From it `train` gets the step count
-   and the number of batches to skip. `train` would also look for weights there; `resume` disables that.
-2. When the model is on its devices and the optimizer exists, the callback restores everything in place.
-3. The generators are restored once more where the Trainer does the same: after the batches are skipped.
+1. `resume` writes the Trainer's state of the latest step into a directory, and nothing else. From
+   it `train` gets the step count and the number of batches to skip. `train` would also look for
+   weights there; `resume` disables that.
+2. When the model is on its devices and the optimizer exists, the callback restores everything in
+   place.
+3. The generators are restored once more where the Trainer does the same: after the batches are
+   skipped.
 
-PEFT's models (LoRA, QLoRA, …): the parameters that are trained are saved, and not the base model. Load the base model again before
-`resume`; a fingerprint proves that it is the same ([peft_adapters](peft_adapters.py)). `shardckpt export --to peft` writes PEFT's files.
+PEFT's models (LoRA, QLoRA, …): the parameters that are trained are saved, and not the base model.
+Load the base model again before `resume`; a fingerprint proves that it is the same
+([peft_adapters](peft_adapters.py)). `shardckpt export --to peft` writes PEFT's files.
 
 A `CheckpointManager` does the work, so that any number of processes may resume; see it for errors.
 """
@@ -77,14 +86,18 @@ _STATE = "trainer_state.json"
 class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
     """Saves at the Trainer's save points, and resumes; see the module."""
 
-    def __init__(self, root: str | os.PathLike[str], *, keep: Retention | int | None = None, **options: Any) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], *, keep: Retention | int | None = None, **options: Any
+    ) -> None:
         """Save below `root`.
 
         Args:
             root: the run's directory, a path or url; each step is a checkpoint in it.
-            keep: which steps to keep, as for `shardckpt.CheckpointManager`; by default the latest `save_total_limit` ones.
-            **options: other options of the manager: `options`, `coordinator`, `on_event`, `on_failure`, `fallback`, … With `every` or
-                `preemption` it also saves at the steps that these choose; after a notice of preemption, training stops.
+            keep: which steps to keep, as for `shardckpt.CheckpointManager`; by default the latest
+                `save_total_limit` ones.
+            **options: other options of the manager: `options`, `coordinator`, `on_event`,
+                `on_failure`, `fallback`, … With `every` or `preemption` it also saves at the steps
+                that these choose; after a notice of preemption, training stops.
         """
         self._root = root
         self._keep = keep
@@ -95,17 +108,20 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._metrics: dict[str, float] = {}
         """Metrics of the evaluations at this step."""
         self._saves_best: TrainingArguments | None = None
-        """The Trainer's arguments, if their `save_strategy` "best" was replaced by "no" for this training."""
+        """The Trainer's arguments, if their `save_strategy` "best" was replaced by "no" for this
+        training."""
         self._best: float | None = None
         """The best metric so far, if `save_strategy` is "best"."""
         self._own = _TrainerValues()
         self._resumed: int | None = None
         """The step that is being resumed, until it is restored."""
         self._generators: dict[str, Any] | None = None
-        """The generator states to restore again after the batches are skipped; None when that is done."""
+        """The generator states to restore again after the batches are skipped; None when that is
+        done."""
         self._directory: TemporaryDirectory[str] | None = None
         self._trainer: Trainer | None = None
-        """The Trainer given to `resume`. Until training begins it loads no weights; if training fails, it closes the manager."""
+        """The Trainer given to `resume`. Until training begins it loads no weights; if training
+        fails, it closes the manager."""
         self._running: Trainer | None = None
         """The Trainer whose training is running."""
         self._seen: int | None = None
@@ -122,19 +138,25 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             trainer: the Trainer; all processes call this.
 
         Returns:
-            The argument for `trainer.train(resume_from_checkpoint=…)`: a directory that exists until training begins, or None if
-            no step was saved, so that training starts from the beginning.
+            The argument for `trainer.train(resume_from_checkpoint=…)`: a directory that exists
+            until training begins, or None if no step was saved, so that training starts from the
+            beginning.
 
         Raises:
             OptionError: this callback is not among the Trainer's callbacks.
             ShardckptError: as `CheckpointManager.restore` does.
         """
         if self not in trainer.callback_handler.callbacks:
-            raise OptionError("resume(trainer): the Trainer does not have this callback; make it with Trainer(callbacks=[callback]).")
+            raise OptionError(
+                "resume(trainer): the Trainer does not have this callback; make it with "
+                "Trainer(callbacks=[callback])."
+            )
         if self._trainer is not trainer:
             self._trainer = trainer
             self._close_on_exceptions(trainer)
-        restored = self._manager_of(trainer).restore({"trainer": PerProcess(None, choose=_first)}, only="trainer")
+        restored = self._manager_of(trainer).restore(
+            {"trainer": PerProcess(None, choose=_first)}, only="trainer"
+        )
         if restored is None:
             return None
         self._resumed = restored.step
@@ -149,8 +171,9 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """Write a saved step as a checkpoint of the Trainer's own, `output_dir/checkpoint-<step>`, from which a stock Trainer resumes.
 
         Args:
-            trainer: a Trainer with this callback that has not begun, made as for `resume`; its model, optimizer and scheduler, and the
-                random number generators, take the state of the step. All processes call this.
+            trainer: a Trainer with this callback that has not begun, made as for `resume`; its
+                model, optimizer and scheduler, and the random number generators, take the state of
+                the step. All processes call this.
             step: the step; None: the latest.
 
         Returns:
@@ -159,23 +182,38 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         Raises:
             NotFoundError: no step was saved.
             AlreadyExistsError: the directory exists.
-            OptionError: the Trainer has begun, or uses FSDP or DeepSpeed, whose checkpoints it writes only while it trains.
+            OptionError: the Trainer has begun, or uses FSDP or DeepSpeed, whose checkpoints it
+                writes only while it trains.
             ShardckptError: as `CheckpointManager.restore` does.
         """
-        if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False) or self._running is not None:
+        if (
+            getattr(trainer, "is_fsdp_enabled", False)
+            or getattr(trainer, "is_deepspeed_enabled", False)
+            or self._running is not None
+        ):
             raise OptionError(
-                "export(trainer): the Trainer has begun, or uses FSDP or DeepSpeed; pass a new one that trains without these."
+                "export(trainer): the Trainer has begun, or uses FSDP or DeepSpeed; pass a new "
+                "one that trains without these."
             )
         manager = self._manager_of(trainer)
         first = manager.restore({"trainer": PerProcess(None, choose=_first)}, step, only="trainer")
         if first is None:
-            raise NotFoundError(f"{manager.url(0).rpartition('/')[0]}: no step was saved, so there is nothing to export.")
+            raise NotFoundError(
+                f"{manager.url(0).rpartition('/')[0]}: no step was saved, so there is nothing to "
+                "export."
+            )
         place = Path(trainer.args.output_dir, f"checkpoint-{first.step}")
         if exists(place):
-            raise AlreadyExistsError(f"{place}: it exists; move it away, or give the Trainer another output_dir.")
+            raise AlreadyExistsError(
+                f"{place}: it exists; move it away, or give the Trainer another output_dir."
+            )
         self._own.load_state_dict(first.state["trainer"].value)
         trainer.create_optimizer_and_scheduler(self._own.state["max_steps"])
-        parts = {"model": trainer.model, "optimizer": trainer.optimizer, "lr_scheduler": trainer.lr_scheduler}
+        parts = {
+            "model": trainer.model,
+            "optimizer": trainer.optimizer,
+            "lr_scheduler": trainer.lr_scheduler,
+        }
         self._find_adapters(trainer)
         self._restore(manager, parts, first.step)
         self._own.restore_scaler(trainer)
@@ -187,7 +225,9 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         return str(place)
 
     def close(self) -> None:
-        """Finish the save in flight and restore signal handlers. The end of training calls it, and so does an exception after `resume`.
+        """Finish the save in flight and restore signal handlers.
+
+        The end of training calls it, and so does an exception after `resume`.
 
         Raises:
             ShardckptError: an error in the background.
@@ -224,19 +264,31 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             vars(self._trainer).pop("_load_from_checkpoint", None)
         if self._directory is not None:
             self._directory.cleanup()
-        self._saves_best = self._trainer = self._running = self._directory = self._resumed = self._generators = None
+        self._saves_best = self._trainer = self._running = self._directory = self._resumed = (
+            self._generators
+        ) = None
         self._due, self._metrics = False, {}
 
     # --- what the Trainer calls
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> None:
         """Restore everything, if the Trainer resumes.
 
         Raises:
-            OptionError: arguments that need the Trainer's own checkpoints; or the Trainer resumes from another directory.
+            OptionError: arguments that need the Trainer's own checkpoints; or the Trainer resumes
+                from another directory.
         """
         if getattr(args, "deepspeed", None):
-            raise OptionError("TrainingArguments(deepspeed=…): DeepSpeed needs the Trainer's own checkpoints; leave out one of the two.")
+            raise OptionError(
+                "TrainingArguments(deepspeed=…): DeepSpeed needs the Trainer's own checkpoints; "
+                "leave out one of the two."
+            )
         self._running = self._trainer or _trainer_of(self)
         manager = self._manager_of(self._running)
         self._find_adapters(self._running)
@@ -248,8 +300,9 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         vars(self._trainer).pop("_load_from_checkpoint", None)
         if state.global_step != self._resumed:
             raise OptionError(
-                f"resume() chose step {self._resumed}, but the Trainer begins at step {state.global_step}; pass its result: "
-                f"trainer.train(resume_from_checkpoint=callback.resume(trainer))."
+                f"resume() chose step {self._resumed}, but the Trainer begins at step "
+                f"{state.global_step}; pass its result: "
+                "trainer.train(resume_from_checkpoint=callback.resume(trainer))."
             )
         self._restore(manager, kwargs, self._resumed)
         self._own.restore_scaler(self._running)
@@ -258,22 +311,46 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if self._directory is not None:
             self._directory.cleanup()
 
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_epoch_begin(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Save the last step of the previous epoch if due; or restore the generators, if they were saved at this point."""
         self._save(state, control, kwargs, between_epochs=True)
         self._put_back(between_epochs=True)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_step_begin(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
         """Save the previous step if due; or restore the generators, if they were saved at this point."""
         self._save(state, control, kwargs, between_epochs=False)
         self._put_back(between_epochs=False)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_step_end(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,  # noqa: ARG002
+        control: TrainerControl,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
         """Take over the Trainer's decision to save."""
         self._metrics = {}
         self._take_over(control)
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,  # noqa: ARG002
+        control: TrainerControl,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
         """Take over the Trainer's decision to save."""
         self._take_over(control)
 
@@ -285,10 +362,19 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         metrics: Mapping[str, Any] | None = None,
         **_kwargs: Any,
     ) -> None:
-        """Record the metrics of the step, by which the best steps are kept; there may be several evaluations."""
-        self._metrics |= {name: float(value) for name, value in (metrics or {}).items() if isinstance(value, int | float)}
+        """Record the metrics of the step, by which the best steps are kept.
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        There may be several evaluations.
+        """
+        self._metrics |= {
+            name: float(value)
+            for name, value in (metrics or {}).items()
+            if isinstance(value, int | float)
+        }
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Save the last step if due, wait for it, and restore the best weights if the Trainer is to end with them.
 
         Raises:
@@ -310,8 +396,12 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             if keep is not None and args.load_best_model_at_end:
                 keep = any_of(keep, _best_of(args))
             options = self._options.get("options") or SaveOptions()
-            options = dataclasses.replace(options, metadata={**_model_files(trainer), **options.metadata})
-            self._manager = CheckpointManager(self._root, keep=keep, **{"every": None, **self._options, "options": options})
+            options = dataclasses.replace(
+                options, metadata={**_model_files(trainer), **options.metadata}
+            )
+            self._manager = CheckpointManager(
+                self._root, keep=keep, **{"every": None, **self._options, "options": options}
+            )
         return self._manager
 
     def _state(self, kwargs: Mapping[str, Any]) -> TrainState:
@@ -322,14 +412,23 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """
         more: dict[str, Any] = {} if self._adapters is None else {"base_model": self._base}
         more["trainer"] = PerProcess(self._own, choose=_first)
-        state = train_state(model=kwargs["model"], optimizer=kwargs["optimizer"], scheduler=kwargs["lr_scheduler"], **more)
+        state = train_state(
+            model=kwargs["model"],
+            optimizer=kwargs["optimizer"],
+            scheduler=kwargs["lr_scheduler"],
+            **more,
+        )
         if self._adapters is not None:
             state.leave_out("model", self._adapters.base)
         return state
 
     def _find_adapters(self, trainer: Trainer) -> None:
         self._adapters = adapters_of(_unwrap(trainer))
-        self._base = None if self._adapters is None else self._adapters.fingerprint(self._options.get("coordinator"))
+        self._base = (
+            None
+            if self._adapters is None
+            else self._adapters.fingerprint(self._options.get("coordinator"))
+        )
 
     def _restore(self, manager: CheckpointManager, kwargs: Mapping[str, Any], step: int) -> None:
         """Restore a step completely; of a PEFT model the adapters, if the base model is the same.
@@ -339,17 +438,26 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             ShardckptError: as `CheckpointManager.restore` does.
         """
         adapters = self._adapters
-        if adapters is not None and not self._own.adapters_alone:  # a release before 0.3 saved the base model, too
+        if (
+            adapters is not None and not self._own.adapters_alone
+        ):  # a release before 0.3 saved the base model, too
             self._adapters = None
         elif adapters is not None and self._base is not None:
             restored = manager.restore(None, step, only="base_model/**", fallback=False)
             assert restored is not None, "the step was found before"
             check_base(self._base, restored.state["base_model"], manager.url(step))
-        manager.restore(self._state(kwargs), step, fallback=False)  # the Trainer has counted to this step already
+        manager.restore(
+            self._state(kwargs), step, fallback=False
+        )  # the Trainer has counted to this step already
         if adapters is not None and self._adapters is None:
-            self._adapters, self._base = adapters, adapters.fingerprint(self._options.get("coordinator"))
+            self._adapters, self._base = (
+                adapters,
+                adapters.fingerprint(self._options.get("coordinator")),
+            )
 
-    def _load_best(self, manager: CheckpointManager, rule: Best, state: TrainerState, kwargs: Mapping[str, Any]) -> None:
+    def _load_best(
+        self, manager: CheckpointManager, rule: Best, state: TrainerState, kwargs: Mapping[str, Any]
+    ) -> None:
         """Restore the weights of the best saved step, if a step was saved with the metric."""
         manager.wait()
         best = manager.best_step(rule.metric, rule.mode)
@@ -361,7 +469,14 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self._due |= control.should_save
         control.should_save = False
 
-    def _save(self, state: TrainerState, control: TrainerControl, kwargs: Mapping[str, Any], *, between_epochs: bool) -> None:
+    def _save(
+        self,
+        state: TrainerState,
+        control: TrainerControl,
+        kwargs: Mapping[str, Any],
+        *,
+        between_epochs: bool,
+    ) -> None:
         manager, trainer, step = self._manager, self._running, state.global_step
         if manager is None or trainer is None or step == self._seen:
             return
@@ -381,7 +496,10 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
 
 class _TrainerValues:
-    """The Trainer's state. Process 0's is stored for all, because logged times differ between processes."""
+    """The Trainer's state.
+
+    Process 0's is stored for all, because logged times differ between processes.
+    """
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
@@ -389,7 +507,8 @@ class _TrainerValues:
         self.between_epochs = False
         """Whether the state was saved before an epoch began, rather than before a step."""
         self.scaler: dict[str, Any] | None = None
-        """The state of the gradient scaler of fp16; None: there is none, or an earlier release saved."""
+        """The state of the gradient scaler of fp16; None: there is none, or an earlier release
+        saved."""
         self.arguments: dict[str, Any] = {}
         """The `TrainingArguments`, as JSON."""
         self.adapters_alone = False
@@ -401,7 +520,9 @@ class _TrainerValues:
         for callback in (*trainer.callback_handler.callbacks, trainer.control):
             if isinstance(callback, ExportableState):
                 callbacks.setdefault(type(callback).__name__, []).append(callback.state())
-        of_callbacks = {name: states[0] if len(states) == 1 else states for name, states in callbacks.items()}
+        of_callbacks = {
+            name: states[0] if len(states) == 1 else states for name, states in callbacks.items()
+        }
         self.state = {**dataclasses.asdict(trainer.state), "stateful_callbacks": of_callbacks}
         self.between_epochs, self.adapters_alone = between_epochs, adapters_alone
         scaler = getattr(trainer.accelerator, "scaler", None)
@@ -414,11 +535,20 @@ class _TrainerValues:
         if scaler is not None and self.scaler is not None:
             scaler.load_state_dict(self.scaler)
         elif self.scaler is not None or scaler is not None:
-            _log.warning("only the %s has a gradient scaler; it is not restored.", "Trainer" if self.scaler is None else "checkpoint")
+            _log.warning(
+                "only the %s has a gradient scaler; it is not restored.",
+                "Trainer" if self.scaler is None else "checkpoint",
+            )
 
     def state_dict(self) -> dict[str, Any]:
         more = {"adapters_alone": True} if self.adapters_alone else {}
-        return {"state": self.state, "between_epochs": self.between_epochs, "scaler": self.scaler, "arguments": self.arguments, **more}
+        return {
+            "state": self.state,
+            "between_epochs": self.between_epochs,
+            "scaler": self.scaler,
+            "arguments": self.arguments,
+            **more,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.state, self.between_epochs = state["state"], state["between_epochs"]
@@ -427,14 +557,20 @@ class _TrainerValues:
 
 
 def _trainer_of(callback: ShardckptCallback) -> Trainer:
-    """The Trainer that is calling a callback. It passes itself to none, so look for it among the callers."""
+    """The Trainer that is calling a callback.
+
+    It passes itself to none, so look for it among the callers.
+    """
     frame = sys._getframe(1)  # noqa: SLF001
     while frame.f_back is not None:
         frame = frame.f_back
         caller = frame.f_locals.get("self")
         if callback in getattr(getattr(caller, "callback_handler", None), "callbacks", ()):
             return caller
-    raise OptionError("the callback was called by no Trainer; call callback.resume(trainer) before trainer.train(…).")
+    raise OptionError(
+        "the callback was called by no Trainer; call callback.resume(trainer) before "
+        "trainer.train(…)."
+    )
 
 
 def _model_files(trainer: Trainer) -> dict[str, Any]:
@@ -443,13 +579,21 @@ def _model_files(trainer: Trainer) -> dict[str, Any]:
     processing = getattr(trainer, "processing_class", None) or getattr(collator, "tokenizer", None)
     model = _unwrap(trainer)
     adapters = adapters_of(model)
-    sources = (getattr(model, "config", None), getattr(model, "generation_config", None), processing)
+    sources = (
+        getattr(model, "config", None),
+        getattr(model, "generation_config", None),
+        processing,
+    )
     with TemporaryDirectory(prefix="shardckpt-") as directory:
         for source in sources:
             if source is not None and hasattr(source, "save_pretrained"):
                 source.save_pretrained(directory)
         written = [path.name for path in Path(directory).iterdir()]
-        files = {name: Path(directory, name).read_bytes() for name in (*CONFIGS, *BYTES) if name in written}
+        files = {
+            name: Path(directory, name).read_bytes()
+            for name in (*CONFIGS, *BYTES)
+            if name in written
+        }
     documents = {name: json.loads(files[name]) for name in CONFIGS if name in files}
     for name, document in list(documents.items()):
         try:
@@ -458,7 +602,11 @@ def _model_files(trainer: Trainer) -> dict[str, Any]:
             _log.warning("%s has NaN or infinity, which JSON has not; it is not saved.", name)
             del documents[name]
     own = {} if adapters is None else adapters.metadata()
-    return {**documents, **own, **as_metadata({name: files[name] for name in BYTES if name in files})}
+    return {
+        **documents,
+        **own,
+        **as_metadata({name: files[name] for name in BYTES if name in files}),
+    }
 
 
 def _unwrap(trainer: Trainer) -> Any:
@@ -469,7 +617,11 @@ def _unwrap(trainer: Trainer) -> Any:
 def _best_of(args: TrainingArguments) -> Best:
     """The rule by which the Trainer's arguments choose the best model."""
     metric = args.metric_for_best_model
-    return Best(1, metric if metric.startswith("eval_") else f"eval_{metric}", "max" if args.greater_is_better else "min")
+    return Best(
+        1,
+        metric if metric.startswith("eval_") else f"eval_{metric}",
+        "max" if args.greater_is_better else "min",
+    )
 
 
 def _first(values: list[Any]) -> Any:

@@ -1,22 +1,29 @@
 """PyTorch Lightning's checkpoints through shardckpt: `Trainer(plugins=[ShardckptIO()])`, or `Trainer(callbacks=[ShardedRun(root)])`.
 
-`ShardedRun` is for `ModelParallelStrategy`, which shards the model: each process saves its own shards. It restores in `on_fit_start`, when
-the strategy has made the sharded model and its optimizers, and the Trainer's loops have not begun.
+`ShardedRun` is for `ModelParallelStrategy`, which shards the model: each process saves its own
+shards. It restores in `on_fit_start`, when the strategy has made the sharded model and its
+optimizers, and the Trainer's loops have not begun.
 
-`ShardckptIO` is for the other strategies. Lightning collects one dict on its first process and passes it over with a path; all processes
-load it. So that process alone saves the checkpoint, in the background: training goes on when the tensors are copied. `teardown` (which a
-Trainer calls at its end), the next save and a load wait for the save, and raise its error, once.
+`ShardckptIO` is for the other strategies. Lightning collects one dict on its first process and
+passes it over with a path; all processes load it. So that process alone saves the checkpoint, in
+the background: training goes on when the tensors are copied. `teardown` (which a Trainer calls at
+its end), the next save and a load wait for the save, and raise its error, once.
 
-1. The dict is made plain: Lightning's and torch's own dict classes become dicts. Any other value that would have to be pickled
-   is refused by name; mostly it is a hyperparameter: `save_hyperparameters(ignore=…)`.
-2. A checkpoint that Lightning removes is deleted when the latest save is committed, and stays if that save fails or if the
-   checkpoint is pinned. Its directory goes too, tombstone included: Lightning gives a later checkpoint another name if the path
-   exists, and only this process saves there.
-3. Functions in a scheduler's state are dropped: `LRScheduler.load_state_dict` keeps the functions of the scheduler that it loads into.
-4. Strategies that shard the model do not save through plugins, so a `Trainer` with such a strategy is refused when it is made.
+1. The dict is made plain: Lightning's and torch's own dict classes become dicts. Any other value
+   that would have to be pickled is refused by name; mostly it is a hyperparameter:
+   `save_hyperparameters(ignore=…)`.
+2. A checkpoint that Lightning removes is deleted when the latest save is committed, and stays if
+   that save fails or if the checkpoint is pinned. Its directory goes too, tombstone included:
+   Lightning gives a later checkpoint another name if the path exists, and only this process saves
+   there.
+3. Functions in a scheduler's state are dropped: `LRScheduler.load_state_dict` keeps the functions
+   of the scheduler that it loads into.
+4. Strategies that shard the model do not save through plugins, so a `Trainer` with such a strategy
+   is refused when it is made.
 
-A checkpoint is a directory, whatever its name ends with. `LightningModule.load_from_checkpoint` ignores plugins and needs a
-file: create the module, and load `shardckpt.restore(path, only="state_dict/**")["state_dict"]` into it.
+A checkpoint is a directory, whatever its name ends with. `LightningModule.load_from_checkpoint`
+ignores plugins and needs a file: create the module, and load `shardckpt.restore(path,
+only="state_dict/**")["state_dict"]` into it.
 """
 
 from __future__ import annotations
@@ -33,7 +40,12 @@ import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    Strategy,
+)
 
 from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.frameworks.coordination import SingleProcess
@@ -77,9 +89,10 @@ class ShardckptIO(CheckpointIO):
         """Store with `options`.
 
         Args:
-            options: as for `shardckpt.save`. By default, or with `overwrite=True`, a checkpoint replaces an existing one at the same
-                path, as Lightning's files do.
-            asynchronous: whether training goes on while a checkpoint is written; otherwise it waits for the commit.
+            options: as for `shardckpt.save`. By default, or with `overwrite=True`, a checkpoint
+                replaces an existing one at the same path, as Lightning's files do.
+            asynchronous: whether training goes on while a checkpoint is written; otherwise it waits
+                for the commit.
 
         Raises:
             OptionError: `options` is not a `SaveOptions`.
@@ -90,7 +103,9 @@ class ShardckptIO(CheckpointIO):
         self._doomed: list[str | os.PathLike[str]] = []
         """Paths that Lightning has removed since the save in flight began."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
         """Save Lightning's dict after the previous save has ended.
 
         Raises:
@@ -99,12 +114,19 @@ class ShardckptIO(CheckpointIO):
             ShardckptError: the previous save failed in the background; or as in `shardckpt.save`.
         """
         if storage_options is not None:
-            raise OptionError("save_checkpoint(storage_options=…): is not supported; give ShardckptIO(options=shardckpt.SaveOptions(…)).")
+            raise OptionError(
+                "save_checkpoint(storage_options=…): is not supported; give "
+                "ShardckptIO(options=shardckpt.SaveOptions(…))."
+            )
         state = plain(_without_functions(checkpoint), "", tensors=True, dicts=_DICTS)
         self._finish()
         if self._asynchronous:
-            self._saving = save_async(path, state, options=self._options, coordinator=SingleProcess())
-            if (local := parse(path).local_path) is not None:  # Lightning may link to it at once, or look for its name
+            self._saving = save_async(
+                path, state, options=self._options, coordinator=SingleProcess()
+            )
+            if (
+                local := parse(path).local_path
+            ) is not None:  # Lightning may link to it at once, or look for its name
                 with suppress(OSError):  # the save itself reports it
                     local.mkdir(parents=True, exist_ok=True)
         else:
@@ -124,13 +146,20 @@ class ShardckptIO(CheckpointIO):
             ShardckptError: the previous save failed in the background.
         """
         if map_location is not None and not isinstance(map_location, str | torch.device):
-            raise OptionError(f"load_checkpoint(map_location={map_location!r:.100}): give a torch.device, or its name.")
+            raise OptionError(
+                f"load_checkpoint(map_location={map_location!r:.100}): give a torch.device, or "
+                "its name."
+            )
         self._finish()
-        loaded: dict[str, Any] = _on_device(restore(Checkpoint(path)), torch.device(map_location or "cpu"))
+        loaded: dict[str, Any] = _on_device(
+            restore(Checkpoint(path)), torch.device(map_location or "cpu")
+        )
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, at once or when the save in flight is committed. A missing one is no error, and a pinned one stays.
+        """Remove a checkpoint, at once or when the save in flight is committed.
+
+        A missing one is no error, and a pinned one stays.
 
         Raises:
             StorageError: as in `shardckpt.runs.collecting.delete`.
@@ -141,7 +170,10 @@ class ShardckptIO(CheckpointIO):
             self._finish()
 
     def teardown(self) -> None:
-        """Wait for the save in flight. A `Trainer` also calls it when training raises; a failed save is then added to that error as a note.
+        """Wait for the save in flight.
+
+        A `Trainer` also calls it when training raises; a failed save is then added to that error as
+        a note.
 
         Raises:
             ShardckptError: the save failed.
@@ -161,8 +193,9 @@ class ShardckptIO(CheckpointIO):
 class ShardedRun(Callback):
     """Saves the shards of a model under `ModelParallelStrategy` in the background, and resumes from the latest step, on any mesh.
 
-    Saved are the module, its one optimizer, its schedulers, fp16's gradient scaler, the random states, and the progress of the Trainer's
-    loops. States of other callbacks and of data loaders are not. Give the Trainer `enable_checkpointing=False`, and `fit` no `ckpt_path`.
+    Saved are the module, its one optimizer, its schedulers, fp16's gradient scaler, the random
+    states, and the progress of the Trainer's loops. States of other callbacks and of data loaders
+    are not. Give the Trainer `enable_checkpointing=False`, and `fit` no `ckpt_path`.
     """
 
     def __init__(self, root: str | os.PathLike[str], **options: Any) -> None:
@@ -170,7 +203,8 @@ class ShardedRun(Callback):
 
         Args:
             root: the run's directory, a path or url.
-            options: as for `shardckpt.CheckpointManager`, for example `every` in optimizer steps, and `keep`.
+            options: as for `shardckpt.CheckpointManager`, for example `every` in optimizer steps,
+                and `keep`.
         """
         self._root = root
         self._options = options
@@ -185,9 +219,15 @@ class ShardedRun(Callback):
             ShardckptError: as in `CheckpointManager.restore`.
         """
         if not isinstance(trainer.strategy, ModelParallelStrategy):
-            raise OptionError(f"ShardedRun: the strategy is {type(trainer.strategy).__name__}; take ModelParallelStrategy, or ShardckptIO.")
+            raise OptionError(
+                f"ShardedRun: the strategy is {type(trainer.strategy).__name__}; take "
+                "ModelParallelStrategy, or ShardckptIO."
+            )
         if len(trainer.optimizers) != 1:
-            raise OptionError(f"ShardedRun: the module has {len(trainer.optimizers)} optimizers, and one is supported.")
+            raise OptionError(
+                f"ShardedRun: the module has {len(trainer.optimizers)} optimizers, and one is "
+                "supported."
+            )
         self._manager = CheckpointManager(self._root, **self._options)
         state = self._state(trainer, pl_module)
         restored = self._manager.restore(state)
@@ -214,7 +254,12 @@ class ShardedRun(Callback):
         """
         self._close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
+    def on_exception(
+        self,
+        trainer: Trainer,  # noqa: ARG002
+        pl_module: LightningModule,  # noqa: ARG002
+        exception: BaseException,
+    ) -> None:
         """Wait for the save in flight; its error is added to the exception as a note."""
         with noted_on(exception):
             self._close()
@@ -225,14 +270,22 @@ class ShardedRun(Callback):
             manager.close()
 
     def _state(self, trainer: Trainer, module: LightningModule) -> TrainState:
-        schedulers = {f"scheduler{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
+        schedulers = {
+            f"scheduler{i}": config.scheduler
+            for i, config in enumerate(trainer.lr_scheduler_configs)
+        }
         loops = plain(trainer.fit_loop.state_dict(), "loops", tensors=True, dicts=_DICTS)
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # of fp16
-        return train_state(model=module, optimizer=trainer.optimizers[0], scaler=scaler, loops=loops, **schedulers)
+        return train_state(
+            model=module, optimizer=trainer.optimizers[0], scaler=scaler, loops=loops, **schedulers
+        )
 
 
 def _remove(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint with its directory, or only the link to it. Pinned checkpoints stay, and so do paths without a checkpoint."""
+    """Remove a checkpoint with its directory, or only the link to it.
+
+    Pinned checkpoints stay, and so do paths without a checkpoint.
+    """
     place = parse(path)
     if (local := place.local_path) is not None and is_link(local):
         with storage_errors("remove", local):
@@ -256,12 +309,19 @@ def _without_functions(value: Any) -> Any:
         return kind(map(_without_functions, value))
     if kind in _DICTS:
         scheduler = value.keys() >= _SCHEDULER
-        return {k: _without_functions(inner) for k, inner in value.items() if not (scheduler and isinstance(inner, FunctionType))}
+        return {
+            k: _without_functions(inner)
+            for k, inner in value.items()
+            if not (scheduler and isinstance(inner, FunctionType))
+        }
     return value
 
 
 def _on_device(value: Any, device: torch.device) -> Any:
-    """Restored containers with torch tensors instead of arrays; tensors for the CPU are not copied."""
+    """Restored containers with torch tensors instead of arrays.
+
+    Tensors for the CPU are not copied.
+    """
     if isinstance(value, np.ndarray):
         return tensor_of(value, of_numpy(value.dtype)).to(device)
     if isinstance(value, dict):
@@ -272,10 +332,16 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def _set_checkpoint_io(strategy: Strategy, io: CheckpointIO) -> None:
-    """Give a plugin to a strategy; refuse strategies that would not use it, as Fabric's strategies do by themselves."""
-    if isinstance(io, ShardckptIO) and isinstance(strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
+    """Give a plugin to a strategy.
+
+    Refuse strategies that would not use it, as Fabric's strategies do by themselves.
+    """
+    if isinstance(io, ShardckptIO) and isinstance(
+        strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy
+    ):
         raise OptionError(
-            f"ShardckptIO: {type(strategy).__name__} shards the model, and saves and loads without plugins; take the strategy "
+            f"ShardckptIO: {type(strategy).__name__} shards the model, and saves and loads "
+            "without plugins; take the strategy "
             f'"ddp", or ModelParallelStrategy with the callback ShardedRun instead of this plugin.'
         )
     _of_lightning.fset(strategy, io)

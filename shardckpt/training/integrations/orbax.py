@@ -1,16 +1,20 @@
 """Orbax's managers of steps, with their methods and arguments, on `shardckpt.CheckpointManager`.
 
-    from shardckpt.training.integrations.orbax import OrbaxCheckpointer         # for orbax.checkpoint.v1.training.Checkpointer
-    from shardckpt.training.integrations.orbax import OrbaxCheckpointManager    # for orbax.checkpoint.CheckpointManager
+    from shardckpt.training.integrations.orbax import OrbaxCheckpointer         # for
+    orbax.checkpoint.v1.training.Checkpointer from shardckpt.training.integrations.orbax import
+    OrbaxCheckpointManager    # for orbax.checkpoint.CheckpointManager
 
-A program keeps its calls, its policies and its `args`; steps become checkpoints of shardckpt. Each checkpointable (each item of
-`args.Composite`) is an entry of the state, by its name.
+A program keeps its calls, its policies and its `args`; steps become checkpoints of shardckpt. Each
+checkpointable (each item of `args.Composite`) is an entry of the state, by its name.
 
-1. Policies of Orbax decide which steps are kept. Those that decide when to save become policies of shardckpt.
-2. A save is in the background, and is seen (`latest_step`, `checkpoints`) when it is committed, for example after `wait_until_finished`.
-3. A load of arrays continues the training from its step: later steps are replaced when training reaches them again. Orbax raises an error
-   there.
-4. A load without an abstract state returns numpy arrays and random keys of JAX, in dicts, lists and tuples.
+1. Policies of Orbax decide which steps are kept. Those that decide when to save become policies of
+   shardckpt.
+2. A save is in the background, and is seen (`latest_step`, `checkpoints`) when it is committed, for
+   example after `wait_until_finished`.
+3. A load of arrays continues the training from its step: later steps are replaced when training
+   reaches them again. Orbax raises an error there.
+4. A load without an abstract state returns numpy arrays and random keys of JAX, in dicts, lists and
+   tuples.
 5. Everything else that Orbax has raises an OptionError that names it.
 """
 
@@ -68,14 +72,23 @@ _saving = v1.training.save_decision_policies
 class _Steps(AbstractContextManager[Any]):
     """The common part of both managers."""
 
-    def __init__(self, root: str | os.PathLike[str], when: Any, keep: Retention | None, options: SaveOptions | None) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        when: Any,
+        keep: Retention | None,
+        options: SaveOptions | None,
+    ) -> None:
         every = policy_of(when, lambda: self.all_steps())  # noqa: PLW0108  (the manager is made below)
         self._manager = managers.CheckpointManager(root, every=every, keep=keep, options=options)
         self.directory = epath.Path(root)
         """The root directory."""
 
     def all_steps(self, read: bool = False) -> list[int]:
-        """The committed steps, ascending; they are always read from the storage, also without `read`."""
+        """The committed steps, ascending.
+
+        They are always read from the storage, also without `read`.
+        """
         del read
         return self._manager.all_steps()
 
@@ -102,7 +115,12 @@ class _Steps(AbstractContextManager[Any]):
         """
         self._manager.close()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Close; if the block raised, a failed save is added to that error as a note."""
         self._manager.__exit__(kind, error, trace)
 
@@ -111,12 +129,24 @@ class _Steps(AbstractContextManager[Any]):
         return self
 
     def _behind(self, step: int) -> bool:
-        """Whether a step is less than the one that was saved or restored last; Orbax does not save it, without an error."""
+        """Whether a step is less than the one that was saved or restored last.
+
+        Orbax does not save it, without an error.
+        """
         self._manager._check_open()  # noqa: SLF001
         last = self._manager._last  # noqa: SLF001
         return last is not None and check_step(step) < last
 
-    def _save(self, step: int, items: Mapping[str, Any], metrics: Any, custom: Any, *, force: bool, strict: bool) -> bool:
+    def _save(
+        self,
+        step: int,
+        items: Mapping[str, Any],
+        metrics: Any,
+        custom: Any,
+        *,
+        force: bool,
+        strict: bool,
+    ) -> bool:
         """Save items; `strict`: a step that is saved already is an error."""
         check_items(items)
         if self._behind(step) and not force:
@@ -126,11 +156,19 @@ class _Steps(AbstractContextManager[Any]):
             if step not in self.all_steps():
                 self._manager._last = None  # noqa: SLF001  (it was deleted, and may be saved again)
             elif strict:
-                raise AlreadyExistsError(f"{self._manager.url(step)}: this step is saved already; delete it to save it again.")
-        return self._manager.save(step, {**items, **({} if custom is None else {CUSTOM: custom})}, metrics, force=force)
+                raise AlreadyExistsError(
+                    f"{self._manager.url(step)}: this step is saved already; delete it to save it "
+                    "again."
+                )
+        return self._manager.save(
+            step, {**items, **({} if custom is None else {CUSTOM: custom})}, metrics, force=force
+        )
 
     def _load(self, step: int | None, like: Mapping[str, Any] | None) -> tuple[int, dict[str, Any]]:
-        """Restore items: those of `like`, or all. The value None in `like` restores an item as it is stored."""
+        """Restore items: those of `like`, or all.
+
+        The value None in `like` restores an item as it is stored.
+        """
         self._manager.wait()
         at = self.latest_step() if step is None else step
         if at is None:
@@ -138,15 +176,30 @@ class _Steps(AbstractContextManager[Any]):
         stored = self._items(at)
         names = [name for name in stored if name != CUSTOM] if like is None else list(like)
         if lost := [name for name in names if name not in stored]:
-            raise NotFoundError(f"{self._manager.url(at)}: it has no {lost[0]!r}; it has {', '.join(stored)}.")
+            raise NotFoundError(
+                f"{self._manager.url(at)}: it has no {lost[0]!r}; it has {', '.join(stored)}."
+            )
         targets = {name: target for name, target in (like or {}).items() if target is not None}
-        arrays = [name for name in names if any(isinstance(leaf, Abstract) for leaf in jax.tree.leaves(stored[name]))]
+        arrays = [
+            name
+            for name in names
+            if any(isinstance(leaf, Abstract) for leaf in jax.tree.leaves(stored[name]))
+        ]
         items = {name: stored[name] for name in names}
-        for target, group in ((targets, list(targets)), (None, [name for name in arrays if name not in targets])):
+        for target, group in (
+            (targets, list(targets)),
+            (None, [name for name in arrays if name not in targets]),
+        ):
             if group:
-                restored = self._manager.restore(target, at, only=below(group), cast=True, fallback=False)
+                restored = self._manager.restore(
+                    target, at, only=below(group), cast=True, fallback=False
+                )
                 assert restored is not None, "the step is given"
-                items |= restored.state if target else {name: with_keys(stored[name], restored.state[name]) for name in group}
+                items |= (
+                    restored.state
+                    if target
+                    else {name: with_keys(stored[name], restored.state[name]) for name in group}
+                )
         return at, {name: items[name] for name in names}
 
     def _items(self, step: int) -> dict[str, Any]:
@@ -171,11 +224,14 @@ class _Response:
         """Wait for the commit; True.
 
         Raises:
-            OptionError: a `timeout` is given; `SaveOptions(commit_timeout=…)` limits the wait for other processes.
+            OptionError: a `timeout` is given; `SaveOptions(commit_timeout=…)` limits the wait for
+                other processes.
             ShardckptError: the save failed.
         """
         if timeout is not None:
-            raise OptionError(f"result(timeout={timeout}) is not supported; give SaveOptions(commit_timeout=…).")
+            raise OptionError(
+                f"result(timeout={timeout}) is not supported; give SaveOptions(commit_timeout=…)."
+            )
         self._manager.wait()
         return True
 
@@ -196,8 +252,8 @@ class OrbaxCheckpointer(_Steps):
 
         Args:
             directory: a path or url.
-            save_decision_policy: a policy of Orbax or of shardckpt; by default the first step, then as soon as the last save has ended,
-                and before the job is stopped.
+            save_decision_policy: a policy of Orbax or of shardckpt; by default the first step, then
+                as soon as the last save has ended, and before the job is stopped.
             preservation_policy: a policy of Orbax; by default all steps are kept.
             options: options of every save.
             **others: Orbax's `cleanup_tmp_directories` and `lightweight_initialize` are not needed.
@@ -207,9 +263,22 @@ class OrbaxCheckpointer(_Steps):
         """
         if odd := others.keys() - {"cleanup_tmp_directories", "lightweight_initialize"}:
             raise OptionError(f"Checkpointer({min(odd)}=…) is not supported; leave it out.")
-        default = (_saving.InitialSavePolicy(), _saving.ContinuousCheckpointingPolicy(), _saving.PreemptionCheckpointingPolicy())
-        when = _saving.AnySavePolicy(list(default)) if save_decision_policy is None else save_decision_policy
-        super().__init__(directory, when, None if preservation_policy is None else KeptByOrbax(preservation_policy), options)
+        default = (
+            _saving.InitialSavePolicy(),
+            _saving.ContinuousCheckpointingPolicy(),
+            _saving.PreemptionCheckpointingPolicy(),
+        )
+        when = (
+            _saving.AnySavePolicy(list(default))
+            if save_decision_policy is None
+            else save_decision_policy
+        )
+        super().__init__(
+            directory,
+            when,
+            None if preservation_policy is None else KeptByOrbax(preservation_policy),
+            options,
+        )
 
     @property
     def latest(self) -> Any:
@@ -236,12 +305,22 @@ class OrbaxCheckpointer(_Steps):
         """Save a state if the policy says so, and wait for it; see `save_async`."""
         return _wait(self.save_async(step, state, **choices))
 
-    def save_async(self, step: int, state: Any, *, checkpointable_name: str = "state", **choices: Any) -> _Response | None:
-        """Save a state in the background, if the policy says so; see `save_checkpointables_async`."""
+    def save_async(
+        self, step: int, state: Any, *, checkpointable_name: str = "state", **choices: Any
+    ) -> _Response | None:
+        """Save a state in the background, if the policy says so.
+
+        See `save_checkpointables_async`.
+        """
         return self.save_checkpointables_async(step, {checkpointable_name: state}, **choices)
 
-    def save_checkpointables(self, step: int, checkpointables: Mapping[str, Any], **choices: Any) -> bool:
-        """Save several states if the policy says so, and wait for them; see `save_checkpointables_async`."""
+    def save_checkpointables(
+        self, step: int, checkpointables: Mapping[str, Any], **choices: Any
+    ) -> bool:
+        """Save several states if the policy says so, and wait for them.
+
+        See `save_checkpointables_async`.
+        """
         return _wait(self.save_checkpointables_async(step, checkpointables, **choices))
 
     def save_checkpointables_async(
@@ -265,7 +344,8 @@ class OrbaxCheckpointer(_Steps):
             custom_metadata: any storable value.
 
         Returns:
-            The save; None if the policy does not save this step, or a later one was saved or loaded last.
+            The save; None if the policy does not save this step, or a later one was saved or loaded
+            last.
 
         Raises:
             AlreadyExistsError: the step is saved already.
@@ -273,33 +353,51 @@ class OrbaxCheckpointer(_Steps):
             ShardckptError: as `shardckpt.CheckpointManager.save` does.
         """
         if overwrite:
-            raise OptionError("save(overwrite=True) is not supported; load(step) goes back, and later saves replace the steps after it.")
+            raise OptionError(
+                "save(overwrite=True) is not supported; load(step) goes back, and later saves "
+                "replace the steps after it."
+            )
         if "metrics" in checkpointables:
-            raise OptionError("'metrics' is a reserved name in Orbax's v1; give the state another name.")
-        saved = self._save(step, checkpointables, metrics, custom_metadata, force=force, strict=True)
+            raise OptionError(
+                "'metrics' is a reserved name in Orbax's v1; give the state another name."
+            )
+        saved = self._save(
+            step, checkpointables, metrics, custom_metadata, force=force, strict=True
+        )
         return _Response(self._manager) if saved else None
 
-    def load(self, step: Any = None, abstract_state: Any = None, *, checkpointable_name: str = "state") -> Any:
+    def load(
+        self, step: Any = None, abstract_state: Any = None, *, checkpointable_name: str = "state"
+    ) -> Any:
         """Load a state; see `load_checkpointables`."""
-        return self.load_checkpointables(step, {checkpointable_name: abstract_state})[checkpointable_name]
+        return self.load_checkpointables(step, {checkpointable_name: abstract_state})[
+            checkpointable_name
+        ]
 
-    def load_checkpointables(self, step: Any = None, abstract_checkpointables: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def load_checkpointables(
+        self, step: Any = None, abstract_checkpointables: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Load states by name, onto the shardings of abstract ones.
 
         Args:
             step: a step, or a `CheckpointMetadata`; None: the latest.
-            abstract_checkpointables: abstract states by name (None: as stored, in numpy arrays); None: all, as stored.
+            abstract_checkpointables: abstract states by name (None: as stored, in numpy arrays);
+                None: all, as stored.
 
         Raises:
             NotFoundError: there is no such step, or no such state in it.
             ShardckptError: as `shardckpt.CheckpointManager.restore` does.
         """
-        return self._load(getattr(step, "step", step), without_placeholders(abstract_checkpointables))[1]
+        return self._load(
+            getattr(step, "step", step), without_placeholders(abstract_checkpointables)
+        )[1]
 
     def checkpointables_metadata(self, step: Any = None) -> Any:
         """Orbax's `CheckpointMetadata`, whose `metadata` has the states by name, with abstract arrays."""
         at = getattr(step, "step", step)
-        checkpoint = next((one for one in reversed(self.checkpoints) if at in (None, one.step)), None)
+        checkpoint = next(
+            (one for one in reversed(self.checkpoints) if at in (None, one.step)), None
+        )
         if checkpoint is None:
             raise NotFoundError(f"{self.directory}: there is no step {'' if at is None else at}.")
         items = self._items(checkpoint.step)
@@ -313,7 +411,9 @@ class OrbaxCheckpointer(_Steps):
             custom_metadata=custom,
         )
 
-    def delete(self, step: Any, *, checkpointable_name: str | None = None, missing_ok: bool = False) -> bool:
+    def delete(
+        self, step: Any, *, checkpointable_name: str | None = None, missing_ok: bool = False
+    ) -> bool:
         """Delete a step; one process suffices. A state alone cannot be deleted.
 
         Raises:
@@ -321,7 +421,10 @@ class OrbaxCheckpointer(_Steps):
             OptionError: `checkpointable_name`; or the step is pinned or a base.
         """
         if checkpointable_name is not None:
-            raise OptionError("delete(checkpointable_name=…) is not supported: a checkpoint is deleted as a whole.")
+            raise OptionError(
+                "delete(checkpointable_name=…) is not supported: a checkpoint is deleted as a "
+                "whole."
+            )
         self._manager.wait()
         try:
             delete(self._manager.url(getattr(step, "step", step)))
@@ -372,20 +475,30 @@ class OrbaxCheckpointManager(_Steps):
             OptionError: an option of Orbax that is not supported, by name.
         """
         if others:
-            raise OptionError(f"CheckpointManager({min(others)}=…) is not supported; leave it out, and pass args= to save and restore.")
+            raise OptionError(
+                f"CheckpointManager({min(others)}=…) is not supported; leave it out, and pass "
+                "args= to save and restore."
+            )
         del item_names
         self._options = given = options or ocp.CheckpointManagerOptions()
         check_options(given)
         super().__init__(directory, decision_of(given), retention_of(given), save_options)
 
     def save(
-        self, step: int, *, args: Any = None, metrics: Mapping[str, Any] | None = None, force: bool = False, custom_metadata: Any = None
+        self,
+        step: int,
+        *,
+        args: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        force: bool = False,
+        custom_metadata: Any = None,
     ) -> bool:
         """Save in the background if the options say so, and return whether.
 
         Args:
             step: the step; steps ascend.
-            args: one of `StandardSave`, `PyTreeSave`, `ArraySave`, `JsonSave`, `JaxRandomKeySave`, or `Composite` of these.
+            args: one of `StandardSave`, `PyTreeSave`, `ArraySave`, `JsonSave`, `JaxRandomKeySave`,
+                or `Composite` of these.
             metrics: numbers by name.
             force: save although the options do not say so.
             custom_metadata: any storable value.
@@ -396,7 +509,9 @@ class OrbaxCheckpointManager(_Steps):
             ShardckptError: as `shardckpt.CheckpointManager.save` does.
         """
         if self._options.read_only:
-            raise OptionError("CheckpointManagerOptions(read_only=True): nothing is saved; leave it out.")
+            raise OptionError(
+                "CheckpointManagerOptions(read_only=True): nothing is saved; leave it out."
+            )
         items = {name: saved_value(name, one) for name, one in items_of(args).items()}
         saved = self._save(step, items, metrics, custom_metadata, force=force, strict=force)
         if saved and not self._options.enable_async_checkpointing:
@@ -408,8 +523,8 @@ class OrbaxCheckpointManager(_Steps):
 
         Args:
             step: the step; None: the latest.
-            args: one of `StandardRestore`, `PyTreeRestore`, `ArrayRestore`, `JsonRestore`, `JaxRandomKeyRestore`, or `Composite` of
-                these; None: all items, as stored.
+            args: one of `StandardRestore`, `PyTreeRestore`, `ArrayRestore`, `JsonRestore`,
+                `JaxRandomKeyRestore`, or `Composite` of these; None: all items, as stored.
 
         Returns:
             The restored value; with several items a `Composite`.
@@ -419,7 +534,11 @@ class OrbaxCheckpointManager(_Steps):
             OptionError: other `args`, by name.
             ShardckptError: as `shardckpt.CheckpointManager.restore` does.
         """
-        like = None if args is None else {name: restore_target(name, one) for name, one in items_of(args).items()}
+        like = (
+            None
+            if args is None
+            else {name: restore_target(name, one) for name, one in items_of(args).items()}
+        )
         _, items = self._load(step, like)
         single = items.keys() == {DEFAULT} and not isinstance(args, ocp.args.Composite)
         return items[DEFAULT] if single else ocp.args.Composite(**items)
@@ -431,11 +550,20 @@ class OrbaxCheckpointManager(_Steps):
         return items[DEFAULT] if items.keys() == {DEFAULT} else ocp.args.Composite(**items)
 
     def metadata(self, step: int | None = None) -> Any:
-        """Orbax's `StepMetadata` of a step: its items, metrics and custom metadata; a step must be given."""
+        """Orbax's `StepMetadata` of a step: its items, metrics and custom metadata.
+
+        A step must be given.
+        """
         if step is None:
-            raise OptionError("CheckpointManager.metadata() without a step is not supported; give a step.")
+            raise OptionError(
+                "CheckpointManager.metadata() without a step is not supported; give a step."
+            )
         custom = self._items(step).get(CUSTOM) or {}
-        return ocp.metadata.StepMetadata(item_metadata=self.item_metadata(step), metrics=self._metrics(step), custom_metadata=custom)
+        return ocp.metadata.StepMetadata(
+            item_metadata=self.item_metadata(step),
+            metrics=self._metrics(step),
+            custom_metadata=custom,
+        )
 
     def metrics(self, step: int) -> dict[str, float]:
         """The metrics of a step; empty if it has none."""
@@ -448,7 +576,11 @@ class OrbaxCheckpointManager(_Steps):
             return self.latest_step()
         sign = 1 if self._options.best_mode == "max" else -1
         having = [info for info in self._manager.steps() if info.live and info.metrics]
-        return max(having, key=lambda info: (sign * best_fn(dict(info.metrics)), info.step)).step if having else None
+        return (
+            max(having, key=lambda info: (sign * best_fn(dict(info.metrics)), info.step)).step
+            if having
+            else None
+        )
 
     def delete(self, step: int) -> None:
         """Delete a step; one process suffices, and the others save this step again only after that.
@@ -483,4 +615,6 @@ class OrbaxCheckpointManager(_Steps):
 def _lacking(kind: type, name: str) -> AttributeError | OptionError:
     if name.startswith("_") or not hasattr(kind, name):
         return AttributeError(name)
-    return OptionError(f"{kind.__name__}.{name} is not supported; see docs/integrations.md for what is.")
+    return OptionError(
+        f"{kind.__name__}.{name} is not supported; see docs/integrations.md for what is."
+    )

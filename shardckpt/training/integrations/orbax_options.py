@@ -1,4 +1,7 @@
-"""Orbax's policies, options and `args` as those of shardckpt; what is not supported is refused by name."""
+"""Orbax's policies, options and `args` as those of shardckpt.
+
+What is not supported is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +33,60 @@ CUSTOM = "custom_metadata"
 """The name of the custom metadata in a state."""
 Abstract = jax.ShapeDtypeStruct
 _saving, _keeping = v1.training.save_decision_policies, v1.training.preservation_policies
-_SAVED = (ocp.args.StandardSave, ocp.args.PyTreeSave, ocp.args.ArraySave, ocp.args.JsonSave, ocp.args.JaxRandomKeySave)
+_SAVED = (
+    ocp.args.StandardSave,
+    ocp.args.PyTreeSave,
+    ocp.args.ArraySave,
+    ocp.args.JsonSave,
+    ocp.args.JaxRandomKeySave,
+)
 _RESTORED = (
-    *(ocp.args.StandardRestore, ocp.args.PyTreeRestore, ocp.args.ArrayRestore, ocp.args.JsonRestore),
+    *(
+        ocp.args.StandardRestore,
+        ocp.args.PyTreeRestore,
+        ocp.args.ArrayRestore,
+        ocp.args.JsonRestore,
+    ),
     ocp.args.JaxRandomKeyRestore,
 )
 _USED = frozenset(
-    {"save_interval_steps", "save_on_steps", "save_decision_policy", "max_to_keep", "keep_period", "keep_time_interval", "best_fn"}
-    | {"best_mode", "keep_checkpoints_without_metrics", "preservation_policy", "enable_async_checkpointing", "read_only"}
+    {
+        "save_interval_steps",
+        "save_on_steps",
+        "save_decision_policy",
+        "max_to_keep",
+        "keep_period",
+        "keep_time_interval",
+        "best_fn",
+    }
+    | {
+        "best_mode",
+        "keep_checkpoints_without_metrics",
+        "preservation_policy",
+        "enable_async_checkpointing",
+        "read_only",
+    }
 )
 _NOT_NEEDED = frozenset(
-    {"create", "cleanup_tmp_directories", "enable_background_delete", "num_deletion_threads", "save_root_metadata", "async_options"}
-    | {"file_options", "single_host_load_and_broadcast", "lightweight_initialize", "enable_per_process_directory_creation"}
-    | {"enable_should_save_is_saving_in_progress_check", "multiprocessing_options", "atomicity_options"}
+    {
+        "create",
+        "cleanup_tmp_directories",
+        "enable_background_delete",
+        "num_deletion_threads",
+        "save_root_metadata",
+        "async_options",
+    }
+    | {
+        "file_options",
+        "single_host_load_and_broadcast",
+        "lightweight_initialize",
+        "enable_per_process_directory_creation",
+    }
+    | {
+        "enable_should_save_is_saving_in_progress_check",
+        "multiprocessing_options",
+        "atomicity_options",
+    }
 )
 
 
@@ -84,7 +128,10 @@ def policy_of(given: Any, steps: Callable[[], list[int]]) -> Policy:  # noqa: PL
             return OnPreemption()
         case _saving.AnySavePolicy(policies=policies):
             return any_of(*(policy_of(one, steps) for one in policies))
-    raise OptionError(f"save_decision_policy: {given!r:.200} is not supported; give a policy of shardckpt.training.policies in its place.")
+    raise OptionError(
+        f"save_decision_policy: {given!r:.200} is not supported; give a policy of "
+        "shardckpt.training.policies in its place."
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,7 +143,10 @@ class KeptByOrbax(Retention):
     def kept(self, steps: Sequence[SavedStep]) -> set[int]:
         """The steps that the policy preserves."""
         now = datetime.now(UTC)
-        infos = [_Info(one.step, now - timedelta(seconds=one.age), dict(one.metrics) or None) for one in steps]
+        infos = [
+            _Info(one.step, now - timedelta(seconds=one.age), dict(one.metrics) or None)
+            for one in steps
+        ]
         keeps = self.policy.should_preserve(infos, context=_keeping.PreservationContext())
         return {one.step for one, keep in zip(steps, keeps, strict=True) if keep}
 
@@ -117,7 +167,10 @@ def without_placeholders(abstract: Any) -> Any:
         OptionError: Orbax's placeholder (`...`) is in it.
     """
     if any(leaf is ... for leaf in jax.tree.leaves(abstract)):
-        raise OptionError("the abstract state has placeholders (...); leave these entries out of it, and give only the rest.")
+        raise OptionError(
+            "the abstract state has placeholders (...); leave these entries out of it, and give "
+            "only the rest."
+        )
     return abstract
 
 
@@ -134,12 +187,19 @@ def retention_of(given: ocp.CheckpointManagerOptions) -> Retention | None:
         without = given.keep_checkpoints_without_metrics
         reverse = given.best_mode == "min"
         rules.append(
-            _keeping.BestN(get_metric_fn=given.best_fn, reverse=reverse, n=given.max_to_keep, keep_checkpoints_without_metrics=without)
+            _keeping.BestN(
+                get_metric_fn=given.best_fn,
+                reverse=reverse,
+                n=given.max_to_keep,
+                keep_checkpoints_without_metrics=without,
+            )
         )
     if given.keep_period is not None:
         rules.append(_keeping.EveryNSteps(given.keep_period))
     if given.keep_time_interval is not None:
-        rules.append(_keeping.EveryNSeconds(interval_secs=int(given.keep_time_interval.total_seconds())))
+        rules.append(
+            _keeping.EveryNSeconds(interval_secs=int(given.keep_time_interval.total_seconds()))
+        )
     return KeptByOrbax(_keeping.AnyPreservationPolicy(rules))
 
 
@@ -150,7 +210,8 @@ def items_of(args: Any) -> dict[str, Any]:
 
 def _refusal(name: str, args: Any, verb: Literal["save", "restore"]) -> OptionError:
     return OptionError(
-        f"{verb}(args=…): {name!r} is a {type(args).__name__}, which is not supported; give Standard, PyTree, Array, Json or JaxRandomKey."
+        f"{verb}(args=…): {name!r} is a {type(args).__name__}, which is not supported; give "
+        "Standard, PyTree, Array, Json or JaxRandomKey."
     )
 
 
@@ -159,12 +220,18 @@ def saved_value(name: str, args: Any) -> Any:
     if not isinstance(args, _SAVED):
         raise _refusal(name, args, "save")
     if getattr(args, "save_args", None) is not None:
-        raise OptionError(f"save(args=…): {name!r} has save_args, which are not supported; give save_options=shardckpt.SaveOptions(…).")
+        raise OptionError(
+            f"save(args=…): {name!r} has save_args, which are not supported; give "
+            "save_options=shardckpt.SaveOptions(…)."
+        )
     if isinstance(args, ocp.args.JsonSave):
         try:
             return json.loads(json.dumps(args.item))
         except (TypeError, ValueError) as error:
-            raise OptionError(f"save(args=…): {name!r} is a JsonSave of what JSON does not have ({error}); give StandardSave.") from error
+            raise OptionError(
+                f"save(args=…): {name!r} is a JsonSave of what JSON does not have ({error}); give "
+                "StandardSave."
+            ) from error
     return args.item
 
 
@@ -176,7 +243,9 @@ def check_items(items: Mapping[str, Any]) -> None:
         try:
             jax.tree.structure(item)
         except ValueError as error:
-            raise OptionError(f"{name!r} has a dict whose keys JAX cannot sort; give it keys of one type.") from error
+            raise OptionError(
+                f"{name!r} has a dict whose keys JAX cannot sort; give it keys of one type."
+            ) from error
 
 
 def abstract_items(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -186,13 +255,16 @@ def abstract_items(checkpoint: Checkpoint) -> dict[str, Any]:
         OptionError: JAX has no such generator of random keys.
     """
     infos = {name: checkpoint.info(name) for name in checkpoint.names()}
-    shapes: dict[str, Any] = {name: Abstract(info.shape, info.dtype.numpy) for name, info in infos.items()}
+    shapes: dict[str, Any] = {
+        name: Abstract(info.shape, info.dtype.numpy) for name, info in infos.items()
+    }
     for name, meaning in meanings(checkpoint.parsed_tree).items():
         if name in shapes and meaning.startswith("jax.key:"):
             keys = new_keys(meaning, infos[name].shape)
             if keys is None:
                 raise OptionError(
-                    f"{checkpoint.location}: {name} has random keys ({meaning}) of a generator that JAX lacks; define it first."
+                    f"{checkpoint.location}: {name} has random keys ({meaning}) of a generator "
+                    "that JAX lacks; define it first."
                 )
             shapes[name] = keys
     items: dict[str, Any] = unflatten(checkpoint.parsed_tree, shapes)
@@ -203,7 +275,11 @@ def with_keys(abstract: Any, restored: Any) -> Any:
     """A restored item in which the words of random keys are keys again."""
 
     def whole(of: Any, value: Any) -> Any:
-        return keys_of(jax.numpy.asarray(value), of.dtype) if isinstance(of, Abstract) and is_keys(of) else value
+        return (
+            keys_of(jax.numpy.asarray(value), of.dtype)
+            if isinstance(of, Abstract) and is_keys(of)
+            else value
+        )
 
     return jax.tree.map(whole, abstract, restored)
 
@@ -218,20 +294,37 @@ def restore_target(name: str, args: Any) -> Any:
     """The abstract value to restore under a name; None: as stored."""
     if not isinstance(args, _RESTORED):
         raise _refusal(name, args, "restore")
-    odd = [key for key in ("transforms", "legacy_transform_fn", "partial_restore") if getattr(args, key, None)]
+    odd = [
+        key
+        for key in ("transforms", "legacy_transform_fn", "partial_restore")
+        if getattr(args, key, None)
+    ]
     if odd:
-        raise OptionError(f"restore(args=…): {name!r} has {odd[0]}, which is not supported; see shardckpt.restore(rename=…, only=…).")
-    item, restore_args = without_placeholders(getattr(args, "item", None)), getattr(args, "restore_args", None)
+        raise OptionError(
+            f"restore(args=…): {name!r} has {odd[0]}, which is not supported; see "
+            "shardckpt.restore(rename=…, only=…)."
+        )
+    item, restore_args = (
+        without_placeholders(getattr(args, "item", None)),
+        getattr(args, "restore_args", None),
+    )
     if restore_args is None:
         return item
     if item is None:
-        raise OptionError(f"restore(args=…): {name!r} has restore_args without an item; give the abstract state as the item.")
+        raise OptionError(
+            f"restore(args=…): {name!r} has restore_args without an item; give the abstract state "
+            "as the item."
+        )
 
     def placed(leaf: Any, of: Any) -> Any:
         sharding = getattr(of, "sharding", None)
         if sharding is None and getattr(of, "mesh", None) is not None:
             sharding = jax.sharding.NamedSharding(of.mesh, of.mesh_axes)
-        return leaf if sharding is None else jax.ShapeDtypeStruct(leaf.shape, of.dtype or leaf.dtype, sharding=sharding)
+        return (
+            leaf
+            if sharding is None
+            else jax.ShapeDtypeStruct(leaf.shape, of.dtype or leaf.dtype, sharding=sharding)
+        )
 
     return jax.tree.map(placed, item, restore_args)
 
@@ -240,12 +333,18 @@ def check_options(given: ocp.CheckpointManagerOptions) -> None:
     """Raise OptionError if an option is given that is not supported."""
     plain = ocp.CheckpointManagerOptions()
     for field in dataclasses.fields(given):
-        if field.name not in _USED | _NOT_NEEDED and getattr(given, field.name) != getattr(plain, field.name):
-            raise OptionError(f"CheckpointManagerOptions({field.name}=…) is not supported; leave it out.")
+        if field.name not in _USED | _NOT_NEEDED and getattr(given, field.name) != getattr(
+            plain, field.name
+        ):
+            raise OptionError(
+                f"CheckpointManagerOptions({field.name}=…) is not supported; leave it out."
+            )
 
 
 def decision_of(given: ocp.CheckpointManagerOptions) -> Any:
     """The policy of Orbax's options; without one the multiples of an interval, given steps, and before the job is stopped."""
     if given.save_decision_policy is not None:
         return given.save_decision_policy
-    return any_of(_Multiples(given.save_interval_steps), AtSteps(given.save_on_steps or ()), OnPreemption())
+    return any_of(
+        _Multiples(given.save_interval_steps), AtSteps(given.save_on_steps or ()), OnPreemption()
+    )

@@ -1,10 +1,12 @@
 """PEFT's adapters (LoRA, QLoRA and others) in a training: what is saved of the model, and what proves that the rest is the same again.
 
-Saved are the parameters that are trained, the tensors that PEFT's own files have, and running statistics of normalizations. All other
-tensors are the base model's. They are not saved: the program loads the base model before it resumes, and the fingerprint of these
-tensors, which every save records, must be the same.
+Saved are the parameters that are trained, the tensors that PEFT's own files have, and running
+statistics of normalizations. All other tensors are the base model's. They are not saved: the
+program loads the base model before it resumes, and the fingerprint of these tensors, which every
+save records, must be the same.
 
-The metadata of a checkpoint has the configuration of each adapter, from which `shardckpt export --to peft` makes PEFT's own files.
+The metadata of a checkpoint has the configuration of each adapter, from which `shardckpt export
+--to peft` makes PEFT's own files.
 """
 
 from __future__ import annotations
@@ -49,13 +51,22 @@ class Adapters:
         self._made: dict[str, list[str]] = {}
         """For each adapter the keys of tensors that PEFT computes when it saves."""
         for adapter in model.peft_config:
-            saved = get_peft_model_state_dict(model, state_dict=dict(held), adapter_name=adapter, save_embedding_layers=False)
-            self._keys[adapter] = {names[id(value)]: key for key, value in saved.items() if id(value) in names}
-            self._made[adapter] = sorted(key for key, value in saved.items() if id(value) not in names)
+            saved = get_peft_model_state_dict(
+                model, state_dict=dict(held), adapter_name=adapter, save_embedding_layers=False
+            )
+            self._keys[adapter] = {
+                names[id(value)]: key for key, value in saved.items() if id(value) in names
+            }
+            self._made[adapter] = sorted(
+                key for key, value in saved.items() if id(value) not in names
+            )
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         for path, part in model.named_modules():
             if isinstance(part, _STATISTICS):
-                trained |= {module.name_of(f"{path}.{name}") for name, _ in part.named_buffers(recurse=False)}
+                trained |= {
+                    module.name_of(f"{path}.{name}")
+                    for name, _ in part.named_buffers(recurse=False)
+                }
         stored = trained.union(*self._keys.values())
         extra = {name for name in module.names if name.rpartition(".")[2] == "_extra_state"}
         self.base = frozenset(module.names) - stored - extra
@@ -72,17 +83,28 @@ class Adapters:
             document |= {"inference_mode": True, "base_model_name_or_path": self.base_name(adapter)}
             if config.task_type is None:  # PEFT finds the class of the base model by it
                 kind = type(self._model.get_base_model())
-                document["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+                document["auto_mapping"] = {
+                    "base_model_class": kind.__name__,
+                    "parent_library": kind.__module__,
+                }
             keys = self._keys[adapter]
             by_rule = adapter_keys(self._stored, adapter, self._model.peft_config, {})
-            exceptions = {name: keys.get(name) for name in self._stored if keys.get(name) != by_rule.get(name)}
-            adapters[adapter] = {"config": document, "keys": exceptions, "computed": self._made[adapter]}
+            exceptions = {
+                name: keys.get(name) for name in self._stored if keys.get(name) != by_rule.get(name)
+            }
+            adapters[adapter] = {
+                "config": document,
+                "keys": exceptions,
+                "computed": self._made[adapter],
+            }
         return {ADAPTERS: adapters}
 
     def base_name(self, adapter: str) -> str | None:
         """The name or path of the base model, as the adapter's configuration or the model has it."""
         model = self._model.get_base_model()
-        name = self._model.peft_config[adapter].base_model_name_or_path or getattr(model, "name_or_path", None)
+        name = self._model.peft_config[adapter].base_model_name_or_path or getattr(
+            model, "name_or_path", None
+        )
         return str(name) if name else None
 
     def fingerprint(self, coordinator: Coordinator | None) -> dict[str, Any]:
@@ -92,8 +114,14 @@ class Adapters:
             StructureMismatchError: processes have different base models.
         """
         values = NamedModule("model", self._model).collect()
-        tensors = fingerprint({name: values[name] for name in sorted(self.base) if name in values}, coordinator=coordinator).tensors
-        return {"name": self.base_name(next(iter(self._model.peft_config))), "tensors": dict(tensors)}
+        tensors = fingerprint(
+            {name: values[name] for name in sorted(self.base) if name in values},
+            coordinator=coordinator,
+        ).tensors
+        return {
+            "name": self.base_name(next(iter(self._model.peft_config))),
+            "tensors": dict(tensors),
+        }
 
 
 def adapters_of(model: Any) -> Adapters | None:
@@ -111,9 +139,12 @@ def check_base(own: dict[str, Any], saved: dict[str, Any], where: str) -> None:
         where: location of the checkpoint.
     """
     ours, theirs = own["tensors"], saved["tensors"]
-    wrong = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    wrong = sorted(
+        name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
+    )
     if wrong:
         raise MismatchError(
-            f"{where}: the adapters were trained on another base model ({saved['name']!r}; the model in memory is {own['name']!r}): "
-            f"{few(wrong)} differ. Load the base model that the training began with, in the same dtype and quantization."
+            f"{where}: the adapters were trained on another base model ({saved['name']!r}; the "
+            f"model in memory is {own['name']!r}): {few(wrong)} differ. Load the base model that "
+            "the training began with, in the same dtype and quantization."
         )

@@ -1,7 +1,8 @@
 """Check of plain values, for libraries that pickle their checkpoints: a plain value is restored exactly as it was.
 
-`shardckpt.save` also takes containers that come back as plainer ones unless a `like` rebuilds them: named tuples, deques,
-dataclasses. These libraries load without a `like`, so such values, which they would have pickled, are refused here by name.
+`shardckpt.save` also takes containers that come back as plainer ones unless a `like` rebuilds them:
+named tuples, deques, dataclasses. These libraries load without a `like`, so such values, which they
+would have pickled, are refused here by name.
 """
 
 from __future__ import annotations
@@ -33,20 +34,31 @@ def plain(value: Any, name: str, *, tensors: bool, dicts: Sequence[type] = (dict
     """
     kind = type(value)
     if kind in (list, tuple):
-        return kind(plain(inner, child_name(name, str(i)), tensors=tensors, dicts=dicts) for i, inner in enumerate(value))
+        return kind(
+            plain(inner, child_name(name, str(i)), tensors=tensors, dicts=dicts)
+            for i, inner in enumerate(value)
+        )
     if kind in dicts:
-        return {key: plain(inner, child_name(name, str(key)), tensors=tensors, dicts=dicts) for key, inner in value.items()}
+        return {
+            key: plain(inner, child_name(name, str(key)), tensors=tensors, dicts=dicts)
+            for key, inner in value.items()
+        }
     if isinstance(value, torch.Tensor):
         if tensors:
             return value
-        raise LeafError(f"{shown(name)} is a tensor in a tuple or another plain value, where tensors are not found; use lists and dicts.")
+        raise LeafError(
+            f"{shown(name)} is a tensor in a tuple or another plain value, where tensors are not "
+            "found; use lists and dicts."
+        )
     if frameworks.is_tensor(value):
         raise LeafError(
-            f"{shown(name)}: a {kind.__module__}.{kind.__qualname__} would be restored as another type; make it a torch.Tensor."
+            f"{shown(name)}: a {kind.__module__}.{kind.__qualname__} would be restored as another "
+            "type; make it a torch.Tensor."
         )
     if leaves.is_small(value) or leaves.leaf_type(value) is not None:
         return value
     raise LeafError(
-        f"{shown(name)} is a {kind.__module__}.{kind.__qualname__}, which only a pickle could hold; store its parts (for example its "
-        f"state_dict()), or call shardckpt.register_leaf for its class."
+        f"{shown(name)} is a {kind.__module__}.{kind.__qualname__}, which only a pickle could "
+        "hold; store its parts (for example its state_dict()), or call shardckpt.register_leaf "
+        "for its class."
     )

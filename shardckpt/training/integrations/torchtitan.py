@@ -2,15 +2,19 @@
 
     from shardckpt.training.integrations.torchtitan import TorchtitanCheckpointer
 
-    config.checkpoint = TorchtitanCheckpointer.Config(enable=True, folder="checkpoint", interval=500)
+    config.checkpoint = TorchtitanCheckpointer.Config(enable=True, folder="checkpoint",
+    interval=500)
 
-For torchtitan 0.3.0, whose trainer builds the manager that the configuration belongs to. Steps are at `<dump folder>/<folder>/<step>`.
+For torchtitan 0.3.0, whose trainer builds the manager that the configuration belongs to. Steps are
+at `<dump folder>/<folder>/<step>`.
 
-1. Saved are torchtitan's own states: the model and the optimizers by names of parameters, the schedulers, the trainer's counts, and the
-   data loader of each rank. Its state is stored as plain values, where torchtitan pickles it.
-2. A save is in the background; the last one is waited for. A load fits any mesh. With another number of data ranks it is an error unless
-   `exclude_from_loading=["dataloader"]`.
-3. Weights from and to Hugging Face are imports and exports, so `initial_load_in_hf` and `last_save_in_hf` are refused.
+1. Saved are torchtitan's own states: the model and the optimizers by names of parameters, the
+   schedulers, the trainer's counts, and the data loader of each rank. Its state is stored as plain
+   values, where torchtitan pickles it.
+2. A save is in the background; the last one is waited for. A load fits any mesh. With another
+   number of data ranks it is an error unless `exclude_from_loading=["dataloader"]`.
+3. Weights from and to Hugging Face are imports and exports, so `initial_load_in_hf` and
+   `last_save_in_hf` are refused.
 """
 
 from __future__ import annotations
@@ -83,8 +87,17 @@ class TorchtitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # to
                 raise OptionError(f"checkpoint.{name}=True is not supported: {advice}.")
         self._config = config
         self._states = states
-        states.update({MODEL: ModelWrapper(model_parts), OPTIMIZER: optimizers, DATALOADER: dataloader, LR_SCHEDULER: lr_schedulers})
-        folder = config.folder if "://" in config.folder else filesystem.join(base_folder, config.folder)
+        states.update(
+            {
+                MODEL: ModelWrapper(model_parts),
+                OPTIMIZER: optimizers,
+                DATALOADER: dataloader,
+                LR_SCHEDULER: lr_schedulers,
+            }
+        )
+        folder = (
+            config.folder if "://" in config.folder else filesystem.join(base_folder, config.folder)
+        )
         self._manager = CheckpointManager(folder, every=None, keep=config.keep_latest_k or None)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -96,7 +109,10 @@ class TorchtitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # to
         if last_step and config.last_save_model_only:
             dtype = TORCH_DTYPE_MAP[config.export_dtype]
             weights = self._states[MODEL].state_dict()
-            cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+            cast = {
+                name: value.to(dtype) if value.is_floating_point() else value
+                for name, value in weights.items()
+            }
             state: dict[str, Any] = {MODEL: cast}
         else:
             state = {key: _state_of(of) for key, of in self._states.items() if of is not None}
@@ -113,14 +129,27 @@ class TorchtitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # to
                 return False
             return self._load_initially(self._config.initial_load_path)
         if at not in self._manager.all_steps():
-            raise NotFoundError(f"{self._manager.url(at)}: there is no such step; checkpoint.load_step=-1 loads the latest.")
+            raise NotFoundError(
+                f"{self._manager.url(at)}: there is no such step; checkpoint.load_step=-1 loads "
+                "the latest."
+            )
         excluded = self._config.exclude_from_loading
         if unknown := [key for key in excluded if key not in self._states]:
-            raise OptionError(f"checkpoint.exclude_from_loading: there is no {unknown[0]!r}; give some of {', '.join(self._states)}.")
-        keys = [MODEL] if at == 0 else [key for key, of in self._states.items() if of is not None and key not in excluded]
+            raise OptionError(
+                f"checkpoint.exclude_from_loading: there is no {unknown[0]!r}; give some of "
+                f"{', '.join(self._states)}."
+            )
+        keys = (
+            [MODEL]
+            if at == 0
+            else [key for key, of in self._states.items() if of is not None and key not in excluded]
+        )
         like = {key: _state_of(self._states[key]) for key in keys}
         restored = self._manager.restore(
-            like, at, only=[f"{key}/**" for key in keys if key != DATALOADER] + [DATALOADER] * (DATALOADER in keys)
+            like,
+            at,
+            only=[f"{key}/**" for key in keys if key != DATALOADER]
+            + [DATALOADER] * (DATALOADER in keys),
         )
         assert restored is not None, "the step is there"
         self._put(restored.state, keys)
@@ -130,7 +159,9 @@ class TorchtitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # to
         """Load from a checkpoint of another run; the model alone if the configuration says so."""
         keys = [MODEL] if self._config.initial_load_model_only else [MODEL, OPTIMIZER, LR_SCHEDULER]
         like = {key: _state_of(self._states[key]) for key in keys}
-        self._put(restore(Checkpoint(url), like, only=[f"{key}/**" for key in keys], strict="like"), keys)
+        self._put(
+            restore(Checkpoint(url), like, only=[f"{key}/**" for key in keys], strict="like"), keys
+        )
         return True
 
     def _put(self, state: dict[str, Any], keys: list[str]) -> None:
@@ -153,7 +184,10 @@ class TorchtitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # to
 
 
 def _state_of(of: Any) -> Any:
-    """The state of one of torchtitan's objects; of a data loader with the position on the data axis."""
+    """The state of one of torchtitan's objects.
+
+    Of a data loader with the position on the data axis.
+    """
     if hasattr(of, "dp_world_size"):
         return PerProcess(_loads_plainly(of).state_dict(of), axis=(of.dp_rank, of.dp_world_size))
     return of.state_dict()

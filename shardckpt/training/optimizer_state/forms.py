@@ -2,13 +2,17 @@
 
 | form | | made by |
 |---|---|---|
-| named | `{"state": {name: …}, "param_groups": {first name: settings}, "group_of": {name: first name}}` | `train_state` |
-| listed | `{"state": {name: …}, "param_groups": [{…, "params": [name, …]}, …]}` | `get_optimizer_state_dict` |
-| numbered | `{"state": {0: …}, "param_groups": [{…, "params": [0, …]}, …]}` | `Optimizer.state_dict` |
-| flat | `{"state.<name>.exp_avg": …, "param_groups.<name>.lr": …}` | `get_optimizer_state_dict`, flattened |
+| named | `"param_groups": {first: …}, "group_of": {name: first}` | `train_state` |
+| listed | `"param_groups": [{…, "params": [name, …]}, …]` | `get_optimizer_state_dict` |
+| numbered | `"param_groups": [{…, "params": [0, …]}, …]` | `Optimizer.state_dict` |
+| flat | `"param_groups.<name>.lr": …` | `get_optimizer_state_dict`, flattened |
 
-All functions take and return nodes of a stored tree. A leaf keeps its stored name wherever it moves, so that selections,
-reads and messages use the names in the checkpoint. This module does not need torch.
+All but the last have `"state": {name: …}`, by numbers in the numbered form; the flat one has
+`"state.<name>.exp_avg": …`. A group is called by the name of its first parameter (`first`).
+
+All functions take and return nodes of a stored tree. A leaf keeps its stored name wherever it
+moves, so that selections, reads and messages use the names in the checkpoint. This module does not
+need torch.
 """
 
 from __future__ import annotations
@@ -21,9 +25,18 @@ from shardckpt.state.document import Branch, Node, Small, child
 from shardckpt.state.names import PathKey, child_name
 from shardckpt.state.unflatten import decode_leaf
 
-PER_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"})
-"""Keys of a scheduler's state that have a value for each parameter group, for all schedulers of torch 2.9."""
-_STATE, _GROUPS, _GROUP_OF, _MEMBERS, _NAMES = "state", "param_groups", "group_of", "params", "param_names"
+PER_GROUP = frozenset(
+    {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"}
+)
+"""Keys of a scheduler's state that have a value for each parameter group, for all schedulers of
+torch 2.9."""
+_STATE, _GROUPS, _GROUP_OF, _MEMBERS, _NAMES = (
+    "state",
+    "param_groups",
+    "group_of",
+    "params",
+    "param_names",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,32 +79,62 @@ class OptimizerNodes:
         """The same state with other names for the parameters."""
         known = {member: new(member) for member in self.members()}
         state = {known.get(self._member(key), key): node for key, node in self.state.items()}
-        groups = tuple(replace(group, members=tuple(known[member] for member in group.members)) for group in self.groups)
-        return replace(self, form="listed" if self.form == "numbered" else self.form, state=state, groups=groups)
+        groups = tuple(
+            replace(group, members=tuple(known[member] for member in group.members))
+            for group in self.groups
+        )
+        return replace(
+            self,
+            form="listed" if self.form == "numbered" else self.form,
+            state=state,
+            groups=groups,
+        )
 
     def named(self) -> Branch:
         """The form that `train_state` stores."""
         firsts = self.firsts()
         below = child_name(self.name, _GROUPS)
-        settings = {first: _branch(child_name(below, first), group.settings) for first, group in zip(firsts, self.groups, strict=True)}
+        settings = {
+            first: _branch(child_name(below, first), group.settings)
+            for first, group in zip(firsts, self.groups, strict=True)
+        }
         group_of = {
             str(member): Small(leaf.name, leaves.encode(first, leaf.name))
             for first, group in zip(firsts, self.groups, strict=True)
             for member, leaf in zip(group.members, group.said_by, strict=True)
         }
         state = _branch(child_name(self.name, _STATE), self.state)
-        return _branch(self.name, {_STATE: state, _GROUPS: _branch(below, settings), _GROUP_OF: _branch(below, group_of), **self.rest})
+        return _branch(
+            self.name,
+            {
+                _STATE: state,
+                _GROUPS: _branch(below, settings),
+                _GROUP_OF: _branch(below, group_of),
+                **self.rest,
+            },
+        )
 
     def listed(self, *, numbers: bool = False) -> Branch:
         """The form that `set_optimizer_state_dict` loads; with `numbers`, the form that `Optimizer.load_state_dict` loads."""
         number_of = {member: number for number, member in enumerate(self.members())}
         shown = {member: number if numbers else member for member, number in number_of.items()}
         groups = [
-            _branch(self.name, {**group.settings, _MEMBERS: _list(self.name, [_small(self.name, shown[m]) for m in group.members])})
+            _branch(
+                self.name,
+                {
+                    **group.settings,
+                    _MEMBERS: _list(
+                        self.name, [_small(self.name, shown[m]) for m in group.members]
+                    ),
+                },
+            )
             for group in self.groups
         ]
         state = {shown.get(self._member(key), key): node for key, node in self.state.items()}
-        return _branch(self.name, {_STATE: _branch(self.name, state), _GROUPS: _list(self.name, groups), **self.rest})
+        return _branch(
+            self.name,
+            {_STATE: _branch(self.name, state), _GROUPS: _list(self.name, groups), **self.rest},
+        )
 
     def flat(self) -> Branch:
         """The form that `get_optimizer_state_dict` makes with `flatten_optimizer_state_dict=True`."""
@@ -99,7 +142,11 @@ class OptimizerNodes:
         for member, of_one in self.state.items():
             nodes |= {f"{_STATE}.{member}.{key}": node for key, node in _items(of_one)}
         for group in self.groups:
-            nodes |= {f"{_GROUPS}.{member}.{key}": node for member in group.members for key, node in group.settings.items()}
+            nodes |= {
+                f"{_GROUPS}.{member}.{key}": node
+                for member in group.members
+                for key, node in group.settings.items()
+            }
         return _branch(self.name, nodes)
 
     def _member(self, key: PathKey) -> str | int:
@@ -123,7 +170,10 @@ def read_optimizer(node: Node | None) -> OptimizerNodes | None:
 
 
 def read_named(node: Node | None) -> OptimizerNodes | None:
-    """An optimizer's state in the form of `train_state`; None if a node is anything else, or incomplete."""
+    """An optimizer's state in the form of `train_state`.
+
+    None if a node is anything else, or incomplete.
+    """
     groups, group_of = child(node, _GROUPS), child(node, _GROUP_OF)
     if not (isinstance(node, Branch) and _is_dict(groups) and _is_dict(group_of)):
         return None
@@ -136,29 +186,59 @@ def read_named(node: Node | None) -> OptimizerNodes | None:
         members[first][name] = leaf
     if not all(map(_is_dict, settings_of.values())):
         return None
-    listing = [Group(tuple(members[first]), dict(_items(of)), tuple(members[first].values())) for first, of in settings_of.items()]
-    return OptimizerNodes(node.name, "named", *_state_and(node, listing, {_STATE, _GROUPS, _GROUP_OF}))
+    listing = [
+        Group(tuple(members[first]), dict(_items(of)), tuple(members[first].values()))
+        for first, of in settings_of.items()
+    ]
+    return OptimizerNodes(
+        node.name, "named", *_state_and(node, listing, {_STATE, _GROUPS, _GROUP_OF})
+    )
 
 
 def _read_listed(node: Node | None) -> OptimizerNodes | None:
     groups = child(node, _GROUPS)
-    if not isinstance(node, Branch) or not isinstance(groups, Branch) or groups.form == "dict" or not groups.children:
+    if (
+        not isinstance(node, Branch)
+        or not isinstance(groups, Branch)
+        or groups.form == "dict"
+        or not groups.children
+    ):
         return None
     listing, names = [], []
     for group in groups.children:
         members = child(group, _MEMBERS)
-        if not _is_dict(group) or not isinstance(members, Branch) or (members.form == "dict" and members.keys):
+        if (
+            not _is_dict(group)
+            or not isinstance(members, Branch)
+            or (members.form == "dict" and members.keys)
+        ):
             return None
         given = child(group, _NAMES)
-        names.extend([value_of(leaf) for leaf in given.children] if isinstance(given, Branch) else [])
+        names.extend(
+            [value_of(leaf) for leaf in given.children] if isinstance(given, Branch) else []
+        )
         settings = {key: setting for key, setting in _items(group) if key not in {_MEMBERS, _NAMES}}
-        listing.append(Group(tuple(value_of(leaf) for leaf in members.children), settings, tuple(members.children)))  # type: ignore[misc]
+        listing.append(
+            Group(
+                tuple(value_of(leaf) for leaf in members.children),
+                settings,
+                tuple(members.children),
+            )
+        )  # type: ignore[misc]
     members_of_all = [member for group in listing for member in group.members]
     kinds = {type(member) for member in members_of_all}
     if not (kinds <= {int} or kinds == {str}) or len(set(members_of_all)) < len(members_of_all):
         return None
-    nodes = OptimizerNodes(node.name, "numbered" if int in kinds else "listed", *_state_and(node, listing, {_STATE, _GROUPS}))
-    if nodes.form == "numbered" and len(names) == len(members_of_all) and all(isinstance(name, str) for name in names):
+    nodes = OptimizerNodes(
+        node.name,
+        "numbered" if int in kinds else "listed",
+        *_state_and(node, listing, {_STATE, _GROUPS}),
+    )
+    if (
+        nodes.form == "numbered"
+        and len(names) == len(members_of_all)
+        and all(isinstance(name, str) for name in names)
+    ):
         known = dict(zip(members_of_all, names, strict=True))
         return nodes.renamed(lambda number: str(known[number]))
     return nodes
@@ -184,8 +264,14 @@ def _read_flat(node: Node | None) -> OptimizerNodes | None:
             rest[key] = below
     if not settings:
         return None
-    groups = tuple(Group((member,), of_member, (next(iter(of_member.values()), node),)) for member, of_member in settings.items())
-    states = {member: _branch(f"{node.name}/{_STATE}.{member}", of_member) for member, of_member in state.items()}
+    groups = tuple(
+        Group((member,), of_member, (next(iter(of_member.values()), node),))
+        for member, of_member in settings.items()
+    )
+    states = {
+        member: _branch(f"{node.name}/{_STATE}.{member}", of_member)
+        for member, of_member in state.items()
+    }
     return OptimizerNodes(node.name, "flat", states, groups, rest)
 
 
@@ -194,7 +280,8 @@ def map_schedules(node: Node, change: Callable[[Branch, Branch], Node | None]) -
 
     Args:
         node: the state, or anything that contains such states.
-        change: called with a scheduler's state and a `PER_GROUP` container in it; returns the replacement, or None to keep it.
+        change: called with a scheduler's state and a `PER_GROUP` container in it; returns the
+            replacement, or None to keep it.
     """
     if not isinstance(node, Branch):
         return node
@@ -214,7 +301,9 @@ def keyed_by_ints(node: Node, own: object) -> Node:
     keys: Sequence[PathKey] = [int(str(key)) for key in node.keys] if texts and ints else node.keys
     if len(set(keys)) < len(keys):
         return node
-    children = [keyed_by_ints(below, own.get(key)) for key, below in zip(keys, node.children, strict=True)]
+    children = [
+        keyed_by_ints(below, own.get(key)) for key, below in zip(keys, node.children, strict=True)
+    ]
     return replace(node, keys=keys, children=children)
 
 
@@ -222,7 +311,11 @@ def _state_and(
     node: Branch, groups: Sequence[Group], known: set[str]
 ) -> tuple[Mapping[PathKey, Node], tuple[Group, ...], Mapping[PathKey, Node]]:
     """The state by parameter (DCP leaves it out where it is empty), the groups, and the other entries."""
-    return dict(_items(child(node, _STATE))), tuple(groups), {key: below for key, below in _items(node) if key not in known}
+    return (
+        dict(_items(child(node, _STATE))),
+        tuple(groups),
+        {key: below for key, below in _items(node) if key not in known},
+    )
 
 
 def _is_dict(node: Node | None) -> bool:

@@ -1,4 +1,5 @@
-"""The documentation as a site, in a real Chromium: every page fits, loads nothing from elsewhere, and search works by keyboard."""
+"""The documentation as a site, in a real Chromium: every page fits, loads nothing from elsewhere,
+and search works by keyboard."""
 
 from __future__ import annotations
 
@@ -41,16 +42,29 @@ def chromium():
 
 @pytest.mark.parametrize("width", [360, 1200])
 def test_every_page_fits_and_loads_nothing_from_elsewhere(site, chromium, width):
-    pages = sorted(path.relative_to(SITE) for path in SITE.rglob("*.html") if "decisions" not in path.parts or path.name == "index.html")
+    pages = sorted(
+        path.relative_to(SITE)
+        for path in SITE.rglob("*.html")
+        if "decisions" not in path.parts or path.name == "index.html"
+    )
     assert len(pages) > 35
     for name in pages:
         with chromium.page(f"{site}/{name}", width=width, dark=width == 360) as page:
             page.wait_for("document.readyState === 'complete'")
-            assert page.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), name
-            assert {urlsplit(url).netloc for url in page.requests if url.startswith("http")} == {urlsplit(site).netloc}, name
+            assert page.run(
+                "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+            ), name
+            assert {urlsplit(url).netloc for url in page.requests if url.startswith("http")} == {
+                urlsplit(site).netloc
+            }, name
             assert page.run("document.querySelectorAll('main h1, article h1').length") == 1, name
             assert not page.complaints, name
-            beside = page.run("getComputedStyle(document.querySelector('.md-sidebar--primary')).position") == "sticky"
+            beside = (
+                page.run(
+                    "getComputedStyle(document.querySelector('.md-sidebar--primary')).position"
+                )
+                == "sticky"
+            )
             assert beside == (width == 1200), name  # the navigation
 
 
@@ -61,13 +75,18 @@ def test_a_function_is_found_by_keyboard(site, chromium):
         page.press("/")
         page.wait_for(f"{box}?.tagName === 'INPUT'")
         page.type("save_async")
-        page.wait_for("document.activeElement.shadowRoot.querySelector('a')?.hash === '#shardckpt.save_async'")
+        page.wait_for(
+            "document.activeElement.shadowRoot.querySelector('a')?.hash === '#shardckpt.save_async'"
+        )
         page.press("Enter")
         page.wait_for("location.hash === '#shardckpt.save_async'")
         page.wait_for("document.querySelector('h2[id=\"shardckpt.save_async\"]')")
 
 
-@pytest.mark.parametrize(("words", "result"), [("fewer GPUs", "meshes"), ("resume", "training"), ("delete old checkpoints", "training")])
+@pytest.mark.parametrize(
+    ("words", "result"),
+    [("fewer GPUs", "meshes"), ("resume", "training"), ("delete old checkpoints", "training")],
+)
 def test_a_reader_finds_the_page_by_words_of_their_own(site, chromium, words, result):
     root = "document.activeElement.shadowRoot"
     with chromium.page(f"{site}/index.html") as page:
@@ -75,4 +94,7 @@ def test_a_reader_finds_the_page_by_words_of_their_own(site, chromium, words, re
         page.press("/")
         page.wait_for(f"{root}?.activeElement?.tagName === 'INPUT'")
         page.type(words)
-        page.wait_for(f"[...{root}.querySelectorAll('a')].slice(0, 5).some((one) => one.pathname.endsWith('/{result}.html'))")
+        page.wait_for(
+            f"[...{root}.querySelectorAll('a')].slice(0, 5).some((one) => "
+            f"one.pathname.endsWith('/{result}.html'))"
+        )

@@ -16,7 +16,8 @@ SECONDS = 250
 
 @pytest.fixture
 def run_job():
-    """A function that runs one process per list of arguments, all at once, and returns what each printed."""
+    """A function that runs one process per list of arguments, all at once, and returns what each
+    printed."""
     started = []
 
     def run(script, arguments, **environment):

@@ -1,4 +1,5 @@
-"""The agreement itself: processes as generators over one dict, stepped, killed and started again in every order."""
+"""The agreement itself: processes as generators over one dict, stepped, killed and started again in
+every order."""
 
 import json
 from itertools import count
@@ -8,10 +9,22 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardckpt.errors import CoordinationError
-from shardckpt.frameworks.coordination.agreement import Get, Late, Report, Set, Wait, encode, gather, join, lead, listen
+from shardckpt.frameworks.coordination.agreement import (
+    Get,
+    Late,
+    Report,
+    Set,
+    Wait,
+    encode,
+    gather,
+    join,
+    lead,
+    listen,
+)
 
 PATIENCE = 200
-"""Operations of each process after which an agreement without further deaths must have ended; it takes about 30."""
+"""Operations of each process after which an agreement without further deaths must have ended; it
+takes about 30."""
 
 
 class Process:
@@ -41,7 +54,9 @@ class Process:
         try:
             operation = self.steps.send(self.result)
         except StopIteration as end:
-            self.run_id, self.agreed = end.value if self.number else (f"run{self.serial}", end.value)
+            self.run_id, self.agreed = (
+                end.value if self.number else (f"run{self.serial}", end.value)
+            )
             return True
         self.result = None
         match operation:
@@ -77,7 +92,8 @@ def finish(round_, order):
 
 
 def check_agreed(finished, members):
-    """Properties of the processes that have ended: one run id, of this round, and values of this round's processes alone."""
+    """Properties of the processes that have ended: one run id, of this round, and values of this
+    round's processes alone."""
     assert len({process.run_id for process in finished}) <= 1
     of_round = {f"run{m.serial}" for m in members if m.number == 0}
     values = [m.value for m in members]
@@ -90,8 +106,14 @@ def check_agreed(finished, members):
 orders = st.lists(st.integers(0, 3), max_size=60)
 
 
-@given(processes=st.integers(1, 4), before=st.lists(st.tuples(orders, st.booleans()), max_size=3), last=orders)
-def test_a_round_agrees_on_its_own_run_id_however_the_rounds_before_it_ended(processes, before, last):
+@given(
+    processes=st.integers(1, 4),
+    before=st.lists(st.tuples(orders, st.booleans()), max_size=3),
+    last=orders,
+)
+def test_a_round_agrees_on_its_own_run_id_however_the_rounds_before_it_ended(
+    processes, before, last
+):
     store = {}
     for order, completes in before:
         earlier = round_of(processes, store)
@@ -112,16 +134,26 @@ def test_a_round_agrees_on_its_own_run_id_however_the_rounds_before_it_ended(pro
     events=st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=80),
     last=orders,
 )
-@example(processes=3, events=[(False, p) for p in (1, 0, 0, 1, 1, 0)] + [(True, 1)], last=[])  # set its value, then died
-@example(processes=2, events=[(False, p) for p in (1, 0, 0, 1, 1)] + [(True, 0)], last=[])  # process 0 has welcomed, then died
-@example(processes=2, events=[(False, p) for p in (0, 0, 0, 1, 0, 0, 1, 1)] + [(True, 1)], last=[])  # set the last value, then died
+@example(
+    processes=3, events=[(False, p) for p in (1, 0, 0, 1, 1, 0)] + [(True, 1)], last=[]
+)  # set its value, then died
+@example(
+    processes=2, events=[(False, p) for p in (1, 0, 0, 1, 1)] + [(True, 0)], last=[]
+)  # process 0 has welcomed, then died
+@example(
+    processes=2, events=[(False, p) for p in (0, 0, 0, 1, 0, 0, 1, 1)] + [(True, 1)], last=[]
+)  # set the last value, then died
 def test_processes_started_anew_before_the_round_is_agreed_on_are_taken_in(processes, events, last):
     store = {}
     alive = round_of(processes, store)
     members, spoke = list(alive), set()
     for dies, p in events:
         number = p % processes
-        if dies and not any(process.done for process in alive) and not any(key.endswith("/start/all") for key in store):
+        if (
+            dies
+            and not any(process.done for process in alive)
+            and not any(key.endswith("/start/all") for key in store)
+        ):
             if any(key.endswith(f"/start/nonce{alive[number].serial}") for key in store):
                 spoke.add(number)
             alive[number] = Process(number, processes, store)
@@ -130,14 +162,23 @@ def test_processes_started_anew_before_the_round_is_agreed_on_are_taken_in(proce
             alive[number].step()
     finish(alive, last)
     check_agreed([process for process in alive if process.done], members)
-    # Where one had set its value before it died, process 0 may have taken that value: then the new one gets no answer.
+    # Where one had set its value before it died, process 0 may have taken that value: then the new
+    # one gets no answer.
     unanswered = {process.number for process in alive if not process.done}
     assert unanswered <= spoke
-    assert all(value == process.value or process.number in unanswered for value, process in zip(alive[0].agreed, alive, strict=True))
+    assert all(
+        value == process.value or process.number in unanswered
+        for value, process in zip(alive[0].agreed, alive, strict=True)
+    )
 
 
-@given(processes=st.integers(2, 4), events=st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=120))
-def test_no_two_processes_of_a_round_end_with_different_run_ids_whoever_dies_when(processes, events):
+@given(
+    processes=st.integers(2, 4),
+    events=st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=120),
+)
+def test_no_two_processes_of_a_round_end_with_different_run_ids_whoever_dies_when(
+    processes, events
+):
     store = {}
     earlier = round_of(processes, store)
     finish(earlier, [])
@@ -155,7 +196,9 @@ def test_no_two_processes_of_a_round_end_with_different_run_ids_whoever_dies_whe
 
 
 @given(processes=st.integers(1, 5), order=st.lists(st.integers(0, 4), max_size=60))
-def test_a_gathered_value_is_everybodys_on_all_processes_and_costs_each_but_one_a_single_value(processes, order):
+def test_a_gathered_value_is_everybodys_on_all_processes_and_costs_each_but_one_a_single_value(
+    processes, order
+):
     store, sets, results = {}, [0] * processes, {}
     values = [None if p == 1 else {"process": p} for p in range(processes)]
     steps = {p: gather("question", p, processes, encode(values[p])) for p in range(processes)}
@@ -189,7 +232,10 @@ def test_when_time_is_up_those_that_came_name_those_that_did_not(came):
         with pytest.raises(CoordinationError) as late:
             process.run()
         named = ", ".join(map(str, absent))
-        assert f"process {process.number} waited 20 s for process{'es' * (len(absent) > 1)} {named}, " in str(late.value)
+        assert (
+            f"process {process.number} waited 20 s for process{'es' * (len(absent) > 1)} {named}, "
+            in str(late.value)
+        )
 
 
 def test_without_process_0_the_others_name_process_0():
@@ -203,7 +249,10 @@ def test_without_process_0_the_others_name_process_0():
 def test_of_many_missing_processes_a_message_names_a_few():
     process = Process(0, 3000, {})
     time_is_up(process, 600.0)
-    with pytest.raises(CoordinationError, match=r"process 0 waited 600 s for processes 1, 2, 3, .* 12 and 2987 more,"):
+    with pytest.raises(
+        CoordinationError,
+        match=r"process 0 waited 600 s for processes 1, 2, 3, .* 12 and 2987 more,",
+    ):
         process.run()
 
 

@@ -29,9 +29,13 @@ def test_a_call_returns_or_raises_what_it_would_by_itself(store):
 
 def test_while_a_call_has_not_returned_others_are_refused_and_not_made(store):
     answers, made = SimpleQueue(), []
-    with pytest.raises(SilentStoreError, match=r"the store has not answered for 0\.05 s; process 0 "):
+    with pytest.raises(
+        SilentStoreError, match=r"the store has not answered for 0\.05 s; process 0 "
+    ):
         store.make(answers.get)
-    with pytest.raises(SilentStoreError, match="the store has not answered an earlier question yet; process 0 "):
+    with pytest.raises(
+        SilentStoreError, match="the store has not answered an earlier question yet; process 0 "
+    ):
         store.make(lambda: made.append(1))
     answers.put("at last")
     while True:  # until the first call has returned
@@ -55,9 +59,14 @@ store.make(lambda: 1)
 
 
 def test_a_fork_is_refused():
-    done = subprocess.run([sys.executable, "-c", FORKED], stderr=subprocess.PIPE, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], stderr=subprocess.PIPE, text=True, timeout=200, check=False
+    )
     assert done.returncode == 1
-    assert "CoordinationError: this process was forked from one that uses the store, and cannot use it" in done.stderr
+    assert (
+        "CoordinationError: this process was forked from one that uses the store, and cannot use it"
+        in done.stderr
+    )
 
 
 def test_nothing_of_a_call_is_held_and_the_thread_ends_with_its_calls():
@@ -83,6 +92,8 @@ def test_the_error_says_that_no_thread_could_be_started(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(
-        CoordinationError, match=r"the store cannot be asked: Python starts no thread for it \(can't start new thread\); allow"
+        CoordinationError,
+        match=r"the store cannot be asked: Python starts no thread for it \(can't start new "
+        r"thread\); allow",
     ):
         StoreCalls("the store")

@@ -1,4 +1,5 @@
-"""A job whose process group has NCCL alone: its store connects the processes, and nothing of shardckpt runs on the group."""
+"""A job whose process group has NCCL alone: its store connects the processes, and nothing of
+shardckpt runs on the group."""
 
 from __future__ import annotations
 
@@ -13,9 +14,16 @@ from paths import CHILDREN
 
 
 def test_managers_save_and_restore_without_a_collective(tmp_path):
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    server = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     command = [sys.executable, CHILDREN / "cuda_only_group.py", str(server.port), tmp_path / "run"]
-    ranks = [Forked([*command, str(rank), "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    ranks = [
+        Forked(
+            [*command, str(rank), "2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
     answers = []
     for rank in ranks:
         out, err = rank.communicate(timeout=250)

@@ -8,7 +8,10 @@ from shardckpt.frameworks.coordination.devices import given_devices, owners
 
 
 def owned(given, local):
-    return {name: dict(zip(o.device_ids.tolist(), o.processes.tolist(), strict=True)) for name, o in owners(given, local).items()}
+    return {
+        name: dict(zip(o.device_ids.tolist(), o.processes.tolist(), strict=True))
+        for name, o in owners(given, local).items()
+    }
 
 
 def test_ids_that_differ_between_all_processes_are_the_jobs():
@@ -39,7 +42,9 @@ def test_a_process_may_be_told_that_it_owns_nothing():
 def test_a_device_of_two_processes_that_were_told_is_an_error_with_both_in_it(second_told):
     local = [{"torch_xla": [0, 1, 2]}] * 3
     given = [{"torch_xla": [3]}, {"torch_xla": [1]}, second_told]
-    with pytest.raises(OptionError, match="torch_xla device 1 is owned by process 1 and by process 2"):
+    with pytest.raises(
+        OptionError, match="torch_xla device 1 is owned by process 1 and by process 2"
+    ):
         owners(given, local)
 
 

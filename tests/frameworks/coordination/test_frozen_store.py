@@ -1,4 +1,5 @@
-"""Process 0, which holds the job's store, is stopped: the others hear of it by errors, and go on when it does."""
+"""Process 0, which holds the job's store, is stopped: the others hear of it by errors, and go on
+when it does."""
 
 import json
 import os
@@ -28,9 +29,22 @@ def job(tmp_path):
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         for process in range(2):
-            command = [sys.executable, "-W", "ignore", CHILDREN / "frozen_store.py", framework, str(process), str(port), tmp_path]
+            command = [
+                sys.executable,
+                "-W",
+                "ignore",
+                CHILDREN / "frozen_store.py",
+                framework,
+                str(process),
+                str(port),
+                tmp_path,
+            ]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            started.append(subprocess.Popen(command, **pipes, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}))
+            started.append(
+                subprocess.Popen(
+                    command, **pipes, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+                )
+            )
         return started
 
     yield start
@@ -50,7 +64,10 @@ def next_answer(process):
 def stop(process):
     """Stop all of its threads: until the last of them is stopped, one may still answer."""
     os.kill(process.pid, signal.SIGSTOP)
-    while any(task.read_text().rpartition(") ")[2][0] != "T" for task in Path(f"/proc/{process.pid}/task").glob("*/stat")):
+    while any(
+        task.read_text().rpartition(") ")[2][0] != "T"
+        for task in Path(f"/proc/{process.pid}/task").glob("*/stat")
+    ):
         time.sleep(0.01)
 
 
@@ -61,7 +78,9 @@ def go_on(process):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", PARTS)
-def test_while_process_0_is_stopped_every_wait_for_it_ends_with_an_error_that_names_it(job, framework):
+def test_while_process_0_is_stopped_every_wait_for_it_ends_with_an_error_that_names_it(
+    job, framework
+):
     leader, other = job(framework)
     next_answer(leader), next_answer(other)
     stop(leader)
@@ -70,14 +89,21 @@ def test_while_process_0_is_stopped_every_wait_for_it_ends_with_an_error_that_na
     silent = PARTS[framework]
     for question in ("peek", "announce", "agree"):
         assert answer[question].startswith(f"SilentStoreError: {silent}")
-        assert "process 0 (or the launcher), which holds it, is stopped or cannot be reached" in answer[question]
-    missing = f"this process has written its share, and process 0 has not committed within 6 s ({silent}"
+        assert (
+            "process 0 (or the launcher), which holds it, is stopped or cannot be reached"
+            in answer[question]
+        )
+    missing = (
+        f"this process has written its share, and process 0 has not committed within 6 s ({silent}"
+    )
     assert answer["begun"]
     assert answer["begun_again"]
     for save in ("save", "waited", "next", "close"):
         assert answer[save].startswith("CommitError: ")
         assert missing in answer[save]
-    assert answer["decision"].startswith("CoordinationError: step 500: process 0 has not decided within 6 s whether it is saved")
+    assert answer["decision"].startswith(
+        "CoordinationError: step 500: process 0 has not decided within 6 s whether it is saved"
+    )
 
     os.kill(leader.pid, signal.SIGCONT)
     go_on(leader), go_on(other)

@@ -1,4 +1,5 @@
-"""Processes of a jax.distributed job, coordinated through the key-value store of its coordination service."""
+"""Processes of a jax.distributed job, coordinated through the key-value store of its coordination
+service."""
 
 import socket
 
@@ -23,6 +24,11 @@ def test_processes_agree_share_and_announce_through_the_coordination_service(run
         assert answer["agreed"] == [7, 0]
         assert answer["before"] is None
         assert answer["peeked"] == 2
-        assert answer["after the end"].startswith("coordination: jax.distributed's coordination service does not answer (")
+        assert answer["after the end"].startswith(
+            "coordination: jax.distributed's coordination service does not answer ("
+        )
         # It goes on running in two processes, which have no store any more.
-        assert answer["alone"].startswith("coordination: this JAX job runs in 2 processes and has no store in which they could meet;")
+        assert answer["alone"].startswith(
+            "coordination: this JAX job runs in 2 processes and has no store in which they could "
+            "meet;"
+        )

@@ -1,4 +1,5 @@
-"""Processes that fail before, or during, the agreement on the names of a restore wait for nobody."""
+"""Processes that fail before, or during, the agreement on the names of a restore wait for
+nobody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A Coordinator of the user's own, over a store that is a directory: several processes, several rounds."""
+"""A Coordinator of the user's own, over a store that is a directory: several processes, several
+rounds."""
 
 import re
 
@@ -28,7 +29,8 @@ def test_what_process_0_cannot_decide_is_an_error_on_all_and_can_be_asked_again(
     first, second = run_job(SCRIPT, job(tmp_path, 2))
     assert first["impossible"] == "ZeroDivisionError: division by zero"
     assert second["impossible"] == (
-        "CoordinationError: process 0 could not decide on 'impossible': ZeroDivisionError: division by zero; see its log."
+        "CoordinationError: process 0 could not decide on 'impossible': ZeroDivisionError: "
+        "division by zero; see its log."
     )
     assert first["after the impossible"] == second["after the impossible"] == "possible"
 
@@ -41,12 +43,15 @@ def test_a_round_sees_nothing_of_the_rounds_before_it_in_the_same_store(run_job,
         assert all(answer["left by an earlier round"] is None for answer in answers)
 
 
-def test_a_missing_process_is_named_by_those_that_came_and_the_next_round_goes_well(run_job, tmp_path):
+def test_a_missing_process_is_named_by_those_that_came_and_the_next_round_goes_well(
+    run_job, tmp_path
+):
     answers = run_job(SCRIPT, job(tmp_path, 3, absent=[1], timeout=10))
     for p, answer in zip((0, 2), answers, strict=True):
         assert answer["is a TimeoutError"]
         assert answer["error"].startswith(
-            f"coordination: process {p} waited 10 s for process 1, which did not answer. All processes of the job must"
+            f"coordination: process {p} waited 10 s for process 1, which did not answer. All "
+            "processes of the job must"
         )
     answers = run_job(SCRIPT, job(tmp_path, 3))
     assert len({answer["run_id"] for answer in answers}) == 1

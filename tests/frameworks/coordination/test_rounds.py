@@ -1,4 +1,5 @@
-"""Rounds of a torch.distributed job: new groups, new workers, and stores that remember the old ones."""
+"""Rounds of a torch.distributed job: new groups, new workers, and stores that remember the old
+ones."""
 
 import subprocess
 import sys
@@ -28,13 +29,30 @@ def test_a_round_sees_nothing_of_the_rounds_before_it_in_a_store_that_outlived_t
     assert len({answers[0]["run_id"] for answers in rounds}) == 2
     for answers in rounds:
         for answer in answers:
-            assert answer == {"run_id": answers[0]["run_id"], "left": None, "agreed": answers[0]["run_id"]}
+            assert answer == {
+                "run_id": answers[0]["run_id"],
+                "left": None,
+                "agreed": answers[0]["run_id"],
+            }
 
 
 def test_workers_that_torchrun_starts_again_are_a_new_round(tmp_path):
     child = CHILDREN / "coordination_torchrun.py"
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    with subprocess.Popen([*command, "--max-restarts", "1", str(child), str(tmp_path)], stderr=subprocess.PIPE, text=True) as agent:
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    with subprocess.Popen(
+        [*command, "--max-restarts", "1", str(child), str(tmp_path)],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as agent:
         try:
             _, err = agent.communicate(timeout=SECONDS)
         finally:

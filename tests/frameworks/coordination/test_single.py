@@ -19,9 +19,16 @@ def test_a_process_alone_agrees_with_itself(run_job):
     assert answer["imported"] == []
     # All its threads get the same one, told once.
     assert answer["same object"]
-    assert answer["told too late"].startswith("this process owns the devices that its frameworks show, as agreed when the job")
+    assert answer["told too late"].startswith(
+        "this process owns the devices that its frameworks show, as agreed when the job"
+    )
     # A forked process is another one.
-    assert answer["fork"] == {"run_id": answer["fork"]["run_id"], "peeked": None, "same object": False, "cached": True}
+    assert answer["fork"] == {
+        "run_id": answer["fork"]["run_id"],
+        "peeked": None,
+        "same object": False,
+        "cached": True,
+    }
     assert answer["fork"]["run_id"] != answer["run_id"]
     assert answer["after the fork"]
 
@@ -30,11 +37,15 @@ def test_every_start_of_a_process_has_a_run_id_of_its_own(run_job):
     assert len({answer["run_id"] for answer in run_job(SCRIPT, [(), (), ()])}) == 3
 
 
-@pytest.mark.parametrize(("given", "named"), [(3, "a int"), (Coordinator, "the class Coordinator"), ("gloo", "a str")])
+@pytest.mark.parametrize(
+    ("given", "named"), [(3, "a int"), (Coordinator, "the class Coordinator"), ("gloo", "a str")]
+)
 def test_what_is_no_coordinator_is_refused_by_kind(given, named):
     for call in (
         lambda: shardckpt.save("memory://x", {"w": 1}, coordinator=given),
         lambda: shardckpt.restore("memory://x", coordinator=given),
     ):
-        with pytest.raises(OptionError, match=f"coordinator=…: {named} is not a coordinator; give an instance"):
+        with pytest.raises(
+            OptionError, match=f"coordinator=…: {named} is not a coordinator; give an instance"
+        ):
             call()

@@ -1,4 +1,5 @@
-"""Azure by obstore: urls, credentials, errors in words, and repeated requests. `test_contract` and `test_added_storage` have the rest."""
+"""Azure by obstore: urls, credentials, errors in words, and repeated requests. `test_contract` and
+`test_added_storage` have the rest."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ def azure(azure_server):
 @pytest.fixture
 def proxy(azure_server):
     """A proxy before Azurite, with this process's environment set for it."""
-    with FaultProxy(azure_server.endpoint) as proxy, environment({**azure_server.env(proxy.url), "SHARDCKPT_RETRY_SECONDS": "2"}):
+    with (
+        FaultProxy(azure_server.endpoint) as proxy,
+        environment({**azure_server.env(proxy.url), "SHARDCKPT_RETRY_SECONDS": "2"}),
+    ):
         yield proxy
 
 
@@ -45,7 +49,10 @@ def test_a_url_with_the_account_leads_to_the_same_objects(azure, monkeypatch, sc
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("az://A_B/run", "'A_B' is not a container name; container names are .* Write az://container/path"),
+        (
+            "az://A_B/run",
+            "'A_B' is not a container name; container names are .* Write az://container/path",
+        ),
         ("az://a--b/run", "with single dashes between them"),
         ("az:///run", "is not a container name"),
         ("abfs://container/run", "Write abfs://container@account.dfs.core.windows.net/path"),
@@ -59,7 +66,13 @@ def test_a_url_that_names_no_container_is_refused(url, message):
 
 def test_a_container_that_is_not_there_is_an_error_that_says_so(azure):
     store = Store.open("az://no-such-container/run")
-    for use in (store.list, store.list_children, store.delete_prefix, lambda: store.write("key", b""), lambda: store.read("key")):
+    for use in (
+        store.list,
+        store.list_children,
+        store.delete_prefix,
+        lambda: store.write("key", b""),
+        lambda: store.read("key"),
+    ):
         with pytest.raises(StorageError, match=r"no such bucket .*create it"):
             use()
 
@@ -68,7 +81,9 @@ def test_credentials_that_are_refused_are_an_error_that_says_so(azure, monkeypat
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "bm8=")
     store = Store.open(azure.url("run"))
     for use in (store.list, lambda: store.write("key", b""), lambda: store.read("key")):
-        with pytest.raises(StorageError, match=r"403 Forbidden.*give these credentials permission") as error:
+        with pytest.raises(
+            StorageError, match=r"403 Forbidden.*give these credentials permission"
+        ) as error:
             use()
         assert "\n" not in str(error.value)
 
@@ -80,22 +95,36 @@ def test_a_missing_account_is_an_error_that_names_the_variable(azure, monkeypatc
 
 
 @pytest.mark.parametrize("refused", [True, False])
-def test_a_machine_without_credentials_and_identity_is_an_error_that_says_so(azure, monkeypatch, refused):
+def test_a_machine_without_credentials_and_identity_is_an_error_that_says_so(
+    azure, monkeypatch, refused
+):
     """The service of identities refuses connections; or it answers that it knows none."""
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
-    monkeypatch.setenv("AZURE_MSI_ENDPOINT", "http://127.0.0.1:9/token" if refused else f"{azure.endpoint}/token")
-    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"http://127.0.0.1:{9 if refused else azure.port}/another")
-    with pytest.raises(StorageError, match=r"Error performing token request.*set AZURE_STORAGE_ACCOUNT_KEY or other credentials"):
+    monkeypatch.setenv(
+        "AZURE_MSI_ENDPOINT", "http://127.0.0.1:9/token" if refused else f"{azure.endpoint}/token"
+    )
+    monkeypatch.setenv(
+        "AZURE_STORAGE_ENDPOINT", f"http://127.0.0.1:{9 if refused else azure.port}/another"
+    )
+    with pytest.raises(
+        StorageError,
+        match=r"Error performing token request.*set AZURE_STORAGE_ACCOUNT_KEY or other credentials",
+    ):
         Store.open(azure.url("run")).read("key")
 
 
 def test_an_endpoint_that_refuses_connections_is_given_up_soon(azure, monkeypatch):
     monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"http://127.0.0.1:9/{AZURE_ACCOUNT}")
-    with pytest.raises(StorageError, match=r"connections are refused, and nothing there has answered .*check the endpoint"):
+    with pytest.raises(
+        StorageError,
+        match=r"connections are refused, and nothing there has answered .*check the endpoint",
+    ):
         Store.open(azure.url("run")).read("key")
 
 
-@pytest.mark.parametrize("fault", [{"fault": "status", "status": 503}, {"fault": "reset"}], ids=["503", "reset"])
+@pytest.mark.parametrize(
+    "fault", [{"fault": "status", "status": 503}, {"fault": "reset"}], ids=["503", "reset"]
+)
 def test_requests_are_repeated_until_they_succeed(azure_server, proxy, fault):
     store = Store.open(azure_server.url(uuid.uuid4().hex))
     uses = {
@@ -109,9 +138,17 @@ def test_requests_are_repeated_until_they_succeed(azure_server, proxy, fault):
     for name, use in uses.items():
         with proxy.rules.during(Rule(times=2, **fault)):
             proxy.traffic.reset()
-            assert use() == {"read": b"bytes", "size": 5, "list": ["a/key"], "children": ["a/"]}.get(name)
+            assert use() == {
+                "read": b"bytes",
+                "size": 5,
+                "list": ["a/key"],
+                "children": ["a/"],
+            }.get(name)
         assert len(proxy.traffic.exchanges()) == 3, name
-    with proxy.rules.during(Rule(times=None, **fault)), pytest.raises(StorageError, match=r"cannot write .*attempts failed"):
+    with (
+        proxy.rules.during(Rule(times=None, **fault)),
+        pytest.raises(StorageError, match=r"cannot write .*attempts failed"),
+    ):
         store.write("key", b"")
 
 
@@ -150,5 +187,7 @@ def test_the_command_line_knows_azure(azure):
     url = azure.url(uuid.uuid4().hex)
     shardckpt.save(url, {"w": 1})
     command = [sys.executable, "-m", "shardckpt", "verify", url]
-    done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(
+        command, env={**os.environ}, capture_output=True, text=True, timeout=250, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""Object stores by the environment: endpoints, credentials, retries and rates; whole checkpoints on them."""
+"""Object stores by the environment: endpoints, credentials, retries and rates; whole checkpoints on
+them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from emulators import environment
-from gcsfs.core import GCSFileSystem  # of gcsfs itself, importing it decides for the whole process whether it asks over gRPC
+from gcsfs.core import (
+    GCSFileSystem,
+)  # of gcsfs itself, importing it decides for the whole process whether it asks over gRPC
 from hypothesis import given
 from hypothesis import strategies as st
 from s3fs import S3FileSystem
@@ -31,7 +34,12 @@ MiB = 1 << 20
 
 STATE = {
     "w": np.random.default_rng(0).standard_normal((300, 500), np.float32),
-    "block": {"o'clock ünï": np.arange(7), "scalar": np.array(3.5), "empty": np.zeros((0, 2)), "step": 7},
+    "block": {
+        "o'clock ünï": np.arange(7),
+        "scalar": np.array(3.5),
+        "empty": np.zeros((0, 2)),
+        "step": 7,
+    },
 }
 
 
@@ -49,17 +57,21 @@ def saved(cloud, layout):
 
 
 def same(a, b):
-    return a.keys() == b.keys() and all(same(a[k], b[k]) if isinstance(a[k], dict) else np.array_equal(a[k], b[k]) for k in a)
+    return a.keys() == b.keys() and all(
+        same(a[k], b[k]) if isinstance(a[k], dict) else np.array_equal(a[k], b[k]) for k in a
+    )
 
 
-# --- whole checkpoints ----------------------------------------------------------------------------------------------
+# --- whole checkpoints ----------------------------------------------------------------------------
 
 
 def test_a_state_comes_back_from_an_object_store(saved):
     assert same(shardckpt.restore(saved), STATE)
     checkpoint = shardckpt.open(saved)
     assert checkpoint.verify().ok
-    assert np.array_equal(checkpoint.read("w", shardckpt.Box((10, 20), (30, 40))), STATE["w"][10:30, 20:40])
+    assert np.array_equal(
+        checkpoint.read("w", shardckpt.Box((10, 20), (30, 40))), STATE["w"][10:30, 20:40]
+    )
 
 
 def test_a_checkpoint_is_replaced_and_nothing_of_it_is_left(saved, layout):
@@ -71,7 +83,10 @@ def test_a_checkpoint_is_replaced_and_nothing_of_it_is_left(saved, layout):
 
 
 def test_bytes_go_from_the_connection_to_their_place_without_a_copy(cloud):
-    store, data = Store.open(cloud.url(uuid.uuid4().hex)), np.random.default_rng(0).integers(0, 256, 8 * MiB, np.uint8)
+    store, data = (
+        Store.open(cloud.url(uuid.uuid4().hex)),
+        np.random.default_rng(0).integers(0, 256, 8 * MiB, np.uint8),
+    )
     store.write("object", data)
     into = np.zeros_like(data[: 7 * MiB])
     store.read_into("object", 5, [memoryview(into[:100])])  # what the client keeps is there now
@@ -88,7 +103,10 @@ def test_bytes_go_from_the_connection_to_their_place_without_a_copy(cloud):
 @pytest.mark.skipif(extension.moving is None, reason="the extension is off, or was not built")
 def test_the_extension_lays_matrices_out_where_they_are_sent_from(cloud, monkeypatch):
     monkeypatch.setattr(host, "lay_out_all", lambda *_: pytest.fail("numpy laid chunks out"))
-    state, url = {"w": np.arange(3_000_000, dtype=np.float32).reshape(1500, 2000), "b": np.arange(7)}, cloud.url(uuid.uuid4().hex)
+    state, url = (
+        {"w": np.arange(3_000_000, dtype=np.float32).reshape(1500, 2000), "b": np.arange(7)},
+        cloud.url(uuid.uuid4().hex),
+    )
     shardckpt.save(url, state)
     assert same(shardckpt.restore(url), state)
     assert shardckpt.open(url).verify().ok
@@ -104,20 +122,30 @@ def test_stock_tensorstore_reads_it_by_a_url_where_one_can_say_it_all(gcs_server
     with environment(gcs_server.env()):
         url = gcs_server.url(uuid.uuid4().hex)
         shardckpt.save(url, STATE, options=shardckpt.SaveOptions(layout=layout))
-        assert np.array_equal(ts.open(shardckpt.open(url).stock_url("w")).result().read().result(), STATE["w"])
+        assert np.array_equal(
+            ts.open(shardckpt.open(url).stock_url("w")).result().read().result(), STATE["w"]
+        )
 
 
 def fsspec_files(cloud):
     """The bucket, as gcsfs or s3fs sees it."""
-    options = {"endpoint_url": cloud.endpoint, "skip_instance_cache": True, "use_listings_cache": False}
-    return GCSFileSystem(token="anon", **options) if cloud.scheme == "gs" else S3FileSystem(**options)
+    options = {
+        "endpoint_url": cloud.endpoint,
+        "skip_instance_cache": True,
+        "use_listings_cache": False,
+    }
+    return (
+        GCSFileSystem(token="anon", **options) if cloud.scheme == "gs" else S3FileSystem(**options)
+    )
 
 
 def test_fsspec_reads_the_same_objects(cloud, saved):
     files, store = fsspec_files(cloud), Store.open(saved)
     root, keys = store.location.path, store.list()
     assert sorted(files.find(root)) == [f"{root}/{key}" for key in keys]
-    assert {key: files.cat_file(f"{root}/{key}") for key in keys} == {key: store.read(key) for key in keys}
+    assert {key: files.cat_file(f"{root}/{key}") for key in keys} == {
+        key: store.read(key) for key in keys
+    }
 
 
 ZARR = """
@@ -131,16 +159,20 @@ def test_zarr_reads_arrays_of_the_plain_layout_through_fsspec(cloud, tmp_path):
     url = cloud.url(uuid.uuid4().hex)
     shardckpt.save(url, STATE, options=shardckpt.SaveOptions(layout="zarr"))
     run = use(f"{url}/{shardckpt.open(url).record.attempt}/zarr", cloud.env(), tmp_path, ZARR)
-    assert run.stdout == f"{hashlib.sha256(STATE['w']).hexdigest()} 3.5 ['block', 'w']\n", run.stderr
+    assert run.stdout == f"{hashlib.sha256(STATE['w']).hexdigest()} 3.5 ['block', 'w']\n", (
+        run.stderr
+    )
 
 
 def test_the_command_line_knows_object_stores(cloud, saved):
     command = [Path(sys.executable).parent / "shardckpt", "verify", saved]
-    run = subprocess.run(command, env={**os.environ, **cloud.env()}, capture_output=True, text=True, timeout=250)
+    run = subprocess.run(
+        command, env={**os.environ, **cloud.env()}, capture_output=True, text=True, timeout=250
+    )
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-# --- the environment ------------------------------------------------------------------------------------------------
+# --- the environment ------------------------------------------------------------------------------
 
 USE = """
 import sys
@@ -162,14 +194,31 @@ print(sorted({"botocore", "google.auth", "urllib3"} & {*sys.modules}))
 
 def use(url, variables, home, program=USE):
     """Run it in a process that has those variables, and no others that object stores go by."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "GOOGLE_", "TENSORSTORE_", "STORAGE_"))}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("AWS_", "GOOGLE_", "TENSORSTORE_", "STORAGE_"))
+    }
     variables = {**clean, "HOME": str(home), "AWS_EC2_METADATA_DISABLED": "true", **variables}
-    return subprocess.run([sys.executable, "-c", program, url], env=variables, capture_output=True, text=True, timeout=250)
+    return subprocess.run(
+        [sys.executable, "-c", program, url],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
 
 
-@pytest.mark.parametrize("variable", ["TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST", "STORAGE_EMULATOR_HOST without a scheme"])
+@pytest.mark.parametrize(
+    "variable",
+    ["TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST", "STORAGE_EMULATOR_HOST without a scheme"],
+)
 def test_one_variable_is_enough_to_name_an_emulator_of_gcs(gcs_server, tmp_path, variable):
-    endpoint = gcs_server.endpoint.removeprefix("http://") if " " in variable else f"{gcs_server.endpoint}/"
+    endpoint = (
+        gcs_server.endpoint.removeprefix("http://")
+        if " " in variable
+        else f"{gcs_server.endpoint}/"
+    )
     run = use(gcs_server.url(uuid.uuid4().hex), {variable.partition(" ")[0]: endpoint}, tmp_path)
     assert run.stdout == "['key']\n", run.stderr
 
@@ -178,15 +227,23 @@ def test_one_variable_is_enough_to_name_an_emulator_of_gcs(gcs_server, tmp_path,
 def profiles(tmp_path):
     """Files with a profile `ours` and no default."""
     (tmp_path / ".aws").mkdir()
-    (tmp_path / ".aws" / "credentials").write_text("[ours]\naws_access_key_id = test\naws_secret_access_key = test\n")
+    (tmp_path / ".aws" / "credentials").write_text(
+        "[ours]\naws_access_key_id = test\naws_secret_access_key = test\n"
+    )
     (tmp_path / ".aws" / "config").write_text("[profile ours]\n")
     return tmp_path
 
 
-@pytest.mark.parametrize("region", [{}, {"AWS_REGION": "eu-west-1"}, {"AWS_DEFAULT_REGION": "us-east-1"}])
+@pytest.mark.parametrize(
+    "region", [{}, {"AWS_REGION": "eu-west-1"}, {"AWS_DEFAULT_REGION": "us-east-1"}]
+)
 @pytest.mark.parametrize("credentials", ["AWS_PROFILE", "AWS_ACCESS_KEY_ID"])
 def test_s3_goes_by_the_variables_that_aws_documents(s3_server, profiles, credentials, region):
-    given = {"AWS_PROFILE": "ours"} if credentials == "AWS_PROFILE" else {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+    given = (
+        {"AWS_PROFILE": "ours"}
+        if credentials == "AWS_PROFILE"
+        else {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+    )
     endpoint = {"AWS_ENDPOINT_URL_S3": s3_server.endpoint, "AWS_ENDPOINT_URL": "http://127.0.0.1:1"}
     run = use(s3_server.url(uuid.uuid4().hex), {**endpoint, **given, **region}, profiles)
     assert run.stdout == "['key']\n", run.stderr
@@ -195,29 +252,48 @@ def test_s3_goes_by_the_variables_that_aws_documents(s3_server, profiles, creden
 def test_s3_goes_by_the_files_that_aws_s_variables_name(s3_server, profiles, tmp_path):
     """Keys may be in either file; a profile that is called default needs not to be named."""
     for keys, others in itertools.permutations(["AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"]):
-        (tmp_path / keys).write_text("[default]\naws_access_key_id = test\naws_secret_access_key = a%%b=\n")
+        (tmp_path / keys).write_text(
+            "[default]\naws_access_key_id = test\naws_secret_access_key = a%%b=\n"
+        )
         given = {keys: str(tmp_path / keys), others: str(tmp_path / "none")}
-        run = use(s3_server.url(uuid.uuid4().hex), {"AWS_ENDPOINT_URL": s3_server.endpoint, **given}, tmp_path)
+        run = use(
+            s3_server.url(uuid.uuid4().hex),
+            {"AWS_ENDPOINT_URL": s3_server.endpoint, **given},
+            tmp_path,
+        )
         assert run.stdout == "['key']\n", run.stderr
 
 
 def test_a_profile_that_nobody_has_is_refused_by_name(s3_server, profiles):
-    run = use(s3_server.url("x"), {"AWS_ENDPOINT_URL": s3_server.endpoint, "AWS_PROFILE": "theirs"}, profiles)
+    run = use(
+        s3_server.url("x"),
+        {"AWS_ENDPOINT_URL": s3_server.endpoint, "AWS_PROFILE": "theirs"},
+        profiles,
+    )
     assert "OptionError: AWS_PROFILE=theirs: neither" in run.stderr.splitlines()[-1]
 
 
 def test_requests_to_s3_go_unsigned_if_that_is_asked_for(s3_server, profiles):
     """moto lets anybody write, and does not let the nameless read what they have written."""
-    variables = {"AWS_ENDPOINT_URL": s3_server.endpoint, "AWS_PROFILE": "ours", "AWS_NO_SIGN_REQUEST": "1"}
+    variables = {
+        "AWS_ENDPOINT_URL": s3_server.endpoint,
+        "AWS_PROFILE": "ours",
+        "AWS_NO_SIGN_REQUEST": "1",
+    }
     run = use(s3_server.url(uuid.uuid4().hex), variables, profiles)
     assert "(403)" in run.stderr.splitlines()[-1]
     assert "give these credentials permission" in run.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("scheme", "module", "extra"), [("gs", "google.auth", "gcs"), ("s3", "botocore", "s3")])
+@pytest.mark.parametrize(
+    ("scheme", "module", "extra"), [("gs", "google.auth", "gcs"), ("s3", "botocore", "s3")]
+)
 def test_what_is_not_installed_is_named_before_anything_is_done(monkeypatch, scheme, module, extra):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError, match=rf"{scheme}:// needs {module.replace('.', '-')}; .*shardckpt\[{extra}\]"):
+    with pytest.raises(
+        MissingExtraError,
+        match=rf"{scheme}:// needs {module.replace('.', '-')}; .*shardckpt\[{extra}\]",
+    ):
         Store.open(f"{scheme}://bucket/run")
 
 
@@ -226,7 +302,10 @@ def test_opening_a_local_place_loads_no_client_of_an_object_store(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "inf", "nan"])
-@pytest.mark.parametrize("variable", ["SHARDCKPT_RETRY_SECONDS", "SHARDCKPT_READS_PER_SECOND", "SHARDCKPT_WRITES_PER_SECOND"])
+@pytest.mark.parametrize(
+    "variable",
+    ["SHARDCKPT_RETRY_SECONDS", "SHARDCKPT_READS_PER_SECOND", "SHARDCKPT_WRITES_PER_SECOND"],
+)
 def test_a_number_that_is_none_is_refused_by_name(variable, value):
     with environment({variable: value, "TENSORSTORE_GCS_HTTP_URL": "http://127.0.0.1:1"}):
         settings._limiter.cache_clear()
@@ -235,14 +314,16 @@ def test_a_number_that_is_none_is_refused_by_name(variable, value):
     settings._limiter.cache_clear()
 
 
-# --- retries and rates ----------------------------------------------------------------------------------------------
+# --- retries and rates ----------------------------------------------------------------------------
 
 
 @given(st.floats(0.1, 3600))
 def test_pauses_between_tries_take_as_long_as_was_asked_for(seconds):
     with environment({"SHARDCKPT_RETRY_SECONDS": str(seconds)}):
         retries = settings.context()["gcs_request_retries"]
-    first, longest = (float(retries[name].removesuffix("s")) for name in ("initial_delay", "max_delay"))
+    first, longest = (
+        float(retries[name].removesuffix("s")) for name in ("initial_delay", "max_delay")
+    )
     pauses = [min(longest, first * 2**i) for i in range(retries["max_retries"])]
     assert seconds <= sum(pauses) <= seconds + longest
     assert len(pauses) >= 4

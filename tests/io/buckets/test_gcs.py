@@ -1,4 +1,5 @@
-"""Requests to Cloud Storage: TLS with an authority of one's own, proxies, a server that says nothing, tokens, and damage on the way."""
+"""Requests to Cloud Storage: TLS with an authority of one's own, proxies, a server that says
+nothing, tokens, and damage on the way."""
 
 from __future__ import annotations
 
@@ -66,13 +67,31 @@ def join(one, other):
 def certificate(tmp_path_factory):
     """A file with a certificate of 127.0.0.1 that vouches for itself, and one with its key."""
     folder, key = tmp_path_factory.mktemp("tls"), ec.generate_private_key(ec.SECP256R1())
-    name, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "ours")]), dt.datetime.now(dt.UTC)
-    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key()).serial_number(1)
+    name, now = (
+        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "ours")]),
+        dt.datetime.now(dt.UTC),
+    )
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+    )
     made = made.not_valid_before(now - dt.timedelta(1)).not_valid_after(now + dt.timedelta(1))
-    made = made.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+    made = made.add_extension(
+        x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+        critical=False,
+    )
     made = made.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-    (folder / "cert.pem").write_bytes(made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    (folder / "cert.pem").write_bytes(
+        made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    )
+    form = (
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
     (folder / "key.pem").write_bytes(key.private_bytes(*form))
     return folder / "cert.pem", folder / "key.pem"
 
@@ -85,7 +104,10 @@ def secure(gcs_server, certificate):
 
     def answer(connection):
         with suppress(ssl.SSLError, OSError):
-            join(context.wrap_socket(connection, server_side=True), socket.create_connection(("127.0.0.1", gcs_server.port)))
+            join(
+                context.wrap_socket(connection, server_side=True),
+                socket.create_connection(("127.0.0.1", gcs_server.port)),
+            )
 
     with serving(answer) as port:
         yield f"https://127.0.0.1:{port}"
@@ -102,7 +124,10 @@ def test_an_authority_of_one_s_own_is_named_by_the_environment(gcs_server, secur
 
 
 def test_an_authority_that_nobody_named_is_not_trusted(gcs_server, secure):
-    with environment(gcs_server.env(secure)), pytest.raises(StorageError, match=r"CERTIFICATE_VERIFY_FAILED.*in SSL_CERT_FILE"):
+    with (
+        environment(gcs_server.env(secure)),
+        pytest.raises(StorageError, match=r"CERTIFICATE_VERIFY_FAILED.*in SSL_CERT_FILE"),
+    ):
         Store.open(gcs_server.url("untrusted")).exists("key")
 
 
@@ -120,12 +145,22 @@ def test_requests_go_through_the_proxy_that_the_environment_names(gcs_server, se
 
     with serving(tunnel) as port:
         through = {"HTTPS_PROXY": f"http://127.0.0.1:{port}", "NO_PROXY": "", "no_proxy": ""}
-        with environment({**gcs_server.env(secure), "SSL_CERT_FILE": str(certificate[0]), **through}):
+        with environment(
+            {**gcs_server.env(secure), "SSL_CERT_FILE": str(certificate[0]), **through}
+        ):
             GcsBucket(gcs_server.bucket).write("proxied", [memoryview(b"data")])
-    assert [head.rpartition(b" ")[0].decode() for head in asked] == [f"CONNECT {secure.removeprefix('https://')}"]
+    assert [head.rpartition(b" ")[0].decode() for head in asked] == [
+        f"CONNECT {secure.removeprefix('https://')}"
+    ]
 
 
-@pytest.mark.parametrize("accepted", [pytest.param("Bearer token 2", id="the next one is good"), pytest.param("", id="all are refused")])
+@pytest.mark.parametrize(
+    "accepted",
+    [
+        pytest.param("Bearer token 2", id="the next one is good"),
+        pytest.param("", id="all are refused"),
+    ],
+)
 def test_a_token_that_is_refused_is_renewed_once(tmp_path, certificate, accepted):
     issued = []
 
@@ -139,7 +174,13 @@ def test_a_token_that_is_refused_is_renewed_once(tmp_path, certificate, accepted
 
         def do_GET(self):
             good = self.headers["Authorization"] == accepted
-            self.answer(*((200, {"size": "5", "generation": "7"}) if good else (401, {"error": {"message": "Invalid Credentials"}})))
+            self.answer(
+                *(
+                    (200, {"size": "5", "generation": "7"})
+                    if good
+                    else (401, {"error": {"message": "Invalid Credentials"}})
+                )
+            )
 
         def answer(self, status, document):
             body = json.dumps(document).encode()
@@ -158,13 +199,26 @@ def test_a_token_that_is_refused_is_renewed_once(tmp_path, certificate, accepted
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"https://127.0.0.1:{server.server_port}"
     key = rsa.generate_private_key(65537, 2048)
-    text = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()).decode()
-    account = {"type": "service_account", "client_email": "a@b.c", "private_key": text, "private_key_id": "1", "token_uri": f"{url}/token"}
+    text = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    ).decode()
+    account = {
+        "type": "service_account",
+        "client_email": "a@b.c",
+        "private_key": text,
+        "private_key_id": "1",
+        "token_uri": f"{url}/token",
+    }
     (tmp_path / "account.json").write_text(json.dumps({**account, "project_id": "p"}))
     authority = dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"), str(certificate[0]))
-    named = {"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "account.json"), "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none"}
+    named = {
+        "GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "account.json"),
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
+    }
     try:
-        with environment({"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url, **authority, **named}):
+        with environment(
+            {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url, **authority, **named}
+        ):
             bucket = GcsBucket("bucket")
             if accepted:
                 assert bucket.stat("object") == (5, b"7")
@@ -181,10 +235,21 @@ def test_a_server_that_says_nothing_is_given_up_at_the_deadline(gcs_server, monk
     monkeypatch.setattr(settings, "LEAST_STALLED", 0.2)
     connections = []
     silent = {"SHARDCKPT_RETRY_SECONDS": "0.2", "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": ""}
-    with serving(connections.append) as port, environment({**gcs_server.env(f"http://127.0.0.1:{port}"), **silent}):
+    with (
+        serving(connections.append) as port,
+        environment({**gcs_server.env(f"http://127.0.0.1:{port}"), **silent}),
+    ):
         store = Store.open(gcs_server.url("silent"))
-        for use in (lambda: store.read("key"), lambda: store.write("key", bytes(2 * MiB)), store.list, lambda: store.exists("key")):
-            with pytest.raises(StorageError, match=r"attempts failed, the last one because .*timed out.*SHARDCKPT_RETRY_SECONDS"):
+        for use in (
+            lambda: store.read("key"),
+            lambda: store.write("key", bytes(2 * MiB)),
+            store.list,
+            lambda: store.exists("key"),
+        ):
+            with pytest.raises(
+                StorageError,
+                match=r"attempts failed, the last one because .*timed out.*SHARDCKPT_RETRY_SECONDS",
+            ):
                 use()
             assert len(connections) <= 2, "after the deadline nothing is tried again"
             while connections:
@@ -192,7 +257,8 @@ def test_a_server_that_says_nothing_is_given_up_at_the_deadline(gcs_server, monk
 
 
 def test_bytes_that_arrive_changed_are_sent_again(gcs_server, monkeypatch):
-    """The checksum of the answer says so for what goes up as it is; small objects are refused by the service itself."""
+    """The checksum of the answer says so for what goes up as it is; small objects are refused by
+    the service itself."""
     sent = []
     once = GcsBucket(gcs_server.bucket)._http.once.__func__
 
@@ -213,12 +279,17 @@ def test_bytes_that_arrive_changed_are_sent_again(gcs_server, monkeypatch):
 
 def test_a_body_that_ends_early_is_read_again_from_its_beginning(gcs_server):
     data = np.random.default_rng(0).bytes(2 * MiB)
-    with FaultProxy(gcs_server.endpoint) as proxy, environment({**gcs_server.env(proxy.url), "SHARDCKPT_RETRY_SECONDS": "0.05"}):
+    with (
+        FaultProxy(gcs_server.endpoint) as proxy,
+        environment({**gcs_server.env(proxy.url), "SHARDCKPT_RETRY_SECONDS": "0.05"}),
+    ):
         bucket = GcsBucket(gcs_server.bucket)
         bucket.write("early", [memoryview(data)])
         for fault in ("truncate", "shorten", "reset"):
             first, second = bytearray(MiB), bytearray(MiB // 2)
-            with proxy.rules.during(Rule(fault, kinds=("read",), after_bytes=MiB + 5 if fault != "reset" else None)):
+            with proxy.rules.during(
+                Rule(fault, kinds=("read",), after_bytes=MiB + 5 if fault != "reset" else None)
+            ):
                 bucket.read_into("early", 7, [memoryview(first), memoryview(second)])
             assert bytes(first + second) == data[7 : 7 + MiB + MiB // 2]
 

@@ -1,4 +1,5 @@
-"""Listings of a place, with ages: complete, by the level that is asked for, and by the storage's clock."""
+"""Listings of a place, with ages: complete, by the level that is asked for, and by the storage's
+clock."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def proxy(cloud):
 
 @pytest.fixture
 def place(cloud, proxy):
-    """A store in a bucket of its own: TensorStore keeps to the way by which it first came to one."""
+    """A store in a bucket of its own: TensorStore keeps to the way by which it first came to
+    one."""
     return Store.open(f"{cloud.scheme}://{cloud.new_bucket(f'b-{uuid.uuid4().hex}')}/run")
 
 
@@ -97,8 +99,16 @@ def test_all_pages_of_a_prefix_are_deleted(place, pages):
 def test_a_listing_that_is_refused_is_an_error_and_not_an_empty_one(place, proxy):
     """TensorStore 0.1.86 takes a refusal by Cloud Storage for an empty listing."""
     place.write("records/0", b"")
-    for use in (place.list, place.list_children, place.delete_prefix, lambda: list(place.modification_times())):
-        with proxy.rules.during(Rule("status", status=403, kinds=("list",))), pytest.raises(StorageError, match=str(place)):
+    for use in (
+        place.list,
+        place.list_children,
+        place.delete_prefix,
+        lambda: list(place.modification_times()),
+    ):
+        with (
+            proxy.rules.during(Rule("status", status=403, kinds=("list",))),
+            pytest.raises(StorageError, match=str(place)),
+        ):
             use()
     assert place.list("records/") == ["records/0"]
 
@@ -109,16 +119,26 @@ def test_a_listing_that_fails_for_a_moment_is_asked_for_again(place, proxy):
         assert place.list() == ["records/0"]
 
 
-@pytest.mark.parametrize("rule", [Rule(fault, kinds=("list",), times=None) for fault in ("status", "reset")], ids=lambda rule: rule.fault)
-def test_a_listing_that_fails_for_good_is_asked_for_as_often_as_the_environment_says(place, proxy, rule):
+@pytest.mark.parametrize(
+    "rule",
+    [Rule(fault, kinds=("list",), times=None) for fault in ("status", "reset")],
+    ids=lambda rule: rule.fault,
+)
+def test_a_listing_that_fails_for_good_is_asked_for_as_often_as_the_environment_says(
+    place, proxy, rule
+):
     place.write("records/0", b"")
     for seconds in ("0.05", "0.5"):
         with environment({"SHARDCKPT_RETRY_SECONDS": seconds}), proxy.rules.during(rule):
             tries = len(settings.pauses()) + 1
             proxy.traffic.reset()
-            with pytest.raises(StorageError, match=f"{place}.* {tries} attempts failed.*SHARDCKPT_RETRY_SECONDS"):
+            with pytest.raises(
+                StorageError, match=f"{place}.* {tries} attempts failed.*SHARDCKPT_RETRY_SECONDS"
+            ):
                 place.list()
-            if rule.fault == "status":  # a client of HTTP may repeat by itself what a connection that it had kept has lost
+            if (
+                rule.fault == "status"
+            ):  # a client of HTTP may repeat by itself what a connection that it had kept has lost
                 assert len(proxy.traffic.exchanges()) == tries
     assert place.list() == ["records/0"]
 

@@ -15,7 +15,9 @@ from shardckpt.io.buckets import cloud
 from shardckpt.io.buckets.rate_limit import ALONE, RateLimiter, RequestShare
 from shardckpt.io.store import Store
 
-shares = st.integers(1, 50).flatmap(lambda n: st.builds(RequestShare, st.integers(0, n - 1), st.just(n)))
+shares = st.integers(1, 50).flatmap(
+    lambda n: st.builds(RequestShare, st.integers(0, n - 1), st.just(n))
+)
 
 
 class Clock:
@@ -37,7 +39,12 @@ class Clock:
         return RateLimiter(rate, share, clock=self, wall=self.wall, sleep=self.sleep)
 
 
-@given(st.floats(0.01, 1000), shares, st.floats(0, 1e9), st.lists(st.floats(0, 100), min_size=1, max_size=30))
+@given(
+    st.floats(0.01, 1000),
+    shares,
+    st.floats(0, 1e9),
+    st.lists(st.floats(0, 100), min_size=1, max_size=30),
+)
 def test_requests_begin_no_faster_than_the_share_and_no_slower(rate, share, wall, idle):
     clock, apart = Clock(wall=wall), share.processes / rate
     limiter = clock.limiter(rate, share)
@@ -47,13 +54,19 @@ def test_requests_begin_no_faster_than_the_share_and_no_slower(rate, share, wall
         came = clock.now
         limiter.wait()
         soonest = max(came, began[-1] + apart if began else 0)
-        assert soonest * (1 - 1e-6) <= clock.now <= soonest + (apart if share != ALONE else 0) + 1e-6 * apart
+        assert (
+            soonest * (1 - 1e-6)
+            <= clock.now
+            <= soonest + (apart if share != ALONE else 0) + 1e-6 * apart
+        )
         began.append(clock.now)
     assert all(b - a >= apart * (1 - 1e-6) for a, b in itertools.pairwise(began))
 
 
 @given(st.integers(2, 40), st.integers(1, 5), st.floats(0, 1e9))
-def test_processes_that_start_together_begin_their_requests_one_after_another(processes, requests, wall):
+def test_processes_that_start_together_begin_their_requests_one_after_another(
+    processes, requests, wall
+):
     """However long they have been up: it is the clock on the wall that they have in common."""
     began = []
     for process in range(processes):

@@ -1,4 +1,5 @@
-"""Requests to services that were never there fail soon; those to services that were there are retried, and the log says so."""
+"""Requests to services that were never there fail soon; those to services that were there are
+retried, and the log says so."""
 
 import errno
 import logging
@@ -48,7 +49,10 @@ def new_process(monkeypatch):
 
 @pytest.mark.parametrize(
     ("error", "why"),
-    [(REFUSED, "connections are refused"), (unresolved(socket.EAI_NONAME), "the name does not resolve (Name or service not known)")],
+    [
+        (REFUSED, "connections are refused"),
+        (unresolved(socket.EAI_NONAME), "the name does not resolve (Name or service not known)"),
+    ],
 )
 def test_a_service_that_never_answered_fails_after_few_attempts(error, why, monkeypatch):
     clock = iter(range(1000))
@@ -60,7 +64,10 @@ def test_a_service_that_never_answered_fails_after_few_attempts(error, why, monk
     assert len(service.pauses) <= 4
 
 
-@pytest.mark.parametrize("error", [REFUSED, unresolved(socket.EAI_NONAME), unresolved(socket.EAI_AGAIN), PassingError("503")])
+@pytest.mark.parametrize(
+    "error",
+    [REFUSED, unresolved(socket.EAI_NONAME), unresolved(socket.EAI_AGAIN), PassingError("503")],
+)
 def test_a_service_that_has_answered_is_tried_again_until_the_time_is_used(error):
     with patience_of("300"):
         service = Service("https://storage.example")
@@ -96,7 +103,9 @@ def test_the_log_names_the_service_once_until_it_answers(caplog):
         service.ask()  # short: nothing is said
         service.errors = list(errors)
         service.ask()
-    assert [record.getMessage() for record in caplog.records] == ["https://storage.example: 503 Slow Down; retrying for up to 300 s"] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "https://storage.example: 503 Slow Down; retrying for up to 300 s"
+    ] * 2
 
 
 def test_pauses_before_the_log_says_anything_are_short(caplog):

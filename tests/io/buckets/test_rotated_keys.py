@@ -16,7 +16,9 @@ from shardckpt.errors import StorageError
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import Store
 
-_EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+_EXPIRED = (
+    b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+)
 
 
 class Quiet(WSGIRequestHandler):
@@ -30,7 +32,10 @@ class Sidecar:
     """A service that accepts one key at a time, and the file with that key."""
 
     def __init__(self, folder):
-        self.file, self._service = folder / "credentials", DomainDispatcherApplication(create_backend_app)
+        self.file, self._service = (
+            folder / "credentials",
+            DomainDispatcherApplication(create_backend_app),
+        )
         self.url = f"s3://bucket/{uuid.uuid4().hex}"
         self.keys_of_requests = []
         self.key = ""
@@ -44,13 +49,24 @@ class Sidecar:
         self.key = key
         if in_file:
             new = self.file.with_suffix(".new")
-            new.write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key=s\naws_session_token={key}\n")
+            new.write_text(
+                "[default]\n"
+                f"aws_access_key_id={key}\n"
+                "aws_secret_access_key=s\n"
+                f"aws_session_token={key}\n"
+            )
             new.rename(self.file)
 
     def __call__(self, request, start):
         """Answer a request."""
-        used = request.get("HTTP_AUTHORIZATION", "Credential=none/").split("Credential=")[1].split("/")[0]
-        request["wsgi.input"] = io.BytesIO(request["wsgi.input"].read(int(request.get("CONTENT_LENGTH") or 0)))
+        used = (
+            request.get("HTTP_AUTHORIZATION", "Credential=none/")
+            .split("Credential=")[1]
+            .split("/")[0]
+        )
+        request["wsgi.input"] = io.BytesIO(
+            request["wsgi.input"].read(int(request.get("CONTENT_LENGTH") or 0))
+        )
         self.keys_of_requests.append(used)
         self.before.pop(len(self.keys_of_requests), lambda: None)()
         if used == self.key:
@@ -64,8 +80,17 @@ def sidecar(tmp_path, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     running = Sidecar(tmp_path)
-    settings = {"AWS_SHARED_CREDENTIALS_FILE": str(running.file), "AWS_CONFIG_FILE": str(tmp_path / "none")}
-    with environment({**settings, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{running.server.port}", "AWS_REGION": "us-east-1"}):
+    settings = {
+        "AWS_SHARED_CREDENTIALS_FILE": str(running.file),
+        "AWS_CONFIG_FILE": str(tmp_path / "none"),
+    }
+    with environment(
+        {
+            **settings,
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{running.server.port}",
+            "AWS_REGION": "us-east-1",
+        }
+    ):
         running.rotate("AKIAFIRST")
         botocore.session.get_session().create_client("s3").create_bucket(Bucket="bucket")
         yield running

@@ -1,4 +1,5 @@
-"""One large object goes to an object store part by part: whole or not at all, whatever fails on the way, with little memory."""
+"""One large object goes to an object store part by part: whole or not at all, whatever fails on the
+way, with little memory."""
 
 from __future__ import annotations
 
@@ -17,11 +18,25 @@ from faults import TRANSIENT, Rule, faulty_cloud
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardckpt.errors import AlreadyExistsError, BudgetError, CorruptionError, FormatError, MissingExtraError, StorageError
+from shardckpt.errors import (
+    AlreadyExistsError,
+    BudgetError,
+    CorruptionError,
+    FormatError,
+    MissingExtraError,
+    StorageError,
+)
 from shardckpt.format.documents import Fields
 from shardckpt.io.buckets import cloud as settings
 from shardckpt.io.buckets.upload_session import UploadState
-from shardckpt.io.buckets.uploading import BUFFERS, MOST_PARTS, SMALLEST, abandon_upload, open_upload, part_size
+from shardckpt.io.buckets.uploading import (
+    BUFFERS,
+    MOST_PARTS,
+    SMALLEST,
+    abandon_upload,
+    open_upload,
+    part_size,
+)
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 
@@ -61,7 +76,8 @@ def upload(place, data, **options):
 
 
 def write_confirmed(one, data):
-    """Write, and wait until the storage has confirmed all full parts: `close` drops a part that no thread has begun to send."""
+    """Write, and wait until the storage has confirmed all full parts: `close` drops a part that no
+    thread has begun to send."""
     one.write(data)
     full = len(data) // PART * PART
     for _ in range(6000):
@@ -75,7 +91,9 @@ def unfinished(cloud):
     """Uploads that S3 keeps parts of."""
     from boto3 import client
 
-    listed = client("s3", endpoint_url=cloud.emulator.endpoint).list_multipart_uploads(Bucket=cloud.emulator.bucket)
+    listed = client("s3", endpoint_url=cloud.emulator.endpoint).list_multipart_uploads(
+        Bucket=cloud.emulator.bucket
+    )
     return [one["Key"] for one in listed.get("Uploads", ())]
 
 
@@ -141,7 +159,9 @@ def test_a_part_that_was_cut_off_is_gone_on_with_where_the_storage_can_do_that(c
         with open_upload(place, part_bytes=part, buffers=2) as one:
             one.write(content(3 * part))
             one.finish()
-        sent = cloud.proxy.traffic.uploaded()[cloud.name_of(str(place)).rstrip("/").replace("%20", " ")]
+        sent = cloud.proxy.traffic.uploaded()[
+            cloud.name_of(str(place)).rstrip("/").replace("%20", " ")
+        ]
     again = 5 if cloud.emulator.scheme == "gs" else 3 * PART + 5
     assert again <= sent - 3 * part < again + 4096  # and what begins and ends an upload
     assert stored(place) == content(3 * part).tobytes()
@@ -149,7 +169,10 @@ def test_a_part_that_was_cut_off_is_gone_on_with_where_the_storage_can_do_that(c
 
 def test_a_storage_that_does_not_recover_is_an_error_and_nothing_is_visible(cloud, place):
     unavailable = Rule("status", kinds=("upload",), skip=2, times=None)
-    with cloud.breaking(unavailable), pytest.raises(StorageError, match=r"attempts failed.*SHARDCKPT_RETRY_SECONDS") as failed:
+    with (
+        cloud.breaking(unavailable),
+        pytest.raises(StorageError, match=r"attempts failed.*SHARDCKPT_RETRY_SECONDS") as failed,
+    ):
         upload(place, content())
     assert str(place) in str(failed.value)
     assert stored(place) is None
@@ -159,10 +182,16 @@ def test_a_storage_that_does_not_recover_is_an_error_and_nothing_is_visible(clou
 def test_an_upload_whose_last_answer_is_lost_finds_its_own_object(cloud, place, status):
     """The upload succeeds, with either status in the answer to the repeated request."""
     before = 1 if cloud.emulator.scheme == "gs" else 2
-    lost, refused = (Rule(fault, status=status, kinds=("upload",), skip=before) for fault in ("lost-answer", "status"))
+    lost, refused = (
+        Rule(fault, status=status, kinds=("upload",), skip=before)
+        for fault in ("lost-answer", "status")
+    )
     with cloud.breaking(lost, refused):
         upload(place, content(100))
-        assert [e.fault for e in cloud.proxy.traffic.exchanges() if e.fault] == ["lost-answer", f"status {status}"]
+        assert [e.fault for e in cloud.proxy.traffic.exchanges() if e.fault] == [
+            "lost-answer",
+            f"status {status}",
+        ]
     assert stored(place) == content(100).tobytes()
 
 
@@ -193,11 +222,14 @@ def test_another_process_goes_on_where_the_storage_has_confirmed(cloud, place):
             if at + PART + 1 >= SIZE:
                 one.finish()
                 break
-        # The parts that `close` has waited for are confirmed, and all that another process has is text.
+        # The parts that `close` has waited for are confirmed, and all that another process has is
+        # text.
         state = UploadState.from_json(Fields(one.state.to_json(), "state"))
     assert stored(place) == data.tobytes()
     begun = open_upload(place, part_bytes=PART, resume=one.state)
-    assert begun.published, "a process that was killed after it published is followed by one that finds it done"
+    assert begun.published, (
+        "a process that was killed after it published is followed by one that finds it done"
+    )
     begun.finish()
     begun.abort()
     assert stored(place) == data.tobytes()
@@ -360,7 +392,10 @@ def test_a_state_that_somebody_else_wrote_leads_nowhere_else(cloud, place):
 def test_a_service_that_knows_no_crc32c_gets_md5(cloud, place):
     if cloud.emulator.scheme == "gs":
         return
-    with cloud.breaking(Rule("status", status=501, kinds=("upload",))), open_upload(place, part_bytes=PART) as one:
+    with (
+        cloud.breaking(Rule("status", status=501, kinds=("upload",))),
+        open_upload(place, part_bytes=PART) as one,
+    ):
         assert one.state.checksum == "md5"
         one.write(content()[: 2 * PART])
     with open_upload(place, part_bytes=PART, resume=one.state) as other:
@@ -373,7 +408,11 @@ def test_a_service_that_knows_no_crc32c_gets_md5(cloud, place):
     ("url", "variables", "advice"),
     [
         ("s3://bucket/x", {"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}, "set AWS_ACCESS_KEY_ID"),
-        ("gs://bucket/x", {"TENSORSTORE_GCS_HTTP_URL": "https://127.0.0.1:1"}, "set GOOGLE_APPLICATION_CREDENTIALS"),
+        (
+            "gs://bucket/x",
+            {"TENSORSTORE_GCS_HTTP_URL": "https://127.0.0.1:1"},
+            "set GOOGLE_APPLICATION_CREDENTIALS",
+        ),
     ],
 )
 def test_missing_credentials_are_named(tmp_path, monkeypatch, url, variables, advice):
@@ -385,7 +424,12 @@ def test_missing_credentials_are_named(tmp_path, monkeypatch, url, variables, ad
         "GOOGLE_AUTH_TOKEN_FOR_TESTING",
     ):
         monkeypatch.delenv(name, raising=False)
-    nobody = {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true", "NO_GCE_CHECK": "true", "CLOUDSDK_CONFIG": str(tmp_path)}
+    nobody = {
+        "HOME": str(tmp_path),
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "NO_GCE_CHECK": "true",
+        "CLOUDSDK_CONFIG": str(tmp_path),
+    }
     with environment({**variables, **nobody}), pytest.raises(StorageError, match=advice):
         open_upload(parse(url), part_bytes=PART)
 
@@ -395,7 +439,10 @@ def test_a_bucket_that_is_not_there_is_told(cloud):
         open_upload(parse(f"{cloud.emulator.scheme}://{uuid.uuid4().hex}/x"), part_bytes=PART)
 
 
-@pytest.mark.parametrize("change", [{"part_bytes": 0}, {"summed": 1}, {"crc32c": 1 << 32}, {"checksum": "sha1"}, {"upload": 1}])
+@pytest.mark.parametrize(
+    "change",
+    [{"part_bytes": 0}, {"summed": 1}, {"crc32c": 1 << 32}, {"checksum": "sha1"}, {"upload": 1}],
+)
 def test_a_state_that_cannot_be_is_refused(change):
     good = UploadState("id", "token", PART, if_absent=True, summed=PART, crc32c=7).to_json()
     assert UploadState.from_json(Fields(good, "state")).to_json() == good
@@ -403,22 +450,42 @@ def test_a_state_that_cannot_be_is_refused(change):
         UploadState.from_json(Fields({**good, **change}, "state"))
 
 
-@pytest.mark.parametrize(("url", "variable"), [("s3://bucket/x", "AWS_ENDPOINT_URL"), ("gs://bucket/x", "TENSORSTORE_GCS_HTTP_URL")])
+@pytest.mark.parametrize(
+    ("url", "variable"),
+    [("s3://bucket/x", "AWS_ENDPOINT_URL"), ("gs://bucket/x", "TENSORSTORE_GCS_HTTP_URL")],
+)
 def test_a_service_that_never_answers_is_given_up(monkeypatch, url, variable):
     monkeypatch.setattr(settings, "stalled_seconds", lambda: 0.1)
-    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "SHARDCKPT_RETRY_SECONDS": "0.05"}
+    keys = {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "SHARDCKPT_RETRY_SECONDS": "0.05",
+    }
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = {variable: f"http://127.0.0.1:{silent.getsockname()[1]}"}
-        with environment({**endpoint, **keys}), pytest.raises(StorageError, match=r"attempts failed.*Timeout"):
+        with (
+            environment({**endpoint, **keys}),
+            pytest.raises(StorageError, match=r"attempts failed.*Timeout"),
+        ):
             open_upload(parse(url), part_bytes=PART)
 
 
-@pytest.mark.parametrize(("url", "variable"), [("s3://bucket/x", "AWS_ENDPOINT_URL"), ("gs://bucket/x", "TENSORSTORE_GCS_HTTP_URL")])
+@pytest.mark.parametrize(
+    ("url", "variable"),
+    [("s3://bucket/x", "AWS_ENDPOINT_URL"), ("gs://bucket/x", "TENSORSTORE_GCS_HTTP_URL")],
+)
 def test_a_service_that_refuses_connections_is_asked_again_and_given_up(url, variable):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "SHARDCKPT_RETRY_SECONDS": "0.05"}
-    with environment({variable: endpoint, **keys}), pytest.raises(StorageError, match=r"attempts failed.*SHARDCKPT_RETRY_SECONDS"):
+    keys = {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "SHARDCKPT_RETRY_SECONDS": "0.05",
+    }
+    with (
+        environment({variable: endpoint, **keys}),
+        pytest.raises(StorageError, match=r"attempts failed.*SHARDCKPT_RETRY_SECONDS"),
+    ):
         open_upload(parse(url), part_bytes=PART)
 
 

@@ -14,7 +14,10 @@ import shardckpt
 from shardckpt.cli.app import app
 from shardckpt.errors import NotFoundError, OptionError, ShardckptError, StorageError, UrlError
 
-STATE = {"model": {"w é": np.arange(1 << 18, dtype=np.float32).reshape(512, 512), "b": np.arange(7)}, "step": 3}
+STATE = {
+    "model": {"w é": np.arange(1 << 18, dtype=np.float32).reshape(512, 512), "b": np.arange(7)},
+    "step": 3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +48,12 @@ def test_everything_that_reads_works(server, folder, tmp_path):
     assert opened.verify().ok
     assert shardckpt.reshard(url, tmp_path / "r").committed
     shardckpt.export_safetensors(url, tmp_path / "out.safetensors")
-    assert (tmp_path / "out.safetensors").read_bytes() == (folder / "model/model.safetensors").read_bytes()
-    assert shardckpt.safetensors_view(url).read() == (folder / "model/model.safetensors").read_bytes()
+    assert (tmp_path / "out.safetensors").read_bytes() == (
+        folder / "model/model.safetensors"
+    ).read_bytes()
+    assert (
+        shardckpt.safetensors_view(url).read() == (folder / "model/model.safetensors").read_bytes()
+    )
     shardckpt.import_checkpoint(f"{server.url}/model/model.safetensors", tmp_path / "i")
     assert np.array_equal(shardckpt.open(tmp_path / "i")["model.b"][...], STATE["model"]["b"])
     for command in (["info", url], ["verify", url], ["diff", url, str(folder / "runs/1")]):
@@ -104,7 +111,10 @@ def test_a_server_without_ranges_is_refused(server):
         shardckpt.restore(f"{server.url}/runs/1")
 
 
-@pytest.mark.parametrize("url", ["http://", "http:///a", "https://user:secret@host/a", "http://host:port/a", "http://ho st/a"])
+@pytest.mark.parametrize(
+    "url",
+    ["http://", "http:///a", "https://user:secret@host/a", "http://host:port/a", "http://ho st/a"],
+)
 def test_odd_hosts_are_errors(url):
     with pytest.raises(UrlError, match="names no host"):
         shardckpt.open(url)
@@ -113,5 +123,7 @@ def test_odd_hosts_are_errors(url):
 def test_stock_tensorstore_opens_the_array_there(server):
     import tensorstore as ts
 
-    array = ts.open(json.loads(json.dumps(shardckpt.open(f"{server.url}/runs/1").stock_spec("model/b")))).result()
+    array = ts.open(
+        json.loads(json.dumps(shardckpt.open(f"{server.url}/runs/1").stock_spec("model/b")))
+    ).result()
     assert array.read().result().tolist() == list(range(7))

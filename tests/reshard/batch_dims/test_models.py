@@ -1,4 +1,5 @@
-"""Real models: what is found of their state, and that running them on parts of the batch contradicts none of it."""
+"""Real models: what is found of their state, and that running them on parts of the batch
+contradicts none of it."""
 
 from __future__ import annotations
 
@@ -27,14 +28,18 @@ def checked(program, arguments, **options):
 @pytest.fixture(scope="module")
 def tokens():
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 11, (8, 5), generator=generator), torch.randint(0, 11, (8, 5), generator=generator)
+    return torch.randint(0, 11, (8, 5), generator=generator), torch.randint(
+        0, 11, (8, 5), generator=generator
+    )
 
 
 @pytest.mark.slow
 def test_every_gradient_of_a_transformer_is_the_mean_of_those_of_the_parts(tokens):
     model = Block()
     inferred = checked(joint(model, tokens), tokens, even_counts=True)
-    gradients = {name: layout for name, layout in inferred.outputs.items() if name.endswith(".grad")}
+    gradients = {
+        name: layout for name, layout in inferred.outputs.items() if name.endswith(".grad")
+    }
     assert gradients == {f"{name}.grad": Partial("sum", -1) for name, _ in model.named_parameters()}
     assert set(map(str, gradients.values())) == {"Partial(mean)"}
     assert not inferred.unknown_operators
@@ -51,7 +56,9 @@ def test_a_loss_over_targets_some_of_which_are_ignored_is_no_mean_of_parts(token
 @pytest.mark.slow
 def test_running_statistics_of_training_are_partial_and_nothing_after_them_is_claimed():
     images = torch.randn(8, 3, 6, 6)
-    training, serving = (checked(exported(ConvNet().train(mode), (images,)), (images,)) for mode in (True, False))
+    training, serving = (
+        checked(exported(ConvNet().train(mode), (images,)), (images,)) for mode in (True, False)
+    )
     assert training.states["norm.running_mean"] == Partial("sum", -1)
     assert isinstance(training.states["norm.running_var"], Unknown)
     assert "couples samples" in str(*training.outputs.values())
@@ -69,7 +76,10 @@ def test_accumulators_are_sums_means_and_extremes():
         "smallest": "Partial(min)",
         "steps": "Replicate",
         "seen": "Partial(sum)",
-        "norm": "Unknown: tanh: tanh: sum_2 is Partial(sum), and the operation is not linear in it: it must be reduced before",
+        "norm": (
+            "Unknown: tanh: tanh: sum_2 is Partial(sum), and the operation is not linear in it: "
+            "it must be reduced before"
+        ),
     }
 
 
@@ -78,14 +88,23 @@ def test_a_cache_is_cut_where_the_samples_are_that_are_written_into_it():
     """Its buffers have a row per sample, so that the sizes of the graph are fixed."""
     step = torch.randn(8, 1, 5), torch.tensor([2])
     whole, half = CachedAttention(8), CachedAttention(4)
-    half.load_state_dict({name: v for name, v in whole.state_dict().items() if "cache" not in name}, strict=False)
-    program, part = (torch.export.export(m, (step[0][: m.batch], step[1])).run_decompositions() for m in (whole, half))
+    half.load_state_dict(
+        {name: v for name, v in whole.state_dict().items() if "cache" not in name}, strict=False
+    )
+    program, part = (
+        torch.export.export(m, (step[0][: m.batch], step[1])).run_decompositions()
+        for m in (whole, half)
+    )
     inferred = batch_dims(program, {"x": 0})
     assert inferred.states["cache_k"] == Shard(0)
     assert inferred.states["cache_v"] == Shard(1)
     assert {inferred.states[name] for name in ("project.weight", "project.bias")} == {Replicate()}
-    modules = [GraphModule(p.graph_module, batch_dims(p, {"x": 0}).program.graph) for p in (program, part)]
-    wrong, claims = contradictions(inferred, modules[0], exported_inputs(program, step), 2, modules[1])
+    modules = [
+        GraphModule(p.graph_module, batch_dims(p, {"x": 0}).program.graph) for p in (program, part)
+    ]
+    wrong, claims = contradictions(
+        inferred, modules[0], exported_inputs(program, step), 2, modules[1]
+    )
     assert not wrong
     assert claims > 20
 
@@ -94,7 +113,13 @@ def test_gradients_of_a_mean_over_samples_follow_from_symbols_alone():
     samples = torch.randn(8, 4), torch.randn(8, 3)
     inferred = checked(joint(AverageLoss(), samples), samples)
     assert str(inferred["linear.weight.grad"]) == "Partial(mean)"
-    assert {type(inferred.nodes[name]) for name in inferred.nodes} <= {Replicate, Shard, Partial, Numbered, tuple}
+    assert {type(inferred.nodes[name]) for name in inferred.nodes} <= {
+        Replicate,
+        Shard,
+        Partial,
+        Numbered,
+        tuple,
+    }
 
 
 @pytest.mark.slow
@@ -108,7 +133,8 @@ def test_explaining_a_tensor_goes_from_the_batch_to_it_node_by_node(tokens):
 
 
 def test_local_batch_normalisation_is_followed_where_the_caller_means_it():
-    """It is another function than that of the whole batch, so that only the parts put together can be compared: nothing of it is run."""
+    """It is another function than that of the whole batch, so that only the parts put together can
+    be compared: nothing of it is run."""
     program = exported(ConvNet(), (torch.randn(8, 3, 6, 6),))
     inferred = batch_dims(program, local_batch_norm=True)
     assert list(inferred.outputs.values()) == [Shard(0)]

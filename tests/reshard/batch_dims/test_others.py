@@ -1,4 +1,5 @@
-"""Checks against others: DTensor for single operators, and models of transformers, in processes of their own."""
+"""Checks against others: DTensor for single operators, and models of transformers, in processes of
+their own."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from shardckpt.reshard.batch_dims import batch_dims
 
 
 def printed(child):
-    done = forks.run([sys.executable, CHILDREN / f"{child}.py"], capture_output=True, text=True, timeout=240)
+    done = forks.run(
+        [sys.executable, CHILDREN / f"{child}.py"], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -30,10 +33,16 @@ class Every(torch.nn.Module):
 
 @pytest.mark.slow
 def test_of_single_operators_dtensor_says_the_same():
-    program = torch.export.export(Every(), (torch.randn(SAMPLES), torch.randn(CONSTANTS)), dynamic_shapes=({0: Dim("batch")}, None))
+    program = torch.export.export(
+        Every(),
+        (torch.randn(SAMPLES), torch.randn(CONSTANTS)),
+        dynamic_shapes=({0: Dim("batch")}, None),
+    )
     inferred = batch_dims(program)
     (output,) = [node for node in inferred.program.graph.nodes if node.op == "output"]
-    ours = {name: str(inferred[node.name]) for name, node in zip(OPERATORS, output.args[0], strict=True)}
+    ours = {
+        name: str(inferred[node.name]) for name, node in zip(OPERATORS, output.args[0], strict=True)
+    }
     assert ours == printed("batch_dims_dtensor")
 
 
@@ -45,7 +54,9 @@ def test_logits_of_transformers_are_cut_and_gradients_are_means():
         assert model["wrong"] == [], name
         assert model["unknown"] == {}, name
         assert list(model["states"]) == ["Replicate"], name
-        assert list(model["outputs"]) == (["Partial(mean)"] if "gradients" in name else ["Shard(0)"]), name
+        assert list(model["outputs"]) == (
+            ["Partial(mean)"] if "gradients" in name else ["Shard(0)"]
+        ), name
         assert model["claims"] > 100, name
     tied = {"model.lm_head.weight", "model.model.embed_tokens.weight"}
     assert tied <= set(models["Llama, tied"]["names"])

@@ -1,4 +1,5 @@
-"""Nothing that is claimed of random programs is contradicted by running them on the whole batch and on its parts."""
+"""Nothing that is claimed of random programs is contradicted by running them on the whole batch and
+on its parts."""
 
 from __future__ import annotations
 
@@ -16,8 +17,12 @@ from shardckpt.reshard.batch_dims import batch_dims
 
 def traced(steps, symbolic, batch=BATCH):
     try:
-        return make_fx(lambda *a: run(steps, *a), tracing_mode="symbolic" if symbolic else "fake")(*inputs(batch))
-    except GuardOnDataDependentSymNode:  # its sizes follow from elements, and torch does not trace it
+        return make_fx(lambda *a: run(steps, *a), tracing_mode="symbolic" if symbolic else "fake")(
+            *inputs(batch)
+        )
+    except (
+        GuardOnDataDependentSymNode
+    ):  # its sizes follow from elements, and torch does not trace it
         return reject()
 
 
@@ -27,7 +32,8 @@ def named(graph_module):
 
 
 def followed(program):
-    """Layouts found for a program. A program with operators that change tensors in place is refused."""
+    """Layouts found for a program. A program with operators that change tensors in place is
+    refused."""
     try:
         return batch_dims(program, named(program))
     except OptionError as e:
@@ -38,7 +44,9 @@ def followed(program):
 
 def literals(graph_module):
     """All numbers that are written in a graph."""
-    leaves = torch.utils._pytree.tree_leaves([[node.args, node.kwargs] for node in graph_module.graph.nodes])
+    leaves = torch.utils._pytree.tree_leaves(
+        [[node.args, node.kwargs] for node in graph_module.graph.nodes]
+    )
     return [leaf for leaf in leaves if type(leaf) in (int, float)]
 
 
@@ -62,7 +70,9 @@ def test_every_claim_holds_for_parts_of_any_size(steps):
 @settings(max_examples=10, derandomize=True)
 def test_every_claim_holds_in_graphs_of_fixed_sizes(steps):
     program, part = (traced(steps, False, batch) for batch in (BATCH, BATCH // 2))
-    if [str(node.target) for node in program.graph.nodes] != [str(node.target) for node in part.graph.nodes]:
+    if [str(node.target) for node in program.graph.nodes] != [
+        str(node.target) for node in part.graph.nodes
+    ]:
         return  # it unrolls its batch
     if any(a != b and a % BATCH for a, b in zip(literals(program), literals(part), strict=True)):
         return  # a size less one, which is a constant like any other in such a graph
@@ -76,5 +86,7 @@ def test_every_claim_holds_in_graphs_of_fixed_sizes(steps):
 def test_the_oracle_notices_a_wrong_claim(batch):
     program = traced([("sum", 3, 0, 0), ("tanh", 4, 0, 0)], symbolic=True)
     inferred = batch_dims(program, named(program))
-    lies = type(inferred)(inferred.program, {**inferred.nodes, "tanh": inferred.nodes["sum_1"]}, {}, {}, {}, {})
+    lies = type(inferred)(
+        inferred.program, {**inferred.nodes, "tanh": inferred.nodes["sum_1"]}, {}, {}, {}, {}
+    )
     assert [name for name, _, _ in contradictions(lies, program, inputs(batch), 2)[0]] == ["tanh"]

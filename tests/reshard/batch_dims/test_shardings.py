@@ -26,13 +26,23 @@ def statistics():
     return batch_dims(exported(Statistics(), (torch.randn(8, 4),)))
 
 
-def test_partial_state_is_refused_with_what_reduces_it_until_it_is_said_to_be_replicated(statistics, tmp_path):
+def test_partial_state_is_refused_with_what_reduces_it_until_it_is_said_to_be_replicated(
+    statistics, tmp_path
+):
     with pytest.raises(ShardingError, match=r"total.*Partial\(sum\).*op sum"):
         batch_shardings(statistics, mesh=MESH)
     layouts = batch_shardings(statistics, mesh=MESH, replicated=["*"])
     assert layouts["total"].spec == PartitionSpec(None)
-    state = {name: np.zeros(layout.spec.parts and 4) for name, layout in layouts.items() if len(layout.spec)}
-    shardckpt.save(tmp_path / "c", state, options=shardckpt.SaveOptions(shardings={name: layouts[name] for name in state}))
+    state = {
+        name: np.zeros(layout.spec.parts and 4)
+        for name, layout in layouts.items()
+        if len(layout.spec)
+    }
+    shardckpt.save(
+        tmp_path / "c",
+        state,
+        options=shardckpt.SaveOptions(shardings={name: layouts[name] for name in state}),
+    )
 
 
 def test_what_cannot_be_is_said(statistics):
@@ -52,7 +62,9 @@ def test_what_cannot_be_is_said(statistics):
 
 
 def test_the_code_of_the_page_runs():
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+    code = "\n".join(
+        re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     outputs = re.findall(r"  # (.*)$", code, re.MULTILINE)
@@ -60,5 +72,8 @@ def test_the_code_of_the_page_runs():
 
 
 def test_nothing_imports_torch():
-    code = "import sys, shardckpt.reshard.batch_dims; assert 'torch' not in sys.modules and 'sympy' not in sys.modules"
+    code = (
+        "import sys, shardckpt.reshard.batch_dims; assert 'torch' not in sys.modules and 'sympy' "
+        "not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)

@@ -1,4 +1,5 @@
-"""Programs that invite a wrong claim: each is run on a batch and on its parts, and what is said of its result is written down."""
+"""Programs that invite a wrong claim: each is run on a batch and on its parts, and what is said of
+its result is written down."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ TRAPS = {
     "row added to samples": (lambda x, w: x + w[0], "Shard(0)"),
     "sample expanded to all pairs": (lambda x, w: x[:, None] - x[None], "Unknown"),
     "constant expanded to the batch": (lambda x, w: w[:1].expand(x.shape[0], WIDTH), "Shard(0)"),
-    "constant expanded to the batch squared": (lambda x, w: w[0].expand(x.shape[0] * x.shape[0], WIDTH), "Unknown"),
+    "constant expanded to the batch squared": (
+        lambda x, w: w[0].expand(x.shape[0] * x.shape[0], WIDTH),
+        "Unknown",
+    ),
     "ones, batch squared": (lambda x, w: torch.ones(x.shape[0] * x.shape[0]), "Unknown"),
     "ones, twice the batch": (lambda x, w: torch.ones(2 * x.shape[0]), "Shard(0)"),
     "ones, half the batch": (lambda x, w: torch.ones(x.shape[0] // 2), "Unknown"),
@@ -36,7 +40,10 @@ TRAPS = {
     "pairs of samples": (lambda x, w: x.reshape(-1, 2, WIDTH), "Unknown"),
     "samples behind one another": (lambda x, w: torch.cat([x, 2 * x]), "Shard(0, outer=2)"),
     "samples and constants behind one another": (lambda x, w: torch.cat([x, w]), "Unknown"),
-    "behind one another, then taken apart": (lambda x, w: torch.cat([x, 2 * x]).view(2, -1, WIDTH), "Shard(1)"),
+    "behind one another, then taken apart": (
+        lambda x, w: torch.cat([x, 2 * x]).view(2, -1, WIDTH),
+        "Shard(1)",
+    ),
     "behind one another, one half": (lambda x, w: torch.cat([x, 2 * x])[: x.shape[0]], "Unknown"),
     "chunks of the batch": (lambda x, w: x.chunk(2)[0], "Unknown"),
     "last sample": (lambda x, w: x[-1], "Unknown"),
@@ -59,7 +66,10 @@ TRAPS = {
     "samples centred": (lambda x, w: x - x.mean(0), "Unknown"),
     "samples centred by features": (lambda x, w: x - x.mean(1, keepdim=True), "Shard(0)"),
     "lower triangle": (lambda x, w: x.tril(), "Unknown"),
-    "batch normalisation": (lambda x, w: functional.batch_norm(x, None, None, training=True), "Unknown"),
+    "batch normalisation": (
+        lambda x, w: functional.batch_norm(x, None, None, training=True),
+        "Unknown",
+    ),
     # Sums and means
     "mean of samples and features": (lambda x, w: x.mean(), "Partial(mean)"),
     "sum divided by samples": (lambda x, w: x.sum(0) / x.shape[0], "Partial(mean)"),
@@ -82,14 +92,26 @@ TRAPS = {
         lambda x, w: torch.zeros(2).scatter_add(0, labels(), x.amax(0)[:4]),
         "Unknown",
     ),
-    "largest, added at places": (lambda x, w: torch.zeros(2).index_put((labels(),), x.amax(0)[:4], accumulate=True), "Unknown"),
-    "sums, added at places": (lambda x, w: torch.zeros(2).index_put((labels(),), x.sum(0)[:4], accumulate=True), "Partial(sum)"),
+    "largest, added at places": (
+        lambda x, w: torch.zeros(2).index_put((labels(),), x.amax(0)[:4], accumulate=True),
+        "Unknown",
+    ),
+    "sums, added at places": (
+        lambda x, w: torch.zeros(2).index_put((labels(),), x.sum(0)[:4], accumulate=True),
+        "Partial(sum)",
+    ),
     "bits of a sum": (lambda x, w: x.sum(0).view(torch.int32), "Unknown"),
     "bits of samples": (lambda x, w: x.view(torch.int32), "Shard(0)"),
     "integer part of a sum": (lambda x, w: x.sum(0).long(), "Unknown"),
     "zero where the mean is negative": (lambda x, w: x.mean(0).relu(), "Unknown"),
-    "gradient masked by itself": (lambda x, w: torch.ops.aten.threshold_backward(x.sum(0), x.sum(0), 0), "Unknown"),
-    "gradient masked by constants": (lambda x, w: torch.ops.aten.threshold_backward(x.sum(0), w[0], 0), "Partial(sum)"),
+    "gradient masked by itself": (
+        lambda x, w: torch.ops.aten.threshold_backward(x.sum(0), x.sum(0), 0),
+        "Unknown",
+    ),
+    "gradient masked by constants": (
+        lambda x, w: torch.ops.aten.threshold_backward(x.sum(0), w[0], 0),
+        "Partial(sum)",
+    ),
     # Products
     "samples with each other": (lambda x, w: x @ x.t(), "Unknown"),
     "features with each other": (lambda x, w: x.t() @ x, "Partial(sum)"),
@@ -99,7 +121,10 @@ TRAPS = {
     "samples in the columns": (lambda x, w: w @ x.t(), "Shard(1)"),
     "samples as weights": (lambda x, w: functional.linear(w, x), "Shard(1)"),
     "samples as kernels": (lambda x, w: functional.conv1d(w[None, :1], x[:, None, :2]), "Unknown"),
-    "attention among samples": (lambda x, w: functional.scaled_dot_product_attention(x[None], x[None], x[None]), "Unknown"),
+    "attention among samples": (
+        lambda x, w: functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+        "Unknown",
+    ),
     # Positions
     "indexed by constants": (lambda x, w: x[torch.tensor([0, 2])], "Unknown"),
     "features indexed by constants": (lambda x, w: x[:, torch.tensor([0, 2])], "Shard(0)"),
@@ -108,17 +133,31 @@ TRAPS = {
     "reversed by numbers": (lambda x, w: x[x.shape[0] - 1 - torch.arange(x.shape[0])], "Unknown"),
     "own row": (lambda x, w: x[torch.arange(x.shape[0]), (x[:, 0] > 0).long()], "Shard(0)"),
     "number of the sample": (lambda x, w: x + torch.arange(x.shape[0])[:, None], "Unknown"),
-    "row of the number of samples": (lambda x, w: w[x.shape[0] - 3 - (x.shape[0] - 4)], "Replicate"),
-    "row of half the samples": (lambda x, w: torch.select(w.repeat(9, 1), 0, x.shape[0] - 4), "Unknown"),
-    "rows up to the samples": (lambda x, w: w.repeat(9, 1)[x.shape[0] - 4 : x.shape[0] - 3], "Unknown"),
+    "row of the number of samples": (
+        lambda x, w: w[x.shape[0] - 3 - (x.shape[0] - 4)],
+        "Replicate",
+    ),
+    "row of half the samples": (
+        lambda x, w: torch.select(w.repeat(9, 1), 0, x.shape[0] - 4),
+        "Unknown",
+    ),
+    "rows up to the samples": (
+        lambda x, w: w.repeat(9, 1)[x.shape[0] - 4 : x.shape[0] - 3],
+        "Unknown",
+    ),
     "rolled by samples": (lambda x, w: w.roll(x.shape[0], 0), "Unknown"),
     "added at places of their own": (
         lambda x, w: torch.zeros(2, WIDTH).index_put(((x[:, 0] > 0).long(),), x, accumulate=True),
         "Partial(sum)",
     ),
-    "written at places of their own": (lambda x, w: torch.zeros(2, WIDTH).index_put(((x[:, 0] > 0).long(),), x), "Unknown"),
+    "written at places of their own": (
+        lambda x, w: torch.zeros(2, WIDTH).index_put(((x[:, 0] > 0).long(),), x),
+        "Unknown",
+    ),
     "fewer added than there are": (
-        lambda x, w: torch.zeros(1, WIDTH).scatter_add(0, torch.zeros_like(x, dtype=torch.long), torch.cat([x, 2 * x])),
+        lambda x, w: torch.zeros(1, WIDTH).scatter_add(
+            0, torch.zeros_like(x, dtype=torch.long), torch.cat([x, 2 * x])
+        ),
         "Unknown",
     ),
     # Random numbers
@@ -142,7 +181,9 @@ def program_and_claims():
 def test_nothing_that_is_claimed_of_them_is_contradicted(program_and_claims):
     program, claims = program_and_claims
     for batch, parts in ((12, 2), (12, 3), (24, 2)):
-        wrong, count = contradictions(claims, program, (torch.randn(batch, WIDTH), torch.randn(3, WIDTH)), parts)
+        wrong, count = contradictions(
+            claims, program, (torch.randn(batch, WIDTH), torch.randn(3, WIDTH)), parts
+        )
         assert not wrong
         assert count > 100
 
@@ -159,7 +200,10 @@ def test_a_dynamic_size_is_no_number_of_runs():
     """Between the two, the batch is behind the other size, of which nothing is known."""
     program = traced([lambda x, w: x.t().reshape(-1).view(*x.t().shape)])
     inferred = batch_dims(program, {"x_1": 0})
-    assert str(inferred["_unsafe_view"]) == "Unknown: _unsafe_view: dimension 0 has the batch behind another dynamic size"
+    assert (
+        str(inferred["_unsafe_view"])
+        == "Unknown: _unsafe_view: dimension 0 has the batch behind another dynamic size"
+    )
     assert str(inferred["view"]) == "Shard(1)"
 
 
@@ -178,7 +222,9 @@ FIXED = {
 @pytest.mark.parametrize("name", FIXED)
 def test_in_a_graph_of_fixed_sizes_a_literal_is_no_evidence(name):
     function, expected = FIXED[name]
-    program = make_fx(function, tracing_mode="fake")(torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH))
+    program = make_fx(function, tracing_mode="fake")(
+        torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
+    )
     inferred = batch_dims(program, {"x_1": 0})
     assert [str(layout).partition(":")[0] for layout in inferred.outputs.values()] == [expected]
 
@@ -191,5 +237,9 @@ def test_programs_that_change_tensors_in_place_or_call_modules_are_refused():
     next(iter(calls.graph.nodes)).meta["val"] = torch.randn(BATCH, WIDTH)
     with pytest.raises(OptionError, match="is not a functional ATen operator"):
         batch_dims(calls, {"input_1": 0})
-    functional_form = make_fx(torch.func.functionalize(lambda x: x.clone().add_(1).sum(0)))(torch.randn(BATCH, WIDTH))
-    assert list(map(str, batch_dims(functional_form, {"x_1": 0}).outputs.values())) == ["Partial(sum)"]
+    functional_form = make_fx(torch.func.functionalize(lambda x: x.clone().add_(1).sum(0)))(
+        torch.randn(BATCH, WIDTH)
+    )
+    assert list(map(str, batch_dims(functional_form, {"x_1": 0}).outputs.values())) == [
+        "Partial(sum)"
+    ]

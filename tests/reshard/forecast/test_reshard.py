@@ -27,21 +27,28 @@ def save(place, **options):
         "embed": rng.standard_normal((1031, 256)).astype(np.float32),
         "norm": np.ones(256, np.float32),
     }
-    shardings = {"**/w*": Sharding(MESH, PartitionSpec("data", "model")), "embed": Sharding(MESH, PartitionSpec("data"))}
+    shardings = {
+        "**/w*": Sharding(MESH, PartitionSpec("data", "model")),
+        "embed": Sharding(MESH, PartitionSpec("data")),
+    }
     shardckpt.save(place, state, options=SaveOptions(shardings=shardings, **options))
 
 
 def forecast_of(place, options, **more):
     checkpoint = shardckpt.open(place)
     plan = plan_reshard(checkpoint, options)
-    return forecast(checkpoint, plan, Rates(), options=options, places=known_places(checkpoint), **more)
+    return forecast(
+        checkpoint, plan, Rates(), options=options, places=known_places(checkpoint), **more
+    )
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 @pytest.mark.parametrize("memory_limit", ["512MiB", "24MiB"])
 def test_a_reshard_reads_and_writes_what_was_forecast(tmp_path, compression, memory_limit):
     save(tmp_path / "a", compression=compression)
-    options = ReshardOptions(mesh=TARGET, rules=RULES, memory_limit=memory_limit, workers=1, dtype={"embed": "bfloat16"})
+    options = ReshardOptions(
+        mesh=TARGET, rules=RULES, memory_limit=memory_limit, workers=1, dtype={"embed": "bfloat16"}
+    )
     prediction = forecast_of(tmp_path / "a", options)
     doc = document(prediction)["reshard"]
 
@@ -58,7 +65,9 @@ def test_a_reshard_reads_and_writes_what_was_forecast(tmp_path, compression, mem
 
 def test_requests_are_counted_batch_by_batch_as_they_are_made(tmp_path):
     rows = Sharding(Mesh((8,), ("x",)), PartitionSpec("x"))
-    state = {"w": np.zeros((2048, 8192), np.float32)}  # two batches, and neighbours on either side of where they meet
+    state = {
+        "w": np.zeros((2048, 8192), np.float32)
+    }  # two batches, and neighbours on either side of where they meet
     shardckpt.save(tmp_path / "a", state, options=SaveOptions(shardings={"w": rows}))
     options = ReshardOptions(compression="zstd", workers=1)
     doc = document(forecast_of(tmp_path / "a", options))["reshard"]
@@ -70,14 +79,18 @@ def test_requests_are_counted_batch_by_batch_as_they_are_made(tmp_path):
 
 def test_files_in_which_nothing_changes_are_linked_and_only_read_back(tmp_path):
     save(tmp_path / "a")
-    doc = document(forecast_of(tmp_path / "a", ReshardOptions(), destination=str(tmp_path / "b")))["reshard"]
+    doc = document(forecast_of(tmp_path / "a", ReshardOptions(), destination=str(tmp_path / "b")))[
+        "reshard"
+    ]
 
     report = shardckpt.reshard(tmp_path / "a", tmp_path / "b")
 
     assert doc["taken_over"] == "links"
     assert (doc["bytes_read"], doc["bytes_written"], doc["requests"]) == (0, report.stored_bytes, 0)
     assert doc["bytes_read_back"] == report.read_bytes
-    assert not document(forecast_of(tmp_path / "a", ReshardOptions(), destination="memory://b"))["reshard"]["taken_over"]
+    assert not document(forecast_of(tmp_path / "a", ReshardOptions(), destination="memory://b"))[
+        "reshard"
+    ]["taken_over"]
 
 
 def test_after_a_reshard_hosts_read_what_was_forecast(tmp_path):
@@ -96,7 +109,9 @@ def test_after_a_reshard_hosts_read_what_was_forecast(tmp_path):
 
 def test_a_reshard_pays_when_restores_have_saved_what_it_moves(tmp_path):
     save(tmp_path / "a")
-    prediction = forecast_of(tmp_path / "a", ReshardOptions(mesh=TARGET, rules=RULES), devices_per_host=1)
+    prediction = forecast_of(
+        tmp_path / "a", ReshardOptions(mesh=TARGET, rules=RULES), devices_per_host=1
+    )
     saved = int(prediction.before.read.sum() - prediction.after.read.sum())
     moved = prediction.read_bytes + prediction.written_bytes
 
@@ -112,6 +127,12 @@ def test_times_follow_from_the_rates(tmp_path):
 
     doc = document(forecast(checkpoint, plan, given_rates("1MB,2MB"), options=options))
 
-    assert doc["reshard"]["seconds"] == pytest.approx(doc["reshard"]["bytes_read"] / 1e6 + doc["reshard"]["bytes_written"] / 2e6, abs=0.01)
-    assert doc["restore"]["seconds"] == pytest.approx(doc["restore"]["largest_host"] / 1e6, abs=0.01)
-    assert document(forecast(checkpoint, plan, Rates(), options=options))["reshard"]["seconds"] is None
+    assert doc["reshard"]["seconds"] == pytest.approx(
+        doc["reshard"]["bytes_read"] / 1e6 + doc["reshard"]["bytes_written"] / 2e6, abs=0.01
+    )
+    assert doc["restore"]["seconds"] == pytest.approx(
+        doc["restore"]["largest_host"] / 1e6, abs=0.01
+    )
+    assert (
+        document(forecast(checkpoint, plan, Rates(), options=options))["reshard"]["seconds"] is None
+    )

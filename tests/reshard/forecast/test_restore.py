@@ -16,7 +16,12 @@ from shardckpt.reshard.forecast.stored import ByLayout, ByTable
 
 MESH = Mesh((4, 2), ("data", "model"))
 OTHER = Mesh((3, 2), ("x", "y"), [5, 3, 1, 0, 2, 4])
-SPECS = [PartitionSpec("data", "model"), PartitionSpec("model"), PartitionSpec(None, ("model", "data")), PartitionSpec()]
+SPECS = [
+    PartitionSpec("data", "model"),
+    PartitionSpec("model"),
+    PartitionSpec(None, ("model", "data")),
+    PartitionSpec(),
+]
 TARGETS = {
     "both axes": Sharding(MESH, PartitionSpec("model", "data")),
     "replicated over one": Sharding(MESH, PartitionSpec("data")),
@@ -29,12 +34,22 @@ TARGETS = {
 
 def state():
     rng = np.random.default_rng(0)
-    sizes = {"a": (700, 330), "b": (257, 1024), "empty": (0, 5), "c": (1000, 96), "d": (64, 64), "e": (64, 72)}
+    sizes = {
+        "a": (700, 330),
+        "b": (257, 1024),
+        "empty": (0, 5),
+        "c": (1000, 96),
+        "d": (64, 64),
+        "e": (64, 72),
+    }
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in sizes.items()}
 
 
 def by_table(checkpoint):
-    return ByTable(checkpoint.record, read_places(checkpoint.place, checkpoint.record, checkpoint.reader.whole_table()))
+    return ByTable(
+        checkpoint.record,
+        read_places(checkpoint.place, checkpoint.record, checkpoint.reader.whole_table()),
+    )
 
 
 @pytest.fixture(scope="module", params=["packed", "zarr", "packed zstd"])
@@ -50,13 +65,19 @@ def saved(request, tmp_path_factory):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("devices_per_host", [1, 3])
-def test_every_host_reads_what_was_forecast_to_the_byte_and_to_the_request(saved, target, devices_per_host):
+def test_every_host_reads_what_was_forecast_to_the_byte_and_to_the_request(
+    saved, target, devices_per_host
+):
     checkpoint = shardckpt.open(saved)
     tensors = list(checkpoint.record.structure.tensors.values())
     layouts = dict.fromkeys(checkpoint.record.structure.tensors, TARGETS[target])
-    hosts = Hosts.of(((layout, 2) for layout in layouts.values()), devices_per_host=devices_per_host)
+    hosts = Hosts.of(
+        ((layout, 2) for layout in layouts.values()), devices_per_host=devices_per_host
+    )
 
-    prediction = forecast_restore(tensors, layouts, hosts, by_table(checkpoint), checkpoint.reader.limits)
+    prediction = forecast_restore(
+        tensors, layouts, hosts, by_table(checkpoint), checkpoint.reader.limits
+    )
 
     counted = read_by_host(saved, layouts, hosts)
     assert prediction.read.tolist() == [host.bytes_read for host in counted]
@@ -67,7 +88,9 @@ def test_every_host_reads_what_was_forecast_to_the_byte_and_to_the_request(saved
     assert prediction.flow.nbytes.sum(axis=0).tolist() == prediction.read.tolist()
     assert prediction.amplification >= 1.0
     if checkpoint.record.compression is None:
-        assert prediction.amplification == pytest.approx(prediction.read.sum() / prediction.needed.sum(), rel=1e-3)
+        assert prediction.amplification == pytest.approx(
+            prediction.read.sum() / prediction.needed.sum(), rel=1e-3
+        )
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -92,7 +115,13 @@ def test_a_record_alone_tells_the_same_bytes_where_nothing_is_compressed(saved, 
 def test_the_flow_says_which_host_wrote_what_each_host_reads(tmp_path, layout):
     shape = (1024, 1024)
     with Processes("many_hosts") as job:
-        job.run("save_different", 4, tmp_path / "c", [{"w": {"shape": shape, "value": 1.0}}] * 4, {"layout": layout})
+        job.run(
+            "save_different",
+            4,
+            tmp_path / "c",
+            [{"w": {"shape": shape, "value": 1.0}}] * 4,
+            {"layout": layout},
+        )
     checkpoint = shardckpt.open(tmp_path / "c")
     (tensor,) = checkpoint.record.structure.tensors.values()
     layouts = {"w": Sharding(Mesh((2,), ("x",)), PartitionSpec("x"))}
@@ -101,7 +130,8 @@ def test_the_flow_says_which_host_wrote_what_each_host_reads(tmp_path, layout):
     known = forecast_restore([tensor], layouts, hosts, by_table(checkpoint)).flow
     shared = forecast_restore([tensor], layouts, hosts, ByLayout(checkpoint.record)).flow
 
-    # All four have the tensor, each writes a quarter of it, in grid order: the first two what the first host reads.
+    # All four have the tensor, each writes a quarter of it, in grid order: the first two what the
+    # first host reads.
     quarter = known.nbytes.sum() // 4
     assert known.exact
     assert known.nbytes.tolist() == [[quarter, 0], [quarter, 0], [0, quarter], [0, quarter]]
@@ -113,21 +143,36 @@ def test_the_flow_says_which_host_wrote_what_each_host_reads(tmp_path, layout):
 def test_requests_to_an_object_store_are_those_that_are_made(gcs_server):
     with environment(gcs_server.env()):
         url = f"{gcs_server.url('forecast')}/c"
-        shardckpt.save(url, state(), options=SaveOptions(shardings={"?": Sharding(MESH, PartitionSpec("data", "model"))}))
+        shardckpt.save(
+            url,
+            state(),
+            options=SaveOptions(shardings={"?": Sharding(MESH, PartitionSpec("data", "model"))}),
+        )
         checkpoint = shardckpt.open(url)
         tensors = list(checkpoint.record.structure.tensors.values())
-        layouts = dict.fromkeys(checkpoint.record.structure.tensors, TARGETS["uneven, permuted devices"])
+        layouts = dict.fromkeys(
+            checkpoint.record.structure.tensors, TARGETS["uneven, permuted devices"]
+        )
         hosts = Hosts.of(((layout, 2) for layout in layouts.values()), devices_per_host=2)
 
-        prediction = forecast_restore(tensors, layouts, hosts, by_table(checkpoint), checkpoint.reader.limits)
+        prediction = forecast_restore(
+            tensors, layouts, hosts, by_table(checkpoint), checkpoint.reader.limits
+        )
 
         counted = read_by_host(url, layouts, hosts)
         assert prediction.requests == sum(host.reads for host in counted)
         # Small gaps are read along there.
-        assert all(predicted <= host.bytes_read for predicted, host in zip(prediction.read.tolist(), counted, strict=True))
+        assert all(
+            predicted <= host.bytes_read
+            for predicted, host in zip(prediction.read.tolist(), counted, strict=True)
+        )
 
 
 def test_hosts_beyond_the_devices_have_none():
     """Many processes may have saved plain tensors, or a layout over few devices."""
     hosts = Hosts.of([(Sharding(Mesh((2,), ("x",)), PartitionSpec("x")), 1)], number=5)
-    assert (hosts.number, hosts.owners.device_ids.tolist(), hosts.owners.processes.tolist()) == (5, [0, 1], [0, 1])
+    assert (hosts.number, hosts.owners.device_ids.tolist(), hosts.owners.processes.tolist()) == (
+        5,
+        [0, 1],
+        [0, 1],
+    )

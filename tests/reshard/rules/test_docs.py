@@ -22,7 +22,9 @@ def test_its_code_runs_and_says_what_it_shows(capsys):
             assert len(line) < 140
         exec(compile(code, "docs/rules.md", "exec"), variables)
         shown = [line.split("  # ") for line in code.split("\n") if "  # " in line]
-        assert [eval(expression, variables) for expression, _ in shown] == [eval(value) for _, value in shown]
+        assert [eval(expression, variables) for expression, _ in shown] == [
+            eval(value) for _, value in shown
+        ]
     assert capsys.readouterr().out == blocks("text")[0]
 
 
@@ -33,7 +35,9 @@ def test_its_files_say_the_same(tmp_path):
     rules = Rules.from_file(tmp_path / "a.toml")
     assert rules == Rules.from_file(tmp_path / "a.yaml")
     texts = ["**/layers.*.w1.weight=(None,model)", "**/layers.*.w2.weight=(model,None)"]
-    assert rules == Rules.parse(texts, mesh="data=2,model=4", unmatched="error").then(Rules.preset("llama/tp"))
+    assert rules == Rules.parse(texts, mesh="data=2,model=4", unmatched="error").then(
+        Rules.preset("llama/tp")
+    )
 
 
 def test_every_family_and_model_type_is_in_its_table():

@@ -39,17 +39,24 @@ def written(directory, name, text):
     return file
 
 
-@pytest.mark.parametrize(("name", "text"), [("rules.toml", TOML), ("rules.yaml", YAML), ("rules.yml", YAML)])
+@pytest.mark.parametrize(
+    ("name", "text"), [("rules.toml", TOML), ("rules.yaml", YAML), ("rules.yml", YAML)]
+)
 def test_a_file_says_what_the_text_says(tmp_path, name, text):
     rules = Rules.from_file(written(tmp_path, name, text))
-    assert rules == Rules.parse(TEXTS, mesh="data=2,model=4", unmatched="error").then(Rules.preset("llama/tp"))
+    assert rules == Rules.parse(TEXTS, mesh="data=2,model=4", unmatched="error").then(
+        Rules.preset("llama/tp")
+    )
     assert rules.entries[1].origin == f"{tmp_path / name}, rule 2"
 
 
 @given(st.lists(st.sampled_from(TEXTS), unique=True))
 def test_lists_of_texts_are_rules_in_both(tmp_path_factory, texts):
     directory = tmp_path_factory.mktemp("rules")
-    for name, text in (("a.toml", f"rules = {json.dumps(texts)}"), ("a.yaml", f"rules: {json.dumps(texts)}")):
+    for name, text in (
+        ("a.toml", f"rules = {json.dumps(texts)}"),
+        ("a.yaml", f"rules: {json.dumps(texts)}"),
+    ):
         assert Rules.from_file(written(directory, name, text)) == Rules.parse(texts)
 
 
@@ -64,22 +71,31 @@ def test_an_empty_file_has_no_rules(tmp_path):
         ("a.json", "{}", OptionError, "a rules file is TOML or YAML"),
         ("a.toml", "rules = 3 4", OptionError, "a.toml: not TOML: .*line 1, column 11"),
         ("a.yaml", "rules: [", OptionError, "a.yaml: not YAML: .*line 1, column 9"),
-        ("a.yaml", "rules:\n  a: replicated\n  a: (x)", OptionError, "the key 'a' appears twice.*line 3, column 3"),
-        ("a.yaml", "!!python/object/apply:os.system [ls]", OptionError, "could not determine a constructor"),
+        ("a.yaml", "rules:\n  a: replicated\n  a: (x)", OptionError,
+         "the key 'a' appears twice.*line 3, column 3"),
+        ("a.yaml", "!!python/object/apply:os.system [ls]", OptionError,
+         "could not determine a constructor"),
         ("a.yaml", "", OptionError, "expected keys .*, found a NoneType"),
         ("a.yaml", "- a", OptionError, "expected keys .*, found a list"),
-        ("a.toml", "rule = []", OptionError, "there is no key 'rule' .did you mean 'rules'.*; there are mesh, unmatched, preset, rules"),
-        ("a.toml", "rules = ['a=(b']", OptionError, r"a.toml, rule 1 .'a=\(b'.: .* at character 3 it ends"),
+        ("a.toml", "rule = []", OptionError,
+         ("there is no key 'rule' .did you mean 'rules'.*; "
+          "there are mesh, unmatched, preset, rules")),
+        ("a.toml", "rules = ['a=(b']", OptionError,
+         r"a.toml, rule 1 .'a=\(b'.: .* at character 3 it ends"),
         ("a.toml", "rules = [3]", OptionError, "a.toml, rule 1: 3 is not a rule"),
-        ("a.toml", "[rules]\na = 3", OptionError, r"a.toml, rule 1 \('a'\): 3 is not a partition spec"),
-        ("a.yaml", "rules: {a: [no]}", OptionError, r"a.yaml, rule 1 \('a'\): .*entry 0 holds False"),
+        ("a.toml", "[rules]\na = 3", OptionError,
+         r"a.toml, rule 1 \('a'\): 3 is not a partition spec"),
+        ("a.yaml", "rules: {a: [no]}", OptionError,
+         r"a.yaml, rule 1 \('a'\): .*entry 0 holds False"),
         ("a.yaml", "rules: {a: [[[x]]]}", OptionError, "tuples cannot be nested"),
-        ("a.yaml", "rules: {1: replicated}", OptionError, "a.yaml, rule 1: 1 is not a pattern of names"),
+        ("a.yaml", "rules: {1: replicated}", OptionError,
+         "a.yaml, rule 1: 1 is not a pattern of names"),
         ("a.toml", "mesh = 3", OptionError, "a.toml, mesh: 3 is not a mesh"),
         ("a.toml", "mesh = {data = 'x'}", OptionError, "a.toml, mesh: .*'data=x' is not an axis"),
         ("a.toml", "mesh = {data = 0}", ShardingError, "a.toml, mesh: mesh 'data=0'"),
         ("a.toml", "unmatched = 'ignore'", OptionError, 'a.toml: .*use "replicate" or "error"'),
-        ("a.toml", "preset = 'lama'", OptionError, "a.toml: preset 'lama': there is no family 'lama' .did you mean 'llama'"),
+        ("a.toml", "preset = 'lama'", OptionError,
+         "a.toml: preset 'lama': there is no family 'lama' .did you mean 'llama'"),
         ("a.toml", "preset = 3", OptionError, "a.toml: preset 3: give text"),
     ],
 )  # fmt: skip
@@ -98,7 +114,9 @@ def test_a_file_that_is_not_there_or_no_text_is_an_option_error(tmp_path):
 
 def test_a_mistake_that_shows_later_names_the_file_as_well(tmp_path):
     rules = Rules.from_file(written(tmp_path, "a.toml", "rules = ['a=(x)', 'b=replicated']"))
-    with pytest.raises(ShardingError, match=r"a.toml, rule 1 .'a=\(x\)'.: the mesh has no axis 'x'"):
+    with pytest.raises(
+        ShardingError, match=r"a.toml, rule 1 .'a=\(x\)'.: the mesh has no axis 'x'"
+    ):
         rules.decide("a", (8,), parse_mesh("data=2"))
 
 

@@ -1,4 +1,5 @@
-"""Presets fit the tensors of real models: each one by a named rule, cut where transformers' own plans cut it."""
+"""Presets fit the tensors of real models: each one by a named rule, cut where transformers' own
+plans cut it."""
 
 import json
 import os
@@ -17,16 +18,23 @@ from shardckpt.reshard.rules.preset import Preset
 from shardckpt.reshard.rules.rules import combined_rules
 
 CHILD = CHILDREN / "rules_hf.py"
-pytestmark = pytest.mark.timeout(300)  # transformers imports half of torch, which takes its time on a busy machine
+pytestmark = pytest.mark.timeout(
+    300
+)  # transformers imports half of torch, which takes its time on a busy machine
 MESH = parse_mesh("fsdp=2,tensor=2,expert=2")
 
 
 @pytest.fixture(scope="module")
 def transformers():
-    """Names, shapes and plans that transformers gives for its models; asked in a process of its own, without torch_xla."""
+    """Names, shapes and plans that transformers gives for its models; asked in a process of its
+    own, without torch_xla."""
     environment = {**os.environ, "USE_TORCH_XLA": "0", "TRANSFORMERS_VERBOSITY": "error"}
     command = [sys.executable, CHILD, *MODEL_TYPES]
-    return json.loads(forks.run(command, env=environment, check=True, capture_output=True, text=True, timeout=240).stdout)
+    return json.loads(
+        forks.run(
+            command, env=environment, check=True, capture_output=True, text=True, timeout=240
+        ).stdout
+    )
 
 
 def shapes(described):
@@ -52,16 +60,26 @@ def test_tp_cuts_what_the_plan_for_tensor_parallelism_cuts(transformers, kind):
         cut = [dim for dim, cutting in enumerate(axes) if cutting]
         expected = re.match(r"_?S\((-?\d+)", placement)
         assert cut == ([int(expected[1])] if expected else []), name
-        # A strided shard holds a part of each of what is packed, and a spec says a run: the reader is told.
-        assert placement.startswith("_S") == any("concatenates" in notice for notice in decided[f"model/{name}"].notices), name
+        # A strided shard holds a part of each of what is packed, and a spec says a run: the reader
+        # is told.
+        assert placement.startswith("_S") == any(
+            "concatenates" in notice for notice in decided[f"model/{name}"].notices
+        ), name
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe"])
 def test_ep_cuts_what_the_plan_for_expert_parallelism_cuts(transformers, kind):
     decided = Rules.preset(f"{MODEL_TYPES[kind]}/ep").decide_all(shapes(transformers[kind]), MESH)
-    cut = {name: decision.layout.spec for name, decision in decided.items() if any(decision.layout.spec.axes)}
+    cut = {
+        name: decision.layout.spec
+        for name, decision in decided.items()
+        if any(decision.layout.spec.axes)
+    }
     assert transformers[kind]["experts"]
-    assert cut == {f"model/{name}": PartitionSpec("expert", None, None) for name in transformers[kind]["experts"]}
+    assert cut == {
+        f"model/{name}": PartitionSpec("expert", None, None)
+        for name in transformers[kind]["experts"]
+    }
 
 
 COLUMNS = r"(c_attn|q_attn|c_fc|\.[qkv]|wi|wi_[01]|lm_head)\.(weight|bias)$"
@@ -70,18 +88,31 @@ ROWS = r"(c_proj|\.o|wo)\.weight$"
 
 @pytest.mark.parametrize("kind", ["gpt2", "t5", "mt5", "umt5"])
 def test_tp_cuts_as_megatron_does_where_there_is_no_plan(transformers, kind):
-    """Columns are a layer's outputs, rows its inputs: a Linear's weight is (out, in), a Conv1D's (in, out)."""
+    """Columns are a layer's outputs, rows its inputs: a Linear's weight is (out, in), a Conv1D's
+    (in, out)."""
     decided = Rules.preset(f"{MODEL_TYPES[kind]}/tp").decide_all(shapes(transformers[kind]), MESH)
     seen = set()
     for name, (shape, module, _) in transformers[kind]["tensors"].items():
         outputs = 0 if module == "Linear" or len(shape) == 1 else 1
-        expected = [outputs] if re.search(COLUMNS, name) else [1 - outputs] if re.search(ROWS, name) else None
+        expected = (
+            [outputs]
+            if re.search(COLUMNS, name)
+            else [1 - outputs]
+            if re.search(ROWS, name)
+            else None
+        )
         if module in {"Linear", "Conv1D"} and expected is not None:
             seen.add((module, expected[0]))
-            assert [dim for dim, axes in enumerate(decided[f"model/{name}"].layout.spec.axes) if axes] == expected, name
+            assert [
+                dim for dim, axes in enumerate(decided[f"model/{name}"].layout.spec.axes) if axes
+            ] == expected, name
         elif module in {"Linear", "Conv1D"}:
             assert decided[f"model/{name}"].layout.spec == PartitionSpec(), name
-    assert seen == {("Conv1D", 0), ("Conv1D", 1), ("Linear", 0)} if kind == "gpt2" else {("Linear", 0), ("Linear", 1)}
+    assert (
+        seen == {("Conv1D", 0), ("Conv1D", 1), ("Linear", 0)}
+        if kind == "gpt2"
+        else {("Linear", 0), ("Linear", 1)}
+    )
 
 
 @pytest.mark.parametrize("kind", MODEL_TYPES)
@@ -92,7 +123,9 @@ def test_fsdp_and_tp_cut_different_dimensions_and_every_matrix(transformers, kin
     for name, shape in tensors.items():
         if len(shape) == 2 and "relative_attention_bias" not in name:
             assert any(axes == ("fsdp",) for axes in both[name].layout.spec.axes), name
-        expected = [tuple(axis for axis in axes if axis == "fsdp") for axes in both[name].layout.spec.axes]
+        expected = [
+            tuple(axis for axis in axes if axis == "fsdp") for axes in both[name].layout.spec.axes
+        ]
         assert list(fsdp[name].layout.spec.axes) == (expected if any(expected) else []), name
 
 
@@ -102,7 +135,9 @@ def test_state_of_optimizers_and_averaged_weights_go_like_the_model(transformers
     decided = rules.decide_all(adam, MESH)
     followed = 0
     for name, shape in adam.items():
-        path = name.removeprefix("optimizer/state/").rpartition("/exp_avg")[0] or name.removeprefix("ema/")
+        path = name.removeprefix("optimizer/state/").rpartition("/exp_avg")[0] or name.removeprefix(
+            "ema/"
+        )
         parameter = f"model/{path.removeprefix('model/')}"
         if parameter in adam and shape:
             assert decided[name].layout == decided[parameter].layout, name
@@ -112,7 +147,10 @@ def test_state_of_optimizers_and_averaged_weights_go_like_the_model(transformers
 
 def test_factors_of_adafactor_are_replicated_and_the_large_ones_noticed(transformers):
     factored = {name: tuple(shape) for name, shape in transformers["training"]["Adafactor"].items()}
-    large = {name: tuple(side if side == 1 else side * 1024 for side in shape) for name, shape in factored.items()}
+    large = {
+        name: tuple(side if side == 1 else side * 1024 for side in shape)
+        for name, shape in factored.items()
+    }
     decided = Rules.preset("llama/fsdp+tp").decide_all(large, MESH)
     factors = [name for name in large if name.endswith(("row_var", "col_var"))]
     assert factors
@@ -122,9 +160,18 @@ def test_factors_of_adafactor_are_replicated_and_the_large_ones_noticed(transfor
 
 
 MAXTEXT = {
-    "params/params/decoder/layers/self_attention/query/kernel": ((64, 2, 4, 16), "fsdp None tensor None"),
-    "params/params/decoder/layers/self_attention/key/kernel": ((64, 2, 2, 16), "fsdp None tensor None"),
-    "params/params/decoder/layers/self_attention/out/kernel": ((4, 2, 16, 64), "tensor None None fsdp"),
+    "params/params/decoder/layers/self_attention/query/kernel": (
+        (64, 2, 4, 16),
+        "fsdp None tensor None",
+    ),
+    "params/params/decoder/layers/self_attention/key/kernel": (
+        (64, 2, 2, 16),
+        "fsdp None tensor None",
+    ),
+    "params/params/decoder/layers/self_attention/out/kernel": (
+        (4, 2, 16, 64),
+        "tensor None None fsdp",
+    ),
     "params/params/decoder/layers_0/self_attention/value/kernel": ((64, 2, 16), "fsdp tensor None"),
     "params/params/decoder/layers_0/mlp/wi_0/kernel": ((64, 128), "fsdp tensor"),
     "params/params/decoder/layers/mlp/wo/kernel": ((128, 2, 64), "tensor None fsdp"),
@@ -139,7 +186,10 @@ MAXTEXT_EXPERTS = {
     "params/params/decoder/layers_0/MoeBlock_0/wo": ((8, 128, 64), "expert tensor fsdp"),
 }
 MAXTEXT_GEMMA = {
-    "params/params/decoder/layers/self_attention_local/query/kernel": ((64, 2, 4, 16), "fsdp None tensor None"),
+    "params/params/decoder/layers/self_attention_local/query/kernel": (
+        (64, 2, 4, 16),
+        "fsdp None tensor None",
+    ),
     "params/params/decoder/layers/mlp_global/wi_1/kernel": ((64, 2, 128), "fsdp None tensor"),
     "params/params/decoder/layers_1/post_ffw_norm_global/scale": ((64,), "fsdp"),
 }
@@ -190,12 +240,16 @@ T5X = {
 )
 def test_the_families_go_by_their_original_names_as_well(family, names):
     tensors = {name: shape for name, (shape, _) in names.items()}
-    for prefix in ("", "opt_state/0/mu/") if "/" in next(iter(names)) else ("", "model/", "ema/module."):
+    for prefix in (
+        ("", "opt_state/0/mu/") if "/" in next(iter(names)) else ("", "model/", "ema/module.")
+    ):
         named = {f"{prefix}{name}": shape for name, shape in tensors.items()}
         decided = Rules.preset(family).decide_all(named, MESH)
-        assert {name: " ".join(map(str, decided[prefix + name].layout.spec)) for name in tensors if decided[prefix + name].rule} == {
-            name: text for name, (_, text) in names.items()
-        }
+        assert {
+            name: " ".join(map(str, decided[prefix + name].layout.spec))
+            for name in tensors
+            if decided[prefix + name].rule
+        } == {name: text for name, (_, text) in names.items()}
 
 
 def test_the_mesh_decides_which_axis_plays_a_role():
@@ -208,7 +262,11 @@ def test_the_mesh_decides_which_axis_plays_a_role():
     assert spec("llama/fsdp+tp", "data=2,model=4") == PartitionSpec("model", "data")
     assert spec("llama/fsdp", "data=2,fsdp=4") == PartitionSpec(None, "fsdp")
     assert spec("llama", "data=2,model=4") == PartitionSpec("model", None)
-    with pytest.raises(ShardingError, match=r"no axis of the mesh \(data\) is named after a role; name the axis, as in llama/fsdp=data"):
+    with pytest.raises(
+        ShardingError,
+        match=r"no axis of the mesh \(data\) is named after a role; name the axis, as in "
+        r"llama/fsdp=data",
+    ):
         spec("llama", "data=2")
     assert spec("llama/fsdp=x+tp=y", "x=2,y=4") == PartitionSpec("y", "x")
     assert spec("llama/fsdp=x+tp=x", "x=2") == PartitionSpec("x", None)
@@ -217,17 +275,42 @@ def test_the_mesh_decides_which_axis_plays_a_role():
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [
-        ("lama", OptionError, "there is no family 'lama' .did you mean 'llama'..; there are llama, mixtral, gemma, gpt2, t5"),
-        ("llama/fdsp", OptionError, "preset 'llama/fdsp': the role 'fdsp' is unknown; the roles are fsdp, tp, ep"),
+        (
+            "lama",
+            OptionError,
+            (
+                "there is no family 'lama' .did you mean 'llama'..; there are llama, mixtral, "
+                "gemma, gpt2, t5"
+            ),
+        ),
+        (
+            "llama/fdsp",
+            OptionError,
+            "preset 'llama/fdsp': the role 'fdsp' is unknown; the roles are fsdp, tp, ep",
+        ),
         ("llama/tp+tp", OptionError, "the role 'tp' appears twice"),
         ("llama/", OptionError, "the role '' is unknown"),
         (
             "llama/tp",
             ShardingError,
-            "preset llama/tp: the role tp needs an axis 'tensor' or 'model' or 'tp' or 'mp', but the mesh has data, expert",
+            (
+                "preset llama/tp: the role tp needs an axis 'tensor' or 'model' or 'tp' or 'mp', "
+                "but the mesh has data, expert"
+            ),
         ),
-        ("llama/tp=date", ShardingError, "the role tp needs an axis 'date', but the mesh has data, expert .did you mean 'data'"),
-        ("gpt2/ep", OptionError, "preset gpt2/ep matches none of the 1 tensors, such as 'model/foo.weight'; choose the family"),
+        (
+            "llama/tp=date",
+            ShardingError,
+            "the role tp needs an axis 'date', but the mesh has data, expert .did you mean 'data'",
+        ),
+        (
+            "gpt2/ep",
+            OptionError,
+            (
+                "preset gpt2/ep matches none of the 1 tensors, such as 'model/foo.weight'; choose "
+                "the family"
+            ),
+        ),
     ],
 )
 def test_presets_that_cannot_be_are_refused(text, kind, message):
@@ -257,20 +340,40 @@ def test_a_models_configuration_chooses_the_preset(transformers, tmp_path, kind)
 
 
 def test_cutting_through_a_head_is_noticed(tmp_path):
-    rules = Rules.from_hf_config(configured(tmp_path, model_type="llama", num_attention_heads=12, num_key_value_heads=2), "tp")
+    rules = Rules.from_hf_config(
+        configured(tmp_path, model_type="llama", num_attention_heads=12, num_key_value_heads=2),
+        "tp",
+    )
     mesh = parse_mesh("tensor=8")
-    names = {f"model/model.layers.0.self_attn.{x}_proj.weight": (96 if x in "qo" else 16, 96) for x in "qkvo"}
-    decided = {name[-13]: decision.notices for name, decision in rules.decide_all(names, mesh).items()}
-    assert decided["q"] == ("dimension 0: 12 query heads do not divide into 8 parts (tensor=8): some are cut",)
-    assert decided["k"] == decided["v"] == ("dimension 0: 2 key-value heads do not divide into 8 parts (tensor=8): some are cut",)
-    assert decided["o"] == ("dimension 1: 12 query heads do not divide into 8 parts (tensor=8): some are cut",)
+    names = {
+        f"model/model.layers.0.self_attn.{x}_proj.weight": (96 if x in "qo" else 16, 96)
+        for x in "qkvo"
+    }
+    decided = {
+        name[-13]: decision.notices for name, decision in rules.decide_all(names, mesh).items()
+    }
+    assert decided["q"] == (
+        "dimension 0: 12 query heads do not divide into 8 parts (tensor=8): some are cut",
+    )
+    assert (
+        decided["k"]
+        == decided["v"]
+        == ("dimension 0: 2 key-value heads do not divide into 8 parts (tensor=8): some are cut",)
+    )
+    assert decided["o"] == (
+        "dimension 1: 12 query heads do not divide into 8 parts (tensor=8): some are cut",
+    )
     maxtext = rules.decide("params/decoder/layers_0/self_attention/key/kernel", (96, 2, 8), mesh)
-    assert maxtext.notices[0] == "dimension 1 is uneven: 2 in 8 parts (tensor=8) are 2 of 1, 6 empty"
+    assert (
+        maxtext.notices[0] == "dimension 1 is uneven: 2 in 8 parts (tensor=8) are 2 of 1, 6 empty"
+    )
 
 
 def test_a_model_that_no_preset_knows_is_refused_with_those_that_there_are(tmp_path):
     with pytest.raises(
-        OptionError, match=r"config.json: there is no preset for model_type 'lama' \(did you mean 'llama'\?\); there are .*mixtral"
+        OptionError,
+        match=r"config.json: there is no preset for model_type 'lama' \(did you mean 'llama'\?\); "
+        r"there are .*mixtral",
     ):
         Rules.from_hf_config(configured(tmp_path, model_type="lama"))
     with pytest.raises(OptionError, match="no preset for model_type None"):
@@ -282,7 +385,9 @@ def test_a_model_that_no_preset_knows_is_refused_with_those_that_there_are(tmp_p
         Rules.from_hf_config(tmp_path / "none")
 
 
-def test_a_preset_and_a_configuration_together_are_refused_as_both_decide_the_same_tensors(tmp_path):
+def test_a_preset_and_a_configuration_together_are_refused_as_both_decide_the_same_tensors(
+    tmp_path,
+):
     config = str(configured(tmp_path, model_type="llama", num_attention_heads=8))
     assert combined_rules(preset="llama/tp") is not None
     assert combined_rules(hf_config=config) is not None

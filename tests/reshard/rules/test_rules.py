@@ -1,4 +1,5 @@
-"""The layout of every tensor: the first rule that matches it decides, by its name or by a name above it."""
+"""The layout of every tensor: the first rule that matches it decides, by its name or by a name
+above it."""
 
 import pickle
 
@@ -31,13 +32,28 @@ def test_the_first_rule_that_means_a_tensor_decides():
 
 
 @given(
-    st.lists(st.sampled_from(["**", "*", "a/**", "**/w", "a/*", "a/w", "b/w", "**/[vw]"]), max_size=6), st.sampled_from(["a/w", "b/v", "w"])
+    st.lists(
+        st.sampled_from(["**", "*", "a/**", "**/w", "a/*", "a/w", "b/w", "**/[vw]"]), max_size=6
+    ),
+    st.sampled_from(["a/w", "b/v", "w"]),
 )
 def test_the_first_of_any_patterns_that_match_decides(patterns, name):
-    rules = Rules(tuple(Rule(pattern, PartitionSpec(None, ("data", "model")[i % 2])) for i, pattern in enumerate(patterns)))
+    rules = Rules(
+        tuple(
+            Rule(pattern, PartitionSpec(None, ("data", "model")[i % 2]))
+            for i, pattern in enumerate(patterns)
+        )
+    )
     decision = rules.decide(name, (8, 8), MESH)
     # No pattern here matches what these names lie below, without matching them: "a" and "b".
-    first = next((rule for rule in rules.entries if matches(rule.pattern, name) or (rule.pattern == "*" and "/" in name)), None)
+    first = next(
+        (
+            rule
+            for rule in rules.entries
+            if matches(rule.pattern, name) or (rule.pattern == "*" and "/" in name)
+        ),
+        None,
+    )
     assert decision.rule == ("" if first is None else str(first))
     assert decision.layout.spec == (PartitionSpec() if first is None else first.spec)
 
@@ -56,7 +72,12 @@ def test_state_of_another_shape_than_its_parameter_is_replicated_with_a_notice()
     decided = rules.decide_all({W1: (40_000, 8), rows: (40_000,), rows + "x": (8, 40_000)}, MESH)
     for name, shape in ((rows, (40_000,)), (rows + "x", (8, 40_000))):
         assert decided[name].layout.spec == PartitionSpec()
-        assert decided[name].notices == (f"it belongs to a parameter of shape (40000, 8) and has shape {shape} itself: replicated",)
+        assert decided[name].notices == (
+            (
+                f"it belongs to a parameter of shape (40000, 8) and has shape {shape} itself: "
+                "replicated"
+            ),
+        )
 
 
 def test_state_in_a_tree_of_its_own_follows_its_parameter():
@@ -68,7 +89,9 @@ def test_state_in_a_tree_of_its_own_follows_its_parameter():
         "opt_state/0/count": (),
     }
     decided = rules.decide_all(tensors, MESH)
-    assert decided["opt_state/0/mu/layers_0/wq/kernel"].layout.spec == PartitionSpec("model", "data")
+    assert decided["opt_state/0/mu/layers_0/wq/kernel"].layout.spec == PartitionSpec(
+        "model", "data"
+    )
     assert "'params/layers_0/wq/kernel'" in decided["opt_state/0/mu/layers_0/wq/kernel"].why
     assert decided["opt_state/0/v_row/layers_0/wq/kernel"].layout.spec == PartitionSpec()
     assert decided["opt_state/0/count"].layout.spec == PartitionSpec()
@@ -88,17 +111,36 @@ def test_state_that_dcp_flattened_follows_a_pattern_with_the_whole_name_of_what_
 
 def test_factors_of_a_parameter_are_told_from_parameters_of_fewer_dimensions():
     scanned = "decoder/layers/self_attention/query/kernel"
-    tensors = {f"params/{scanned}": (64, 2, 8, 64), f"opt_state/0/v_row/{scanned}": (64, 2, 8), f"opt_state/0/mu/{scanned}": (64, 2, 8, 64)}
-    specs = [decision.layout.spec for decision in Rules.preset("llama/tp").decide_all(tensors, MESH).values()]
-    assert specs == [PartitionSpec(None, None, "model", None), PartitionSpec(), PartitionSpec(None, None, "model", None)]
+    tensors = {
+        f"params/{scanned}": (64, 2, 8, 64),
+        f"opt_state/0/v_row/{scanned}": (64, 2, 8),
+        f"opt_state/0/mu/{scanned}": (64, 2, 8, 64),
+    }
+    specs = [
+        decision.layout.spec
+        for decision in Rules.preset("llama/tp").decide_all(tensors, MESH).values()
+    ]
+    assert specs == [
+        PartitionSpec(None, None, "model", None),
+        PartitionSpec(),
+        PartitionSpec(None, None, "model", None),
+    ]
     rules = Rules.parse("**/kernel=(None,None,model,data)")
     specs = [decision.layout.spec for decision in rules.decide_all(tensors, MESH).values()]
-    assert specs == [PartitionSpec(None, None, "model", "data"), PartitionSpec(), PartitionSpec(None, None, "model", "data")]
+    assert specs == [
+        PartitionSpec(None, None, "model", "data"),
+        PartitionSpec(),
+        PartitionSpec(None, None, "model", "data"),
+    ]
 
 
 def test_a_thousand_tensors_compile_each_pattern_once():
     rules = Rules.preset("mixtral/fsdp=data+tp")
-    names = {f"model/model.layers.{layer}.self_attn.{x}_proj.weight": (8, 8) for layer in range(250) for x in "qkvo"}
+    names = {
+        f"model/model.layers.{layer}.self_attn.{x}_proj.weight": (8, 8)
+        for layer in range(250)
+        for x in "qkvo"
+    }
     before = compile_glob.cache_info().misses
     assert len({decision.layout for decision in rules.decide_all(names, MESH).values()}) == 2
     assert compile_glob.cache_info().misses - before <= len(rules.steps(MESH))
@@ -115,7 +157,10 @@ def test_unmatched_tensors_are_replicated_with_a_notice_or_an_error():
     assert rules.decide("b", (1000, 1000), MESH).notices == ("no rule matches it: replicated",)
     assert rules.decide("b", (10, 10), MESH).notices == ()
     strict = Rules.parse("a=(model)", unmatched="error")
-    with pytest.raises(OptionError, match=r"No rule matches 'b' and 1 other tensor; add a rule, such as '\*\*=replicated'"):
+    with pytest.raises(
+        OptionError,
+        match=r"No rule matches 'b' and 1 other tensor; add a rule, such as '\*\*=replicated'",
+    ):
         strict.decide_all({"a": (8,), "b": (8,), "c": (8,)}, MESH)
 
 
@@ -131,7 +176,8 @@ def test_sides_need_not_divide_and_a_notice_says_what_becomes_of_them():
 
 
 @given(
-    st.lists(st.integers(0, 40), min_size=2, max_size=3), st.sampled_from(["(data,model)", "(None,(data,model))", "((model,data),None)"])
+    st.lists(st.integers(0, 40), min_size=2, max_size=3),
+    st.sampled_from(["(data,model)", "(None,(data,model))", "((model,data),None)"]),
 )
 def test_the_tiles_of_every_decision_cover_the_tensor(shape, text):
     layout = Rules.parse(f"**={text}").decide("w", tuple(shape), MESH).layout
@@ -142,15 +188,22 @@ def test_the_tiles_of_every_decision_cover_the_tensor(shape, text):
 @pytest.mark.parametrize(
     ("texts", "kind", "message"),
     [
-        (["a=(None,modle)"], ShardingError, "rule 1 .'a=.None,modle.'.: the mesh has no axis 'modle' .did you mean 'model'..;"),
-        (["**=replicated", "a=(5)"], ShardingError, "rule 2 .'a=.5.'.: the mesh has no axis 5; its axes are data, model"),
-        (["a/w=(0,data)"], ShardingError, "rule 1 .'a/w=.0,data.'.: .*axis 'data' appears more than once"),
+        (["a=(None,modle)"], ShardingError,
+         "rule 1 .'a=.None,modle.'.: the mesh has no axis 'modle' .did you mean 'model'..;"),
+        (["**=replicated", "a=(5)"], ShardingError,
+         "rule 2 .'a=.5.'.: the mesh has no axis 5; its axes are data, model"),
+        (["a/w=(0,data)"], ShardingError,
+         "rule 1 .'a/w=.0,data.'.: .*axis 'data' appears more than once"),
         ([3], OptionError, "rule 1: 3 is not a rule"),
         (3, OptionError, "rule 1: 3 is not a rule"),
-        (["a/**=(None,None,model)"], ShardingError, r"has 3 entries, and 'a/w' has shape \(8, 8\); give at most one per dimension"),
-        (["w=(model)"], OptionError, r"rule 1 .'w=.model.'. matches no tensor; .* '\*\*/w' would match 'a/w'"),
-        (["a/wurst=(model)"], OptionError, "matches no tensor; patterns are matched with whole names, such as 'a/w'"),
-        (["a/*=(model)", "a/w=(data)"], OptionError, r"rule 2 .'a/w=.data.'. decides for no tensor: earlier rules match first"),
+        (["a/**=(None,None,model)"], ShardingError,
+         r"has 3 entries, and 'a/w' has shape \(8, 8\); give at most one per dimension"),
+        (["w=(model)"], OptionError,
+         r"rule 1 .'w=.model.'. matches no tensor; .* '\*\*/w' would match 'a/w'"),
+        (["a/wurst=(model)"], OptionError,
+         "matches no tensor; patterns are matched with whole names, such as 'a/w'"),
+        (["a/*=(model)", "a/w=(data)"], OptionError,
+         r"rule 2 .'a/w=.data.'. decides for no tensor: earlier rules match first"),
     ],
 )  # fmt: skip
 def test_mistakes_name_the_rule_and_what_to_do(texts, kind, message):
@@ -160,7 +213,10 @@ def test_mistakes_name_the_rule_and_what_to_do(texts, kind, message):
 
 def test_without_a_mesh_only_what_cuts_nothing_can_be_said():
     assert Rules.parse("**=replicated").decide("w", (8,)).layout is None
-    with pytest.raises(ShardingError, match=r"rule 1 .'w=.model.'. cuts over the axis 'model' and needs a mesh; give one"):
+    with pytest.raises(
+        ShardingError,
+        match=r"rule 1 .'w=.model.'. cuts over the axis 'model' and needs a mesh; give one",
+    ):
         Rules.parse("w=(model)").decide("w", (8,))
 
 
@@ -175,6 +231,11 @@ def test_rules_have_a_mesh_of_their_own_and_are_values():
 
 
 def test_rules_come_one_after_the_other():
-    rules = Rules.parse("**/w=(model)").then(Rules.parse(["**=(data)"], mesh="data=2", unmatched="error"))
+    rules = Rules.parse("**/w=(model)").then(
+        Rules.parse(["**=(data)"], mesh="data=2", unmatched="error")
+    )
     assert (rules.unmatched, rules.mesh, len(rules.entries)) == ("error", parse_mesh("data=2"), 2)
-    assert [spec(rules, name, (8,)) for name in ("a/w", "v")] == [PartitionSpec("model"), PartitionSpec("data")]
+    assert [spec(rules, name, (8,)) for name in ("a/w", "v")] == [
+        PartitionSpec("model"),
+        PartitionSpec("data"),
+    ]

@@ -14,7 +14,24 @@ from shardckpt.reshard.rules.spec_text import format_spec, parse_spec
 from shardckpt.state.select import matches
 
 AXES = st.one_of(
-    st.sampled_from(["data", "fsdp", "model", "None", "0", "a=(b", "ü-x.y", '"', "'", " ", "\\", "replicated", 0, 3]),
+    st.sampled_from(
+        [
+            "data",
+            "fsdp",
+            "model",
+            "None",
+            "0",
+            "a=(b",
+            "ü-x.y",
+            '"',
+            "'",
+            " ",
+            "\\",
+            "replicated",
+            0,
+            3,
+        ]
+    ),
     st.text(min_size=1, max_size=4),
 )
 
@@ -109,7 +126,9 @@ def test_a_pattern_means_what_it_matches_and_what_lies_directly_below(pattern, n
     how = match(pattern, name)
     assert (how is Match.WHOLE) == matches(pattern, name)
     assert (how is Match.BELOW) == (
-        not matches(pattern, name) and literal(pattern) in name and any(matches(pattern, owner) for owner in owners(name))
+        not matches(pattern, name)
+        and literal(pattern) in name
+        and any(matches(pattern, owner) for owner in owners(name))
     )
 
 
@@ -127,7 +146,13 @@ def test_a_mesh_is_axes_and_sizes():
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 4)), min_size=1, max_size=4, unique_by=lambda axis: axis[0]), st.randoms()
+    st.lists(
+        st.tuples(st.sampled_from("abcdef"), st.integers(1, 4)),
+        min_size=1,
+        max_size=4,
+        unique_by=lambda axis: axis[0],
+    ),
+    st.randoms(),
 )
 def test_a_mesh_read_from_its_axes_and_ids_is_the_mesh(axes, random):
     names, shape = zip(*axes, strict=True)

@@ -18,7 +18,10 @@ PAGES = {
     "unreadable": "/ui/checkpoint/lab/llama/500",
     "tagged": "/ui/checkpoint/lab/llama/200",
     "run": "/ui/run/lab/llama",
-    "plan": f"/ui/plan/lab/llama/100?mesh={quote('data=2,model=2')}&rule={quote('model/**=(model,None)')}",
+    "plan": (
+        f"/ui/plan/lab/llama/100?mesh={quote('data=2,model=2')}"
+        f"&rule={quote('model/**=(model,None)')}"
+    ),
 }
 STATE = "document.querySelector('main .state').textContent"
 LOADED = "document.readyState === 'complete'"
@@ -34,14 +37,19 @@ def at(chromium, upkeep):
         page.press("Enter")
         page.wait_for(f"location.pathname === '/ui/runs' && {LOADED}")
     first, _, third, *_ = map(str, service.jobs)
-    return lambda path, **options: chromium.page(service.url + path.replace("FIRST", first).replace("THIRD", third), **options)
+    return lambda path, **options: chromium.page(
+        service.url + path.replace("FIRST", first).replace("THIRD", third), **options
+    )
 
 
 def fill(page, form, **fields):
     """Fill in a form, by keyboard, and send it."""
     for name, text in fields.items():
         field = f"""document.querySelector('form[action="/ui/jobs/{form}"] [name="{name}"]')"""
-        page.run(f"(one => {{ const box = one.closest('details'); if (box) box.open = true; one.focus() }})({field})")
+        page.run(
+            "(one => { const box = one.closest('details'); if (box) box.open = true; "
+            f"one.focus() }})({field})"
+        )
         page.type(text)
     page.press("Enter")
 
@@ -58,10 +66,26 @@ def test_every_page_fits_and_shows_names_as_text(at, upkeep, name):
 def test_text_can_be_read_in_light_and_dark(at, dark):
     for name in ("jobs", "verified", "failed", "health", "damaged"):
         with at(PAGES[name], dark=dark) as page:
-            background = page.run("getComputedStyle(document.querySelector('section')).backgroundColor")
+            background = page.run(
+                "getComputedStyle(document.querySelector('section')).backgroundColor"
+            )
             assert contrast(background, "rgb(0, 0, 0)" if dark else "rgb(255, 255, 255)") < 1.5
-            for selector in ("section", "section a", ".quiet", "td", ".bad", ".state", ".percent", "select", "textarea", "button.danger"):
-                color = page.run(f"(one => one && getComputedStyle(one).color)(document.querySelector('{selector}'))")
+            for selector in (
+                "section",
+                "section a",
+                ".quiet",
+                "td",
+                ".bad",
+                ".state",
+                ".percent",
+                "select",
+                "textarea",
+                "button.danger",
+            ):
+                color = page.run(
+                    "(one => one && "
+                    f"getComputedStyle(one).color)(document.querySelector('{selector}'))"
+                )
                 assert color is None or contrast(color, background) > 4.5, (name, selector)
 
 
@@ -72,10 +96,19 @@ def test_a_job_is_started_from_a_checkpoint_and_followed_to_its_end(at):
         assert any(one.endswith("/events") for one in page.requests)
         assert page.run("document.querySelector('[data-events]')") is None
         assert page.complaints == []
-        page.wait_for("[...document.querySelectorAll('main a')].some((one) => one.textContent === 'lab/copies/100')")
-        page.run("[...document.querySelectorAll('main a')].find((one) => one.textContent === 'lab/copies/100').click()")
+        page.wait_for(
+            "[...document.querySelectorAll('main a')].some((one) => one.textContent === "
+            "'lab/copies/100')"
+        )
+        page.run(
+            "[...document.querySelectorAll('main a')].find((one) => one.textContent === "
+            "'lab/copies/100').click()"
+        )
         page.wait_for(f"document.querySelector('h1').textContent === 'lab/copies/100' && {LOADED}")
-        row = "[...document.querySelectorAll('#jobs tbody tr')].map((one) => one.cells[1].textContent)"
+        row = (
+            "[...document.querySelectorAll('#jobs tbody tr')].map((one) => "
+            "one.cells[1].textContent)"
+        )
         assert page.run(row) == ["copy"]
 
 
@@ -86,15 +119,24 @@ def test_a_job_is_seen_at_work_and_cancelled(at, upkeep):
         fill(page, "reshard", to="lab/resharded/live")
         page.wait_for(f"location.pathname.startsWith('/ui/job/') && {LOADED}")
     for i in range(8):
-        service.ask("/v1/jobs/export", "POST", f'{{"checkpoint": "lab/llama/100", "to": "lab/exports/{i}"}}', **headers)
+        service.ask(
+            "/v1/jobs/export",
+            "POST",
+            f'{{"checkpoint": "lab/llama/100", "to": "lab/exports/{i}"}}',
+            **headers,
+        )
     number = service.get("/v1/jobs", Authorization=headers["Authorization"])["jobs"][0]["number"]
     with at(f"/ui/job/{number}") as page:
-        page.wait_for("document.getElementById('follow').textContent === 'This page follows the job.'")
+        page.wait_for(
+            "document.getElementById('follow').textContent === 'This page follows the job.'"
+        )
         page.run("document.querySelector('button.danger').focus()")
         page.press("Enter")
         page.wait_for(f"{STATE} === 'cancelled' && {LOADED}")
         assert page.run("document.querySelector('button.danger')") is None
-        assert page.run("[...document.querySelectorAll('main form button')].map((one) => one.textContent)") == ["Start again"]
+        assert page.run(
+            "[...document.querySelectorAll('main form button')].map((one) => one.textContent)"
+        ) == ["Start again"]
     with at("/ui/jobs") as page:
         marks = "document.querySelectorAll('#jobs .mark-queued, #jobs .mark-running').length"
         page.wait_for(f"{marks} === 0")  # without a reload
@@ -105,7 +147,9 @@ def test_deletion_has_to_be_confirmed_by_the_name(at):
     with at("/ui/checkpoint/lab/llama/600") as page:
         fill(page, "delete", confirm="lab/llama/500")
         page.wait_for(f"document.querySelector('h1').textContent.startsWith('400') && {LOADED}")
-        assert "nothing was deleted" in page.run("document.querySelector('[role=alert]').textContent")
+        assert "nothing was deleted" in page.run(
+            "document.querySelector('[role=alert]').textContent"
+        )
         page.run("document.querySelector('main a').click()")
         page.wait_for(f"document.querySelector('h1').textContent === 'lab/llama/600' && {LOADED}")
         fill(page, "delete", confirm="lab/llama/600")

@@ -32,7 +32,9 @@ from shardckpt.serve.jobs.retention import RetentionRules, retain
 def save(place, base=None, skipped="frozen", **metrics):
     skip = {} if base is None else {"base": base, "skip": skipped}
     state = {"w": np.ones(100), "frozen": np.ones(100)}
-    shardckpt.save(place, state, options=SaveOptions(layout="zarr", metadata={"metrics": metrics}, **skip))
+    shardckpt.save(
+        place, state, options=SaveOptions(layout="zarr", metadata={"metrics": metrics}, **skip)
+    )
 
 
 def attempt_of(place):
@@ -60,7 +62,7 @@ def run(tmp_path):
     return tmp_path
 
 
-# --- the file of rules ----------------------------------------------------------------------------------------------
+# --- the file of rules ----------------------------------------------------------------------------
 
 RULES = """
 [[keep]]
@@ -83,7 +85,9 @@ best = { metric = "loss" }
 def test_rules_are_read_and_the_first_entry_that_matches_applies(tmp_path):
     (tmp_path / "rules.toml").write_text(RULES)
     rules = RetentionRules.read(tmp_path / "rules.toml")
-    assert rules.rule_for("llama/7") == any_of(Latest(3), EveryKth(1000), Younger(7 * 86400.0), Best(2, "loss", "max"))
+    assert rules.rule_for("llama/7") == any_of(
+        Latest(3), EveryKth(1000), Younger(7 * 86400.0), Best(2, "loss", "max")
+    )
     assert rules.rule_for("lab/deep/eval-7") == any_of(Latest(1))
     assert rules.rule_for("llama/deep/7") == any_of(Best(1, "loss", "min"))
     (tmp_path / "rules.toml").write_text('[[keep]]\nruns = "a/*"\nlatest = 1\n')
@@ -101,17 +105,29 @@ def test_rules_are_read_and_the_first_entry_that_matches_applies(tmp_path):
         ("[[keep]]\nlatest = 1", "entry 1: runs is missing"),
         ("[[keep]]\nruns = 7\nlatest = 1", "entry 1: runs is missing, or is not a string"),
         ('[[keep]]\nruns = "*"', "entry 1: it keeps nothing of the runs '\\*'"),
-        ('[[keep]]\nruns = "*"\nlatest = 1\n[[keep]]\nruns = "*"\nlatest = 0', "entry 2: .*give a whole number of at least 1"),
+        (
+            '[[keep]]\nruns = "*"\nlatest = 1\n[[keep]]\nruns = "*"\nlatest = 0',
+            "entry 2: .*give a whole number of at least 1",
+        ),
         ('[[keep]]\nruns = "*"\nlatest = "3"', "entry 1: .*give a whole number"),
         ('[[keep]]\nruns = "*"\nlatest = true', "entry 1: .*give a whole number"),
         ('[[keep]]\nruns = "*"\nevery = 0.5', "entry 1: .*give a whole number"),
         ('[[keep]]\nruns = "*"\nyounger = 7', 'entry 1: younger=7: give text such as "7d"'),
-        ('[[keep]]\nruns = "*"\nyounger = "7 weeks"', "entry 1: younger '7 weeks': give a number and a unit"),
+        (
+            '[[keep]]\nruns = "*"\nyounger = "7 weeks"',
+            "entry 1: younger '7 weeks': give a number and a unit",
+        ),
         ('[[keep]]\nruns = "*"\nyounger = "0"', "entry 1: .*give a positive number"),
         ('[[keep]]\nruns = "*"\nbest = "loss"', "entry 1: best='loss': write"),
         ('[[keep]]\nruns = "*"\nbest = { n = 2 }', "entry 1: best=.*: write"),
-        ('[[keep]]\nruns = "*"\nbest = { metric = "loss", least = true }', "entry 1: best=.*: write"),
-        ('[[keep]]\nruns = "*"\nbest = { metric = "loss", mode = "least" }', 'entry 1: .*give "min" or "max"'),
+        (
+            '[[keep]]\nruns = "*"\nbest = { metric = "loss", least = true }',
+            "entry 1: best=.*: write",
+        ),
+        (
+            '[[keep]]\nruns = "*"\nbest = { metric = "loss", mode = "least" }',
+            'entry 1: .*give "min" or "max"',
+        ),
         ('[[keep]]\nruns = "*"\nlates = 1', "entry 1: there is no key lates"),
         ('[[keep]]\nruns = "[b-a]"\nlatest = 1', "entry 1: .*is not a pattern of names"),
     ],
@@ -129,17 +145,26 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
             RetentionRules.read(tmp_path / name)
 
 
-# --- one run --------------------------------------------------------------------------------------------------------
+# --- one run --------------------------------------------------------------------------------------
 
 
 def test_a_dry_run_deletes_nothing_and_says_what_goes(run):
     root = Store.open(run)
     report = retain(root, any_of(2, EveryKth(3)))
     assert [one.name for one in report.deleted] == ["1", "2", "4"]
-    assert report.nbytes == sum(shardckpt.open(run / name).record.totals["stored_bytes"] for name in "124") > 0
+    assert (
+        report.nbytes
+        == sum(shardckpt.open(run / name).record.totals["stored_bytes"] for name in "124")
+        > 0
+    )
     assert steps_in(run) == [1, 2, 3, 4, 5, 6]
     calls = []
-    done = retain(root, any_of(2, EveryKth(3)), expected_of(report), progress=lambda *numbers: calls.append(numbers))
+    done = retain(
+        root,
+        any_of(2, EveryKth(3)),
+        expected_of(report),
+        progress=lambda *numbers: calls.append(numbers),
+    )
     assert (done.deleted, done.left) == (report.deleted, {})
     assert calls == [(0, 3), (1, 3), (2, 3), (3, 3)]
     assert {path.name for path in run.iterdir()} == {"3", "5", "6", "ended.json"}
@@ -158,7 +183,11 @@ def test_only_what_was_listed_and_is_still_given_up_is_deleted(run):
     report = retain(root, Latest(1), expected)
     assert [one.name for one in report.deleted] == ["3", "5"]
     assert "another checkpoint has taken its place" in report.left.pop("4")
-    assert report.left == {"1": "it is pinned", "2": "it is tagged best", "6": "it was not among the steps that the dry run listed"}
+    assert report.left == {
+        "1": "it is pinned",
+        "2": "it is tagged best",
+        "6": "it was not among the steps that the dry run listed",
+    }
     assert steps_in(run) == [1, 2, 4, 6, 9]
     assert attempt_of(run / "4") == old
     assert retain(root, Latest(9), {"4": old}).left == {"4": "the rules keep it now"}
@@ -193,7 +222,12 @@ def test_a_job_that_comes_in_between_stops_it(run, monkeypatch):
     root = Store.open(run)
     expected = expected_of(retain(root, Latest(1)))
     report = retain(
-        root, Latest(1), expected, progress=lambda done, _: JobFence(root, "20270101T000000-00000000").hold() if done == 2 else None
+        root,
+        Latest(1),
+        expected,
+        progress=lambda done, _: (
+            JobFence(root, "20270101T000000-00000000").hold() if done == 2 else None
+        ),
     )
     assert [one.name for one in report.deleted] == ["1", "2"]
     assert report.left.keys() == {"3", "4", "5"}
@@ -287,14 +321,18 @@ def test_killed_at_any_operation_it_is_finished_by_the_same_call(tmp_path):
     expected = expected_of(retain(Store.open(base), Latest(1)))
     (tmp_path / "expected.json").write_text(json.dumps(expected))
     command = [sys.executable, CHILDREN / "retention_killed.py", tmp_path]
-    died_before = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=250).stdout)
+    died_before = json.loads(
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=250).stdout
+    )
     assert {"rename", "unlink", "rmdir"} <= set(died_before)
     for k in range(len(died_before) + 1):
         root = Store.open(tmp_path / str(k))
         if is_there(tmp_path / str(k) / "2"):
             assert shardckpt.open(tmp_path / str(k) / "2").verify().ok, "its base goes after it"
         assert retain(root, Latest(1), expected).left == {}
-        left = {path.name for path in (tmp_path / str(k)).iterdir() if not path.name.startswith(".now-")}
+        left = {
+            path.name for path in (tmp_path / str(k)).iterdir() if not path.name.startswith(".now-")
+        }
         assert left == {"3", "ended.json"}, (k, died_before[k])
         assert shardckpt.open(tmp_path / str(k) / "3").verify().ok
         check_idle(root)
@@ -308,7 +346,7 @@ def is_there(place):
     return True
 
 
-# --- any run --------------------------------------------------------------------------------------------------------
+# --- any run --------------------------------------------------------------------------------------
 
 STEPS = 8
 
@@ -320,8 +358,21 @@ def described_runs(draw):
     for step in range(draw(st.integers(1, STEPS))):
         runs[step] = {
             "loss": draw(st.sampled_from([None, "nan", 0.5, 1.0, 2.0])),
-            "marker": draw(st.sampled_from([None, None, None, Protection(pinned=True), Protection(tags=("best",)), Protection()])),
-            "bases": sorted(draw(st.sets(st.sampled_from(sorted(runs)), max_size=2))) if runs else [],
+            "marker": draw(
+                st.sampled_from(
+                    [
+                        None,
+                        None,
+                        None,
+                        Protection(pinned=True),
+                        Protection(tags=("best",)),
+                        Protection(),
+                    ]
+                )
+            ),
+            "bases": sorted(draw(st.sets(st.sampled_from(sorted(runs)), max_size=2)))
+            if runs
+            else [],
             "superseded": draw(st.sampled_from([False, False, False, True])),
         }
     return runs
@@ -353,7 +404,10 @@ def build(root, template, described):
         shutil.copytree(template, place)
         record = open_envelope((place / "checkpoint.json").read_bytes(), "test")
         record["metadata"]["metrics"] = {} if about["loss"] is None else {"loss": about["loss"]}
-        record["bases"] = [{"url": f"../{base}", "attempt": attempt, "layout": "zarr", "compression": None} for base in about["bases"]]
+        record["bases"] = [
+            {"url": f"../{base}", "attempt": attempt, "layout": "zarr", "compression": None}
+            for base in about["bases"]
+        ]
         (place / "checkpoint.json").write_bytes(seal(record, (2, 0)))
         if about["marker"] is not None:
             (place / PINNED).write_bytes(about["marker"].sealed(attempt))
@@ -361,9 +415,15 @@ def build(root, template, described):
             mark(Store.open(place), SUPERSEDED, attempt)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(described_runs(), RULES_OF_ANY_KIND, st.data())
-def test_of_any_run_nothing_goes_that_is_needed_and_a_dry_run_says_what_goes(template, described, rule, data):
+def test_of_any_run_nothing_goes_that_is_needed_and_a_dry_run_says_what_goes(
+    template, described, rule, data
+):
     with TemporaryDirectory() as name:
         root = Store.open(name)
         build(Path(name), template, described)
@@ -371,7 +431,11 @@ def test_of_any_run_nothing_goes_that_is_needed_and_a_dry_run_says_what_goes(tem
         report = retain(root, rule)
         assert steps_in(name) == sorted(described)
         expected = expected_of(report)
-        listed = data.draw(st.one_of(st.just(set(expected)), st.sets(st.sampled_from(sorted(expected)))) if expected else st.just(set()))
+        listed = data.draw(
+            st.one_of(st.just(set(expected)), st.sets(st.sampled_from(sorted(expected))))
+            if expected
+            else st.just(set())
+        )
         done = retain(root, rule, {step: expected[step] for step in listed})
         if listed == set(expected):
             assert done.deleted == report.deleted

@@ -10,7 +10,8 @@ ENVIRONMENT = {"PYTHONWARNINGS": "ignore", "USE_TORCH_XLA": "0"}
 
 @pytest.fixture(scope="module")
 def job(request):
-    """Runs a function of the children's module that the tests' module names, in each process of a job; what they returned."""
+    """Runs a function of the children's module that the tests' module names, in each process of a
+    job; what they returned."""
     with Processes(request.module.CHILDREN, env=ENVIRONMENT) as processes:
 
         def run(function, ranks, *arguments):

@@ -1,6 +1,8 @@
-"""A script that saves and loads with torch.distributed.checkpoint keeps its calls, and has checkpoints of shardckpt's.
+"""A script that saves and loads with torch.distributed.checkpoint keeps its calls, and has
+checkpoints of shardckpt's.
 
-Real gloo jobs of 1, 2 and 4 processes (`tests/children/integration_dcp.py`); torch's own DCP plans and talks.
+Real gloo jobs of 1, 2 and 4 processes (`tests/children/integration_dcp.py`); torch's own DCP plans
+and talks.
 """
 
 from __future__ import annotations
@@ -65,13 +67,17 @@ def test_dcp_loads_it_onto_any_mesh_bit_by_bit(job, saved, name, onto):
 
 def test_dcp_reads_every_stored_byte_once(job, saved):
     (answer,) = job("load", (), saved / "FSDP2 and TP on 4", ())
-    assert answer["read"] <= answer["needed"] * 1.5, "checksums of small chunks are all that is read besides"
+    assert answer["read"] <= answer["needed"] * 1.5, (
+        "checksums of small chunks are all that is read besides"
+    )
 
 
 @pytest.mark.parametrize("how", ["shardckpt", "async", "changed at once", "without collectives"])
 def test_other_ways_to_save_are_loaded_the_same(job, tmp_path, how):
     job("save", (2,), tmp_path / "there", (2,), how)
-    assert [answer["different"] for answer in job("load", (2, 2), tmp_path / "there", (2, 2))] == [[]] * 4
+    assert [answer["different"] for answer in job("load", (2, 2), tmp_path / "there", (2, 2))] == [
+        []
+    ] * 4
 
 
 def test_any_state_is_loaded_as_torchs_own_storage_loads_it(job, tmp_path):

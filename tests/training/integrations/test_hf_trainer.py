@@ -1,7 +1,9 @@
-"""Hugging Face's Trainer with ShardckptCallback: a training that was killed goes on as if nothing had been, on other processes too.
+"""Hugging Face's Trainer with ShardckptCallback: a training that was killed goes on as if nothing
+had been, on other processes too.
 
-Real DDP jobs over gloo (`tests/children/integration_hf_trainer.py`). There is dropout, so that the random number generators
-count, and tied weights; epochs are of five steps, so that one save is in the middle of one.
+Real DDP jobs over gloo (`tests/children/integration_hf_trainer.py`). There is dropout, so that the
+random number generators count, and tied weights; epochs are of five steps, so that one save is in
+the middle of one.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def uninterrupted(job, tmp_path_factory):
         pytest.param(2, 11, id="2 processes, after an epoch", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_training_resumes_as_if_nothing_had_been(job, uninterrupted, tmp_path, ranks, dies):
+def test_a_killed_training_resumes_as_if_nothing_had_been(
+    job, uninterrupted, tmp_path, ranks, dies
+):
     assert job("train", ranks, tmp_path, STEPS, dies) == [{"signal": 9}] * ranks
     for one, whole in zip(job("train", ranks, tmp_path, STEPS), uninterrupted[ranks], strict=True):
         assert one["losses"] == whole["losses"]
@@ -51,17 +55,25 @@ def test_a_training_goes_on_from_a_checkpoint_of_the_trainers_own(job, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [pytest.param("ours", "ours", id="own"), ("stock", "ours"), pytest.param("ours", "stock", id="exported")]
+    ("first", "second"),
+    [
+        pytest.param("ours", "ours", id="own"),
+        ("stock", "ours"),
+        pytest.param("ours", "stock", id="exported"),
+    ],
 )
 def test_all_that_the_trainers_own_checkpoints_keep_goes_on(job, stock, tmp_path, first, second):
-    """Patience of early stopping, a callback's own count, the gradient scaler, FLOs, tokens, optimizer, generators and losses."""
+    """Patience of early stopping, a callback's own count, the gradient scaler, FLOs, tokens,
+    optimizer, generators and losses."""
     assert job("continued", 1, tmp_path, first, second, SAVED, STEPS) == stock
 
 
 @pytest.fixture(scope="module")
 def stock(job, tmp_path_factory):
     answers = job("continued", 1, tmp_path_factory.mktemp("stock"), "stock", "stock", SAVED, STEPS)
-    assert answers[0]["state"][0] == 9, "the patience ends the training early, or this shows nothing"
+    assert answers[0]["state"][0] == 9, (
+        "the patience ends the training early, or this shows nothing"
+    )
     assert answers[0]["counting"] == ["one", 9]
     assert answers[0]["scaler"]["_growth_tracker"] > 0
     return answers
@@ -96,7 +108,9 @@ def test_a_notice_to_one_process_ends_training_on_all_after_a_save(job, tmp_path
     assert [answer["stopped"] for answer in before] == [step + 1] * 2
     for notice in tmp_path.glob("notice*"):
         notice.unlink()
-    assert job("preempted", 2, tmp_path, step + 4) == [{"stopped": step + 4, "own loading": True}] * 2
+    assert (
+        job("preempted", 2, tmp_path, step + 4) == [{"stopped": step + 4, "own loading": True}] * 2
+    )
 
 
 def test_the_weights_alone_are_found_for_inference(job, tmp_path):
@@ -107,7 +121,12 @@ def test_the_weights_alone_are_found_for_inference(job, tmp_path):
 
 @pytest.mark.parametrize(("ranks", "resumes_at"), [(1, None), (1, 4), (2, None)])
 def test_training_ends_with_the_best_weights_that_were_saved(job, tmp_path, ranks, resumes_at):
-    arguments = {"load_best_model_at_end": True, "greater_is_better": True, "save_steps": 2, "save_total_limit": 1}
+    arguments = {
+        "load_best_model_at_end": True,
+        "greater_is_better": True,
+        "save_steps": 2,
+        "save_total_limit": 1,
+    }
     answers = job("best", ranks, tmp_path, 8, resumes_at, arguments)
     for one in answers:
         saved = {step: loss for step, loss in one["losses"].items() if int(step) % 2 == 0}
@@ -119,7 +138,9 @@ def test_training_ends_with_the_best_weights_that_were_saved(job, tmp_path, rank
     assert not list(Path(tmp_path, "trainer").glob("checkpoint-*"))
 
 
-def test_the_strategy_best_saves_where_the_metric_improves_and_the_trainer_writes_nothing(job, tmp_path):
+def test_the_strategy_best_saves_where_the_metric_improves_and_the_trainer_writes_nothing(
+    job, tmp_path
+):
     arguments = {"save_strategy": "best", "save_total_limit": None, "load_best_model_at_end": True}
     (answer,) = job("best", 1, tmp_path, 8, None, arguments)
     improved, least = [], float("inf")
@@ -135,7 +156,9 @@ def test_the_strategy_best_saves_where_the_metric_improves_and_the_trainer_write
 
 
 @pytest.mark.parametrize("resumes", [True, False])
-def test_an_exception_closes_the_manager_and_training_goes_on_from_the_last_save(job, tmp_path, resumes):
+def test_an_exception_closes_the_manager_and_training_goes_on_from_the_last_save(
+    job, tmp_path, resumes
+):
     (answer,) = job("raises", 1, tmp_path, resumes)
     assert answer == {"raised": "mine", "handler is back": True, "ends at": 6, "left": []}
     assert shardckpt.CheckpointManager(tmp_path / "run").all_steps() == [3, 6]

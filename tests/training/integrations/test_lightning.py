@@ -1,4 +1,5 @@
-"""Lightning's Trainer with ShardckptIO: a training that was killed goes on as if nothing had been, on other processes too.
+"""Lightning's Trainer with ShardckptIO: a training that was killed goes on as if nothing had been,
+on other processes too.
 
 Real DDP jobs over gloo (`tests/children/integration_lightning.py`).
 """
@@ -33,7 +34,9 @@ def uninterrupted(job, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_killed_training_resumes_with_the_losses_of_one_that_was_not(job, killed, uninterrupted, tmp_path):
+def test_a_killed_training_resumes_with_the_losses_of_one_that_was_not(
+    job, killed, uninterrupted, tmp_path
+):
     there = shutil.copytree(killed, tmp_path / "there")
     resumed = job("train", 2, there, EPOCHS, None, there / "last.ckpt")
     for one, whole in zip(resumed, uninterrupted, strict=True):
@@ -85,7 +88,9 @@ def test_averaged_weights_are_saved_and_resumed(job, tmp_path):
     assert resumed["averaged"] == whole["averaged"]
 
 
-def test_an_exception_finishes_the_save_in_flight_and_is_not_hidden_by_one_that_fails(job, tmp_path):
+def test_an_exception_finishes_the_save_in_flight_and_is_not_hidden_by_one_that_fails(
+    job, tmp_path
+):
     ((saved, failed),) = job("raises", 1, tmp_path)
     assert saved == ["mine"]
     assert shardckpt.open(tmp_path / "saved.ckpt").verify().ok

@@ -1,4 +1,5 @@
-"""Lightning's ModelParallelStrategy with ShardedRun: a killed training resumes with equal losses, on another mesh too.
+"""Lightning's ModelParallelStrategy with ShardedRun: a killed training resumes with equal losses,
+on another mesh too.
 
 Real jobs over gloo (`tests/children/integration_lightning_sharded.py`).
 """
@@ -22,7 +23,9 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2)], ids=["FSDP2", "tensor parallelism"])
-def test_a_killed_training_resumes_with_equal_losses_and_on_one_process(job, tmp_path, data, tensor):
+def test_a_killed_training_resumes_with_equal_losses_and_on_one_process(
+    job, tmp_path, data, tensor
+):
     whole = job("train", 2, tmp_path / "whole", data, tensor, EPOCHS)
     assert job("train", 2, tmp_path / "killed", data, tensor, EPOCHS, DIES) == [{"signal": 9}] * 2
     assert shardckpt.CheckpointManager(tmp_path / "killed").all_steps() == [STEPS, 2 * STEPS]
@@ -33,12 +36,21 @@ def test_a_killed_training_resumes_with_equal_losses_and_on_one_process(job, tmp
         assert after["losses"] == before["losses"][2 * STEPS :]
         assert after["mesh"] == before["mesh"]
     (alone,) = job("train", 1, tmp_path / "one", 1, 1, EPOCHS)
-    average = [sum(loss for _, loss in losses) / 2 for losses in zip(*(one["losses"] for one in whole), strict=True)]
+    average = [
+        sum(loss for _, loss in losses) / 2
+        for losses in zip(*(one["losses"] for one in whole), strict=True)
+    ]
     assert [loss for _, loss in alone["losses"]] == pytest.approx(average[2 * STEPS :], rel=1e-5)
 
 
 def test_another_strategy_is_refused(job, tmp_path):
     (answer,) = job("train", 1, tmp_path, 1, 1, 1, None, "auto")
     assert answer == {
-        "refused": ["OptionError", "ShardedRun: the strategy is SingleDeviceStrategy; take ModelParallelStrategy, or ShardckptIO."]
+        "refused": [
+            "OptionError",
+            (
+                "ShardedRun: the strategy is SingleDeviceStrategy; take ModelParallelStrategy, or "
+                "ShardckptIO."
+            ),
+        ]
     }

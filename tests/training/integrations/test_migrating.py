@@ -1,4 +1,5 @@
-"""The statements of docs/migrating.md hold: the other libraries' sources are read, and the programs are run."""
+"""The statements of docs/migrating.md hold: the other libraries' sources are read, and the programs
+are run."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def class_in(package, path, name):
     """The definition of a class, without importing its package."""
     (root,) = find_spec(package).submodule_search_locations
     tree = ast.parse(Path(root, path).read_text())
-    return next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
+    return next(
+        node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name
+    )
 
 
 def methods(definition):
@@ -67,7 +70,9 @@ def train(batch):
 IN_JAX = """
 import jax, jax.numpy as jnp
 state = {"w": jnp.zeros((8, 4)), "trained": jnp.zeros((), jnp.int32)}
-abstract_state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+abstract_state = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+)
 steps = STEPS
 
 def train_step(state):
@@ -77,7 +82,9 @@ def train_step(state):
 
 
 def run(place, *command):
-    done = subprocess.run([str(part) for part in command], cwd=place, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(
+        [str(part) for part in command], cwd=place, capture_output=True, text=True, timeout=250
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -92,10 +99,20 @@ def convert(place, section):
 def test_the_programs_with_dcp_run(tmp_path):
     *programs, resuming = blocks(DCP)
     for program in programs:
-        run(tmp_path, sys.executable, "-W", "ignore", "-c", "import torch; torch.manual_seed(0)\n" + program)
+        run(
+            tmp_path,
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            "import torch; torch.manual_seed(0)\n" + program,
+        )
     convert(tmp_path, DCP)
     run(tmp_path, sys.executable, "-W", "ignore", "-c", resuming)
-    old, new = (shardckpt.restore(tmp_path / place / "100", only="model/**") for place in ("imported", "run"))
+    old, new = (
+        shardckpt.restore(tmp_path / place / "100", only="model/**")
+        for place in ("imported", "run")
+    )
     assert all(shardckpt.open(tmp_path / "run" / step).verify().ok for step in ("100", "200"))
     assert all((old["model"][name] == new["model"][name]).all() for name in ("weight", "bias"))
 
@@ -105,11 +122,15 @@ def test_the_programs_with_dcp_run(tmp_path):
 @pytest.mark.parametrize(
     ("section", "prelude", "trained"),
     [
-        pytest.param(XLA, IN_TORCH_XLA, "optimizer/state/weight/step", marks=pytest.mark.xla, id="torch_xla"),
+        pytest.param(
+            XLA, IN_TORCH_XLA, "optimizer/state/weight/step", marks=pytest.mark.xla, id="torch_xla"
+        ),
         pytest.param(ORBAX, IN_JAX, "trained", id="orbax"),
     ],
 )
-def test_a_training_goes_on_with_shardckpt_from_a_converted_checkpoint(tmp_path, section, prelude, trained):
+def test_a_training_goes_on_with_shardckpt_from_a_converted_checkpoint(
+    tmp_path, section, prelude, trained
+):
     """The program before trains to step 300; the program after goes on from it to step 400."""
     before, after = (program.replace("gs://bucket", str(tmp_path)) for program in blocks(section))
     run(tmp_path, sys.executable, "-W", "ignore", "-c", prelude.replace("STEPS", "301") + before)
@@ -118,7 +139,14 @@ def test_a_training_goes_on_with_shardckpt_from_a_converted_checkpoint(tmp_path,
         assert "manager.restore(state, strict=False)" in section
         after = after.replace("manager.restore(state)", "manager.restore(state, strict=False)")
     last = "101" if "loader" in prelude else "401"
-    run(tmp_path, sys.executable, "-W", "ignore", "-c", prelude.replace("STEPS", last) + after + "\nassert first == 301\n")
+    run(
+        tmp_path,
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        prelude.replace("STEPS", last) + after + "\nassert first == 301\n",
+    )
     saved = shardckpt.open(tmp_path / "run" / "400")
     assert saved.verify().ok
     assert saved.read(trained) == 401
@@ -126,7 +154,12 @@ def test_a_training_goes_on_with_shardckpt_from_a_converted_checkpoint(tmp_path,
 
 @pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
 def test_every_section_has_both_programs_and_a_command_for_old_checkpoints(section):
-    assert re.findall(r"^### (.*)$", section, re.MULTILINE) == ["Before", "After", "Differences", "Old checkpoints"]
+    assert re.findall(r"^### (.*)$", section, re.MULTILINE) == [
+        "Before",
+        "After",
+        "Differences",
+        "Old checkpoints",
+    ]
     assert all(block.startswith("shardckpt import ") for block in blocks(section, "sh"))
     assert len(blocks(section, "sh")) == 1
 
@@ -140,11 +173,17 @@ def test_every_block_is_python(section):
 
 @pytest.mark.xla
 def test_every_method_of_torch_xlas_manager_has_a_row():
-    manager = class_in("torch_xla", "experimental/distributed_checkpoint/manager.py", "CheckpointManager")
+    manager = class_in(
+        "torch_xla", "experimental/distributed_checkpoint/manager.py", "CheckpointManager"
+    )
     theirs = " ".join(left for left, _ in rows(XLA))
     named = set(re.findall(r"CheckpointManager\.(\w+)", theirs))
     assert named == public(manager)
-    arguments = [argument.arg for argument in methods(manager)["__init__"].args.args if argument.arg != "self"]
+    arguments = [
+        argument.arg
+        for argument in methods(manager)["__init__"].args.args
+        if argument.arg != "self"
+    ]
     assert [name for name in arguments if not re.search(rf"\b{name}\b", theirs)] == []
 
 
@@ -158,9 +197,15 @@ def test_every_method_and_option_of_orbaxs_manager_has_a_row():
 
 
 def test_every_name_of_shardckpt_in_the_text_exists():
-    ours = " ".join(right for section in (DCP, XLA, ORBAX) for _, right in rows(section)) + LIGHTNING + TRAINER
+    ours = (
+        " ".join(right for section in (DCP, XLA, ORBAX) for _, right in rows(section))
+        + LIGHTNING
+        + TRAINER
+    )
     arguments = set(inspect.signature(shardckpt.CheckpointManager).parameters)
-    methods = {name for name in dir(shardckpt.CheckpointManager) if not name.startswith("_")} | {"last_report"}
+    methods = {name for name in dir(shardckpt.CheckpointManager) if not name.startswith("_")} | {
+        "last_report"
+    }
     for name in re.findall(r"CheckpointManager\.(\w+)", ours):
         assert name in methods, name
     for given in re.findall(r"CheckpointManager\((\w+)=", ours):

@@ -1,4 +1,5 @@
-"""Orbax 0.12.8's programs with shardckpt's managers in the place of Orbax's: the same losses and kept steps, also on another mesh."""
+"""Orbax 0.12.8's programs with shardckpt's managers in the place of Orbax's: the same losses and
+kept steps, also on another mesh."""
 
 from __future__ import annotations
 
@@ -19,8 +20,19 @@ STEPS, SAVED, DIES = 11, 6, 8
 
 
 def program(who, api, place, mesh, dies_at=0):
-    arguments = [sys.executable, CHILDREN / "integration_orbax.py", who, api, place, json.dumps(mesh), str(STEPS), str(dies_at)]
-    done = subprocess.run([str(one) for one in arguments], capture_output=True, text=True, timeout=250)
+    arguments = [
+        sys.executable,
+        CHILDREN / "integration_orbax.py",
+        who,
+        api,
+        place,
+        json.dumps(mesh),
+        str(STEPS),
+        str(dies_at),
+    ]
+    done = subprocess.run(
+        [str(one) for one in arguments], capture_output=True, text=True, timeout=250
+    )
     if dies_at:
         assert done.returncode == -9, done.stderr[-3000:]
         return None
@@ -35,7 +47,9 @@ def test_a_killed_training_resumes_on_another_mesh_with_the_losses_of_orbax(tmp_
     resumed = program("shardckpt", api, tmp_path / "ours", [2, 4])
     assert resumed["first"] == SAVED + 1
     expected = {step: value for step, value in whole["losses"].items() if int(step) > SAVED}
-    assert resumed["losses"] == pytest.approx(expected, rel=1e-6)  # another mesh may add in another order
+    assert resumed["losses"] == pytest.approx(
+        expected, rel=1e-6
+    )  # another mesh may add in another order
     assert resumed["kept"] == whole["kept"] == [6, 9]
     assert resumed["shards"] == 8
     assert shardckpt.open(tmp_path / "ours" / "9").verify().ok
@@ -59,11 +73,16 @@ def ocp():
 def test_single_items_metrics_and_the_best_step(tmp_path, ours, ocp):
     import numpy as np
 
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, best_fn=lambda metrics: metrics["loss"], best_mode="min")
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=2, best_fn=lambda metrics: metrics["loss"], best_mode="min"
+    )
     with ours.OrbaxCheckpointManager(tmp_path, options=options) as manager:
         for step, loss in enumerate([3.0, 1.0, 2.0, 4.0]):
             assert manager.save(
-                step, args=ocp.args.StandardSave({"w": np.full(3, step)}), metrics={"loss": loss}, custom_metadata={"n": step}
+                step,
+                args=ocp.args.StandardSave({"w": np.full(3, step)}),
+                metrics={"loss": loss},
+                custom_metadata={"n": step},
             )
         manager.wait_until_finished()
         assert manager.all_steps() == [1, 2, 3]  # the latest step always stays
@@ -77,11 +96,20 @@ def test_states_by_name_and_their_metadata(tmp_path, ours):
     import numpy as np
 
     with ours.OrbaxCheckpointer(tmp_path) as manager:
-        saved = manager.save_checkpointables(0, {"model": {"w": np.ones(2)}, "other": {"n": 5}}, custom_metadata={"a": 1}, metrics={"l": 2})
+        saved = manager.save_checkpointables(
+            0,
+            {"model": {"w": np.ones(2)}, "other": {"n": 5}},
+            custom_metadata={"a": 1},
+            metrics={"l": 2},
+        )
         assert saved
         assert manager.load_checkpointables(0, {"other": None}) == {"other": {"n": 5}}
         metadata = manager.checkpointables_metadata()
-        assert (metadata.step, metadata.custom_metadata, metadata.metrics) == (0, {"a": 1}, {"l": 2.0})
+        assert (metadata.step, metadata.custom_metadata, metadata.metrics) == (
+            0,
+            {"a": 1},
+            {"l": 2.0},
+        )
         assert metadata.metadata["model"]["w"].shape == (2,)
         assert manager.delete(0)
         assert manager.latest is None
@@ -122,7 +150,10 @@ def test_what_else_is_not_supported_is_refused_by_name(tmp_path, ours, ocp):
     manager.close()
     with pytest.raises(OptionError, match="minimum_interval_secs"):
         ours.OrbaxCheckpointer(
-            tmp_path, save_decision_policy=v1.training.save_decision_policies.ContinuousCheckpointingPolicy(minimum_interval_secs=5)
+            tmp_path,
+            save_decision_policy=v1.training.save_decision_policies.ContinuousCheckpointingPolicy(
+                minimum_interval_secs=5
+            ),
         )
     with pytest.raises(OptionError, match="logger"):
         ours.OrbaxCheckpointer(tmp_path, logger=None)
@@ -169,11 +200,24 @@ def test_a_deleted_step_is_saved_again_and_a_saved_one_is_not(tmp_path, ours, oc
 def test_random_keys_of_jax_come_back_as_keys(tmp_path, ours, ocp):
     import jax
 
-    keys = {"k": jax.random.key(7, impl="rbg"), "more": [jax.random.split(jax.random.key(1), 3), "x", None]}
+    keys = {
+        "k": jax.random.key(7, impl="rbg"),
+        "more": [jax.random.split(jax.random.key(1), 3), "x", None],
+    }
     with ours.OrbaxCheckpointManager(tmp_path) as manager:
-        manager.save(0, args=ocp.args.Composite(one=ocp.args.JaxRandomKeySave(keys["k"]), all=ocp.args.PyTreeSave(keys)))
+        manager.save(
+            0,
+            args=ocp.args.Composite(
+                one=ocp.args.JaxRandomKeySave(keys["k"]), all=ocp.args.PyTreeSave(keys)
+            ),
+        )
         manager.wait_until_finished()
-        restored = manager.restore(0, args=ocp.args.Composite(one=ocp.args.JaxRandomKeyRestore(), all=ocp.args.PyTreeRestore()))
+        restored = manager.restore(
+            0,
+            args=ocp.args.Composite(
+                one=ocp.args.JaxRandomKeyRestore(), all=ocp.args.PyTreeRestore()
+            ),
+        )
         assert manager.item_metadata(0)["one"].dtype == keys["k"].dtype
     assert (jax.random.normal(restored["one"], (2,)) == jax.random.normal(keys["k"], (2,))).all()
     assert restored["all"]["more"][1:] == ["x", None]
@@ -188,9 +232,19 @@ def test_names_of_items_are_not_patterns(tmp_path, ours, ocp):
 
     names = ["a*", "ab", "p[0]", "p/q", "p"]
     with ours.OrbaxCheckpointManager(tmp_path) as manager:
-        manager.save(0, args=ocp.args.Composite(**{name: ocp.args.StandardSave({"x": np.full(2, i)}) for i, name in enumerate(names)}))
+        manager.save(
+            0,
+            args=ocp.args.Composite(
+                **{
+                    name: ocp.args.StandardSave({"x": np.full(2, i)})
+                    for i, name in enumerate(names)
+                }
+            ),
+        )
         manager.wait_until_finished()
-        like = ocp.args.StandardRestore({"x": jax.ShapeDtypeStruct((2,), np.int32)})  # the dtype is another: values are cast
+        like = ocp.args.StandardRestore(
+            {"x": jax.ShapeDtypeStruct((2,), np.int32)}
+        )  # the dtype is another: values are cast
         for i, name in enumerate(names):
             elements = manager.restore(0, args=ocp.args.Composite(**{name: like}))[name]["x"]
             assert (elements.dtype, list(elements)) == (np.int32, [i, i])
@@ -207,9 +261,15 @@ def test_json_is_what_json_has_and_what_cannot_be_restored_is_not_saved(tmp_path
         ]:
             with pytest.raises(OptionError, match=word):
                 manager.save(0, args=args.Composite(i=odd))
-        manager.save(0, args=args.Composite(j=args.JsonSave({"a": (1, 2), 3: "x"}), e=args.StandardSave({})), custom_metadata={"q": 1})
+        manager.save(
+            0,
+            args=args.Composite(j=args.JsonSave({"a": (1, 2), 3: "x"}), e=args.StandardSave({})),
+            custom_metadata={"q": 1},
+        )
         manager.wait_until_finished()
-        restored = manager.restore(0, args=args.Composite(j=args.JsonRestore(), e=args.StandardRestore({})))
+        restored = manager.restore(
+            0, args=args.Composite(j=args.JsonRestore(), e=args.StandardRestore({}))
+        )
         assert dict(restored.items()) == {"j": {"a": [1, 2], "3": "x"}, "e": {}}
         assert manager.metadata(0).custom_metadata == {"q": 1}
 
@@ -227,10 +287,17 @@ def test_a_step_is_kept_by_the_time_of_its_commit(tmp_path, ours, ocp):
 
 def test_the_program_of_the_page_runs(tmp_path):
     section = (DOCS / "integrations.md").read_text().split("## Orbax's managers")[1]
-    (block,) = re.findall(r"^```python\n(.*?)^```", section.split("\n## ")[0], re.MULTILINE | re.DOTALL)
+    (block,) = re.findall(
+        r"^```python\n(.*?)^```", section.split("\n## ")[0], re.MULTILINE | re.DOTALL
+    )
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250
+        [sys.executable, "-W", "ignore", "-c", block],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert shardckpt.CheckpointManager(tmp_path / "runs" / "v1").all_steps() == [2, 4, 6]

@@ -1,6 +1,8 @@
-"""torchtitan 0.3.0's Trainer with TorchtitanCheckpointer, on CPUs, in an environment of its own, which `make torchtitan` makes.
+"""torchtitan 0.3.0's Trainer with TorchtitanCheckpointer, on CPUs, in an environment of its own,
+which `make torchtitan` makes.
 
-The model is torchtitan's Llama 3 "debugmodel" with its ScaledDotProductAttention, because FlexAttention has no backward pass on CPUs.
+The model is torchtitan's Llama 3 "debugmodel" with its ScaledDotProductAttention, because
+FlexAttention has no backward pass on CPUs.
 """
 
 from __future__ import annotations
@@ -22,25 +24,50 @@ import shardckpt
 pytestmark = [
     pytest.mark.torchtitan,
     pytest.mark.timeout(3000),
-    pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan has an environment of its own: run `make torchtitan`"),
+    pytest.mark.skipif(
+        find_spec("torchtitan") is None,
+        reason="torchtitan has an environment of its own: run `make torchtitan`",
+    ),
 ]
 STEPS, SAVED, DIES = 9, 6, 7
 
 
 def job(directory, shard, tensor, dies_at=0, **environment):
-    """Run the training in processes as torchrun starts them; their answers, or None if they are to be killed."""
+    """Run the training in processes as torchrun starts them; their answers, or None if they are to
+    be killed."""
     directory.mkdir(exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     world = shard * tensor
-    command = [sys.executable, CHILDREN / "integration_torchtitan.py", directory, shard, tensor, STEPS, dies_at]
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world, "USE_TORCH_XLA": "0", **environment}
+    command = [
+        sys.executable,
+        CHILDREN / "integration_torchtitan.py",
+        directory,
+        shard,
+        tensor,
+        STEPS,
+        dies_at,
+    ]
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": world,
+        "USE_TORCH_XLA": "0",
+        **environment,
+    }
     processes = []
     for rank in range(world):
-        variables = {key: str(value) for key, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        variables = {
+            key: str(value) for key, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()
+        }
         with (directory / f"log{rank}").open("w") as log:
-            processes.append(subprocess.Popen([str(one) for one in command], env=variables, stdout=log, stderr=log))
+            processes.append(
+                subprocess.Popen(
+                    [str(one) for one in command], env=variables, stdout=log, stderr=log
+                )
+            )
     try:
         codes = [process.wait(timeout=900) for process in processes]
     finally:
@@ -56,7 +83,8 @@ def job(directory, shard, tensor, dies_at=0, **environment):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Run a training of so many data ranks twice: to the end, and killed after step 7; the folder and the answers, kept for other tests."""
+    """Run a training of so many data ranks twice: to the end, and killed after step 7; the folder
+    and the answers, kept for other tests."""
     made = {}
 
     def train(shard):
@@ -83,11 +111,17 @@ def test_a_killed_training_goes_on_with_the_same_losses_and_bits(trained, tmp_pa
     folder, whole = trained(shard)
     for rank, resumed in enumerate(resume(folder, tmp_path / "resumed", shard, 1)):
         assert (resumed["loaded"], resumed["first"]) == (True, SAVED)
-        assert resumed["losses"] == {step: of for step, of in whole[rank]["losses"].items() if int(step) > SAVED}
-        assert resumed["digests"] == {step: of for step, of in whole[rank]["digests"].items() if int(step) >= SAVED}
+        assert resumed["losses"] == {
+            step: of for step, of in whole[rank]["losses"].items() if int(step) > SAVED
+        }
+        assert resumed["digests"] == {
+            step: of for step, of in whole[rank]["digests"].items() if int(step) >= SAVED
+        }
 
 
-def test_a_killed_training_of_two_goes_on_in_four_processes_with_tensor_parallelism(trained, tmp_path):
+def test_a_killed_training_of_two_goes_on_in_four_processes_with_tensor_parallelism(
+    trained, tmp_path
+):
     """The resumed step has the same bits; then tensor parallelism sums in another order."""
     folder, whole = trained(2)
     for resumed in resume(folder, tmp_path / "resumed", 2, 2):
@@ -96,7 +130,12 @@ def test_a_killed_training_of_two_goes_on_in_four_processes_with_tensor_parallel
         for step in map(str, range(SAVED + 1, STEPS + 1)):
             average, largest, norm, rest = whole[0]["losses"][step]
             near = partial(pytest.approx, rel=1e-6)
-            assert resumed["losses"][step] == [near(average), near(largest), pytest.approx(norm, rel=1e-4), rest]
+            assert resumed["losses"][step] == [
+                near(average),
+                near(largest),
+                pytest.approx(norm, rel=1e-4),
+                rest,
+            ]
 
 
 def test_an_export_by_the_mapping_has_what_torchtitans_own_adapter_makes(trained, tmp_path):
@@ -104,10 +143,23 @@ def test_an_export_by_the_mapping_has_what_torchtitans_own_adapter_makes(trained
 
     folder, _ = trained(1)
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({"num_attention_heads": 16, "num_key_value_heads": 16, "hidden_size": 256}))
-    options = {"mapping": "hf-llama-torchtitan", "invert_mapping": True, "config": config, "include": "model/**", "strip_prefix": "model."}
-    shardckpt.export_safetensors(folder / "whole" / "checkpoint" / str(STEPS), tmp_path / "hf.safetensors", **options)
-    ours, theirs = load_file(tmp_path / "hf.safetensors"), load_file(folder / "whole" / "adapter.safetensors")
+    config.write_text(
+        json.dumps({"num_attention_heads": 16, "num_key_value_heads": 16, "hidden_size": 256})
+    )
+    options = {
+        "mapping": "hf-llama-torchtitan",
+        "invert_mapping": True,
+        "config": config,
+        "include": "model/**",
+        "strip_prefix": "model.",
+    }
+    shardckpt.export_safetensors(
+        folder / "whole" / "checkpoint" / str(STEPS), tmp_path / "hf.safetensors", **options
+    )
+    ours, theirs = (
+        load_file(tmp_path / "hf.safetensors"),
+        load_file(folder / "whole" / "adapter.safetensors"),
+    )
     assert ours.keys() == theirs.keys()
     assert all(ours[name].equal(theirs[name]) for name in theirs)
 
@@ -119,4 +171,11 @@ def test_hugging_faces_format_is_refused_by_the_options_name(option):
 
     config = TorchtitanCheckpointer.Config(enable=True, **{option: True})
     with pytest.raises(OptionError, match=f"checkpoint.{option}"):
-        config.build(dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}, sd_adapter=None)
+        config.build(
+            dataloader=None,
+            model_parts=[],
+            optimizers=None,
+            lr_schedulers=None,
+            states={},
+            sd_adapter=None,
+        )

@@ -43,7 +43,8 @@ def test_retention_keeps_the_base_as_long_as_a_step_needs_it(run):
 
 
 def test_a_later_run_without_the_base_keeps_it_until_its_last_user_is_gone(run):
-    """It knows of it from the records alone; and what names the base goes first, so that one round takes both."""
+    """It knows of it from the records alone; and what names the base goes first, so that one round
+    takes both."""
     with run.manager(**options(run)) as manager:
         train(manager, 0, 1, 2)
     with run.manager(keep=2) as manager:
@@ -84,11 +85,15 @@ def test_the_base_of_the_saves_to_come_stays_before_any_names_it(run):
 
 def test_a_base_outside_of_the_run_is_none_of_its_business(run, tmp_path):
     shardckpt.save(tmp_path / "pretrained", state(7))
-    with run.manager(options=SaveOptions(base=tmp_path / "pretrained", skip=["frozen"]), keep=1) as manager:
+    with run.manager(
+        options=SaveOptions(base=tmp_path / "pretrained", skip=["frozen"]), keep=1
+    ) as manager:
         train(manager, 1, 2)
         assert manager.all_steps() == [2]
         assert manager.steps()[0].bases == frozenset()
-    assert json.loads((run.root / "2" / "checkpoint.json").read_bytes())["record"]["bases"][0]["url"].startswith("file:///")
+    assert json.loads((run.root / "2" / "checkpoint.json").read_bytes())["record"]["bases"][0][
+        "url"
+    ].startswith("file:///")
     assert holds(run, 2)
 
 
@@ -146,7 +151,14 @@ def test_saves_and_deletions_at_once_leave_every_step_whole(run):
     def read():
         while not ended.is_set():
             try:
-                latest = max((int(path.name) for path in run.root.glob("[1-9]*") if (path / "checkpoint.json").exists()), default=None)
+                latest = max(
+                    (
+                        int(path.name)
+                        for path in run.root.glob("[1-9]*")
+                        if (path / "checkpoint.json").exists()
+                    ),
+                    default=None,
+                )
                 if latest is not None:
                     seen.append(holds(run, latest))
             except errors.NotFoundError:  # deleted meanwhile
@@ -162,4 +174,6 @@ def test_saves_and_deletions_at_once_leave_every_step_whole(run):
     reader.join(60)
     assert seen
     assert all(seen)
-    assert {0, 11} <= {*run.manager().all_steps()} <= {0, 10, 11}  # what the reader had open may still be there
+    assert (
+        {0, 11} <= {*run.manager().all_steps()} <= {0, 10, 11}
+    )  # what the reader had open may still be there

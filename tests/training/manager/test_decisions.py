@@ -1,4 +1,5 @@
-"""All processes save the same steps, in whatever order they come to them, whatever the leader's clock and saves do."""
+"""All processes save the same steps, in whatever order they come to them, whatever the leader's
+clock and saves do."""
 
 import contextlib
 import json
@@ -11,7 +12,14 @@ from shardckpt.errors import CoordinationError
 from shardckpt.frameworks.coordination import Coordinator
 from shardckpt.layout.world import World
 from shardckpt.training.decisions import Decisions
-from shardckpt.training.policies import AtSteps, Continuous, EverySeconds, EverySteps, OnPreemption, any_of
+from shardckpt.training.policies import (
+    AtSteps,
+    Continuous,
+    EverySeconds,
+    EverySteps,
+    OnPreemption,
+    any_of,
+)
 from shardckpt.training.timeline import Timeline
 
 
@@ -44,13 +52,22 @@ class Job:
         self.notices = [None] * processes
         self.words = [Words(p, processes, announced) for p in range(processes)]
         self.decisions = [
-            Decisions(words, policy, key="k", timeout=0, in_flight=lambda: self.in_flight, notice=lambda p=p: self.notices[p], **options)
+            Decisions(
+                words,
+                policy,
+                key="k",
+                timeout=0,
+                in_flight=lambda: self.in_flight,
+                notice=lambda p=p: self.notices[p],
+                **options,
+            )
             for p, words in enumerate(self.words)
         ]
         self.answers = [[] for _ in range(processes)]
 
     def step(self, process):
-        """Let a process come to its next step; one that is ahead of what is decided stays where it is."""
+        """Let a process come to its next step; one that is ahead of what is decided stays where it
+        is."""
         done = self.answers[process]
         if len(done) < len(self.steps):
             with contextlib.suppress(CoordinationError):
@@ -62,7 +79,11 @@ class Job:
                 self.step(process)
 
     def saved(self, process):
-        return [step for step, answer in zip(self.steps, self.answers[process], strict=True) if answer.save]
+        return [
+            step
+            for step, answer in zip(self.steps, self.answers[process], strict=True)
+            if answer.save
+        ]
 
 
 POLICIES = st.lists(
@@ -76,12 +97,24 @@ POLICIES = st.lists(
     min_size=1,
     max_size=3,
 ).map(lambda policies: any_of(*policies))
-ASCENDING = st.one_of(st.integers(1, 9).map(lambda stride: list(range(0, 60, stride))), st.sets(st.integers(0, 60), min_size=1).map(sorted))
+ASCENDING = st.one_of(
+    st.integers(1, 9).map(lambda stride: list(range(0, 60, stride))),
+    st.sets(st.integers(0, 60), min_size=1).map(sorted),
+)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.data(), POLICIES, ASCENDING, st.integers(2, 4), st.booleans(), st.sampled_from([0.0, 1e-4, 1.0]))
-def test_all_processes_answer_alike_in_every_interleaving(data, policy, steps, processes, skips, lead_time):
+@given(
+    st.data(),
+    POLICIES,
+    ASCENDING,
+    st.integers(2, 4),
+    st.booleans(),
+    st.sampled_from([0.0, 1e-4, 1.0]),
+)
+def test_all_processes_answer_alike_in_every_interleaving(
+    data, policy, steps, processes, skips, lead_time
+):
     job = Job(processes, policy, steps, skips=skips, lead_time=lead_time)
     for event in data.draw(st.lists(st.integers(0, processes + 1), max_size=150)):
         if event < processes:
@@ -133,14 +166,18 @@ def test_a_notice_to_one_process_saves_once_on_all_within_a_few_steps(receiver):
     (saved,) = job.saved(0)
     assert 10 <= saved <= 15
     assert job.saved(1) == job.saved(2) == [saved]
-    assert [bool(answer.notice) for answer in job.answers[1]] == [step >= saved for step in range(40)]
+    assert [bool(answer.notice) for answer in job.answers[1]] == [
+        step >= saved for step in range(40)
+    ]
     assert job.answers[1][-1].notice.startswith("SIGTERM")
     assert ("process" in job.answers[1][-1].notice) == (receiver > 0)
 
 
 def test_a_process_that_is_ahead_of_the_leader_waits_and_says_for_what():
     job = Job(2, Continuous(), list(range(10)), lead_time=0)
-    with pytest.raises(CoordinationError, match=r"step 0: process 0 has not decided within 0 s .* process 1"):
+    with pytest.raises(
+        CoordinationError, match=r"step 0: process 0 has not decided within 0 s .* process 1"
+    ):
         job.decisions[1].at(0)
     job.step(0)
     for _ in range(10):
@@ -174,7 +211,13 @@ def test_a_step_that_is_due_while_a_save_is_in_flight_is_skipped_by_choice_on_al
 def test_asked_again_about_a_step_the_answer_is_the_same_and_about_earlier_ones_no():
     job = Job(1, EverySteps(5), [])
     (decisions,) = job.decisions
-    assert [decisions.at(step).save for step in (4, 5, 5, 4, 6)] == [False, True, True, False, False]
+    assert [decisions.at(step).save for step in (4, 5, 5, 4, 6)] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_after_a_restore_steps_are_asked_about_anew():
@@ -198,4 +241,6 @@ def test_a_timeline_has_no_gaps_and_passes_through_json(windows):
         assert window.start == before.until + 1
     assert line.since == (line.windows[0].start if line.windows else 3)
     assert Timeline.from_json(json.loads(json.dumps(line.to_json()))) == line
-    assert Timeline.from_json(json.loads(json.dumps(line.noticed("x").to_json()))) == line.noticed("x")
+    assert Timeline.from_json(json.loads(json.dumps(line.noticed("x").to_json()))) == line.noticed(
+        "x"
+    )

@@ -26,7 +26,11 @@ def manager(tmp_path, seen):
 
 def kinds_and_steps(seen):
     """All but how far it is."""
-    return [(type(event).__name__, event.step) for event in seen if not isinstance(event, events.Progressed)]
+    return [
+        (type(event).__name__, event.step)
+        for event in seen
+        if not isinstance(event, events.Progressed)
+    ]
 
 
 def test_progress_of_a_save_and_a_restore_ends_with_all_bytes(manager, seen):
@@ -34,7 +38,9 @@ def test_progress_of_a_save_and_a_restore_ends_with_all_bytes(manager, seen):
     manager.wait()
     manager.restore(STATE)
     for doing in ("save", "restore"):
-        progress = [event for event in seen if isinstance(event, events.Progressed) and event.doing == doing]
+        progress = [
+            event for event in seen if isinstance(event, events.Progressed) and event.doing == doing
+        ]
         assert (progress[-1].done, progress[-1].total) == (STATE["w"].nbytes, STATE["w"].nbytes)
     assert kinds_and_steps(seen)[-2:] == [("RestoreStarted", 1), ("RestoreFinished", 1)]
 

@@ -1,4 +1,5 @@
-"""Trainings of several processes: whatever clocks, delays and signals do, all save the same steps and resume from the same."""
+"""Trainings of several processes: whatever clocks, delays and signals do, all save the same steps
+and resume from the same."""
 
 import numpy as np
 import pytest
@@ -28,11 +29,25 @@ def listed(root):
 
 
 @pytest.mark.parametrize("slow", [0, 2])
-@pytest.mark.parametrize("every", [[{"seconds": 0.02}], ["continuous"], [50, {"seconds": 0.1}]], ids=str)
+@pytest.mark.parametrize(
+    "every", [[{"seconds": 0.02}], ["continuous"], [50, {"seconds": 0.1}]], ids=str
+)
 def test_all_save_the_same_steps_with_wrong_clocks_and_one_slow_process(job, tmp_path, slow, every):
     pauses = [0.004 if process == slow else 0.001 for process in range(4)]
     patience = {"timeout": 280}, {"commit_timeout": 280}  # 40 s by the fastest clock
-    answers = job.run("train", 4, tmp_path, every, 20_000, [1.0, 7.0, 0.1, 1.0], pauses, None, patience[1], 4, **patience[0])
+    answers = job.run(
+        "train",
+        4,
+        tmp_path,
+        every,
+        20_000,
+        [1.0, 7.0, 0.1, 1.0],
+        pauses,
+        None,
+        patience[1],
+        4,
+        **patience[0],
+    )
     saved = answers[0]["saved"]
     assert len(saved) == 4
     assert [answer["saved"] for answer in answers] == [saved] * 4
@@ -41,7 +56,9 @@ def test_all_save_the_same_steps_with_wrong_clocks_and_one_slow_process(job, tmp
 
 
 def test_steps_are_skipped_by_all_while_a_save_is_in_flight(job, tmp_path):
-    answers = job.run("train", 3, tmp_path, [1], 20_000, None, [0.003] * 3, None, {"in_flight": "skip"}, 4)
+    answers = job.run(
+        "train", 3, tmp_path, [1], 20_000, None, [0.003] * 3, None, {"in_flight": "skip"}, 4
+    )
     saved = answers[0]["saved"]
     assert saved[-1] > 4
     assert [answer["saved"] for answer in answers] == [saved] * 3
@@ -49,7 +66,9 @@ def test_steps_are_skipped_by_all_while_a_save_is_in_flight(job, tmp_path):
 
 
 @pytest.mark.parametrize("receiver", [0, 2])
-def test_a_signal_to_one_process_saves_the_same_step_on_all_and_ends_them_there(job, tmp_path, receiver):
+def test_a_signal_to_one_process_saves_the_same_step_on_all_and_ends_them_there(
+    job, tmp_path, receiver
+):
     answers = job.run("train", 3, tmp_path, ["preemption"], 100_000, None, OWN_PACE, [receiver, 20])
     (step,) = answers[0]["saved"]
     assert 20 <= step < 99_999
@@ -59,7 +78,11 @@ def test_a_signal_to_one_process_saves_the_same_step_on_all_and_ends_them_there(
     assert [answer["from"] for answer in resumed] == [step] * 5
 
 
-@pytest.mark.parametrize(("every", "most"), [([5], 0), ([5, "preemption"], 0.5), ([{"seconds": 100}], 0.5), (["continuous"], 0.5)], ids=str)
+@pytest.mark.parametrize(
+    ("every", "most"),
+    [([5], 0), ([5, "preemption"], 0.5), ([{"seconds": 100}], 0.5), (["continuous"], 0.5)],
+    ids=str,
+)
 def test_processes_exchange_as_many_words_per_step_as_documented(job, tmp_path, every, most):
     steps = 60
     answers = job.run("count_words", 3, tmp_path, every, steps)
@@ -92,7 +115,11 @@ def test_all_resume_from_one_step_though_others_land_meanwhile(job, tmp_path):
 def damaged(job, tmp_path):
     """A run whose newest step has damage in what process 1 alone reads."""
     assert job.run("save_own", 2, tmp_path, [1, 2]) == ["saved"] * 2
-    (file, *_) = (path for path in (tmp_path / "2").glob("*/hosts/00001/**/*") if path.is_file() and path.stat().st_size > 100_000)
+    (file, *_) = (
+        path
+        for path in (tmp_path / "2").glob("*/hosts/00001/**/*")
+        if path.is_file() and path.stat().st_size > 100_000
+    )
     data = bytearray(file.read_bytes())
     data[1000] ^= 1
     file.write_bytes(data)
@@ -121,7 +148,9 @@ def test_a_rollback_holds_on_all_processes(job, tmp_path):
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "continue"])
-def test_a_missing_host_is_named_after_a_bounded_wait_and_on_failure_decides(job, tmp_path, on_failure):
+def test_a_missing_host_is_named_after_a_bounded_wait_and_on_failure_decides(
+    job, tmp_path, on_failure
+):
     answers = job.run("train_without", 3, tmp_path, 2, on_failure)
     for answer in answers[:2]:
         name, message, step = answer["told"][0]
@@ -144,13 +173,20 @@ def test_each_process_restores_its_own_part_if_all_together_take_all_names(tmp_p
 def test_a_name_that_no_process_takes_is_an_error_on_all(tmp_path, job):
     answers = job.run("restore_stages", 3, tmp_path, ["a", "bc", "d"], ["a", "b", "a"])
     assert {answer["error"] for answer in answers} == {"NamesMismatchError"}
-    assert all("2 names are in the checkpoint but not in `like`: 'c', 'd'" in answer["message"] for answer in answers)
-    assert job.run("restore_stages", 3, tmp_path / "like", ["a", "bc", "d"], ["a", "b", "a"], "like") == ["a", "b", "a"]
+    assert all(
+        "2 names are in the checkpoint but not in `like`: 'c', 'd'" in answer["message"]
+        for answer in answers
+    )
+    assert job.run(
+        "restore_stages", 3, tmp_path / "like", ["a", "bc", "d"], ["a", "b", "a"], "like"
+    ) == ["a", "b", "a"]
 
 
 def test_a_name_that_one_process_lacks_in_the_checkpoint_is_an_error_also_as_a_part(tmp_path, job):
     for strict in (True, "like"):
-        answers = job.run("restore_stages", 2, tmp_path / str(strict), ["a", "b"], ["a", "bx"], strict)
+        answers = job.run(
+            "restore_stages", 2, tmp_path / str(strict), ["a", "b"], ["a", "bx"], strict
+        )
         assert {answer["error"] for answer in answers} == {"NamesMismatchError"}
         assert "1 name is in `like` but not in the checkpoint: 'x'" in answers[0]["message"]
 

@@ -91,7 +91,9 @@ def test_a_tagged_step_stays_until_it_is_untagged(run):
         for step in (2, 3):
             manager.save(step, state(step))
         manager.wait()
-        assert [(info.step, info.pinned, info.tags, info.protected) for info in manager.steps()] == [
+        assert [
+            (info.step, info.pinned, info.tags, info.protected) for info in manager.steps()
+        ] == [
             (1, False, ("best",), True),
             (3, False, (), False),
         ]
@@ -169,7 +171,9 @@ def test_a_reader_elsewhere_is_told_that_the_step_was_deleted(run):
         manager.save(1, state(1))
         manager.wait()
         command = [sys.executable, CHILDREN / "manager_reader.py", manager.url(1)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as reader:
             assert reader.stdout.readline() == "open\n"
             manager.save(2, state(2))
             manager.wait()
@@ -254,27 +258,41 @@ def test_a_pinned_step_is_not_replaced_by_an_overwrite_either(run):
     pinning.pin(run.root / "5")
     manager = run.manager(options=shardckpt.SaveOptions(overwrite=True))
     manager.save(5, state(6))
-    with pytest.raises(errors.OptionError, match="is pinned, so it is not replaced; `shardckpt unpin` it first"):
+    with pytest.raises(
+        errors.OptionError, match="is pinned, so it is not replaced; `shardckpt unpin` it first"
+    ):
         manager.wait()
     assert run.holds(5)
 
 
 def test_a_rule_whose_metric_no_step_has_says_so_once(tmp_path, caplog):
-    with shardckpt.CheckpointManager(tmp_path / "run", every=1, keep=Best(1, "val_loss")) as manager:
+    with shardckpt.CheckpointManager(
+        tmp_path / "run", every=1, keep=Best(1, "val_loss")
+    ) as manager:
         for step in range(1, 5):
             manager.save(step, {"w": 1.0}, metrics={"loss": 1.0})
     messages = [record.getMessage() for record in caplog.records if "metric" in record.getMessage()]
     assert len(messages) == 1
-    assert "keep= ranks steps by 'val_loss', and no step has that metric, only loss; pass save(metrics={'val_loss': …})" in messages[0]
+    assert (
+        "keep= ranks steps by 'val_loss', and no step has that metric, only loss; pass "
+        "save(metrics={'val_loss': …})" in messages[0]
+    )
 
 
-@pytest.mark.parametrize(("file", "program"), [("_CHECKPOINT_METADATA", "Orbax"), (".metadata", "torch.distributed.checkpoint")])
-def test_a_directory_with_steps_of_another_program_is_neither_begun_anew_nor_written_to(tmp_path, file, program):
+@pytest.mark.parametrize(
+    ("file", "program"),
+    [("_CHECKPOINT_METADATA", "Orbax"), (".metadata", "torch.distributed.checkpoint")],
+)
+def test_a_directory_with_steps_of_another_program_is_neither_begun_anew_nor_written_to(
+    tmp_path, file, program
+):
     root = tmp_path / "run"
     (root / "200").mkdir(parents=True)
     (root / "200" / file).write_bytes(b"{}")
     with shardckpt.CheckpointManager(root, every=1) as manager:
-        with pytest.raises(errors.OptionError, match=f"step 200 there is one of {program}.*shardckpt import"):
+        with pytest.raises(
+            errors.OptionError, match=f"step 200 there is one of {program}.*shardckpt import"
+        ):
             manager.restore({"w": 1.0})
         manager.save(300, {"w": 1.0})
         with pytest.raises(errors.OptionError, match=f"step 200 there is one of {program}"):

@@ -23,7 +23,10 @@ def unpublished(run):
     return run
 
 
-@pytest.mark.parametrize(("name", "target"), [("loop", "loop"), ("7", "7"), ("a", "b"), ("latest", "2"), ("nowhere", "gone"), ("dot", ".")])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [("loop", "loop"), ("7", "7"), ("a", "b"), ("latest", "2"), ("nowhere", "gone"), ("dot", ".")],
+)
 def test_symbolic_links_in_the_root_disturb_nothing(unpublished, name, target):
     (unpublished.root / name).symlink_to(target)
     (unpublished.root / "b").symlink_to("a")
@@ -54,7 +57,8 @@ def test_nothing_but_steps_is_looked_at(unpublished):
 
 
 def test_a_run_that_goes_on_while_its_steps_are_listed_is_not_taken_for_a_new_one(run, monkeypatch):
-    """With keep=1: the only step that the listing shows goes before its record is read, since there is another."""
+    """With keep=1: the only step that the listing shows goes before its record is read, since there
+    is another."""
     run.train(1)
     read = steps.read_step
 
@@ -75,12 +79,21 @@ def test_leftovers_that_can_never_be_collected_are_named_in_the_log_once(run, ca
     left.mkdir(parents=True)
     (left / "table").write_bytes(b"of a killed save")
     for path in (left / "table", left, left.parent, left.parent.parent):
-        os.utime(path, (1_600_000_000, 1_600_000_000))  # idle for longer than any time in which a save may be at work
-    with removal_refused("00000"), run.manager(options=shardckpt.SaveOptions(commit_timeout=0.05)) as manager:
+        os.utime(
+            path, (1_600_000_000, 1_600_000_000)
+        )  # idle for longer than any time in which a save may be at work
+    with (
+        removal_refused("00000"),
+        run.manager(options=shardckpt.SaveOptions(commit_timeout=0.05)) as manager,
+    ):
         manager.restore()
         for step in (2, 3, 4):
             manager.save(step, state(step))
             manager.wait()
-    (message,) = [record.getMessage() for record in caplog.records if "cannot be collected" in record.getMessage()]
+    (message,) = [
+        record.getMessage()
+        for record in caplog.records
+        if "cannot be collected" in record.getMessage()
+    ]
     assert str(run.root / "1") in message
     assert "Input/output error" in message

@@ -1,4 +1,5 @@
-"""A run in a bucket: the same steps, deletions, pins and rollbacks, and the same word for two jobs in one place."""
+"""A run in a bucket: the same steps, deletions, pins and rollbacks, and the same word for two jobs
+in one place."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ from shardckpt.io.store import Store
 def cloud(request):
     """A place in a bucket, and the proxy before it, which sees to it that conditions hold."""
     emulator = request.getfixturevalue("gcs_server" if request.param == "gs" else "s3_server")
-    with FaultProxy(emulator.endpoint) as proxy, environment(emulator.env(proxy.url) | {"SHARDCKPT_RETRY_SECONDS": "2"}):
+    with (
+        FaultProxy(emulator.endpoint) as proxy,
+        environment(emulator.env(proxy.url) | {"SHARDCKPT_RETRY_SECONDS": "2"}),
+    ):
         yield f"{emulator.scheme}://{emulator.new_bucket(f'b-{uuid.uuid4().hex}')}/run", proxy
 
 
@@ -62,7 +66,9 @@ def test_a_run_in_a_bucket(root):
 
 def test_nothing_is_left_of_steps_that_are_not_kept(root):
     place = Store.open(root)
-    place.sub("100").write("checkpoint.json", seal(Tombstone("deleted by an earlier version", "1").to_json()))
+    place.sub("100").write(
+        "checkpoint.json", seal(Tombstone("deleted by an earlier version", "1").to_json())
+    )
     place.write("deleted.json", b"of an earlier version")
     with shardckpt.CheckpointManager(root, every=1, keep=3, coordinator=SingleProcess()) as manager:
         for step in range(10):
@@ -79,7 +85,11 @@ def test_a_start_asks_for_what_is_kept_and_nothing_of_what_was_deleted(root, mon
         for step in range(6):
             manager.save(step, state(step))
         manager.wait()
-    monkeypatch.setattr(Store, "read_versioned", lambda store, key, *span: looks.append(store.path_of(key)) or read(store, key, *span))
+    monkeypatch.setattr(
+        Store,
+        "read_versioned",
+        lambda store, key, *span: looks.append(store.path_of(key)) or read(store, key, *span),
+    )
     assert shardckpt.CheckpointManager(root, coordinator=SingleProcess()).restore().step == 5
     assert {key.removeprefix(f"{root}/").partition("/")[0] for key in looks} <= {"5", "job.json"}
 
@@ -92,7 +102,9 @@ def test_a_start_asks_for_what_is_kept_and_nothing_of_what_was_deleted(root, mon
     ],
 )
 @pytest.mark.parametrize("listed", ["run/2/*", "run/2/*/records/*"])
-def test_a_listing_that_fails_while_leftovers_are_committed_makes_restore_fail_and_not_go_further_back(cloud, listed, fault):
+def test_a_listing_that_fails_while_leftovers_are_committed_makes_restore_fail_not_go_further_back(
+    cloud, listed, fault
+):
     root, proxy = cloud
     with shardckpt.CheckpointManager(root, every=1, coordinator=SingleProcess()) as manager:
         for step in (1, 2):
@@ -112,13 +124,17 @@ def test_a_read_that_fails_then_makes_restore_fail_too(cloud):
         for step in (1, 2):
             manager.save(step, state(step))
     undo_commit(f"{root}/2")
-    rule = Rule("status", status=400, kinds=("read", "stat"), objects="*/run/2/checkpoint.json", times=None)
+    rule = Rule(
+        "status", status=400, kinds=("read", "stat"), objects="*/run/2/checkpoint.json", times=None
+    )
     with proxy.rules.during(rule), pytest.raises(errors.StorageError, match="cannot read"):
         shardckpt.CheckpointManager(root).restore()
     assert shardckpt.CheckpointManager(root).restore().step == 2
 
 
-def test_a_process_that_may_only_read_restores_the_latest_step_that_is_published_and_says_why(cloud, caplog):
+def test_a_process_that_may_only_read_restores_the_latest_step_that_is_published_and_says_why(
+    cloud, caplog
+):
     root, proxy = cloud
     with shardckpt.CheckpointManager(root, every=1, coordinator=SingleProcess()) as manager:
         for step in (1, 2):

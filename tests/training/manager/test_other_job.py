@@ -36,7 +36,10 @@ def test_the_older_job_is_told_of_both_runs_and_publishes_nothing_more(run):
 
 
 def test_the_older_job_deletes_nothing_more(run):
-    with run.manager(coordinator=SingleProcess(), keep=1) as old, run.manager(coordinator=SingleProcess()) as new:
+    with (
+        run.manager(coordinator=SingleProcess(), keep=1) as old,
+        run.manager(coordinator=SingleProcess()) as new,
+    ):
         old.save(1, state(1))
         old.wait()
         new.restore()
@@ -49,7 +52,10 @@ def test_the_older_job_deletes_nothing_more(run):
 
 
 def test_two_jobs_at_one_step_keep_the_first_save_and_the_older_job_learns_why(run):
-    with run.manager(coordinator=SingleProcess()) as old, run.manager(coordinator=SingleProcess()) as new:
+    with (
+        run.manager(coordinator=SingleProcess()) as old,
+        run.manager(coordinator=SingleProcess()) as new,
+    ):
         old.save(1, state(1))
         old.wait()
         new.restore()
@@ -63,7 +69,10 @@ def test_two_jobs_at_one_step_keep_the_first_save_and_the_older_job_learns_why(r
 
 
 def test_a_job_that_only_reads_takes_nothing_over(run):
-    with run.manager(coordinator=SingleProcess()) as writer, run.manager(coordinator=SingleProcess()) as reader:
+    with (
+        run.manager(coordinator=SingleProcess()) as writer,
+        run.manager(coordinator=SingleProcess()) as reader,
+    ):
         writer.save(1, state(1))
         writer.wait()
         assert reader.restore().step == 1
@@ -72,7 +81,10 @@ def test_a_job_that_only_reads_takes_nothing_over(run):
 
 
 def test_a_save_that_fails_takes_nothing_over(run):
-    with run.manager(coordinator=SingleProcess()) as writer, run.manager(coordinator=SingleProcess()) as careless:
+    with (
+        run.manager(coordinator=SingleProcess()) as writer,
+        run.manager(coordinator=SingleProcess()) as careless,
+    ):
         writer.save(1, state(1))
         writer.wait()
         careless.save(1, state(1))
@@ -82,7 +94,10 @@ def test_a_save_that_fails_takes_nothing_over(run):
 
 
 def test_the_second_of_two_jobs_at_the_same_pace_is_told_of_the_other_at_every_step(run):
-    with run.manager(coordinator=SingleProcess()) as first, run.manager(coordinator=SingleProcess()) as second:
+    with (
+        run.manager(coordinator=SingleProcess()) as first,
+        run.manager(coordinator=SingleProcess()) as second,
+    ):
         for step in (1, 2):
             first.save(step, state(step))
             first.wait()
@@ -96,7 +111,8 @@ def test_the_second_of_two_jobs_at_the_same_pace_is_told_of_the_other_at_every_s
 
 
 def test_two_jobs_that_publish_the_first_step_at_once_are_both_told(run, monkeypatch):
-    """The second takes the root over and finds the step published: both have to end, and neither is told to overwrite."""
+    """The second takes the root over and finds the step published: both have to end, and neither is
+    told to overwrite."""
     first, second = (run.manager(coordinator=SingleProcess()) for _ in range(2))
     publish = attempt.publish
 
@@ -123,7 +139,9 @@ def test_a_step_that_this_run_has_saved_itself_exists(run):
             again.wait()
 
 
-def test_of_two_managers_of_one_process_the_one_that_began_first_is_told_and_what_is_saved_stays(run):
+def test_of_two_managers_of_one_process_the_one_that_began_first_is_told_and_what_is_saved_stays(
+    run,
+):
     with run.manager() as old, run.manager() as new:
         old.save(1, state(1))
         old.wait()
@@ -131,7 +149,10 @@ def test_of_two_managers_of_one_process_the_one_that_began_first_is_told_and_wha
         old.save(2, state(2))
         old.wait()
         new.save(3, state(3))
-        with pytest.raises(errors.OtherJobError, match="another CheckpointManager of this process has begun to save there") as caught:
+        with pytest.raises(
+            errors.OtherJobError,
+            match="another CheckpointManager of this process has begun to save there",
+        ) as caught:
             old.save(4, state(4))
         assert str(run.root) in str(caught.value)
         new.save(5, state(5))
@@ -211,7 +232,9 @@ def test_the_first_save_of_a_run_says_in_the_log_where_it_begins(run, caplog):
     for step in (1, 2):
         with run.manager() as manager:
             manager.save(step, state(step))
-    (begun,) = [one.getMessage() for one in caplog.records if "a new run begins" in one.getMessage()]
+    (begun,) = [
+        one.getMessage() for one in caplog.records if "a new run begins" in one.getMessage()
+    ]
     assert begun.startswith(f"{run.root}: ")
 
 

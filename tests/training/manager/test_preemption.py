@@ -45,7 +45,9 @@ def test_a_signal_saves_at_once_and_the_handler_of_before_is_called_too(run, ter
 
 
 def test_so_does_a_file(run, tmp_path):
-    with run.manager(every=None, preemption=OnPreemption(signals=(), file=tmp_path / "notice")) as manager:
+    with run.manager(
+        every=None, preemption=OnPreemption(signals=(), file=tmp_path / "notice")
+    ) as manager:
         assert train(manager, 10, (tmp_path / "notice").touch) == 5
     assert run.events_of("PreemptionNoticed")[0].source == str(tmp_path / "notice")
 
@@ -114,7 +116,9 @@ def interrupted():
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it may come within a callback of the collector
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # it may come within a callback of the collector
 def test_ctrl_c_at_any_moment_of_a_save_leaves_nothing_half_visible(run, interrupted):
     large = {"w": np.zeros(4_000_000, np.float32)}
     begun = 0
@@ -130,7 +134,8 @@ def test_ctrl_c_at_any_moment_of_a_save_leaves_nothing_half_visible(run, interru
             except KeyboardInterrupt:
                 begun += 1
             except RuntimeError as e:
-                # Python's own: `Event.wait`, and so `Thread.start`, release a lock that Ctrl-C kept them from taking again.
+                # Python's own: `Event.wait`, and so `Thread.start`, release a lock that Ctrl-C kept
+                # them from taking again.
                 assert (str(e), type(e.__context__)) == ("release unlocked lock", KeyboardInterrupt)  # noqa: PT017
                 begun += 1
     assert begun
@@ -153,5 +158,7 @@ def test_ctrl_c_at_any_moment_of_a_save_leaves_nothing_half_visible(run, interru
 )
 def test_a_signal_ends_forked_children_as_without_a_manager(tmp_path, kind, printed):
     program = [sys.executable, CHILDREN / "preempted_children.py", kind, tmp_path / "run"]
-    done = subprocess.run(program, stdout=subprocess.PIPE, text=True, timeout=200, check=True, start_new_session=True)
+    done = subprocess.run(
+        program, stdout=subprocess.PIPE, text=True, timeout=200, check=True, start_new_session=True
+    )
     assert done.stdout == f"{printed}\n"

@@ -1,4 +1,5 @@
-"""Training goes back to an earlier step; what came after it is superseded, and replaced when training gets there again."""
+"""Training goes back to an earlier step; what came after it is superseded, and replaced when
+training gets there again."""
 
 import pytest
 from placeholders import undo_commit
@@ -50,7 +51,9 @@ def test_a_superseded_step_is_replaced_when_training_reaches_it_again(run, rolle
     rolled_back.wait()
     assert rolled_back.all_steps() == [800, 900, 950, 1000, 1050]
     assert shardckpt.restore(run.root / "1000")["again"]
-    assert {path.name for path in (run.root / "1000").iterdir() if path.is_file()} == {"checkpoint.json"}
+    assert {path.name for path in (run.root / "1000").iterdir() if path.is_file()} == {
+        "checkpoint.json"
+    }
 
 
 def test_a_later_run_may_replace_it_as_well(run, rolled_back):
@@ -69,7 +72,9 @@ def test_a_superseded_step_that_training_has_passed_is_not_kept(run):
         for step in (960, 1020):
             manager.save(step, state(step))
             manager.wait()
-            assert manager.all_steps(superseded=True) == ([800, 900, 960, 1000] if step == 960 else [800, 900, 960, 1020])
+            assert manager.all_steps(superseded=True) == (
+                [800, 900, 960, 1000] if step == 960 else [800, 900, 960, 1020]
+            )
 
 
 def test_a_rollback_can_be_taken_back(run, rolled_back):
@@ -95,10 +100,13 @@ def test_without_a_rollback_a_step_that_is_there_is_not_replaced(run):
 
 @pytest.fixture
 def before_a_pin(run):
-    """A manager that saves every 50 steps, and has gone back from step 1000, which is pinned, to 900."""
+    """A manager that saves every 50 steps, and has gone back from step 1000, which is pinned, to
+    900."""
     run.train(900, 1000)
     run.manager().pin(1000)
-    with run.manager(every=any_of(50, OnPreemption(signals=(), file=run.root / "notice"))) as manager:
+    with run.manager(
+        every=any_of(50, OnPreemption(signals=(), file=run.root / "notice"))
+    ) as manager:
         manager.restore(step=900)
         yield manager
     assert run.holds(1000)
@@ -111,7 +119,10 @@ def saved(manager, steps):
 
 def test_a_pinned_step_is_not_replaced_and_the_next_one_is_saved_in_its_place(run, before_a_pin):
     assert saved(before_a_pin, range(901, 1102)) == [950, 1001, 1050, 1100]
-    assert [(e.step, "pinned" in e.reason, "next step" in e.reason) for e in run.events_of("SaveSkipped")] == [(1000, True, True)]
+    assert [
+        (e.step, "pinned" in e.reason, "next step" in e.reason)
+        for e in run.events_of("SaveSkipped")
+    ] == [(1000, True, True)]
 
 
 def test_a_forced_save_does_not_replace_a_pinned_step_and_an_event_says_so(run, before_a_pin):
@@ -119,7 +130,9 @@ def test_a_forced_save_does_not_replace_a_pinned_step_and_an_event_says_so(run, 
     assert [e.step for e in run.events_of("SaveSkipped")] == [1000]
 
 
-def test_a_job_that_is_stopped_at_a_pinned_step_ends_at_the_one_after_it_which_is_saved(run, before_a_pin):
+def test_a_job_that_is_stopped_at_a_pinned_step_ends_at_the_one_after_it_which_is_saved(
+    run, before_a_pin
+):
     (run.root / "notice").touch()
     assert saved(before_a_pin, [1000]) == []
     assert not before_a_pin.reached_preemption
@@ -144,7 +157,11 @@ def test_there_is_no_step_to_go_back_to(run):
 
 
 def damage(run, step):
-    (file, *_) = sorted(path for path in (run.root / str(step)).glob("*/hosts/**/*") if path.is_file() and path.stat().st_size > 3000)
+    (file, *_) = sorted(
+        path
+        for path in (run.root / str(step)).glob("*/hosts/**/*")
+        if path.is_file() and path.stat().st_size > 3000
+    )
     data = bytearray(file.read_bytes())
     data[100] ^= 1
     file.write_bytes(data)
@@ -153,7 +170,10 @@ def damage(run, step):
 def test_a_damaged_newest_step_is_an_error(run):
     run.train(900, 1000)
     damage(run, 1000)
-    with pytest.raises(errors.CorruptionError, match=r"/1000/.*/hosts/.*Step 1000 .*restore\(fallback=True\) .* restore\(step=…\)"):
+    with pytest.raises(
+        errors.CorruptionError,
+        match=r"/1000/.*/hosts/.*Step 1000 .*restore\(fallback=True\) .* restore\(step=…\)",
+    ):
         run.manager().restore()
 
 
@@ -225,6 +245,9 @@ def test_a_save_that_would_replace_a_pinned_step_is_not_committed(run, rolled_ba
 def test_a_tagged_step_is_not_replaced_either(run, rolled_back):
     pinning.tag(run.root / "1000", "best")
     rolled_back.save(1000, {**state(1000), "again": True})
-    with pytest.raises(errors.OptionError, match="is tagged best, so it is not replaced; `shardckpt untag best` it first"):
+    with pytest.raises(
+        errors.OptionError,
+        match="is tagged best, so it is not replaced; `shardckpt untag best` it first",
+    ):
         rolled_back.wait()
     assert "again" not in shardckpt.restore(run.root / "1000")

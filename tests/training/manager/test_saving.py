@@ -46,7 +46,11 @@ def test_steps_that_are_due_are_saved_and_a_later_run_goes_on_from_the_last(run)
         assert manager.last_report.url == manager.url(9)
     with run.manager(every=3) as manager:
         restored = manager.restore()
-        assert (restored.step, restored.state["step"], restored.metadata) == (9, 9, {"run_id": restored.metadata["run_id"]})
+        assert (restored.step, restored.state["step"], restored.metadata) == (
+            9,
+            9,
+            {"run_id": restored.metadata["run_id"]},
+        )
         np.testing.assert_array_equal(restored.state["w"], state(9)["w"])
         assert [step for step in range(9, 14) if manager.save(step, state(step))] == [12]
 
@@ -73,12 +77,16 @@ def test_a_step_is_saved_without_being_due_only_when_forced(run):
         assert not manager.save(1, state(1))
         assert manager.save(1, state(1), force=True)
         assert not manager.save(1, state(1), force=True)
-        assert [(e.step, e.reason) for e in run.events_of("SaveSkipped")] == [(1, "it is saved already")]
+        assert [(e.step, e.reason) for e in run.events_of("SaveSkipped")] == [
+            (1, "it is saved already")
+        ]
         assert not manager.should_save(2)
     assert run.holds(1)
 
 
-def test_a_manager_that_is_not_told_when_saves_every_call_and_warns_once_where_it_keeps_every_step(run, caplog):
+def test_a_manager_that_is_not_told_when_saves_every_call_and_warns_once_where_it_keeps_every_step(
+    run, caplog
+):
     with shardckpt.CheckpointManager(run.root) as manager:
         assert [manager.save(step, state(step)) for step in range(3)] == [True] * 3
     assert [run.holds(step) for step in range(3)] == [True] * 3
@@ -121,11 +129,20 @@ def test_steps_of_up_to_63_bits_are_found_again(run, step):
     assert [entry.step for entry in catalog(run.root)] == [step]
 
 
-@pytest.mark.parametrize("step", [2**63, 10**5000, -1, 1.5, True, "1"], ids=["64 bits", "5001 digits", "negative", "float", "bool", "text"])
+@pytest.mark.parametrize(
+    "step",
+    [2**63, 10**5000, -1, 1.5, True, "1"],
+    ids=["64 bits", "5001 digits", "negative", "float", "bool", "text"],
+)
 def test_other_steps_are_refused(run, step):
     with run.manager() as manager:
         of_steps = (manager.url, manager.pin, manager.unpin)
-        for asks in (*of_steps, manager.should_save, lambda step: manager.save(step, state(1)), lambda step: manager.restore(step=step)):
+        for asks in (
+            *of_steps,
+            manager.should_save,
+            lambda step: manager.save(step, state(1)),
+            lambda step: manager.restore(step=step),
+        ):
             with pytest.raises(errors.OptionError, match="2\\*\\*63 - 1"):
                 asks(step)
 
@@ -138,7 +155,9 @@ def test_steps_ascend(run):
             lambda step: manager.save(step, state(step)),
             lambda step: manager.save(step, state(step), force=True),
         ):
-            with pytest.raises(errors.OptionError, match=r"step 4 is less than step 5, .* steps must ascend"):
+            with pytest.raises(
+                errors.OptionError, match=r"step 4 is less than step 5, .* steps must ascend"
+            ):
                 asks(4)
         for bad in (-1, True, 2.0, "7", np.float32(7), np.array([7, 8]), None):
             with pytest.raises(errors.OptionError, match="step="):
@@ -151,7 +170,10 @@ def test_a_loop_that_begins_anew_after_a_restore_is_told_at_once(run):
     run.train(5)
     with run.manager() as manager:
         assert manager.restore().step == 5
-        with pytest.raises(errors.OptionError, match=r"step 0 is less than step 5, .* go back with restore\(step=…\)"):
+        with pytest.raises(
+            errors.OptionError,
+            match=r"step 0 is less than step 5, .* go back with restore\(step=…\)",
+        ):
             manager.save(0, state(0))
 
 
@@ -183,7 +205,9 @@ def test_or_is_skipped_with_an_event_by_choice(run, gate):
         gate.opened.set()
         manager.wait()
         assert manager.save(3, state(3))
-    assert [(e.step, e.reason) for e in run.events_of("SaveSkipped")] == [(2, "the save before it is still in flight")]
+    assert [(e.step, e.reason) for e in run.events_of("SaveSkipped")] == [
+        (2, "the save before it is still in flight")
+    ]
     assert [run.holds(step) for step in (1, 2, 3)] == [True, False, True]
 
 

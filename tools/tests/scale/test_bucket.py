@@ -1,4 +1,5 @@
-"""Requests of a save to an object store, counted on real saves; and the load that thousands of hosts make of them at once."""
+"""Requests of a save to an object store, counted on real saves; and the load that thousands of
+hosts make of them at once."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ MiB = 1 << 20
 LOOKS = 9
 """Most that a host takes until it sees the placeholder of process 0, or has put its own there."""
 SEEN = ("stat", "contents/#")
-"""Looks at the contents: for those that are written already and, in the first save, for a storage that is shared."""
+"""Looks at the contents: for those that are written already and, in the first save, for a storage
+that is shared."""
 PLACEHOLDER = ("upload", "checkpoint.json")
 
 
@@ -35,7 +37,9 @@ def counts(requests):
 
 
 @pytest.mark.parametrize(("hosts", "tensors", "mebibytes"), [(2, 1, 8), (4, 24, 1)])
-def test_what_a_host_asks_besides_its_data_depends_on_neither_hosts_nor_tensors(packed, hosts, tensors, mebibytes):
+def test_what_a_host_asks_besides_its_data_depends_on_neither_hosts_nor_tensors(
+    packed, hosts, tensors, mebibytes
+):
     """But for what describes the checkpoint: of hosts that say the same, one or more write it."""
     described = ("upload", "contents/#")
     other = emulated_save(hosts=hosts, tensors=tensors, mebibytes=mebibytes)

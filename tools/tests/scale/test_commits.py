@@ -1,4 +1,5 @@
-"""Cost of a commit, counted: requests to the storage, and steps of Python; `tools/scale/commits.py` measures the time."""
+"""Cost of a commit, counted: requests to the storage, and steps of Python; `tools/scale/commits.py`
+measures the time."""
 
 from __future__ import annotations
 
@@ -10,13 +11,22 @@ from counting import steps
 import shardckpt
 from shardckpt.io import files
 from shardckpt.io.store import Store
-from tools.scale.commits import CHUNKS_PER_TENSOR, commit, contents_of, floor, forget_commit, measure, write_attempt
+from tools.scale.commits import (
+    CHUNKS_PER_TENSOR,
+    commit,
+    contents_of,
+    floor,
+    forget_commit,
+    measure,
+    write_attempt,
+)
 
 pytestmark = pytest.mark.slow
 
 
 def written(top, hosts, chunks, layout="packed"):
-    """Write an attempt by so many hosts, of so many chunks each; the checkpoint's place and the attempt's."""
+    """Write an attempt by so many hosts, of so many chunks each; the checkpoint's place and the
+    attempt's."""
     root = Store.open(top)
     return root, write_attempt(root, contents_of(hosts, chunks), hosts, layout)
 
@@ -42,7 +52,9 @@ def requests(top, hosts, chunks, layout):
 
 
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
-def test_a_committer_reads_two_small_files_of_each_host_however_many_chunks_there_are(tmp_path, monkeypatch, layout):
+def test_a_committer_reads_two_small_files_of_each_host_however_many_chunks_there_are(
+    tmp_path, monkeypatch, layout
+):
     tensors = 10
     few = requests(tmp_path / "few", 2, tensors * CHUNKS_PER_TENSOR, layout)
     more_hosts = requests(tmp_path / "hosts", 6, tensors * CHUNKS_PER_TENSOR, layout)
@@ -60,7 +72,9 @@ def calls(top, hosts, chunks):
     return steps(lambda: commit(root, place, hosts))
 
 
-def test_what_python_does_depends_on_tensors_and_hosts_but_not_on_their_product_or_on_chunks(tmp_path, monkeypatch):
+def test_what_python_does_depends_on_tensors_and_hosts_but_not_on_their_product_or_on_chunks(
+    tmp_path, monkeypatch
+):
     tensors, hosts = 50, 4
     once = calls(tmp_path / "once", hosts, tensors * CHUNKS_PER_TENSOR)
     more_hosts = calls(tmp_path / "hosts", 3 * hosts, tensors * CHUNKS_PER_TENSOR)
@@ -74,6 +88,16 @@ def test_what_python_does_depends_on_tensors_and_hosts_but_not_on_their_product_
 def test_the_tool_tells_where_the_time_goes(tmp_path):
     root, place = written(tmp_path, 3, 40)
     seconds = measure(root, place, 3)
-    assert set(seconds) == {"listing", "records", "tables", "coverage", "documents", "index", "table", "publish", "rest"}
+    assert set(seconds) == {
+        "listing",
+        "records",
+        "tables",
+        "coverage",
+        "documents",
+        "index",
+        "table",
+        "publish",
+        "rest",
+    }
     assert floor(place.local_path("")) > 0
     assert shardckpt.open(str(root)).verify().damage == []

@@ -1,4 +1,5 @@
-"""Counts for one host of tools/scale: its plans and documents do not grow with the job. docs/scale.md has the times."""
+"""Counts for one host of tools/scale: its plans and documents do not grow with the job.
+docs/scale.md has the times."""
 
 from __future__ import annotations
 
@@ -28,12 +29,15 @@ def measured(what, kind, devices, tensors=TENSORS):
 def test_a_plan_has_no_more_rows_and_takes_no_more_steps_on_a_hundred_thousand_devices(what, kind):
     few, many = (measured(what, kind, devices) for devices in (SMALL, LARGE))
     for key in ("boxes", "blocks", "rows", "chunks"):
-        # By how unevenly 100,000 devices cut a tensor it may be a few more chunks, of smaller tiles; and they make groups of
-        # 200 for HSDP, in place of 256.
+        # By how unevenly 100,000 devices cut a tensor it may be a few more chunks, of smaller
+        # tiles; and they make groups of 200 for HSDP, in place of 256.
         assert many.get(key, 0) <= 1.35 * few.get(key, 0) + TENSORS
     steps_of = {}
     for devices in (SMALL, LARGE):
-        prepared = [MEASURED[what](tree="405B", kind=kind, devices=devices, tensors=TENSORS) for _ in range(2)]
+        prepared = [
+            MEASURED[what](tree="405B", kind=kind, devices=devices, tensors=TENSORS)
+            for _ in range(2)
+        ]
         prepared[0]()  # chunk shapes are chosen once
         steps_of[devices] = steps(prepared[1])
     assert steps_of[LARGE] <= 1.1 * steps_of[SMALL] + TENSORS
@@ -41,9 +45,12 @@ def test_a_plan_has_no_more_rows_and_takes_no_more_steps_on_a_hundred_thousand_d
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_steps_of_a_plan_are_few_per_tensor(kind):
-    """Work once per shape and layout, not per tensor: whatever the boxes of 8 devices and pieces have in common."""
+    """Work once per shape and layout, not per tensor: whatever the boxes of 8 devices and pieces
+    have in common."""
     tensors = 600
-    prepared = [MEASURED["save"](tree="405B", kind=kind, devices=SMALL, tensors=tensors) for _ in range(2)]
+    prepared = [
+        MEASURED["save"](tree="405B", kind=kind, devices=SMALL, tensors=tensors) for _ in range(2)
+    ]
     prepared[0]()
     assert steps(prepared[1]) <= 180 * tensors
 

@@ -1,4 +1,5 @@
-"""Requests for chunk tables in a restore: their number does not depend on how many hosts saved. docs/scale.md has whole jobs."""
+"""Requests for chunk tables in a restore: their number does not depend on how many hosts saved.
+docs/scale.md has whole jobs."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def test_the_simulated_tables_give_each_host_what_it_plans_to_write(kind):
             for name, blocks in job.planned(host).blocks.items()
         }
         for name, hosts in whose.items():
-            np.testing.assert_array_equal(np.flatnonzero(hosts == host), written.get(name, np.empty(0, np.int64)))
+            np.testing.assert_array_equal(
+                np.flatnonzero(hosts == host), written.get(name, np.empty(0, np.int64))
+            )
 
 
 @pytest.mark.parametrize("devices", [4096, 16384])

@@ -1,4 +1,5 @@
-"""`python -m tools.scale` measures what it says, at its smallest; that figures are good is not a test."""
+"""`python -m tools.scale` measures what it says, at its smallest; that figures are good is not a
+test."""
 
 import json
 import subprocess
@@ -21,7 +22,11 @@ pytestmark = pytest.mark.slow
 def figures(tmp_path_factory):
     to = tmp_path_factory.mktemp("scale") / "found.json"
     child = subprocess.run(
-        [sys.executable, "-m", "tools.scale", "--smallest", "--json", to], cwd=ROOT, capture_output=True, text=True, timeout=250
+        [sys.executable, "-m", "tools.scale", "--smallest", "--json", to],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=250,
     )
     assert child.returncode == 0, child.stderr[-3000:]
     assert "plan of the first save, 1,024 tensors" in child.stdout
@@ -65,15 +70,23 @@ def test_each_point_of_dcp_has_ours_beside_it_and_what_was_cut_off_says_so(figur
 
 def test_ours_is_asked_wherever_dcp_is():
     for points in (FULL, QUICK):
-        ours = {(job["what"], job.get("tree"), job.get("kind"), job.get("devices")) for job in points.jobs()}
+        ours = {
+            (job["what"], job.get("tree"), job.get("kind"), job.get("devices"))
+            for job in points.jobs()
+        }
         asked = [job for jobs in points.dcp() for job in jobs]
         assert len(asked) >= 8
-        assert {(job["what"].removeprefix("dcp "), job["tree"], job["kind"], job["devices"]) for job in asked} <= ours
+        assert {
+            (job["what"].removeprefix("dcp "), job["tree"], job["kind"], job["devices"])
+            for job in asked
+        } <= ours
 
 
 def test_growth_is_told_by_its_exponent_and_by_what_each_host_and_chunk_adds():
     assert exponent([1, 10, 1000], [5, 5, 5]) == pytest.approx(0)
     assert exponent([2, 4, 8], [4, 16, 64]) == pytest.approx(2)
     counts = [(8, 320), (64, 2560), (64, 64000)]
-    assert per_each(counts, [0.1 + 0.002 * h + 1e-6 * c for h, c in counts]) == pytest.approx([0.1, 0.002, 1e-6])
+    assert per_each(counts, [0.1 + 0.002 * h + 1e-6 * c for h, c in counts]) == pytest.approx(
+        [0.1, 0.002, 1e-6]
+    )
     assert min(per_each([(1, 1), (2, 2), (3, 9)], [1.0, 2.0, 1.0])) >= 0

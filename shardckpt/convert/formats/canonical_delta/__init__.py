@@ -1,1 +1,4 @@
-"""The versions of a publisher as directories of differences that other projects' receivers apply. Begin at `target`."""
+"""The versions of a publisher as directories of differences that other projects' receivers apply.
+
+Begin at `target`.
+"""

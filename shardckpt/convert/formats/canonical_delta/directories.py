@@ -1,7 +1,8 @@
 """The directories of versions: which are complete, what is noted in them, and the lock of the process that writes them.
 
-Each directory has a note, `shardckpt-version.json`, which receivers ignore. It names the step, the contents, and the sizes of all other
-files of a difference. The note of version 0 is written before its files: a killed export continues by it.
+Each directory has a note, `shardckpt-version.json`, which receivers ignore. It names the step, the
+contents, and the sizes of all other files of a difference. The note of version 0 is written before
+its files: a killed export continues by it.
 """
 
 from __future__ import annotations
@@ -46,14 +47,20 @@ def _is_text(value: object) -> bool:
 
 
 def _are_attempts(value: object) -> bool:
-    return isinstance(value, dict) and all(step.isascii() and step.isdigit() and _is_text(one) for step, one in value.items())
+    return isinstance(value, dict) and all(
+        step.isascii() and step.isdigit() and _is_text(one) for step, one in value.items()
+    )
 
 
 def _are_sizes(value: object) -> bool:
     return isinstance(value, dict) and INDEX in value and all(map(_is_step, value.values()))
 
 
-_FIELDS: Mapping[str, Callable[[object], bool]] = {"step": _is_step, "attempt": _is_text, "contents": _is_text}
+_FIELDS: Mapping[str, Callable[[object], bool]] = {
+    "step": _is_step,
+    "attempt": _is_text,
+    "contents": _is_text,
+}
 _FIRST: Mapping[str, Callable[[object], bool]] = {"forms": _is_text, "before": _are_attempts}
 
 
@@ -94,17 +101,25 @@ class VersionDirectories:
                     self._root.remove_empty()
 
     def notes(self) -> list[dict[str, Any]]:
-        """The notes of all complete versions, from 0 on; their files have the sizes that were noted.
+        """The notes of all complete versions, from 0 on.
+
+        Their files have the sizes that were noted.
 
         Raises:
             FormatError: a version is missing, or a file of one is missing or damaged.
         """
         numbers = self._numbers()
         sizes = map_on_threads(lambda number: self.place(number).sizes(""), numbers)
-        complete = {number: there for number, there in zip(numbers, sizes, strict=True) if _is_complete(number, there)}
+        complete = {
+            number: there
+            for number, there in zip(numbers, sizes, strict=True)
+            if _is_complete(number, there)
+        }
         if [*complete] != [*range(len(complete))]:
             gap = next(i for i, number in enumerate(complete) if i != number)
-            raise FormatError(f"{self._root}: version {gap} is missing before version {max(complete)}{ELSEWHERE}")
+            raise FormatError(
+                f"{self._root}: version {gap} is missing before version {max(complete)}{ELSEWHERE}"
+            )
         notes = map_on_threads(lambda number: self._check(number, complete[number]), complete)
         if len(notes) > 1:
             self._check_index(len(notes) - 1)
@@ -124,9 +139,15 @@ class VersionDirectories:
         except ValueError as e:
             raise FormatError(f"{place}/{NOTE} is damaged ({e}){_BACK}") from e
         fields = {**_FIELDS, **(_FIRST if number == 0 else {"files": _are_sizes})}
-        wrong = [name for name, is_right in fields.items() if not (isinstance(note, dict) and is_right(note.get(name)))]
+        wrong = [
+            name
+            for name, is_right in fields.items()
+            if not (isinstance(note, dict) and is_right(note.get(name)))
+        ]
         if wrong:
-            raise FormatError(f'{place}/{NOTE} is damaged: "{wrong[0]}" is missing or not what was written{_BACK}')
+            raise FormatError(
+                f'{place}/{NOTE} is damaged: "{wrong[0]}" is missing or not what was written{_BACK}'
+            )
         return dict(note)
 
     def write_note(self, place: Store, **note: Any) -> int:
@@ -136,7 +157,10 @@ class VersionDirectories:
         return len(data)
 
     def prepare_first(self, *, overwrite: bool) -> Store:
-        """The place to write version 0 to; on a disk, it is beside the versions that `finish_first` deletes."""
+        """The place to write version 0 to.
+
+        On a disk, it is beside the versions that `finish_first` deletes.
+        """
         if not self._root.has_paths:
             if overwrite:
                 self._delete(self._numbers())
@@ -158,7 +182,11 @@ class VersionDirectories:
         written.delete_prefix()
 
     def _numbers(self) -> list[int]:
-        return sorted(int(match[1]) for name in self._root.list_children() if (match := _VERSION.fullmatch(name)))
+        return sorted(
+            int(match[1])
+            for name in self._root.list_children()
+            if (match := _VERSION.fullmatch(name))
+        )
 
     def _delete(self, numbers: list[int]) -> None:
         for number in reversed(numbers):
@@ -170,7 +198,9 @@ class VersionDirectories:
         note, place = self.note(number), self.place(number)
         if number == 0:
             try:
-                open_foreign(place.location)  # compares each file with its header, and all with the index
+                open_foreign(
+                    place.location
+                )  # compares each file with its header, and all with the index
             except (CorruptionError, FormatError, MissingDataError) as e:
                 raise FormatError(f"{str(e).rstrip('.')}{_BACK}") from e
             return note
@@ -178,14 +208,19 @@ class VersionDirectories:
             if name not in there:
                 raise FormatError(f"{place}/{name} is missing{_BACK}")
             if there[name] != nbytes:
-                raise FormatError(f"{place}/{name} is damaged: it has {there[name]} bytes, and {nbytes} were written{_BACK}")
+                raise FormatError(
+                    f"{place}/{name} is damaged: it has {there[name]} bytes, and {nbytes} were "
+                    f"written{_BACK}"
+                )
         return note
 
     def _check_index(self, number: int) -> None:
         place = self.place(number)
         try:
             index = parse_json(place.read(INDEX))
-            is_right = index["metadata"]["version"] == f"{number:06d}" and isinstance(index["weight_map"], dict)
+            is_right = index["metadata"]["version"] == f"{number:06d}" and isinstance(
+                index["weight_map"], dict
+            )
         except (ValueError, TypeError, LookupError):
             is_right = False
         if not is_right:

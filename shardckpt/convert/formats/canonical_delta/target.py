@@ -1,17 +1,22 @@
 """Versions of a publisher, written as directories that stock receivers apply to a model's files (slime, ModelExpress).
 
-    weight_v000000/   the full model: model.safetensors, or several files and an index, as `export_safetensors` writes them
-    weight_v000001/   model-00001.safetensors …     the tensors that differ from those of version 0
-                      model.safetensors.index.json  written last: without it, the directory is no version yet
+    weight_v000000/   the full model: model.safetensors, or several files and an index, as
+    `export_safetensors` writes them weight_v000001/   model-00001.safetensors …     the tensors
+    that differ from those of version 0
+                      model.safetensors.index.json  written last: without it, the directory is no
+                      version yet
 
-Each entry of a delta's file is U8: one zstd frame. It holds `new XOR old` of all bytes of the tensor; or, as `overwrite`, a u32 count,
-so many u32 positions of bytes, and the new bytes. The header's metadata has a hexadecimal digest of each tensor's new bytes. Versions
-are consecutive, whatever the steps are; `shardckpt-version.json` in each directory names its step, so that a later call continues.
+Each entry of a delta's file is U8: one zstd frame. It holds `new XOR old` of all bytes of the
+tensor; or, as `overwrite`, a u32 count, so many u32 positions of bytes, and the new bytes. The
+header's metadata has a hexadecimal digest of each tensor's new bytes. Versions are consecutive,
+whatever the steps are; `shardckpt-version.json` in each directory names its step, so that a later
+call continues.
 
-One copy of the model's stored chunks is held in memory (`versions.cache`), and one of the tensors as written. Of each version only the
-differences are read.
+One copy of the model's stored chunks is held in memory (`versions.cache`), and one of the tensors
+as written. Of each version only the differences are read.
 
-The format: `update_weight_from_disk_delta.py` in https://github.com/THUDM/slime, `modelexpress_rl` in ai-dynamo/modelexpress.
+The format: `update_weight_from_disk_delta.py` in https://github.com/THUDM/slime, `modelexpress_rl`
+in ai-dynamo/modelexpress.
 """
 
 from __future__ import annotations
@@ -92,7 +97,13 @@ class WrittenVersion:
 
     def to_json(self) -> dict[str, Any]:
         """The version as JSON."""
-        return {"url": self.url, "version": self.version, "step": self.step, "tensors": self.tensors, "bytes": self.nbytes} | {
+        return {
+            "url": self.url,
+            "version": self.version,
+            "step": self.step,
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+        } | {
             "read_bytes": self.read_bytes,
             "written_bytes": self.written_bytes,
         }
@@ -106,16 +117,21 @@ def write_deltas(
     Args:
         src: the place of all versions of a `Publisher`.
         dst: the directory of the directories.
-        options: with `since`, and `follow`: then the iterator waits for further versions, and does not end.
+        options: with `since`, and `follow`: then the iterator waits for further versions, and does
+            not end.
         full: writes a checkpoint as the files of a model, and returns the report.
 
     Raises:
-        NotFoundError: there is no version `since`, or the one is gone that the last directory was written from.
-        OptionError, NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as in `export_safetensors`.
+        NotFoundError: there is no version `since`, or the one is gone that the last directory was
+            written from.
+        OptionError, NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as in
+        `export_safetensors`.
         StructureMismatchError: a version's tensors are not those of version 0.
-        AlreadyExistsError: another process writes there (a bucket); or the directory was begun with another version.
+        AlreadyExistsError: another process writes there (a bucket); or the directory was begun with
+            another version.
         FormatError: a file of a written version is missing or damaged.
-        CorruptionError, ReplacedError, StorageError: a version could not be read, or not be written; or another export writes there.
+        CorruptionError, ReplacedError, StorageError: a version could not be read, or not be
+            written; or another export writes there.
         MissingExtraError: the package of a checksum is not installed.
     """
     since, root = options.since, Store.open(src)
@@ -129,18 +145,34 @@ def write_deltas(
             outputs = plan_model_files(first, options).outputs.tensors
             older = [step for step in step_numbers(root) if step < since]
             attempts = map_on_threads(lambda step: published_attempt(root.sub(str(step))), older)
-            before = {str(step): unfolded(attempt) for step, attempt in zip(older, attempts, strict=True) if attempt}
+            before = {
+                str(step): unfolded(attempt)
+                for step, attempt in zip(older, attempts, strict=True)
+                if attempt
+            }
             place = directories.prepare_first(overwrite=options.overwrite)
-            directories.write_note(place, **_notes_of_all(first, since), forms=_forms(outputs), before=before)
+            directories.write_note(
+                place, **_notes_of_all(first, since), forms=_forms(outputs), before=before
+            )
             report = full(first, place.location)
             directories.finish_first(place)
             place = directories.place(0)
-            yield WrittenVersion(str(place), 0, since, report.tensors, report.nbytes, report.written_bytes, report.read_bytes)
+            yield WrittenVersion(
+                str(place),
+                0,
+                since,
+                report.tensors,
+                report.nbytes,
+                report.written_bytes,
+                report.read_bytes,
+            )
             notes = [directories.note(0)]
         step = notes[0]["step"]
         if step != since:
             there = f"{dst}: version 0 there is step {step}; continue with "
-            raise AlreadyExistsError(Message(there, named("since", step), ", or write to another directory."))
+            raise AlreadyExistsError(
+                Message(there, named("since", step), ", or write to another directory.")
+            )
         current, number = _Current(root, options, notes), len(notes) - 1
         try:
             held = current.begin(notes[-1], str(directories.place(number)))
@@ -148,7 +180,9 @@ def write_deltas(
                 version = current.next()
                 if version is not None:
                     number += 1
-                    yield writer.write(number, version, current.outputs(version), held, current.new_bytes())
+                    yield writer.write(
+                        number, version, current.outputs(version), held, current.new_bytes()
+                    )
                 elif options.follow:
                     time.sleep(_PAUSE)
                 else:
@@ -162,8 +196,16 @@ def _version(root: Store, step: int) -> Checkpoint:
         return Checkpoint(root.sub(str(step)).location)
     except NotFoundError as e:
         there = step_numbers(root)
-        versions = f"there are {few([*map(str, there[-5:])])}, the newest last" if there else "there are no versions"
-        raise NotFoundError(Message(f"{root}: there is no version {step} (", named("since", step), f"); {versions}.")) from e
+        versions = (
+            f"there are {few([*map(str, there[-5:])])}, the newest last"
+            if there
+            else "there are no versions"
+        )
+        raise NotFoundError(
+            Message(
+                f"{root}: there is no version {step} (", named("since", step), f"); {versions}."
+            )
+        ) from e
 
 
 def _contents(checkpoint: Checkpoint) -> str:
@@ -174,12 +216,16 @@ def _contents(checkpoint: Checkpoint) -> str:
 
 def _outputs(checkpoint: Checkpoint, options: DeltaOptions) -> tuple[OutputTensor, ...]:
     config = checkpoint.metadata.get(CONFIG)
-    return outputs_of(checkpoint.record.structure, options, str(checkpoint.location), config=config).tensors
+    return outputs_of(
+        checkpoint.record.structure, options, str(checkpoint.location), config=config
+    ).tensors
 
 
 def _forms(outputs: Iterable[OutputTensor]) -> str:
     """A digest of names, dtypes and shapes."""
-    return sha256(json.dumps(sorted((one.name, one.dtype.name, one.shape) for one in outputs)).encode()).hexdigest()
+    return sha256(
+        json.dumps(sorted((one.name, one.dtype.name, one.shape) for one in outputs)).encode()
+    ).hexdigest()
 
 
 class _Current:
@@ -189,18 +235,31 @@ class _Current:
         self._root, self._options, self._begun = root, options, notes[0]
         self._sources: set[str] = set()
         """Stored names of the tensors that are written."""
-        given = {int(step): attempt for step, attempt in notes[0]["before"].items()} | {note["step"]: note["attempt"] for note in notes}
-        self._follower = Follower(str(root.location), None, mode="each", only=self._sources.__contains__, given=given)
+        given = {int(step): attempt for step, attempt in notes[0]["before"].items()} | {
+            note["step"]: note["attempt"] for note in notes
+        }
+        self._follower = Follower(
+            str(root.location), None, mode="each", only=self._sources.__contains__, given=given
+        )
         self._read_bytes = 0
 
     def begin(self, last: dict[str, Any], written: str) -> dict[str, Bytes]:
-        """Read the version that was written last, to the directory `written`; return its tensors."""
+        """Read the version that was written last, to the directory `written`.
+
+        Return its tensors.
+        """
         try:
             version = self._follower.at(last["step"])
         except NotFoundError as e:
-            raise NotFoundError(f"{self._root}: version {last['step']} is gone, and {written} was written from it{ELSEWHERE}") from e
+            raise NotFoundError(
+                f"{self._root}: version {last['step']} is gone, and {written} was written from "
+                f"it{ELSEWHERE}"
+            ) from e
         if _contents(version.checkpoint) != last["contents"]:
-            raise ReplacedError(f"{self._root}: version {last['step']} was replaced, and {written} was written from it{ELSEWHERE}")
+            raise ReplacedError(
+                f"{self._root}: version {last['step']} was replaced, and {written} was written "
+                f"from it{ELSEWHERE}"
+            )
         outputs = self._check_outputs(version.checkpoint)
         self._sources.update(view.tensor for output in outputs for view in output.sources)
         version.prepare()
@@ -226,14 +285,19 @@ class _Current:
     def outputs(self, version: FollowedVersion) -> list[OutputTensor]:
         """The outputs of a version that may differ from those before."""
         outputs = self._check_outputs(version.checkpoint)
-        return [output for output in outputs if any(view.tensor in version.changed for view in output.sources)]
+        return [
+            output
+            for output in outputs
+            if any(view.tensor in version.changed for view in output.sources)
+        ]
 
     def _check_outputs(self, checkpoint: Checkpoint) -> tuple[OutputTensor, ...]:
         outputs = _outputs(checkpoint, self._options)
         if _forms(outputs) != self._begun["forms"]:
             raise StructureMismatchError(
-                f"{checkpoint.location}: names, shapes or dtypes of its tensors are not those of version 0 (step {self._begun['step']}), "
-                f"and receivers only change bytes. Use the options of the first call, or write to another directory."
+                f"{checkpoint.location}: names, shapes or dtypes of its tensors are not those of "
+                f"version 0 (step {self._begun['step']}), and receivers only change bytes. Use "
+                "the options of the first call, or write to another directory."
             )
         return outputs
 
@@ -243,24 +307,41 @@ def _read(checkpoint: Checkpoint, outputs: Iterable[tuple[OutputTensor, Bytes]])
     parts = [(output, memory) for output, memory in outputs if output.nbytes]
     reader = OutputReader(checkpoint, [output for output, _ in parts])
     reader.read_boxes(
-        [(i, Box.full(output.shape), memory.view(output.dtype.numpy).reshape(output.shape)) for i, (output, memory) in enumerate(parts)]
+        [
+            (i, Box.full(output.shape), memory.view(output.dtype.numpy).reshape(output.shape))
+            for i, (output, memory) in enumerate(parts)
+        ]
     )
 
 
 def _notes_of_all(checkpoint: Checkpoint, step: int) -> dict[str, Any]:
     """Fields of the notes of all versions."""
     attempt = unfolded(checkpoint.record.attempt)
-    return {"step": step, "attempt": attempt, "contents": _contents(checkpoint), "source": str(checkpoint.location)}
+    return {
+        "step": step,
+        "attempt": attempt,
+        "contents": _contents(checkpoint),
+        "source": str(checkpoint.location),
+    }
 
 
 class _Writer:
     """Writes differences."""
 
     def __init__(self, directories: VersionDirectories, options: DeltaOptions) -> None:
-        self._directories, self._options, self._digest = directories, options, _digest(options.checksum_format)
+        self._directories, self._options, self._digest = (
+            directories,
+            options,
+            _digest(options.checksum_format),
+        )
 
     def write(
-        self, number: int, version: FollowedVersion, outputs: list[OutputTensor], held: dict[str, Bytes], read_bytes: int
+        self,
+        number: int,
+        version: FollowedVersion,
+        outputs: list[OutputTensor],
+        held: dict[str, Bytes],
+        read_bytes: int,
     ) -> WrittenVersion:
         """Write the tensors that differ from those before, and put them in their place.
 
@@ -273,14 +354,20 @@ class _Writer:
         """
         options, place = self._options, self._directories.place(number)
         if place.exists(INDEX):
-            raise AlreadyExistsError(f"{place} is complete, and this process has not written it; let one process write there.")
+            raise AlreadyExistsError(
+                f"{place} is complete, and this process has not written it; let one process write "
+                "there."
+            )
         place.delete_prefix()  # what a killed call left
         files, nbytes = _Files(place), 0
         for batch in batches(outputs, lambda output: (output.nbytes,), (options.budget // 4,)):
             new = {output.name: np.empty(output.nbytes, np.uint8) for output in batch}
             with version.reading():
                 _read(version.checkpoint, [(output, new[output.name]) for output in batch])
-            encoded = map_on_threads(lambda output: self._encode(output, new[output.name], held[output.name]), batch)  # noqa: B023
+            encoded = map_on_threads(
+                lambda output: self._encode(output, new[output.name], held[output.name]),  # noqa: B023
+                batch,
+            )
             for output, entry in zip(batch, encoded, strict=True):
                 if entry is not None:
                     files.add(output.name, *entry)
@@ -299,10 +386,22 @@ class _Writer:
         }
         data = json.dumps(index, indent=1).encode()
         sizes = files.sizes | {INDEX: len(data)}
-        note_bytes = self._directories.write_note(place, **_notes_of_all(version.checkpoint, version.step), files=sizes)
+        note_bytes = self._directories.write_note(
+            place, **_notes_of_all(version.checkpoint, version.step), files=sizes
+        )
         if not place.create(INDEX, data):
-            raise AlreadyExistsError(f"{place}: another process has written it meanwhile; let one process write there.")
-        return WrittenVersion(str(place), number, version.step, len(files.weight_map), nbytes, note_bytes + sum(sizes.values()), read_bytes)
+            raise AlreadyExistsError(
+                f"{place}: another process has written it meanwhile; let one process write there."
+            )
+        return WrittenVersion(
+            str(place),
+            number,
+            version.step,
+            len(files.weight_map),
+            nbytes,
+            note_bytes + sum(sizes.values()),
+            read_bytes,
+        )
 
     def _encode(self, output: OutputTensor, new: Bytes, old: Bytes) -> tuple[bytes, str] | None:
         """The entry of a tensor and the digest of its new bytes; None if nothing differs."""
@@ -312,9 +411,13 @@ class _Writer:
         if self._options.delta_encoding == "overwrite":
             if output.nbytes >= _LARGEST:
                 advice = " has 4 GiB or more, and positions have 32 bits; use "
-                raise OptionError(Message(f"{shown(output.name)}{advice}", named("delta_encoding", "xor"), "."))
+                raise OptionError(
+                    Message(f"{shown(output.name)}{advice}", named("delta_encoding", "xor"), ".")
+                )
             at = np.flatnonzero(difference).astype("<u4")
-            difference = np.concatenate([np.array([len(at)], "<u4").view(np.uint8), at.view(np.uint8), new[at]])
+            difference = np.concatenate(
+                [np.array([len(at)], "<u4").view(np.uint8), at.view(np.uint8), new[at]]
+            )
         return compress(difference), self._digest(new)
 
 
@@ -342,9 +445,15 @@ class _Files:
         if not self._entries:
             return
         name, at = f"model-{len(self.sizes) + 1:05d}.safetensors", 0
-        header: dict[str, Any] = {"__metadata__": {key: digest for key, (_, digest) in self._entries.items()}}
+        header: dict[str, Any] = {
+            "__metadata__": {key: digest for key, (_, digest) in self._entries.items()}
+        }
         for key, (frame, _) in self._entries.items():
-            header[key] = {"dtype": "U8", "shape": [len(frame)], "data_offsets": [at, at + len(frame)]}
+            header[key] = {
+                "dtype": "U8",
+                "shape": [len(frame)],
+                "data_offsets": [at, at + len(frame)],
+            }
             at += len(frame)
             self.weight_map[key] = name
         data = b"".join([header_of(header), *(frame for frame, _ in self._entries.values())])
@@ -358,11 +467,16 @@ def _digest(checksum_format: str) -> Callable[[Bytes], str]:
     """The function that makes a tensor's digest."""
     if checksum_format == "adler32":
         return lambda data: f"{zlib.adler32(data.data):08x}"
-    module, name = {"xxh3-128": ("xxhash", "xxh3_128"), "blake3": ("blake3", "blake3")}[checksum_format]
+    module, name = {"xxh3-128": ("xxhash", "xxh3_128"), "blake3": ("blake3", "blake3")}[
+        checksum_format
+    ]
     try:
         made = getattr(import_module(module), name)
     except ImportError as e:
         raise MissingExtraError(
-            Message(named("checksum_format", checksum_format), f" needs the package {module}: pip install {module}; or use adler32.")
+            Message(
+                named("checksum_format", checksum_format),
+                f" needs the package {module}: pip install {module}; or use adler32.",
+            )
         ) from e
     return lambda data: str(made(data).hexdigest())

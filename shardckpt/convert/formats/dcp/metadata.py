@@ -1,11 +1,13 @@
 """Parser of `.metadata`, the metadata file of torch.distributed.checkpoint.
 
-It is a pickle of a `Metadata` (torch/distributed/checkpoint/metadata.py, torch 2.1 to 2.13). It has for each name either a tensor's
-dtype, shape and chunks, or the mark of a value stored as bytes; the file and offset of each of these; and, from the planner, the keys
-that lead to each name in the nested state.
+It is a pickle of a `Metadata` (torch/distributed/checkpoint/metadata.py, torch 2.1 to 2.13). It has
+for each name either a tensor's dtype, shape and chunks, or the mark of a value stored as bytes; the
+file and offset of each of these; and, from the planner, the keys that lead to each name in the
+nested state.
 
-A pickle can run code, and DCP itself loads this one without a check. Here `unpickle` reads it, which runs nothing, and it may name only
-`CLASSES`, the classes of such a file. Python's own unpickler is never used, even if the user trusts the file.
+A pickle can run code, and DCP itself loads this one without a check. Here `unpickle` reads it,
+which runs nothing, and it may name only `CLASSES`, the classes of such a file. Python's own
+unpickler is never used, even if the user trusts the file.
 """
 
 from __future__ import annotations
@@ -32,14 +34,24 @@ CLASSES = frozenset(
         *(
             _METADATA + name
             for name in (
-                *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+                *(
+                    "Metadata",
+                    "MetadataIndex",
+                    "TensorStorageMetadata",
+                    "BytesStorageMetadata",
+                    "ChunkStorageMetadata",
+                ),
                 *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
             )
         ),
         "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
         "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
         _STORED,
-        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),  # Python 3.13
+        *(
+            f"{module}.{name}"
+            for module in ("pathlib", "pathlib._local")
+            for name in ("PosixPath", "PurePosixPath")
+        ),  # Python 3.13
         *(
             "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
             "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
@@ -47,7 +59,13 @@ CLASSES = frozenset(
         # `all_local_plans`, which Megatron-Core keeps in the metadata and nothing here reads
         *(
             f"torch.distributed.checkpoint.planner.{name}"
-            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+            for name in (
+                "SavePlan",
+                "WriteItem",
+                "WriteItemType",
+                "TensorWriteData",
+                "BytesIOWriteData",
+            )
         ),
     )
 )
@@ -99,9 +117,11 @@ class DcpMetadata:
     bytes: dict[str, DcpItem]
     """Values that are not tensors, by name."""
     paths: dict[str, tuple[str | int, ...]] | None
-    """Name → keys that lead to it, an int in a list; None: the state was flat. Some names may have nothing stored."""
+    """Name → keys that lead to it, an int in a list; None: the state was flat. Some names may have
+    nothing stored."""
     flattened: dict[str, tuple[int, ...]]
-    """Megatron-Core up to 0.13: name → the tensor's own shape, if it is stored as flat runs of its tiles."""
+    """Megatron-Core up to 0.13: name → the tensor's own shape, if it is stored as flat runs of its
+    tiles."""
 
 
 def parse_metadata(data: bytes, where: str) -> DcpMetadata:
@@ -119,14 +139,20 @@ def parse_metadata(data: bytes, where: str) -> DcpMetadata:
         return _metadata(root)
     except (TypeError, ValueError, KeyError, AttributeError) as e:
         reason = clip(str(e), 300)
-        raise FormatError(f"{where}: this is not metadata of torch.distributed.checkpoint ({reason}); replace it with a backup.") from e
+        raise FormatError(
+            f"{where}: this is not metadata of torch.distributed.checkpoint ({reason}); replace "
+            "it with a backup."
+        ) from e
 
 
 def _metadata(root: object) -> DcpMetadata:
     if isinstance(root, Instance) and root.name == _MEGATRON + "MCoreMetadata":
         root = Instance(_METADATA + "Metadata", (), root.state)
     state = _state(root, "Metadata")
-    items = {_index(index): _item(info) for index, info in _mapping(state["storage_data"], "storage_data").items()}
+    items = {
+        _index(index): _item(info)
+        for index, info in _mapping(state["storage_data"], "storage_data").items()
+    }
     tensors: dict[str, DcpTensor] = {}
     blobs: dict[str, DcpItem] = {}
     for name, entry in _mapping(state["state_dict_metadata"], "state_dict_metadata").items():
@@ -140,22 +166,37 @@ def _metadata(root: object) -> DcpMetadata:
             continue
         tensors[name] = _tensor(name, _state(entry, "TensorStorageMetadata"), items)
     planned = state.get("planner_data")
-    paths = None if not planned else {_text(name): _path(path) for name, path in _mapping(planned, "planner_data").items()}
-    # https://github.com/NVIDIA/Megatron-LM/blob/core_r0.13.0/megatron/core/dist_checkpointing/strategies/torch.py, `mcore_data`
+    paths = (
+        None
+        if not planned
+        else {_text(name): _path(path) for name, path in _mapping(planned, "planner_data").items()}
+    )
+    # https://github.com/NVIDIA/Megatron-LM/blob/core_r0.13.0/megatron/core/dist_checkpointing/strategies/torch.py,
+    # `mcore_data`
     megatron = state.get("mcore_data")
     flattened = {
         name: entry["nd_reformulated_orig_global_shape"]
         for name, entry in (megatron if type(megatron) is dict else {}).items()
         if type(entry) is dict and "nd_reformulated_orig_global_shape" in entry
     }
-    return DcpMetadata(tensors, blobs, paths, {_text(name): _extents(shape) for name, shape in flattened.items()})
+    return DcpMetadata(
+        tensors, blobs, paths, {_text(name): _extents(shape) for name, shape in flattened.items()}
+    )
 
 
-def _tensor(name: str, state: Mapping[str, Any], items: Mapping[tuple[str, tuple[int, ...] | None], DcpItem]) -> DcpTensor:
+def _tensor(
+    name: str, state: Mapping[str, Any], items: Mapping[tuple[str, tuple[int, ...] | None], DcpItem]
+) -> DcpTensor:
     properties = state["properties"]
     # The state of a TensorProperties is a tuple in newer versions, and a dict in the oldest.
     values = properties.state if isinstance(properties, Instance) else None
-    dtype = values[0] if type(values) is tuple and values else values.get("dtype") if type(values) is dict else None
+    dtype = (
+        values[0]
+        if type(values) is tuple and values
+        else values.get("dtype")
+        if type(values) is dict
+        else None
+    )
     if type(dtype) is not Dtype:
         raise TypeError(f"{name!r} has no dtype")
     shape = _extents(state["size"])
@@ -166,7 +207,10 @@ def _tensor(name: str, state: Mapping[str, Any], items: Mapping[tuple[str, tuple
         box = _state(chunk, "ChunkStorageMetadata")
         start, extent = _extents(box["offsets"]), _extents(box["sizes"])
         if len(start) != len(shape) or len(extent) != len(shape):
-            raise ValueError(f"{name!r} of shape {shape} has a chunk of another rank, of shape {extent} at {start}")
+            raise ValueError(
+                f"{name!r} of shape {shape} has a chunk of another rank, of shape {extent} at "
+                f"{start}"
+            )
         if prod(extent) == 0:
             continue  # written by a process without a part of the tensor
         item = items.get((name, start))
@@ -177,7 +221,11 @@ def _tensor(name: str, state: Mapping[str, Any], items: Mapping[tuple[str, tuple
 
 
 def _state(instance: object, kind: str) -> Mapping[str, Any]:
-    if not isinstance(instance, Instance) or instance.name != _METADATA + kind or type(instance.state) is not dict:
+    if (
+        not isinstance(instance, Instance)
+        or instance.name != _METADATA + kind
+        or type(instance.state) is not dict
+    ):
         actual = instance.name if isinstance(instance, Instance) else type(instance).__name__
         raise TypeError(f"expected a {kind}, found a {actual}")
     return instance.state
@@ -202,7 +250,12 @@ def _item(info: object) -> DcpItem:
     offset, length = state["offset"], state["length"]
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
         raise ValueError(f"an entry of storage_data has {length} bytes at byte {offset}")
-    return DcpItem(_text(state["relative_path"]), offset, length, tuple(map(_text, state.get("transform_descriptors") or ())))
+    return DcpItem(
+        _text(state["relative_path"]),
+        offset,
+        length,
+        tuple(map(_text, state.get("transform_descriptors") or ())),
+    )
 
 
 def _text(value: object) -> str:
@@ -212,7 +265,9 @@ def _text(value: object) -> str:
 
 
 def _extents(value: object) -> tuple[int, ...]:
-    if type(value) is not tuple or not all(type(n) is int and 0 <= n <= LARGEST_DIMENSION for n in value):
+    if type(value) is not tuple or not all(
+        type(n) is int and 0 <= n <= LARGEST_DIMENSION for n in value
+    ):
         raise ValueError(f"{shorten(value)} is neither a shape nor an offset")
     return value
 

@@ -1,9 +1,11 @@
 """Reader of the safetensors files that DCP's `HuggingFaceStorageWriter(save_distributed=True)` writes.
 
-    shard-00002-model-00001-of-00003.safetensors    the parts that process 2 has of the tensors of the first of three files
+    shard-00002-model-00001-of-00003.safetensors    the parts that process 2 has of the tensors of
+    the first of three files
 
-Each header gives the offset of every part in its tensor (`DCP_SHARDING_INFO`, torch/distributed/checkpoint/_hf_utils.py), but not the
-tensor's shape: it is computed from the parts. Missing files of a process are detected by its number, unless it is the last one.
+Each header gives the offset of every part in its tensor (`DCP_SHARDING_INFO`,
+torch/distributed/checkpoint/_hf_utils.py), but not the tensor's shape: it is computed from the
+parts. Missing files of a process are detected by its number, unless it is the last one.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
 
     Raises:
         MissingDataError: the files of a process are missing.
-        FormatError: a file is malformed, or parts do not cover a tensor; the message names the tensor.
+        FormatError: a file is malformed, or parts do not cover a tensor; the message names the
+            tensor.
         DtypeError: a tensor's dtype cannot be stored.
     """
     store = Store.open(location)
@@ -62,7 +65,8 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
     missing = sorted(set(range(1, processes[-1] + 1)) - set(processes))
     if missing:
         raise MissingDataError(
-            f"{location}: the file of shard {missing[0]} is missing, although shard {processes[-1]} exists; replace it with a backup."
+            f"{location}: the file of shard {missing[0]} is missing, although shard "
+            f"{processes[-1]} exists; replace it with a backup."
         )
     parts: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], _Shard]] = {}
     opened = map_on_threads(lambda name: _open(store, name), names)
@@ -71,12 +75,18 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
             parts.setdefault(name, {}).setdefault((shard.start, shard.tensor.shape), shard)
     notes = [
         (
-            f"{len(names)} safetensors files of {len(processes)} processes. They do not say how large tensors are: if there were more "
-            f"processes than {processes[-1]}, their data is missing."
+            f"{len(names)} safetensors files of {len(processes)} processes. They do not say how "
+            f"large tensors are: if there were more processes than {processes[-1]}, their data is "
+            "missing."
         )
     ]
-    state = {name: _tensor(name, list(of_tensor.values()), str(location)) for name, of_tensor in parts.items()}
-    return place_tensors(state, "dcp", location, identity_of(location, [version for version, _ in opened]), notes)
+    state = {
+        name: _tensor(name, list(of_tensor.values()), str(location))
+        for name, of_tensor in parts.items()
+    }
+    return place_tensors(
+        state, "dcp", location, identity_of(location, [version for version, _ in opened]), notes
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,17 +114,25 @@ def _open(store: Store, name: str) -> tuple[FileVersion, dict[str, _Shard]]:
         document = json.loads(header.metadata[_STARTS])
         starts = {tensor: tuple(document[tensor]["saved_offsets"]) for tensor in header.tensors}
     except (KeyError, TypeError, ValueError, RecursionError) as e:
-        raise FormatError(f"{version}: its header has no {_STARTS} that says where each part begins ({shorten(str(e))}).") from e
+        raise FormatError(
+            f"{version}: its header has no {_STARTS} that says where each part begins "
+            f"({shorten(str(e))})."
+        ) from e
     shards = {}
     for tensor, stored in header.tensors.items():
         start, shape = starts[tensor], stored.shape
         if len(start) != len(shape) or not all(type(n) is int and n >= 0 for n in start):
-            raise FormatError(f"{version}: {shown(tensor)} of shape {shape} cannot begin at {shorten(start)}; the file is damaged.")
+            raise FormatError(
+                f"{version}: {shown(tensor)} of shape {shape} cannot begin at {shorten(start)}; "
+                "the file is damaged."
+            )
         strides = [1] * len(shape)
         for d in reversed(range(len(shape) - 1)):
             strides[d] = strides[d + 1] * max(1, shape[d + 1])
         span = Span(version, stored.start, stored.stop)
-        elements = PickledTensor(Storage(tensor, None, len(span)), Dtype(stored.dtype.name), 0, shape, tuple(strides))
+        elements = PickledTensor(
+            Storage(tensor, None, len(span)), Dtype(stored.dtype.name), 0, shape, tuple(strides)
+        )
         shards[tensor] = _Shard(start, elements, stored.dtype, span)
     return version, shards
 
@@ -123,11 +141,20 @@ def _tensor(name: str, shards: list[_Shard], where: str) -> PlacedTensor:
     first = shards[0]
     if any(shard.dtype != first.dtype or len(shard.start) != len(first.start) for shard in shards):
         raise FormatError(
-            f"{where}: {shown(name)}: its parts have different dtypes or numbers of dimensions; give the files of a single save."
+            f"{where}: {shown(name)}: its parts have different dtypes or numbers of dimensions; "
+            "give the files of a single save."
         )
-    shape = tuple(max(shard.start[d] + shard.tensor.shape[d] for shard in shards) for d in range(len(first.start)))
+    shape = tuple(
+        max(shard.start[d] + shard.tensor.shape[d] for shard in shards)
+        for d in range(len(first.start))
+    )
     kept = [shard for shard in shards if 0 not in shard.tensor.shape] or shards[:1]
     parts = tuple(
-        ForeignPart(shard.start, shard.tensor.shape, row_chunks(shard.tensor.shape, first.dtype.itemsize, ROWS_BYTES)) for shard in kept
+        ForeignPart(
+            shard.start,
+            shard.tensor.shape,
+            row_chunks(shard.tensor.shape, first.dtype.itemsize, ROWS_BYTES),
+        )
+        for shard in kept
     )
     return PlacedTensor(shape, first.dtype, parts, places=tuple(kept))

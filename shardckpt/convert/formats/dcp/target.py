@@ -1,16 +1,21 @@
 """Writer of a directory that torch.distributed.checkpoint loads.
 
-Such a directory has a file of items, each the `torch.save` output of one block of a tensor or of one other value, and `.metadata`:
-the blocks of each tensor, the place of each item, and for each name the keys that lead to it in the state.
+Such a directory has a file of items, each the `torch.save` output of one block of a tensor or of
+one other value, and `.metadata`: the blocks of each tensor, the place of each item, and for each
+name the keys that lead to it in the state.
 
-1. DCP's own function flattens the state: dicts by their keys as text, and lists that contain a tensor or a dict.
-2. Blocks are written as they arrive; they are shards of the recorded layout if these have a good size (`block_shape`). Tied tensors
-   are written once, and listed in `.metadata` under each of their names.
-3. DCP's own writer writes `.metadata` when everything is durable. Then the directory takes its name.
+1. DCP's own function flattens the state: dicts by their keys as text, and lists that contain a
+   tensor or a dict.
+2. Blocks are written as they arrive; they are shards of the recorded layout if these have a good
+   size (`block_shape`). Tied tensors are written once, and listed in `.metadata` under each of
+   their names.
+3. DCP's own writer writes `.metadata` when everything is durable. Then the directory takes its
+   name.
 
-DCP does not look into tuples: tuples that contain tensors become lists. DCP stores nothing for an empty dict, and neither does this
-writer: with an item for an empty dict, `dcp.load` would mistake the directory for one from before torch 2.4. A list that contains an
-empty dict is refused: DCP would store it in a form that `dcp_to_torch_save` cannot read.
+DCP does not look into tuples: tuples that contain tensors become lists. DCP stores nothing for an
+empty dict, and neither does this writer: with an item for an empty dict, `dcp.load` would mistake
+the directory for one from before torch 2.4. A list that contains an empty dict is refused: DCP
+would store it in a form that `dcp_to_torch_save` cannot read.
 """
 
 from __future__ import annotations
@@ -66,19 +71,23 @@ _ITEM_BYTES = 2 << 10
 class DcpDirectory(StateWriter):
     """A directory that is being written."""
 
-    def __init__(self, structure: Structure, location: Location, *, overwrite: bool = False) -> None:
+    def __init__(
+        self, structure: Structure, location: Location, *, overwrite: bool = False
+    ) -> None:
         """Begin a directory.
 
         Args:
             structure: the state; its tensors have the dtypes in which they are written.
             location: the directory.
-            overwrite: whether to replace an existing checkpoint of DCP when the new one is complete.
+            overwrite: whether to replace an existing checkpoint of DCP when the new one is
+                complete.
 
         Raises:
             DtypeError: torch lacks the dtype of a tensor; the message names the tensor.
             StructureMismatchError, NamesMismatchError: DCP has no names for parts of the state.
             MissingExtraError: torch is not installed.
-            AlreadyExistsError, OptionError, StorageError: the directory cannot be written at `location`.
+            AlreadyExistsError, OptionError, StorageError: the directory cannot be written at
+                `location`.
         """
         self._dtypes = torch_dtypes(structure)
         self._tensors = structure.tensors
@@ -90,8 +99,13 @@ class DcpDirectory(StateWriter):
         without = _without_tuples(tree, self.notes)
         check_text_keys(without, self._where, "DCP", tuples=False)
         self._flatten(without, left)
-        nbytes = sum(tensor.nbytes + _ITEM_BYTES * (1 + tensor.nbytes // SMALLEST) for tensor in self._tensors.values())
-        self._items: dict[str, dict[tuple[int, ...], tuple[tuple[int, ...], Any]]] = {name: {} for name in self._tensors}
+        nbytes = sum(
+            tensor.nbytes + _ITEM_BYTES * (1 + tensor.nbytes // SMALLEST)
+            for tensor in self._tensors.values()
+        )
+        self._items: dict[str, dict[tuple[int, ...], tuple[tuple[int, ...], Any]]] = {
+            name: {} for name in self._tensors
+        }
         """Tensor → its written blocks: index of the first element → shape and place."""
         self._parts: list[WrittenBlock] = []
         self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes, marks={METADATA})
@@ -105,13 +119,20 @@ class DcpDirectory(StateWriter):
     def blocks(self, output: OutputTensor, _stored: Sequence[Piece], room: int) -> Sequence[Piece]:
         """A grid of blocks: each is a shard, several shards, or a part of one."""
         tensor = self._tensors[output.name]
-        return one_grid(output.name, output.shape, block_shape(tensor.shape, tensor.layout, tensor.dtype.itemsize, room))
+        return one_grid(
+            output.name,
+            output.shape,
+            block_shape(tensor.shape, tensor.layout, tensor.dtype.itemsize, room),
+        )
 
     def put(self, output: OutputTensor, box: Box, array: NDArray[Any]) -> None:
         """Write one block."""
         from shardckpt.frameworks.torch import tensor_of
 
-        self._items[output.name][box.start] = box.shape, self._append(output.name, tensor_of(array, output.dtype))
+        self._items[output.name][box.start] = (
+            box.shape,
+            self._append(output.name, tensor_of(array, output.dtype)),
+        )
 
     def complete(self) -> list[WrittenBlock]:
         """Write the values that are not tensors, and DCP's own metadata."""
@@ -119,25 +140,44 @@ class DcpDirectory(StateWriter):
             if 0 in tensor.shape:
                 self._add_empty(name, tensor)
             if sum(prod(shape) for shape, _ in self._items[name].values()) != prod(tensor.shape):
-                raise MissingDataError(f"{self._where}: not all of {shown(name)} was written; nothing was published. Export again.")
-        values = {name: self._append(name, value) for name, value in self._flat.items() if not _is_tensor(value)}
+                raise MissingDataError(
+                    f"{self._where}: not all of {shown(name)} was written; nothing was published. "
+                    "Export again."
+                )
+        values = {
+            name: self._append(name, value)
+            for name, value in self._flat.items()
+            if not _is_tensor(value)
+        }
         with storage_errors("write", self._where):
             self._file.sync()
             self._write_metadata(values)
-            sync_file(self._draft.path / METADATA)  # DCP's writer syncs it before its bytes leave Python's buffer
+            sync_file(
+                self._draft.path / METADATA
+            )  # DCP's writer syncs it before its bytes leave Python's buffer
             sync_directory(self._draft.path)
         return self._parts
 
     def check_tree(self) -> None:
         """Compare the tree with the one that shardckpt's reader of DCP finds."""
         leaves = [
-            (self._paths[name], self._tensors[self._stored[id(value)]] if _is_tensor(value) else None) for name, value in self._flat.items()
+            (
+                self._paths[name],
+                self._tensors[self._stored[id(value)]] if _is_tensor(value) else None,
+            )
+            for name, value in self._flat.items()
         ]
-        check_tree(leaves, open_foreign(parse_url(self._draft.path), trust_pickle=True).structure, self._where)
+        check_tree(
+            leaves,
+            open_foreign(parse_url(self._draft.path), trust_pickle=True).structure,
+            self._where,
+        )
 
     def abort(self) -> None:
         """Remove the written files."""
-        with suppress(OSError):  # the last bytes may not fit on the disk, which may be why the export failed
+        with suppress(
+            OSError
+        ):  # the last bytes may not fit on the disk, which may be why the export failed
             self._file.close()
         super().abort()
 
@@ -146,25 +186,33 @@ class DcpDirectory(StateWriter):
         import torch
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-        tensors = {name: torch.empty(t.shape, dtype=self._dtypes[name], device="meta") for name, t in self._tensors.items()}
+        tensors = {
+            name: torch.empty(t.shape, dtype=self._dtypes[name], device="meta")
+            for name, t in self._tensors.items()
+        }
         self._stored = {id(tensor): name for name, tensor in tensors.items()}
         state = unflatten(tree, tensors, lambda name: name not in left)
         if not isinstance(state, dict):
             raise StructureMismatchError(
-                f"{self._where}: the state is a {type(state).__name__}, but DCP stores only dicts; export it to another format."
+                f"{self._where}: the state is a {type(state).__name__}, but DCP stores only "
+                "dicts; export it to another format."
             )
         try:
             self._flat, self._paths = flatten_state_dict(state)
         except ValueError as e:
-            reason = f"{self._where}: two names become the same in DCP, which joins keys with dots ({e}); leave one out with "
+            reason = (
+                f"{self._where}: two names become the same in DCP, which joins keys with dots "
+                f"({e}); leave one out with "
+            )
             raise NamesMismatchError(Message(reason, named("exclude"), ".")) from e
         entered = {path[:n] for path in self._paths.values() for n in range(len(path))}
         stored = entered.union(self._paths.values())
         for path in _items_of_lists(state, ()):
             if path[:-1] in entered and path not in stored:
                 reason = (
-                    f"{self._where}: {shorten('.'.join(map(str, path)))} is an empty dict in a list: DCP does not store it, and then "
-                    f"cannot read the other items of the list. Leave the list out with "
+                    f"{self._where}: {shorten('.'.join(map(str, path)))} is an empty dict in a "
+                    "list: DCP does not store it, and then cannot read the other items of the "
+                    "list. Leave the list out with "
                 )
                 raise StructureMismatchError(Message(reason, named("exclude"), "."))
 
@@ -185,7 +233,11 @@ class DcpDirectory(StateWriter):
             finally:
                 self._file.check()
         place = _StorageInfo(_FILE, offset, self._file.tell() - offset)
-        self._parts.append(WrittenBlock(name, self._draft.path / _FILE, [(offset, place.length)], self._file.take_checksum()))
+        self._parts.append(
+            WrittenBlock(
+                name, self._draft.path / _FILE, [(offset, place.length)], self._file.take_checksum()
+            )
+        )
         return place
 
     def _add_empty(self, name: str, tensor: TensorRecord) -> None:
@@ -202,25 +254,37 @@ class DcpDirectory(StateWriter):
         from torch.distributed.checkpoint.storage import WriteResult
 
         entries: dict[str, Any] = {}
-        results = [WriteResult(words.MetadataIndex(name), place.length, place) for name, place in values.items()]
+        results = [
+            WriteResult(words.MetadataIndex(name), place.length, place)
+            for name, place in values.items()
+        ]
         for name, value in self._flat.items():
             if name in values:
                 entries[name] = words.BytesStorageMetadata()
                 continue
             items = sorted(self._items[self._stored[id(value)]].items())
-            chunks = [words.ChunkStorageMetadata(torch.Size(start), torch.Size(shape)) for start, (shape, _) in items]
-            entries[name] = words.TensorStorageMetadata(words.TensorProperties.create_from_tensor(value), value.shape, chunks)
+            chunks = [
+                words.ChunkStorageMetadata(torch.Size(start), torch.Size(shape))
+                for start, (shape, _) in items
+            ]
+            entries[name] = words.TensorStorageMetadata(
+                words.TensorProperties.create_from_tensor(value), value.shape, chunks
+            )
             for i, (start, (_, place)) in enumerate(items):
-                results.append(WriteResult(words.MetadataIndex(name, start, i), place.length, place))
+                results.append(
+                    WriteResult(words.MetadataIndex(name, start, i), place.length, place)
+                )
         writer = _metadata_writer(self._draft.path, self._draft.final)
         writer.finish(words.Metadata(entries, planner_data=self._paths), [results])
 
 
 class _SummedFile:
-    """A file that is written from front to back, with the crc32c of the written bytes; it has the file methods that torch.save calls.
+    """A file that is written from front to back, with the crc32c of the written bytes.
 
-    `write` keeps the first error for `check`, and writes nothing after it. torch's writer calls it once more when it is destroyed, perhaps
-    long after; an error would then end the process.
+    It has the file methods that torch.save calls.
+
+    `write` keeps the first error for `check`, and writes nothing after it. torch's writer calls it
+    once more when it is destroyed, perhaps long after; an error would then end the process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -299,6 +363,9 @@ def _without_tuples(tree: Node, notes: list[str]) -> Node:
         return tree
     children = [_without_tuples(child, notes) for child in tree.children]
     if tree.form == "tuple" and any(isinstance(leaf, Tensor | Tied) for leaf in leaves_of(tree)):
-        notes.append(f"{shown(tree.name)} is a tuple with tensors in it, where DCP looks for none; it is exported as a list.")
+        notes.append(
+            f"{shown(tree.name)} is a tuple with tensors in it, where DCP looks for none; it is "
+            "exported as a list."
+        )
         return replace(tree, form="list", children=children)
     return replace(tree, children=children)

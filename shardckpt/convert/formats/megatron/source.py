@@ -1,15 +1,18 @@
 """Reader of checkpoints in Megatron-Core's `torch_dist` format.
 
-    metadata.json          identifies the format: {"sharded_backend": "torch_dist", …}
-    .metadata, *.distcp    a directory of torch.distributed.checkpoint: `ShardedTensor`s and `ShardedObject`s by their keys
-    common.pt              a file of torch.save: everything else, which is the same in every process
+    metadata.json          identifies the format: {"sharded_backend": "torch_dist", …} .metadata,
+    *.distcp    a directory of torch.distributed.checkpoint: `ShardedTensor`s and `ShardedObject`s
+    by their keys common.pt              a file of torch.save: everything else, which is the same in
+    every process
 
-(megatron/core/dist_checkpointing, 0.16.) Megatron's training script writes each checkpoint into `<base>/iter_0000010/` and the number of
-the newest into `<base>/latest_checkpointed_iteration.txt`, from which it loads.
+(megatron/core/dist_checkpointing, 0.16.) Megatron's training script writes each checkpoint into
+`<base>/iter_0000010/` and the number of the newest into `<base>/latest_checkpointed_iteration.txt`,
+from which it loads.
 
-The resulting state is flat, like Megatron's keys: a tensor has the name of its key, with the layers as its first dimension if Megatron
-prepends such axes. An object `key/shard_0_2` becomes `shard_0_2` in a dict `key`, and the contents of common.pt become a dict `common`.
-Optimizer states that Megatron-Core up to 0.13 flattened are imported as they are stored.
+The resulting state is flat, like Megatron's keys: a tensor has the name of its key, with the layers
+as its first dimension if Megatron prepends such axes. An object `key/shard_0_2` becomes `shard_0_2`
+in a dict `key`, and the contents of common.pt become a dict `common`. Optimizer states that
+Megatron-Core up to 0.13 flattened are imported as they are stored.
 """
 
 from __future__ import annotations
@@ -48,10 +51,16 @@ def looks_like(location: Location) -> str | None:
     names = children(location)
     if CONFIG in names:
         backend = _backend(Store.open(location))
-        return None if backend is None else f"a checkpoint of Megatron-Core, format {backend}: {CONFIG}"
+        return (
+            None
+            if backend is None
+            else f"a checkpoint of Megatron-Core, format {backend}: {CONFIG}"
+        )
     if NEWEST in names:
         newest = _newest(location)
-        return f"steps of Megatron's training, of which {NEWEST} says that {newest.name} is the newest"
+        return (
+            f"steps of Megatron's training, of which {NEWEST} says that {newest.name} is the newest"
+        )
     return None
 
 
@@ -59,7 +68,8 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     """Open a checkpoint.
 
     Args:
-        location: its directory, or the directory of all checkpoints of Megatron's training: then the newest is opened.
+        location: its directory, or the directory of all checkpoints of Megatron's training: then
+            the newest is opened.
         trust_pickle: whether `.metadata`, a pickle, may be read.
 
     Raises:
@@ -75,27 +85,43 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     store = Store.open(location)
     backend = _backend(store)
     if backend is None:
-        raise FormatError(f"{location}: there is no {CONFIG} that says which format of Megatron-Core it is; give the directory of a step.")
+        raise FormatError(
+            f"{location}: there is no {CONFIG} that says which format of Megatron-Core it is; "
+            "give the directory of a step."
+        )
     if backend != "torch_dist":
         raise FormatError(
-            f"{store.path_of(CONFIG)}: its backend is {shorten(backend)}; only torch_dist is read. Convert it with Megatron-Core."
+            f"{store.path_of(CONFIG)}: its backend is {shorten(backend)}; only torch_dist is "
+            "read. Convert it with Megatron-Core."
         )
     state = read_state(store, trust_pickle=trust_pickle)
     notes.extend(state.notes)
     notes.extend(
-        f"{shown(name)} of shape {shape} was flattened by Megatron's distributed optimizer, and is taken as it is stored."
+        f"{shown(name)} of shape {shape} was flattened by Megatron's distributed optimizer, and "
+        "is taken as it is stored."
         for name, shape in state.metadata.flattened.items()
     )
     whole, left = _whole(state, store)
-    return place_tensors(whole, "megatron", location, identity_of(location, state.files), [*notes, *left])
+    return place_tensors(
+        whole, "megatron", location, identity_of(location, state.files), [*notes, *left]
+    )
 
 
 def _whole(state: DcpState, store: Store) -> tuple[Any, list[str]]:
-    """Merge sharded and common state; also notes about the parts of the common state that are left behind."""
-    objects = {name: _path(name) for name in state.metadata.bytes if _path(name)[0] not in state.metadata.tensors}
+    """Merge sharded and common state.
+
+    Also notes about the parts of the common state that are left behind.
+    """
+    objects = {
+        name: _path(name)
+        for name in state.metadata.bytes
+        if _path(name)[0] not in state.metadata.tensors
+    }
     # A process has one object of a key; Megatron stores a list of the process's objects.
     leaves = {
-        name: leaf[0] if name in state.metadata.bytes and type(leaf) is list and len(leaf) == 1 else leaf
+        name: leaf[0]
+        if name in state.metadata.bytes and type(leaf) is list and len(leaf) == 1
+        else leaf
         for name, leaf in state.leaves.items()
     }
     left: list[str] = []
@@ -106,7 +132,8 @@ def _whole(state: DcpState, store: Store) -> tuple[Any, list[str]]:
         common, left = plain(open_torch_file(Span(file, 0, len(file.data))), "common")
         if "common" in leaves:
             raise FormatError(
-                f"{store.path_of(METADATA)}: a tensor has the name 'common', which means the contents of {COMMON}; rename it in Megatron."
+                f"{store.path_of(METADATA)}: a tensor has the name 'common', which means the "
+                f"contents of {COMMON}; rename it in Megatron."
             )
         if common is not LEFT:
             leaves["common"] = common
@@ -134,9 +161,14 @@ def _backend(store: Store) -> str | None:
 def _newest(location: Location) -> Location:
     """The checkpoint that Megatron's training would load."""
     store = Store.open(location)
-    text = "" if store.is_longer(NEWEST, 100) else store.read(NEWEST).decode(errors="replace").strip()
+    text = (
+        "" if store.is_longer(NEWEST, 100) else store.read(NEWEST).decode(errors="replace").strip()
+    )
     if text.isdecimal() and text.isascii():
         return location.join(f"iter_{int(text):07d}")
     if text == "release":
         return location.join(text)
-    raise FormatError(f"{store.path_of(NEWEST)}: {shorten(text)} is not an iteration; give the checkpoint's own directory.")
+    raise FormatError(
+        f"{store.path_of(NEWEST)}: {shorten(text)} is not an iteration; give the checkpoint's own "
+        "directory."
+    )

@@ -1,7 +1,8 @@
 """Parser of the file `checkpoint` (msgpack) of older Orbax checkpoints.
 
-The file is the tree in msgpack, as flax writes it: dicts, lists, small values, arrays that are kept together in this file, and
-placeholder texts with the names of arrays that are stored elsewhere. (Orbax: `msgpack_utils.py`, `utils.py`.)
+The file is the tree in msgpack, as flax writes it: dicts, lists, small values, arrays that are kept
+together in this file, and placeholder texts with the names of arrays that are stored elsewhere.
+(Orbax: `msgpack_utils.py`, `utils.py`.)
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def read_aggregate(data: bytes, where: str) -> object:
     try:
         import msgpack
     except ImportError:
-        raise MissingExtraError(f"{where} is in msgpack; install it with `{install_command('convert')}`.") from None
+        raise MissingExtraError(
+            f"{where} is in msgpack; install it with `{install_command('convert')}`."
+        ) from None
 
     def extension(code: int, content: bytes) -> object:
         if code == _COMPLEX:
@@ -50,14 +53,19 @@ def read_aggregate(data: bytes, where: str) -> object:
     try:
         return _unpack(msgpack.unpackb(data, ext_hook=extension, strict_map_key=False))
     except (LookupError, RecursionError, TypeError, ValueError, msgpack.UnpackException) as e:
-        raise FormatError(f"{where} is not a tree in msgpack ({shorten(str(e))}); replace it with a backup.") from e
+        raise FormatError(
+            f"{where} is not a tree in msgpack ({shorten(str(e))}); replace it with a backup."
+        ) from e
 
 
 def _unpack(node: Any) -> object:
     """The tree with `Leaf`s in place of placeholders, and with the parts of large arrays joined."""
     if isinstance(node, dict):
         if _CHUNKED in node:
-            shape, parts = ([numbered[str(i)] for i in range(len(numbered))] for numbered in (node["shape"], node["chunks"]))
+            shape, parts = (
+                [numbered[str(i)] for i in range(len(numbered))]
+                for numbered in (node["shape"], node["chunks"])
+            )
             flat = np.concatenate(parts)
             if flat.size != prod(shape):
                 raise ValueError(f"an array of shape {shorten(shape)} has {flat.size} elements")

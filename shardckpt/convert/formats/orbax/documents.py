@@ -1,20 +1,20 @@
 """The JSON documents of an Orbax checkpoint, as an export writes them.
 
-An Orbax checkpoint is a directory of zarr arrays, one for each tensor and each number of the state, and of JSON documents beside
-them (as observed in the output of orbax-checkpoint 0.12):
+An Orbax checkpoint is a directory of zarr arrays, one for each tensor and each number of the state,
+and of JSON documents beside them (as observed in the output of orbax-checkpoint 0.12):
 
-    _METADATA                    for each place in the state: the keys that lead there, and the type of its value
-    _CHECKPOINT_METADATA         Orbax's handler for the checkpoint, and the times when writing began and ended
-    _sharding                    by array, in base64, the sharding with which it is restored by default
-    _strings.json                the texts of the state
+    _METADATA                    for each place in the state: the keys that lead there, and the type
+    of its value _CHECKPOINT_METADATA         Orbax's handler for the checkpoint, and the times when
+    writing began and ended _sharding                    by array, in base64, the sharding with
+    which it is restored by default _strings.json                the texts of the state
     array_metadatas/process_0    by array, the kind of JAX's random keys in it, if any
     commit_success.txt           marks the checkpoint as complete
 
-An array's name is its keys as text, joined with dots. `int` keys become text, and lists and tuples both become lists. A container that
-loses all its leaves becomes an empty one.
+An array's name is its keys as text, joined with dots. `int` keys become text, and lists and tuples
+both become lists. A container that loses all its leaves becomes an empty one.
 
-A text is found by a JSON pointer (RFC 6901): its name with "/" before it. So a "/" in a key leads into an object, and a "~" in a key is
-valid only before 0 or 1.
+A text is found by a JSON pointer (RFC 6901): its name with "/" before it. So a "/" in a key leads
+into an object, and a "~" in a key is valid only before 0 or 1.
 
 Pure: nodes in, JSON out.
 """
@@ -48,19 +48,28 @@ if TYPE_CHECKING:
     from shardckpt.layout.dtypes import DType
     from shardckpt.state.document import Node
 
-RESERVED = ("_METADATA", "_CHECKPOINT_METADATA", "_sharding", "_strings.json", "array_metadatas", "commit_success.txt")
+RESERVED = (
+    "_METADATA",
+    "_CHECKPOINT_METADATA",
+    "_sharding",
+    "_strings.json",
+    "array_metadatas",
+    "commit_success.txt",
+)
 """Names of Orbax's own files and directories."""
 _PROCESS_PART = re.compile(r"ocdbt\.process_\w*")
 """Matches the directory of one process's arrays, which Orbax merges when the save is finished."""
 _LEGACY_FILE = "checkpoint"
-"""A file in which old releases of Orbax stored small arrays; Orbax opens anything of this name as a file."""
+"""A file in which old releases of Orbax stored small arrays; Orbax opens anything of this name as a
+file."""
 _SEQUENCE, _DICT = 1, 2
 """Kinds of keys."""
 _HANDLERS = "orbax.checkpoint._src.handlers."
 _LONGEST_NAME = 255
 """Most bytes of a directory's name."""
 _NO_POINTER = re.compile(r"~0(?![01])|~u")
-"""Matches a leaf's name if one of its keys has a "~" or a lone surrogate that no JSON pointer can express."""
+"""Matches a leaf's name if one of its keys has a "~" or a lone surrogate that no JSON pointer can
+express."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _RANDOM_KEY = "jax.key:"
 """Prefix of the meaning of a tensor of random keys."""
@@ -92,7 +101,9 @@ class OrbaxEntry:
         return tuple(int(text) if kind == _SEQUENCE else text for text, kind in self.keys)
 
 
-def entries(tree: Node, left: Mapping[str, str], tensors: Mapping[str, TensorRecord], where: str) -> list[OrbaxEntry]:
+def entries(
+    tree: Node, left: Mapping[str, str], tensors: Mapping[str, TensorRecord], where: str
+) -> list[OrbaxEntry]:
     """All places of a state, in order.
 
     Args:
@@ -109,7 +120,10 @@ def entries(tree: Node, left: Mapping[str, str], tensors: Mapping[str, TensorRec
     meanings = {leaf.name: leaf.meaning for leaf in leaves_of(tree) if isinstance(leaf, Tensor)}
     listing = list(_entries(tree, (), left, tensors, meanings)) if isinstance(tree, Branch) else []
     if not any(entry.keys for entry in listing):
-        raise StructureMismatchError(f"{where}: Orbax stores only a dict, list or tuple that is not empty; export to another format.")
+        raise StructureMismatchError(
+            f"{where}: Orbax stores only a dict, list or tuple that is not empty; export to "
+            "another format."
+        )
     _check_names(listing, where)
     return listing
 
@@ -133,7 +147,10 @@ def _entries(
         what = "np.ndarray" if sharding_json(tensors[node.stored]) is None else "jax.Array"
         meaning = meanings[node.stored] or ""
         yield OrbaxEntry(
-            keys, what, tensor=node.stored, key_kind=meaning.removeprefix(_RANDOM_KEY) if meaning.startswith(_RANDOM_KEY) else None
+            keys,
+            what,
+            tensor=node.stored,
+            key_kind=meaning.removeprefix(_RANDOM_KEY) if meaning.startswith(_RANDOM_KEY) else None,
         )
     elif node.name in left:
         if keys[-1][1] == _SEQUENCE:
@@ -141,21 +158,36 @@ def _entries(
     else:
         assert isinstance(node, Small), "leaves of other kinds are left out"
         value = decode_leaf(node)
-        yield OrbaxEntry(keys, "None" if value is None else "string" if isinstance(value, str) else "scalar", value=value)
+        yield OrbaxEntry(
+            keys,
+            "None" if value is None else "string" if isinstance(value, str) else "scalar",
+            value=value,
+        )
 
 
 def left_by_orbax(tree: Node) -> dict[str, str]:
     """The leaves that Orbax cannot store, by name, with the reason."""
     left = find_unsupported(tree, _refusal)
-    texts = (leaf for leaf in leaves_of(tree) if isinstance(leaf, Small) and leaf.name not in left and _NO_POINTER.search(leaf.name))
-    reason = "Orbax finds no text below a key with a lone surrogate, or a ~ that is not followed by 0 or 1"
+    texts = (
+        leaf
+        for leaf in leaves_of(tree)
+        if isinstance(leaf, Small) and leaf.name not in left and _NO_POINTER.search(leaf.name)
+    )
+    reason = (
+        "Orbax finds no text below a key with a lone surrogate, or a ~ that is not followed by 0 "
+        "or 1"
+    )
     return left | {leaf.name: reason for leaf in texts if isinstance(decode_leaf(leaf), str)}
 
 
 def _refusal(value: object) -> str | None:
     """The reason why Orbax cannot store a small leaf; None: it can."""
     if isinstance(value, str):
-        return None if value.isascii() or not _SURROGATE.search(value) else "Orbax stores no text with lone surrogates"
+        return (
+            None
+            if value.isascii() or not _SURROGATE.search(value)
+            else "Orbax stores no text with lone surrogates"
+        )
     if value is None:
         return None
     if isinstance(value, np.generic):
@@ -171,33 +203,50 @@ def _refusal(value: object) -> str | None:
 
 def _check_names(listing: list[OrbaxEntry], where: str) -> None:
     texts = {entry.name for entry in listing if entry.what == "string"}
-    arrays = [entry.name for entry in listing if entry.tensor is not None or entry.what in ("scalar", "string")]
+    arrays = [
+        entry.name
+        for entry in listing
+        if entry.tensor is not None or entry.what in ("scalar", "string")
+    ]
     twice = next((name for name, count in Counter(arrays).items() if count > 1), None)
     if twice is not None:
-        reason = f"{where}: two names become {shown(twice)} in Orbax, which joins keys with dots; leave one out with "
+        reason = (
+            f"{where}: two names become {shown(twice)} in Orbax, which joins keys with dots; "
+            "leave one out with "
+        )
         raise NamesMismatchError(Message(reason, named("exclude"), "."))
     stored = set(arrays) - texts
     for name in arrays:
         if name in stored:
             _check_directory(name, where)
-        # "a/b" lies in the directory of "a", beside the files of array "a"; the text "a/b" would lie inside the text "a".
+        # "a/b" lies in the directory of "a", beside the files of array "a"; the text "a/b" would
+        # lie inside the text "a".
         inside = "the directory of another array" if name in stored else "another text"
         if any(outer in (stored if name in stored else texts) for outer in _outer(name)):
-            reason = f"{where}: the directory of {shown(name)} would be inside {inside}; leave one of the two out with "
+            reason = (
+                f"{where}: the directory of {shown(name)} would be inside {inside}; leave one of "
+                "the two out with "
+            )
             raise NamesMismatchError(Message(reason, named("exclude"), "."))
 
 
 def _check_directory(name: str, where: str) -> None:
     first = name.partition("/")[0]
     if first in (*RESERVED, _LEGACY_FILE) or _PROCESS_PART.fullmatch(first):
-        raise NamesMismatchError(f"{where}: {shown(name)} is the name of a file of Orbax itself; export it under another name.")
+        raise NamesMismatchError(
+            f"{where}: {shown(name)} is the name of a file of Orbax itself; export it under "
+            "another name."
+        )
     try:
         check_key(name, where)
     except FormatError as e:
-        raise NamesMismatchError(f"Orbax stores each array in a directory of its name: {e}") from None
+        raise NamesMismatchError(
+            f"Orbax stores each array in a directory of its name: {e}"
+        ) from None
     if any(len(part.encode()) > _LONGEST_NAME for part in name.split("/")):
         raise NamesMismatchError(
-            f"{where}: Orbax needs a directory for {shown(name)}, and its name may have at most {_LONGEST_NAME} bytes; rename it."
+            f"{where}: Orbax needs a directory for {shown(name)}, and its name may have at most "
+            f"{_LONGEST_NAME} bytes; rename it."
         )
 
 
@@ -211,7 +260,9 @@ def strings(listing: list[OrbaxEntry]) -> dict[str, Any]:
     root: dict[str, Any] = {}
     for entry in listing:
         if entry.what == "string":
-            *outer, last = (key.replace("~1", "/").replace("~0", "~") for key in entry.name.split("/"))
+            *outer, last = (
+                key.replace("~1", "/").replace("~0", "~") for key in entry.name.split("/")
+            )
             inner = root
             for key in outer:
                 inner = inner.setdefault(key, {})
@@ -222,15 +273,24 @@ def strings(listing: list[OrbaxEntry]) -> dict[str, Any]:
 def sharding_json(tensor: TensorRecord) -> dict[str, Any] | None:
     """The sharding of a tensor as Orbax writes a NamedSharding; None if JAX has no equal sharding.
 
-    JAX divides a dimension only into equal parts. Orbax restores an array without a sharding as a numpy array, unless the caller gives one.
+    JAX divides a dimension only into equal parts. Orbax restores an array without a sharding as a
+    numpy array, unless the caller gives one.
     """
-    layout = tensor.layout.as_sharding(tensor.shape) if isinstance(tensor.layout, Placements) else tensor.layout
-    if not isinstance(layout, Sharding) or any(n % parts for n, parts in zip(tensor.shape, layout.parts(len(tensor.shape)), strict=True)):
+    layout = (
+        tensor.layout.as_sharding(tensor.shape)
+        if isinstance(tensor.layout, Placements)
+        else tensor.layout
+    )
+    if not isinstance(layout, Sharding) or any(
+        n % parts for n, parts in zip(tensor.shape, layout.parts(len(tensor.shape)), strict=True)
+    ):
         return None
     if 0 in tensor.shape:
         return None
     mesh = layout.mesh
-    devices = np.array([{"id": int(i)} for i in mesh.devices.reshape(-1)], object).reshape(mesh.shape)
+    devices = np.array([{"id": int(i)} for i in mesh.devices.reshape(-1)], object).reshape(
+        mesh.shape
+    )
     return {
         "sharding_type": "NamedSharding",
         "shape": list(mesh.shape),
@@ -269,7 +329,9 @@ def metadata(listing: list[OrbaxEntry]) -> dict[str, Any]:
     }
 
 
-def array_metadatas(listing: list[OrbaxEntry], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def array_metadatas(
+    listing: list[OrbaxEntry], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Any]:
     """The document `array_metadatas/process_0`.
 
     Args:
@@ -281,7 +343,16 @@ def array_metadatas(listing: list[OrbaxEntry], shapes: Mapping[str, tuple[int, .
         if entry.tensor is not None:
             ext = None if entry.key_kind is None else {"random_key_impl": entry.key_kind}
             shape = list(shapes[entry.tensor])
-            written.append({"array_metadata": {"param_name": entry.name, "write_shape": shape, "chunk_shape": shape, "ext_metadata": ext}})
+            written.append(
+                {
+                    "array_metadata": {
+                        "param_name": entry.name,
+                        "write_shape": shape,
+                        "chunk_shape": shape,
+                        "ext_metadata": ext,
+                    }
+                }
+            )
     return {"array_metadatas": written}
 
 
@@ -294,7 +365,11 @@ def checkpoint_metadata(listing: list[OrbaxEntry], began: int, ended: int) -> di
         ended: time when it ended.
     """
     texts = any(entry.what == "string" for entry in listing)  # the standard handler refuses texts
-    handler = "pytree_checkpoint_handler.PyTreeCheckpointHandler" if texts else "standard_checkpoint_handler.StandardCheckpointHandler"
+    handler = (
+        "pytree_checkpoint_handler.PyTreeCheckpointHandler"
+        if texts
+        else "standard_checkpoint_handler.StandardCheckpointHandler"
+    )
     return {
         "item_handlers": _HANDLERS + handler,
         "metrics": {},

@@ -1,11 +1,12 @@
 """Reader of Orbax checkpoints, without Orbax and without JAX.
 
-A checkpoint is a directory that holds a tree (`orbax.tree`), or *items* in subdirectories, each of which is a tree, a JSON
-document, or items again. The step directories of a `CheckpointManager` are such checkpoints. If a checkpoint has a single unnamed item
-(`default`; `state` in Orbax's interface version 1), this item is the state; otherwise the items are members of the state.
+A checkpoint is a directory that holds a tree (`orbax.tree`), or *items* in subdirectories, each of
+which is a tree, a JSON document, or items again. The step directories of a `CheckpointManager` are
+such checkpoints. If a checkpoint has a single unnamed item (`default`; `state` in Orbax's interface
+version 1), this item is the state; otherwise the items are members of the state.
 
-Unfinished checkpoints are refused: a directory is unfinished if its name says so, or, where directories cannot be renamed (`gs://`,
-`s3://`), if the file that is written last is missing.
+Unfinished checkpoints are refused: a directory is unfinished if its name says so, or, where
+directories cannot be renamed (`gs://`, `s3://`), if the file that is written last is missing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 """Part of the name of a directory that is still being written."""
 _JSON = "metadata"
 _METRICS = "metrics"
-"""The item of a `CheckpointManager` with the metrics by which it chooses the best step: JSON in a file of the same name."""
+"""The item of a `CheckpointManager` with the metrics by which it chooses the best step: JSON in a
+file of the same name."""
 _DEEPEST = 2
 """Most directories around an item: random keys are items of an item."""
 _STEP_NAME = re.compile(r"(?:.+_)?\d+/")
@@ -50,7 +52,10 @@ _MSGPACK_MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})
 
 
 def looks_like(location: Location) -> str | None:
-    """The signs of an Orbax checkpoint, or of a directory of them, in words; None: there are none."""
+    """The signs of an Orbax checkpoint, or of a directory of them, in words.
+
+    None: there are none.
+    """
     place = Store.open(location)
     if not place.has_directory():
         return None
@@ -58,11 +63,16 @@ def looks_like(location: Location) -> str | None:
     if _is_unfinished(location.name):
         return "an Orbax checkpoint that is not finished, by its name"
     if _is_checkpoint(place, names):
-        return f"an Orbax checkpoint, by {next(name for name in (_STEP_V1, _STEP, METADATA, MSGPACK) if name in names)}"
+        return (
+            "an Orbax checkpoint, by "
+            f"{next(name for name in (_STEP_V1, _STEP, METADATA, MSGPACK) if name in names)}"
+        )
     if _steps(place, names):
         return "steps of an Orbax CheckpointManager"
     below = [name for name in names if name.endswith("/")][:_MOST_ITEMS]
-    items = (name for name in below if place.exists(name + METADATA) and not place.exists(name + _STEP))
+    items = (
+        name for name in below if place.exists(name + METADATA) and not place.exists(name + _STEP)
+    )
     item = next(items, None)
     return None if item is None else f"an Orbax checkpoint, by {item}{METADATA}"
 
@@ -87,19 +97,25 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
         if steps:
             listed = ("…, " if len(steps) > _MOST_STEPS else "") + ", ".join(steps[-_MOST_STEPS:])
             raise NotFoundError(
-                f"{location} holds steps of a CheckpointManager: {listed}. Give one of them, for example {location}/{steps[-1]}."
+                f"{location} holds steps of a CheckpointManager: {listed}. Give one of them, for "
+                f"example {location}/{steps[-1]}."
             )
     sources: Sources = {}
     notes: list[str] = []
     state = _item(place, sources, notes, 0)
     if state is None:
-        raise FormatError(f"{location}: not an Orbax checkpoint ({METADATA} is missing); give the directory of a step or an item.")
+        raise FormatError(
+            f"{location}: not an Orbax checkpoint ({METADATA} is missing); give the directory of "
+            "a step or an item."
+        )
     if METADATA not in names and MSGPACK not in names and isinstance(state, dict):
         unnamed = "state" if _STEP_V1 in names else "default"
         state = state[unnamed] if list(state) == [unnamed] else state
     structure = structure_of(state, str(location))
     elements = {name: sources[tensor] for name, tensor in tensors_of(state).items()}
-    return ForeignArrays("orbax", location, structure, identity, _metadata(place, names), tuple(notes), elements)
+    return ForeignArrays(
+        "orbax", location, structure, identity, _metadata(place, names), tuple(notes), elements
+    )
 
 
 def _item(place: Store, sources: Sources, notes: list[str], depth: int) -> object:
@@ -112,9 +128,13 @@ def _item(place: Store, sources: Sources, notes: list[str], depth: int) -> objec
     if _JSON in names:
         return parse_json(place.read(_JSON), place.path_of(_JSON))
     items: dict[str, object] = {}
-    for name in (name.removesuffix("/") for name in names if name.endswith("/") and depth < _DEEPEST):
+    for name in (
+        name.removesuffix("/") for name in names if name.endswith("/") and depth < _DEEPEST
+    ):
         if _is_unfinished(name):
-            raise UncommittedError(f"{place}/{name} was not finished, or is still being written; import another step.")
+            raise UncommittedError(
+                f"{place}/{name} was not finished, or is still being written; import another step."
+            )
         if not depth and name == _METRICS and place.exists(f"{_METRICS}/{_METRICS}"):
             continue  # metrics become metadata
         item = _item(place.sub(name), sources, notes, depth + 1)
@@ -129,17 +149,25 @@ def _is_checkpoint(place: Store, names: list[str]) -> bool:
     """Whether the files of the place itself, not below it, show a checkpoint or a tree."""
     if METADATA in names or _STEP in names or _STEP_V1 in names:
         return True
-    return MSGPACK in names and place.is_longer(MSGPACK, 0) and place.read(MSGPACK, 0, 1)[0] in _MSGPACK_MAPS
+    return (
+        MSGPACK in names
+        and place.is_longer(MSGPACK, 0)
+        and place.read(MSGPACK, 0, 1)[0] in _MSGPACK_MAPS
+    )
 
 
 def _steps(place: Store, names: list[str]) -> list[str]:
     """The steps of a `CheckpointManager`, in order, if the last one is a checkpoint."""
-    steps = sorted((name.removesuffix("/") for name in names if _STEP_NAME.fullmatch(name)), key=natural_key)
+    steps = sorted(
+        (name.removesuffix("/") for name in names if _STEP_NAME.fullmatch(name)), key=natural_key
+    )
     if not steps:
         return []
     last = place.sub(steps[-1])
     below = last.list_children()
-    is_one = _is_checkpoint(last, below) or any(name.endswith("/") and last.exists(name + METADATA) for name in below)
+    is_one = _is_checkpoint(last, below) or any(
+        name.endswith("/") and last.exists(name + METADATA) for name in below
+    )
     return steps if is_one else []
 
 
@@ -151,14 +179,17 @@ def _check_finished(place: Store, names: list[str]) -> None:
     """Raise UncommittedError if the checkpoint was not finished."""
     where = place.location
     if _is_unfinished(where.name):
-        raise UncommittedError(f"{where} was not finished, or is still being written; import another step.")
+        raise UncommittedError(
+            f"{where} was not finished, or is still being written; import another step."
+        )
     if place.has_paths or _FINISHED in names or not _is_checkpoint(place, names):
         return
     above = where.parent  # the file is in the item's directory or in its checkpoint's
     if above is None or not Store.open(above).exists(_FINISHED):
         raise UncommittedError(
-            f"{where} was not finished, or is still being written: {_FINISHED} is missing. Import another step. If you know that this one "
-            f"is complete, write an empty file of that name there."
+            f"{where} was not finished, or is still being written: {_FINISHED} is missing. Import "
+            "another step. If you know that this one is complete, write an empty file of that "
+            "name there."
         )
 
 
@@ -175,12 +206,18 @@ def _metadata(place: Store, names: list[str]) -> dict[str, Any]:
 
 
 def _identity(place: Store) -> str:
-    """A digest over the names and modification times of all files; raises StorageError for a pipe or device."""
+    """A digest over the names and modification times of all files.
+
+    Raises StorageError for a pipe or device.
+    """
     digest = hashlib.sha256(str(place).encode())
     for key, time in sorted(place.modification_times()):
         path = place.local_path(key)
         if exists(path) and not is_file(path) and not is_directory(path):
-            raise StorageError(f"{path} is a pipe or device, not a file, and TensorStore would wait for it; remove it.")
+            raise StorageError(
+                f"{path} is a pipe or device, not a file, and TensorStore would wait for it; "
+                "remove it."
+            )
         # Without times of the last write, the contents are hashed.
         digest.update(f"{key} {time!r}\n".encode() if place.keeps_times else place.read(key))
     return digest.hexdigest()

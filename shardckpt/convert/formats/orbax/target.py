@@ -1,8 +1,10 @@
 """Writer of a checkpoint that Orbax restores.
 
-1. `orbax.documents` determines the arrays and documents. Numbers of the state are arrays without dimensions.
-2. Each block is a chunk of a zarr v3 array: a shard of the recorded layout if shards have a good size (`block_shape`). It is written
-   with its checksum, which Orbax ignores and TensorStore checks. A tied tensor is written once for each of its names.
+1. `orbax.documents` determines the arrays and documents. Numbers of the state are arrays without
+   dimensions.
+2. Each block is a chunk of a zarr v3 array: a shard of the recorded layout if shards have a good
+   size (`block_shape`). It is written with its checksum, which Orbax ignores and TensorStore
+   checks. A tied tensor is written once for each of its names.
 3. When everything is durable, the documents are written, and the directory takes its name.
 """
 
@@ -47,18 +49,22 @@ class OrbaxDirectory(StateWriter):
     memory = LARGEST
     """Bytes of buffers: a chunk with its checksum."""
 
-    def __init__(self, structure: Structure, location: Location, *, overwrite: bool = False) -> None:
+    def __init__(
+        self, structure: Structure, location: Location, *, overwrite: bool = False
+    ) -> None:
         """Begin a checkpoint.
 
         Args:
             structure: the state; its tensors have the dtypes in which they are written.
             location: the directory.
-            overwrite: whether to replace an existing checkpoint of Orbax when the new one is complete.
+            overwrite: whether to replace an existing checkpoint of Orbax when the new one is
+                complete.
 
         Raises:
             DtypeError: TensorStore lacks the dtype of a tensor; the message names the tensor.
             StructureMismatchError, NamesMismatchError: Orbax has no names for parts of the state.
-            AlreadyExistsError, OptionError, StorageError: the directory cannot be written at `location`.
+            AlreadyExistsError, OptionError, StorageError: the directory cannot be written at
+                `location`.
         """
         self._began = time.time_ns()
         self._tensors = structure.tensors
@@ -69,7 +75,8 @@ class OrbaxDirectory(StateWriter):
         self._entries = documents.entries(tree, left, self._tensors, str(location))
         if any(entry.what == "string" for entry in self._entries):
             self.notes.append(
-                "There are texts in the state, for which Orbax's StandardCheckpointer has no targets: use PyTreeCheckpointer."
+                "There are texts in the state, for which Orbax's StandardCheckpointer has no "
+                "targets: use PyTreeCheckpointer."
             )
         self._refuse_bits()
         self._arrays: dict[str, list[str]] = {name: [] for name in self._tensors}
@@ -77,11 +84,15 @@ class OrbaxDirectory(StateWriter):
         for entry in self._entries:
             if entry.tensor is not None:
                 self._arrays[entry.tensor].append(entry.name)
-        self._chunks = {name: tuple(max(1, n) for n in tensor.shape) for name, tensor in self._tensors.items()}
+        self._chunks = {
+            name: tuple(max(1, n) for n in tensor.shape) for name, tensor in self._tensors.items()
+        }
         self._missing = dict.fromkeys(self._tensors, 0)
         """Number of chunks not yet written, by tensor."""
         self._parts: list[WrittenBlock] = []
-        nbytes = sum(tensor.nbytes * len(self._arrays[name]) for name, tensor in self._tensors.items())
+        nbytes = sum(
+            tensor.nbytes * len(self._arrays[name]) for name, tensor in self._tensors.items()
+        )
         self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes, marks=documents.RESERVED)
         try:
             self._writer = PlainWriter(Store.open(parse_url(self._draft.path)), place=str)
@@ -92,7 +103,9 @@ class OrbaxDirectory(StateWriter):
     def blocks(self, output: OutputTensor, _stored: Sequence[Piece], room: int) -> Sequence[Piece]:
         """A grid of blocks: each is a shard, several shards, or a part of one."""
         tensor = self._tensors[output.name]
-        self._chunks[output.name] = block_shape(tensor.shape, tensor.layout, tensor.dtype.itemsize, room)
+        self._chunks[output.name] = block_shape(
+            tensor.shape, tensor.layout, tensor.dtype.itemsize, room
+        )
         pieces = one_grid(output.name, output.shape, self._chunks[output.name])
         self._missing[output.name] = pieces[0].num_chunks
         return pieces
@@ -104,30 +117,55 @@ class OrbaxDirectory(StateWriter):
         data, crc = encode(array, chunks, None)
         for name in self._arrays[output.name]:
             self._writer.append([f"{name}/{key}"], [data])
-            self._parts.append(WrittenBlock(output.name, self._draft.path / name / key, [(0, data.nbytes - CHECKSUM_BYTES)], crc))
+            self._parts.append(
+                WrittenBlock(
+                    output.name,
+                    self._draft.path / name / key,
+                    [(0, data.nbytes - CHECKSUM_BYTES)],
+                    crc,
+                )
+            )
         self._missing[output.name] -= 1
 
     def complete(self) -> list[WrittenBlock]:
         """Write the numbers of the state, and the documents."""
         lacking = next((name for name, chunks in self._missing.items() if chunks), None)
         if lacking is not None:
-            raise MissingDataError(f"{self._draft.final}: not all of {shown(lacking)} was written; nothing was published. Export again.")
+            raise MissingDataError(
+                f"{self._draft.final}: not all of {shown(lacking)} was written; nothing was "
+                "published. Export again."
+            )
         for name, tensor in self._tensors.items():
             for array in self._arrays[name]:
-                self._write_json(f"{array}/zarr.json", array_json(tensor.shape, tensor.dtype, self._chunks[name]))
+                self._write_json(
+                    f"{array}/zarr.json", array_json(tensor.shape, tensor.dtype, self._chunks[name])
+                )
         self._write_small_leaves()
         self._write_json("_sharding", documents.shardings(self._entries, self._tensors))
-        self._write_json("array_metadatas/process_0", documents.array_metadatas(self._entries, self._chunks))
+        self._write_json(
+            "array_metadatas/process_0", documents.array_metadatas(self._entries, self._chunks)
+        )
         self._write_json("_METADATA", documents.metadata(self._entries))
-        self._write_json("_CHECKPOINT_METADATA", documents.checkpoint_metadata(self._entries, self._began, time.time_ns()))
-        self._writer.append(["commit_success.txt"], [f"Checkpoint commit was successful to {self._draft.final}".encode()])
+        self._write_json(
+            "_CHECKPOINT_METADATA",
+            documents.checkpoint_metadata(self._entries, self._began, time.time_ns()),
+        )
+        self._writer.append(
+            ["commit_success.txt"],
+            [f"Checkpoint commit was successful to {self._draft.final}".encode()],
+        )
         self._writer.finish()
         return self._parts
 
     def check_tree(self) -> None:
         """Compare the tree with the one that shardckpt's reader of Orbax finds."""
-        leaves = [(entry.path, None if entry.tensor is None else self._tensors[entry.tensor]) for entry in self._entries]
-        check_tree(leaves, open_foreign(parse_url(self._draft.path)).structure, str(self._draft.final))
+        leaves = [
+            (entry.path, None if entry.tensor is None else self._tensors[entry.tensor])
+            for entry in self._entries
+        ]
+        check_tree(
+            leaves, open_foreign(parse_url(self._draft.path)).structure, str(self._draft.final)
+        )
 
     def abort(self) -> None:
         """Remove the written files."""
@@ -152,6 +190,6 @@ class OrbaxDirectory(StateWriter):
         odd = next((tensor for tensor in self._tensors.values() if tensor.dtype.as_bits), None)
         if odd is not None:
             raise DtypeError(
-                f"{shown(odd.name)}: TensorStore has no dtype {odd.dtype}, so Orbax cannot read it; export it in another dtype, "
-                f"or leave it out."
+                f"{shown(odd.name)}: TensorStore has no dtype {odd.dtype}, so Orbax cannot read "
+                "it; export it in another dtype, or leave it out."
             )

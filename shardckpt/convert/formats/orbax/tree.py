@@ -1,9 +1,11 @@
 """Reader of one tree of an Orbax checkpoint.
 
-1. `_METADATA` lists the leaves (`orbax.metadata`). In older checkpoints the msgpack file `checkpoint` lists them, or holds the
-   values of some of them (`orbax.aggregate`).
-2. Arrays lie in one OCDBT database (`manifest.ocdbt`) or each in its own directory, as zarr v2 or v3. They become tensors.
-3. Scalars are arrays without dimensions, too; they and texts (`_strings.json`) are small leaves, and are read at once.
+1. `_METADATA` lists the leaves (`orbax.metadata`). In older checkpoints the msgpack file
+   `checkpoint` lists them, or holds the values of some of them (`orbax.aggregate`).
+2. Arrays lie in one OCDBT database (`manifest.ocdbt`) or each in its own directory, as zarr v2 or
+   v3. They become tensors.
+3. Scalars are arrays without dimensions, too; they and texts (`_strings.json`) are small leaves,
+   and are read at once.
 4. `_sharding` and `array_metadatas/` hold the layout of arrays, and the generator of random keys.
 """
 
@@ -18,7 +20,13 @@ import numpy as np
 from shardckpt.convert.files.file_version import FileVersion
 from shardckpt.convert.foreign import Elements, ForeignPart, ForeignTensor
 from shardckpt.convert.formats.orbax.aggregate import read_aggregate
-from shardckpt.convert.formats.orbax.metadata import Leaf, Metadata, key_generators, parse_json, shardings
+from shardckpt.convert.formats.orbax.metadata import (
+    Leaf,
+    Metadata,
+    key_generators,
+    parse_json,
+    shardings,
+)
 from shardckpt.errors import FormatError, MissingDataError, ShardingError, UncommittedError
 from shardckpt.io.foreign_arrays import open_arrays
 from shardckpt.io.threads import map_on_threads
@@ -42,7 +50,13 @@ MSGPACK = "checkpoint"
 """The file of older checkpoints."""
 _MANIFEST = "manifest.ocdbt"
 _STRINGS = "_strings.json"
-_EMPTY: dict[str, Callable[[], object]] = {"None": lambda: None, "Dict": dict, "List": list, "Tuple": tuple, "NamedTuple": lambda: None}
+_EMPTY: dict[str, Callable[[], object]] = {
+    "None": lambda: None,
+    "Dict": dict,
+    "List": list,
+    "Tuple": tuple,
+    "NamedTuple": lambda: None,
+}
 """Types of leaves without contents; Orbax, too, reads an empty named tuple as None."""
 
 
@@ -61,7 +75,10 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Elements in an array. A read fails if the tree's metadata file has changed: every save writes this file again."""
+    """Elements in an array.
+
+    A read fails if the tree's metadata file has changed: every save writes this file again.
+    """
 
     array: ForeignArray
     tree: FileVersion
@@ -93,25 +110,50 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
     leaves = list(_leaves(tree))
     stored = [leaf.name for leaf in leaves if leaf.kind not in {*_EMPTY, "string"}]
     others = {name.rstrip("/") for name in names} - set(stored)
-    if _MANIFEST not in names and stored and any(name.startswith("ocdbt.process_") for name in others):
+    if (
+        _MANIFEST not in names
+        and stored
+        and any(name.startswith("ocdbt.process_") for name in others)
+    ):
         raise UncommittedError(
-            f"{place}: the save did not finish: the parts of its processes were not merged ({_MANIFEST} is missing); import another."
+            f"{place}: the save did not finish: the parts of its processes were not merged "
+            f"({_MANIFEST} is missing); import another."
         )
     twice = [name for name, count in Counter(stored).items() if count > 1]
     if twice:
-        raise FormatError(f"{place}: two leaves are stored as {shown(twice[0])}, so one of them has been lost; save them under other keys.")
+        raise FormatError(
+            f"{place}: two leaves are stored as {shown(twice[0])}, so one of them has been lost; "
+            "save them under other keys."
+        )
     if stored and not stores_all:
-        notes.append(f"{place}: written by an Orbax that does not store chunks of zeros; a chunk that is missing is read as zeros.")
-    arrays = open_arrays(place, stored, "zarr3" if zarr3 else "zarr", ocdbt=_MANIFEST in names, fill_missing=not stores_all)
+        notes.append(
+            f"{place}: written by an Orbax that does not store chunks of zeros; a chunk that is "
+            "missing is read as zeros."
+        )
+    arrays = open_arrays(
+        place,
+        stored,
+        "zarr3" if zarr3 else "zarr",
+        ocdbt=_MANIFEST in names,
+        fill_missing=not stores_all,
+    )
     scalars = [leaf.name for leaf in leaves if leaf.kind == "scalar"]
-    values = dict(zip(scalars, map_on_threads(lambda name: _scalar(arrays[name]), scalars), strict=True))
+    values = dict(
+        zip(scalars, map_on_threads(lambda name: _scalar(arrays[name]), scalars), strict=True)
+    )
     values |= _strings(place, [leaf.name for leaf in leaves if leaf.kind == "string"])
-    layouts = shardings(place.read("_sharding"), place.path_of("_sharding")) if "_sharding" in names else {}
+    layouts = (
+        shardings(place.read("_sharding"), place.path_of("_sharding"))
+        if "_sharding" in names
+        else {}
+    )
     generators = _generators(place) if "array_metadatas/" in names else {}
 
     def value(leaf: object) -> object:
         if isinstance(leaf, np.ndarray):
-            tensor = _tensor(leaf.shape, dtypes.of_numpy(leaf.dtype), tuple(max(1, n) for n in leaf.shape))
+            tensor = _tensor(
+                leaf.shape, dtypes.of_numpy(leaf.dtype), tuple(max(1, n) for n in leaf.shape)
+            )
             sources[tensor] = _Held(leaf)
             return tensor
         if not isinstance(leaf, Leaf):
@@ -121,7 +163,13 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
         if leaf.name in values:
             return values[leaf.name]
         array = arrays[leaf.name]
-        tensor = _tensor(array.shape, array.dtype, array.chunks, layouts.get(leaf.name), generators.get(leaf.name))
+        tensor = _tensor(
+            array.shape,
+            array.dtype,
+            array.chunks,
+            layouts.get(leaf.name),
+            generators.get(leaf.name),
+        )
         sources[tensor] = _Stored(array, version)
         return tensor
 
@@ -129,15 +177,22 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
 
 
 def _describe(place: Store, names: list[str]) -> tuple[object, bool, bool]:
-    """The tree of `Leaf`s or values of the msgpack file; whether arrays are zarr v3; whether all chunks were stored."""
-    aggregate = read_aggregate(place.read(MSGPACK), place.path_of(MSGPACK)) if MSGPACK in names else None
+    """The tree of `Leaf`s or values of the msgpack file; whether arrays are zarr v3.
+
+    Whether all chunks were stored.
+    """
+    aggregate = (
+        read_aggregate(place.read(MSGPACK), place.path_of(MSGPACK)) if MSGPACK in names else None
+    )
     if METADATA not in names:
         return aggregate, False, False
     metadata = Metadata.parse(place.read(METADATA), place.path_of(METADATA))
 
     def filled(leaf: object) -> object:
         node = aggregate
-        for key, sequence in zip(leaf.path, leaf.sequences, strict=True) if isinstance(leaf, Leaf) else ():
+        for key, sequence in (
+            zip(leaf.path, leaf.sequences, strict=True) if isinstance(leaf, Leaf) else ()
+        ):
             if isinstance(node, dict):
                 node = node.get(key, leaf)
             elif sequence and isinstance(node, (list, tuple)) and int(key) < len(node):
@@ -146,11 +201,19 @@ def _describe(place: Store, names: list[str]) -> tuple[object, bool, bool]:
                 return leaf
         return leaf if isinstance(node, (Leaf, dict, list, tuple)) else node
 
-    return (metadata.tree if aggregate is None else _map(metadata.tree, filled)), metadata.zarr3, metadata.stores_all
+    return (
+        (metadata.tree if aggregate is None else _map(metadata.tree, filled)),
+        metadata.zarr3,
+        metadata.stores_all,
+    )
 
 
 def _tensor(
-    shape: tuple[int, ...], dtype: DType, chunks: tuple[int, ...], layout: Sharding | None = None, generator: str | None = None
+    shape: tuple[int, ...],
+    dtype: DType,
+    chunks: tuple[int, ...],
+    layout: Sharding | None = None,
+    generator: str | None = None,
 ) -> ForeignTensor:
     if layout is not None:
         try:
@@ -169,7 +232,10 @@ def _tensor(
 def _scalar(array: ForeignArray) -> object:
     """The only element of an array, as a Python value, as in Orbax."""
     if array.shape:
-        raise FormatError(f"{array.place}: a scalar is stored as an array of shape {array.shape}; replace it with a backup.")
+        raise FormatError(
+            f"{array.place}: a scalar is stored as an array of shape {array.shape}; replace it "
+            "with a backup."
+        )
     return array.read(Box((), ())).item()
 
 
@@ -182,9 +248,16 @@ def _strings(place: Store, names: Iterable[str]) -> dict[str, object]:
     for name in names_of_texts:
         text = doc
         for key in name.split("/"):
-            text = text.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(text, dict) else None
+            text = (
+                text.get(key.replace("~1", "/").replace("~0", "~"))
+                if isinstance(text, dict)
+                else None
+            )
         if not isinstance(text, str):
-            raise MissingDataError(f"{where}: expected a text at {shown(name)}, found {shorten(text)}; replace it with a backup.")
+            raise MissingDataError(
+                f"{where}: expected a text at {shown(name)}, found {shorten(text)}; replace it "
+                "with a backup."
+            )
         texts[name] = text
     return texts
 

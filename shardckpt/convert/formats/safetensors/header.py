@@ -1,15 +1,20 @@
-"""Parser of the header of a safetensors file; it trusts nothing that the file's size does not confirm.
+"""Parser of the header of a safetensors file.
 
-A file consists of 8 bytes with the header's length N (little-endian), N bytes of JSON, and the elements of all tensors:
+It trusts nothing that the file's size does not confirm.
 
-    {"__metadata__": {text: text}, name: {"dtype": "BF16", "shape": [4, 6], "data_offsets": [0, 48]}, …}
+A file consists of 8 bytes with the header's length N (little-endian), N bytes of JSON, and the
+elements of all tensors:
+
+    {"__metadata__": {text: text}, name: {"dtype": "BF16", "shape": [4, 6], "data_offsets": [0,
+    48]}, …}
 
 1. N is at most 100 MB, and the header is one JSON object in UTF-8, possibly with blanks around it.
 2. No key occurs twice: the format forbids it, and readers would disagree about which entry counts.
-3. Each tensor has the size of its dtype and shape; together the tensors fill the rest of the file, each byte once, without a gap.
+3. Each tensor has the size of its dtype and shape; together the tensors fill the rest of the file,
+   each byte once, without a gap.
 
-These are the rules of the reference implementation (`Metadata::validate` in safetensors/src/tensor.rs), except the second, which it
-does not check.
+These are the rules of the reference implementation (`Metadata::validate` in
+safetensors/src/tensor.rs), except the second, which it does not check.
 """
 
 from __future__ import annotations
@@ -92,8 +97,8 @@ def header_bytes(length: bytes, where: str) -> int:
     nbytes = int.from_bytes(length, "little")
     if len(length) != LENGTH_BYTES or not 2 <= nbytes <= LARGEST_HEADER:
         raise FormatError(
-            f"{where}: its first {LENGTH_BYTES} bytes are not the length of a header (2 to {LARGEST_HEADER}); it is not a safetensors "
-            f"file, or is damaged."
+            f"{where}: its first {LENGTH_BYTES} bytes are not the length of a header (2 to "
+            f"{LARGEST_HEADER}); it is not a safetensors file, or is damaged."
         )
     return nbytes
 
@@ -112,18 +117,33 @@ def parse_header(raw: bytes, where: str) -> Header:
     try:
         doc = parse_json(raw)
     except ValueError as e:
-        raise FormatError(f"{where}: its header is not JSON that can be read ({e}); the file is damaged.") from e
+        raise FormatError(
+            f"{where}: its header is not JSON that can be read ({e}); the file is damaged."
+        ) from e
     if not isinstance(doc, dict):
-        raise FormatError(f"{where}: expected a JSON object as header, found a {type(doc).__name__}; the file is damaged.")
+        raise FormatError(
+            f"{where}: expected a JSON object as header, found a {type(doc).__name__}; the file "
+            "is damaged."
+        )
     metadata = doc.pop(_METADATA, None) or {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FormatError(f"{where}: {_METADATA} in its header must map texts to texts, found {shorten(metadata)}; the file is damaged.")
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
+        raise FormatError(
+            f"{where}: {_METADATA} in its header must map texts to texts, found "
+            f"{shorten(metadata)}; the file is damaged."
+        )
     begin = LENGTH_BYTES + len(raw)
     tensors = {name: _tensor(name, entry, begin, where) for name, entry in doc.items()}
     at = begin
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if tensor.start != at:
-            _fail(where, name, f"it begins at byte {tensor.start} of the file, and the tensor before it ends at byte {at}")
+            _fail(
+                where,
+                name,
+                f"it begins at byte {tensor.start} of the file, and the tensor before it ends at "
+                f"byte {at}",
+            )
         at = tensor.stop
     return Header(tensors, metadata, at)
 
@@ -134,22 +154,40 @@ def _tensor(name: str, entry: Any, begin: int, where: str) -> HeaderTensor:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         if dtype in _PACKED:
-            raise DtypeError(f"{where}: {shown(name)} has dtype {dtype}, with several elements per byte; store it as bytes (U8).")
+            raise DtypeError(
+                f"{where}: {shown(name)} has dtype {dtype}, with several elements per byte; store "
+                "it as bytes (U8)."
+            )
         _fail(where, name, f"its dtype {shorten(dtype)} is none of {', '.join(_DTYPES)}")
     if not _are_sizes(shape) or len(shape) > MOST_DIMENSIONS:
-        _fail(where, name, f"its shape {shorten(shape)} is not a list of at most {MOST_DIMENSIONS} lengths")
+        _fail(
+            where,
+            name,
+            f"its shape {shorten(shape)} is not a list of at most {MOST_DIMENSIONS} lengths",
+        )
     if not _are_sizes(offsets) or len(offsets) != 2:
-        _fail(where, name, f"its data_offsets {shorten(offsets)} are not a first byte and one past the last")
+        _fail(
+            where,
+            name,
+            f"its data_offsets {shorten(offsets)} are not a first byte and one past the last",
+        )
     tensor = HeaderTensor(by_name(_DTYPES[dtype]), tuple(shape), begin + offsets[0])
     if prod(max(n, 1) for n in shape) * tensor.dtype.itemsize > LARGEST_DIMENSION:
         _fail(where, name, f"its shape {shape} has more bytes than can be addressed")
     if tensor.stop != begin + offsets[1]:
-        _fail(where, name, f"its data_offsets {offsets} do not have the {tensor.stop - tensor.start} bytes of {dtype} and shape {shape}")
+        _fail(
+            where,
+            name,
+            f"its data_offsets {offsets} do not have the {tensor.stop - tensor.start} bytes of "
+            f"{dtype} and shape {shape}",
+        )
     return tensor
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n <= LARGEST_DIMENSION for n in value)
+    return isinstance(value, list) and all(
+        type(n) is int and 0 <= n <= LARGEST_DIMENSION for n in value
+    )
 
 
 def _fail(where: str, name: str, why: str) -> NoReturn:

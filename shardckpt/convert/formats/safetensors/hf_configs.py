@@ -1,6 +1,7 @@
 """The small files beside a Hugging Face model's weights, which an import keeps as metadata and an export writes back.
 
-Without `config.json` Hugging Face's libraries cannot load the weights; without the tokenizer's files they cannot use the model.
+Without `config.json` Hugging Face's libraries cannot load the weights; without the tokenizer's
+files they cannot use the model.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ _OF_TRANSFORMERS = frozenset({"float64", "float32", "float16", "bfloat16"})
 """Dtypes that a model can be loaded with."""
 
 
-def config_files(metadata: Mapping[str, Any], config: str | os.PathLike[str] | None, where: str) -> dict[str, bytes]:
+def config_files(
+    metadata: Mapping[str, Any], config: str | os.PathLike[str] | None, where: str
+) -> dict[str, bytes]:
     """The files to write, by name.
 
     Args:
         metadata: metadata of the checkpoint.
-        config: a `config.json` that replaces the checkpoint's; or a directory, all files of which replace the checkpoint's.
+        config: a `config.json` that replaces the checkpoint's; or a directory, all files of which
+            replace the checkpoint's.
         where: location of the checkpoint, for messages.
 
     Raises:
@@ -48,9 +52,15 @@ def config_files(metadata: Mapping[str, Any], config: str | os.PathLike[str] | N
     if config is not None:
         file, documents["config.json"] = read_config(config)
         if is_directory(Path(config)):
-            documents |= {name: read_config(path)[1] for name in CONFIGS if is_file(path := file.with_name(name))}
+            documents |= {
+                name: read_config(path)[1]
+                for name in CONFIGS
+                if is_file(path := file.with_name(name))
+            }
             kept |= {name: _read(path) for name in BYTES if is_file(path := file.with_name(name))}
-    return {name: (json.dumps(doc, indent=2) + "\n").encode() for name, doc in documents.items()} | kept
+    return {
+        name: (json.dumps(doc, indent=2) + "\n").encode() for name, doc in documents.items()
+    } | kept
 
 
 def with_dtype(config: bytes | None, tensors: Iterable[OutputTensor]) -> bytes | None:
@@ -65,7 +75,9 @@ def with_dtype(config: bytes | None, tensors: Iterable[OutputTensor]) -> bytes |
         return None
 
     def renamed(key: str, value: Any) -> Any:
-        if isinstance(value, dict) and key != "quantization_config":  # models of several parts have a config of each
+        if (
+            isinstance(value, dict) and key != "quantization_config"
+        ):  # models of several parts have a config of each
             return {inner: renamed(inner, part) for inner, part in value.items()}
         return name if key in ("dtype", "torch_dtype") and value in _OF_TRANSFORMERS else value
 
@@ -82,11 +94,18 @@ def _files_in_metadata(metadata: Mapping[str, Any], where: str) -> dict[str, byt
     for name in packed.keys() & {*BYTES}:
         inflate = zlib.decompressobj()
         try:
-            files[name] = inflate.decompress(base64.b64decode(packed[name], validate=True), LARGEST_FILE)
+            files[name] = inflate.decompress(
+                base64.b64decode(packed[name], validate=True), LARGEST_FILE
+            )
         except (TypeError, ValueError, zlib.error) as error:
-            raise CorruptionError(f"{where}: metadata {ENTRY!r} does not hold {name}: {error}.") from error
+            raise CorruptionError(
+                f"{where}: metadata {ENTRY!r} does not hold {name}: {error}."
+            ) from error
         if not inflate.eof:
-            raise CorruptionError(f"{where}: in metadata {ENTRY!r}, {name} is incomplete or has more than {LARGEST_FILE:,} bytes.")
+            raise CorruptionError(
+                f"{where}: in metadata {ENTRY!r}, {name} is incomplete or has more than "
+                f"{LARGEST_FILE:,} bytes."
+            )
     return {name: files[name] for name in BYTES if name in files}
 
 
@@ -97,17 +116,23 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise OptionError(f"{path}: the file cannot be read: {error}.") from error
     if len(data) > LARGEST_FILE:
-        raise OptionError(f"{path}: it has more than {LARGEST_FILE:,} bytes, so it is not a tokenizer; move it elsewhere.")
+        raise OptionError(
+            f"{path}: it has more than {LARGEST_FILE:,} bytes, so it is not a tokenizer; move it "
+            "elsewhere."
+        )
     return data
 
 
-def without_others(files: Mapping[str, bytes], directory: Location, last: str) -> tuple[dict[str, bytes], list[str]]:
+def without_others(
+    files: Mapping[str, bytes], directory: Location, last: str
+) -> tuple[dict[str, bytes], list[str]]:
     """Leave out the files that exist already and were not written by this export.
 
     Args:
         files: contents by name.
         directory: their destination.
-        last: the file that an export to that place writes last; files of an incomplete export are its own.
+        last: the file that an export to that place writes last; files of an incomplete export are
+            its own.
 
     Returns:
         The files to write, and the names of the others.

@@ -1,11 +1,14 @@
 """Splitting tensors among files, and the index of them, as Hugging Face's `save_pretrained` does it.
 
-1. Tensors fill one file after the other, in order; a new file begins where the next tensor would exceed the size limit.
-2. A tensor that alone exceeds the limit gets its own file, and the file begun before it continues after it.
-3. A single file is `model.safetensors`; several are `model-00001-of-00002.safetensors` and so on, and `model.safetensors.index.json`
-   lists the file of each tensor.
+1. Tensors fill one file after the other, in order; a new file begins where the next tensor would
+   exceed the size limit.
+2. A tensor that alone exceeds the limit gets its own file, and the file begun before it continues
+   after it.
+3. A single file is `model.safetensors`; several are `model-00001-of-00002.safetensors` and so on,
+   and `model.safetensors.index.json` lists the file of each tensor.
 
-The split follows `huggingface_hub.split_torch_state_dict_into_shards`, the index follows `transformers`.
+The split follows `huggingface_hub.split_torch_state_dict_into_shards`, the index follows
+`transformers`.
 """
 
 from __future__ import annotations
@@ -29,11 +32,14 @@ _NAMES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX
 _PART = re.compile(r"(.+)-(\d{5,6})-of-(\d{5,6})(\.safetensors|\.bin)")
 """Name of one file of a split model: model, number, count and ending."""
 _SLICES = re.compile(r"consolidated\.(\d{2})\.(safetensors|pth)")
-"""Name of one file of a model in Meta's form: each file has slices of the tensors, for one tensor-parallel rank."""
+"""Name of one file of a model in Meta's form: each file has slices of the tensors, for one
+tensor-parallel rank."""
 
 
 def parts_of(name: str, names: Sequence[str], where: object) -> list[str]:
-    """All files of the split model that a file belongs to, in order; the file alone if its name is not the name of a part.
+    """All files of the split model that a file belongs to, in order.
+
+    The file alone if its name is not the name of a part.
 
     Args:
         name: name of the file.
@@ -47,20 +53,23 @@ def parts_of(name: str, names: Sequence[str], where: object) -> list[str]:
     sliced = sorted(filter(_SLICES.fullmatch, names)) if _SLICES.fullmatch(name) else []
     if len(sliced) > 1 or note_of_slices(name):
         raise FormatError(
-            f"{where}: {few(sliced)} {'have' if len(sliced) > 1 else 'has'} slices of the tensors of a model in Meta's form, "
-            f"which cannot be joined here. Convert the model with transformers first, or give the path of one file to import "
-            f"only its slices."
+            f"{where}: {few(sliced)} {'have' if len(sliced) > 1 else 'has'} slices of the tensors "
+            "of a model in Meta's form, which cannot be joined here. Convert the model with "
+            "transformers first, or give the path of one file to import only its slices."
         )
     match = _PART.fullmatch(name)
     if match is None:
         return [name]
     width, count = len(match[2]), int(match[3])
-    parts = [f"{match[1]}-{number:0{width}d}-of-{match[3]}{match[4]}" for number in range(1, count + 1)]
+    parts = [
+        f"{match[1]}-{number:0{width}d}-of-{match[3]}{match[4]}" for number in range(1, count + 1)
+    ]
     missing = sorted({*parts} - {*names})
     if missing:
         raise MissingDataError(
-            f"{where}: of the {count} files of a split model, {few(missing)} {'is' if len(missing) == 1 else 'are'} missing; get a "
-            f"complete copy, or give the path of one file to import only its tensors."
+            f"{where}: of the {count} files of a split model, {few(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing; get a complete copy, or give the "
+            "path of one file to import only its tensors."
         )
     return parts
 
@@ -70,18 +79,32 @@ def note_of_part(name: str) -> list[str]:
     match = _PART.fullmatch(name)
     if match is None:
         return note_of_slices(name)
-    return [] if int(match[3]) == 1 else [f"{name} is one of {int(match[3])} files of a split model; only it is read."]
+    return (
+        []
+        if int(match[3]) == 1
+        else [f"{name} is one of {int(match[3])} files of a split model; only it is read."]
+    )
 
 
 def note_of_slices(name: str) -> list[str]:
-    """A note that a file is one of several with slices of the tensors; empty if its name does not say so."""
+    """A note that a file is one of several with slices of the tensors.
+
+    Empty if its name does not say so.
+    """
     match = _SLICES.fullmatch(name)
     several = match is not None and int(match[1]) > 0
-    return [f"{name} has slices of the tensors of a model in Meta's form; only it is read."] if several else []
+    return (
+        [f"{name} has slices of the tensors of a model in Meta's form; only it is read."]
+        if several
+        else []
+    )
 
 
 def is_of_a_model(name: str) -> bool:
-    """Whether a file has a name of a model's files. Readers load every such file in a directory, so a directory holds one model."""
+    """Whether a file has a name of a model's files.
+
+    Readers load every such file in a directory, so a directory holds one model.
+    """
     return _NAMES.fullmatch(name) is not None
 
 
@@ -110,7 +133,12 @@ class Split:
         if len(self.files) < 2:
             return None
         metadata = {"total_parameters": total_parameters, "total_size": self.total_size}
-        return json.dumps({"metadata": metadata, "weight_map": self.weight_map}, indent=2, sort_keys=True) + "\n"
+        return (
+            json.dumps(
+                {"metadata": metadata, "weight_map": self.weight_map}, indent=2, sort_keys=True
+            )
+            + "\n"
+        )
 
 
 def split(sizes: Mapping[str, int], max_shard_size: int | str | None = None) -> Split:
@@ -118,13 +146,15 @@ def split(sizes: Mapping[str, int], max_shard_size: int | str | None = None) -> 
 
     Args:
         sizes: bytes of each tensor's elements, by name, in order.
-        max_shard_size: bytes of elements in a file, or text: "5GB" (decimal, as everywhere at Hugging Face) or "5GiB". None: one file.
+        max_shard_size: bytes of elements in a file, or text: "5GB" (decimal, as everywhere at
+            Hugging Face) or "5GiB". None: one file.
 
     Raises:
         OptionError: the size is not positive.
 
     >>> split({"a": 6, "b": 3, "c": 3}, 5).weight_map
-    {'a': 'model-00001-of-00003.safetensors', 'b': 'model-00002-of-00003.safetensors', 'c': 'model-00003-of-00003.safetensors'}
+    {'a': 'model-00001-of-00003.safetensors', 'b': 'model-00002-of-00003.safetensors', 'c':
+    'model-00003-of-00003.safetensors'}
     """
     limit = None if max_shard_size is None else parse_bytes(max_shard_size, "max_shard_size")
     if limit is not None and limit <= 0:
@@ -143,6 +173,14 @@ def split(sizes: Mapping[str, int], max_shard_size: int | str | None = None) -> 
         filled += size
     full += [filling] if filling or not full else []
     count = len(full)
-    names = ["model.safetensors"] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    names = (
+        ["model.safetensors"]
+        if count == 1
+        else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    )
     oversized = tuple(name for name, size in sizes.items() if limit is not None and size > limit)
-    return Split({file: tuple(tensors) for file, tensors in zip(names, full, strict=True)}, sum(sizes.values()), oversized)
+    return Split(
+        {file: tuple(tensors) for file, tensors in zip(names, full, strict=True)},
+        sum(sizes.values()),
+        oversized,
+    )

@@ -1,11 +1,12 @@
 """The layout of a safetensors file that holds given tensors: its header, and the offset of each tensor.
 
-    8 bytes    length of the header, little-endian
-    header     JSON: "__metadata__", and by name dtype, shape and offsets in the data; padded with spaces to a multiple of 8 bytes
-    data       the tensors' elements, row-major and little-endian, one after another without gaps
+    8 bytes    length of the header, little-endian header     JSON: "__metadata__", and by name
+    dtype, shape and offsets in the data; padded with spaces to a multiple of 8 bytes data       the
+    tensors' elements, row-major and little-endian, one after another without gaps
 
-Tensors have the same order as in the output of safetensors' own writer: by dtype, widest first (`DTYPES` backwards), then by name, code
-point by code point. So every tensor begins at a multiple of its element's size, and both writers produce the same bytes.
+Tensors have the same order as in the output of safetensors' own writer: by dtype, widest first
+(`DTYPES` backwards), then by name, code point by code point. So every tensor begins at a multiple
+of its element's size, and both writers produce the same bytes.
 (https://github.com/huggingface/safetensors, `prepare` in `safetensors/src/tensor.rs`.)
 
 Pure.
@@ -50,8 +51,9 @@ DTYPES = {
     "int64": "I64",
     "uint64": "U64",
 }
-"""Names in shardckpt of the dtypes that a file can hold → names in the format, in the order of the format's own list. The format's types
-of fewer than eight bits are left out: they are packed, and shardckpt's are not."""
+"""Names in shardckpt of the dtypes that a file can hold → names in the format, in the order of the
+format's own list. The format's types of fewer than eight bits are left out: they are packed, and
+shardckpt's are not."""
 _ORDER = {name: i for i, name in enumerate(DTYPES)}
 _METADATA = "__metadata__"
 LARGEST_HEADER = 100_000_000
@@ -72,7 +74,9 @@ class SafetensorsFile:
     """Bytes of the complete file."""
 
 
-def lay_out(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | None = None) -> SafetensorsFile:
+def lay_out(
+    tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | None = None
+) -> SafetensorsFile:
     """Lay out a file for some tensors.
 
     Args:
@@ -81,35 +85,61 @@ def lay_out(tensors: Sequence[OutputTensor], metadata: Mapping[str, str] | None 
 
     Raises:
         DtypeError: the format lacks a tensor's dtype; the message names the tensor.
-        NamesMismatchError: a name is the format's name of the metadata, or is not Unicode; or two tensors have one name.
-        OptionError: the metadata is not a dict of text to text; or the header would be too long for readers.
+        NamesMismatchError: a name is the format's name of the metadata, or is not Unicode; or two
+            tensors have one name.
+        OptionError: the metadata is not a dict of text to text; or the header would be too long for
+            readers.
     """
     for tensor in tensors:
         if tensor.dtype.name not in DTYPES:
             other = "float32" if castable(tensor.dtype, by_name("float32")) else "complex64"
-            reason = f"{shown(tensor.name)}: safetensors has no {tensor.dtype}; convert it, for example with "
-            raise DtypeError(Message(reason, named("dtype", {tensor.name: other}), ", or leave it out with ", named("exclude"), "."))
+            reason = (
+                f"{shown(tensor.name)}: safetensors has no {tensor.dtype}; convert it, for "
+                "example with "
+            )
+            raise DtypeError(
+                Message(
+                    reason,
+                    named("dtype", {tensor.name: other}),
+                    ", or leave it out with ",
+                    named("exclude"),
+                    ".",
+                )
+            )
         if not _is_unicode(tensor.name):
-            raise NamesMismatchError(f"{shown(tensor.name)}: a name in a safetensors file is Unicode, without surrogates; rename it.")
+            raise NamesMismatchError(
+                f"{shown(tensor.name)}: a name in a safetensors file is Unicode, without "
+                "surrogates; rename it."
+            )
     names = [tensor.name for tensor in tensors]
     if _METADATA in names or len(set(names)) < len(names):
         odd = next(name for name in names if name == _METADATA or names.count(name) > 1)
         raise NamesMismatchError(
-            f"{shown(odd)}: a safetensors file cannot hold {'that' if odd == _METADATA else 'two tensors of that'} name."
+            f"{shown(odd)}: a safetensors file cannot hold "
+            f"{'that' if odd == _METADATA else 'two tensors of that'} name."
         )
     ordered = sorted(tensors, key=lambda tensor: (-_ORDER[tensor.dtype.name], tensor.name))
     document: dict[str, object] = {_METADATA: {"format": "pt", **check_metadata(metadata)}}
     offsets, at = [], 0
     for tensor in ordered:
         nbytes = prod(tensor.shape) * tensor.dtype.itemsize
-        document[tensor.name] = {"dtype": DTYPES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": [at, at + nbytes]}
+        document[tensor.name] = {
+            "dtype": DTYPES[tensor.dtype.name],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + nbytes],
+        }
         offsets.append(at)
         at += nbytes
     header = header_of(document)
     if (length := len(header) - 8) > LARGEST_HEADER:
-        reason = f"The header for {len(tensors)} tensors would have {length} bytes, and readers of safetensors take {LARGEST_HEADER}"
+        reason = (
+            f"The header for {len(tensors)} tensors would have {length} bytes, and readers of "
+            f"safetensors take {LARGEST_HEADER}"
+        )
         raise OptionError(Message(reason, "; split the file with ", named("max_shard_size"), "."))
-    return SafetensorsFile(header, tuple(ordered), tuple(len(header) + offset for offset in offsets), len(header) + at)
+    return SafetensorsFile(
+        header, tuple(ordered), tuple(len(header) + offset for offset in offsets), len(header) + at
+    )
 
 
 def check_metadata(metadata: object) -> dict[str, str]:
@@ -119,8 +149,13 @@ def check_metadata(metadata: object) -> dict[str, str]:
         OptionError: it is not a dict of text to text.
     """
     texts = {} if metadata is None else metadata
-    if not isinstance(texts, Mapping) or not all(isinstance(text, str) and _is_unicode(text) for pair in texts.items() for text in pair):
-        raise OptionError(f"metadata={shorten(metadata)}: safetensors metadata maps texts to texts; give a dict of str to str.")
+    if not isinstance(texts, Mapping) or not all(
+        isinstance(text, str) and _is_unicode(text) for pair in texts.items() for text in pair
+    ):
+        raise OptionError(
+            f"metadata={shorten(metadata)}: safetensors metadata maps texts to texts; give a dict "
+            "of str to str."
+        )
     return dict(sorted(texts.items()))
 
 

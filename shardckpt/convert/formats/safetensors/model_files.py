@@ -30,7 +30,8 @@ class ModelFiles:
     weights: Mapping[str, SafetensorsFile]
     """Name on Hugging Face → layout."""
     index: bytes | None
-    """Contents of `model.safetensors.index.json`; None: there is one file of weights, which needs no index."""
+    """Contents of `model.safetensors.index.json`; None: there is one file of weights, which needs
+    no index."""
     configs: Mapping[str, bytes]
     """Name → contents of `config.json`, of the tokenizer's files, and of others of their kind."""
     notes: tuple[str, ...]
@@ -46,23 +47,35 @@ def plan_model_files(checkpoint: Checkpoint, options: SafetensorsOptions) -> Mod
     """Plan the files of a checkpoint's tensors, among which those that an import has kept in its metadata.
 
     Raises:
-        OptionError, NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as in `export_safetensors`.
+        OptionError, NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as in
+        `export_safetensors`.
     """
     metadata, where = checkpoint.metadata, str(checkpoint.location)
     outputs = outputs_of(checkpoint.record.structure, options, where, config=metadata.get(CONFIG))
     tensors = {output.name: output for output in outputs.tensors}
-    shards = split({name: output.nbytes for name, output in tensors.items()}, options.max_shard_size)
+    shards = split(
+        {name: output.nbytes for name, output in tensors.items()}, options.max_shard_size
+    )
     index = shards.index(sum(prod(output.shape) for output in outputs.tensors))
     notes = [*outputs.notes]
     if shards.oversized:
         more = f" and {len(shards.oversized) - 1:,} more" if len(shards.oversized) > 1 else ""
-        notes.append(f"{shown(shards.oversized[0])}{more}: larger than max_shard_size, so in a file of its own.")
+        notes.append(
+            f"{shown(shards.oversized[0])}{more}: larger than max_shard_size, so in a file of its "
+            "own."
+        )
     configs = config_files(metadata, options.config, where)
-    if options.dtype is not None and (converted := with_dtype(configs.get(CONFIG), outputs.tensors)) is not None:
+    if (
+        options.dtype is not None
+        and (converted := with_dtype(configs.get(CONFIG), outputs.tensors)) is not None
+    ):
         configs[CONFIG] = converted
     return ModelFiles(
         outputs,
-        {file: lay_out([tensors[name] for name in members], options.metadata) for file, members in shards.files.items()},
+        {
+            file: lay_out([tensors[name] for name in members], options.metadata)
+            for file, members in shards.files.items()
+        },
         None if index is None else index.encode(),
         configs,
         tuple(notes),

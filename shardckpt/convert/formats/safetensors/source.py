@@ -2,12 +2,14 @@
 
 A place is recognised as:
 
-1. A file that begins like a safetensors file; or an index, `*.safetensors.index.json`, beside the files that it names.
-2. A directory with a `model.safetensors`, which `from_pretrained` prefers; otherwise with one index,
-   `model.safetensors.index.json` before others; otherwise with one `*.safetensors` file.
+1. A file that begins like a safetensors file; or an index, `*.safetensors.index.json`, beside the
+   files that it names.
+2. A directory with a `model.safetensors`, which `from_pretrained` prefers; otherwise with one
+   index, `model.safetensors.index.json` before others; otherwise with one `*.safetensors` file.
 
-The state is one dict with the names of the files. Every tensor of an index must be in the file that the index names, and in
-no other. `config.json`, the tokenizer's files and others beside the weights, and the files' own `__metadata__`, become metadata.
+The state is one dict with the names of the files. Every tensor of an index must be in the file that
+the index names, and in no other. `config.json`, the tokenizer's files and others beside the
+weights, and the files' own `__metadata__`, become metadata.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.convert.files.file_version import FileVersion, file_at, identity_of
-from shardckpt.convert.foreign import ROWS_BYTES, ForeignPart, ForeignTensor, row_chunks, structure_of
+from shardckpt.convert.foreign import (
+    ROWS_BYTES,
+    ForeignPart,
+    ForeignTensor,
+    row_chunks,
+    structure_of,
+)
 from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES, header_bytes, parse_header
 from shardckpt.convert.formats.safetensors.hf_index import note_of_part, parts_of
 from shardckpt.convert.span import Span, StoredRun
@@ -56,7 +64,9 @@ def looks_like(location: Location) -> str | None:
     """The signs of safetensors files at a location, in words; None: there are none."""
     file = file_at(location)
     if file is None:
-        files = [name for name in _names(Store.open(location)) if name.endswith((SUFFIX, INDEX_SUFFIX))]
+        files = [
+            name for name in _names(Store.open(location)) if name.endswith((SUFFIX, INDEX_SUFFIX))
+        ]
         return f"{few(files)} in the directory" if files else None
     if file.key.endswith(INDEX_SUFFIX):
         return f"{file.key}, an index of split files"
@@ -67,7 +77,11 @@ def looks_like(location: Location) -> str | None:
         header_bytes(begin[:LENGTH_BYTES], file.key)
     except (FormatError, CorruptionError):
         return None
-    return f"{file.key}, which begins with the length of a header and the header" if begin[-1:] == b"{" else None
+    return (
+        f"{file.key}, which begins with the length of a header and the header"
+        if begin[-1:] == b"{"
+        else None
+    )
 
 
 def open_foreign(location: Location, *, trust_pickle: bool = False) -> SafetensorsFiles:
@@ -78,7 +92,8 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Safetenso
         trust_pickle: ignored: the format has no pickles.
 
     Raises:
-        FormatError: a file is malformed, or index and files contradict each other; the message names the tensor.
+        FormatError: a file is malformed, or index and files contradict each other; the message
+            names the tensor.
         MissingDataError: a file that the index names is missing.
         OptionError: there are several models, and no rule chooses one.
         DtypeError: a tensor's dtype cannot be stored.
@@ -108,18 +123,43 @@ class SafetensorsFiles:
         opened = map_on_threads(self._open, files)
         headers = {version.key: header for version, header in opened}
         if weight_map is None:
-            weight_map = {tensor: file for file, header in headers.items() for tensor in header.tensors}
+            weight_map = {
+                tensor: file for file, header in headers.items() for tensor in header.tensors
+            }
         _check_index(str(self._store if index is None else index), weight_map, headers)
-        self._places = {tensor: (version, stored) for version, header in opened for tensor, stored in header.tensors.items()}
+        self._places = {
+            tensor: (version, stored)
+            for version, header in opened
+            for tensor, stored in header.tensors.items()
+        }
         rows = ROWS_BYTES if self._store.near else _REQUEST_BYTES
         state = {tensor: _foreign(self._places[tensor][1], rows) for tensor in weight_map}
         self.structure = structure_of(state, str(location))
-        self._by_name = dict(zip(component_names(list(state)), (self._places[tensor] for tensor in state), strict=True))
-        configs = {name: doc for name in CONFIGS if name in beside and (doc := self._config(name)) is not None}
-        contents = {name: data for name in BYTES if name in beside and (data := self._contents(name)) is not None}
+        self._by_name = dict(
+            zip(
+                component_names(list(state)),
+                (self._places[tensor] for tensor in state),
+                strict=True,
+            )
+        )
+        configs = {
+            name: doc
+            for name in CONFIGS
+            if name in beside and (doc := self._config(name)) is not None
+        }
+        contents = {
+            name: data
+            for name in BYTES
+            if name in beside and (data := self._contents(name)) is not None
+        }
         self.metadata = {**_metadata(headers, configs), **as_metadata(contents)}
-        left = sorted(set(beside) - {*files, *configs, *contents, *([] if index is None else [main])})
-        kept = [*(name for name, document in configs.items() if is_json(document)), *contents]  # the importer notes the others
+        left = sorted(
+            set(beside) - {*files, *configs, *contents, *([] if index is None else [main])}
+        )
+        kept = [
+            *(name for name, document in configs.items() if is_json(document)),
+            *contents,
+        ]  # the importer notes the others
         self.notes = (
             f"{len(self._places)} tensor{'' if len(self._places) == 1 else 's'} in {few(files)}"
             + ("" if index is None else f", by {main}"),
@@ -156,7 +196,10 @@ class SafetensorsFiles:
             nbytes = header_bytes(version.read(0, LENGTH_BYTES).tobytes(), where)
             raw = version.read(LENGTH_BYTES, LENGTH_BYTES + nbytes)
         except CorruptionError as e:
-            raise FormatError(f"{where}: it ends before its header does; it is not a safetensors file, or is cut off.") from e
+            raise FormatError(
+                f"{where}: it ends before its header does; it is not a safetensors file, or is "
+                "cut off."
+            ) from e
         header = parse_header(raw.tobytes(), where)
         version.require_length(header.nbytes)
         return version, header
@@ -178,7 +221,9 @@ class SafetensorsFiles:
 
 def _foreign(stored: HeaderTensor, rows: int) -> ForeignTensor:
     chunks = row_chunks(stored.shape, stored.dtype.itemsize, rows)
-    return ForeignTensor(stored.shape, stored.dtype, (ForeignPart((0,) * len(stored.shape), stored.shape, chunks),))
+    return ForeignTensor(
+        stored.shape, stored.dtype, (ForeignPart((0,) * len(stored.shape), stored.shape, chunks),)
+    )
 
 
 def _check_index(index: str, weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> None:
@@ -186,13 +231,21 @@ def _check_index(index: str, weight_map: Mapping[str, str], headers: Mapping[str
     for file, header in headers.items():
         for name in header.tensors:
             if weight_map.get(name) != file:
-                says = "does not know it" if name not in weight_map else f"says it is in {weight_map[name]}"
+                says = (
+                    "does not know it"
+                    if name not in weight_map
+                    else f"says it is in {weight_map[name]}"
+                )
                 raise FormatError(
-                    f"{index}: {shown(name)} is in {file}, but the index {says}; get new copies of the files, or rewrite the index."
+                    f"{index}: {shown(name)} is in {file}, but the index {says}; get new copies "
+                    "of the files, or rewrite the index."
                 )
     for name, file in weight_map.items():
         if name not in headers[file].tensors:
-            raise FormatError(f"{index}: {shown(name)} should be in {file}, which does not have it; get new copies of both files.")
+            raise FormatError(
+                f"{index}: {shown(name)} should be in {file}, which does not have it; get new "
+                "copies of both files."
+            )
 
 
 def _weight_map(index: FileVersion) -> Mapping[str, str]:
@@ -202,13 +255,25 @@ def _weight_map(index: FileVersion) -> Mapping[str, str]:
     try:
         doc = parse_json(raw)
     except ValueError as e:
-        raise FormatError(f"{where} is not JSON that can be read ({e}); get a new copy of it.") from e
+        raise FormatError(
+            f"{where} is not JSON that can be read ({e}); get a new copy of it."
+        ) from e
     weight_map = doc.get("weight_map") if isinstance(doc, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
-        raise FormatError(f"{where} has no weight_map from tensors to files; it is not an index of safetensors files.")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
+    ):
+        raise FormatError(
+            f"{where} has no weight_map from tensors to files; it is not an index of safetensors "
+            "files."
+        )
     for file in set(weight_map.values()):
         if "/" in file or not file.endswith(SUFFIX):
-            raise FormatError(f"{where}: {shorten(file)} is not the name of a {SUFFIX} file in the same directory.")
+            raise FormatError(
+                f"{where}: {shorten(file)} is not the name of a {SUFFIX} file in the same "
+                "directory."
+            )
     return weight_map
 
 
@@ -225,7 +290,9 @@ def _main(names: Sequence[str], store: Store) -> str:
         if models and suffix == SUFFIX and set(models) <= {*parts_of(models[0], models, store)}:
             return models[0]
         if models:
-            raise OptionError(f"{store}: there are several models ({few(models)}); give the path of one of them.")
+            raise OptionError(
+                f"{store}: there are several models ({few(models)}); give the path of one of them."
+            )
     raise FormatError(f"{store}: there is no {SUFFIX} file.")
 
 
@@ -233,7 +300,11 @@ def _metadata(headers: Mapping[str, Header], configs: Mapping[str, Any]) -> dict
     """Further texts of the files: once if the files agree, otherwise file by file."""
     texts = {file: dict(header.metadata) for file, header in headers.items()}
     first, *others = texts.values()
-    agreed = first if all(other == first for other in others) else {file: one for file, one in texts.items() if one}
+    agreed = (
+        first
+        if all(other == first for other in others)
+        else {file: one for file, one in texts.items() if one}
+    )
     return {**({"safetensors": agreed} if agreed else {}), **configs}
 
 

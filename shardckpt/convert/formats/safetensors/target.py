@@ -1,9 +1,11 @@
 """Writing a checkpoint's tensors as safetensors files: every byte once, at its offset.
 
-1. `safetensors.layout` computes the layout of each file; `plan.grids` the blocks in which its tensors are written.
-2. Blocks come from `streaming` and go to a `Destination`, with their checksums. An interrupted earlier call with the same plan is
-   continued.
-3. When everything is durable and verified, the files get their names; the index, which names other files, comes last.
+1. `safetensors.layout` computes the layout of each file; `plan.grids` the blocks in which its
+   tensors are written.
+2. Blocks come from `streaming` and go to a `Destination`, with their checksums. An interrupted
+   earlier call with the same plan is continued.
+3. When everything is durable and verified, the files get their names; the index, which names other
+   files, comes last.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
     from shardckpt.reading.checkpoint import Checkpoint
 
 _ORDER = 2
-"""Counts the changes of the order of blocks: a file that another version has begun in another order is written anew."""
+"""Counts the changes of the order of blocks: a file that another version has begun in another order
+is written anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +75,20 @@ def write_safetensors(
 
     Raises:
         ShapeMismatchError, DtypeMismatchError, NamesMismatchError, BudgetError: as in `Stream`.
-        CorruptionError, ReplacedError: the checkpoint could not be read, or the written bytes do not read back.
+        CorruptionError, ReplacedError: the checkpoint could not be read, or the written bytes do
+            not read back.
         AlreadyExistsError, StorageError: as in `Destination`.
     """
     blocks = row_blocks if destination.in_order else read_once_blocks
     outputs = [tensor for file in files for tensor in file.tensors]
-    stream = Stream(checkpoint, outputs, blocks, limit=limit, beside=destination.memory, in_order=destination.in_order)
+    stream = Stream(
+        checkpoint,
+        outputs,
+        blocks,
+        limit=limit,
+        beside=destination.memory,
+        in_order=destination.in_order,
+    )
     placed = _Placed(files, len(first))
     index = [] if last is None else [last]
     headers = [*first, *(file.header for file in files), *index]
@@ -87,12 +98,17 @@ def write_safetensors(
         for output, box in stream.order():
             yield output.name, *placed.runs(output.name, box)
 
-    plan = WritePlan(_identity(checkpoint, stream, headers, [destination.in_order, verify]), sizes, block_runs)
+    plan = WritePlan(
+        _identity(checkpoint, stream, headers, [destination.in_order, verify]), sizes, block_runs
+    )
     begun = False
     try:
         skip = destination.begin(plan)
         begun = True
-        done = sum(box.size * output.dtype.itemsize for _, (output, box) in zip(range(skip), stream.order(), strict=False))
+        done = sum(
+            box.size * output.dtype.itemsize
+            for _, (output, box) in zip(range(skip), stream.order(), strict=False)
+        )
         total, resumed, written, file = sum(output.nbytes for output in outputs), done, 0, -1
         progress(done, total)
         with closing(stream.read(skip)) as batches:
@@ -113,13 +129,20 @@ def write_safetensors(
                 written += sum(write.data.nbytes for write in writes)
                 done += nbytes
                 progress(done, total)
-        left = [FileWrite(number, 0, memoryview(headers[number])) for number in range(file + 1, len(headers))]
+        left = [
+            FileWrite(number, 0, memoryview(headers[number]))
+            for number in range(file + 1, len(headers))
+        ]
         destination.write(left, [])
         destination.publish(verify=verify)
     except BaseException as e:
-        destination.abort(keep=not begun or isinstance(e, StorageError) or not isinstance(e, Exception))  # a later call continues
+        destination.abort(
+            keep=not begun or isinstance(e, StorageError) or not isinstance(e, Exception)
+        )  # a later call continues
         raise
-    return FilesWritten(stream.read_bytes, written + sum(write.data.nbytes for write in left), resumed)
+    return FilesWritten(
+        stream.read_bytes, written + sum(write.data.nbytes for write in left), resumed
+    )
 
 
 class _Placed:
@@ -139,13 +162,30 @@ class _Placed:
         return file, [(offset, length) for offset in (begin + offsets).tolist()]
 
 
-def _identity(checkpoint: Checkpoint, stream: Stream, headers: Sequence[bytes], flags: Sequence[bool]) -> bytes:
+def _identity(
+    checkpoint: Checkpoint, stream: Stream, headers: Sequence[bytes], flags: Sequence[bool]
+) -> bytes:
     """A digest of everything that determines the written bytes and their order."""
     digest = hashlib.sha256()
-    decided = [__version__, _ORDER, str(checkpoint.location), checkpoint.record.attempt, stream.room, *flags]
+    decided = [
+        __version__,
+        _ORDER,
+        str(checkpoint.location),
+        checkpoint.record.attempt,
+        stream.room,
+        *flags,
+    ]
     digest.update(json.dumps(decided).encode())
     for header in headers:
         digest.update(hashlib.sha256(header).digest())
     for output, pieces in stream.grids:
-        digest.update(repr((output.name, output.sources, [(piece.start, piece.shape, piece.chunks) for piece in pieces])).encode())
+        digest.update(
+            repr(
+                (
+                    output.name,
+                    output.sources,
+                    [(piece.start, piece.shape, piece.chunks) for piece in pieces],
+                )
+            ).encode()
+        )
     return digest.digest()

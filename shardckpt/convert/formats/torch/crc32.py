@@ -1,7 +1,8 @@
 """The CRC-32 of bytes that were written in parts, in any order.
 
-A CRC is a remainder of polynomials over GF(2). So the CRC of two adjacent parts is the CRC of the first, times x to the power of the
-number of bits of the second, plus the CRC of the second: no byte is read again. (zlib's `crc32_combine`, which Python does not offer.)
+A CRC is a remainder of polynomials over GF(2). So the CRC of two adjacent parts is the CRC of the
+first, times x to the power of the number of bits of the second, plus the CRC of the second: no byte
+is read again. (zlib's `crc32_combine`, which Python does not offer.)
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _POLYNOMIAL = 0xEDB88320
-"""Polynomial of CRC-32, as in zip files and zlib: bit-reversed, so the highest bit is the coefficient of 1."""
+"""Polynomial of CRC-32, as in zip files and zlib: bit-reversed, so the highest bit is the
+coefficient of 1."""
 _ONE = 1 << 31
 
 

@@ -1,14 +1,18 @@
 """Reader of a file of `torch.save`: the places of its tensors.
 
-Such a file is a zip archive without compression: `data.pkl` is the pickle of the state, and each storage is an entry `data/<key>`
-(torch/serialization.py; since torch 1.6). It may be a separate file, or a span of a larger one, as in DCP's files.
+Such a file is a zip archive without compression: `data.pkl` is the pickle of the state, and each
+storage is an entry `data/<key>` (torch/serialization.py; since torch 1.6). It may be a separate
+file, or a span of a larger one, as in DCP's files.
 
-1. Its last and first bytes are read once: they hold the list of entries, and nearly always the pickle and the first headers.
+1. Its last and first bytes are read once: they hold the list of entries, and nearly always the
+   pickle and the first headers.
 2. `unpickle` reads the pickle without running it.
-3. The header before an entry determines where the entry's bytes begin; the list of entries does not have the header's length.
+3. The header before an entry determines where the entry's bytes begin; the list of entries does not
+   have the header's length.
 
-The list has a CRC-32 of each entry, which torch does not check. Here the pickle's CRC-32 is checked, and `StoredRun.check` can check
-a storage's. It is 0 if checksums were switched off (`torch.serialization.set_crc32_options`).
+The list has a CRC-32 of each entry, which torch does not check. Here the pickle's CRC-32 is
+checked, and `StoredRun.check` can check a storage's. It is 0 if checksums were switched off
+(`torch.serialization.set_crc32_options`).
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ WINDOW = 1 << 12
 """Bytes that are read at once at either end."""
 _SIGNATURE = b"PK\x03\x04"
 _HEADER = struct.Struct("<4s22sHH")
-"""Header of an entry, before its name: signature, fields that the list repeats, and the lengths of the name and the extra field."""
+"""Header of an entry, before its name: signature, fields that the list repeats, and the lengths of
+the name and the extra field."""
 
 
 _UTF8 = 0x800
@@ -65,7 +70,8 @@ class TorchFile:
         info = self._storages.get(storage.key)
         if info is None:
             raise FormatError(
-                f"{self.span}: its pickle refers to the storage {storage.key[:100]!r}, which is not in the file; replace it with a backup."
+                f"{self.span}: its pickle refers to the storage {storage.key[:100]!r}, which is "
+                "not in the file; replace it with a backup."
             )
         start = _start(self.span, info, b"")
         return StoredRun(self.span.part(start, start + info.file_size), info.CRC or None)
@@ -76,7 +82,9 @@ def is_torch_file(beginning: bytes) -> bool:
     return beginning.startswith(_SIGNATURE)
 
 
-def open_torch_file(span: Span, table: Mapping[str, object] = TABLE, only: Container[str] | None = None) -> TorchFile:
+def open_torch_file(
+    span: Span, table: Mapping[str, object] = TABLE, only: Container[str] | None = None
+) -> TorchFile:
     """Read the list of entries and the pickle.
 
     Args:
@@ -92,35 +100,59 @@ def open_torch_file(span: Span, table: Mapping[str, object] = TABLE, only: Conta
     window = _Ends(span)
     if not is_torch_file(window.head):
         raise FormatError(
-            f"{span}: a file of torch.save (torch 1.6 or later) begins with {_SIGNATURE!r}, but this one with {window.head[:4]!r}; it is "
-            f"damaged, or has another format."
+            f"{span}: a file of torch.save (torch 1.6 or later) begins with {_SIGNATURE!r}, but "
+            f"this one with {window.head[:4]!r}; it is damaged, or has another format."
         )
     try:
         with zipfile.ZipFile(window) as archive:
             infos = archive.infolist()
     except ShardckptError:
         raise
-    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, EOFError, struct.error, RuntimeError) as e:
+    except (
+        zipfile.BadZipFile,
+        NotImplementedError,
+        OSError,
+        ValueError,
+        EOFError,
+        struct.error,
+        RuntimeError,
+    ) as e:
         raise FormatError(
-            f"{span}: the list of entries at its end cannot be read ({e}): it is damaged, or cut off. Replace it with a backup."
+            f"{span}: the list of entries at its end cannot be read ({e}): it is damaged, or cut "
+            "off. Replace it with a backup."
         ) from e
     pickles = [info for info in infos if info.filename.endswith("/data.pkl")]
     if len(pickles) != 1 or any(info.compress_type != zipfile.ZIP_STORED for info in infos):
-        raise FormatError(f"{span}: a file of torch.save has one data.pkl and nothing compressed; this is another archive.")
+        raise FormatError(
+            f"{span}: a file of torch.save has one data.pkl and nothing compressed; this is "
+            "another archive."
+        )
     top = pickles[0].filename.removesuffix("data.pkl")
     by_name = {info.filename.removeprefix(top): info for info in infos}
     if len(by_name) < len(infos):
-        raise FormatError(f"{span}: two of its entries have the same name, so readers would disagree about its contents; get a new copy.")
+        raise FormatError(
+            f"{span}: two of its entries have the same name, so readers would disagree about its "
+            "contents; get a new copy."
+        )
     pickle = _content(window, pickles[0])
     if pickles[0].CRC not in (0, zlib.crc32(pickle)):
-        raise CorruptionError(f"{span}: the CRC-32 of its pickle is wrong; replace it with a backup.")
+        raise CorruptionError(
+            f"{span}: the CRC-32 of its pickle is wrong; replace it with a backup."
+        )
     if "byteorder" in by_name and _content(window, by_name["byteorder"]) != b"little":
-        raise FormatError(f"{span}: it was written on a big-endian machine; load it with torch and save it on a little-endian one.")
+        raise FormatError(
+            f"{span}: it was written on a big-endian machine; load it with torch and save it on a "
+            "little-endian one."
+        )
     return TorchFile(
         unpickle(pickle, str(span), table, only=only, persistent=storage_of),
         len(pickle),
         span,
-        {name.removeprefix("data/"): info for name, info in by_name.items() if name.startswith("data/")},
+        {
+            name.removeprefix("data/"): info
+            for name, info in by_name.items()
+            if name.startswith("data/")
+        },
     )
 
 
@@ -133,11 +165,16 @@ def _start(span: Span, info: zipfile.ZipInfo, head: bytes) -> int:
     """Offset of an entry's bytes."""
     called = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437", "replace")
     at, stop = info.header_offset, info.header_offset + _HEADER.size
-    header = head[at : stop + len(called)] if at >= 0 and stop + len(called) <= len(head) else bytes(span.read(at, stop + len(called)))
+    header = (
+        head[at : stop + len(called)]
+        if at >= 0 and stop + len(called) <= len(head)
+        else bytes(span.read(at, stop + len(called)))
+    )
     signature, _, name, extra = _HEADER.unpack(header[: _HEADER.size])
     if signature != _SIGNATURE or name != len(called) or header[_HEADER.size :] != called:
         raise FormatError(
-            f"{span}: there is no header of {info.filename[:100]!r} at byte {at}; the file is damaged. Replace it with a backup."
+            f"{span}: there is no header of {info.filename[:100]!r} at byte {at}; the file is "
+            "damaged. Replace it with a backup."
         )
     return stop + int(name) + int(extra)
 
@@ -164,7 +201,11 @@ class _Ends(io.RawIOBase):
         if stop <= len(self.head):
             return self.head[start:stop]
         before = len(self.span) - len(self.tail)
-        return self.tail[start - before : stop - before] if start >= before else bytes(self.span.read(start, stop))
+        return (
+            self.tail[start - before : stop - before]
+            if start >= before
+            else bytes(self.span.read(start, stop))
+        )
 
     def readable(self) -> bool:
         return True
@@ -176,7 +217,9 @@ class _Ends(io.RawIOBase):
         return self.at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: len(self.span)}[whence]
+        self.at = (
+            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: len(self.span)}[whence]
+        )
         if self.at < 0:
             raise ValueError("a position before the beginning")
         return self.at

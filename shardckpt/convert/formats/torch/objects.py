@@ -1,9 +1,11 @@
 """The objects in torch's pickles.
 
-`torch.save` writes a state as a pickle in which each tensor is a call of `torch._utils._rebuild_tensor_v2` (or a similar function)
-on a storage, an offset, a shape and strides, and each storage is a reference to a run of bytes elsewhere in the file. `TABLE` turns
-them into the classes of this module, without torch and without reading the storages. The calls are those that torch's own
-`weights_only` unpickler accepts (torch/_weights_only_unpickler.py, 2.9), except those for anything but plain tensors.
+`torch.save` writes a state as a pickle in which each tensor is a call of
+`torch._utils._rebuild_tensor_v2` (or a similar function) on a storage, an offset, a shape and
+strides, and each storage is a reference to a run of bytes elsewhere in the file. `TABLE` turns them
+into the classes of this module, without torch and without reading the storages. The calls are those
+that torch's own `weights_only` unpickler accepts (torch/_weights_only_unpickler.py, 2.9), except
+those for anything but plain tensors.
 """
 
 from __future__ import annotations
@@ -22,10 +24,23 @@ _DTYPES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64", "bfloat16", "complex32", "complex64", "complex128"),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    *("float4_e2m1fn_x2", "qint8", "qint32", "quint8", "quint4x2", "quint2x4", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+    *(
+        "float4_e2m1fn_x2",
+        "qint8",
+        "qint32",
+        "quint8",
+        "quint4x2",
+        "quint2x4",
+        "bits8",
+        "bits16",
+        "bits1x8",
+        "bits2x4",
+        "bits4x2",
+    ),
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
 )
-"""Dtype names of torch. Dtypes in the last two lines cannot be stored; they are listed so that messages can name them."""
+"""Dtype names of torch. Dtypes in the last two lines cannot be stored; they are listed so that
+messages can name them."""
 _STORAGES = {
     "Bool": "bool",
     "Byte": "uint8",
@@ -78,7 +93,8 @@ class Storage:
     key: str
     """Its name in the file."""
     dtype: Dtype | None
-    """Dtype of the elements; None: the storage is counted in bytes, and the tensor has the dtype."""
+    """Dtype of the elements; None: the storage is counted in bytes, and the tensor has the
+    dtype."""
     count: int
     """Number of elements."""
 
@@ -98,17 +114,29 @@ class PickledTensor:
     def __post_init__(self) -> None:
         """Refuse invalid shapes, strides and offsets."""
         numbers = (self.offset, *self.shape, *self.strides)
-        if len(self.shape) != len(self.strides) or not all(type(n) is int and n >= 0 for n in numbers):
-            raise ValueError(f"a tensor has shape {self.shape}, strides {self.strides} and offset {self.offset}")
+        if len(self.shape) != len(self.strides) or not all(
+            type(n) is int and n >= 0 for n in numbers
+        ):
+            raise ValueError(
+                f"a tensor has shape {self.shape}, strides {self.strides} and offset {self.offset}"
+            )
         if (elements := prod(self.shape)) > max(_MOST_REPEATED, 1000 * self.storage.count):
-            raise ValueError(f"a tensor has {elements} elements, made of {self.storage.count} in the file")
+            raise ValueError(
+                f"a tensor has {elements} elements, made of {self.storage.count} in the file"
+            )
 
 
 def storage_of(reference: object) -> Storage:
     """The storage of a pickle's reference: ("storage", kind, key, device, elements)."""
     if type(reference) is tuple and len(reference) == 5:
         what, kind, key, _device, count = reference
-        if what == "storage" and type(kind) is StorageKind and type(key) is str and type(count) is int and count >= 0:
+        if (
+            what == "storage"
+            and type(kind) is StorageKind
+            and type(key) is str
+            and type(count) is int
+            and count >= 0
+        ):
             return Storage(key, kind.dtype, count)
     raise ValueError("a reference does not name a storage")
 
@@ -123,17 +151,33 @@ def _tensor(
     dtype: object,
     metadata: object,
 ) -> PickledTensor:
-    if type(storage) is not Storage or type(dtype) is not Dtype or type(shape) is not tuple or type(strides) is not tuple:
+    if (
+        type(storage) is not Storage
+        or type(dtype) is not Dtype
+        or type(shape) is not tuple
+        or type(strides) is not tuple
+    ):
         raise TypeError("a tensor has no valid storage, dtype, shape or strides")
     if metadata:
-        raise ValueError("a tensor is a lazily conjugated or negated view: call resolve_conj() and resolve_neg() before saving")
+        raise ValueError(
+            "a tensor is a lazily conjugated or negated view: call resolve_conj() and "
+            "resolve_neg() before saving"
+        )
     return PickledTensor(storage, dtype, offset, shape, strides)  # type: ignore[arg-type]  # PickledTensor checks the types
 
 
 def _tensor_v2(
-    storage: object, offset: object, shape: object, strides: object, grad: object = False, hooks: object = None, metadata: object = None
+    storage: object,
+    offset: object,
+    shape: object,
+    strides: object,
+    grad: object = False,
+    hooks: object = None,
+    metadata: object = None,
 ) -> PickledTensor:
-    return _tensor(storage, offset, shape, strides, grad, hooks, getattr(storage, "dtype", None), metadata)
+    return _tensor(
+        storage, offset, shape, strides, grad, hooks, getattr(storage, "dtype", None), metadata
+    )
 
 
 def _tensor_v3(

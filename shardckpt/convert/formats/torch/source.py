@@ -1,8 +1,9 @@
 """Files of `torch.save` and `xm.save`: a single file, or those of a Hugging Face directory (`pytorch_model.bin`), read without torch.
 
-1. A file holds a state, or one tensor (`torch.states`). Tensors are read by their offsets in it: the complete file is never read.
-2. A directory has `pytorch_model.bin`, or several files and `pytorch_model.bin.index.json`, which names the file of each tensor. The
-   state is then one dict of all tensors.
+1. A file holds a state, or one tensor (`torch.states`). Tensors are read by their offsets in it:
+   the complete file is never read.
+2. A directory has `pytorch_model.bin`, or several files and `pytorch_model.bin.index.json`, which
+   names the file of each tensor. The state is then one dict of all tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _LARGEST_INDEX = 100_000_000
 _BEGINNING = 512
 """First bytes of a file by which its format is detected."""
 _BEFORE_1_6 = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
-"""The pickle of a magic number at the start of the format before torch 1.6, which torch.save still writes on request."""
+"""The pickle of a magic number at the start of the format before torch 1.6, which torch.save still
+writes on request."""
 
 
 def looks_like(location: Location) -> str | None:
@@ -44,14 +46,22 @@ def looks_like(location: Location) -> str | None:
     if file is None:
         store = Store.open(location)
         names = store.list_children() if store.has_directory() else []
-        models = [name for name in (_BIN, _BIN.removesuffix(".bin") + _INDEX_SUFFIX, *_parts(names)) if name in names]
+        models = [
+            name
+            for name in (_BIN, _BIN.removesuffix(".bin") + _INDEX_SUFFIX, *_parts(names))
+            if name in names
+        ]
         return f"{models[0]} in the directory" if models else None
     if file.key.endswith(_INDEX_SUFFIX):
         return f"{file.key}, an index of split files"
     head = beginning(file)
     if _is_old(head):
         return f"{file.key}, a file of torch.save before torch 1.6"
-    return f"{file.key}, a zip archive that begins with data.pkl" if is_torch_file(head) and b"/data.pkl" in head else None
+    return (
+        f"{file.key}, a zip archive that begins with data.pkl"
+        if is_torch_file(head) and b"/data.pkl" in head
+        else None
+    )
 
 
 def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
@@ -62,8 +72,8 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
         trust_pickle: ignored: nothing in the pickles is run.
 
     Raises:
-        FormatError: a file is malformed, is in torch's format before 1.6, or holds something that cannot be stored; or files and
-            index disagree.
+        FormatError: a file is malformed, is in torch's format before 1.6, or holds something that
+            cannot be stored; or files and index disagree.
         MissingDataError: a file that the index names is missing.
         NotFoundError: there is no such file in the directory.
         CorruptionError, StorageError: a file is truncated, or cannot be read.
@@ -73,21 +83,43 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     if file is None:
         store = Store.open(location)
         names = store.list_children()
-        file = next((FileVersion(store, name) for name in (_BIN, _BIN.removesuffix(".bin") + _INDEX_SUFFIX) if name in names), None)
+        file = next(
+            (
+                FileVersion(store, name)
+                for name in (_BIN, _BIN.removesuffix(".bin") + _INDEX_SUFFIX)
+                if name in names
+            ),
+            None,
+        )
         if file is None and (parts := _parts(names)):
-            return _join_parts(location, [FileVersion(store, name) for name in parts_of(parts[0], names, store)])
+            return _join_parts(
+                location, [FileVersion(store, name) for name in parts_of(parts[0], names, store)]
+            )
         if file is None:
             refuse_directory(store, names)
-            raise NotFoundError(f"{location}: there is no {_BIN} in this directory, and no index of split files; give the path of a file.")
+            raise NotFoundError(
+                f"{location}: there is no {_BIN} in this directory, and no index of split files; "
+                "give the path of a file."
+            )
     if not file.key.endswith(_INDEX_SUFFIX):
         notes = note_of_part(file.key) or note_of_file(str(file))
         state, left = state_in(_open(file))
-        return place_tensors(state, "torch", location, identity_of(location, [file]), (*notes, *left))
+        return place_tensors(
+            state, "torch", location, identity_of(location, [file]), (*notes, *left)
+        )
     weight_map = _weight_map(file)
     versions = [FileVersion(file.store, name) for name in sorted(set(weight_map.values()))]
     states, left = _states(versions)
     state = {name: _pick(states[key], name, key, file) for name, key in weight_map.items()}
-    unnamed = next((f"{shown(name)} in {key}" for key, part in states.items() for name in part if weight_map.get(name) != key), None)
+    unnamed = next(
+        (
+            f"{shown(name)} in {key}"
+            for key, part in states.items()
+            for name in part
+            if weight_map.get(name) != key
+        ),
+        None,
+    )
     if unnamed is not None:
         raise FormatError(f"{file} does not name {unnamed}; get new copies of all files.")
     notes = [f"{len(versions)} files, by {file.key}", *left]
@@ -97,13 +129,21 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
 def _states(versions: Sequence[FileVersion]) -> tuple[dict[str, Any], list[str]]:
     """File → its state; and the notes on all files."""
     states = map_on_threads(lambda version: state_in(_open(version)), versions)
-    notes = [f"{version.key}: {line}" for version, (_, left) in zip(versions, states, strict=True) for line in left]
+    notes = [
+        f"{version.key}: {line}"
+        for version, (_, left) in zip(versions, states, strict=True)
+        for line in left
+    ]
     return {version.key: state for version, (state, _) in zip(versions, states, strict=True)}, notes
 
 
 def _parts(names: Sequence[str]) -> list[str]:
     """Names of files of a split model without an index."""
-    return sorted(name for name in names if name.startswith("pytorch_model-") and name.endswith(".bin") and note_of_part(name))
+    return sorted(
+        name
+        for name in names
+        if name.startswith("pytorch_model-") and name.endswith(".bin") and note_of_part(name)
+    )
 
 
 def _join_parts(location: Location, versions: Sequence[FileVersion]) -> Foreign:
@@ -113,7 +153,10 @@ def _join_parts(location: Location, versions: Sequence[FileVersion]) -> Foreign:
     for version, part in zip(versions, states.values(), strict=True):
         again = next((name for name in part if name in state), None)
         if again is not None:
-            raise FormatError(f"{version}: {shown(again)} is in another file of the model, too; get new copies of all files.")
+            raise FormatError(
+                f"{version}: {shown(again)} is in another file of the model, too; get new copies "
+                "of all files."
+            )
         state |= part
     notes = [f"{len(versions)} files of a split model", *left]
     return place_tensors(state, "torch", location, identity_of(location, versions), notes)
@@ -134,15 +177,18 @@ def beginning(file: FileVersion) -> bytes:
 def _open(file: FileVersion) -> TorchFile:
     if _is_old(beginning(file)):
         raise FormatError(
-            f"{file} is in the format of torch before 1.6, whose tensors cannot be found without running its pickle. Load it with "
-            f"torch.load(weights_only=True) and save it again with torch.save."
+            f"{file} is in the format of torch before 1.6, whose tensors cannot be found without "
+            "running its pickle. Load it with torch.load(weights_only=True) and save it again "
+            "with torch.save."
         )
     return open_state_file(span_of(file))
 
 
 def _is_old(head: bytes) -> bool:
     """Whether a file is a sequence of torch's pickles, or one of its even older tar archives."""
-    return head.startswith(_BEFORE_1_6) or (head[257:262] == b"ustar" and head.startswith((b"sys_info\0", b"storages\0", b"pickle\0")))
+    return head.startswith(_BEFORE_1_6) or (
+        head[257:262] == b"ustar" and head.startswith((b"sys_info\0", b"storages\0", b"pickle\0"))
+    )
 
 
 def _weight_map(index: FileVersion) -> Mapping[str, str]:
@@ -152,7 +198,9 @@ def _weight_map(index: FileVersion) -> Mapping[str, str]:
         weight_map: Mapping[str, str] = doc["weight_map"]
         beside = all(isinstance(key, str) and key and "/" not in key for key in weight_map.values())
     except (AttributeError, KeyError, TypeError, ValueError) as e:
-        raise FormatError(f"{index} is not an index of split files ({shorten(str(e))}); get a new copy of it.") from e
+        raise FormatError(
+            f"{index} is not an index of split files ({shorten(str(e))}); get a new copy of it."
+        ) from e
     if not beside:
         raise FormatError(f"{index} names files outside its directory; get a new copy of it.")
     return weight_map
@@ -160,5 +208,8 @@ def _weight_map(index: FileVersion) -> Mapping[str, str]:
 
 def _pick(state: Any, name: str, key: str, index: FileVersion) -> Any:
     if not isinstance(state, dict) or name not in state:
-        raise FormatError(f"{index}: {shown(name)} should be in {key}, which does not have it; get new copies of both files.")
+        raise FormatError(
+            f"{index}: {shown(name)} should be in {key}, which does not have it; get new copies "
+            "of both files."
+        )
     return state[name]

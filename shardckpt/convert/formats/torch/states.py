@@ -1,7 +1,8 @@
 """The state in a file of `torch.save`.
 
-Nothing in the pickle is ever run (`unpickling`), so a file may contain any name. An object of a class that is not known here is left
-behind with a note. A tensor never is: a file with a tensor that cannot be stored is refused.
+Nothing in the pickle is ever run (`unpickling`), so a file may contain any name. An object of a
+class that is not known here is left behind with a note. A tensor never is: a file with a tensor
+that cannot be stored is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 
 _BUILTINS = ("builtins", "__builtin__")
-"""Names of Python's module of built-in types in pickles of protocol 3 and later, and of earlier ones."""
+"""Names of Python's module of built-in types in pickles of protocol 3 and later, and of earlier
+ones."""
 
 
 _TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
@@ -33,9 +35,15 @@ def _of_type(rebuild: object, kind: object, arguments: object, attributes: objec
     """A tensor with Python attributes: torch._tensor._rebuild_from_type_v2."""
     if type(arguments) is not tuple or not isinstance(rebuild, Build | Name):
         raise TypeError("a tensor is made by something else than a function")
-    tensor = Instance(rebuild.text, arguments) if isinstance(rebuild, Name) else rebuild.function(*arguments)
+    tensor = (
+        Instance(rebuild.text, arguments)
+        if isinstance(rebuild, Name)
+        else rebuild.function(*arguments)
+    )
     if isinstance(kind, Name) and kind.text not in _TENSORS and attributes:
-        return Instance(kind.text, (tensor,), attributes)  # its elements may mean nothing without the attributes: scales, an index
+        return Instance(
+            kind.text, (tensor,), attributes
+        )  # its elements may mean nothing without the attributes: scales, an index
     return tensor
 
 
@@ -76,12 +84,22 @@ _TABLE: Mapping[str, object] = MappingProxyType(
 )
 _UNSTORABLE = {
     _LAZY: "a lazily conjugated or negated tensor: call resolve_conj() and resolve_neg() on it",
-    "torch._utils._rebuild_qtensor": "a quantized tensor: save its int_repr(), scales and zero points, or dequantize() it",
-    "torch._utils._rebuild_sparse_tensor": "a sparse tensor: save its indices and values, or to_dense() it",
+    "torch._utils._rebuild_qtensor": (
+        "a quantized tensor: save its int_repr(), scales and zero points, or dequantize() it"
+    ),
+    "torch._utils._rebuild_sparse_tensor": (
+        "a sparse tensor: save its indices and values, or to_dense() it"
+    ),
     "torch._utils._rebuild_nested_tensor": "a nested tensor: save the tensors that it consists of",
-    "torch._utils._rebuild_meta_tensor_no_storage": "a tensor on the device meta, which has no elements",
-    "torch._utils._rebuild_wrapper_subclass": "a tensor of a class of its own: save the tensors that it consists of",
-    "torch._utils._rebuild_device_tensor_from_numpy": "a tensor of a device that torch saves through numpy: move it to the CPU first",
+    "torch._utils._rebuild_meta_tensor_no_storage": (
+        "a tensor on the device meta, which has no elements"
+    ),
+    "torch._utils._rebuild_wrapper_subclass": (
+        "a tensor of a class of its own: save the tensors that it consists of"
+    ),
+    "torch._utils._rebuild_device_tensor_from_numpy": (
+        "a tensor of a device that torch saves through numpy: move it to the CPU first"
+    ),
 }
 """Kinds of tensors that cannot be stored, with advice for messages."""
 
@@ -100,12 +118,15 @@ def open_state_file(span: Span) -> TorchFile:
     return open_torch_file(span, _TABLE)
 
 
-def state_in(file: TorchFile, known: Mapping[str, Callable[[Instance], object]] | None = None) -> tuple[Any, list[str]]:
+def state_in(
+    file: TorchFile, known: Mapping[str, Callable[[Instance], object]] | None = None
+) -> tuple[Any, list[str]]:
     """The state, and a line for each object that is left behind.
 
     Args:
         file: a file from `open_state_file`.
-        known: name in the pickle → function that returns the small leaf or tensor for an instance of that name.
+        known: name in the pickle → function that returns the small leaf or tensor for an instance
+            of that name.
 
     Returns:
         Plain containers, small leaves and `PlacedTensor`s; and the notes.

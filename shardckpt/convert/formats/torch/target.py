@@ -1,13 +1,14 @@
 """Writer of one file that `torch.load(path, weights_only=True)` reads.
 
-Such a file is a zip archive of uncompressed records: a description of the state, and the bytes of each tensor, row-major, at a
-multiple of 64 bytes.
+Such a file is a zip archive of uncompressed records: a description of the state, and the bytes of
+each tensor, row-major, at a multiple of 64 bytes.
 
-1. torch.save itself writes the file, for tensors without memory, and leaves out their bytes (`skip_data`). So the description is
-   torch's own, and every tensor has its place. Tied tensors are one record.
+1. torch.save itself writes the file, for tensors without memory, and leaves out their bytes
+   (`skip_data`). So the description is torch's own, and every tensor has its place. Tied tensors
+   are one record.
 2. Then blocks are written at their offsets, in any order.
-3. torch could not compute the CRC-32 of the records. torch does not check it, but other readers do, so it is computed from the CRCs of
-   the written parts (`crc32`).
+3. torch could not compute the CRC-32 of the records. torch does not check it, but other readers do,
+   so it is computed from the CRCs of the written parts (`crc32`).
 4. The file is made durable, and takes its name.
 
 `weights_only` accepts no numpy scalars: they become Python numbers of the same value.
@@ -87,7 +88,9 @@ class TorchFileWriter(StateWriter):
 
     checksum = staticmethod(zlib.crc32)
 
-    def __init__(self, structure: Structure, location: Location, *, overwrite: bool = False) -> None:
+    def __init__(
+        self, structure: Structure, location: Location, *, overwrite: bool = False
+    ) -> None:
         """Lay out the file.
 
         Args:
@@ -99,7 +102,8 @@ class TorchFileWriter(StateWriter):
             DtypeError: torch lacks the dtype of a tensor; the message names the tensor.
             MissingExtraError: torch is not installed, or too old.
             AlreadyExistsError, OptionError, StorageError: the file cannot be written at `location`.
-            BudgetError: the process may not reserve address space of the size of the largest tensor.
+            BudgetError: the process may not reserve address space of the size of the largest
+                tensor.
         """
         tree = structure.nodes
         dtypes = torch_dtypes(structure)
@@ -138,20 +142,30 @@ class TorchFileWriter(StateWriter):
         """Write the records' CRC-32."""
         for name, record in self._records.items():
             if record.crc is None:
-                raise MissingDataError(f"{self._draft.final}: not all of {shown(name)} was written; nothing was published. Export again.")
+                raise MissingDataError(
+                    f"{self._draft.final}: not all of {shown(name)} was written; nothing was "
+                    "published. Export again."
+                )
             with storage_errors("write", self._draft.final):
                 for at in record.crc_at:
                     gather_write(self._draft.fd, at, [memoryview(struct.pack("<I", record.crc))])
         with storage_errors("write", self._draft.final):
             os.fsync(self._draft.fd)
-        return [WrittenBlock(name, self._draft.path, [(r.offset, r.nbytes)], r.crc or 0) for name, r in self._records.items()]
+        return [
+            WrittenBlock(name, self._draft.path, [(r.offset, r.nbytes)], r.crc or 0)
+            for name, r in self._records.items()
+        ]
 
     def _records_of(self, tree: Node) -> dict[str, _Record]:
         """The records by tensor name. torch.save numbers them in the order in which it met their tensors."""
-        stored = dict.fromkeys(leaf.stored for leaf in leaves_of(tree) if isinstance(leaf, Tensor | Tied))
+        stored = dict.fromkeys(
+            leaf.stored for leaf in leaves_of(tree) if isinstance(leaf, Tensor | Tied)
+        )
         by_number = _records(self._draft)
         records = {name: by_number[number] for number, name in enumerate(stored)}
-        assert all(record.nbytes == self._tensors[name].nbytes for name, record in records.items()), "records are in order of appearance"
+        assert all(
+            record.nbytes == self._tensors[name].nbytes for name, record in records.items()
+        ), "records are in order of appearance"
         return records
 
 
@@ -165,44 +179,71 @@ def torch_dtypes(structure: Structure) -> dict[str, Any]:
     try:
         from shardckpt.frameworks.torch import torch_dtype
     except ImportError:
-        raise MissingExtraError(f"PyTorch writes this format and is not installed; install it with `{install_command('torch')}`.") from None
+        raise MissingExtraError(
+            "PyTorch writes this format and is not installed; install it with "
+            f"`{install_command('torch')}`."
+        ) from None
     dtypes = {name: torch_dtype(tensor.dtype) for name, tensor in structure.tensors.items()}
     lacking = next((name for name, dtype in dtypes.items() if dtype is None), None)
     if lacking is not None:
         raise DtypeError(
-            f"{shown(lacking)}: torch has no dtype {structure.tensors[lacking].dtype}; export it in another dtype, or leave it out."
+            f"{shown(lacking)}: torch has no dtype {structure.tensors[lacking].dtype}; export it "
+            "in another dtype, or leave it out."
         )
     return dtypes
 
 
 def _refusal(value: object) -> str | None:
-    """The reason why torch.load(weights_only=True) would not read a small leaf; None: it reads the leaf."""
+    """The reason why torch.load(weights_only=True) would not read a small leaf.
+
+    None: it reads the leaf.
+    """
     if value == b"" and isinstance(value, bytes):
         return "torch.load(weights_only=True) reads no empty bytes"
     if isinstance(value, int) and value.bit_length() >= 8 * _LONGEST_INT:
         return f"torch.load(weights_only=True) reads no int of more than {_LONGEST_INT} bytes"
-    if isinstance(value, np.generic) and type(value.item()) not in (bool, int, float, complex, str, bytes):
+    if isinstance(value, np.generic) and type(value.item()) not in (
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+    ):
         return f"torch.load(weights_only=True) reads no {type(value).__name__} of numpy"
     return None
 
 
-def _write_without_data(draft: Draft, tree: Node, structure: Structure, dtypes: dict[str, Any], left: dict[str, str]) -> None:
+def _write_without_data(
+    draft: Draft, tree: Node, structure: Structure, dtypes: dict[str, Any], left: dict[str, str]
+) -> None:
     """Write everything except the tensors' bytes, with torch.save."""
     import torch
 
     if not hasattr(torch.serialization, "skip_data"):
-        raise MissingExtraError(f"torch {torch.__version__} cannot write a file without having all of it in memory; install 2.6 or later.")
-    state = _of_python(unflatten(tree, _without_memory(structure, dtypes), lambda name: name not in left))
+        raise MissingExtraError(
+            f"torch {torch.__version__} cannot write a file without having all of it in memory; "
+            "install 2.6 or later."
+        )
+    state = _of_python(
+        unflatten(tree, _without_memory(structure, dtypes), lambda name: name not in left)
+    )
     # torch.save would store the file's temporary name if it got a path.
-    with storage_errors("write", draft.final), draft.path.open("wb") as file, torch.serialization.skip_data():
+    with (
+        storage_errors("write", draft.final),
+        draft.path.open("wb") as file,
+        torch.serialization.skip_data(),
+    ):
         torch.save(state, file)
 
 
 def _without_memory(structure: Structure, dtypes: dict[str, Any]) -> dict[str, Any]:
-    """Tensors over address ranges without memory behind them, as long as nobody reads there; each has its own storage.
+    """Tensors over address ranges without memory behind them, as long as nobody reads there.
 
-    There is one address range per dtype, because torch.save refuses storages of two dtypes at one address. (torch's own `FakeTensor` would
-    work, too, but takes seconds to import.)
+    Each has its own storage.
+
+    There is one address range per dtype, because torch.save refuses storages of two dtypes at one
+    address. (torch's own `FakeTensor` would work, too, but takes seconds to import.)
     """
     import torch
 
@@ -216,11 +257,20 @@ def _without_memory(structure: Structure, dtypes: dict[str, Any]) -> dict[str, A
             continue
         if dtype not in ranges:
             try:
-                ranges[dtype] = mmap.mmap(-1, largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+                ranges[dtype] = mmap.mmap(
+                    -1, largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ
+                )
             except OSError as e:
-                raise BudgetError(f"{shown(name)}: cannot reserve {largest} bytes of address space ({e}); raise `ulimit -v`.") from e
-        with warnings.catch_warnings(action="ignore"):  # torch warns that these tensors cannot be written to
-            tensors[name] = torch.frombuffer(ranges[dtype], dtype=dtype, count=prod(tensor.shape)).reshape(tensor.shape)
+                raise BudgetError(
+                    f"{shown(name)}: cannot reserve {largest} bytes of address space ({e}); raise "
+                    "`ulimit -v`."
+                ) from e
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # torch warns that these tensors cannot be written to
+            tensors[name] = torch.frombuffer(
+                ranges[dtype], dtype=dtype, count=prod(tensor.shape)
+            ).reshape(tensor.shape)
     return tensors
 
 
@@ -242,11 +292,19 @@ def _records(draft: Draft) -> dict[int, _Record]:
             central = _CENTRAL_HEADER.unpack(os.pread(draft.fd, _CENTRAL_HEADER.size, at))
             folder, _, number = info.filename.partition("/data/")
             if number and "/" not in folder:
-                local = _LOCAL_HEADER.unpack(os.pread(draft.fd, _LOCAL_HEADER.size, info.header_offset))
+                local = _LOCAL_HEADER.unpack(
+                    os.pread(draft.fd, _LOCAL_HEADER.size, info.header_offset)
+                )
                 offset = info.header_offset + _LOCAL_HEADER.size + sum(local[-2:])
                 end = offset + info.file_size
-                trailing = end + len(_DESCRIPTOR) if info.flag_bits & _HAS_DESCRIPTOR else info.header_offset + 14
+                trailing = (
+                    end + len(_DESCRIPTOR)
+                    if info.flag_bits & _HAS_DESCRIPTOR
+                    else info.header_offset + 14
+                )
                 assert info.compress_type == zipfile.ZIP_STORED, "torch compresses no tensors"
-                by_number[int(number)] = _Record(offset, info.file_size, (at + 16, trailing), crc=None if info.file_size else 0)
+                by_number[int(number)] = _Record(
+                    offset, info.file_size, (at + 16, trailing), crc=None if info.file_size else 0
+                )
             at += _CENTRAL_HEADER.size + sum(central[10:13])
     return by_number

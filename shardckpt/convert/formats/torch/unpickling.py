@@ -1,18 +1,23 @@
 """A reader of pickles that runs nothing.
 
-A pickle is a program for a small stack machine, and Python's own machine lets it do anything: one instruction names any object of
-any module, which is imported, and another calls it. `unpickle` is another machine for the same programs.
+A pickle is a program for a small stack machine, and Python's own machine lets it do anything: one
+instruction names any object of any module, which is imported, and another calls it. `unpickle` is
+another machine for the same programs.
 
 1. Numbers, texts, bytes, tuples, lists and dicts are built as usual.
-2. A name in the program is never looked up in a module. It becomes a `Name`, which is a text, or its entry in the caller's table.
-3. A call in the program is not executed, unless the caller's table has a `Build`, a function of this package, under that name. Any other
-   call becomes an `Instance`, a record of the name and the arguments. The state and the items of an object are recorded there as well,
-   and nowhere else. Sets become such records, too.
-4. `only` limits the names that a program may contain. A program is refused as soon as it uses another name.
+2. A name in the program is never looked up in a module. It becomes a `Name`, which is a text, or
+   its entry in the caller's table.
+3. A call in the program is not executed, unless the caller's table has a `Build`, a function of
+   this package, under that name. Any other call becomes an `Instance`, a record of the name and the
+   arguments. The state and the items of an object are recorded there as well, and nowhere else.
+   Sets become such records, too.
+4. `only` limits the names that a program may contain. A program is refused as soon as it uses
+   another name.
 
-So no pickle can import, call or change anything; at worst it wastes time and memory in proportion to its size.
-(Python's own machine, restricted by `find_class`, can still be made to set attributes of allowed classes, and to fill memory by
-a large number in a few bytes.) The instructions are those that protocols 2 to 5 write for such objects; any other is an error.
+So no pickle can import, call or change anything; at worst it wastes time and memory in proportion
+to its size. (Python's own machine, restricted by `find_class`, can still be made to set attributes
+of allowed classes, and to fill memory by a large number in a few bytes.) The instructions are those
+that protocols 2 to 5 write for such objects; any other is an error.
 https://github.com/python/cpython/blob/3.11/Lib/pickletools.py documents each of them.
 """
 
@@ -47,7 +52,8 @@ class Build:
     """A function that replaces a call in a pickle."""
 
     function: Callable[..., object]
-    """Receives the pickle's arguments. Any exception that it raises counts as an error in the pickle."""
+    """Receives the pickle's arguments. Any exception that it raises counts as an error in the
+    pickle."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -83,8 +89,8 @@ def unpickle(
         where: the file, for messages.
         table: replacements of the names in the pickle.
         only: the names that the pickle may contain; None: any.
-        persistent: returns the object for a persistent id in the pickle. Any exception that it raises counts as an error in the
-            pickle.
+        persistent: returns the object for a persistent id in the pickle. Any exception that it
+            raises counts as an error in the pickle.
 
     Raises:
         FormatError: the pickle is malformed, or contains a name that `only` does not allow.
@@ -94,16 +100,31 @@ def unpickle(
         return machine.run()
     except _RefusedNameError as e:
         raise FormatError(
-            f"{where}: this pickle names {shorten(e.args[0])}, which does not belong in such a file. A pickle can run code when "
-            f"Python loads it; nothing of this one was run. Ask the author of the file."
+            f"{where}: this pickle names {shorten(e.args[0])}, which does not belong in such a "
+            "file. A pickle can run code when Python loads it; nothing of this one was run. Ask "
+            "the author of the file."
         ) from None
     except FormatError:
         raise
     except (_EndedError, struct.error, IndexError) as e:
-        raise FormatError(f"{where}: this pickle ends at byte {len(data)}, before its end; replace the file with a backup.") from e
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError, LookupError) as e:
+        raise FormatError(
+            f"{where}: this pickle ends at byte {len(data)}, before its end; replace the file "
+            "with a backup."
+        ) from e
+    except (
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        LookupError,
+    ) as e:
         reason = clip(str(e) or type(e).__name__)
-        raise FormatError(f"{where}: this pickle is invalid at byte {machine.at} ({reason}); replace the file with a backup.") from e
+        raise FormatError(
+            f"{where}: this pickle is invalid at byte {machine.at} ({reason}); replace the file "
+            "with a backup."
+        ) from e
 
 
 class _RefusedNameError(Exception):
@@ -122,7 +143,8 @@ _FLOAT = struct.Struct(">d")
 
 
 _KEYS = frozenset((str, int, bool, float, bytes, type(None), Name, Instance))
-"""Types that a key of a dict may have, or an item of a tuple that is a key. A key of another type becomes an `Instance`."""
+"""Types that a key of a dict may have, or an item of a tuple that is a key. A key of another type
+becomes an `Instance`."""
 
 
 class _Machine:
@@ -227,7 +249,9 @@ class _Machine:
         if type(function) is Build:
             self.stack.append(function.function(*arguments))
         elif type(function) is Name:
-            self.stack.append(_member(function.text, arguments) or Instance(function.text, arguments))
+            self.stack.append(
+                _member(function.text, arguments) or Instance(function.text, arguments)
+            )
         elif type(function) is Instance:  # a method, or what another call returns
             self.stack.append(Instance(function.name, (function, *arguments)))
         else:
@@ -278,10 +302,17 @@ _LONGEST_NAME = 1000
 
 
 def _member(function: str, arguments: tuple[object, ...]) -> Name | None:
-    """The name of a class in a class, or of a member of an enumeration, if a call asks for one; nothing is looked up."""
+    """The name of a class in a class, or of a member of an enumeration, if a call asks for one.
+
+    Nothing is looked up.
+    """
     if function in _GETATTR and len(arguments) == 2:
         owner, name = arguments
-        if type(owner) is Name and type(name) is str and len(owner.text) + len(name) < _LONGEST_NAME:
+        if (
+            type(owner) is Name
+            and type(name) is str
+            and len(owner.text) + len(name) < _LONGEST_NAME
+        ):
             return Name(f"{owner.text}.{name}")
     return None
 
@@ -292,7 +323,9 @@ def _key(key: object) -> Any:
         return key
     if isinstance(key, list | dict):
         raise TypeError(f"a {type(key).__name__} is a key")
-    return Instance(type(key).__name__, (key,))  # the hash of a nested tuple recurses as deep as its nesting
+    return Instance(
+        type(key).__name__, (key,)
+    )  # the hash of a nested tuple recurses as deep as its nesting
 
 
 def _push(value: object) -> Callable[[_Machine], None]:
@@ -336,7 +369,9 @@ _INSTRUCTIONS: dict[int, Callable[[_Machine], object]] = {
     0x8F: lambda m: m.stack.append(Instance("builtins.set", ())),
     0x90: lambda m: m.append(m.since_mark()),
     0x91: lambda m: m.stack.append(Instance("builtins.frozenset", (m.since_mark(),))),
-    0x96: lambda m: m.stack.append(Instance("builtins.bytearray", (bytes(m.take(m.number(_UINT8))),))),
+    0x96: lambda m: m.stack.append(
+        Instance("builtins.bytearray", (bytes(m.take(m.number(_UINT8))),))
+    ),
     ord("s"): lambda m: m.set_items(list(reversed((m.pop(), m.pop())))),
     ord("u"): lambda m: m.set_items(m.since_mark()),
     ord("q"): lambda m: m.remember(m.byte()),

@@ -1,11 +1,12 @@
 """Reader of a directory of torch_xla's `CheckpointManager`.
 
-    <base>/<step>/.metadata, *.distcp    a directory of torch.distributed.checkpoint, by torch_xla's `SPMDSavePlanner`
-    <base>/<step>/.manager_metadata      written last: marks the step as complete
+    <base>/<step>/.metadata, *.distcp    a directory of torch.distributed.checkpoint, by torch_xla's
+    `SPMDSavePlanner` <base>/<step>/.manager_metadata      written last: marks the step as complete
 
-If several devices hold the same part of a sharded tensor, the planner (torch_xla 2.9, experimental/distributed_checkpoint) silently
-stores nothing of this tensor (https://github.com/pytorch/xla/issues/7919). The state's paths still name it, so the loss is detected
-here.
+If several devices hold the same part of a sharded tensor, the planner (torch_xla 2.9,
+experimental/distributed_checkpoint) silently stores nothing of this tensor
+(https://github.com/pytorch/xla/issues/7919). The state's paths still name it, so the loss is
+detected here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def looks_like(location: Location) -> str | None:
     if {METADATA, WRITTEN_LAST} <= set(names):
         return f"a step of torch_xla's CheckpointManager: {METADATA} and {WRITTEN_LAST}"
     steps = _steps(location, names)
-    return f"steps of torch_xla's CheckpointManager: {', '.join(map(str, steps))}" if steps else None
+    return (
+        f"steps of torch_xla's CheckpointManager: {', '.join(map(str, steps))}" if steps else None
+    )
 
 
 def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
@@ -50,21 +53,38 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     if METADATA not in names:
         steps = _steps(location, names)
         if not steps:
-            raise NotFoundError(f"{location}: torch_xla's CheckpointManager has no complete step here (a directory with {WRITTEN_LAST}).")
+            raise NotFoundError(
+                f"{location}: torch_xla's CheckpointManager has no complete step here (a "
+                f"directory with {WRITTEN_LAST})."
+            )
         if len(steps) > 1:
-            raise OptionError(f"{location} has the steps {', '.join(map(str, steps))}; name one: {location.join(str(steps[-1]))}.")
+            raise OptionError(
+                f"{location} has the steps {', '.join(map(str, steps))}; name one: "
+                f"{location.join(str(steps[-1]))}."
+            )
         location = location.join(str(steps[0]))
     state = read_state(Store.open(location), trust_pickle=trust_pickle)
     notes = [*state.notes]
     if state.absent:
         notes.append(
-            "torch_xla's CheckpointManager silently drops a sharded tensor if several devices of one host hold the same part "
-            "(pytorch/xla#7919). The tensors named above are not in this checkpoint."
+            "torch_xla's CheckpointManager silently drops a sharded tensor if several devices of "
+            "one host hold the same part (pytorch/xla#7919). The tensors named above are not in "
+            "this checkpoint."
         )
-    return place_tensors(state.nested(), "torch_xla", location, identity_of(location, state.files), notes)
+    return place_tensors(
+        state.nested(), "torch_xla", location, identity_of(location, state.files), notes
+    )
 
 
 def _steps(location: Location, names: list[str]) -> list[int]:
     """The complete steps below a directory, ascending."""
-    steps = sorted(int(name[:-1]) for name in names if name.endswith("/") and name[:-1].isdecimal() and name.isascii())
-    return [step for step in steps if {METADATA, WRITTEN_LAST} <= set(children(location.join(str(step))))]
+    steps = sorted(
+        int(name[:-1])
+        for name in names
+        if name.endswith("/") and name[:-1].isdecimal() and name.isascii()
+    )
+    return [
+        step
+        for step in steps
+        if {METADATA, WRITTEN_LAST} <= set(children(location.join(str(step))))
+    ]

@@ -1,9 +1,10 @@
 """Reader of zarr: a group of arrays, or one array, of version 2 or 3.
 
 1. A directory is recognised by its `zarr.json` (version 3), or `.zgroup` or `.zarray` (version 2).
-2. The members of a group are those of its consolidated metadata; without it, the directories are listed, level by level.
-3. The state has a dict for each group. Attributes of the root become metadata. A missing chunk stands for the fill value, as zarr
-   defines.
+2. The members of a group are those of its consolidated metadata; without it, the directories are
+   listed, level by level.
+3. The state has a dict for each group. Attributes of the root become metadata. A missing chunk
+   stands for the fill value, as zarr defines.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.file_version import FileVersion, identity_of
-from shardckpt.convert.foreign import ForeignArrays, ForeignPart, ForeignTensor, structure_of, tensors_of
+from shardckpt.convert.foreign import (
+    ForeignArrays,
+    ForeignPart,
+    ForeignTensor,
+    structure_of,
+    tensors_of,
+)
 from shardckpt.errors import DtypeError, FormatError, NotFoundError
 from shardckpt.io.foreign_arrays import open_arrays
 from shardckpt.io.store import Store
@@ -29,7 +36,13 @@ if TYPE_CHECKING:
     from shardckpt.io.foreign_arrays import ForeignArray
     from shardckpt.io.url import Location
 
-_V3, _GROUP, _ARRAY, _ATTRIBUTES, _CONSOLIDATED = "zarr.json", ".zgroup", ".zarray", ".zattrs", ".zmetadata"
+_V3, _GROUP, _ARRAY, _ATTRIBUTES, _CONSOLIDATED = (
+    "zarr.json",
+    ".zgroup",
+    ".zarray",
+    ".zattrs",
+    ".zmetadata",
+)
 _SIGNS = (_V3, _GROUP, _ARRAY)
 _LARGEST_DOCUMENT = 100_000_000
 _MOST_MEMBERS = 100_000
@@ -62,7 +75,9 @@ class _Members:
         """
         sign = next((name for name in _SIGNS if self.place.exists(name)), None)
         if sign is None:
-            raise NotFoundError(f"{self.place}: there is no zarr group or array: {', '.join(_SIGNS)} are missing.")
+            raise NotFoundError(
+                f"{self.place}: there is no zarr group or array: {', '.join(_SIGNS)} are missing."
+            )
         version = 3 if sign == _V3 else 2
         root = self.document(sign)
         if version == 2 and self.place.exists(_ATTRIBUTES):
@@ -83,8 +98,13 @@ class _Members:
             names = self.place.list_children(f"{group}/" if group else "")
             for name in (name.removesuffix("/") for name in names if name.endswith("/")):
                 path = f"{group}/{name}" if group else name
-                key = next((f"{path}/{sign}" for sign in _SIGNS if self.place.exists(f"{path}/{sign}")), None)
-                if key is not None and self.add(path, self.document(key), self.place.path_of(key), 3 if key.endswith(_V3) else 2):
+                key = next(
+                    (f"{path}/{sign}" for sign in _SIGNS if self.place.exists(f"{path}/{sign}")),
+                    None,
+                )
+                if key is not None and self.add(
+                    path, self.document(key), self.place.path_of(key), 3 if key.endswith(_V3) else 2
+                ):
                     groups.append(path)
 
     def consolidated(self, root: dict[str, Any], version: int) -> dict[str, Any] | None:
@@ -97,7 +117,10 @@ class _Members:
             return None
         documents = self.document(_CONSOLIDATED).get("metadata")
         if not isinstance(documents, dict):
-            raise FormatError(f"{self.place}/{_CONSOLIDATED} has no metadata of members; replace it with a backup.")
+            raise FormatError(
+                f"{self.place}/{_CONSOLIDATED} has no metadata of members; replace it with a "
+                "backup."
+            )
         ends = (f"/{_ARRAY}", f"/{_GROUP}")
         return {key.rpartition("/")[0]: one for key, one in documents.items() if key.endswith(ends)}
 
@@ -108,7 +131,9 @@ class _Members:
         try:
             document = json.loads(file.read_whole(_LARGEST_DOCUMENT))
         except (ValueError, RecursionError) as e:
-            raise FormatError(f"{file} is not JSON ({shorten(str(e))}); replace it with a backup.") from e
+            raise FormatError(
+                f"{file} is not JSON ({shorten(str(e))}); replace it with a backup."
+            ) from e
         if not isinstance(document, dict):
             raise FormatError(f"{file} is not a JSON object; replace it with a backup.")
         return document
@@ -122,19 +147,35 @@ class _Members:
         self.seen += 1
         if self.seen > _MOST_MEMBERS or path.count("/") >= _DEEPEST:
             most = f"{_MOST_MEMBERS:,} members, or {_DEEPEST} groups in each other"
-            raise FormatError(f"{where}: there are more than {most}; open a group below {self.place}.")
+            raise FormatError(
+                f"{where}: there are more than {most}; open a group below {self.place}."
+            )
         if not isinstance(document, dict):
-            raise FormatError(f"{where} does not describe a group or an array; replace it with a backup.")
-        kind = document.get("node_type") if version == 3 else "array" if "chunks" in document else "group"
+            raise FormatError(
+                f"{where} does not describe a group or an array; replace it with a backup."
+            )
+        kind = (
+            document.get("node_type")
+            if version == 3
+            else "array"
+            if "chunks" in document
+            else "group"
+        )
         if kind == "group":
             return True
         if kind != "array":
-            raise FormatError(f"{where} describes neither a group nor an array, but {shorten(kind)}; replace it with a backup.")
+            raise FormatError(
+                f"{where} describes neither a group nor an array, but {shorten(kind)}; replace it "
+                "with a backup."
+            )
         dtype = document.get("data_type" if version == 3 else "dtype")
         if _is_numeric(dtype):
             self.arrays[path] = "zarr3" if version == 3 else "zarr"
         else:
-            self.notes.append(f"left behind: {path or 'the array'}, whose elements are {shorten(dtype)}, not numbers")
+            self.notes.append(
+                f"left behind: {path or 'the array'}, whose elements are {shorten(dtype)}, not "
+                "numbers"
+            )
         return False
 
 
@@ -171,14 +212,28 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
     for driver in ("zarr", "zarr3"):
         names = [name for name, used in members.arrays.items() if used == driver]
         if names == [""] and location.parent is not None:
-            arrays[""] = open_arrays(Store.open(location.parent), [location.name], driver, ocdbt=False, fill_missing=True)[location.name]
+            arrays[""] = open_arrays(
+                Store.open(location.parent), [location.name], driver, ocdbt=False, fill_missing=True
+            )[location.name]
         else:
             arrays |= open_arrays(members.place, names, driver, ocdbt=False, fill_missing=True)
     state = _nest(arrays, str(location))
-    by_tensor = {name: arrays[tensor.identity] for name, tensor in tensors_of(state).items() if isinstance(tensor.identity, str)}
+    by_tensor = {
+        name: arrays[tensor.identity]
+        for name, tensor in tensors_of(state).items()
+        if isinstance(tensor.identity, str)
+    }
     metadata = {"attributes": members.attributes} if members.attributes else {}
     identity = identity_of(location, members.files)
-    return ForeignArrays("zarr", location, structure_of(state, str(location)), identity, metadata, tuple(members.notes), by_tensor)
+    return ForeignArrays(
+        "zarr",
+        location,
+        structure_of(state, str(location)),
+        identity,
+        metadata,
+        tuple(members.notes),
+        by_tensor,
+    )
 
 
 def _nest(arrays: Mapping[str, ForeignArray], where: str) -> object:
@@ -195,8 +250,14 @@ def _nest(arrays: Mapping[str, ForeignArray], where: str) -> object:
         for group in groups:
             at = at.setdefault(group, {})
             if not isinstance(at, dict):
-                raise FormatError(f"{where}: {shorten(path)} lies in an array, not in a group; replace its metadata with a backup.")
+                raise FormatError(
+                    f"{where}: {shorten(path)} lies in an array, not in a group; replace its "
+                    "metadata with a backup."
+                )
         if last in at:
-            raise FormatError(f"{where}: {shorten(path)} is an array and a group; replace its metadata with a backup.")
+            raise FormatError(
+                f"{where}: {shorten(path)} is an array and a group; replace its metadata with a "
+                "backup."
+            )
         at[last] = tensor
     return root

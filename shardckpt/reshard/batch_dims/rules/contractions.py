@@ -2,7 +2,7 @@
 
 | where the batch's letter is | the result |
 |---|---|
-| kept, cut in one operand, absent from the others, which are replicated | cut in that letter's dimension |
+| kept, cut in one operand, absent from the replicated others | cut in that letter's dimension |
 | kept, cut in all operands that have it | cut in that letter's dimension |
 | summed over | Partial(sum) |
 """
@@ -31,20 +31,30 @@ def contracted(call: Call, equation: str, *values: Any) -> Known:
     """
     inputs, result = equation.split("->")
     letters, layouts = inputs.split(","), [call.layout(value) for value in values]
-    cut = {term[layout.dim] for term, layout in zip(letters, layouts, strict=True) if isinstance(layout, Shard)}
+    cut = {
+        term[layout.dim]
+        for term, layout in zip(letters, layouts, strict=True)
+        if isinstance(layout, Shard)
+    }
     if not cut:
         return multiplied(layouts)
     if len(cut) > 1:
-        raise Undecided("its operands have the batch in unrelated dimensions: every sample is combined with every other")
+        raise Undecided(
+            "its operands have the batch in unrelated dimensions: every sample is combined with "
+            "every other"
+        )
     (letter,) = cut
     for term, layout, value in zip(letters, layouts, values, strict=True):
         if letter in term and not isinstance(layout, Shard):
             raise Undecided(
-                f"{shown(value)} is {layout}, and another operand is cut in the same dimension; name it in batch=… if it is cut"
+                f"{shown(value)} is {layout}, and another operand is cut in the same dimension; "
+                "name it in batch=… if it is cut"
             )
     place = position([Shard(0, layout.outer) for layout in layouts if isinstance(layout, Shard)])
     assert place is not None
-    product = multiplied([Shard(*place, layout.power) if isinstance(layout, Shard) else layout for layout in layouts])
+    product = multiplied(
+        [Shard(*place, layout.power) if isinstance(layout, Shard) else layout for layout in layouts]
+    )
     if letter not in result:
         return Partial("sum", product.power)
     return Shard(result.index(letter), place[1], product.power)
@@ -59,10 +69,14 @@ def _einsum(equation: str, *names: str) -> Any:
 
 def _plus_einsum(equation: str, *names: str) -> Any:
     def rule(call: Call) -> Result:
-        factors = [call.layout(call[name] if call[name] is not None else 1) for name in ("alpha", "beta")]
+        factors = [
+            call.layout(call[name] if call[name] is not None else 1) for name in ("alpha", "beta")
+        ]
         if factors != [Replicate(), Replicate()]:
             raise Undecided("alpha or beta scales with the batch")
-        return _plus_bias(call, contracted(call, equation, *(call[name] for name in names)), call["self"])
+        return _plus_bias(
+            call, contracted(call, equation, *(call[name] for name in names)), call["self"]
+        )
 
     return rule
 
@@ -74,20 +88,29 @@ def _plus_bias(call: Call, product: Known, bias: Any) -> Known:
     layout = call.layout(bias)
     if isinstance(layout, Shard) and not isinstance(product, Shard):
         raise Undecided(
-            f"{shown(bias)} is {layout}, but is added to a tensor that is {product}; name its operands in batch=… if they are cut"
+            f"{shown(bias)} is {layout}, but is added to a tensor that is {product}; name its "
+            "operands in batch=… if they are cut"
         )
     along = frozenset({product.dim}) if isinstance(product, Shard) else frozenset[int]()
-    return added([aligned(call, bias, layout, call.out, along), product], [call.is_zero(bias), False])
+    return added(
+        [aligned(call, bias, layout, call.out, along), product], [call.is_zero(bias), False]
+    )
 
 
 def _linear(call: Call) -> Result:
     letters = "abcdefgh"[: len(call.shape(call["input"])) - 1]
-    return _plus_bias(call, contracted(call, f"{letters}i,oi->{letters}o", call["input"], call["weight"]), call["bias"])
+    return _plus_bias(
+        call,
+        contracted(call, f"{letters}i,oi->{letters}o", call["input"], call["weight"]),
+        call["bias"],
+    )
 
 
 def _convolution(call: Call) -> Result:
     image, weight = call.layout(call["input"]), call.layout(call["weight"])
-    if any(isinstance(layout, Shard) and layout.dim for layout in (image, weight)) or isinstance(weight, Shard):
+    if any(isinstance(layout, Shard) and layout.dim for layout in (image, weight)) or isinstance(
+        weight, Shard
+    ):
         raise Undecided("the batch is in its channels, its kernel or along the image")
     bias = call.layout(call["bias"])
     if isinstance(bias, Shard):
@@ -97,10 +120,21 @@ def _convolution(call: Call) -> Result:
 
 
 def _convolution_backward(call: Call) -> Result:
-    gradient, image, weight = (call.layout(call[name]) for name in ("grad_output", "input", "weight"))
-    if not (isinstance(gradient, Shard) and isinstance(image, Shard) and isinstance(weight, Replicate)) or gradient.dim or image.dim:
+    gradient, image, weight = (
+        call.layout(call[name]) for name in ("grad_output", "input", "weight")
+    )
+    if (
+        not (
+            isinstance(gradient, Shard)
+            and isinstance(image, Shard)
+            and isinstance(weight, Replicate)
+        )
+        or gradient.dim
+        or image.dim
+    ):
         raise Undecided(
-            f"its gradient is {gradient}, its image {image} and its kernel {weight}: only cut images with a replicated kernel are supported"
+            f"its gradient is {gradient}, its image {image} and its kernel {weight}: only cut "
+            "images with a replicated kernel are supported"
         )
     position([gradient, image])
     return (
@@ -116,13 +150,24 @@ def _attention(call: Call) -> Result:
     mask = call["attn_mask"] if call["attn_mask"] is not None else call["attn_bias"]
     place, ndim = position(tensors), len(call.shape(call["query"]))
     if place is None and call["dropout_p"]:
-        raise Undecided("it draws random numbers, which are the same in all processes only if their generators are")
-    if place is not None and (place[0] >= ndim - 2 or not all(isinstance(layout, Shard) for layout in tensors)):
+        raise Undecided(
+            "it draws random numbers, which are the same in all processes only if their "
+            "generators are"
+        )
+    if place is not None and (
+        place[0] >= ndim - 2 or not all(isinstance(layout, Shard) for layout in tensors)
+    ):
         raise Undecided("queries, keys and values are not all cut in their batch or their heads")
     if mask is not None:
         _check_mask(call, mask, place, ndim)
     result: Known = Replicate() if place is None else Shard(*place)
-    return result if len(call.outs) == 1 else tuple(result if shape is not None and len(shape) > 2 else Replicate() for shape in call.outs)
+    return (
+        result
+        if len(call.outs) == 1
+        else tuple(
+            result if shape is not None and len(shape) > 2 else Replicate() for shape in call.outs
+        )
+    )
 
 
 def _check_mask(call: Call, mask: Any, place: tuple[int, int] | None, ndim: int) -> None:
@@ -138,8 +183,14 @@ def _attention_backward(call: Call) -> Result:
     gradient = call.layout(call["grad_out"])
     others = [call.steady(call[name]) for name in ("query", "key", "value", "out", "logsumexp")]
     place = position([gradient, *others])
-    if place is None or place[0] > 1 or not all(isinstance(layout, Shard) for layout in (gradient, *others)):
-        raise Undecided("its gradient, queries, keys and values are not all cut in their batch or their heads")
+    if (
+        place is None
+        or place[0] > 1
+        or not all(isinstance(layout, Shard) for layout in (gradient, *others))
+    ):
+        raise Undecided(
+            "its gradient, queries, keys and values are not all cut in their batch or their heads"
+        )
     if call["attn_mask"] is not None:
         _check_mask(call, call["attn_mask"], place, 4)
     return (Shard(*place, gradient.power),) * len(call.outs)
@@ -155,7 +206,9 @@ RULES = {
     "linear": _linear,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
-    **dict.fromkeys(["_scaled_dot_product_flash_attention_for_cpu", "scaled_dot_product_attention"], _attention),
+    **dict.fromkeys(
+        ["_scaled_dot_product_flash_attention_for_cpu", "scaled_dot_product_attention"], _attention
+    ),
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }
 """ATen operator → rule."""

@@ -2,9 +2,9 @@
 
 | operators | rule |
 |---|---|
-| embedding, index_select, index | a table is replicated and the indices are cut, or the table is cut where it is not indexed |
+| embedding, index_select, index | replicated table, cut indices; or a table cut elsewhere |
 | gather, scatter, scatter_add | all cut alike, and not in the dimension that is indexed |
-| index_put | writes into a cache that is cut and indexed elsewhere; accumulated into zeros at indices that are cut: Partial(sum) |
+| index_put | into a cache that is cut elsewhere; into zeros at cut indices: Partial(sum) |
 | embedding_dense_backward | Partial(sum) |
 """
 
@@ -56,10 +56,16 @@ def _indexed(call: Call, indices: list[Any]) -> Known:
         raise Undecided("the number of elements that a mask selects depends on the data")
     block, start, lengths = _index_block(call, indices)
     if _own_row(call, source, indices):
-        return Shard(start + block.dim, block.outer, source.power) if isinstance(block, Shard) else source
+        return (
+            Shard(start + block.dim, block.outer, source.power)
+            if isinstance(block, Shard)
+            else source
+        )
     if isinstance(block, Shard):
         if not isinstance(source, Replicate):
-            raise Undecided(f"{shown(call['self'])} is {source} and is read at indices that are cut")
+            raise Undecided(
+                f"{shown(call['self'])} is {source} and is read at indices that are cut"
+            )
         return Shard(start + block.dim, block.outer, source.power)
     if isinstance(source, Shard):
         return Shard(_kept_at(source.dim, indices, start, lengths), source.outer, source.power)
@@ -76,11 +82,22 @@ def _own_row(call: Call, source: Known, indices: list[Any]) -> bool:
     Raises:
         Undecided: samples are numbered in a dimension that is not theirs.
     """
-    numbered = [d for d, index in enumerate(indices) if index is not None and isinstance(call.known(index), Numbered)]
+    numbered = [
+        d
+        for d, index in enumerate(indices)
+        if index is not None and isinstance(call.known(index), Numbered)
+    ]
     if not numbered:
         return False
-    if not isinstance(source, Shard) or numbered != [source.dim] or call.shape(call["self"])[source.dim] != call.batch.value:
-        raise Undecided(f"{shown(call['self'])} is {source} and is indexed by numbers of samples, which every process counts from 0")
+    if (
+        not isinstance(source, Shard)
+        or numbered != [source.dim]
+        or call.shape(call["self"])[source.dim] != call.batch.value
+    ):
+        raise Undecided(
+            f"{shown(call['self'])} is {source} and is indexed by numbers of samples, which every "
+            "process counts from 0"
+        )
     return True
 
 
@@ -92,14 +109,23 @@ def _index_layout(call: Call, index: Any) -> Known:
 def _index_block(call: Call, indices: list[Any]) -> tuple[Known, int, int]:
     """The layout of the broadcast indices, their first dimension in the result, and their number of dimensions."""
     given = [index for index in indices if index is not None]
-    block = tuple(max(sizes) for sizes in zip(*(_pad(call.shape(i), given, call) for i in given), strict=True))
+    block = tuple(
+        max(sizes) for sizes in zip(*(_pad(call.shape(i), given, call) for i in given), strict=True)
+    )
     layouts = [_index_layout(call, index) for index in given]
     cut = frozenset(
-        layout.dim + len(block) - len(call.shape(index)) for index, layout in zip(given, layouts, strict=True) if isinstance(layout, Shard)
+        layout.dim + len(block) - len(call.shape(index))
+        for index, layout in zip(given, layouts, strict=True)
+        if isinstance(layout, Shard)
     )
     places = [d for d, index in enumerate(indices) if index is not None]
     together = places == list(range(places[0], places[-1] + 1))
-    of_block = added([aligned(call, index, layout, block, cut) for index, layout in zip(given, layouts, strict=True)])
+    of_block = added(
+        [
+            aligned(call, index, layout, block, cut)
+            for index, layout in zip(given, layouts, strict=True)
+        ]
+    )
     return of_block, places[0] if together else 0, len(block)
 
 
@@ -146,7 +172,10 @@ def _index_put(call: Call) -> Result:
         _refuse_rows(call, place.dim, values, written)
         return added([base, _into(base, values, place)], [base_zero, zero])
     if isinstance(values, Shard):
-        raise Undecided(f"{shown(call['self'])} is {base} and samples are written into it; name it in batch=… if it is cut")
+        raise Undecided(
+            f"{shown(call['self'])} is {base} and samples are written into it; name it in batch=… "
+            "if it is cut"
+        )
     return added([base, values], [base_zero, zero])
 
 
@@ -171,7 +200,10 @@ def _refuse_rows(call: Call, dim: int, values: Known, written: int) -> None:
     shape = call.shape(call["values"])
     shift = written - len(shape)
     if not isinstance(values, Shard) and dim >= shift and shape[dim - shift] != 1:
-        raise Undecided(f"{shown(call['values'])} is {values} and has elements along the batch; name it in batch=… if it is cut")
+        raise Undecided(
+            f"{shown(call['values'])} is {values} and has elements along the batch; name it in "
+            "batch=… if it is cut"
+        )
 
 
 def _gather(call: Call) -> Result:
@@ -184,14 +216,21 @@ def _gather(call: Call) -> Result:
         position([Shard(source.dim, source.outer), index])
         return source
     if isinstance(source, Shard) or isinstance(index, Shard):
-        raise Undecided(f"{shown(call['self'])} is {source} and is read at {shown(call['index'])}, which is {index}")
+        raise Undecided(
+            f"{shown(call['self'])} is {source} and is read at {shown(call['index'])}, which is "
+            f"{index}"
+        )
     return source
 
 
 def _scatter(call: Call) -> Result:
     dim = call.dim(call["dim"], len(call.out))
     source = call["src"] if call["src"] is not None else call["value"]
-    base, index, written = call.layout(call["self"]), call.steady(call["index"]), call.layout(source)
+    base, index, written = (
+        call.layout(call["self"]),
+        call.steady(call["index"]),
+        call.layout(source),
+    )
     if call["reduce"] is not None:
         raise Undecided("it reduces what it writes")
     adds = "scatter_add" in str(call.node.target)
@@ -202,13 +241,25 @@ def _scatter(call: Call) -> Result:
         return added([base, written], [call.is_zero(call["self"]), call.is_zero(source)])
     place = position([Shard(layout.dim, layout.outer) for layout in cut])
     assert place is not None
-    if adds and place[0] == dim and isinstance(index, Shard) and isinstance(written, Shard) and not isinstance(base, Shard):
+    if (
+        adds
+        and place[0] == dim
+        and isinstance(index, Shard)
+        and isinstance(written, Shard)
+        and not isinstance(base, Shard)
+    ):
         if call.shape(call["index"])[dim] != call.shape(source)[dim]:
             raise Undecided("it writes fewer samples than there are")
         return added([base, Partial("sum", written.power)], [call.is_zero(call["self"]), False])
-    whole = [layout for layout in (base, index, *([] if call["src"] is None else [written])) if not isinstance(layout, Shard)]
+    whole = [
+        layout
+        for layout in (base, index, *([] if call["src"] is None else [written]))
+        if not isinstance(layout, Shard)
+    ]
     if place[0] == dim or whole or isinstance(written, Partial):
-        raise Undecided("its values, their positions and its target are not all cut in the same way")
+        raise Undecided(
+            "its values, their positions and its target are not all cut in the same way"
+        )
     for name in ("index", "src"):
         if call[name] is not None:
             _same_length(call, base, name)

@@ -4,8 +4,8 @@
 |---|---|
 | native_layer_norm, native_group_norm | each sample by itself |
 | their backward functions | of the weights: Partial(sum) |
-| batch normalisation at inference | a function of each sample and of statistics that are replicated |
-| batch normalisation in training | couples samples: the running mean is Partial(mean), everything else Unknown |
+| batch normalisation at inference | a function of each sample and of replicated statistics |
+| batch normalisation in training | the running mean: Partial(mean); all else: Unknown |
 | pooling, upsampling | each sample by itself |
 """
 
@@ -36,13 +36,20 @@ def _refuse_inside(call: Call, layout: Layout) -> None:
 
 
 def _layer_norm_backward(call: Call) -> Result:
-    gradient, others = call.layout(call["grad_out"]), [call.steady(call[name]) for name in ("input", "mean", "rstd")]
+    gradient, others = (
+        call.layout(call["grad_out"]),
+        [call.steady(call[name]) for name in ("input", "mean", "rstd")],
+    )
     weight = call.replicated(call["weight"])
     place = position([gradient, *others])
     if place is None or not all(isinstance(layout, Shard) for layout in (gradient, *others)):
         raise Undecided("its gradient, its input and its statistics are not all cut")
     _refuse_inside(call, others[0])
-    return multiplied([gradient, weight]), Partial("sum", gradient.power), Partial("sum", gradient.power)
+    return (
+        multiplied([gradient, weight]),
+        Partial("sum", gradient.power),
+        Partial("sum", gradient.power),
+    )
 
 
 def _group_norm(call: Call) -> Result:
@@ -75,16 +82,26 @@ def _batch_norm(call: Call) -> Result:
         call.replicated(call[name])
     functional = len(call.outs) > 3  # it returns the running statistics too
     if not isinstance(layout, Shard):
-        return (layout,) * 3 + (tuple(_after_update(call, name, layout) for name in ("running_mean", "running_var")) if functional else ())
+        return (layout,) * 3 + (
+            tuple(_after_update(call, name, layout) for name in ("running_mean", "running_var"))
+            if functional
+            else ()
+        )
     _refuse_image(layout)
     coupled = Unknown(
-        "batch normalisation couples samples: every process normalises by the mean and variance of its own part", call.node.name
+        "batch normalisation couples samples: every process normalises by the mean and variance "
+        "of its own part",
+        call.node.name,
     )
     mean = Partial("sum", -1)
     layouts: list[Layout] = [layout if call.assume.local_batch_norm else coupled, mean, coupled]
     if functional:
         layouts.append(_after_update(call, "running_mean", mean))
-        layouts.append(Unknown("the variances of the parts do not make the variance of the batch", call.node.name))
+        layouts.append(
+            Unknown(
+                "the variances of the parts do not make the variance of the batch", call.node.name
+            )
+        )
     return tuple(layouts)
 
 
@@ -111,7 +128,10 @@ RULES = {
     "native_layer_norm_backward": _layer_norm_backward,
     "native_group_norm": _group_norm,
     "_native_batch_norm_legit_no_training": _batch_norm_inference,
-    **dict.fromkeys(["native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"], _batch_norm),
+    **dict.fromkeys(
+        ["native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"],
+        _batch_norm,
+    ),
     **dict.fromkeys(
         [
             "avg_pool2d",

@@ -19,7 +19,9 @@ from shardckpt.reshard.batch_dims.rules.algebra import Known, added, extreme, mu
 from shardckpt.reshard.batch_dims.sizes import Undecided
 
 
-def aligned(call: Call, value: Any, layout: Known, out: tuple[int, ...], batch_dims: frozenset[int]) -> Known:
+def aligned(
+    call: Call, value: Any, layout: Known, out: tuple[int, ...], batch_dims: frozenset[int]
+) -> Known:
     """An operand's layout, expressed in the dimensions to which it is broadcast.
 
     Args:
@@ -39,7 +41,8 @@ def aligned(call: Call, value: Any, layout: Known, out: tuple[int, ...], batch_d
     for d in batch_dims:
         if d >= shift and shape[d - shift] != 1:
             raise Undecided(
-                f"{shown(value)} is {layout} and has {shape[d - shift]} elements along the batch; name it in batch=… if it is cut"
+                f"{shown(value)} is {layout} and has {shape[d - shift]} elements along the batch; "
+                "name it in batch=… if it is cut"
             )
     return layout
 
@@ -49,9 +52,14 @@ def operands(call: Call, values: list[Any], out: tuple[int, ...] | None = None) 
     out = call.out if out is None else out
     layouts = [call.layout(value) for value in values]
     cut = frozenset(
-        layout.dim + len(out) - len(call.shape(value)) for value, layout in zip(values, layouts, strict=True) if isinstance(layout, Shard)
+        layout.dim + len(out) - len(call.shape(value))
+        for value, layout in zip(values, layouts, strict=True)
+        if isinstance(layout, Shard)
     )
-    return [aligned(call, value, layout, out, cut) for value, layout in zip(values, layouts, strict=True)]
+    return [
+        aligned(call, value, layout, out, cut)
+        for value, layout in zip(values, layouts, strict=True)
+    ]
 
 
 def is_pointwise(node: Any) -> bool:
@@ -62,7 +70,9 @@ def is_pointwise(node: Any) -> bool:
 
 def pointwise(call: Call) -> Result:
     """The layout of any elementwise operation."""
-    numbers = [a for a in (*call.node.args, *call.node.kwargs.values()) if isinstance(a, int | float)]
+    numbers = [
+        a for a in (*call.node.args, *call.node.kwargs.values()) if isinstance(a, int | float)
+    ]
     values = [*call.operands, *numbers]
     for value in values:
         call.steady(value)
@@ -74,7 +84,10 @@ def _sum(call: Call) -> Result:
         raise Undecided("a multiple of its operand that scales with the batch is added")
     values = [call["self"], call["other"]]
     layouts = operands(call, values)
-    if any(isinstance(layout, Partial) and layout.reduction != "sum" for layout in layouts[1:]) and call["alpha"] != 1:
+    if (
+        any(isinstance(layout, Partial) and layout.reduction != "sum" for layout in layouts[1:])
+        and call["alpha"] != 1
+    ):
         raise Undecided("a multiple of a partial extreme is added")
     return added(layouts, [call.is_zero(value) for value in values])
 
@@ -113,8 +126,15 @@ def _quotient(call: Call) -> Result:
         return pointwise(call)
     above, below = operands(call, [call["self"], call["other"]])
     if isinstance(below, Partial):
-        raise Undecided(f"it divides by {shown(call['other'])}, which is {below}: the quotient of sums is not a sum of quotients")
-    inverse = Replicate(-below.power) if isinstance(below, Replicate) else Shard(below.dim, below.outer, -below.power)
+        raise Undecided(
+            f"it divides by {shown(call['other'])}, which is {below}: the quotient of sums is not "
+            "a sum of quotients"
+        )
+    inverse = (
+        Replicate(-below.power)
+        if isinstance(below, Replicate)
+        else Shard(below.dim, below.outer, -below.power)
+    )
     return multiplied([above, inverse])
 
 
@@ -163,9 +183,19 @@ RULES = {
     "minimum": _extreme("min"),
     "neg": _negated,
     "_to_copy": _cast,
-    **dict.fromkeys(["clone", "alias", "detach", "lift_fresh_copy", "contiguous", "positive"], _same),
     **dict.fromkeys(
-        ["threshold_backward", "gelu_backward", "silu_backward", "tanh_backward", "sigmoid_backward", "hardtanh_backward", "elu_backward"],
+        ["clone", "alias", "detach", "lift_fresh_copy", "contiguous", "positive"], _same
+    ),
+    **dict.fromkeys(
+        [
+            "threshold_backward",
+            "gelu_backward",
+            "silu_backward",
+            "tanh_backward",
+            "sigmoid_backward",
+            "hardtanh_backward",
+            "elu_backward",
+        ],
         _linear_in_first,
     ),
 }

@@ -1,10 +1,12 @@
-"""Operations along dimensions: within a sample they leave the batch alone; across samples some make partial results.
+"""Operations along dimensions: within a sample they leave the batch alone.
+
+Across samples some make partial results.
 
 | operators | across samples |
 |---|---|
 | sum; mean | Partial(sum); Partial(mean) |
 | amax, max, any; amin, min, all | Partial(max); Partial(min) |
-| softmax, cumsum, sort, topk, argmax, var, prod, norms, … | Unknown: the parts do not determine it element by element |
+| softmax, cumsum, sort, topk, argmax, var, norms, … | Unknown: not determined element by element |
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ def _reduced_dims(call: Call) -> tuple[int, ...]:
 
 
 def _total(power: int) -> Any:
-    """The rule of sum and mean; mean divides by the number of elements, and so by the batch if the reduction includes it."""
+    """The rule of sum and mean.
+
+    Mean divides by the number of elements, and so by the batch if the reduction includes it.
+    """
 
     def rule(call: Call) -> Result:
         layout, dims = call.layout(call["self"]), _reduced_dims(call)
@@ -50,7 +55,9 @@ def _total(power: int) -> Any:
 
 def _counts(call: Call) -> bool:
     """Whether the call counts the true elements of a complete mask."""
-    return all(size == 1 for size in call.out) and str(call["self"].meta["val"].dtype) == "torch.bool"
+    return (
+        all(size == 1 for size in call.out) and str(call["self"].meta["val"].dtype) == "torch.bool"
+    )
 
 
 def _extreme(reduction: str) -> Any:
@@ -79,7 +86,11 @@ def _within(call: Call) -> Result:
     """The rule of a reduction that is supported only within a sample."""
     layout, dims = call.steady(call["self"]), _reduced_dims(call)
     untouched(layout, dims, "it reduces")
-    kept = _after_reduction(layout, dims, bool(call["keepdim"])) if isinstance(layout, Shard) else layout
+    kept = (
+        _after_reduction(layout, dims, bool(call["keepdim"]))
+        if isinstance(layout, Shard)
+        else layout
+    )
     return call.each_result(kept)
 
 
@@ -114,8 +125,34 @@ RULES = {
     "mean": _total(-1),
     **dict.fromkeys(["amax", "max", "any"], _extreme("max")),
     **dict.fromkeys(["amin", "min", "all"], _extreme("min")),
-    **dict.fromkeys(["prod", "var", "std", "var_mean", "argmax", "argmin", "linalg_vector_norm", "norm", "logsumexp"], _within),
-    **dict.fromkeys(["_softmax", "_log_softmax", "softmax", "log_softmax", "cumprod", "logcumsumexp", "sort", "topk", "argsort"], _along),
+    **dict.fromkeys(
+        [
+            "prod",
+            "var",
+            "std",
+            "var_mean",
+            "argmax",
+            "argmin",
+            "linalg_vector_norm",
+            "norm",
+            "logsumexp",
+        ],
+        _within,
+    ),
+    **dict.fromkeys(
+        [
+            "_softmax",
+            "_log_softmax",
+            "softmax",
+            "log_softmax",
+            "cumprod",
+            "logcumsumexp",
+            "sort",
+            "topk",
+            "argsort",
+        ],
+        _along,
+    ),
     "cumsum": _running_sum,
     **dict.fromkeys(["_softmax_backward_data", "_log_softmax_backward_data"], _softmax_backward),
 }

@@ -2,9 +2,9 @@
 
 | operators | rule |
 |---|---|
-| view, reshape, squeeze, unsqueeze, … | the batch is a digit of the row-major number of an element: one dimension must contain all of it |
+| view, reshape, squeeze, unsqueeze, … | all of the batch must stay in one dimension |
 | permute, t, transpose | the dimension moves |
-| expand, repeat | new dimensions in front; a replicated tensor that is expanded to the batch is cut in it |
+| expand, repeat | new dimensions in front; a replicated tensor is cut where it meets the batch |
 | slice, select, split, unbind, flip, roll, tril, triu | the batch must stay complete |
 | cat, stack | along the batch: runs of it behind one another |
 | slice_scatter, select_scatter, constant_pad_nd | a sum of terms |
@@ -20,7 +20,20 @@ from shardckpt.reshard.batch_dims.layouts import Replicate, Shard
 from shardckpt.reshard.batch_dims.rules.algebra import Known, added
 from shardckpt.reshard.batch_dims.sizes import Undecided
 
-MOVES = frozenset({"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "permute", "t", "transpose", "expand", "slice"}) | {
+MOVES = frozenset(
+    {
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "squeeze",
+        "unsqueeze",
+        "permute",
+        "t",
+        "transpose",
+        "expand",
+        "slice",
+    }
+) | {
     "clone",
     "alias",
     "detach",
@@ -36,7 +49,9 @@ def untouched(layout: Known, dims: tuple[int, ...], what: str) -> Known:
         Undecided: the operation goes across samples.
     """
     if isinstance(layout, Shard) and layout.dim in dims:
-        raise Undecided(f"{what} along dimension {layout.dim}, the batch dimension: it mixes samples")
+        raise Undecided(
+            f"{what} along dimension {layout.dim}, the batch dimension: it mixes samples"
+        )
     return layout
 
 
@@ -68,7 +83,10 @@ def _permuted(call: Call) -> Result:
     if call["dims"] is not None:
         order = list(call.dims(call["dims"], ndim))
     elif ndim > 1:  # transpose, and t, which has no arguments
-        a, b = (call.dim(call[name] if call[name] is not None else d, ndim) for name, d in (("dim0", 0), ("dim1", 1)))
+        a, b = (
+            call.dim(call[name] if call[name] is not None else d, ndim)
+            for name, d in (("dim0", 0), ("dim1", 1))
+        )
         order[a], order[b] = b, a
     return Shard(order.index(layout.dim), layout.outer, layout.power)
 
@@ -76,9 +94,16 @@ def _permuted(call: Call) -> Result:
 def _expanded(call: Call) -> Result:
     layout, before, after = call.layout(call["self"]), call.shape(call["self"]), call.out
     shift = len(after) - len(before)
-    new = [d for d, size in enumerate(after) if call.batch.divides(size) and (d < shift or before[d - shift] != size)]
+    new = [
+        d
+        for d, size in enumerate(after)
+        if call.batch.divides(size) and (d < shift or before[d - shift] != size)
+    ]
     if new and (call.batch.literal_sizes or len(new) > 1 or not isinstance(layout, Replicate)):
-        raise Undecided(f"{shown(call['self'])} is {layout} and is repeated as often as there are samples, perhaps by coincidence")
+        raise Undecided(
+            f"{shown(call['self'])} is {layout} and is repeated as often as there are samples, "
+            "perhaps by coincidence"
+        )
     if isinstance(layout, Shard):
         return Shard(layout.dim + shift, layout.outer, layout.power)
     return Shard(new[0], 1, layout.power) if new else layout
@@ -87,9 +112,16 @@ def _expanded(call: Call) -> Result:
 def _repeated(call: Call) -> Result:
     layout, before, after = call.layout(call["self"]), call.shape(call["self"]), call.out
     shift = len(after) - len(before)
-    if any(call.batch.divides(size) and (d < shift or before[d - shift] != size) for d, size in enumerate(after)):
+    if any(
+        call.batch.divides(size) and (d < shift or before[d - shift] != size)
+        for d, size in enumerate(after)
+    ):
         raise Undecided("it repeats the samples, or repeats something once per sample")
-    return Shard(layout.dim + shift, layout.outer, layout.power) if isinstance(layout, Shard) else layout
+    return (
+        Shard(layout.dim + shift, layout.outer, layout.power)
+        if isinstance(layout, Shard)
+        else layout
+    )
 
 
 def _sliced(call: Call) -> Result:
@@ -124,12 +156,16 @@ def _split(call: Call) -> Result:
 
 def _unbound(call: Call) -> Result:
     dim = call.dim(call["dim"] or 0, len(call.shape(call["self"])))
-    return (_without(untouched(call.layout(call["self"]), (dim,), "it splits"), dim),) * len(call.outs)
+    return (_without(untouched(call.layout(call["self"]), (dim,), "it splits"), dim),) * len(
+        call.outs
+    )
 
 
 def _moved_within(call: Call) -> Result:
     """The layout of flip and roll; without dims they move all elements."""
-    return untouched(call.layout(call["self"]), call.dims(call["dims"], len(call.out)), "it moves elements")
+    return untouched(
+        call.layout(call["self"]), call.dims(call["dims"], len(call.out)), "it moves elements"
+    )
 
 
 def _triangle(call: Call) -> Result:
@@ -143,11 +179,18 @@ def _joined(call: Call) -> Result:
     dim = call.dim(call["dim"] or 0, len(call.out))
     if not any(isinstance(layout, Shard) and layout.dim == dim for layout in layouts):
         return _choice_of(call, values, layouts)
-    runs = [call.shape(v)[dim] // la.outer for v, la in zip(values, layouts, strict=True) if isinstance(la, Shard) and la.dim == dim]
+    runs = [
+        call.shape(v)[dim] // la.outer
+        for v, la in zip(values, layouts, strict=True)
+        if isinstance(la, Shard) and la.dim == dim
+    ]
     if len(set(runs)) > 1 or len(runs) < len(values):
         raise Undecided("it concatenates samples with other elements")
     outer = sum(layout.outer for layout in layouts if isinstance(layout, Shard))
-    place = added([Shard(dim, 1, layout.power) for layout in layouts], [call.is_zero(value) for value in values])
+    place = added(
+        [Shard(dim, 1, layout.power) for layout in layouts],
+        [call.is_zero(value) for value in values],
+    )
     return Shard(dim, outer, place.power)
 
 
@@ -158,8 +201,12 @@ def _stacked(call: Call) -> Result:
 
 def _choice_of(call: Call, values: list[Any], layouts: list[Known]) -> Known:
     """The layout of tensors placed side by side: all cut alike, or none."""
-    if any(isinstance(layout, Shard) for layout in layouts) and any(isinstance(layout, Replicate) for layout in layouts):
-        raise Undecided("some of its operands are cut and others are not; name those in batch=… if they are cut")
+    if any(isinstance(layout, Shard) for layout in layouts) and any(
+        isinstance(layout, Replicate) for layout in layouts
+    ):
+        raise Undecided(
+            "some of its operands are cut and others are not; name those in batch=… if they are cut"
+        )
     if len({*layouts}) == 1:
         return layouts[0]
     return added(layouts, [call.is_zero(value) for value in values])
@@ -174,7 +221,10 @@ def _scattered(call: Call) -> Result:
         for layout in (base, part):
             untouched(layout, (dim,), "it writes")
     if isinstance(base, Shard) != isinstance(part, Shard):
-        raise Undecided(f"{shown(call['self'])} is {base} and {shown(call['src'])} is {part}: only one of them is cut")
+        raise Undecided(
+            f"{shown(call['self'])} is {base} and {shown(call['src'])} is {part}: only one of "
+            "them is cut"
+        )
     return added([base, part], [call.is_zero(call["self"]), call.is_zero(call["src"])])
 
 
@@ -186,7 +236,10 @@ def _padded(call: Call) -> Result:
 
 
 RULES = {
-    **dict.fromkeys(["view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "flatten", "unflatten"], _reshaped),
+    **dict.fromkeys(
+        ["view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "flatten", "unflatten"],
+        _reshaped,
+    ),
     **dict.fromkeys(["permute", "t", "transpose"], _permuted),
     "expand": _expanded,
     "repeat": _repeated,
