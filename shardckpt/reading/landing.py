@@ -28,7 +28,7 @@ from shardckpt.layout.box import Box, BoxArray
 from shardckpt.layout.dtypes import by_name, castable, of_numpy
 from shardckpt.plan.cut import Order, cut
 from shardckpt.reading.locate import MadeTensor, Request
-from shardckpt.state.leaves import array_of_number
+from shardckpt.state.numbers import array_of_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence

@@ -56,8 +56,8 @@ from shardckpt.reading.landing import (
 from shardckpt.state import match, per_process_names, stored_names, unflatten
 from shardckpt.state.document import Branch, leaves_of, local_branches, of_process
 from shardckpt.state.flatten import StateOwner
-from shardckpt.state.leaves import number_like
 from shardckpt.state.names import shown
+from shardckpt.state.numbers import number_like
 from shardckpt.state.select import Only, check_selection, selector
 
 if TYPE_CHECKING:

@@ -26,14 +26,12 @@ import binascii
 import math
 import re
 import struct
-import warnings
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from shardckpt.errors import DtypeMismatchError, FormatError, MissingExtraError, OptionError
+from shardckpt.errors import FormatError, MissingExtraError, OptionError
 from shardckpt.state.names import imported_module, shown
 from shardckpt.state.scalars import decode_scalar, encode_scalar, from_hex
 from shardckpt.text import clip
@@ -41,8 +39,6 @@ from shardckpt.text import clip
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
-
-    from numpy.typing import NDArray
 
 JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 """Values that `json.dumps` accepts; in this package they never contain a NaN or an infinity."""
@@ -174,63 +170,6 @@ def is_small(value: object) -> bool:
     """
     return (
         type(value) in _ENCODERS or isinstance(value, np.generic) or _torch_kind(value) is not None
-    )
-
-
-def is_number(value: object) -> bool:
-    """Whether a value is a Python number or a numpy scalar of numbers; bools count."""
-    return type(value) in (bool, int, float, complex) or (
-        isinstance(value, np.generic)
-        and value.dtype.kind in "biufcV"
-        and not isinstance(value, np.void)
-    )
-
-
-def number_like(array: NDArray[Any], like: object) -> object:
-    """The number in an array without dimensions, in the form of another one where that form has this value.
-
-    >>> number_like(np.array(3, np.int32), 0), number_like(np.array(0.5, np.float32), 0)
-    (3, 0.5)
-    """
-    number = array[()] if isinstance(like, np.generic) else array.item()
-    form: Any = type(like)
-    with suppress(TypeError, ValueError, OverflowError), np.errstate(all="ignore"):
-        same = form(number)
-        if same == number or same != same:  # noqa: PLR0124 - a NaN of either form
-            return same
-    return number
-
-
-def in_form_of(like: object, stored: object) -> object:
-    """The stored value; as a Python number for a Python number, and as a numpy scalar for a numpy scalar, where both are numbers."""
-    if (
-        isinstance(like, np.generic) == isinstance(stored, np.generic)
-        or not is_number(like)
-        or not is_number(stored)
-    ):
-        return stored
-    return number_like(np.asarray(stored), like)
-
-
-def array_of_number(number: Any, dtype: np.dtype[Any], where: str) -> NDArray[Any]:
-    """An array without dimensions of a number; floats are rounded to the dtype.
-
-    Raises:
-        DtypeMismatchError: the dtype does not have this number; names the leaf.
-    """
-    exact = dtype.kind in "biu" or isinstance(number, complex | np.complexfloating)
-    with (
-        suppress(TypeError, ValueError, OverflowError),
-        np.errstate(all="ignore"),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")
-        array: NDArray[Any] = np.asarray(np.asarray(number).astype(dtype))
-        if not exact or array.item() == number:
-            return array
-    raise DtypeMismatchError(
-        f"{shown(where)} is the number {number!r} in the checkpoint, which {dtype.name} in `like` "
-        "does not have; pass a tensor of another dtype there, or a Python number."
     )
 
 

@@ -47,6 +47,7 @@ from shardckpt.state.document import (
 )
 from shardckpt.state.flatten import NEVER_LEAVES, unsupported
 from shardckpt.state.names import Container, container_of, shown
+from shardckpt.state.numbers import in_form_of, is_number
 from shardckpt.state.per_process import PerProcess
 from shardckpt.state.unflatten import decode_leaf
 
@@ -237,7 +238,7 @@ class _Walk:
             except LeafError as e:
                 raise LeafError(f"`like`: {e}") from None
         if isinstance(node, Small | Custom):
-            return _keep(leaves.in_form_of(value, decode_leaf(node)))
+            return _keep(in_form_of(value, decode_leaf(node)))
         if isinstance(node, Tensor | Tied):
             return self.number(value, node)
         if isinstance(node, Owned):
@@ -249,7 +250,7 @@ class _Walk:
         )
 
     def number(self, value: object, node: Tensor | Tied) -> _Step:
-        if not leaves.is_number(value):
+        if not is_number(value):
             raise _structure(
                 node,
                 f"{_description(value)}; pass a tensor, an ndarray or a shardckpt.Target there",
@@ -263,7 +264,7 @@ class _Walk:
             return _keep(value)
         if isinstance(node, Small) and _is_scalar(value):
             number = decode_leaf(node)
-            if leaves.is_number(number):
+            if is_number(number):
                 return self.fill(value, node.name, number)
         if not isinstance(node, Tensor | Tied):
             advice = _WRAP if isinstance(node, Owned) else "pass a value of the stored kind there"

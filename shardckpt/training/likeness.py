@@ -28,8 +28,8 @@ from shardckpt.frameworks.numpy import overlaps_itself
 from shardckpt.reading.landing import share_memory
 from shardckpt.state import PerProcess
 from shardckpt.state.document import Branch, Node, Small, Tensor, Tied, leaves_of
-from shardckpt.state.leaves import is_number
 from shardckpt.state.names import container_of, imported_module, match_keys, shown
+from shardckpt.state.numbers import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
