@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardckpt.format.structure import Structure
-from shardckpt.state.document import Branch, Tensor, Tied, child, meanings, write
+from shardckpt.state.document import Branch, Tensor, Tied, child, write
+from shardckpt.state.listing import meanings
 from shardckpt.state.names import child_name, component_names, shown
 from shardckpt.training.optimizer_state.forms import FORMS, map_schedules, read_optimizer
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import NamesMismatchError
-from shardckpt.state.document import Branch, Custom, Owned, Small, leaves_of, meanings
+from shardckpt.state.document import Branch, Custom, Owned, Small, leaves_of
+from shardckpt.state.listing import meanings
 from shardckpt.state.names import shown
 from shardckpt.state.unflatten import decode_leaf
 from shardckpt.text import shorten

@@ -40,16 +40,13 @@ from shardckpt.state.document import (
     Meaning,
     Tree,
     alias_map,
-    iter_leaves,
-    leaf_names,
-    meanings,
     parse,
-    per_process_names,
     stored_names,
     tensor_names,
 )
 from shardckpt.state.flatten import Flat, flatten
 from shardckpt.state.leaves import JSON
+from shardckpt.state.listing import iter_leaves, leaf_names, meanings, per_process_names
 from shardckpt.state.match import Matched, match
 from shardckpt.state.per_process import PerProcess
 from shardckpt.state.select import select

@@ -454,38 +454,6 @@ def tensor_names(tree: Tree) -> list[str]:
     return [leaf.name for leaf in leaves_of(parse(tree)) if isinstance(leaf, Tensor)]
 
 
-def leaf_names(tree: Tree) -> list[str]:
-    """The names of the leaves that are not tensors, in order."""
-    return [leaf.name for leaf in leaves_of(parse(tree)) if not isinstance(leaf, Tensor | Tied)]
-
-
-def per_process_names(tree: Tree, only: Callable[[str], bool] | None = None) -> list[str]:
-    """The names of the per-process leaves that `only` selects, in order."""
-    return [
-        leaf.name
-        for leaf in leaves_of(parse(tree))
-        if isinstance(leaf, Owned) and (only is None or only(leaf.name))
-    ]
-
-
-def meanings(tree: Tree) -> dict[str, str]:
-    """Tensor name → meaning of its elements, for tensors with a meaning.
-
-    A tied name has its tensor's meaning.
-    """
-    ends_of_tree = list(leaves_of(parse(tree)))
-    stored = {
-        leaf.name: leaf.meaning
-        for leaf in ends_of_tree
-        if isinstance(leaf, Tensor) and leaf.meaning is not None
-    }
-    return {
-        leaf.name: stored[leaf.stored]
-        for leaf in ends_of_tree
-        if isinstance(leaf, Tensor | Tied) and leaf.stored in stored
-    }
-
-
 def alias_map(tree: Tree) -> dict[str, str]:
     """Further name of a tied tensor → the name under which the tensor is stored, in order."""
     return {leaf.name: leaf.stored for leaf in leaves_of(parse(tree)) if isinstance(leaf, Tied)}
@@ -501,23 +469,3 @@ def stored_names(tree: Tree, only: Callable[[str], bool] | None = None) -> list[
             if isinstance(leaf, Tensor | Tied) and (only is None or only(leaf.name))
         )
     )
-
-
-def iter_leaves(tree: Tree) -> Iterator[tuple[str, str, str]]:
-    """Every leaf as (name, kind, short text of its value), for display.
-
-    The kind is `tensor` (its value is the meaning of its elements, if there is one), `tied`, `per
-    process`, the leaf's type, or the name of its registered type. No type needs to be registered
-    and no framework installed.
-    """
-    for leaf in leaves_of(parse(tree)):
-        if isinstance(leaf, Tensor):
-            yield leaf.name, "tensor", leaf.meaning or ""
-        elif isinstance(leaf, Tied):
-            yield leaf.name, "tied", leaf.stored
-        elif isinstance(leaf, Owned):
-            yield leaf.name, "per process", ""
-        elif isinstance(leaf, Custom):
-            yield leaf.name, leaf.type_name, ""
-        else:
-            yield leaf.name, *leaves.describe(leaf.content, leaf.name)

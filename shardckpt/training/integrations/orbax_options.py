@@ -17,7 +17,7 @@ from orbax.checkpoint import v1
 from shardckpt.errors import OptionError
 from shardckpt.frameworks.jax_keys import is_keys, keys_of, new_keys
 from shardckpt.runs.retention import Retention, SavedStep
-from shardckpt.state.document import meanings
+from shardckpt.state.listing import meanings
 from shardckpt.state.names import component_names
 from shardckpt.state.unflatten import unflatten
 from shardckpt.training.policies import AtSteps, Continuous, OnPreemption, Policy, any_of
