@@ -1,6 +1,6 @@
 """Lists of the leaves of a tree document: names, meanings, kinds and short texts.
 
-The names of tensors are in `shardckpt.state.document`.
+An invalid document is a FormatError. The names of tensors are in `shardckpt.state.document`.
 """
 
 from __future__ import annotations

@@ -24,11 +24,11 @@ The walk produces a tree of steps, and `Matched.build` runs it with the values t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
+from shardckpt.errors import LeafError
 from shardckpt.state import leaves, names
 from shardckpt.state.composites import first_difference, same_document
 from shardckpt.state.document import (
@@ -46,6 +46,15 @@ from shardckpt.state.document import (
     write,
 )
 from shardckpt.state.flatten import NEVER_LEAVES, unsupported
+from shardckpt.state.mismatches import (
+    WRAP,
+    description,
+    meaning_mismatch,
+    names_mismatch,
+    parts_text,
+    skipped_names,
+    structure_mismatch,
+)
 from shardckpt.state.names import Container, container_of, shown
 from shardckpt.state.numbers import in_form_of, is_number
 from shardckpt.state.per_process import PerProcess
@@ -54,7 +63,6 @@ from shardckpt.state.unflatten import decode_leaf
 if TYPE_CHECKING:
     from shardckpt.state.composites import CompositeTensor
     from shardckpt.state.document import Meaning, Tree
-    from shardckpt.state.names import PathKey
 
 _Step = Callable[[Mapping[str, object]], object]
 """Builds one place of the new state from the values by name."""
@@ -64,10 +72,6 @@ Agree = Callable[[list[str], list[str]], list[str]]
 that this process does not take."""
 Strict = bool | Literal["like"] | Agree
 """The treatment of names that only one side has; see `match`."""
-
-_LISTED = 10
-"""Most names of each sort in a message."""
-_WRAP = "wrap it there: shardckpt.PerProcess(…)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +107,7 @@ class Matched:
 
     def skipped(self) -> str:
         """A text about the names that `strict=False` skipped."""
-        kept = (
-            f"; {_count(self.missing)} only in `like`, left unchanged: "
-            f"{_list_names(self.missing, [])}"
-            if self.missing
-            else ""
-        )
-        left = (
-            f"; {_count(self.unexpected)} only in the checkpoint, not read: "
-            f"{_list_names(self.unexpected, [])}"
-            if self.unexpected
-            else ""
-        )
-        return f"{kept}{left}".removeprefix("; ") + "."
+        return skipped_names(self.missing, self.unexpected)
 
 
 def match(
@@ -165,13 +157,17 @@ def match(
         like_alone = (
             "" if walk.missing else ' or strict="like" if `like` is to be a part of the checkpoint,'
         )
-        raise walk.names_mismatch(
+        raise names_mismatch(
+            walk.missing,
+            walk.unexpected,
             f"Change `like`, map names with rename=, choose names with only=,{like_alone} or pass "
-            "strict=False to skip all of these."
+            "strict=False to skip all of these.",
         )
     if walk.unexpected and walk.restores_nothing(root):
-        raise walk.names_mismatch(
-            "No name is in both, so nothing would be restored; change the names in `like`."
+        raise names_mismatch(
+            walk.missing,
+            walk.unexpected,
+            "No name is in both, so nothing would be restored; change the names in `like`.",
         )
     return Matched(
         walk.tensors,
@@ -242,18 +238,18 @@ class _Walk:
         if isinstance(node, Tensor | Tied):
             return self.number(value, node)
         if isinstance(node, Owned):
-            raise _structure(node, f"{_description(value)}; {_WRAP}")
-        raise _structure(
+            raise structure_mismatch(node, f"{description(value)}; {WRAP}")
+        raise structure_mismatch(
             node,
-            f"{_description(value)}; put a container of the same keys there, or leave it out with "
+            f"{description(value)}; put a container of the same keys there, or leave it out with "
             "only=",
         )
 
     def number(self, value: object, node: Tensor | Tied) -> _Step:
         if not is_number(value):
-            raise _structure(
+            raise structure_mismatch(
                 node,
-                f"{_description(value)}; pass a tensor, an ndarray or a shardckpt.Target there",
+                f"{description(value)}; pass a tensor, an ndarray or a shardckpt.Target there",
             )
         name = node.name
         self.numbers.setdefault(node.stored, []).append((name, value))
@@ -267,19 +263,15 @@ class _Walk:
             if is_number(number):
                 return self.fill(value, node.name, number)
         if not isinstance(node, Tensor | Tied):
-            advice = _WRAP if isinstance(node, Owned) else "pass a value of the stored kind there"
-            raise _structure(node, f"a tensor ({type(value).__qualname__}); {advice}")
+            advice = WRAP if isinstance(node, Owned) else "pass a value of the stored kind there"
+            raise structure_mismatch(node, f"a tensor ({type(value).__qualname__}); {advice}")
         name = node.name
         own, stored = (
             ... if self.meaning is None else self.meaning(value),
             self.meanings.get(node.stored),
         )
         if own is not ... and own != stored:
-            raise StructureMismatchError(
-                f"{shown(name)} holds {_meant(stored)} in the checkpoint, and in `like` "
-                f"{_meant(own)} ({type(value).__qualname__}); pass a tensor of the same meaning "
-                "there, or a shardckpt.Target."
-            )
+            raise meaning_mismatch(name, stored, own, type(value).__qualname__)
         self.tensors.setdefault(node.stored, []).append((name, value))
         return lambda values: values[name]
 
@@ -292,24 +284,27 @@ class _Walk:
             return _keep(value)
         what = f"a composite tensor ({made.type_name})"
         if not isinstance(node, Branch) or node.composite is None:
-            raise _structure(node, f"{what}; pass what is stored there, and convert it afterwards")
+            raise structure_mismatch(
+                node, f"{what}; pass what is stored there, and convert it afterwards"
+            )
         of, context = node.composite, write(node.composite.context)
         if (
             of.type_name.rpartition(".")[2] != made.type_name.rpartition(".")[2]
             or set(node.keys) != made.parts.keys()
         ):
-            raise _structure(
+            raise structure_mismatch(
                 node,
-                f"{what} of {_parts(made.parts)}; make the tensor there as the saved one was made",
+                f"{what} of {parts_text(made.parts)}; make the tensor there as the saved one was "
+                "made",
             )
         if of.shape != made.shape:
-            raise _structure(
+            raise structure_mismatch(
                 node,
                 f"{what} of shape {made.shape}; make the tensor there as the saved one was made",
             )
         if not same_document(context, made.context):
             contrast = first_difference(context, made.context)
-            raise _structure(
+            raise structure_mismatch(
                 node,
                 f"{what} with another context: {contrast}; make the tensor there as the saved one "
                 "was made",
@@ -322,7 +317,7 @@ class _Walk:
         if not self.any_selected(node):
             return _keep(value)
         if not isinstance(node, Owned):
-            raise _structure(
+            raise structure_mismatch(
                 node,
                 "a shardckpt.PerProcess; pass what is stored, or any value of its kind, without it",
             )
@@ -345,14 +340,14 @@ class _Walk:
                     if isinstance(node, Tensor | Tied)
                     else "a leaf"
                 )
-                advice = _WRAP if isinstance(node, Owned) else f"pass {leaf} there"
-                raise _structure(
+                advice = WRAP if isinstance(node, Owned) else f"pass {leaf} there"
+                raise structure_mismatch(
                     node, f"a {type(value).__qualname__} of {len(container.keys)} items; {advice}"
                 )
             return self.absent(value, node.name, depth)
         if (container.form == "dict") != (node.form == "dict") and (container.keys or node.keys):
             if self.any_selected(node):
-                raise _structure(
+                raise structure_mismatch(
                     node, f"a {type(value).__qualname__}; pass a container of the same kind"
                 )
             return self.absent(value, node.name, depth)
@@ -411,20 +406,6 @@ class _Walk:
         """Whether `only` selects a place, or anything below it."""
         return self.selected(node.name) or any(self.selected(leaf.name) for leaf in leaves_of(node))
 
-    def names_mismatch(self, advice: str) -> NamesMismatchError:
-        parts = []
-        if self.missing:
-            parts.append(
-                f"{_count(self.missing)} in `like` but not in the checkpoint: "
-                f"{_list_names(self.missing, self.unexpected)}"
-            )
-        if self.unexpected:
-            parts.append(
-                f"{_count(self.unexpected)} in the checkpoint but not in `like`: "
-                f"{_list_names(self.unexpected, self.missing)}"
-            )
-        return NamesMismatchError(f"{'; '.join(parts)}. {advice}")
-
 
 def _keep(value: object) -> _Step:
     return lambda _values: value
@@ -456,56 +437,3 @@ def _is_scalar(tensor: Any) -> bool:
     """Whether a tensor of `like`, or what stands for one, has no dimensions."""
     shape = getattr(tensor, "shape", None)
     return shape is None or tuple(shape) == ()
-
-
-def _description(value: object) -> str:
-    return "None" if value is None else f"a leaf of type {type(value).__qualname__}"
-
-
-def _stored_as(node: Node) -> str:
-    if isinstance(node, Tensor | Tied):
-        return "a tensor"
-    if isinstance(node, Branch) and node.composite is not None:
-        of = node.composite
-        return f"a composite tensor ({of.type_name}) of shape {of.shape} and {_parts(node.keys)}"
-    if isinstance(node, Branch):
-        return f"a {node.form} of {len(node.keys)} items"
-    if isinstance(node, Owned):
-        return "a value of each process's own"
-    kind = (
-        node.type_name if isinstance(node, Custom) else leaves.describe(node.content, node.name)[0]
-    )
-    return f"a leaf of type {kind}"
-
-
-def _parts(keys: Iterable[PathKey]) -> str:
-    return f"the parts {', '.join(map(str, keys))}"
-
-
-def _meant(meaning: str | None) -> str:
-    return "plain numbers" if meaning is None else repr(meaning)
-
-
-def _structure(node: Node, description: str) -> StructureMismatchError:
-    return StructureMismatchError(
-        f"{shown(node.name)} is {_stored_as(node)} in the checkpoint, and in `like` {description}."
-    )
-
-
-def _count(missing: list[str]) -> str:
-    return "1 name is" if len(missing) == 1 else f"{len(missing)} names are"
-
-
-def _list_names(missing: list[str], others: list[str]) -> str:
-    # Suggestions come from the names that only the other side has: a name that both have is not a
-    # candidate.
-    same_text = set(others)
-    shown_names = []
-    for name in missing[:_LISTED]:
-        hint = (
-            " (there it is a key of another type)"
-            if name in same_text
-            else names.did_you_mean(name, others, missing=missing)
-        )
-        shown_names.append(shown(name) + hint)
-    return ", ".join(shown_names) + (", …" if len(missing) > _LISTED else "")
