@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shardckpt.commit.attempts import unfolded
 from shardckpt.commit.fingerprints import recorded_fingerprint
-from shardckpt.commit.markers import is_superseded
-from shardckpt.commit.publish import published_attempt
 from shardckpt.errors import CorruptionError, NotFoundError, OptionError, UncommittedError
 from shardckpt.format.bases import names_beside
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
@@ -24,11 +22,12 @@ from shardckpt.reading.locate import MadeTensor
 from shardckpt.reading.restore import adaptation_of, finished, restoring
 from shardckpt.runs.announcing import Listener, server
 from shardckpt.runs.leases import ReaderLease
-from shardckpt.runs.steps import step_numbers, steps_named
+from shardckpt.runs.steps import steps_named
 from shardckpt.state.names import shown
 from shardckpt.text import file_size
 from shardckpt.versions.applying import memory_of, plan_apply
 from shardckpt.versions.cache import ChunkCache, chunks_of, path_between, requests_of
+from shardckpt.versions.finding import VersionFinder
 from shardckpt.writing.fingerprint import fingerprint_of
 
 if TYPE_CHECKING:
@@ -44,8 +43,7 @@ if TYPE_CHECKING:
     from shardckpt.state.select import Only
     from shardckpt.versions.applying import Applying, Memory
     from shardckpt.versions.cache import Needed
-
-    Mode = Literal["newest", "each"]
+    from shardckpt.versions.finding import Mode
 
 _log = logging.getLogger("shardckpt")
 _FIRST_LOOK, _LAST_LOOK = 0.05, 2.0
@@ -109,7 +107,7 @@ class Follower:
         """Whether there are tensors to fill; else each version gives new arrays."""
         self.root = Store.open(parse(url))
         """The place of all versions."""
-        self._mode = mode
+        self._finder = VersionFinder(self.root, mode, given or {})
         self._options: dict[str, Any] = {
             "only": only,
             "strict": strict,
@@ -117,11 +115,6 @@ class Follower:
             "coordinator": self.coordinator,
         }
         self._adapted = (rename, mapping, fit)
-        self._seen: tuple[int, str] | None = None
-        """Step and attempt, before it was folded, of the version given last."""
-        self._given = dict(given or {})
-        """Step → attempt, before it was folded, of the versions given so far that are still there;
-        only if each is given."""
         self._closed = False
         self._leads = self.coordinator.world.process == 0
         service = server() if self._leads else None
@@ -160,7 +153,8 @@ class Follower:
         if self._closed:
             raise OptionError(f"{self.root}: this follower is closed.")
         alone = self.coordinator.world.processes == 1
-        choice = self._next() if alone else self.coordinator.agree("followed version", self._next)
+        find = self._finder.next
+        choice = find() if alone else self.coordinator.agree("followed version", find)
         if choice is None:
             return None
         try:
@@ -177,51 +171,8 @@ class Follower:
             NotFoundError, UncommittedError: it is not there.
         """
         checkpoint = Checkpoint(self.root.sub(str(step)).location)
-        self._seen = step, unfolded(checkpoint.record.attempt)
-        if self._mode == "each":
-            self._given[step] = self._seen[1]
+        self._finder.gave(step, unfolded(checkpoint.record.attempt))
         return FollowedVersion(self, step, checkpoint, went_back=went_back)
-
-    def _next(self) -> tuple[int, bool] | None:
-        """The step of the next version, and whether training went back since the one given last."""
-        steps = step_numbers(self.root)
-        went_back = self._seen is not None and self._is_gone(*self._seen, steps)
-        if self._mode == "newest":
-            newest = next(
-                (step for step in reversed(steps) if self._attempt_of(step) is not None), None
-            )
-            if newest is None or (
-                self._seen is not None and newest == self._seen[0] and not went_back
-            ):
-                return None
-            return newest, went_back
-        self._given = {step: attempt for step, attempt in self._given.items() if step in steps}
-        first = 0 if self._seen is None or went_back else self._seen[0] + 1
-        for step in steps:
-            attempt = self._attempt_of(step) if step >= first else None
-            if attempt is not None and attempt != self._given.get(step):
-                return step, went_back
-        return None
-
-    def _attempt_of(self, step: int) -> str | None:
-        """The attempt of a version, before it was folded.
-
-        None if there is none, or it is superseded.
-        """
-        place = self.root.sub(str(step))
-        attempt = published_attempt(place)
-        return None if attempt is None or is_superseded(place, attempt) else unfolded(attempt)
-
-    def _is_gone(self, step: int, attempt: str, steps: Sequence[int]) -> bool:
-        """Whether a version was superseded or replaced, or deleted and none is after it.
-
-        One that was deleted before others is too old.
-        """
-        place = self.root.sub(str(step))
-        now = published_attempt(place)
-        if now is None:
-            return all(self._attempt_of(later) is None for later in reversed(steps) if later > step)
-        return unfolded(now) != attempt or is_superseded(place, attempt)
 
     def __iter__(self) -> Iterator[FollowedVersion]:
         """Each next version, as soon as it is there; waits for ever."""

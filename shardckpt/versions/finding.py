@@ -1,0 +1,78 @@
+"""The next version of a place that is to be followed, and whether training went back before it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from shardckpt.commit.attempts import unfolded
+from shardckpt.commit.markers import is_superseded
+from shardckpt.commit.publish import published_attempt
+from shardckpt.runs.steps import step_numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardckpt.io.store import Store
+
+    Mode = Literal["newest", "each"]
+
+
+class VersionFinder:
+    """Finds the version after the one that was given last."""
+
+    def __init__(self, root: Store, mode: Mode, given: Mapping[int, str]) -> None:
+        """Look below `root`; the arguments are those of `Follower`."""
+        self._root = root
+        self._mode = mode
+        self._seen: tuple[int, str] | None = None
+        """Step and attempt, before it was folded, of the version given last."""
+        self._given = dict(given)
+        """Step → attempt, before it was folded, of the versions given so far that are still there;
+        only if each is given."""
+
+    def gave(self, step: int, attempt: str) -> None:
+        """Note the version that was given; `attempt`: before it was folded."""
+        self._seen = step, attempt
+        if self._mode == "each":
+            self._given[step] = attempt
+
+    def next(self) -> tuple[int, bool] | None:
+        """The step of the next version, and whether training went back since the one given last."""
+        steps = step_numbers(self._root)
+        went_back = self._seen is not None and self._is_gone(*self._seen, steps)
+        if self._mode == "newest":
+            newest = next(
+                (step for step in reversed(steps) if self._attempt_of(step) is not None), None
+            )
+            if newest is None or (
+                self._seen is not None and newest == self._seen[0] and not went_back
+            ):
+                return None
+            return newest, went_back
+        self._given = {step: attempt for step, attempt in self._given.items() if step in steps}
+        first = 0 if self._seen is None or went_back else self._seen[0] + 1
+        for step in steps:
+            attempt = self._attempt_of(step) if step >= first else None
+            if attempt is not None and attempt != self._given.get(step):
+                return step, went_back
+        return None
+
+    def _attempt_of(self, step: int) -> str | None:
+        """The attempt of a version, before it was folded.
+
+        None if there is none, or it is superseded.
+        """
+        place = self._root.sub(str(step))
+        attempt = published_attempt(place)
+        return None if attempt is None or is_superseded(place, attempt) else unfolded(attempt)
+
+    def _is_gone(self, step: int, attempt: str, steps: Sequence[int]) -> bool:
+        """Whether a version was superseded or replaced, or deleted and none is after it.
+
+        One that was deleted before others is too old.
+        """
+        place = self._root.sub(str(step))
+        now = published_attempt(place)
+        if now is None:
+            return all(self._attempt_of(later) is None for later in reversed(steps) if later > step)
+        return unfolded(now) != attempt or is_superseded(place, attempt)
