@@ -37,18 +37,26 @@ from torch.nn.parallel import DistributedDataParallel
 from shardckpt import frameworks
 from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
 from shardckpt.frameworks.composites import of_modules
-from shardckpt.frameworks.numpy import overlaps_itself
-from shardckpt.frameworks.torch import addresses
-from shardckpt.state import leaves
 from shardckpt.state.composites import CompositeTensor
 from shardckpt.state.document import Branch, child
 from shardckpt.state.names import child_name, shown
 from shardckpt.text import few
 from shardckpt.training.likeness import LEFT_OUT, mirror, renamed
+from shardckpt.training.tensor_memory import (
+    allocate,
+    disturbs,
+    fill,
+    is_same,
+    local_bytes,
+    replace_memory,
+    shares_memory,
+    storage_of,
+    version_of,
+)
 from shardckpt.writing.save_plan import SMALL_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from shardckpt.reading.naming.adapt import Adaptation
     from shardckpt.state.document import Node
@@ -169,9 +177,9 @@ class NamedModule:
     def _tell_left_out(self) -> None:
         """Warn of tensors that `state_dict` leaves out, unless it has values that hooks computed, maybe from these."""
         own = _tensors(self.module)
-        held = {_storage(value) for value in self._held.values()} - {None}
-        names = [name for name, tensor in own.items() if _storage(tensor) not in held]
-        if names and held <= {_storage(tensor) for tensor in own.values()}:
+        held = {storage_of(value) for value in self._held.values()} - {None}
+        names = [name for name, tensor in own.items() if storage_of(tensor) not in held]
+        if names and held <= {storage_of(tensor) for tensor in own.values()}:
             _log.warning(
                 "%s: state_dict() leaves out %s, so they are not saved; a restore into the "
                 "module refuses that, unless its load_state_dict() accepts it, or strict=False "
@@ -262,7 +270,7 @@ class NamedModule:
             restored: see `put_back`.
             own: the module's tensors by id.
         """
-        storages = Counter(map(_storage, own.values()))
+        storages = Counter(map(storage_of, own.values()))
         apart: dict[str, tuple[Any, Any]] = {}
         loaded: dict[str, Any] = copy.copy(
             self._held
@@ -277,11 +285,11 @@ class NamedModule:
                 continue  # its parts are filled in place, and its class may have no copy_()
             if id(held) in own and (held.is_meta or held.device.type == "xla"):
                 if value is not held:
-                    _replace(held, value)
+                    replace_memory(held, value)
                 if held.device.type == "xla":
                     continue  # copied onto itself, it would become a pending computation
                 value = held
-            elif id(held) in own and value is not held and _is_shared(held, value, storages):
+            elif id(held) in own and value is not held and shares_memory(held, value, storages):
                 apart[name] = held, value
                 value = held
             loaded[key] = value
@@ -299,10 +307,10 @@ class NamedModule:
         """
         wrong = []
         for name, (tensor, value) in apart.items():
-            disturbs = _disturbs(tensor, value, filled)
-            _fill(tensor, value)
+            disturbed = disturbs(tensor, value, filled)
+            fill(tensor, value)
             filled.append(tensor)
-            if disturbs or not _is_same(tensor, value):
+            if disturbed or not is_same(tensor, value):
                 wrong.append(name)
         if wrong:
             raise StructureMismatchError(
@@ -315,22 +323,26 @@ class NamedModule:
     def _load(self, loaded: dict[str, Any], own: Mapping[str, Any]) -> None:
         filled = Counter[int | None]()
         for value in loaded.values():
-            filled[_storage(value)] += _nbytes(value) if isinstance(value, torch.Tensor) else 0
+            filled[storage_of(value)] += (
+                local_bytes(value) if isinstance(value, torch.Tensor) else 0
+            )
         given = {id(value) for value in self._held.values()}
         self._held.clear()  # views of meta tensors keep these from getting memory
         hidden = {
             name: t
             for name, t in own.items()
-            if id(t) not in given and filled[_storage(t)] < _nbytes(t)
+            if id(t) not in given and filled[storage_of(t)] < local_bytes(t)
         }
         allocated = [
-            (name, tensor, _allocate(tensor)) for name, tensor in hidden.items() if tensor.is_meta
+            (name, tensor, allocate(tensor)) for name, tensor in hidden.items() if tensor.is_meta
         ]
-        versions = {name: _version(tensor) for name, tensor in hidden.items()}
+        versions = {name: version_of(tensor) for name, tensor in hidden.items()}
         # Tensors that are the module's own are copied onto themselves, which does nothing. Its
         # hooks run, and it gets its extra state.
         result = self.module.load_state_dict(loaded, strict=False)
-        unwritten = {name for name, tensor in hidden.items() if _version(tensor) == versions[name]}
+        unwritten = {
+            name for name, tensor in hidden.items() if version_of(tensor) == versions[name]
+        }
         for name, tensor, meta in allocated:
             if name in unwritten:
                 torch.utils.swap_tensors(tensor, meta)
@@ -358,14 +370,14 @@ class NamedModule:
             missing
         )  # the module's class accepts that, or writes in its own manner
         ignored = set(getattr(result, "unexpected_keys", ()))
-        memory = {_storage(tensor) for tensor in own.values()}
+        memory = {storage_of(tensor) for tensor in own.values()}
         doubtful = [
             key
             for key, value in loaded.items()
-            if (silent or key in ignored) and _storage(value) not in memory
+            if (silent or key in ignored) and storage_of(value) not in memory
         ]
         after = self.module.state_dict() if doubtful else {}
-        wrong = [self.name_of(key) for key in doubtful if not _is_same(after.get(key), loaded[key])]
+        wrong = [self.name_of(key) for key in doubtful if not is_same(after.get(key), loaded[key])]
         if not lost and not wrong:
             return
         if not silent:
@@ -466,116 +478,3 @@ def _is_copy(part: torch.nn.Module) -> bool:
 def _is_left_out(buffer: torch.Tensor) -> bool:
     """Whether a buffer can be saved by one process alone: it is small, and no DTensor."""
     return buffer.nbytes < SMALL_BYTES and getattr(buffer, "device_mesh", None) is None
-
-
-def _replace(own: Any, value: Any) -> None:
-    """Replace the tensor of a Parameter or buffer that is on the meta device or of torch_xla."""
-    if own.is_meta:
-        torch.utils.swap_tensors(
-            own,
-            torch.nn.Parameter(value, own.requires_grad)
-            if isinstance(own, torch.nn.Parameter)
-            else value,
-        )
-    else:
-        own.data = value
-
-
-def _allocate(own: Any) -> torch.Tensor:
-    """Give a meta tensor memory; return the meta tensor."""
-    device = own.device_mesh.device_type if hasattr(own, "device_mesh") else "cpu"
-    new = torch.empty_like(own, device=device)
-    swapped = (
-        torch.nn.Parameter(new, own.requires_grad) if isinstance(own, torch.nn.Parameter) else new
-    )
-    torch.utils.swap_tensors(own, swapped)
-    return swapped
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """A number that changes when a tensor is written.
-
-    Of inference tensors, whose writes torch does not count, always -1.
-    """
-    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001  (torch's own documents it)
-
-
-def _local(tensor: Any) -> Any:
-    """The memory of a tensor: of a DTensor its local part."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-def _nbytes(tensor: Any) -> int:
-    """Bytes of the elements that this process has, of sparse tensors as if they were dense."""
-    local = _local(tensor)
-    return int(local.numel() * local.element_size())
-
-
-def _storage(value: Any) -> int | None:
-    """The memory that a tensor lies in, by a number; None for anything else."""
-    local = _local(value)
-    if not isinstance(local, torch.Tensor):
-        return None
-    return local.untyped_storage()._cdata if local.layout is torch.strided else id(local)  # noqa: SLF001  (empty ones share an address)
-
-
-def _is_shared(own: Any, value: Any, storages: Mapping[int | None, int]) -> bool:
-    """Whether elements of a tensor share memory with each other, or with another tensor.
-
-    Its value fits it otherwise.
-    """
-    if not isinstance(value, torch.Tensor) or value.shape != own.shape or value.dtype != own.dtype:
-        return False  # load_state_dict has a message for that, or converts it
-    return storages[_storage(own)] > 1 or overlaps_itself(addresses(_local(own)))
-
-
-def _fill(own: Any, value: Any) -> None:
-    """Write a value into a tensor; elements that share memory get one of the values for it."""
-    own, value = _local(own), _local(value)
-    if not overlaps_itself(addresses(own)):
-        own.copy_(value)
-        return
-    span = 1 + sum((n - 1) * stride for n, stride in zip(own.shape, own.stride(), strict=True))
-    places = torch.arange(span, device=own.device).as_strided(own.shape, own.stride())
-    own.as_strided((span,), (1,))[places.reshape(-1)] = value.reshape(-1).to(own.device)
-
-
-def _disturbs(own: Any, value: Any, filled: Iterable[Any]) -> bool:
-    """Whether writing a value into a tensor changes memory of tensors that are filled already."""
-    storage, own = _storage(own), _local(own)
-    changed = _bytes(own) != _bytes(_local(value).to(own.device))
-    marks = torch.zeros(own.untyped_storage().nbytes(), dtype=torch.bool, device=own.device)
-    for other in filled:
-        if _storage(other) == storage:
-            _bytes_of(marks, _local(other)).fill_(True)
-    return bool((_bytes_of(marks, own) & changed).any())
-
-
-def _bytes_of(storage: torch.Tensor, tensor: Any) -> torch.Tensor:
-    """The bytes of a tensor, in a tensor with an element for each byte of its storage."""
-    size = tensor.itemsize
-    return storage.as_strided(
-        (*tensor.shape, size),
-        (*(size * n for n in tensor.stride()), 1),
-        size * tensor.storage_offset(),
-    )
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return (
-        tensor.detach()
-        .contiguous()
-        .reshape(-1)
-        .view(torch.uint8)
-        .reshape(*tensor.shape, tensor.itemsize)
-    )
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    """Whether two entries of a state are equal, tensors bit by bit."""
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        return leaves.is_small(a) and bool(a == b)
-    a, b = _local(a).detach(), _local(b).detach()
-    if a.shape != b.shape or a.dtype != b.dtype or a.is_meta:
-        return False
-    return bool(torch.equal(_bytes(a), _bytes(b.to(a.device))))
