@@ -30,17 +30,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from shardckpt import frameworks
-from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
+from shardckpt.errors import LeafError, StructureMismatchError
 from shardckpt.frameworks.base import Target
 from shardckpt.frameworks.dcp_protocol import described_like, describes_itself
 from shardckpt.state.document import Branch, Tensor, Tied, child, leaves_of
 from shardckpt.state.names import child_name, shown
-from shardckpt.text import few, shorten
+from shardckpt.text import shorten
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, fitting, mirror, new_tensor
 from shardckpt.training.optimizer_state.forms import OptimizerNodes, read_optimizer
+from shardckpt.training.optimizer_state.loaded import put_back_as_stored
+from shardckpt.training.optimizer_state.settings import OF_THE_GROUP, check_class, settings_of_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -49,12 +50,6 @@ if TYPE_CHECKING:
     from shardckpt.reading.naming.adapt import Adaptation
     from shardckpt.state.document import Node
 
-_OF_THE_GROUP = frozenset({"params", "param_names"})
-"""Entries of a group that are not settings."""
-_OF_SCHEDULERS = frozenset(
-    {"initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
-)
-"""Settings that schedulers add to groups."""
 _OF_FABRIC = "_forward_module."
 """The beginning of the names that 0.2.0 gave to the parameters of a module that Lightning Fabric
 wraps."""
@@ -171,7 +166,7 @@ class NamedOptimizer:
             self.firsts(), packed["param_groups"], self.groups, strict=True
         ):
             settings[first] = {
-                name: value for name, value in group.items() if name not in _OF_THE_GROUP
+                name: value for name, value in group.items() if name not in OF_THE_GROUP
             }
             group_of |= dict.fromkeys(members, first)
         rest = {
@@ -266,7 +261,7 @@ class NamedOptimizer:
             return LEFT_OUT
         own = self.collect()
         if (settings := child(node, "param_groups")) is not None and stored.any(settings):
-            self._check_class(settings)
+            check_class(self.optimizer, self.key, settings)
         targets = {}
         for name in own:
             below = child(node, name)
@@ -286,27 +281,6 @@ class NamedOptimizer:
                 targets[name] = mirror(stored, below)
         return {name: part for name, part in targets.items() if part is not LEFT_OUT}
 
-    def _check_class(self, settings: Node) -> None:
-        """Refuse settings that the optimizer does not have, and without which it would make no step; torch would take them."""
-        for group in settings.children if isinstance(settings, Branch) else ():
-            names = {str(key) for key in group.keys} if isinstance(group, Branch) else set()
-            lacking, strange = (
-                self.optimizer.defaults.keys() - names,
-                names - self.optimizer.defaults.keys() - _OF_SCHEDULERS,
-            )
-            own = set().union(*self.optimizer.param_groups)
-            if (
-                lacking
-                and strange - own
-                and (lacking := lacking - _filled_in(self.optimizer, names))
-            ):
-                raise StructureMismatchError(
-                    f"{shown(group.name)} has settings of another class of optimizer "
-                    f"({few(sorted(strange - own), 3)}), and {type(self.optimizer).__qualname__} "
-                    f"needs {few(sorted(lacking), 3)}; make the optimizer that was saved, or "
-                    f"leave {self.key} out with only=."
-                )
-
     def put_back(self, restored: Mapping[str, Any]) -> None:
         """Give the optimizer the state that was restored into `like`.
 
@@ -323,21 +297,12 @@ class NamedOptimizer:
         settings = restored if {"param_groups", "group_of"} <= restored.keys() else own
         self.group_of = settings["group_of"]
         groups = []
-        for number, (group, sources) in enumerate(
-            zip(self.optimizer.param_groups, self.sources(), strict=True)
-        ):
-            settings_of_group = self._settings(
-                number,
-                [
-                    settings["param_groups"][source]
-                    for source in sources
-                    if source in settings["param_groups"]
-                ],
-            )
-            moved = {
-                name: _move(value, group.get(name)) for name, value in settings_of_group.items()
-            }
-            groups.append({**moved, "params": [numbers[name] for name in self.groups[number]]})
+        for number, sources in enumerate(self.sources()):
+            saved = settings["param_groups"]
+            candidates = [saved[source] for source in sources if source in saved]
+            own_settings = settings_of_group(self.optimizer, self.key, number, candidates)
+            members = [numbers[name] for name in self.groups[number]]
+            groups.append({**own_settings, "params": members})
         rest = {
             name: restored.get(name, own[name])
             for name in own
@@ -347,7 +312,7 @@ class NamedOptimizer:
             number: {**part} if isinstance(part, dict) else part for number, part in state.items()
         }  # a class may change it
         self.optimizer.load_state_dict({"state": lent, "param_groups": groups, **rest})
-        self._as_stored(state)
+        put_back_as_stored(self.optimizer, self.key, self.parameters, state)
 
     def _state_like(
         self,
@@ -428,116 +393,6 @@ class NamedOptimizer:
     def _own_name(self, name: str) -> str:
         return self._prefix + name if self._prefix + name in self.parameters else name
 
-    def _settings(self, number: int, candidates: list[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Settings of one group of the optimizer, from the saved settings of its parameters."""
-        for other in candidates[1:]:
-            names = [*candidates[0], *other]
-            differs = next(
-                (
-                    n
-                    for n in names
-                    if n not in candidates[0] or n not in other or candidates[0][n] != other[n]
-                ),
-                None,
-            )
-            if differs is not None:
-                raise StructureMismatchError(
-                    f"{shown(self.key)}: group {number} has parameters that were saved with "
-                    f"different settings, {differs}={candidates[0].get(differs)!r} and "
-                    f"{other.get(differs)!r}; give each a group of its own, or leave out "
-                    f"{self.key}/param_groups and {self.key}/group_of with only=."
-                )
-        own = self.optimizer.param_groups[number]
-        return (
-            candidates[0]
-            if candidates
-            else {name: value for name, value in own.items() if name not in _OF_THE_GROUP}
-        )
-
-    def _as_stored(self, state: Mapping[Any, Any]) -> None:
-        """Undo the conversions of `load_state_dict`, also in containers inside of a parameter's state.
-
-        A class may unpack a key: bitsandbytes stores its quantized moments in a dict and keeps its
-        entries beside the others.
-
-        Raises:
-            NamesMismatchError: the optimizer's class has not loaded a part of the state: it has
-                neither the key nor the values.
-        """
-        lost = []
-        for number, (parameter_name, parameter) in enumerate(self.parameters.items()):
-            loaded = self.optimizer.state[parameter] if number in state else {}
-            part = state.get(number, {})
-            unpacked = (
-                tree_leaves([value for name, value in loaded.items() if name not in part])
-                if part.keys() - loaded
-                else []
-            )
-            for name, value in part.items():
-                if name in loaded:
-                    loaded[name] = _as_stored_value(value, loaded[name], parameter.device)
-                elif all(
-                    any(_same(item, other) for other in unpacked) for item in tree_leaves(value)
-                ):
-                    loaded |= (
-                        _as_stored_value(value, loaded, parameter.device)
-                        if isinstance(value, dict)
-                        else {}
-                    )
-                else:
-                    lost.append(f"{parameter_name}/{name}")
-        if lost:
-            raise NamesMismatchError(
-                f"{shown(self.key)}: load_state_dict() of {type(self.optimizer).__qualname__} has "
-                f"not loaded {few(lost)}; change that, leave the names out with only=, or pass "
-                "strict=False to go on without them."
-            )
-
-
-def _filled_in(optimizer: torch.optim.Optimizer, names: Collection[str]) -> set[str]:
-    """The settings that the optimizer's class adds to a group that has only these: those of later versions of torch."""
-    group: dict[str, Any] = {"params": [], **dict.fromkeys(names)}
-    blank = object.__new__(type(optimizer))
-    blank.__setstate__({"state": {}, "param_groups": [group], "defaults": optimizer.defaults})
-    return set(group)
-
-
-def _same(value: Any, loaded: Any) -> bool:
-    """Whether an optimizer has a value, be it converted to another dtype or moved to another device."""
-    if not isinstance(value, torch.Tensor) or not isinstance(loaded, torch.Tensor):
-        return type(value) is type(loaded) and bool(value == loaded)
-    one, other = (getattr(tensor, "_local_tensor", tensor) for tensor in (value, loaded))
-    if one.shape != other.shape:
-        return False
-    one = one.to(other.device, other.dtype)
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def _as_stored_value(value: Any, loaded: Any, device: torch.device) -> Any:
-    """A value as it was stored, on the device that it was loaded to.
-
-    Torch converts whatever it finds to the parameter's dtype.
-    """
-    if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        return loaded if loaded.dtype == value.dtype else value.to(device)
-    if isinstance(value, str):
-        return value  # torch takes it for a container
-    if isinstance(value, dict) and isinstance(loaded, dict):
-        return loaded | {
-            key: _as_stored_value(item, loaded[key], device)
-            for key, item in value.items()
-            if key in loaded
-        }
-    if (
-        isinstance(value, list | tuple)
-        and type(loaded) is type(value)
-        and len(loaded) == len(value)
-    ):
-        return type(value)(
-            _as_stored_value(item, other, device) for item, other in zip(value, loaded, strict=True)
-        )
-    return loaded
-
 
 def _place(parameter: Any, record: TensorRecord, own: object) -> object:
     """The restore target for one tensor of a parameter's state."""
@@ -570,17 +425,3 @@ def _place(parameter: Any, record: TensorRecord, own: object) -> object:
         mesh = parameter.device_mesh
         return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return new_tensor(record)
-
-
-def _move(value: object, own: object) -> object:
-    """A setting in the optimizer's own form and on its device.
-
-    Formats without tuples turn them into lists.
-    """
-    if isinstance(value, list) and isinstance(own, tuple):
-        return tuple(value)
-    return (
-        value.to(own.device)
-        if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor)
-        else value
-    )
