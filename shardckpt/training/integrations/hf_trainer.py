@@ -43,27 +43,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import json
-import logging
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState
-from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from shardckpt.errors import AlreadyExistsError, NotFoundError, OptionError
-from shardckpt.format.hf_files import BYTES, CONFIGS, as_metadata
 from shardckpt.io.status import exists
 from shardckpt.options import SaveOptions
 from shardckpt.runs.retention import Best, any_of
-from shardckpt.state import PerProcess
 from shardckpt.training.generators import Generators
-from shardckpt.training.integrations.peft_adapters import adapters_of, check_base
+from shardckpt.training.integrations.hf_state import CompleteState, read_values
+from shardckpt.training.integrations.hf_values import best_of, model_files
 from shardckpt.training.manager import CheckpointManager
-from shardckpt.training.state import train_state
 
 if TYPE_CHECKING:
     import os
@@ -72,12 +67,8 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainingArguments
 
     from shardckpt.runs.retention import Retention
-    from shardckpt.training.integrations.peft_adapters import Adapters
-    from shardckpt.training.state import TrainState
 
 __all__ = ["ShardckptCallback"]
-
-_log = logging.getLogger(__name__)
 
 _STATE = "trainer_state.json"
 """The file that the Trainer looks for."""
@@ -112,7 +103,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         training."""
         self._best: float | None = None
         """The best metric so far, if `save_strategy` is "best"."""
-        self._own = _TrainerValues()
+        self._whole = CompleteState(options.get("coordinator"))
         self._resumed: int | None = None
         """The step that is being resumed, until it is restored."""
         self._generators: dict[str, Any] | None = None
@@ -126,10 +117,6 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """The Trainer whose training is running."""
         self._seen: int | None = None
         """The last step that `_save` has decided about."""
-        self._adapters: Adapters | None = None
-        """PEFT's adapters of the model that is trained; None: the whole model is saved."""
-        self._base: dict[str, Any] | None = None
-        """Name and fingerprint of the base model below the adapters."""
 
     def resume(self, trainer: Trainer) -> str | None:
         """Have a Trainer that has not begun resume from the latest step.
@@ -154,15 +141,13 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if self._trainer is not trainer:
             self._trainer = trainer
             self._close_on_exceptions(trainer)
-        restored = self._manager_of(trainer).restore(
-            {"trainer": PerProcess(None, choose=_first)}, only="trainer"
-        )
+        restored = read_values(self._manager_of(trainer))
         if restored is None:
             return None
         self._resumed = restored.step
-        self._own.load_state_dict(restored.state["trainer"].value)
+        self._whole.own.load_state_dict(restored.state["trainer"].value)
         self._directory = TemporaryDirectory(prefix="shardckpt-")
-        TrainerState(**self._own.state).save_to_json(str(Path(self._directory.name, _STATE)))
+        TrainerState(**self._whole.own.state).save_to_json(str(Path(self._directory.name, _STATE)))
         # No callback can do this: without it the Trainer refuses a directory without weights.
         trainer._load_from_checkpoint = lambda *_args, **_kwargs: None  # noqa: SLF001
         return self._directory.name
@@ -196,7 +181,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
                 "one that trains without these."
             )
         manager = self._manager_of(trainer)
-        first = manager.restore({"trainer": PerProcess(None, choose=_first)}, step, only="trainer")
+        first = read_values(manager, step)
         if first is None:
             raise NotFoundError(
                 f"{manager.url(0).rpartition('/')[0]}: no step was saved, so there is nothing to "
@@ -207,20 +192,20 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             raise AlreadyExistsError(
                 f"{place}: it exists; move it away, or give the Trainer another output_dir."
             )
-        self._own.load_state_dict(first.state["trainer"].value)
-        trainer.create_optimizer_and_scheduler(self._own.state["max_steps"])
+        self._whole.own.load_state_dict(first.state["trainer"].value)
+        trainer.create_optimizer_and_scheduler(self._whole.own.state["max_steps"])
         parts = {
             "model": trainer.model,
             "optimizer": trainer.optimizer,
             "lr_scheduler": trainer.lr_scheduler,
         }
-        self._find_adapters(trainer)
-        self._restore(manager, parts, first.step)
-        self._own.restore_scaler(trainer)
-        trainer.state = TrainerState(**copy.deepcopy(self._own.state))
+        self._whole.find_adapters(trainer)
+        self._whole.restore(manager, parts, first.step)
+        self._whole.own.restore_scaler(trainer)
+        trainer.state = TrainerState(**copy.deepcopy(self._whole.own.state))
         trainer._save_checkpoint(trainer.model, None)  # noqa: SLF001
         if trainer.args.should_save:  # the Trainer wrote the states of its own, new, callbacks
-            TrainerState(**self._own.state).save_to_json(str(place / _STATE))
+            TrainerState(**self._whole.own.state).save_to_json(str(place / _STATE))
         self.close()
         return str(place)
 
@@ -291,7 +276,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             )
         self._running = self._trainer or _trainer_of(self)
         manager = self._manager_of(self._running)
-        self._find_adapters(self._running)
+        self._whole.find_adapters(self._running)
         self._due, self._seen, self._best = False, self._resumed, state.best_metric
         if args.save_strategy == SaveStrategy.BEST:
             self._saves_best, args.save_strategy = args, SaveStrategy.NO
@@ -304,8 +289,8 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
                 f"{state.global_step}; pass its result: "
                 "trainer.train(resume_from_checkpoint=callback.resume(trainer))."
             )
-        self._restore(manager, kwargs, self._resumed)
-        self._own.restore_scaler(self._running)
+        self._whole.restore(manager, kwargs, self._resumed)
+        self._whole.own.restore_scaler(self._running)
         self._generators = Generators().state_dict()
         self._resumed = None
         if self._directory is not None:
@@ -383,7 +368,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         # A training that is stopped within an epoch resumes after the batches are skipped.
         self._save(state, control, kwargs, between_epochs=float(state.epoch or 0).is_integer())
         if args.load_best_model_at_end and self._manager is not None:
-            self._load_best(self._manager, _best_of(args), state, kwargs)
+            self._load_best(self._manager, best_of(args), state, kwargs)
         self.close()
 
     # --- helpers
@@ -394,66 +379,15 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             limit = args.save_total_limit if (args.save_total_limit or 0) > 0 else None
             keep = limit if self._keep is None else self._keep
             if keep is not None and args.load_best_model_at_end:
-                keep = any_of(keep, _best_of(args))
+                keep = any_of(keep, best_of(args))
             options = self._options.get("options") or SaveOptions()
             options = dataclasses.replace(
-                options, metadata={**_model_files(trainer), **options.metadata}
+                options, metadata={**model_files(trainer), **options.metadata}
             )
             self._manager = CheckpointManager(
                 self._root, keep=keep, **{"every": None, **self._options, "options": options}
             )
         return self._manager
-
-    def _state(self, kwargs: Mapping[str, Any]) -> TrainState:
-        """The complete state, to save or to restore into.
-
-        Args:
-            kwargs: the keyword arguments that the Trainer passes to callbacks.
-        """
-        more: dict[str, Any] = {} if self._adapters is None else {"base_model": self._base}
-        more["trainer"] = PerProcess(self._own, choose=_first)
-        state = train_state(
-            model=kwargs["model"],
-            optimizer=kwargs["optimizer"],
-            scheduler=kwargs["lr_scheduler"],
-            **more,
-        )
-        if self._adapters is not None:
-            state.leave_out("model", self._adapters.base)
-        return state
-
-    def _find_adapters(self, trainer: Trainer) -> None:
-        self._adapters = adapters_of(_unwrap(trainer))
-        self._base = (
-            None
-            if self._adapters is None
-            else self._adapters.fingerprint(self._options.get("coordinator"))
-        )
-
-    def _restore(self, manager: CheckpointManager, kwargs: Mapping[str, Any], step: int) -> None:
-        """Restore a step completely; of a PEFT model the adapters, if the base model is the same.
-
-        Raises:
-            MismatchError: the base model is another one.
-            ShardckptError: as `CheckpointManager.restore` does.
-        """
-        adapters = self._adapters
-        if (
-            adapters is not None and not self._own.adapters_alone
-        ):  # a release before 0.3 saved the base model, too
-            self._adapters = None
-        elif adapters is not None and self._base is not None:
-            restored = manager.restore(None, step, only="base_model/**", fallback=False)
-            assert restored is not None, "the step was found before"
-            check_base(self._base, restored.state["base_model"], manager.url(step))
-        manager.restore(
-            self._state(kwargs), step, fallback=False
-        )  # the Trainer has counted to this step already
-        if adapters is not None and self._adapters is None:
-            self._adapters, self._base = (
-                adapters,
-                adapters.fingerprint(self._options.get("coordinator")),
-            )
 
     def _load_best(
         self, manager: CheckpointManager, rule: Best, state: TrainerState, kwargs: Mapping[str, Any]
@@ -462,7 +396,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         manager.wait()
         best = manager.best_step(rule.metric, rule.mode)
         if best is not None:
-            manager.restore(self._state(kwargs), best, only="model/**", fallback=False)
+            manager.restore(self._whole.of(kwargs), best, only="model/**", fallback=False)
             state.best_model_checkpoint = manager.url(best)
 
     def _take_over(self, control: TrainerControl) -> None:
@@ -485,75 +419,16 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             self._best, state.best_global_step, due = state.best_metric, step, True
         if due or manager.should_save(step):
             trainer.store_flos()
-            self._own.take(trainer, between_epochs, adapters_alone=self._adapters is not None)
-            manager.save(step, self._state(kwargs), self._metrics, force=True)
+            self._whole.own.take(
+                trainer, between_epochs, adapters_alone=self._whole.adapters is not None
+            )
+            manager.save(step, self._whole.of(kwargs), self._metrics, force=True)
         control.should_training_stop |= manager.reached_preemption
 
     def _put_back(self, *, between_epochs: bool) -> None:
-        if self._generators is not None and self._own.between_epochs == between_epochs:
+        if self._generators is not None and self._whole.own.between_epochs == between_epochs:
             Generators().load_state_dict(self._generators)
             self._generators = None
-
-
-class _TrainerValues:
-    """The Trainer's state.
-
-    Process 0's is stored for all, because logged times differ between processes.
-    """
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {}
-        """The fields of a `TrainerState`."""
-        self.between_epochs = False
-        """Whether the state was saved before an epoch began, rather than before a step."""
-        self.scaler: dict[str, Any] | None = None
-        """The state of the gradient scaler of fp16; None: there is none, or an earlier release
-        saved."""
-        self.arguments: dict[str, Any] = {}
-        """The `TrainingArguments`, as JSON."""
-        self.adapters_alone = False
-        """Whether the base model below PEFT's adapters was left out."""
-
-    def take(self, trainer: Trainer, between_epochs: bool, *, adapters_alone: bool) -> None:
-        """Take the values of a Trainer, as its own checkpoints do."""
-        callbacks: dict[str, list[Any]] = {}
-        for callback in (*trainer.callback_handler.callbacks, trainer.control):
-            if isinstance(callback, ExportableState):
-                callbacks.setdefault(type(callback).__name__, []).append(callback.state())
-        of_callbacks = {
-            name: states[0] if len(states) == 1 else states for name, states in callbacks.items()
-        }
-        self.state = {**dataclasses.asdict(trainer.state), "stateful_callbacks": of_callbacks}
-        self.between_epochs, self.adapters_alone = between_epochs, adapters_alone
-        scaler = getattr(trainer.accelerator, "scaler", None)
-        self.scaler = None if scaler is None else scaler.state_dict()
-        self.arguments = json.loads(trainer.args.to_json_string())
-
-    def restore_scaler(self, trainer: Trainer) -> None:
-        """Give the gradient scaler its state, if both the checkpoint and the Trainer have one."""
-        scaler = getattr(trainer.accelerator, "scaler", None)
-        if scaler is not None and self.scaler is not None:
-            scaler.load_state_dict(self.scaler)
-        elif self.scaler is not None or scaler is not None:
-            _log.warning(
-                "only the %s has a gradient scaler; it is not restored.",
-                "Trainer" if self.scaler is None else "checkpoint",
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        more = {"adapters_alone": True} if self.adapters_alone else {}
-        return {
-            "state": self.state,
-            "between_epochs": self.between_epochs,
-            "scaler": self.scaler,
-            "arguments": self.arguments,
-            **more,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.state, self.between_epochs = state["state"], state["between_epochs"]
-        self.scaler, self.arguments = state.get("scaler"), state.get("arguments", {})
-        self.adapters_alone = state.get("adapters_alone", False)
 
 
 def _trainer_of(callback: ShardckptCallback) -> Trainer:
@@ -571,58 +446,3 @@ def _trainer_of(callback: ShardckptCallback) -> Trainer:
         "the callback was called by no Trainer; call callback.resume(trainer) before "
         "trainer.train(…)."
     )
-
-
-def _model_files(trainer: Trainer) -> dict[str, Any]:
-    """The files that the Trainer writes beside the weights for inference, as metadata."""
-    collator = getattr(trainer, "data_collator", None)
-    processing = getattr(trainer, "processing_class", None) or getattr(collator, "tokenizer", None)
-    model = _unwrap(trainer)
-    adapters = adapters_of(model)
-    sources = (
-        getattr(model, "config", None),
-        getattr(model, "generation_config", None),
-        processing,
-    )
-    with TemporaryDirectory(prefix="shardckpt-") as directory:
-        for source in sources:
-            if source is not None and hasattr(source, "save_pretrained"):
-                source.save_pretrained(directory)
-        written = [path.name for path in Path(directory).iterdir()]
-        files = {
-            name: Path(directory, name).read_bytes()
-            for name in (*CONFIGS, *BYTES)
-            if name in written
-        }
-    documents = {name: json.loads(files[name]) for name in CONFIGS if name in files}
-    for name, document in list(documents.items()):
-        try:
-            json.dumps(document, allow_nan=False)
-        except ValueError:
-            _log.warning("%s has NaN or infinity, which JSON has not; it is not saved.", name)
-            del documents[name]
-    own = {} if adapters is None else adapters.metadata()
-    return {
-        **documents,
-        **own,
-        **as_metadata({name: files[name] for name in BYTES if name in files}),
-    }
-
-
-def _unwrap(trainer: Trainer) -> Any:
-    """The model without wrappers."""
-    return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-
-
-def _best_of(args: TrainingArguments) -> Best:
-    """The rule by which the Trainer's arguments choose the best model."""
-    metric = args.metric_for_best_model
-    return Best(
-        1,
-        metric if metric.startswith("eval_") else f"eval_{metric}",
-        "max" if args.greater_is_better else "min",
-    )
-
-
-def _first(values: list[Any]) -> Any:
-    return values[0]
