@@ -5,37 +5,30 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import OptionError
-from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
+from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.frameworks.coordination.names import Agreement
-from shardckpt.io.cores import note_local_processes
-from shardckpt.io.failures import check_fork
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import check_flag, checked_options
 from shardckpt.reading.restore import adaptation_of, restore_adapted
 from shardckpt.runs.job import RUN, check_root
-from shardckpt.runs.lineage import RunSteps
 from shardckpt.runs.measured import METRICS, decode_metrics, encode_metrics
 from shardckpt.runs.retention import Retention, as_retention
 from shardckpt.runs.rollback import ROLLBACK
 from shardckpt.runs.steps import check_step
 from shardckpt.text import shorten, visible
 from shardckpt.training import events
-from shardckpt.training.background import Background, noted_on
-from shardckpt.training.decisions import LEADER, Decisions
+from shardckpt.training.open_run import OpenRun
 from shardckpt.training.policies import EveryCall, Policy, any_of, as_policy
-from shardckpt.training.preemption import Notices
 from shardckpt.training.resuming import Restored, resume
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
 
     from shardckpt.options import SaveOptions
     from shardckpt.reading.checkpoint import Checkpoint
@@ -54,12 +47,9 @@ _PROTECTED = (
     "the step from before the rollback is pinned or tagged, or a base that others need; unpin, "
     "untag or delete those to replace it"
 )
-_managers: Counter[str] = Counter()
-"""Number of managers that a run has created in this process: all of its processes create equally
-many, in the same order."""
 
 
-class CheckpointManager(RunSteps):
+class CheckpointManager(OpenRun):
     """Saves the steps of a training run, and resumes the run from its latest step.
 
     Each step is a checkpoint at `<root>/<step>`.
@@ -141,31 +131,31 @@ class CheckpointManager(RunSteps):
             raise OptionError(
                 f"CheckpointManager(lead_time={shorten(lead_time)}): give seconds, 0 or more."
             )
-        self.options = checked_options(options)
-        """The options of every save."""
-        if used := {RUN, METRICS, ROLLBACK} & self.options.metadata.keys():
+        checked = checked_options(options)
+        if used := {RUN, METRICS, ROLLBACK} & checked.metadata.keys():
             raise OptionError(
                 f"SaveOptions(metadata=…): {min(used)!r} is a key that a CheckpointManager sets "
                 "itself; choose another key."
             )
         when = None if every is _DEFAULT_EVERY and preemption is not None else every
         policy = as_policy(when) if preemption is None else any_of(as_policy(when), preemption)
-        self._rule = as_retention(keep)
-        self._root = Store.open(parse(root))
-        if self._rule is not None:
-            self._root.check_replaces("keep only some steps of")
-        self._on_failure = on_failure
+        rule = as_retention(keep)
+        place = Store.open(parse(root))
+        if rule is not None:
+            place.check_replaces("keep only some steps of")
+        super().__init__(
+            place,
+            coordinator,
+            checked,
+            policy=policy,
+            rule=rule,
+            skips=in_flight == "skip",
+            lead_time=lead_time,
+            on_event=on_event,
+            on_failure=on_failure,
+            progress=progress,
+        )
         self._fallback = fallback
-        self._notices = Notices(policy.notices)
-        self._policy = policy
-        self._skips = in_flight == "skip"
-        self._lead_time = lead_time
-        self._on_event = on_event
-        self._progress = progress
-        self._join(coordinator_of(coordinator, self.options.commit_timeout))
-        self._joins_later = coordinator is None and self._coordinator.world.processes == 1
-        """Whether the processes of the job may meet before the first save, and this manager is to
-        join them then."""
         self._last: int | None = None
         """The step that was saved or restored last."""
         self._preempted = False
@@ -177,60 +167,6 @@ class CheckpointManager(RunSteps):
         """Whether the caller has said when to save."""
         self._warns = when is _DEFAULT_EVERY and keep is None
         """Whether the first save warns that every call saves and every step is kept."""
-        self._closed = False
-
-    def _join(self, coordinator: Coordinator) -> None:
-        """Make the parts that depend on the processes of the job.
-
-        Nothing was saved or restored before.
-        """
-        self._coordinator = coordinator
-        note_local_processes(coordinator.world.sharing)
-        self._leads = coordinator.world.process == LEADER
-        self._line = events.progress_line(self._progress, alone=self._leads)
-        self._events = events.Events(
-            self._on_event, self._line, events.announcer() if self._leads else None
-        )
-        self._background = Background(
-            self._root, coordinator, self.options, self._rule, self._events
-        )
-        self._lineage = self._background.lineage
-        _managers[coordinator.run_id] += 1
-        self._decisions = Decisions(
-            coordinator,
-            self._policy,
-            key=f"decisions/{_managers[coordinator.run_id]}",
-            skips=self._skips,
-            lead_time=self._lead_time,
-            timeout=self.options.commit_timeout,
-            in_flight=lambda: self._background.in_flight,
-            notice=self._notices.look,
-        )
-
-    def _join_late(self) -> None:
-        """Join the processes of the job if they met after this manager was made.
-
-        Raises:
-            OptionError: they did, and this manager has gone through steps by itself.
-        """
-        if not self._joins_later:
-            return
-        coordinator = coordinator_of(None, self.options.commit_timeout)
-        if coordinator is self._coordinator:
-            return
-        if (step := self._decisions.previous) is not None:
-            raise OptionError(
-                f"{self._root}: this CheckpointManager was made before the processes of the job "
-                f"met, and has gone through step {step} by itself; now there are "
-                f"{coordinator.world.processes} processes. Make it after "
-                "torch.distributed.init_process_group or jax.distributed.initialize; or give it "
-                "coordinator=shardckpt.SingleProcess(), if only this process saves here."
-            )
-        if self._line is not None:
-            self._line.close()
-        self._background.close()
-        self._join(coordinator)
-        self._joins_later = False
 
     # --- saving
 
@@ -510,79 +446,9 @@ class CheckpointManager(RunSteps):
         """
         return self._preempted
 
-    # --- ending
-
-    def wait(self) -> None:
-        """Wait until nothing is in flight: the last save is committed, and steps that are not kept are deleted.
-
-        Raises:
-            ShardckptError: a save failed; or this process was forked while a save may have been in
-                flight.
-        """
-        check_fork(self._root)
-        self._background.join()
-        self._background.raise_failures(self._on_failure)
-
-    def close(self) -> None:
-        """Finish the work in flight, free the buffers, restore signal handlers.
-
-        Closing again does nothing.
-
-        Raises:
-            ShardckptError: a save failed; or, as a StorageError, the last deletions failed.
-        """
-        if self._closed:
-            return
-        check_fork(self._root)
-        try:
-            self._background.join()
-        finally:
-            self._closed = True
-            self._notices.close()
-            self._background.close()
-            if self._line is not None:
-                self._line.close()
-        self._background.raise_failures(self._on_failure)
-        if self._background.cleaner.failure is not None:
-            raise self._background.cleaner.failure
-
     def __repr__(self) -> str:
         """The run's place, and when it saves and what it keeps; nothing is read."""
         kept = "all steps" if self._rule is None else repr(self._rule)
         return visible(
             f"<shardckpt.CheckpointManager {self._root}: saves {self._policy!r}, keeps {kept}>"
         )
-
-    def __enter__(self) -> Self:
-        """The manager itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close the manager.
-
-        If the block raised an error, an error of closing becomes a note on it.
-        """
-        with noted_on(error):
-            self.close()
-
-    def _check_ascends(self, step: int) -> int:
-        self._check_open()
-        step = check_step(step)
-        self._join_late()
-        if (before := self._decisions.previous) is not None and step < before:
-            raise OptionError(
-                f"{self._root}: step {step} is less than step {before}, the last step given to "
-                "should_save, save or restore; steps must ascend. Continue from there, or go "
-                "back with restore(step=…)."
-            )
-        return step
-
-    def _check_open(self) -> None:
-        check_fork(self._root)
-        if self._closed:
-            raise OptionError(f"{self._root}: this CheckpointManager is closed; make another one.")
