@@ -24,8 +24,8 @@ from shardckpt.io.store import Store, kind_of
 from shardckpt.io.threads import map_on_threads
 from shardckpt.layout.box import BoxArray
 from shardckpt.reading.fetch import ReadableChunks, raw
-from shardckpt.reading.locate import ReadList
 from shardckpt.reading.lookup import WholeTable
+from shardckpt.reading.read_list import ReadList
 from shardckpt.reading.runs import places_of
 from shardckpt.state.names import shown
 

@@ -35,7 +35,7 @@ from shardckpt.io.cores import note_local_processes
 from shardckpt.io.store import kind_of
 from shardckpt.plan.bandwidths import Bandwidths, Estimate
 from shardckpt.plan.shares import peers_sharing_reads
-from shardckpt.reading.locate import MadeTensor
+from shardckpt.reading.read_list import MadeTensor
 from shardckpt.reading.shared_reading import SharedReading, error_document
 from shardckpt.text import file_size, shorten
 

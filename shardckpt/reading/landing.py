@@ -27,7 +27,8 @@ from shardckpt.io.threads import collector_paused
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.layout.dtypes import by_name, castable, of_numpy
 from shardckpt.plan.cut import Order, cut
-from shardckpt.reading.locate import MadeTensor, Request
+from shardckpt.reading.locate import Request
+from shardckpt.reading.read_list import MadeTensor
 from shardckpt.state.numbers import array_of_number
 
 if TYPE_CHECKING:

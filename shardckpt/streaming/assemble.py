@@ -21,7 +21,7 @@ import numpy as np
 
 from shardckpt.io.threads import read_ahead
 from shardckpt.layout.box import BoxArray
-from shardckpt.reading.locate import ReadList
+from shardckpt.reading.read_list import ReadList
 from shardckpt.streaming.batches import (
     Batch,
     BatchMemory,

@@ -23,8 +23,8 @@ import numpy as np
 
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.cut import Order, cut
-from shardckpt.reading.locate import ReadList
 from shardckpt.reading.naming.outputs import check
+from shardckpt.reading.read_list import ReadList
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

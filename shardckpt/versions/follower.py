@@ -18,7 +18,7 @@ from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, parse_bytes
 from shardckpt.reading.checkpoint import Checkpoint
-from shardckpt.reading.locate import MadeTensor
+from shardckpt.reading.read_list import MadeTensor
 from shardckpt.reading.restore import adaptation_of, finished, restoring
 from shardckpt.runs.announcing import Listener, server
 from shardckpt.runs.leases import ReaderLease

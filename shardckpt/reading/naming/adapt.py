@@ -24,11 +24,12 @@ from shardckpt.errors import NamesMismatchError, OptionError, ShapeMismatchError
 from shardckpt.frameworks.base import whole
 from shardckpt.options import check_flag
 from shardckpt.plan.views import View
-from shardckpt.reading.locate import MadeTensor, Request
+from shardckpt.reading.locate import Request
 from shardckpt.reading.naming.mapping import TensorMapping
 from shardckpt.reading.naming.mapping_file import read_mapping
 from shardckpt.reading.naming.renaming import rename as renamed_by
 from shardckpt.reading.naming.substitution import parse_substitutions
+from shardckpt.reading.read_list import MadeTensor
 from shardckpt.state.document import Branch, Tensor, Tied, leaves_of
 from shardckpt.state.moving import End, ends_by_place, moved_tree
 from shardckpt.state.names import child_name, component_names, shown

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from shardckpt.format.structure import TensorRecord
-    from shardckpt.reading.locate import MadeTensor
     from shardckpt.reading.naming.adapt import Adaptation
+    from shardckpt.reading.read_list import MadeTensor
     from shardckpt.state.document import Node
     from shardckpt.state.names import PathKey
     from shardckpt.training.optimizer_state.forms import Group, OptimizerNodes
