@@ -20,7 +20,7 @@ has the same rows.
 from __future__ import annotations
 
 import re
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from math import inf
 from threading import Lock
@@ -28,10 +28,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.assemble import read_host_files, read_table
+from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
 from shardckpt.errors import CorruptionError, FormatError, StorageError
 from shardckpt.format.table import ROW
 from shardckpt.io.threads import map_on_threads
+from shardckpt.reading.lookup import WholeTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.format.documents import FileReference
-    from shardckpt.format.record import HostFiles
+    from shardckpt.format.record import CheckpointRecord, HostFiles
     from shardckpt.format.table import Table, TableHeader
     from shardckpt.io.store import Store
 
@@ -217,3 +218,20 @@ class HostRows:
     def _file(self) -> dict[str, int]:
         """Data file → its index in the table of all hosts."""
         return {name: i for i, name in enumerate(self._header.files)}
+
+
+def read_host_tables(
+    place: Store, record: CheckpointRecord, count: Callable[[int], None]
+) -> WholeTable:
+    """The chunks of all hosts, from each host's own table and the committer's table of small tensors.
+
+    `count` is called with the bytes of each table that is read.
+    """
+    references = [
+        host.table for host in map_on_threads(partial(read_host_files, place), record.hosts)
+    ]
+    if record.small_table is not None:
+        references.append(record.small_table)
+    return WholeTable(
+        merge_tables(map_on_threads(partial(read_table, place, count=count), references))
+    )

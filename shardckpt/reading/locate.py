@@ -29,19 +29,16 @@ from shardckpt.format.table import OWN_OBJECT
 from shardckpt.format.zarr_arrays import chunk_object_key, plain_key
 from shardckpt.layout.box import BoxArray
 from shardckpt.layout.records import record
-from shardckpt.plan.pieces import batches, chunk_boxes, overlaps_of, touched, touching
+from shardckpt.plan.pieces import chunk_boxes, overlaps_of, touched, touching
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from shardckpt.errors import ShardckptError
     from shardckpt.format.structure import TensorRecord
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
     from shardckpt.reading.lookup import ChunkSource
 
-    Damaged = Callable[[str, Box, str, ShardckptError], None]
-    """Called with tensor name, index range, file and error for each damaged or missing chunk."""
 
 Array = NDArray[np.generic]
 Ints = NDArray[np.int64]
@@ -50,8 +47,6 @@ CopyTarget = tuple[Array, Index, Index]
 """Destination of a part of a chunk: the buffer, the index in the buffer, the index in the chunk."""
 MOST_CHUNKS = 1 << 14
 """Number of chunks that are looked up, sorted and read at a time."""
-MOST_REPORTED = 10_000
-"""Number of missing chunks of an array that are reported one by one."""
 _FARTHEST = 1 << 62
 """An offset beyond the end of any file."""
 
@@ -333,16 +328,6 @@ class Located:
         return int(self.offset[row] + self.length[row])
 
 
-@record
-class _Range:
-    """Consecutive positions in the grid of an array, those of them that the table has, and the number of all chunks up to their end."""
-
-    array: RequestedArray
-    chunks: range
-    held: Ints
-    end: int
-
-
 class ChunkFinder:
     """Finds chunks with the help of the chunk tables of attempts."""
 
@@ -366,7 +351,7 @@ class ChunkFinder:
         for piece in request.pieces:
             lost = table.first_missing(piece.path, piece.num_chunks)
             if lost is not None:
-                raise self._lost_error(request, chunk_boxes(piece, np.array([lost]))[0])
+                raise self.lost_error(request, chunk_boxes(piece, np.array([lost]))[0])
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Read the tables' rows for the chunks of all requests together, then call `check_table` for each request."""
@@ -386,77 +371,6 @@ class ChunkFinder:
         requested = RequestedChunks.of_boxes(requests)
         for i in range(0, len(requested), MOST_CHUNKS):
             yield self.located(requested.between(i, i + MOST_CHUNKS))
-
-    def every(
-        self, requests: Sequence[Request], damaged: Damaged, *, after: int, most: int
-    ) -> Iterator[tuple[int, Located]]:
-        """Yield groups of all chunks of the requests' pieces that the table has, each with the number of chunks up to its end.
-
-        The numbers count missing chunks, too; `damaged` is called for each of those when its group
-        comes. This call reads the table.
-        """
-        tables = {
-            source: source.table.whole() for source in dict.fromkeys(map(self.source, requests))
-        }
-
-        def ranges() -> Iterator[_Range]:
-            passed = 0
-            for array in [
-                RequestedArray(request, piece) for request in requests for piece in request.pieces
-            ]:
-                table = tables[self.source(array.request)]
-                for chunks, held in table.ranges(
-                    array.piece, max(0, after - passed), min(most // array.chunk_bytes, MOST_CHUNKS)
-                ):
-                    yield _Range(array, chunks, held, passed + chunks.stop)
-                passed += array.piece.num_chunks
-
-        def groups() -> Iterator[tuple[int, Located]]:
-            array, left = None, 0
-            for group in batches(
-                ranges(),
-                lambda r: (len(r.held) * r.array.chunk_bytes, len(r.held)),
-                (most, MOST_CHUNKS),
-            ):
-                for stretch in group:
-                    array, left = stretch.array, left if array is stretch.array else MOST_REPORTED
-                    left -= self._report_missing(stretch, left, damaged)
-                yield (
-                    group[-1].end,
-                    self.located(
-                        RequestedChunks.of_positions(
-                            [(r.array.request, r.array.piece, r.held) for r in group]
-                        )
-                    ),
-                )
-
-        return groups()
-
-    def _report_missing(self, stretch: _Range, most: int, damaged: Damaged) -> int:
-        """Call `damaged` for the chunks that a range lacks, one by one for the first `most`.
-
-        Return the number of those.
-        """
-        request, piece, chunks = stretch.array.request, stretch.array.piece, stretch.chunks
-        missing = chunks.stop - chunks.start - len(stretch.held)
-        if not missing:
-            return 0
-        # The first missing chunks lie within this range, even if the rest of the grid is missing
-        # too.
-        positions = np.arange(
-            chunks.start, min(chunks.stop, chunks.start + len(stretch.held) + most)
-        )
-        first = np.setdiff1d(positions, stretch.held)[:most]
-        boxes = chunk_boxes(piece, first)
-        for i in range(len(boxes)):
-            damaged(request.name, boxes[i], piece.path, self._lost_error(request, boxes[i]))
-        if missing > len(first):
-            error = MissingDataError(
-                f"{request.name}: {missing - len(first)} more of its chunks are in no host's "
-                "chunk table."
-            )
-            damaged(request.name, piece.box, piece.path, error)
-        return len(first)
 
     def at_positions(self, places: Iterable[tuple[Request, Piece, Ints]]) -> Iterator[Located]:
         """Yield batches of chunks given by their positions.
@@ -493,7 +407,7 @@ class ChunkFinder:
                 )
             except KeyError as e:
                 row = int(rows[e.args[0]])
-                raise self._lost_error(requested.part_of(row).request, requested.box(row)) from None
+                raise self.lost_error(requested.part_of(row).request, requested.box(row)) from None
             file = places.file.astype(np.int64)
             file[file != OWN_OBJECT] += len(files)
             files += named
@@ -529,7 +443,8 @@ class ChunkFinder:
         """
         return self.source(array.request).lengths(min(array.chunk_bytes, _FARTHEST))
 
-    def _lost_error(self, request: Request, box: Box) -> MissingDataError:
+    def lost_error(self, request: Request, box: Box) -> MissingDataError:
+        """The error for a chunk that the table lacks."""
         return MissingDataError(
             f"{request.name}{box} at {self.source(request).place}: no host's chunk table has this "
             "chunk; run `shardckpt verify` for the full list."

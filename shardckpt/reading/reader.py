@@ -33,28 +33,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
 from shardckpt.errors import (
     CorruptionError,
     FormatError,
     MissingDataError,
-    ShardckptError,
     StorageError,
 )
-from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, close, largest_chunk, room_for
+from shardckpt.format.zarr_arrays import largest_chunk
 from shardckpt.io import extension
 from shardckpt.io.cores import cores
 from shardckpt.io.extension import CALL_BYTES, ENGINE, KINDS, MOST_DIMS
 from shardckpt.io.status import is_directory
 from shardckpt.io.store import kind_of
-from shardckpt.io.threads import Workers, clocks, map_on_threads
-from shardckpt.layout.box import BoxArray
+from shardckpt.io.threads import Workers, clocks
 from shardckpt.layout.dtypes import make_bools_plain
-from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.reading.bases import AT_A_TIME, Bases, Differences
 from shardckpt.reading.fetch import CODECS, Fetch, ReadableChunks, as_readable, damaged_chunk, raw
+from shardckpt.reading.host_rows import read_host_tables
 from shardckpt.reading.locate import MOST_CHUNKS, ChunkFinder, Request, RequestedChunks
-from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.runs import ReadTask, RunLimits, tasks
 from shardckpt.reading.table_blocks import TableBlocks
 
@@ -68,8 +64,8 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
     from shardckpt.plan.pieces import Piece
     from shardckpt.reading.fetch import FetchedChunks, Resolver
-    from shardckpt.reading.locate import Damaged, Located, RequestedArray
-    from shardckpt.reading.lookup import Lookup
+    from shardckpt.reading.locate import Located, RequestedArray
+    from shardckpt.reading.lookup import Lookup, WholeTable
 
 
 LOCAL_RUN = (4 << 20, 8 << 20)
@@ -95,8 +91,6 @@ OBJECT_RUN = (10 << 20, 16 << 20)
 then has at least 8 MiB."""
 OBJECT_GAP = 64 << 10
 """Most bytes between two chunks that are read along instead of starting another request."""
-CHECKED_BYTES = 512 << 20
-"""Most bytes of elements that are checked together, unless one chunk has more."""
 
 
 @dataclass(slots=True)
@@ -173,7 +167,8 @@ class ChunkReader:
         self.source = source
         """The argument of that name."""
         self._own = source if isinstance(source, ReadableChunks) else None
-        self._finder = ChunkFinder(self._own)
+        self.finder = ChunkFinder(self._own)
+        """Finds its chunks."""
         default, threads = reading_limits(local=source.place.near, threads=threads, memory=memory)
         self._limits = limits or default
         # One pool for all reads, because its threads keep scratch buffers, and fresh memory is
@@ -203,9 +198,9 @@ class ChunkReader:
         """
         requests = self.source.resolve(requests)
         with self._may_be_gone(requests):
-            self._finder.prepare(requests)
+            self.finder.prepare(requests)
             self.stats.count(needed=_needed_bytes(requests))
-            self._read_all(self._finder.needed(requests), at_once)
+            self._read_all(self.finder.needed(requests), at_once)
         _make_bools_plain(requests)
 
     def reads(self, groups: Sequence[Sequence[Request]]) -> list[Callable[[], None]]:
@@ -223,9 +218,9 @@ class ChunkReader:
         requests = [request for group in groups for request in group]
         group_of = {id(request): i for i, group in enumerate(groups) for request in group}
         with self._may_be_gone(requests):
-            self._finder.prepare(requests)
+            self.finder.prepare(requests)
         tasks_of: list[list[ReadTask]] = [[] for _ in groups]
-        for chunks in self._finder.needed(requests):
+        for chunks in self.finder.needed(requests):
             of_part = np.array([group_of[id(part.request)] for part in chunks.requested.parts])
             for task in self._tasks(chunks, of_part[chunks.requested.part]):
                 tasks_of[of_part[task.chunks.requested.part[task.begin]]].append(task)
@@ -237,75 +232,8 @@ class ChunkReader:
     def _read_planned(self, group: Sequence[Request], planned: Sequence[ReadTask]) -> None:
         self.stats.count(needed=_needed_bytes(group))
         with self._may_be_gone(group):
-            self._workers.do(self._read_task, planned)
+            self._workers.do(self.read_task, planned)
         _make_bools_plain(group)
-
-    def check(
-        self,
-        requests: Sequence[Request],
-        damaged: Damaged,
-        *,
-        after: int = 0,
-        most: int = CHECKED_BYTES,
-    ) -> Iterator[int]:
-        """Read every chunk of the requests' pieces and compare it with the table.
-
-        Buffers are not used.
-
-        The chunk table is read by this call, and chunks group by group as the iterator is consumed.
-
-        Args:
-            requests: tensors; `boxes` and `buffers` may be empty.
-            damaged: called with tensor name, index range, file and error for each damaged or
-                missing chunk, by several threads.
-            after: number of chunks that are left out at the begin; one that the iterator yielded.
-            most: most bytes of elements that are checked at a time, unless one chunk has more.
-
-        Returns:
-            The number of chunks up to the end of each group, when that has been checked.
-        """
-
-        def report(chunks: Located, row: int, error: ShardckptError) -> None:
-            damaged(
-                chunks.requested.part_of(row).request.name,
-                chunks.requested.box(row),
-                chunks.file_of(row),
-                error,
-            )
-
-        def check_task(task: ReadTask) -> None:
-            try:
-                self._read_task(task)
-            except ShardckptError:
-                for one in task.alone():
-                    try:
-                        self._read_task(one)
-                    except ShardckptError as e:
-                        report(one.chunks, one.begin, e)
-            chunks, row = (
-                task.chunks,
-                task.begin,
-            )  # a chunk that is an object of its own is a task of its own
-            place = task.source.place
-            if chunks.is_own_object(row) and place.is_longer(task.file, chunks.stop(row)):
-                longer = (
-                    f"{chunks.requested.where(row)}: {place}/{task.file} is longer than what was "
-                    "written."
-                )
-                report(chunks, row, CorruptionError(longer))
-
-        def check_groups(groups: Iterator[tuple[int, Located]]) -> Iterator[int]:
-            for done, chunks in groups:
-                impossible = self._finder.impossible(chunks)
-                for row in impossible.tolist():
-                    report(chunks, row, self._finder.refusal(chunks, row))
-                possible = chunks.take(np.setdiff1d(np.arange(len(chunks)), impossible))
-                self._workers.do(check_task, tasks(possible, self._joining(possible)))
-                yield done
-
-        return check_groups(
-            self._finder.every(self.source.resolve(requests), damaged, after=after, most=most)
-        )
 
     def confirm(self, places: Iterable[tuple[Request, Piece, NDArray[np.int64]]]) -> None:
         """Read some chunks and compare them with the table.
@@ -317,7 +245,7 @@ class ChunkReader:
         Raises:
             MissingDataError, CorruptionError: a chunk is missing or damaged.
         """
-        self._read_all(self._finder.at_positions(places))
+        self._read_all(self.finder.at_positions(places))
 
     def read_stored(
         self, requests: Sequence[Request], take: Callable[[Request, int, NDArray[np.uint8]], None]
@@ -347,28 +275,10 @@ class ChunkReader:
                 )
 
         with self._may_be_gone(requests):
-            self._finder.prepare(requests)
+            self.finder.prepare(requests)
             self._workers.do(
-                read, chain.from_iterable(map(self._tasks, self._finder.needed(requests)))
+                read, chain.from_iterable(map(self._tasks, self.finder.needed(requests)))
             )
-
-    def longer_files(self) -> Iterator[tuple[str, ShardckptError]]:
-        """The data files with more bytes than their chunks, between them or at the end.
-
-        Readers never read those bytes.
-        """
-        place = self.source.place
-        for file, nbytes in self.whole_table().bytes_in_files().items():
-            try:
-                if place.is_longer(file, nbytes):
-                    yield (
-                        file,
-                        CorruptionError(
-                            f"{place}/{file} has more bytes than the {nbytes} of its chunks."
-                        ),
-                    )
-            except StorageError as e:
-                yield file, e
 
     @property
     def limits(self) -> RunLimits:
@@ -380,35 +290,15 @@ class ChunkReader:
         assert self._own is not None, "several attempts have several tables"
         return self._own.table.whole()
 
-    def stored_chunk(
-        self, name: str, dtype: np.dtype[np.generic], piece: Piece, position: int
-    ) -> bytes:
-        """A chunk's stored bytes with the checksum, verified, for readers that decode chunks themselves.
+    def stored_chunk(self, request: Request, position: int) -> bytes:
+        """A chunk's stored bytes with the checksum, verified.
 
         Args:
-            name: the tensor, for messages.
-            dtype: the stored dtype.
-            piece: the array.
+            request: for one array, as `source.resolve` gives it; boxes and buffers are not used.
             position: the chunk's position in grid order.
         """
-        (request,) = self.source.resolve(
-            [Request(name, dtype, [piece], BoxArray.of([], len(piece.shape)), [])]
-        )
-        if (
-            as_readable(self._finder.source(request)).codec not in CODECS.values()
-        ):  # differences, which zarr has no codec for
-            rows = np.zeros((1, room_for(piece.chunks, dtype.itemsize)), np.uint8)
-            elements = rows[:, :-CHECKSUM_BYTES].view(dtype).reshape(piece.chunks)
-            self.read(
-                [
-                    Request(
-                        name, dtype, [piece], chunk_boxes(piece, np.array([position])), [elements]
-                    )
-                ]
-            )
-            return close(rows, None)[0].tobytes()
-        self._finder.check_table(request)
-        chunks = self._finder.located(
+        self.finder.check_table(request)
+        chunks = self.finder.located(
             RequestedChunks.of_positions([(request, request.pieces[0], np.array([position]))])
         )
         (task,) = self._tasks(chunks)
@@ -421,9 +311,13 @@ class ChunkReader:
         Threads go on with the next batch before all of one is read.
         """
         self._workers.do(
-            self._read_task,
+            self.read_task,
             chain.from_iterable(map(partial(self._tasks, at_once=at_once), located)),
         )
+
+    def do(self, read: Callable[[ReadTask], None], chunks: Located) -> None:
+        """Call `read` with each task of a batch of chunks, on the threads."""
+        self._workers.do(read, tasks(chunks, self._joining(chunks)))
 
     def _tasks(
         self, chunks: Located, group: NDArray[np.int64] | None = None, *, at_once: int = 1
@@ -432,11 +326,11 @@ class ChunkReader:
 
         FormatError for an impossible length, before memory is allocated for it.
         """
-        for row in self._finder.impossible(chunks)[:1].tolist():
-            raise self._finder.refusal(chunks, row)
+        for row in self.finder.impossible(chunks)[:1].tolist():
+            raise self.finder.refusal(chunks, row)
         return tasks(chunks, self._joining(chunks, at_once), group)
 
-    def _read_task(self, task: ReadTask) -> None:
+    def read_task(self, task: ReadTask) -> None:
         """Read chunks of one file, verify each and copy it to its destinations."""
         requested = task.chunks.requested
         if self._moves(
@@ -467,7 +361,7 @@ class ChunkReader:
             part.request.convert_from is None
             and len(part.piece.chunks) <= MOST_DIMS
             and part.request.dtype.itemsize in KINDS
-            and as_readable(self._finder.source(part.request)).codec is raw
+            and as_readable(self.finder.source(part.request)).codec is raw
             for part in parts
         )
 
@@ -553,7 +447,7 @@ def memory_of_runs(
 
 def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:
     """The table of all hosts; if it is damaged, missing or no file, each host's own table and the committer's table of small tensors."""
-    of_hosts = partial(_read_host_tables, place, record, stats)
+    of_hosts = partial(read_host_tables, place, record, stats.count_index)
     if record.table is None:
         return of_hosts()
     try:
@@ -567,17 +461,3 @@ def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:
         if not record.hosts or not damaged:
             raise
         return of_hosts()
-
-
-def _read_host_tables(place: Store, record: CheckpointRecord, stats: ReadStats) -> WholeTable:
-    """The chunks of all hosts, from each host's own table and the committer's table of small tensors."""
-    references = [
-        host.table for host in map_on_threads(partial(read_host_files, place), record.hosts)
-    ]
-    if record.small_table is not None:
-        references.append(record.small_table)
-    return WholeTable(
-        merge_tables(
-            map_on_threads(partial(read_table, place, count=stats.count_index), references)
-        )
-    )

@@ -20,16 +20,17 @@ import numpy as np
 from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
 from shardckpt.commit.index_check import IndexCheck
 from shardckpt.commit.publish import RECORD
-from shardckpt.errors import FormatError, OptionError, ShardckptError
+from shardckpt.errors import CorruptionError, FormatError, OptionError, ShardckptError, StorageError
 from shardckpt.format.documents import envelope_digest, format_version
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 from shardckpt.format.zarr_arrays import document_encoder
 from shardckpt.io.threads import collector_paused, lasts_seconds
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import batches
+from shardckpt.reading.inspection import every_chunk
 from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
-from shardckpt.reading.reader import CHECKED_BYTES, ChunkReader, ReadStats, open_chunks, open_reader
+from shardckpt.reading.reader import ChunkReader, ReadStats, open_chunks, open_reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -94,7 +95,7 @@ def verify(
     progress: Progress | None = None,
     *,
     after: int = 0,
-    group_bytes: int = CHECKED_BYTES,
+    group_bytes: int = every_chunk.CHECKED_BYTES,
     on_damage: Callable[[Damage], None] | None = None,
 ) -> VerifyReport:
     """Read everything and compare it with what was written; see `Checkpoint.verify`.
@@ -173,7 +174,7 @@ class _Verification:
             self.report.bytes_read = bytes_read
             self.progress(done, total, bytes_read)
         self.report.chunks = total - self.after
-        for file, error in reader.longer_files():
+        for file, error in longer_files(reader):
             self._damaged_file(file, error)
         # There is no index of differences. With an incomplete table the index would seem to have
         # extra entries.
@@ -226,8 +227,8 @@ class _Verification:
         no_boxes = {ndim: BoxArray.of([], ndim) for ndim in {len(t.shape) for t in tensors}}
         requests = [Request.of(t, no_boxes[len(t.shape)], []) for t in tensors]
         try:
-            groups = reader.check(
-                requests, damaged, after=max(0, self.after - begin), most=self.group_bytes
+            groups = every_chunk.check(
+                reader, requests, damaged, after=max(0, self.after - begin), most=self.group_bytes
             )
         except ShardckptError as e:
             if len(tensors) == 1:
@@ -353,6 +354,25 @@ class _Verification:
 
     def _damaged_file(self, file: str, error: ShardckptError) -> None:
         self._report(Damage(None, None, f"{self.record.attempt}/{file}", str(error)))
+
+
+def longer_files(reader: ChunkReader) -> Iterator[tuple[str, ShardckptError]]:
+    """The data files with more bytes than their chunks, between them or at the end.
+
+    Readers never read those bytes.
+    """
+    place = reader.source.place
+    for file, nbytes in reader.whole_table().bytes_in_files().items():
+        try:
+            if place.is_longer(file, nbytes):
+                yield (
+                    file,
+                    CorruptionError(
+                        f"{place}/{file} has more bytes than the {nbytes} of its chunks."
+                    ),
+                )
+        except StorageError as e:
+            yield file, e
 
 
 def _moved_arrays(own: Table, table: Table) -> list[str]:

@@ -13,13 +13,21 @@ import json
 from math import prod
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from shardckpt.format.zarr_arrays import (
     CHECKSUM_BYTES,
     chunk_object_key,
+    close,
     group_json,
     parent_groups,
+    room_for,
     zarr_documents,
 )
+from shardckpt.layout.box import BoxArray
+from shardckpt.plan.pieces import chunk_boxes
+from shardckpt.reading.fetch import CODECS, as_readable
+from shardckpt.reading.locate import Request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -77,7 +85,7 @@ class ZarrKeys:
         if chunk is None:
             return None
         tensor, piece, position = chunk
-        return self._reader.stored_chunk(tensor.name, tensor.dtype.storage, piece, position)
+        return stored_chunk(self._reader, tensor.name, tensor.dtype.storage, piece, position)
 
     def chunk_bytes(self, key: str) -> int | None:
         """Bytes of the elements of a chunk; None if there is no chunk with that key."""
@@ -169,3 +177,29 @@ def _index(parts: Sequence[str], grid: tuple[int, ...]) -> list[int] | None:
         0 <= i < n and str(i) == part for i, n, part in zip(index, grid, parts[1:], strict=True)
     )
     return index if inside else None
+
+
+def stored_chunk(
+    reader: ChunkReader, name: str, dtype: np.dtype[np.generic], piece: Piece, position: int
+) -> bytes:
+    """A chunk's stored bytes with the checksum, verified, for readers that decode chunks themselves.
+
+    Args:
+        reader: reads them.
+        name: the tensor, for messages.
+        dtype: the stored dtype.
+        piece: the array.
+        position: the chunk's position in grid order.
+    """
+    (request,) = reader.source.resolve(
+        [Request(name, dtype, [piece], BoxArray.of([], len(piece.shape)), [])]
+    )
+    if as_readable(reader.finder.source(request)).codec in CODECS.values():
+        return reader.stored_chunk(request, position)
+    # Differences, which zarr has no codec for.
+    rows = np.zeros((1, room_for(piece.chunks, dtype.itemsize)), np.uint8)
+    elements = rows[:, :-CHECKSUM_BYTES].view(dtype).reshape(piece.chunks)
+    reader.read(
+        [Request(name, dtype, [piece], chunk_boxes(piece, np.array([position])), [elements])]
+    )
+    return close(rows, None)[0].tobytes()

@@ -21,10 +21,13 @@ from shardckpt.io.store import Store
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import Piece
 from shardckpt.reading.fetch import ReadableChunks
+from shardckpt.reading.inspection import every_chunk
 from shardckpt.reading.locate import ChunkFinder, Request, RequestedChunks
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.reader import LOCAL_RUN, ChunkReader
 from shardckpt.reading.runs import Band, RunLimits, places_of, tasks
+from shardckpt.reading.verification import longer_files
+from shardckpt.reading.zarr_keys import stored_chunk
 
 
 def written(store, rows, gaps=(), file="hosts/00000/0/d/00000"):
@@ -82,7 +85,7 @@ def test_what_was_written_is_read_from_every_kind_of_store(store):
         ]
     )
     assert np.array_equal(column, rows[:, 999:])
-    assert reader.stored_chunk("w", np.dtype(np.uint8), piece, 20)[:-4] == rows[20].tobytes()
+    assert stored_chunk(reader, "w", np.dtype(np.uint8), piece, 20)[:-4] == rows[20].tobytes()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -225,8 +228,11 @@ def test_every_damaged_chunk_is_found_and_no_other(cloud_store):
     reader = ChunkReader(ReadableChunks(cloud_store, WholeTable.of(FILES, {"w": table})))
     rows_damaged = []
     request = Request("w", np.dtype(np.uint8), [piece], BoxArray.of([], 2), [])
-    groups = reader.check(
-        [request], lambda name, box, file, error: rows_damaged.append(box.start[0]), most=9 * 1000
+    groups = every_chunk.check(
+        reader,
+        [request],
+        lambda name, box, file, error: rows_damaged.append(box.start[0]),
+        most=9 * 1000,
     )
     assert [(done, sorted(rows_damaged)) for done in groups] == [
         (9, [3]),
@@ -235,7 +241,7 @@ def test_every_damaged_chunk_is_found_and_no_other(cloud_store):
         (36, [3, 17]),
         (40, [3, 17]),
     ]
-    assert [file for file, _ in reader.longer_files()] == FILES
+    assert [file for file, _ in longer_files(reader)] == FILES
 
 
 def test_threads_go_on_with_the_next_batch_of_chunks_before_all_of_one_is_read(store, monkeypatch):
