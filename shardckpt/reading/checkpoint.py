@@ -7,7 +7,6 @@ chunk is needed.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -21,11 +20,9 @@ from shardckpt.commit.base_places import base_location
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import (
     BudgetError,
-    FormatError,
     MissingDataError,
     NamesMismatchError,
     OptionError,
-    ReplacedError,
     ShapeMismatchError,
     out_of_memory_is_typed,
 )
@@ -36,16 +33,17 @@ from shardckpt.io.threads import collector_paused
 from shardckpt.io.url import parse
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.reading.inspection import display
+from shardckpt.reading.inspection.stock_arrays import compression, stock_array
+from shardckpt.reading.inspection.tensor_info import TensorInfo
 from shardckpt.reading.inspection.words import nodes_of
 from shardckpt.reading.lazy_array import LazyArray
 from shardckpt.reading.locate import Request
-from shardckpt.reading.missing import no_checkpoint
+from shardckpt.reading.missing import no_checkpoint, replaced_error
 from shardckpt.reading.reader import OBJECT_MEMORY, ChunkReader, open_reader
 from shardckpt.reading.stored_fingerprint import stored_fingerprint
 from shardckpt.reading.verification import verify
 from shardckpt.state import alias_map, per_process_names, stored_names, unflatten
 from shardckpt.state import names as naming
-from shardckpt.state.names import array_path, piece_path
 from shardckpt.text import shorten
 
 if TYPE_CHECKING:
@@ -55,9 +53,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.format.fingerprint import Fingerprint
-    from shardckpt.format.structure import StoredLayout, TensorRecord
+    from shardckpt.format.structure import TensorRecord
     from shardckpt.io.url import Location
-    from shardckpt.layout.dtypes import DType
     from shardckpt.reading.reader import ReadStats
     from shardckpt.reading.verification import VerifyReport
     from shardckpt.reading.zarr_store import CheckpointStore
@@ -71,27 +68,6 @@ _FOR_USERS = (
 """Members of a `Checkpoint` that docs and users refer to."""
 _opened: WeakSet[Checkpoint] = WeakSet()
 _opening = Lock()
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Description of one stored tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: DType
-    layout: StoredLayout | None
-    """Layout at the save: a `Sharding` with mesh and spec, or an `OpSharding`, or DTensor
-    `Placements` that neither can express. None for a plain tensor."""
-    chunks: tuple[int, ...]
-    """Shape of one chunk, in elements; of the first piece, if the tensor has several."""
-    num_chunks: int
-    nbytes: int
-    """Bytes of all elements."""
-    tied_names: tuple[str, ...]
-    """Other names of the same tensor."""
-    base: str | None = None
-    """Path or url of the base that holds the elements; None if this checkpoint holds them."""
 
 
 def open(url: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  (shardckpt.open, as in gzip.open)
@@ -319,18 +295,10 @@ class Checkpoint:
             with reading_takes_threads(self.location):
                 yield
         except MissingDataError as e:
-            data, _ = self._store.read_versioned(RECORD)
-            try:
-                now = None if data is None else parse_checkpoint(data, f"{self._store}/{RECORD}")
-            except FormatError:
-                raise e from None
-            if isinstance(now, CheckpointRecord) and now.attempt == self.record.attempt:
+            replaced = replaced_error(self._store, self.location, self.record.attempt)
+            if replaced is None:
                 raise
-            what = "replaced" if isinstance(now, CheckpointRecord) else "deleted"
-            raise ReplacedError(
-                f"{self.location}: the checkpoint was {what} while it was being read; open it "
-                "again."
-            ) from e
+            raise replaced from e
 
     def bases(self) -> list[str]:
         """Paths or urls of the checkpoints that hold tensors of this one.
@@ -421,33 +389,12 @@ class Checkpoint:
         """Whether TensorStore alone can open a tensor: it has a driver for the storage, and a codec for the chunks."""
         return (
             kind_of(self.location).has_driver
-            and self._compression(self.tensor(name)) != "difference"
+            and compression(self.record, self.tensor(name)) != "difference"
         )
-
-    def _compression(self, t: TensorRecord) -> str | None:
-        """The form of a tensor's chunks."""
-        return self.record.compression if t.base is None else t.base.base.compression
 
     def _stock_array(self, name: str) -> tuple[Location, str, str, str]:
         """Checkpoint, attempt, array's path and layout of a tensor's first piece."""
-        t = self.tensor(name)
-        piece = t.pieces[0]
-        if self._compression(t) == "difference":
-            raise FormatError(
-                f"{self.location}: its chunks are differences from those of another version, "
-                "which TensorStore cannot read; use zarr_store(), or reshard it to a checkpoint "
-                "of its own."
-            )
-        if t.base is None:
-            return self.location, self.record.attempt, piece.path, self.record.layout
-        whole = piece.path == array_path(t.name)
-        path = array_path(t.base.name) if whole else piece_path(t.base.name, t.shape, piece.start)
-        return (
-            base_location(self.location, t.base.base),
-            t.base.base.attempt,
-            path,
-            t.base.base.layout,
-        )
+        return stock_array(self.location, self.record, self.tensor(name))
 
     @out_of_memory_is_typed
     def verify(self, progress: Callable[[int, int], None] | None = None) -> VerifyReport:

@@ -1,4 +1,4 @@
-"""Errors about a place without a checkpoint: what is there instead, and the nearest steps."""
+"""Errors about a place without a checkpoint: what is there instead, or took its place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit.attempts import is_attempt, step_of
 from shardckpt.commit.publish import RECORD, published_attempt
-from shardckpt.errors import NotFoundError, ShardckptError, StorageError, UncommittedError
+from shardckpt.errors import (
+    FormatError,
+    NotFoundError,
+    ReplacedError,
+    ShardckptError,
+    StorageError,
+    UncommittedError,
+)
+from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 from shardckpt.io.store import Store
 from shardckpt.state import names as naming
 from shardckpt.text import few
@@ -18,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from shardckpt.format.record import Tombstone
+    from shardckpt.io.url import Location
 
 _NEAREST = 4
 """Most steps that are named in place of a missing one."""
@@ -76,6 +85,29 @@ def no_checkpoint(store: Store, tombstone: Tombstone | None) -> ShardckptError:
     if children and not hint:
         hint = f"; `shardckpt ls {quote(str(store))}` lists what is directly below it"
     return NotFoundError(f"{store}: no checkpoint there{hint}.")
+
+
+def replaced_error(store: Store, location: Location, attempt: str) -> ReplacedError | None:
+    """The error about a checkpoint whose data is missing because it was replaced or deleted.
+
+    None if its record is still there, or a damaged one.
+
+    Args:
+        store: the checkpoint's place.
+        location: the same, for the message.
+        attempt: the attempt that it had when it was opened.
+    """
+    data, _ = store.read_versioned(RECORD)
+    try:
+        now = None if data is None else parse_checkpoint(data, f"{store}/{RECORD}")
+    except FormatError:
+        return None
+    if isinstance(now, CheckpointRecord) and now.attempt == attempt:
+        return None
+    what = "replaced" if isinstance(now, CheckpointRecord) else "deleted"
+    return ReplacedError(
+        f"{location}: the checkpoint was {what} while it was being read; open it again."
+    )
 
 
 def _steps_beside(store: Store) -> list[str]:
