@@ -10,9 +10,10 @@ may have another size than the tensor: it needs what both have, and the rest of 
 from __future__ import annotations
 
 from collections import deque
+from contextlib import closing
 from dataclasses import dataclass, field
 from math import prod
-from operator import ge, gt
+from operator import gt
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,16 +21,16 @@ from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
 from shardckpt import frameworks
-from shardckpt.errors import DtypeMismatchError, ShapeMismatchError, StructureMismatchError
 from shardckpt.frameworks.base import InPlace
 from shardckpt.io.buffers import Arena, round_up
-from shardckpt.io.threads import collector_paused
+from shardckpt.io.threads import collector_paused, read_ahead
 from shardckpt.layout.box import Box, BoxArray
-from shardckpt.layout.dtypes import by_name, castable, of_numpy
+from shardckpt.layout.dtypes import castable
 from shardckpt.plan.cut import Order, cut
+from shardckpt.plan.pieces import batches
 from shardckpt.reading.locate import Request
 from shardckpt.reading.read_list import MadeTensor
-from shardckpt.state.numbers import array_of_number
+from shardckpt.reading.restoring.refusals import another_dtype, another_shape, refuse_shared_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -331,6 +332,56 @@ class Staging:
             raise interrupted.pop()
 
 
+def read_and_place(
+    jobs: Sequence[RestoreJob],
+    fetch: Callable[[Sequence[RestoreJob]], None],
+    *,
+    pool: BufferPool | None,
+    largest: int,
+    staged: int,
+    ahead: int,
+    placed: Callable[[int], None],
+    placers: Mapping[type[Placer], Placer] | None = None,
+) -> dict[str, object]:
+    """Read and place some tensors; return the restored leaves by name.
+
+    Args:
+        jobs: the tensors and their destinations.
+        fetch: fills the buffers of a batch.
+        pool: leases the buffers; None: all tensors are read straight into the memory of their
+            leaves.
+        largest: bytes of one batch, unless one tensor has more.
+        staged: bytes of staging for one batch, unless one tensor needs more.
+        ahead: most batches that are read at a time.
+        placed: called with the bytes placed, batch after batch.
+        placers: copy to devices, while other batches are read.
+    """
+    restored: dict[str, object] = {}
+    staging = Staging(
+        pool, placers or {}, min(staged, sum(job.staged_bytes for job in jobs)), placed
+    )
+    if pool is None:
+        groups = batches(jobs, lambda job: (job.nbytes,), (largest,))
+    else:
+        # Batches have at most half of the limit each: one batch is placed while the next one is
+        # read.
+        limits = (pool.limit // 2, largest, staged)
+        groups = batches(
+            jobs,
+            lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes, job.staged_bytes),
+            limits,
+        )
+    copies = any(job.placing_bytes for job in jobs)
+    try:
+        with closing(read_ahead(groups, staging.lend, fetch, ahead=ahead, copies=copies)) as coming:
+            for batch, leases in coming:
+                restored |= staging.place(batch, leases)
+        staging.finish()
+    finally:
+        staging.close()
+    return restored
+
+
 def sinks_of(
     leaves: Mapping[str, Sequence[tuple[str, object]]], record: Callable[[str], TensorRecord]
 ) -> Iterator[tuple[str, list[tuple[str, Sink]]]]:
@@ -345,15 +396,6 @@ def sinks_of(
                 for name, leaf in targets
             ],
         )
-
-
-def sink_of_number(name: str, leaf: object, number: object) -> tuple[Sink, Array]:
-    """The place of a tensor for which a number is stored, and what goes there."""
-    natural = np.asarray(number).dtype
-    sink = frameworks.target(
-        name, leaf, (), by_name("int64") if natural.kind == "O" else of_numpy(natural)
-    )
-    return sink, array_of_number(number, sink.dtype.numpy, name)
 
 
 @collector_paused()
@@ -381,29 +423,10 @@ def restore_jobs(
             if sink.shape != tensor.shape and not (
                 adaptation is not None and adaptation.fits(name, tensor, sink)
             ):
-                words = getattr(
-                    sink, "word_dims", 0
-                )  # of JAX keys, whose own shape has no dimensions of words
-                stored_shape, own_shape = (
-                    shape[: len(shape) - words] for shape in (tensor.shape, sink.shape)
-                )
-                raise ShapeMismatchError(
-                    f"{name}: {checkpoint.location} has shape {stored_shape}, the leaf to restore "
-                    f"into has {own_shape}; make them equal, "
-                    f"{_fit_advice(name, tensor.shape, sink.shape, words)}or leave the tensor out "
-                    "with only=."
-                )
+                raise another_shape(name, checkpoint.location, tensor, sink)
             same = sink.dtype is tensor.dtype or sink.dtype == tensor.dtype
-            if not same and not cast:
-                raise DtypeMismatchError(
-                    f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, the leaf to "
-                    f"restore into has {sink.dtype.name}; pass cast=True to convert."
-                )
-            if not same and not castable(tensor.dtype, sink.dtype):
-                raise DtypeMismatchError(
-                    f"{name}: {checkpoint.location} has dtype {tensor.dtype.name}, which cannot "
-                    f"be converted to {sink.dtype.name}; restore it as it is."
-                )
+            if not same and not (cast and castable(tensor.dtype, sink.dtype)):
+                raise another_dtype(name, checkpoint.location, tensor, sink, cast=cast)
             # Tied leaves with equal sinks get one object, because they were one object when saved.
             if sink.tie_key not in landings:
                 landings[sink.tie_key] = Landing(tensor, sink)
@@ -411,19 +434,6 @@ def restore_jobs(
         jobs.append(RestoreJob(tensor, list(landings.values())))
     _refuse_shared_memory(jobs)
     return jobs
-
-
-def _fit_advice(name: str, stored: Sequence[int], own: Sequence[int], words: int) -> str:
-    """The advice to fit a tensor of another size, where that is possible."""
-    if len(stored) != len(own) or words:
-        return ""
-    if all(a <= b for a, b in zip(stored, own, strict=True)):
-        return f"pass fit={{'{name}': 'pad'}} to fill the rest with zeros, "
-    return (
-        f"pass fit={{'{name}': 'slice'}} to restore its first part, "
-        if all(map(ge, stored, own))
-        else ""
-    )
 
 
 def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:
@@ -436,20 +446,9 @@ def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:
     bounds = bounds[order]
     if (bounds[1:, 0] >= bounds[:-1, 1]).all():
         return
-    extents = [(*span, *arrays[i]) for span, i in zip(bounds.tolist(), order.tolist(), strict=True)]
-    open_until: list[tuple[int, Array, Landing]] = []
-    for start, stop, array, landing in extents:
-        open_until = [other for other in open_until if other[0] > start]
-        for _, other, before in open_until:
-            same_view = landing.tensor is before.tensor and landing.view == before.view
-            if not same_view and share_memory(array, other):
-                raise StructureMismatchError(
-                    f"{landing.names[0]}: in `like` it shares memory with {before.names[0]}, so "
-                    "both cannot be restored in place; give each a tensor of its own. If they "
-                    "are one tied parameter that an imported file stored twice, import the file "
-                    "again with exclude= for one of the names, and restore with strict=False."
-                )
-        open_until.append((stop, array, landing))
+    refuse_shared_memory(
+        [(*span, *arrays[i]) for span, i in zip(bounds.tolist(), order.tolist(), strict=True)]
+    )
 
 
 def _bounds(array: Array) -> tuple[int, int]:
@@ -458,14 +457,3 @@ def _bounds(array: Array) -> tuple[int, int]:
         start: int = array.__array_interface__["data"][0]
         return start, start + array.nbytes
     return byte_bounds(array)
-
-
-def share_memory(a: Array, b: Array) -> bool:
-    """Whether an element of one array lies in the memory of the other.
-
-    True if that cannot be decided quickly.
-    """
-    try:
-        return bool(np.shares_memory(a, b, max_work=100_000))  # type: ignore[arg-type]  # numpy takes any number here
-    except np.exceptions.TooHardError:
-        return True

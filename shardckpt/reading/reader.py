@@ -33,12 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.errors import (
-    CorruptionError,
-    FormatError,
-    MissingDataError,
-    StorageError,
-)
+from shardckpt.errors import CorruptionError, FormatError, MissingDataError, StorageError
 from shardckpt.format.zarr_arrays import largest_chunk
 from shardckpt.io import extension
 from shardckpt.io.cores import cores

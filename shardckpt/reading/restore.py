@@ -17,7 +17,7 @@ then shared.
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,38 +25,31 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from shardckpt import frameworks
-from shardckpt.errors import (
-    MismatchError,
-    OptionError,
-    ShardckptError,
-    StructureMismatchError,
-    out_of_memory,
-)
+from shardckpt.errors import MismatchError, OptionError, ShardckptError, out_of_memory
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
-from shardckpt.frameworks.per_process import choose_value, decode_value, recorded_axis
 from shardckpt.io.buffers import BufferPool
 from shardckpt.io.cores import cores
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import kind_of
-from shardckpt.io.threads import collector_paused, lasts_seconds, read_ahead
+from shardckpt.io.threads import collector_paused, lasts_seconds
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, leaves_out_with, parse_bytes
-from shardckpt.plan.pieces import batches
-from shardckpt.reading.checkpoint import Checkpoint, empty
+from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.cooperative import Choice, Meeting, check_choice, exchange_bytes
 from shardckpt.reading.landing import (
     COPIED,
     SLOTS,
     RestoreJob,
-    Staging,
+    read_and_place,
     restore_jobs,
-    sink_of_number,
     sinks_of,
 )
-from shardckpt.state import match, per_process_names, stored_names, unflatten
-from shardckpt.state.document import Branch, leaves_of, local_branches, of_process
+from shardckpt.reading.restoring.complete import complete
+from shardckpt.reading.restoring.numbers import arrays_for_numbers, sink_of_number
+from shardckpt.reading.restoring.process_values import chosen_values, own_tree
+from shardckpt.state import match
+from shardckpt.state.document import local_branches
 from shardckpt.state.flatten import StateOwner
-from shardckpt.state.names import shown
 from shardckpt.state.numbers import number_like
 from shardckpt.state.select import Only, check_selection, selector
 
@@ -66,13 +59,11 @@ if TYPE_CHECKING:
 
     from typing_extensions import TypeVar
 
-    from shardckpt.format.structure import TensorRecord
-    from shardckpt.frameworks.base import Placer, Sink
+    from shardckpt.frameworks.base import Placer
     from shardckpt.reading.naming.adapt import Adaptation, Fit
     from shardckpt.reading.naming.mapping import TensorMapping
     from shardckpt.state.document import Node
-    from shardckpt.state.match import Matched, Strict
-    from shardckpt.state.per_process import PerProcess
+    from shardckpt.state.match import Strict
 
     Restoring = Generator[tuple[list[RestoreJob], bool], dict[str, object], Any]
     """See `restoring`."""
@@ -89,8 +80,6 @@ STAGED_BATCH = 64 << 20
 `_OF_CORE` for each core. A few such buffers are reused and stay warm, where larger ones would be
 fresh memory for most of a state. From an object store many requests at a time matter more."""
 _OF_CORE = 64 << 20
-MOST_NOTES = 20
-"""Most tensors with another name, shape or size that the log names."""
 READ_AHEAD = 2
 """Most batches that are read at a time: a thread that finds nothing left in one goes on with the
 next one."""
@@ -272,11 +261,8 @@ def restore_adapted(
                     checkpoint, jobs, limit, in_place=in_place, meeting=meeting, progress=progress
                 ),
             )
-            if adaptation is not None and (notes := adaptation.notes()):
-                more = f"\n… and {len(notes) - MOST_NOTES} more" if len(notes) > MOST_NOTES else ""
-                _log.warning(
-                    "%s: restore(): %s%s", checkpoint.location, "\n".join(notes[:MOST_NOTES]), more
-                )
+            if adaptation is not None:
+                adaptation.log_notes(checkpoint.location)
             return state
     except MemoryError as e:
         raise out_of_memory(str(place), e) from e
@@ -333,19 +319,7 @@ def restoring(
         tree = tree if like is None else _own_tree(checkpoint, tree, only, coordinator)
         tree = adaptation.settle(adaptation.rearranged(tree), only, each=strict is not False)
     if like is None:
-        stored = stored_names(tree, selects)
-        leaves: dict[str, list[tuple[str, object]]] = {
-            name: [(name, empty(name, t.shape, t.dtype.numpy))]
-            for name, t in ((name, record(name)) for name in stored)
-        }
-        own = _all_values(checkpoint, per_process_names(tree, selects))
-        read = yield (
-            restore_jobs(checkpoint, sinks_of(leaves, record), cast=False, adaptation=adaptation),
-            False,
-        )
-        if adaptation is not None:
-            adaptation.restored(read)
-        return unflatten(tree, {**read, **own}, selects)
+        return (yield from complete(checkpoint, tree, record, selects, adaptation))
     tree = _own_tree(checkpoint, tree, only, coordinator)
     if isinstance(like, StateOwner):
         selects = selector(only)
@@ -384,12 +358,16 @@ def restoring(
                 meaning=frameworks.meaning,
                 composite=frameworks.composite,
             )
-        chosen = chosen_values(checkpoint, matched.per_process, coordinator)
+        chosen = (
+            chosen_values(checkpoint, matched.per_process, coordinator)
+            if matched.per_process
+            else {}
+        )
     except MismatchError as e:
         raise type(e)(f"{checkpoint.location}: {e}") from None
     if matched.missing or matched.unexpected:
         _log.warning("%s: restore(strict=False): %s", checkpoint.location, matched.skipped())
-    numbers = _numbers(checkpoint, matched, record)
+    numbers = arrays_for_numbers(checkpoint, matched, record) if matched.numbers else {}
     filled = {
         name: sink_of_number(name, leaf, number) for name, (leaf, number) in matched.filled.items()
     }
@@ -415,112 +393,12 @@ def restoring(
     return matched.build({**restored, **placed, **chosen})
 
 
-def _numbers(
-    checkpoint: Checkpoint, matched: Matched, record: Callable[[str], TensorRecord]
-) -> dict[str, list[tuple[str, object]]]:
-    """Arrays to read stored tensors into where `like` has numbers."""
-    arrays: dict[str, list[tuple[str, object]]] = {}
-    for stored, names in matched.numbers.items():
-        tensor = record(stored)
-        for name, number in names:
-            if tensor.shape:
-                raise StructureMismatchError(
-                    f"{checkpoint.location}: {shown(name)} is a tensor of shape {tensor.shape} in "
-                    f"the checkpoint, and in `like` a number ({type(number).__qualname__}); pass "
-                    "a tensor, an ndarray or a shardckpt.Target there."
-                )
-            arrays.setdefault(stored, []).append((name, empty(name, (), tensor.dtype.numpy)))
-    return arrays
-
-
 def _own_tree(
     checkpoint: Checkpoint, tree: Node, only: Only | None, coordinator: Coordinator | None
 ) -> Node:
-    """The stored state as this process has it.
-
-    Raises:
-        MismatchError: another number of processes saved a requested value that belongs to each of
-            them.
-    """
+    """The stored state as this process has it."""
     local = list(local_branches(tree))
-    if not local:
-        return tree
-    world = (Coordinator.current() if coordinator is None else coordinator).world
-    saved, selects = checkpoint.record.processes, selector(only)
-    asked = next(
-        (node.name for node in local if any(selects(leaf.name) for leaf in leaves_of(node))), None
-    )
-    if asked is not None and saved != world.processes:
-        raise MismatchError(
-            f"{checkpoint.location}: {shown(asked)} belongs to each process alone; {saved} "
-            f"process{'es' if saved > 1 else ''} saved it, and {world.processes} restore. Restore "
-            "in as many processes, or leave it out with only=."
-        )
-    return of_process(tree, world.process) or Branch("", "dict", [], [])
-
-
-def fill(checkpoint: Checkpoint, places: Mapping[str, Sequence[tuple[str, Sink]]]) -> None:
-    """Read tensors, or boxes of them, into given places, without a `like`.
-
-    Args:
-        checkpoint: the source.
-        places: stored name → (name for messages, sink) of every destination of the tensor.
-            Destinations differ in their tie keys.
-
-    Raises:
-        MismatchError: a sink has another shape or dtype than its tensor, or two different sinks
-            share memory; nothing was read.
-        ReplacedError, CorruptionError: as in `restore`.
-    """
-    read_all(
-        checkpoint,
-        restore_jobs(checkpoint, places.items(), cast=False),
-        DEFAULT_MEMORY_LIMIT,
-        in_place=True,
-    )
-
-
-def _all_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, object]:
-    """All values of each per-process name, in the order of the processes."""
-    if not names:
-        return {}
-    stored = [checkpoint.process_values(process) for process in range(checkpoint.record.processes)]
-    return {
-        name: [decode_value(values[name], name) for values in stored if name in values]
-        for name in names
-    }
-
-
-def chosen_values(
-    checkpoint: Checkpoint, leaves: Mapping[str, PerProcess], coordinator: Coordinator | None
-) -> dict[str, object]:
-    """This process's value for each per-process name."""
-    if not leaves:
-        return {}
-    world = (Coordinator.current() if coordinator is None else coordinator).world
-    saved = checkpoint.record.processes
-    same = saved == world.processes
-    stored = {p: checkpoint.process_values(p) for p in ([world.process] if same else range(saved))}
-    chosen = {}
-    for name, leaf in leaves.items():
-        own = stored.get(world.process, {}).get(name)
-        by_axis = leaf.axis is not None or (
-            own is not None and recorded_axis(own, name) is not None
-        )
-        if len(stored) < saved and (by_axis or (leaf.choose is not None and own is None)):
-            stored = {p: checkpoint.process_values(p) for p in range(saved)}
-        axes = {
-            p: axis
-            for p, documents in stored.items()
-            if name in documents and (axis := recorded_axis(documents[name], name))
-        }
-        values = {
-            p: decode_value(documents[name], name)
-            for p, documents in stored.items()
-            if name in documents
-        }
-        chosen[name] = choose_value(values, leaf, name, saved=saved, world=world, axes=axes)
-    return chosen
+    return own_tree(checkpoint, tree, local, only, coordinator) if local else tree
 
 
 def read_all(
@@ -585,13 +463,13 @@ def read_all(
     if pool is not None and placers:
         staged, ahead = min(max(staged, largest // 4), pool.limit // SLOTS), SLOTS - COPIED
         alone = [part for job in alone for part in job.divided(staged)]
-    read_and_place = partial(
-        _read_and_place, pool=pool, placers=placers, largest=largest, staged=staged, placed=placed
+    read_batches = partial(
+        read_and_place, pool=pool, placers=placers, largest=largest, staged=staged, placed=placed
     )
     restored: dict[str, object] = {}
     for group in shared:  # its reads are collectives, which all processes make in the same order
-        restored |= read_and_place(group.jobs, partial(fetch, group.read), ahead=1)
-    restored |= read_and_place(alone, partial(fetch, read_alone), ahead=ahead)
+        restored |= read_batches(group.jobs, partial(fetch, group.read), ahead=1)
+    restored |= read_batches(alone, partial(fetch, read_alone), ahead=ahead)
     for placer in placers.values():
         placer.end()
     return restored
@@ -603,53 +481,3 @@ def _staging_of(
     """The pool of the buffers, and the objects that copy from them to devices."""
     placers = frameworks.placers(landing.sink for job in jobs for landing in job.landings)
     return BufferPool(limit, frameworks.pinning(placers.values())), placers
-
-
-def _read_and_place(
-    jobs: Sequence[RestoreJob],
-    fetch: Callable[[Sequence[RestoreJob]], None],
-    *,
-    pool: BufferPool | None,
-    largest: int,
-    staged: int,
-    ahead: int,
-    placed: Callable[[int], None],
-    placers: Mapping[type[Placer], Placer] | None = None,
-) -> dict[str, object]:
-    """Read and place some tensors; return the restored leaves by name.
-
-    Args:
-        jobs: the tensors and their destinations.
-        fetch: fills the buffers of a batch.
-        pool: leases the buffers; None: all tensors are read straight into the memory of their
-            leaves.
-        largest: bytes of one batch, unless one tensor has more.
-        staged: bytes of staging for one batch, unless one tensor needs more.
-        ahead: most batches that are read at a time.
-        placed: called with the bytes placed, batch after batch.
-        placers: copy to devices, while other batches are read.
-    """
-    restored: dict[str, object] = {}
-    staging = Staging(
-        pool, placers or {}, min(staged, sum(job.staged_bytes for job in jobs)), placed
-    )
-    if pool is None:
-        groups = batches(jobs, lambda job: (job.nbytes,), (largest,))
-    else:
-        # Batches have at most half of the limit each: one batch is placed while the next one is
-        # read.
-        limits = (pool.limit // 2, largest, staged)
-        groups = batches(
-            jobs,
-            lambda job: (job.staged_bytes + job.placing_bytes, job.nbytes, job.staged_bytes),
-            limits,
-        )
-    copies = any(job.placing_bytes for job in jobs)
-    try:
-        with closing(read_ahead(groups, staging.lend, fetch, ahead=ahead, copies=copies)) as coming:
-            for batch, leases in coming:
-                restored |= staging.place(batch, leases)
-        staging.finish()
-    finally:
-        staging.close()
-    return restored

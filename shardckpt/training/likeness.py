@@ -25,7 +25,7 @@ from shardckpt import frameworks
 from shardckpt.errors import OptionError
 from shardckpt.frameworks.base import Array, Target, dtype_of
 from shardckpt.frameworks.numpy import overlaps_itself
-from shardckpt.reading.landing import share_memory
+from shardckpt.reading.restoring.refusals import share_memory
 from shardckpt.state import PerProcess
 from shardckpt.state.document import Branch, Node, Small, Tensor, Tied, leaves_of
 from shardckpt.state.names import container_of, imported_module, match_keys, shown

@@ -18,7 +18,7 @@ from shardckpt.io.buffers import BufferPool
 from shardckpt.layout.box import BoxArray, distinct_boxes
 from shardckpt.layout.dtypes import DType
 from shardckpt.reading import restore as restoring
-from shardckpt.reading.landing import Landing, RestoreJob
+from shardckpt.reading.landing import Landing, RestoreJob, read_and_place
 
 SHAPES = {"large": (8192, 8192), **{f"small{i}": (4096, 4096) for i in range(4)}}
 """uint32, so 256 MiB and 64 MiB. Every element is its own flat index."""
@@ -126,9 +126,7 @@ def restore_host(case):
             "staged": restoring.STAGED_BATCH,
             "ahead": restoring.READ_AHEAD,
         }
-        restored = restoring._read_and_place(
-            jobs, fetch, pool=pool, placed=lambda _nbytes: None, **limits
-        )
+        restored = read_and_place(jobs, fetch, pool=pool, placed=lambda _nbytes: None, **limits)
     assert restored == {name: len(set(case["devices"])) for name in checkpoint.names()}
     stats = checkpoint.reader.stats
     return {

@@ -19,6 +19,7 @@ from shardckpt.errors import NotFoundError
 from shardckpt.frameworks.base import PlainSink, whole
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.reading import restore as restoring
+from shardckpt.reading.restoring.filling import fill
 
 
 @pytest.fixture
@@ -189,9 +190,7 @@ def placed(tmp_path, monkeypatch):
         sinks = {
             name: Placed(array.shape, by_name("float32"), adopts) for name, array in state.items()
         }
-        restoring.fill(
-            shardckpt.open(tmp_path / "c"), {name: [(name, sink)] for name, sink in sinks.items()}
-        )
+        fill(shardckpt.open(tmp_path / "c"), {name: [(name, sink)] for name, sink in sinks.items()})
         assert all(np.array_equal(sink.elements, state[name]) for name, sink in sinks.items())
         return state, sinks
 

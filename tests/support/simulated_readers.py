@@ -11,7 +11,7 @@ import numpy as np
 import shardckpt
 from shardckpt.frameworks.base import PlainSink
 from shardckpt.plan.readers import host_boxes
-from shardckpt.reading.restore import fill
+from shardckpt.reading.restoring.filling import fill
 
 if TYPE_CHECKING:
     from shardckpt.layout.dtypes import DType

@@ -13,6 +13,7 @@ The tensors of a model and their optimizer's state belong together.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -42,10 +43,14 @@ if TYPE_CHECKING:
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.frameworks.base import Sink
+    from shardckpt.io.url import Location
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reading.naming.outputs import OutputTensor
     from shardckpt.state.document import Node
 
+_log = logging.getLogger("shardckpt")
+MOST_NOTES = 20
+"""Most tensors with another name, shape or size that the log names."""
 Fit = Literal["pad", "slice"]
 """Treatment of a tensor of another size: the rest becomes zero, or its first part is restored."""
 
@@ -370,6 +375,12 @@ class Adaptation:
     def restored(self, names: Iterable[str]) -> None:
         """Note the names that were restored."""
         self._restored.update(names)
+
+    def log_notes(self, location: Location) -> None:
+        """Log the lines of `notes`, if there are any, for the checkpoint at a location."""
+        if notes := self.notes():
+            more = f"\n… and {len(notes) - MOST_NOTES} more" if len(notes) > MOST_NOTES else ""
+            _log.warning("%s: restore(): %s%s", location, "\n".join(notes[:MOST_NOTES]), more)
 
     def notes(self) -> list[str]:
         """A line for each tensor that was restored under another name, made of others, or to another size."""

@@ -51,7 +51,8 @@ from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import checked_options
 from shardckpt.reading.checkpoint import Checkpoint
-from shardckpt.reading.restore import chosen_values, fill
+from shardckpt.reading.restoring.filling import fill
+from shardckpt.reading.restoring.process_values import chosen_values
 from shardckpt.state.names import shown
 from shardckpt.state.per_process import PerProcess
 from shardckpt.training.integrations.dcp_contents import DcpContents, DcpOwned

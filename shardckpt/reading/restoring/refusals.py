@@ -1,0 +1,105 @@
+"""Refusals of leaves: another shape or dtype than the tensor's, or memory of another leaf."""
+
+from __future__ import annotations
+
+from operator import ge
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from shardckpt.errors import DtypeMismatchError, ShapeMismatchError, StructureMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardckpt.format.structure import TensorRecord
+    from shardckpt.frameworks.base import Sink
+    from shardckpt.io.url import Location
+
+    Array = NDArray[np.generic]
+
+
+class _Landing(Protocol):
+    """What is compared of a `Landing`."""
+
+    tensor: TensorRecord
+    names: list[str]
+
+    @property
+    def view(self) -> list[object]: ...
+
+
+def another_shape(
+    name: str, location: Location, tensor: TensorRecord, sink: Sink
+) -> ShapeMismatchError:
+    """The error for a leaf of another shape than its tensor."""
+    words = getattr(sink, "word_dims", 0)  # of JAX keys, whose own shape has no dimensions of words
+    stored_shape, own_shape = (shape[: len(shape) - words] for shape in (tensor.shape, sink.shape))
+    return ShapeMismatchError(
+        f"{name}: {location} has shape {stored_shape}, the leaf to restore into has {own_shape}; "
+        f"make them equal, {_fit_advice(name, tensor.shape, sink.shape, words)}or leave the "
+        "tensor out with only=."
+    )
+
+
+def _fit_advice(name: str, stored: Sequence[int], own: Sequence[int], words: int) -> str:
+    """The advice to fit a tensor of another size, where that is possible."""
+    if len(stored) != len(own) or words:
+        return ""
+    if all(a <= b for a, b in zip(stored, own, strict=True)):
+        return f"pass fit={{'{name}': 'pad'}} to fill the rest with zeros, "
+    return (
+        f"pass fit={{'{name}': 'slice'}} to restore its first part, "
+        if all(map(ge, stored, own))
+        else ""
+    )
+
+
+def another_dtype(
+    name: str, location: Location, tensor: TensorRecord, sink: Sink, *, cast: bool
+) -> DtypeMismatchError:
+    """The error for a leaf of another dtype than its tensor, by whether `cast` was given."""
+    if not cast:
+        return DtypeMismatchError(
+            f"{name}: {location} has dtype {tensor.dtype.name}, the leaf to restore into has "
+            f"{sink.dtype.name}; pass cast=True to convert."
+        )
+    return DtypeMismatchError(
+        f"{name}: {location} has dtype {tensor.dtype.name}, which cannot be converted to "
+        f"{sink.dtype.name}; restore it as it is."
+    )
+
+
+def refuse_shared_memory(extents: Iterable[tuple[int, int, Array, _Landing]]) -> None:
+    """Raise if two destinations that are filled in place share memory.
+
+    Args:
+        extents: for each array in order, the address of its first byte, one past its last, the
+            array, and its landing.
+    """
+    open_until: list[tuple[int, Array, _Landing]] = []
+    for start, stop, array, landing in extents:
+        open_until = [other for other in open_until if other[0] > start]
+        for _, other, before in open_until:
+            same_view = landing.tensor is before.tensor and landing.view == before.view
+            if not same_view and share_memory(array, other):
+                raise StructureMismatchError(
+                    f"{landing.names[0]}: in `like` it shares memory with {before.names[0]}, so "
+                    "both cannot be restored in place; give each a tensor of its own. If they "
+                    "are one tied parameter that an imported file stored twice, import the file "
+                    "again with exclude= for one of the names, and restore with strict=False."
+                )
+        open_until.append((stop, array, landing))
+
+
+def share_memory(a: Array, b: Array) -> bool:
+    """Whether an element of one array lies in the memory of the other.
+
+    True if that cannot be decided quickly.
+    """
+    try:
+        return bool(np.shares_memory(a, b, max_work=100_000))  # type: ignore[arg-type]  # numpy takes any number here
+    except np.exceptions.TooHardError:
+        return True
