@@ -254,6 +254,8 @@ def check_aliases(sources: Mapping[str, Source], *, plain: bool) -> None:
     torch: Any = sys.modules.get(f"{__name__}.torch")  # imported with the first torch tensor
     if torch is None:
         return
+    from shardckpt.frameworks.torch_kinds import memory_key
+
     seen: dict[Hashable, tuple[str, tuple[int, ...], str]] = {}
     for name, source in sources.items():
         described: Any = getattr(
@@ -262,7 +264,7 @@ def check_aliases(sources: Mapping[str, Source], *, plain: bool) -> None:
         tensor = getattr(described, "local", getattr(described, "tensor", None))
         if not torch.matches(tensor) or not (plain or source.holders is not None):
             continue
-        memory = torch.memory_key(tensor)
+        memory = memory_key(tensor)
         if memory is None:
             continue
         boxes = source.boxes

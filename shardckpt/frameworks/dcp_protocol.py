@@ -30,15 +30,13 @@ from shardckpt.errors import LeafError
 from shardckpt.frameworks.base import HostSource, InPlace
 from shardckpt.frameworks.torch import (
     TensorSink,
-    check_fillable,
-    check_kind,
     copied_source,
     dtype_of_tensor,
     host_array,
     is_host_memory,
-    memory_key,
     sink_of,
 )
+from shardckpt.frameworks.torch_kinds import check_fillable, check_kind, memory_key
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.state.names import shown
 

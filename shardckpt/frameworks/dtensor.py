@@ -46,16 +46,15 @@ from shardckpt.errors import DtypeError, LeafError, ShardingError
 from shardckpt.frameworks.base import Array, HostSource, InPlace, Sink, Source, Target
 from shardckpt.frameworks.torch import (
     TensorSink,
-    check_fillable,
-    check_kind,
     copied_source,
-    device_memory,
     device_type,
     dtype_of_tensor,
     host_array,
     is_host_memory,
     sink_of,
 )
+from shardckpt.frameworks.torch_devices import device_memory
+from shardckpt.frameworks.torch_kinds import check_fillable, check_kind
 from shardckpt.layout.mesh import Mesh
 from shardckpt.layout.placements import Placement, Placements
 from shardckpt.state.names import shown

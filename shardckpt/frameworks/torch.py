@@ -9,7 +9,6 @@ fetched, and filled from the host when they are restored.
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
 from math import prod
@@ -17,9 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import as_strided
 
-from shardckpt.errors import BudgetError, DtypeError, LeafError
+from shardckpt.errors import DtypeError, LeafError
 from shardckpt.frameworks.base import (
     Array,
     HostSource,
@@ -30,13 +28,21 @@ from shardckpt.frameworks.base import (
     Target,
     whole,
 )
-from shardckpt.frameworks.numpy import dtype_names, overlaps_itself
+from shardckpt.frameworks.numpy import dtype_names
+from shardckpt.frameworks.torch_devices import device_memory, has_streams
+from shardckpt.frameworks.torch_kinds import (
+    CLASSES,
+    check_fillable,
+    check_kind,
+    elements_of,
+    is_elements,
+    memory_key,
+)
 from shardckpt.layout.dtypes import DType, by_name
-from shardckpt.state.leaves import is_small
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
     from shardckpt.layout.box import BoxArray
     from shardckpt.layout.world import World
@@ -69,9 +75,6 @@ _AS_BITS = {torch.bfloat16: torch.int16} | {
     if hasattr(torch, name)
 }
 """dtypes that numpy has only through ml_dtypes, and the integers of their width."""
-
-CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
-"""Classes for which `owns` decides."""
 
 
 @dataclass(slots=True, eq=False)
@@ -209,12 +212,13 @@ def identity(leaf: Any) -> Hashable | None:
     cannot be stored.
     """
     if type(leaf) not in CLASSES:
-        if not _is_elements(leaf):
+        if not is_elements(leaf):
             return None
-        leaf = _elements(leaf)
+        leaf = elements_of(leaf)
     dtype = _stored_dtype(leaf.dtype)
     if dtype is None or not is_host_memory(leaf):
-        return ("torch", *_memory(leaf)) if _has_memory(leaf) else None
+        memory = memory_key(leaf)
+        return None if memory is None else ("torch", *memory)
     itemsize = leaf.itemsize
     try:
         address, shape, strides = (
@@ -238,42 +242,6 @@ def address(leaf: Any) -> int:
         return 0
 
 
-def memory_key(tensor: Any) -> tuple[Hashable, ...] | None:
-    """A key that is equal for tensors over the same memory in the same form.
-
-    None for tensors without memory.
-    """
-    return _memory(tensor) if _has_memory(tensor) else None
-
-
-def _has_memory(tensor: Any) -> bool:
-    """Whether a tensor is a plain one, and has elements that are in memory."""
-    if (
-        type(tensor) not in CLASSES
-        or _unstorable(tensor) is not None
-        or tensor.is_meta
-        or tensor.numel() == 0
-    ):
-        return False
-    return _without_memory(tensor) is None
-
-
-def _memory(tensor: Any) -> tuple[Hashable, ...]:
-    seen = (
-        str(tensor.device),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
-    address = tensor.data_ptr() or (
-        "storage",
-        tensor.untyped_storage()._cdata,
-    )  # XLA's tensors tell no address
-    return address, *seen
-
-
 def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa: ARG001 - every adapter has the same signatures
     """Sources of tensors, by name.
 
@@ -291,7 +259,7 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa:
             )
             continue
         check_kind(name, leaf)
-        plain = _elements(leaf)
+        plain = elements_of(leaf)
         source = TensorSource(
             name, plain, dtype_of_tensor(name, plain), tuple(plain.shape), is_host_memory(plain)
         )
@@ -357,27 +325,9 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
             else new.as_subclass(type(leaf))
         )
     check_fillable(name, leaf)
-    boxes, elements = whole(shape), _elements(leaf)
+    boxes, elements = whole(shape), elements_of(leaf)
     views = (elements.detach() if elements.requires_grad else elements,) * len(boxes)
     return sink_of(TensorSink(leaf, shape, dtype, boxes, views, tie_key, (leaf,), "all"))
-
-
-@contextmanager
-def device_memory(name: str, device: object) -> Iterator[None]:
-    """Raise BudgetError if a device has no memory for a new tensor, and LeafError if there is no such device."""
-    try:
-        yield
-    except torch.OutOfMemoryError as e:
-        raise BudgetError(
-            f"{shown(name)}: {device} has no memory left to restore this tensor to ({e}); free "
-            "some first."
-        ) from e
-    except (RuntimeError, AssertionError) as e:  # torch built without the device
-        reason = str(e).partition("\n")[0]
-        raise LeafError(
-            f"{shown(name)}: no tensor can be made on {device} here ({reason}); restore it to "
-            "another device."
-        ) from e
 
 
 def device_type(tensor: Any) -> str:
@@ -386,22 +336,6 @@ def device_type(tensor: Any) -> str:
         "cpu" if tensor.is_cpu else tensor.device.type
     )  # the first answer comes ten times as fast
     return kind
-
-
-@cache
-def has_streams(kind: str) -> bool:
-    """Whether a kind of device is copied from and to by `cuda`: CUDA, and the accelerator of this torch, if it has streams and events."""
-    if kind == "cuda":
-        return True
-    accelerator = (
-        torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-    )  # since torch 2.6
-    if accelerator is None or accelerator.type != kind:
-        return False
-    return all(
-        hasattr(torch.get_device_module(kind), name)
-        for name in ("Stream", "Event", "current_stream", "stream", "device")
-    )
 
 
 def copied_source(source: Source, views: tuple[Any, ...], watched: tuple[Any, ...]) -> Source:
@@ -426,23 +360,6 @@ def sink_of(sink: TensorSink) -> Sink:
     from shardckpt.frameworks.cuda_fills import CudaSink
 
     return CudaSink(**{one.name: getattr(sink, one.name) for one in fields(sink) if one.init})
-
-
-def check_fillable(name: str, tensor: Any) -> None:
-    """Raise LeafError unless every element of the tensor has memory of its own that holds its value."""
-    if tensor.is_conj() or tensor.is_neg():
-        raise LeafError(
-            f"{shown(name)}: this tensor is a lazily conjugated or negated view, which cannot be "
-            "restored into; give leaf.resolve_conj().resolve_neg()."
-        )
-    # The array is never read; it only has the tensor's strides, for any device.
-    if not tensor.is_contiguous() and overlaps_itself(
-        as_strided(np.empty(1, np.uint8), tuple(tensor.shape), tensor.stride())
-    ):
-        raise LeafError(
-            f"{shown(name)}: elements of this tensor share memory, so it cannot be restored into; "
-            "give leaf.clone()."
-        )
 
 
 def dtype_of_tensor(name: str, tensor: Any) -> DType:
@@ -546,53 +463,6 @@ def tensor_of(array: Array, dtype: DType) -> Any:
     return torch.from_numpy(array)
 
 
-def _unstorable(leaf: Any) -> str | None:
-    """The reason why a kind of tensor cannot be stored, and what to do; None if it can."""
-    if leaf.is_nested:
-        return "nested tensors cannot be stored; store their .values() and .offsets()"
-    if leaf.is_quantized:
-        return (
-            "quantized tensors cannot be stored; store their .int_repr() with scale and zero point"
-        )
-    if leaf.layout is not torch.strided:
-        return (
-            f"tensors of layout {leaf.layout} cannot be stored; store .to_dense(), or indices and "
-            "values"
-        )
-    return None
-
-
-def _without_memory(leaf: Any) -> str | None:
-    """The reason why not all elements of a strided tensor are in memory, and what to do.
-
-    None if they are.
-    """
-    if leaf._is_zerotensor():
-        return "this tensor represents zeros without memory of its own; pass leaf.clone()"
-    try:
-        held = leaf.untyped_storage().nbytes()
-    except NotImplementedError as e:
-        return (
-            f"this tensor has no memory of its own ({e}); pass it outside of torch.func transforms"
-        )
-    if leaf.numel() == 0:
-        return None
-    if leaf.is_contiguous():
-        last = leaf.storage_offset() + leaf.numel() - 1
-    else:
-        last = leaf.storage_offset() + sum(
-            (n - 1) * stride for n, stride in zip(leaf.shape, leaf.stride(), strict=True)
-        )
-    needed = (last + 1) * leaf.itemsize
-    if needed <= held:
-        return None
-    return (
-        f"this tensor's elements take {needed} bytes of its storage, which has {held}: its memory "
-        "was freed, as FSDP and offloading do with untyped_storage().resize_(0); restore its "
-        "memory first, or pass the tensor that has the data now"
-    )
-
-
 def _is_complete(leaf: Any) -> bool:
     """Whether a plain tensor on the CPU is known to have its elements in memory, contiguous; if not, `check_kind` looks closer."""
     if (
@@ -606,65 +476,8 @@ def _is_complete(leaf: Any) -> bool:
     if not leaf.is_contiguous() or leaf.is_quantized:
         return False
     try:
-        return (
-            leaf.untyped_storage().nbytes()
-            >= (leaf.storage_offset() + leaf.numel()) * leaf.itemsize
-        )  # type: ignore[no-any-return]
+        held: int = leaf.untyped_storage().nbytes()
     except NotImplementedError:  # inside a transform of torch.func: `check_kind` says so
         return False
-
-
-def _more_than_elements(leaf: Any) -> str | None:
-    """The reason why a subclass of a tensor is more than its elements, and what to do.
-
-    None if it is not.
-    """
-    kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-    advice = "call shardckpt.register_tensor for its class, or pass the plain tensors it is made of"
-    if type(leaf).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return (
-            f"the tensor subclass {kind} computes its elements, and has no __tensor_flatten__; "
-            f"{advice}"
-        )
-    more = [
-        key
-        for key, value in vars(leaf).items()
-        if not (is_small(value) or callable(value) or isinstance(value, tuple | list | dict))
-    ]
-    more += [key for key, value in vars(leaf).items() if isinstance(value, torch.Tensor)]
-    return (
-        f"this {kind} has the attribute {more[0]!r} beside its elements, which would be lost; "
-        f"{advice}"
-        if more
-        else None
-    )
-
-
-def _is_elements(leaf: Any) -> bool:
-    """Whether a tensor is of a subclass that leaves all operations to torch."""
-    return (
-        type(leaf) not in CLASSES
-        and type(leaf).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    )
-
-
-def _elements(leaf: Any) -> Any:
-    """A tensor of a subclass as a plain tensor over the same memory; any other unchanged."""
-    if type(leaf) in CLASSES:
-        return leaf
-    with torch._C.DisableTorchFunctionSubclass():
-        return leaf.as_subclass(torch.Tensor)
-
-
-def check_kind(name: str, leaf: Any) -> None:
-    """Raise LeafError unless the leaf is no more than its elements, and these are all in memory or all missing (meta)."""
-    reason = _unstorable(leaf)
-    if reason is None and type(leaf) not in CLASSES:
-        if isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin):
-            reason = "this parameter has no shape and no data yet; run its module once"
-        else:
-            reason = _more_than_elements(leaf)
-    if reason is None and not leaf.is_meta:
-        reason = _without_memory(leaf)
-    if reason is not None:
-        raise LeafError(f"{shown(name)}: {reason}.")
+    needed: int = (leaf.storage_offset() + leaf.numel()) * leaf.itemsize
+    return held >= needed

@@ -17,8 +17,7 @@ from fake_cuda import Descent, FakeCuda, random_tensor, same, turn_bits
 
 import shardckpt
 from shardckpt import SaveOptions, errors
-from shardckpt.frameworks import cuda, cuda_fills, cuda_runtime
-from shardckpt.frameworks import torch as frameworks_torch
+from shardckpt.frameworks import cuda, cuda_fills, cuda_runtime, torch_devices
 from shardckpt.reading import landing
 from shardckpt.reading.landing import SLOTS
 from shardckpt.writing.background import Saver
@@ -266,7 +265,7 @@ def test_a_device_without_memory_for_that_gets_small_tensors_one_by_one(
 
 def kind_of_torch(monkeypatch, kind, *names):
     """Make torch say that it was built for a kind of device, whose module has these names."""
-    frameworks_torch.has_streams.cache_clear()
+    torch_devices.has_streams.cache_clear()
     original, module = torch.get_device_module, SimpleNamespace(**dict.fromkeys(names))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
     monkeypatch.setattr(
@@ -277,7 +276,7 @@ def kind_of_torch(monkeypatch, kind, *names):
 @pytest.fixture
 def _forgets():
     yield
-    frameworks_torch.has_streams.cache_clear()
+    torch_devices.has_streams.cache_clear()
 
 
 ALL = ("Stream", "Event", "current_stream", "stream", "device")
@@ -286,17 +285,17 @@ ALL = ("Stream", "Event", "current_stream", "stream", "device")
 @pytest.mark.usefixtures("_forgets")
 def test_the_accelerator_of_torch_is_copied_by_streams_if_it_has_them(monkeypatch):
     kind_of_torch(monkeypatch, "xpu", *ALL)
-    assert [frameworks_torch.has_streams(kind) for kind in ("cuda", "xpu", "mps", "cpu")] == [
+    assert [torch_devices.has_streams(kind) for kind in ("cuda", "xpu", "mps", "cpu")] == [
         True,
         True,
         False,
         False,
     ]
     kind_of_torch(monkeypatch, "mps", "Event")
-    assert not frameworks_torch.has_streams("mps")
+    assert not torch_devices.has_streams("mps")
     monkeypatch.delattr(torch, "accelerator")
-    frameworks_torch.has_streams.cache_clear()
-    assert [frameworks_torch.has_streams(kind) for kind in ("cuda", "xpu")] == [True, False]
+    torch_devices.has_streams.cache_clear()
+    assert [torch_devices.has_streams(kind) for kind in ("cuda", "xpu")] == [True, False]
 
 
 @pytest.mark.usefixtures("_forgets")

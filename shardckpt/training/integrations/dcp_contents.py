@@ -31,13 +31,8 @@ from shardckpt.errors import (
     StructureMismatchError,
 )
 from shardckpt.frameworks.base import InPlace
-from shardckpt.frameworks.torch import (
-    TensorSink,
-    check_fillable,
-    check_kind,
-    dtype_of_tensor,
-    tensor_of,
-)
+from shardckpt.frameworks.torch import TensorSink, dtype_of_tensor, tensor_of
+from shardckpt.frameworks.torch_kinds import check_fillable, check_kind
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.state import meanings, per_process_names, unflatten
 from shardckpt.state.names import shown
