@@ -41,8 +41,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import numpy as np
 
-from shardckpt.errors import BudgetError, DtypeError, LeafError, ShardingError
+from shardckpt.errors import DtypeError, LeafError, ShardingError
 from shardckpt.frameworks.base import Array, HostSource, PlainSink, Sink, Source, Target
+from shardckpt.frameworks.jax_arrays import check_placeable, probe
 from shardckpt.frameworks.jax_holders import holders_of, sharers_of
 from shardckpt.frameworks.jax_keys import (
     check_named,
@@ -99,7 +100,7 @@ def settle(leaves: Iterable[object]) -> None:  # noqa: ARG001 - every adapter ha
         LeafError: a function is being traced, or JAX refuses transfers.
         BudgetError: the device is full.
     """
-    _probe(np.dtype(np.bool_), None, "JAX arrays")
+    probe(np.dtype(np.bool_), None, "JAX arrays")
 
 
 def identity(leaf: Any) -> Hashable | None:
@@ -435,7 +436,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
             committed = leaf.committed
             same = id(leaf)  # two arrays in `like` stay two: one buffer cannot be donated twice
         elif sharding is None:
-            sharding, committed = _default(), False
+            sharding, committed = probe(np.dtype(np.bool_), None, "JAX arrays").sharding, False
     try:
         sharding = with_devices(sharding)
     except ShardingError as e:
@@ -443,7 +444,7 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
     shards = _shards(name, sharding, shape)
     if keys is not None:
         shape, shards = (*shape, *key_shape(keys)), shards.extended(key_shape(keys))
-    _check_placeable(name, dtype, shards)
+    check_placeable(name, dtype, shards)
     tie_key = ("jax", sharding, committed, shape, keys or dtype.name, same)
     kind = (
         _AcceleratorSink
@@ -451,77 +452,6 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
         else _JaxSink
     )
     return kind(name, shape, dtype, sharding, shards, committed, keys, tie_key)
-
-
-def _default() -> Any:
-    """JAX's default sharding."""
-    return _probe(np.dtype(np.bool_), None, "JAX arrays").sharding
-
-
-def _check_placeable(name: str, dtype: DType, shards: JaxShards) -> None:
-    x64 = bool(jax.config.jax_enable_x64)
-    device = next(iter(shards.devices), None)
-    key = dtype, x64, device
-    if key not in _made:
-        _made[key] = _made_of(dtype, device, shown(name))
-    made = _made[key]
-    if made == dtype.name:
-        return
-    if made is not None and not x64:
-        raise DtypeError(
-            f"{shown(name)}: JAX would convert {dtype} to {made} silently; call "
-            f"jax.config.update('jax_enable_x64', True), or restore into a {made} leaf with "
-            "cast=True."
-        )
-    raise DtypeError(
-        f"{shown(name)}: JAX has no arrays of {dtype} on this platform; restore it as another "
-        "dtype, or as a numpy array."
-    )
-
-
-_made: dict[tuple[DType, bool, Any], str | None] = {}
-"""JAX's dtype for elements of a dtype, with 64 bits enabled or not, on a device. An answer that may
-change, such as a full device, is not kept."""
-
-
-def _made_of(dtype: DType, device: Any, what: str) -> str | None:
-    """JAX's dtype for elements of a dtype; None if JAX has none."""
-    try:
-        return str(_probe(dtype.numpy, device, what).dtype)
-    except (TypeError, ValueError):
-        return None
-
-
-def _probe(dtype: np.dtype[Any], device: Any, what: str) -> Any:
-    """An array of one element.
-
-    Raises:
-        LeafError: a function is being traced, or JAX refuses transfers, for a reason that may pass.
-        BudgetError: the device is full.
-        ValueError: the platform has no such arrays.
-    """
-    try:
-        array = jax.device_put(np.zeros((), dtype), device)
-    except jax.errors.JaxRuntimeError as e:
-        reason = str(e).partition("\n")[0]
-        if reason.startswith("RESOURCE_EXHAUSTED"):
-            raise BudgetError(
-                f"{what} cannot be restored: the device has no memory left ({reason}); free some "
-                "first."
-            ) from e
-        if reason.startswith(("UNIMPLEMENTED", "INVALID_ARGUMENT")) and "isallowed" not in reason:
-            raise ValueError(reason) from e
-        raise LeafError(
-            f"{what} cannot be restored, because JAX makes no array here ({reason}); restore "
-            "outside of transfer guards, or numpy arrays."
-        ) from e
-    if isinstance(array, jax.core.Tracer):
-        raise LeafError(
-            f"{what} cannot be restored while a function is traced, as in jax.jit or "
-            "jax.eval_shape; call shardckpt.restore outside of it, and pass what jax.eval_shape "
-            "returns as `like`."
-        )
-    return array
 
 
 # --- Leaves ---------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from shardckpt.frameworks.torch import array_of, dtype_of_tensor, tensor_of
 from shardckpt.frameworks.xla_layout import (
     XlaShards,
     from_sharding_spec,
+    holders_of,
     layouts_of,
     local_device_ids,
     local_shards,
@@ -268,31 +269,9 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
             dtypes[name],
             layout,
             shards,
-            _holders(name, layout, tensor.dim(), shards, world),
+            holders_of(name, layout, tensor.dim(), shards, world),
         )
     return by_name
-
-
-def _holders(
-    name: str, layout: Layout, ndim: int, shards: XlaShards | None, world: World
-) -> list[tuple[int, ...]] | None:
-    owners = world.devices.get("torch_xla")
-    if owners is None:
-        if xr.process_count() > 1:
-            raise ShardingError(
-                f"{shown(name)}: {xr.process_count()} torch_xla processes hold parts of it, and "
-                "it is not known which process owns which device; call "
-                "torch_xla.runtime.use_spmd() before anything of shardckpt's, on all processes, "
-                "and save with their coordinator, shardckpt.Coordinator.current()."
-            )
-        return None
-    local = local_device_ids()
-    try:
-        return box_holders(
-            layout, ndim, local[:1] if shards is None else local[shards.first_holders], owners
-        )
-    except ShardingError as e:
-        raise ShardingError(f"{shown(name)}: {e}") from e
 
 
 def _shards(name: str, layout: Layout, shape: tuple[int, ...]) -> XlaShards:

@@ -25,11 +25,15 @@ from shardckpt.layout.mesh import Mesh
 from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.sharding import Layout, Sharding
+from shardckpt.plan.writers import box_holders
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+    from shardckpt.layout.world import World
 
 _MOST_DIMS = 5
 """Most dimensions of a tile assignment that 2.9 reads from Python; for more it logs an error and
@@ -194,3 +198,30 @@ def local_shards(layout: Layout, shape: tuple[int, ...]) -> XlaShards:
     held = layout.device_boxes(shape, local)
     boxes, where = distinct_boxes(held.boxes)
     return XlaShards(boxes, where[np.searchsorted(held.device_ids, local)], held.tile)
+
+
+def holders_of(
+    name: str, layout: Layout, ndim: int, shards: XlaShards | None, world: World
+) -> list[tuple[int, ...]] | None:
+    """The processes that hold each of a tensor's boxes; None where each process has its own devices.
+
+    Raises:
+        ShardingError: the owners of the devices are not known, or the layout does not fit them.
+    """
+    owners = world.devices.get("torch_xla")
+    if owners is None:
+        if xr.process_count() > 1:
+            raise ShardingError(
+                f"{shown(name)}: {xr.process_count()} torch_xla processes hold parts of it, and "
+                "it is not known which process owns which device; call "
+                "torch_xla.runtime.use_spmd() before anything of shardckpt's, on all processes, "
+                "and save with their coordinator, shardckpt.Coordinator.current()."
+            )
+        return None
+    local = local_device_ids()
+    try:
+        return box_holders(
+            layout, ndim, local[:1] if shards is None else local[shards.first_holders], owners
+        )
+    except ShardingError as e:
+        raise ShardingError(f"{shown(name)}: {e}") from e
