@@ -228,9 +228,9 @@ def _trials(place: Store, store: Store) -> Iterator[Trial]:
     own = _Writer(store, "own")
     with _peer(store) as peer:
         yield from (
-            _attempt(name, lambda trial=trial: trial(own, peer))
+            _attempt(name, lambda trial=trial: trial(own, peer))  # type: ignore[misc]
             for name, trial in with_peer.items()
-        )  # type: ignore[misc]
+        )
 
 
 # --- trials; each returns what it saw, and raises a WrongError, a LackError or the error of the

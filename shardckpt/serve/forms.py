@@ -135,8 +135,8 @@ def _start(service: Service, request: Request, body: bytes) -> Response:
             back = link("checkpoint", ident, f"Back to {ident}")
         operation = operation_of(request.path_params["operation"])
         # The key includes the form's contents: an edited form starts a new job.
-        given, digest = key_of(fields.pop(KEY, [""])[0]), hashlib.sha256(body).hexdigest()
-        key = f"{given[:_LONGEST_KEY]}.{digest[:16]}"
+        form_key, digest = key_of(fields.pop(KEY, [""])[0]), hashlib.sha256(body).hexdigest()
+        key = f"{form_key[:_LONGEST_KEY]}.{digest[:16]}"
         if (
             operation.name == "delete"
             and fields.pop(CONFIRM, [""])[0].strip() != visible(ident).strip()

@@ -67,8 +67,8 @@ def component_names(keys: Sequence[PathKey]) -> list[str]:
     if (
         set(map(type, keys)) <= {str}
         and all(keys)
-        and _UNSAFE_IN_NAME.search("".join(keys)) is None
-    ):  # type: ignore[arg-type]
+        and _UNSAFE_IN_NAME.search("".join(keys)) is None  # type: ignore[arg-type]
+    ):
         return list(keys)  # type: ignore[arg-type]
     strings = {key for key in keys if isinstance(key, str)}
     return [

@@ -63,8 +63,7 @@ def converted(array: Array, dtype: DType) -> Array:
         and array.flags.writeable
     ):
         # Several times as fast as ml_dtypes.
-        return (
-            torch.from_numpy(array).to(torch.bfloat16).view(torch.int16).numpy().view(dtype.numpy)
-        )  # type: ignore[no-any-return]
+        bits = torch.from_numpy(array).to(torch.bfloat16).view(torch.int16)
+        return bits.numpy().view(dtype.numpy)  # type: ignore[no-any-return]
     with np.errstate(all="ignore"):  # an overflow becomes infinite, as in the frameworks
         return array.astype(dtype.numpy)

@@ -10,8 +10,8 @@ from shardckpt import frameworks
 from shardckpt.errors import StructureMismatchError
 from shardckpt.layout.dtypes import by_name, of_numpy
 from shardckpt.reading.checkpoint import empty
-from shardckpt.state.numbers import array_of_number
 from shardckpt.state.names import shown
+from shardckpt.state.numbers import array_of_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable

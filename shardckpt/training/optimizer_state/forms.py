@@ -220,11 +220,11 @@ def _read_listed(node: Node | None) -> OptimizerNodes | None:
         settings = {key: setting for key, setting in _items(group) if key not in {_MEMBERS, _NAMES}}
         listing.append(
             Group(
-                tuple(value_of(leaf) for leaf in members.children),
+                tuple(value_of(leaf) for leaf in members.children),  # type: ignore[misc]
                 settings,
                 tuple(members.children),
             )
-        )  # type: ignore[misc]
+        )
     members_of_all = [member for group in listing for member in group.members]
     kinds = {type(member) for member in members_of_all}
     if not (kinds <= {int} or kinds == {str}) or len(set(members_of_all)) < len(members_of_all):
