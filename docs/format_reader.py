@@ -1,4 +1,6 @@
-"""A complete reader of checkpoints, as docs/format.md describes them: `python docs/format_reader.py CHECKPOINT TENSOR`.
+"""A complete reader of checkpoints, as docs/format.md describes them.
+
+Its command is `python docs/format_reader.py CHECKPOINT TENSOR`.
 
 It needs numpy, ml_dtypes, crc32c and, for compressed checkpoints and differences, numcodecs. It
 does not need shardckpt.
@@ -39,7 +41,10 @@ def referred(attempt, reference):
 
 
 def tables(attempt, commit):
-    """Places of all chunks: from the merged table or, if it is lost, from the tables of hosts and small tensors."""
+    """Places of all chunks, from the merged table or, if it is lost, from the other tables.
+
+    The other tables are the tables of hosts and small tensors.
+    """
     try:
         return [places(referred(attempt, commit["table"]))]
     except (KeyError, OSError, AssertionError):
@@ -57,7 +62,10 @@ def name_of(array_path):
 
 
 def places(table):
-    """(name, first element of the piece, position in the grid) → (data file or None, array's path, offset, length, crc32c)."""
+    """(name, first element of the piece, position in the grid) → place of the chunk.
+
+    A place is (data file or None, array's path, offset, length, crc32c).
+    """
     assert table[:8] == b"SHCKTAB2"
     at = 12 + int.from_bytes(table[8:12], "little")
     header = json.loads(table[12:at])
@@ -78,7 +86,7 @@ def places(table):
 
 
 def changed(stored, base, itemsize):
-    """The elements of a chunk that is stored as a whole or as a difference from the same chunk of the base."""
+    """The elements of a chunk, stored whole or as a difference from the same chunk of the base."""
     if not stored or stored[0] == 0:
         return stored[1:] or base
     from numcodecs.zstd import Zstd

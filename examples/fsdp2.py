@@ -37,7 +37,10 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def train_step(step: int) -> torch.Tensor:
-    """Train on this process's rows of a batch that depends on the step alone, not on the number of processes."""
+    """Train on this process's rows of a batch that depends on the step alone.
+
+    The batch does not depend on the number of processes.
+    """
     x = torch.randn(BATCH, 64, generator=torch.Generator().manual_seed(step))[rank::processes]
     loss = nn.functional.mse_loss(model(x), x.roll(1, dims=1).sin())
     loss.backward()

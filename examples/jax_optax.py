@@ -33,7 +33,7 @@ optimizer = optax.adamw(optax.cosine_decay_schedule(1e-2, STEPS))
 
 
 def init(key: jax.Array) -> dict:
-    """The state of a new run: parameters, state of the optimizer, and the key of the random numbers."""
+    """The state of a new run: parameters, optimizer state, and the key of the random numbers."""
     keys = dict(zip(SHAPES, jax.random.split(key, len(SHAPES)), strict=True))
     params = {
         name: jax.device_put(

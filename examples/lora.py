@@ -1,4 +1,4 @@
-"""LoRA: each checkpoint stores the adapters alone, and refers to one stored base for the frozen weights.
+"""LoRA: checkpoints store adapters alone, and refer to one stored base for the frozen weights.
 
 Interrupt the first command with Ctrl-C, or kill it. The second one goes on from the latest saved
 step:
@@ -23,7 +23,7 @@ STEPS = 100
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with frozen weights, which keep their names, and a trained update of low rank."""
+    """A linear layer with frozen weights, which keep their names, and a trained low-rank update."""
 
     def __init__(self, inputs: int, outputs: int, rank: int = 8) -> None:
         super().__init__(inputs, outputs)

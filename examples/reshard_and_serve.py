@@ -1,4 +1,4 @@
-"""Reshard a checkpoint for a tensor-parallel mesh, export it to safetensors, and serve it over HTTP.
+"""Reshard a checkpoint for a tensor-parallel mesh, export safetensors, and serve it over HTTP.
 
     python examples/reshard_and_serve.py
 

@@ -1,4 +1,6 @@
-"""Reinforcement learning in two processes: a trainer publishes its policy after every step, and a sampler follows.
+"""Reinforcement learning in two processes: a trainer and a sampler.
+
+The trainer publishes its policy after every step, and the sampler follows.
 
     python examples/rl_publish_follow.py
 

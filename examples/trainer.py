@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: its save points save through shardckpt, and it resumes from the latest step.
+"""Hugging Face's Trainer: its save points use shardckpt, and it resumes from the latest step.
 
 Interrupt the first command with Ctrl-C, or kill it. The second one goes on from the latest saved
 step:

@@ -156,7 +156,10 @@ incomplete module."""
 
 
 def _after_fork() -> None:
-    """Replace the lock: another thread of the parent may have held it, and nothing would release it in the child."""
+    """Replace the lock, which another thread of the parent may have held.
+
+    Nothing would release it in the child.
+    """
     global _importing  # noqa: PLW0603
     _importing = RLock()
 

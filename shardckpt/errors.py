@@ -78,7 +78,7 @@ E = TypeVar("E", bound="ShardckptError")
 
 
 class ShardckptError(Exception):
-    """The base of all errors: `except ShardckptError` catches every error that is raised on purpose."""
+    """The base of all errors: `except ShardckptError` catches every error raised on purpose."""
 
     code: ClassVar[str] = "error"
     of_one_tensor: bool = False
@@ -223,7 +223,10 @@ class OtherJobError(ShardckptError, RuntimeError):
 
 
 class CoordinationError(ShardckptError, TimeoutError):
-    """Processes of the job do not answer each other, so they cannot agree; or this process was forked from one of them."""
+    """Processes of the job do not answer each other, or this one was forked from one of them.
+
+    Processes that do not answer each other cannot agree.
+    """
 
     code = "coordination"
 

@@ -68,7 +68,10 @@ Kind = Literal["text", "texts", "integer", "boolean", "size", "python"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """The declaration of an option, in the metadata of a field of `Options`: what each front end shows, and how it reads a value."""
+    """The declaration of an option, in the metadata of a field of `Options`.
+
+    It says what each front end shows, and how each front end reads a value.
+    """
 
     about: str
     """Meaning of the option."""
@@ -207,7 +210,7 @@ T = TypeVar("T", bound=Options)
 
 
 def documented(*declared: type[Options]) -> Callable[[F], F]:
-    """Decorate a function: in its docstring, the line `options: …` becomes a line for each declared option."""
+    """Decorate a function: the docstring's line `options: …` becomes one per declared option."""
 
     def decorate(function: F) -> F:
         texts = {name: one.about for kind in declared for name, one in kind.declared().items()}
@@ -353,7 +356,7 @@ def checked_options(
 
 
 def leaves_out_with(option: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function that can leave tensors out: its errors of one tensor name its `option`."""
+    """Decorate a function that can leave tensors out: errors of one tensor name its `option`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)

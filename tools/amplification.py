@@ -1,8 +1,8 @@
 """Measure read amplification: what a host reads of a checkpoint, per byte that its devices need.
 
-    python tools/amplification.py --pairs 200 --seed 0             layers of Llama 8B, all sizes
-    divided by 4 python tools/amplification.py --scale 1 --read 0               real sizes, counted
-    by the planner alone python tools/amplification.py --json
+    python tools/amplification.py --pairs 200 --seed 0  layers of Llama 8B, all sizes divided by 4
+    python tools/amplification.py --scale 1 --read 0    real sizes, counted by the planner alone
+    python tools/amplification.py --json
 
 1. A state of Llama-like layers, in float32 and bfloat16 and with vocabularies of uneven size too,
    gets a random source layout: a mesh of 8 to 64 devices, and per tensor a random spec (several
@@ -180,7 +180,10 @@ def plan(tensor: TensorRecord, target: Sharding, devices: int) -> list[HostPlan]
 
 @contextmanager
 def storage_meter() -> Iterator[list[int]]:
-    """Notes the bytes of every `os.preadv`, which is what data files are read with where the C extension is off, as it is here."""
+    """Notes the bytes of every `os.preadv`.
+
+    Data files are read with it where the C extension is off, as it is here.
+    """
     seen: list[int] = []
     preadv = os.preadv
 
@@ -196,7 +199,10 @@ def storage_meter() -> Iterator[list[int]]:
 def read(
     checkpoint: shardckpt.Checkpoint, tensors: Sequence[TensorRecord], plans: Sequence[HostPlan]
 ) -> tuple[int, list[list[Array]]]:
-    """Really read one host's boxes of some tensors: the bytes that storage gave, and per tensor and box the elements."""
+    """Really read one host's boxes of some tensors.
+
+    The results are the bytes that storage gave, and the elements per tensor and box.
+    """
     arrays = [
         [np.empty(p.boxes[i].shape, t.dtype.storage) for i in range(len(p.boxes))]
         for t, p in zip(tensors, plans, strict=True)

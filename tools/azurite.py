@@ -1,4 +1,6 @@
-"""Azurite, the emulator of Azure Blob Storage, for tests: a package of npm, in a folder of this Python's environment.
+"""Azurite, the emulator of Azure Blob Storage, for tests.
+
+It is a package of npm, in a folder of this Python's environment.
 
     python tools/azurite.py    installs it, if it is not there
 

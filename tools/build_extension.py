@@ -4,9 +4,9 @@ A wheel with the extension is for CPython 3.11 and later on the platform that bu
 (`cp311-abi3`). Without a C compiler, or for an interpreter without the interpreter lock, a wheel
 for every platform is built instead; Python then does the extension's work.
 
-    python tools/build_extension.py            shardckpt/io/_moving.abi3.so python
-    tools/build_extension.py --sanitize build/sanitized     a build with AddressSanitizer and UBSan,
-    in that folder
+    python tools/build_extension.py  shardckpt/io/_moving.abi3.so
+    python tools/build_extension.py --sanitize build/sanitized
+                                     a build with AddressSanitizer and UBSan, in that folder
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""Measure the memory and the rate of exporting and importing a large checkpoint, beside what the peers have for it, in one run.
+"""Measure the memory and the rate of exporting and importing a large checkpoint.
 
-    python tools/convert_memory.py --directory /disk/there                     16 GiB, the largest
-    tensor 4 GiB, 512 MiB allowed python tools/convert_memory.py --gib 1 --directory /dev/shm
+The same run measures what the peers have for it.
+
+    python tools/convert_memory.py --directory /disk/there  16 GiB, the largest tensor 4 GiB, 512
+                                                            MiB allowed
+    python tools/convert_memory.py --gib 1 --directory /dev/shm
 
 1. A checkpoint is saved, cut by rows over 12 devices (`reshard_memory`), and exported by `shardckpt
    export` to one safetensors file; plain write(2) writes as many bytes, in pieces of 8 MiB, before
@@ -139,7 +142,10 @@ export of what it has written follow each other; what they wrote begins with the
 
 
 def run(*command: str | Path) -> dict[str, Any]:
-    """Seconds of a command until all was durable, the peaks of its processes' resident memory, and its error if it failed."""
+    """Seconds of a command until all was durable, its memory peaks, and its error if it failed.
+
+    The peaks are the largest resident memory of each of its processes.
+    """
     os.sync()
     began, peaks = time.monotonic(), dict[int, int]()
     with subprocess.Popen(
@@ -159,7 +165,7 @@ def run(*command: str | Path) -> dict[str, Any]:
 
 
 def ours(limit: str, *command: str | Path) -> dict[str, Any]:
-    """Measurements of a command of shardckpt, the memory that it is allowed, and whether it kept to that."""
+    """Measurements of a command of shardckpt, its allowed memory, and whether it kept to that."""
     program = shutil.which("shardckpt", path=str(Path(sys.executable).parent)) or "shardckpt"
     took = run(program, *command, "--memory-limit", limit, "--json")
     allowed = parse_bytes(limit, "limit") + len(took["peaks"]) * PROCESS_BYTES
@@ -171,7 +177,7 @@ def ours(limit: str, *command: str | Path) -> dict[str, Any]:
 
 
 def measure(directory: Path, gib: float, limit: str, *, peers: bool) -> dict[str, Any]:
-    """Measurements of shardckpt and its peers, and of plain writes before and after the first export."""
+    """Measurements of shardckpt, its peers, and plain writes before and after the first export."""
     save(directory / "source", gib, gib / 4)
     plain, file = directory / "plain", directory / MODEL
     nbytes = round(gib * (1 << 30))

@@ -1,7 +1,10 @@
-"""Run tests/cuda and `tools.bench --cuda` on this machine's GPU, with the Python that runs this, which has torch.
+"""Run tests/cuda and `tools.bench --cuda` on this machine's GPU.
 
-    python3 tools/cuda.py [--tests | --bench] [arguments of the bench] python3 tools/cuda.py --cores
-    [arguments of the bench]       `tools.bench --cores` instead, which needs no GPU
+They use the Python that runs this, which has torch.
+
+    python3 tools/cuda.py [--tests | --bench] [arguments of the bench]
+    python3 tools/cuda.py --cores [arguments of the bench]  `tools.bench --cores` instead, which
+                                                            needs no GPU
 
 Packages that this Python lacks come from .cuda-wheels/ (`tools/cuda_wheels.py`); nothing is
 installed, and no network is used.

@@ -1,4 +1,6 @@
-"""Gather the wheels that `make cuda` needs on a machine that has torch for CUDA, and neither other packages nor a network.
+"""Gather the wheels that `make cuda` needs on a machine that has torch for CUDA.
+
+Such a machine has neither other packages nor a network.
 
     python3 tools/cuda_wheels.py [--python 3.12] [--platform x86_64]
 

@@ -210,7 +210,10 @@ def restore_and_train(
 
 
 def reads_of_single_devices(checkpoint: shardckpt.Checkpoint, layout: Layout) -> list[float]:
-    """Bytes read per byte needed, for every device as if it were a host of its own, over all tensors of the model."""
+    """Bytes read per byte needed, for every device as if it were a host of its own.
+
+    All tensors of the model are counted.
+    """
     names = [name for name in checkpoint.names() if name.startswith("model/")]
     stats = checkpoint.stats
     ratios = []

@@ -90,7 +90,10 @@ class Report:
             self.say(f"    {name}", style="red")
 
     def layouts(self, checkpoint: Checkpoint, after: Layout) -> None:
-        """Some tensors before and after, and from which devices' shards each shard of one of them is made."""
+        """The layouts of some tensors before and after.
+
+        For one of them, this also shows from which devices' shards each shard is made.
+        """
         table = Table(
             box=box.SIMPLE_HEAD,
             padding=(0, 2, 0, 0),
@@ -187,7 +190,10 @@ def by(shape: tuple[int, ...]) -> str:
 
 
 def picture(layout: Sharding, shape: tuple[int, ...], old: Sharding | None = None) -> Table:
-    """A matrix cut into its shards: in each the device that holds it, and those whose old shards overlap it."""
+    """A matrix cut into its shards, with the devices of each.
+
+    Each shard names the device that holds it, and the devices whose old shards overlap it.
+    """
     here = layout.device_boxes(shape)
     there = here if old is None else old.device_boxes(shape)
     starts = [np.unique(here.boxes.start[:, d]).tolist() for d in (0, 1)]

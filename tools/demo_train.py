@@ -91,7 +91,7 @@ def text() -> torch.Tensor:
 
 
 class Training:
-    """Model, optimizer and schedule on a layout, and the state that makes a run go on where it was."""
+    """Model, optimizer and schedule on a layout, and the state with which a run goes on."""
 
     def __init__(self, model: LlamaForCausalLM, layout: Layout, size: Size) -> None:
         self.model = model
@@ -169,7 +169,10 @@ def resume(layout: Layout, size: Size, checkpoint: shardckpt.Checkpoint) -> Trai
 
 
 def where_things_go(training: Training) -> State:
-    """The state of a run whose model is on the meta device, with a Target for every tensor on the devices."""
+    """The state of a run whose model is on the meta device.
+
+    It has a Target for every tensor on the devices.
+    """
     targets = {
         name: shardckpt.Target(training.layout.sharding(name))
         for name, _ in training.model.named_parameters()
@@ -224,7 +227,7 @@ def compiles() -> int:
 
 
 def lie_as_asked(training: Training) -> tuple[int, list[str]]:
-    """Number of tensors on the devices, and names of those that XLA has in another layout than the rules say."""
+    """Number of tensors on the devices, and names of those that XLA lays out against the rules."""
     moments = training.optimizer.state
     tensors = [
         (name, tensor)

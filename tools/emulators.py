@@ -1,4 +1,6 @@
-"""Real servers that speak the clouds' protocols, one per test process: fake-gcs-server (Go), moto (S3) and Azurite (Azure, Node.js).
+"""Real servers that speak the clouds' protocols, one per test process.
+
+They are fake-gcs-server (Go), moto (S3) and Azurite (Azure, Node.js).
 
 1. A server starts in a child process on a free port of the loopback interface, with its objects in
    memory.
@@ -247,7 +249,11 @@ def azure_emulator(bucket: str = "bucket") -> Iterator[Emulator]:
 
 
 def _new_container(name: str) -> dict[str, str]:
-    """The headers of the request for a new container: https://learn.microsoft.com/en-us/rest/api/storageservices/authorize-with-shared-key."""
+    """The headers of the request for a new container.
+
+    The rules are at
+    https://learn.microsoft.com/en-us/rest/api/storageservices/authorize-with-shared-key.
+    """
     headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
     lines = ["PUT", *[""] * 11, *(f"{key}:{value}" for key, value in headers.items())]
     text = "\n".join([*lines, f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{name}", "restype:container"])

@@ -1,4 +1,6 @@
-"""Measure an export to safetensors beside plain writing of the same number of bytes, on the same disk, in the same run.
+"""Measure an export to safetensors beside plain writing of the same number of bytes.
+
+Both are on the same disk, in the same run.
 
     python tools/export_speed.py --directory /dev/shm                 1 GiB, five rounds
     python tools/export_speed.py --gib 16 --dtype bfloat16 --json

@@ -2,8 +2,8 @@
 
 Enforce Cloud Storage's preconditions, count requests, and break some.
 
-    python tools/fault_proxy.py --backend http://127.0.0.1:4443 [--port 0] [--rule '{"fault":
-    "status", …}']
+    python tools/fault_proxy.py --backend http://127.0.0.1:4443
+        [--port 0] [--rule '{"fault": "status", …}']
 
 prints its own address and serves until it is interrupted. Clients are led to it instead of the
 emulator: with `TENSORSTORE_GCS_HTTP_URL` or `STORAGE_EMULATOR_HOST` before fake-gcs-server,
@@ -21,11 +21,11 @@ For each request it
 
 Under its own paths it is told what to do, in JSON:
 
-    GET    /__proxy__/stats[?prefix=bucket/run]   counts; DELETE starts from zero GET
-    /__proxy__/rules                       the rules in force, and how often each has fired POST
-    /__proxy__/rules                       add one, or a list; DELETE removes all POST
-    /__proxy__/late                        pass on what the fault `late` has held back; the codes of
-    the answers
+    GET   /__proxy__/stats[?prefix=bucket/run]   counts; DELETE starts from zero
+    GET   /__proxy__/rules                       the rules in force, and how often each has fired
+    POST  /__proxy__/rules                       add one, or a list; DELETE removes all
+    POST  /__proxy__/late                        pass on what the fault `late` has held back; the
+          codes of the answers
 
 In a test, `with FaultProxy(backend) as proxy` runs one on a thread: `proxy.url`, `proxy.rules`,
 `proxy.traffic`, `proxy.land()`.
@@ -226,7 +226,10 @@ class _Proxy:
         return answer
 
     async def _keep_what_came(self, transfer: Transfer) -> None:
-        """Of a part of a resumable upload whose connection is about to break: pass on what Cloud Storage would keep."""
+        """Pass on what Cloud Storage would keep of a part whose connection is about to break.
+
+        The part belongs to a resumable upload.
+        """
         resumable = self._resumable.get(transfer.request.query.get("upload_id", ""))
         part = Part.of(transfer.request.headers.get("Content-Range", ""))
         if resumable is None or part is None or resumable.published or resumable.deleted:
@@ -334,7 +337,10 @@ class _Proxy:
 
 
 def _preconditions(transfer: Transfer) -> Preconditions | None:
-    """Preconditions that the proxy enforces for a request; for a resumable upload, only with the last part of it."""
+    """Preconditions that the proxy enforces for a request.
+
+    For a resumable upload, it enforces them only with the last part.
+    """
     request = transfer.request
     if transfer.exchange.operation.service != "gcs" or (
         request.method == "POST" and request.query.get("uploadType") == "resumable"

@@ -122,7 +122,9 @@ def _s3_kind(method: str, key: str, query: dict[str, str]) -> Kind:
 
 
 def with_name_from_body(operation: Operation, body: bytes | bytearray) -> Operation:
-    """An upload through the JSON API whose object only its body names: in JSON, alone or as the first part of several.
+    """An upload through the JSON API whose object only its body names.
+
+    The name is in JSON, which is the whole body or the first of several parts.
 
     >>> with_name_from_body(Operation("gcs", "POST", "upload", "b"), b'{"name": "run/1"}').object
     'b/run/1'
@@ -189,7 +191,10 @@ class Traffic:
         return counts
 
     def summary(self, prefix: str = "") -> dict[str, Any]:
-        """Requests by kind, method, status and fault, bytes each way, and bytes uploaded by object: a JSON document."""
+        """Requests by kind, method, status and fault, and bytes, as a JSON document.
+
+        It has the bytes each way, and the bytes uploaded by object.
+        """
         exchanges = self.exchanges(prefix)
         return {
             "requests": len(exchanges),

@@ -1,4 +1,7 @@
-"""One request on its way through the proxy: its body in, an answer out, at the speed and to the extent that a rule says."""
+"""One request on its way through the proxy: its body in, an answer out.
+
+A rule says at what speed and to what extent.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +116,7 @@ class Transfer:
         return response
 
     async def send_part(self, answer: ClientResponse, rule: Rule) -> web.StreamResponse:
-        """Send a part of the storage's answer, and then end the connection, or say that it was all."""
+        """Send a part of the storage's answer, and end the connection or say that it was all."""
         body = await answer.read()
         part = body[: len(body) // 2 if rule.after_bytes is None else rule.after_bytes]
         response = _like(answer)

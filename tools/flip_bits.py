@@ -1,7 +1,7 @@
 """Flip bits of a checkpoint, one at a time, and see whether anybody notices.
 
-    python tools/flip_bits.py --flips 1000 --seed 0 [--hosts 3] [--layout packed|zarr]
-    [--compression zstd] [--json]
+    python tools/flip_bits.py --flips 1000 --seed 0
+        [--hosts 3] [--layout packed|zarr] [--compression zstd] [--json]
 
 1. Save a state with every dtype, sharded, uneven, tied and empty tensors, small leaves and values
    of each process's own, over several data files; with one host, or with three in processes of
@@ -244,7 +244,10 @@ class _SmallFiles(PackedWriter):
 def save_in_small_files(
     path: Path, state: Any, save_options: SaveOptions, coordinator: Coordinator | None = None
 ) -> None:
-    """Save with limits so low that the state has several data files and lanes, tensors in pieces, and plain ones of either kind."""
+    """Save with limits so low that the state has several data files and lanes.
+
+    The state also has tensors in pieces, and plain tensors of either kind.
+    """
     before = host_writer.PackedWriter, chunks.LARGEST_COMMON_CHUNK, save_plan.SMALL_BYTES  # type: ignore[attr-defined]
     host_writer.PackedWriter, chunks.LARGEST_COMMON_CHUNK, save_plan.SMALL_BYTES = (
         _SmallFiles,

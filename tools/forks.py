@@ -1,4 +1,6 @@
-"""Start Python programs as forks of a process that has imported torch, in milliseconds instead of seconds.
+"""Start Python programs as forks of a process that has imported torch.
+
+This takes milliseconds instead of seconds.
 
 `Forked` is a `subprocess.Popen`: the program is a child of this process, with a pid, signals and an
 exit status of its own. It is for programs whose subject is not the start of Python, an import, or
@@ -123,7 +125,10 @@ def server() -> ForkServer:
 
 
 class Forked(subprocess.Popen[Any]):
-    """A Python program, as `subprocess.Popen` starts it: `[sys.executable, "-W", …, script, argument, …]`."""
+    """A Python program, as `subprocess.Popen` starts it.
+
+    Its arguments are `[sys.executable, "-W", …, script, argument, …]`.
+    """
 
     def _execute_child(
         self,

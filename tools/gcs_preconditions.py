@@ -1,4 +1,6 @@
-"""May a request to Google Cloud Storage's JSON API go ahead, given the present generation of its object?
+"""Whether a request to Google Cloud Storage's JSON API may go ahead.
+
+This depends on the present generation of its object.
 
 The rules are those of the API's documentation ("Request preconditions") and of Google's own test
 bench:

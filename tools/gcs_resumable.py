@@ -1,4 +1,6 @@
-"""Sessions of resumable uploads to Cloud Storage: the bytes that each has, and the rules for its next request.
+"""Sessions of resumable uploads to Cloud Storage, with the rules for their next requests.
+
+Each session knows the bytes that it has.
 
 fake-gcs-server takes a query (`Content-Range: bytes */*`) for the end of the upload and publishes
 what is there, and stores bytes twice that are sent twice. The rules here are those of the API's

@@ -1,4 +1,6 @@
-"""Facts about a state, as JSON that can be compared: types, keys, order, every bit, which tensors are the same.
+"""Facts about a state, as JSON that can be compared.
+
+They are types, keys, order, every bit, and which tensors are the same.
 
 `tools/make_golden.py` wrote these facts of the states that it saved; `tests/golden/test_golden.py`
 compares them with those of the states that are restored. Nothing of shardckpt is imported here.
@@ -26,7 +28,9 @@ def facts(state):
 
 
 def layout_facts(layout, shape):
-    """Facts about a recorded layout of a tensor: XLA's text or DTensor's placements, and the boxes that every device holds.
+    """Facts about a recorded layout of a tensor.
+
+    They are XLA's text or DTensor's placements, and the boxes that every device holds.
 
     (Without boxes, if the layout does not say of how many devices it is.)
     """

@@ -1,4 +1,6 @@
-"""Arrays of which processes hold parts, as a framework would have them, without one: every process has the whole array.
+"""Arrays of which processes hold parts, as a framework would have them, without one.
+
+Every process has the whole array.
 
 Importing this makes `Held` a tensor leaf. What a save makes of it is what it makes of a DTensor
 (`over`), or of a tensor that speaks the protocol of torch.distributed.checkpoint (`own_rows`).

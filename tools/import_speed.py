@@ -1,8 +1,9 @@
-"""Measure imports beside a plain copy of the same bytes, and beside torch's own way, on the same disk, in the same run.
+"""Measure imports beside a plain copy of the same bytes, and beside torch's own way.
 
-    python tools/import_speed.py --directory /dev/shm --part 4                  0.67 GB, five rounds
-    python tools/import_speed.py --state many --formats safetensors --json      20,000 tensors of 16
-    KiB
+All of them are on the same disk, in the same run.
+
+    python tools/import_speed.py --directory /dev/shm --part 4              0.67 GB, five rounds
+    python tools/import_speed.py --state many --formats safetensors --json  20,000 tensors of 16 KiB
 
 1. A state is written by each format's own library: one safetensors file, a directory of
    torch.distributed.checkpoint, an Orbax checkpoint. Of `many` the safetensors file alone, unless

@@ -99,7 +99,10 @@ def elements(name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, A
 
 
 def state() -> dict[str, Any]:
-    """Every dtype, every kind of leaf and container, odd names, tied tensors, shapes at the edge of what there is."""
+    """A state with every dtype, every kind of leaf and container, odd names and tied tensors.
+
+    It also has shapes at the edge of what there is.
+    """
     shared = elements("tied", "bfloat16", (4, 6))
     return {
         "dtypes": {name: elements(name, name, (3, 5)) for name in sorted(DTYPES.keys() - YOUNG)},
@@ -141,7 +144,7 @@ def generator(process: int) -> dict[str, Any]:
 
 
 def job_state(process: int | None) -> dict[str, Any]:
-    """State of one process in a job of three; for None, the state of all together, as it is restored.
+    """State of one process in a job of three; for None, of all together, as it is restored.
 
     Sharded, replicated, strided and own parts of tensors; tensors and values that only some
     processes have; plain tensors that are told of (up to `make_small`'s limit) and that are written
@@ -256,7 +259,10 @@ def leaves() -> dict[str, Any]:
 
 
 def shardings() -> dict[str, Any]:
-    """A `Sharding` with names, uneven, with a replicated axis, with permuted devices; and OpShardings without names."""
+    """A `Sharding` with names in several variants, and OpShardings without names.
+
+    The variants are uneven, with a replicated axis, and with permuted devices.
+    """
     mesh = Mesh((2, 4), ("data", "model"))
     return {
         "sharded/even": Sharding(mesh, PartitionSpec("data", "model")),
@@ -325,7 +331,10 @@ def tell(place: Path, stored: dict[str, Any], layouts: dict[str, Any]) -> None:
 
 
 def write_bases(directory: Path) -> None:
-    """A checkpoint, one that has left tensors in it, and one that has left tensors in both; and what is in each."""
+    """A checkpoint, one that has left tensors in it, and one that has left tensors in both.
+
+    The contents of each one are written, too.
+    """
     shutil.rmtree(directory, ignore_errors=True)
     kinds = [
         ("packed", "zstd", ()),
@@ -399,7 +408,10 @@ def composite(name: str, data: Any = None) -> CompositeTensor:
 
 
 def write_composite(directory: Path) -> None:
-    """Composite tensors: quantized rows with their scales, one inside of another, and a parameter of an 8-bit optimizer."""
+    """Composite tensors: quantized rows with their scales, and one inside of another.
+
+    There is also a parameter of an 8-bit optimizer.
+    """
     shutil.rmtree(directory, ignore_errors=True)
     made = {"w": composite("w"), "outer": composite("outer", composite("inner")), "step": 3}
     for layout, compression in LAYOUTS.items():
@@ -411,7 +423,10 @@ def write_composite(directory: Path) -> None:
 
 
 def write_differences(directory: Path) -> None:
-    """Three versions: all elements, and twice differences; with gaps of every length, a chunk without a change and one stored whole."""
+    """Three versions: all elements, and twice differences.
+
+    There are gaps of every length, a chunk without a change, and a chunk that is stored whole.
+    """
     shutil.rmtree(directory, ignore_errors=True)
     state = {
         "many": elements("many", "bfloat16", (300, 50)),

@@ -1,4 +1,6 @@
-"""Writes the checkpoint of Megatron-Core that the tests read: `python tools/megatron_fixture.py DIRECTORY`.
+"""Writes the checkpoint of Megatron-Core that the tests read.
+
+The command is `python tools/megatron_fixture.py DIRECTORY`.
 
 It needs `megatron-core` (Apache-2.0; 0.16.1 made what is in tests/golden/megatron), which nothing
 else here does. Four gloo processes save what Megatron's training saves, in small: sharded tensors,

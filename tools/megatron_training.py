@@ -1,4 +1,6 @@
-"""Writes a training of Megatron-Core that the tests resume: `python tools/megatron_training.py DIRECTORY`.
+"""Writes a training of Megatron-Core that the tests resume.
+
+The command is `python tools/megatron_training.py DIRECTORY`.
 
 It needs `megatron-core` (Apache-2.0; 0.16.1 with torch 2.13 made what is in
 tests/golden/megatron_training). Two gloo processes, tensor parallel, train a small GPTModel for
@@ -25,7 +27,10 @@ LR, LAST = 0.02, 20
 
 
 class OnCpu(TorchFunctionMode):
-    """Makes tensors for CUDA devices on the CPU, which say that they are on a GPU when their type is asked for."""
+    """Makes tensors for CUDA devices on the CPU.
+
+    These tensors say that they are on a GPU when their type is asked for.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -27,7 +27,11 @@ class Processes:
         )
 
     def run(self, function: str, processes: int, *arguments: object, timeout: float = 150) -> list:
-        """Results of so many processes: the value that each returned, or a dict with `error` or `signal` if it did not return."""
+        """Results of a function in so many processes.
+
+        Each result is the value that the process returned, or a dict with `error` or `signal` if it
+        did not return.
+        """
         name = function if ":" in function else f"{self.module}:{function}"
         request = {
             "function": name,
@@ -42,7 +46,7 @@ class Processes:
             self.server.stdin.flush()
             answer = self.server.stdout.readline()
         except BaseException:
-            # What it answers now would be taken for the answer to the next request.
+            # Its answer would be taken for the answer to the next request.
             self.server.kill()
             raise
         assert answer, "the fork server ended"

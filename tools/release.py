@@ -275,7 +275,7 @@ def core(python: Path, folder: Path) -> None:
 
 
 def quickest_s(command: list[str | Path]) -> float:
-    """Seconds that a command takes: the least of nine runs, since the machine may do other things."""
+    """Seconds that a command takes: the least of nine runs, as the machine may be busy."""
     times = []
     for _ in range(9):
         began = time.perf_counter()
@@ -285,7 +285,10 @@ def quickest_s(command: list[str | Path]) -> float:
 
 
 def program(place: Path, text: str) -> Path:
-    """A file with the program, in a directory of its own: no file beside it can be imported in place of a library."""
+    """A file with the program, in a directory of its own.
+
+    So no file beside it can be imported in place of a library.
+    """
     path = place / "program.py"
     path.write_text(text)
     return path

@@ -1,8 +1,12 @@
-"""Measure how often a reshard reads a stored byte, and what reading the layout that it made takes afterwards.
+"""Measure how often a reshard reads a stored byte.
 
-    python tools/reshard_amplification.py                     200 pairs of layouts, layers of Llama
-    8B at their real size, planned python tools/reshard_amplification.py --scale 8 --really 5   one
-    in 40 pairs is also resharded, and what was read is counted
+This also measures what reading the layout that the reshard made takes afterwards.
+
+    python tools/reshard_amplification.py  200 pairs of layouts, layers of Llama 8B at their real
+                                           size, planned
+    python tools/reshard_amplification.py --scale 8 --really 5
+                                           one in 40 pairs is also resharded, and what was read is
+                                           counted
 
 1. As in tools/amplification.py, a state of Llama-like layers gets random source and target layouts
    over 8 to 64 devices.

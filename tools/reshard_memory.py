@@ -1,7 +1,10 @@
-"""Measure the memory of resharding a checkpoint that is larger than memory, with a tensor larger than the limit.
+"""Measure the memory of resharding a checkpoint that is larger than memory.
 
-    python tools/reshard_memory.py --directory /disk/there                     16 GiB, the largest
-    tensor 4 GiB, 512 MiB allowed python tools/reshard_memory.py --gib 4 --largest 1 --workers 2
+One of its tensors is larger than the limit.
+
+    python tools/reshard_memory.py --directory /disk/there  16 GiB, the largest tensor 4 GiB, 512
+                                                            MiB allowed
+    python tools/reshard_memory.py --gib 4 --largest 1 --workers 2
 
 1. A checkpoint is saved, cut by rows over 12 devices, so that hardly a chunk border is one of the
    target's; of memory that is used again and again. Disk for twice its size is needed.
@@ -74,7 +77,10 @@ def high_water(pid: int) -> int:
 def measure(
     directory: Path, gib: float, largest: float, limit: str, workers: int | None
 ) -> dict[str, Any]:
-    """The report of a reshard, the peaks of its processes' resident memory, and whether they kept to what is allowed."""
+    """The report of a reshard, its processes' memory peaks, and whether they kept the limit.
+
+    The peaks are of resident memory, and the limit is what is allowed.
+    """
     save(directory / "source", gib, largest)
     command = [
         shutil.which("shardckpt", path=str(Path(sys.executable).parent)) or "shardckpt",

@@ -1,8 +1,8 @@
 """Measure what host memory a save takes beside the state itself.
 
-    python tools/save_memory.py --gibibytes 4 --memory-limit 512MiB --to /dev/shm/measured python
-    tools/save_memory.py --gibibytes 1 --to gs               Cloud Storage's emulator, started for
-    this python tools/save_memory.py --gibibytes 1 --to s3 --layout zarr
+    python tools/save_memory.py --gibibytes 4 --memory-limit 512MiB --to /dev/shm/measured
+    python tools/save_memory.py --gibibytes 1 --to gs  Cloud Storage's emulator, started for this
+    python tools/save_memory.py --gibibytes 1 --to s3 --layout zarr
 
 1. The state is made of numpy arrays, all of it resident before anything is measured.
 2. A tiny save to the same place comes first: libraries are then loaded, and connections and threads

@@ -1,4 +1,6 @@
-"""Kill a service at random moments while jobs run, and look whether every job ends right and no checkpoint is harmed.
+"""Kill a service at random moments while jobs run.
+
+The tool looks whether every job ends right and no checkpoint is harmed.
 
     python tools/serve_kills.py --kills 200
 

@@ -1,4 +1,7 @@
-"""Speed of `shardckpt serve`: a catalogue of 10,000 checkpoints, one download beside raw sendfile, 64 clients of slices, 64 of streams.
+"""Speed of `shardckpt serve`: a catalogue, one download, and clients of slices and streams.
+
+The catalogue has 10,000 checkpoints. The download is measured beside raw sendfile. There are 64
+clients of slices and 64 of streams.
 
     python tools/serve_speed.py [--checkpoints 10000] [--mebibytes 1024] [--folder /dev/shm]
 
@@ -160,7 +163,10 @@ def download(address: tuple[str, int], path: str) -> tuple[float, int]:
 async def slices(
     address: tuple[str, int], ask: Callable[[random.Random], str], name: str
 ) -> dict[str, float]:
-    """Requests per second of 64 clients, each asking for 64 KiB at random places, and the 99th percentile of one."""
+    """Requests per second of 64 clients, and the 99th percentile of the time of one request.
+
+    Each client asks for 64 KiB at random places.
+    """
     took: list[float] = []
     end = time.perf_counter() + SECONDS
 

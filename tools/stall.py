@@ -1,4 +1,4 @@
-"""Measure for how long a save in the background keeps the training loop, and what a save at once takes.
+"""Measure how long a background save keeps the training loop, and what a save at once takes.
 
     python tools/stall.py
     python tools/stall.py --framework torch --framework JAX --width 2048 --layers 4 --saves 7

@@ -73,7 +73,10 @@ def _show_help(ctx: Any, _option: object, requested: bool) -> None:
 
 
 class _Command(_Documented, TyperCommand):
-    """A command whose help ends with examples and the documentation's address, and has the metavars of the documentation."""
+    """A command with the metavars of the documentation.
+
+    Its help ends with examples and the documentation's address.
+    """
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The pieces of the line of usage, without braces around arguments."""

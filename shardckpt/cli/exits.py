@@ -132,6 +132,9 @@ def _report(code: str, message: str, *, as_json: bool) -> int:
 
 
 def _forget_stdout() -> None:
-    """Redirect standard output to the null device, so that buffered text causes no error when Python exits."""
+    """Redirect standard output to the null device.
+
+    Buffered text then causes no error when Python exits.
+    """
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

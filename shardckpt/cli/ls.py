@@ -207,7 +207,10 @@ def _row(entry: CatalogEntry, *, metrics: bool, states: bool) -> list[Cell]:
 
 
 def _rows_of_none(entry: CatalogEntry, columns: int, room: int) -> Iterator[list[Cell]]:
-    """Rows of an entry that is not a checkpoint: its name, and the reason wrapped into lines of `room` characters."""
+    """Rows of an entry that is not a checkpoint: its name, and the wrapped reason.
+
+    The reason is wrapped into lines of `room` characters.
+    """
     from textwrap import wrap
 
     why = _progress(entry) if entry.state == "uncommitted" else visible(entry.reason or "")

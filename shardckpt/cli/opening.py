@@ -1,4 +1,7 @@
-"""Opening of a command's checkpoint: of any format, or one of shardckpt with a hint if it is of another format."""
+"""Opening of a command's checkpoint: of any format, or of shardckpt alone.
+
+In the second case, a hint follows if the checkpoint is of another format.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ def open_checkpoint(url: str) -> Checkpoint:
 
 @contextmanager
 def suggesting_import(url: str) -> Iterator[None]:
-    """Suggest `shardckpt import` if the block finds no checkpoint, and one of another format is there.
+    """Suggest `shardckpt import` if the block finds no checkpoint.
+
+    This is done only if a checkpoint of another format is there.
 
     Raises:
         NotFoundError: replaces the block's error.

@@ -1,4 +1,7 @@
-"""Flags made of the declarations of options (`shardckpt.options`), and the words for options in messages."""
+"""Flags made of the declarations of options, and the words for options in messages.
+
+The declarations are in `shardckpt.options`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ imported; no two declarations of a name have different flags."""
 def takes(
     declared: type[Options], *, without: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command: replace its parameter `given`, a dict that `Options.arguments` reads, by one flag per declared option."""
+    """Decorate a command: replace its parameter `given` by one flag per declared option.
+
+    The parameter is a dict that `Options.arguments` reads.
+    """
     known = {
         name: one
         for name, one in declared.typed().items()

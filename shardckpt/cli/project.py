@@ -1,4 +1,7 @@
-"""Addresses of the project, from the installed package's metadata (`[project.urls]` of pyproject.toml)."""
+"""Addresses of the project, from the installed package's metadata.
+
+The metadata has them from `[project.urls]` of pyproject.toml.
+"""
 
 from __future__ import annotations
 

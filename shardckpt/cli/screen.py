@@ -163,7 +163,10 @@ def pad(text: str, width: int) -> str:
 
 
 def write_json(document: dict[str, Any]) -> None:
-    """Write the JSON document of a command, in ASCII: on one line for a program, indented on a terminal."""
+    """Write the JSON document of a command, in ASCII.
+
+    The document is on one line for a program, and indented on a terminal.
+    """
     write_text(
         json.dumps(document, indent=2 if is_terminal(sys.stdout) else None, allow_nan=False) + "\n"
     )

@@ -1,4 +1,7 @@
-"""The service that `--server` names: commands then take ids of its checkpoints instead of paths and urls."""
+"""The service that `--server` names.
+
+With this option, commands take ids of the service's checkpoints instead of paths and urls.
+"""
 
 from __future__ import annotations
 

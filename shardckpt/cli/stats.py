@@ -1,4 +1,4 @@
-"""`shardckpt stats`: statistics of the elements of a checkpoint, or of two with the largest changes."""
+"""`shardckpt stats`: statistics of a checkpoint's elements, or of two with the largest changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Assembly of the commit record from the records of all hosts: a committer's work before it publishes.
+"""Assembly of the commit record from the records of all hosts.
+
+A committer does this work before it publishes.
 
 The hosts of an attempt have each left a record, and the committer needs nothing else from them. So
 any process can do this at any time.
@@ -162,7 +164,9 @@ def assemble(
     known: Mapping[FileReference, Contents] | None = None,
     written: Mapping[TableReference, Table] | None = None,
 ) -> CheckpointRecord:
-    """Build the commit record of an attempt whose host records are all there, and write everything that it refers to.
+    """Build the commit record of an attempt whose host records are all there.
+
+    Everything that the commit record refers to is written as well.
 
     Args:
         place: the attempt.
@@ -261,7 +265,10 @@ def _assemble(
 
 
 def _host_records(place: Store) -> tuple[list[HostRecord], list[FileReference]]:
-    """All host records of an attempt, in order of host, and the references that commit to their digests."""
+    """All host records of an attempt, in order of host, and references.
+
+    The references commit to the digests of the records.
+    """
     present = finished_hosts(place)
     if not present:
         raise CommitError(
@@ -337,7 +344,10 @@ def _tables(
 
 
 def _check_counts(place: Store, hosts: Sequence[HostRecord], tables: Sequence[Table]) -> None:
-    """Check that every host's chunk table is as long as its record says, and lies in the indexes that it names."""
+    """Check that every host's chunk table is as long as its record says.
+
+    The table must also lie in the indexes that the record names.
+    """
     for host, table in zip(hosts, tables, strict=True):
         what = f"{place}: the chunk table of host {host.host} has"
         if len(table.rows) != host.chunks:
@@ -402,7 +412,10 @@ def _merge_tables(
 def _check_coverage(
     place: Store, parts: _Parts, tensors: Iterable[TensorRecord], table: Table
 ) -> None:
-    """Check that the table has every chunk of every tensor (`_merge_tables` has refused duplicates), and no others."""
+    """Check that the table has every chunk of every tensor, and no others.
+
+    Duplicates have been refused by `_merge_tables`.
+    """
     known, counts, last = set(), table.counts, table.last_chunks()
     for tensor in tensors:
         if tensor.base is not None:
@@ -433,7 +446,9 @@ def _check_coverage(
 
 
 def _lacking(parts: _Parts, *suspects: TensorRecord) -> str:
-    """A sentence on a tensor that some processes lack, among the suspects or the large plain tensors; "" if there is none.
+    """A sentence on a tensor that some processes lack; "" if there is none.
+
+    The tensor is one of the suspects or of the large plain tensors.
 
     All processes together deal out all plain tensors, so a tensor that one process lacks may leave
     gaps in any other tensor.
@@ -468,7 +483,9 @@ def write_merged(
     nodes: str,
     leaf: bytes,
 ) -> None:
-    """Write the merged index and the table of all (layout "packed"), for the only host of an attempt, before its record.
+    """Write the merged index and the table of all, for the only host of an attempt.
+
+    They are written before the host's record, in the layout "packed".
 
     If that fails, the host's data is complete all the same: `leaf` is written alone, and the
     committer writes the index and the table.
@@ -512,7 +529,10 @@ def _places(table: Table, structure: Structure) -> index.Chunks:
 def _small_chunks(
     contents: Contents, compression: str | None
 ) -> tuple[list[tuple[Piece, int, Any, int]], bytes]:
-    """The chunks of the small tensors (piece, position, stored bytes and crc32c), and all their bytes concatenated."""
+    """The chunks of the small tensors, and all their bytes concatenated.
+
+    A chunk is given as piece, position, stored bytes and crc32c.
+    """
     chunks = []
     for name, elements in sorted(contents.small.items()):
         tensor = contents.structure.tensors[name]

@@ -81,12 +81,18 @@ def folded_name(attempt: str, unique: str) -> str:
 
 
 def unfolded(attempt: str) -> str:
-    """The name of the attempt that first had the elements of an attempt: what is said of one holds for the other."""
+    """The name of the attempt that first had the elements of an attempt.
+
+    Statements about one of these two attempts hold for the other.
+    """
     return attempt.partition(_FOLDED)[0]
 
 
 def attempts(store: Store, children: Sequence[str]) -> list[str]:
-    """The attempts among the names directly below a checkpoint (`Store.list_children`), in the same order."""
+    """The attempts among the names directly below a checkpoint, in the same order.
+
+    The names are those that `Store.list_children` returns.
+    """
     return [
         child[:-1] for child in children if child.endswith("/") and is_attempt(store, child[:-1])
     ]
@@ -102,7 +108,9 @@ def step_of(name: str) -> int | None:
 
 
 def places(root: Store, children: Sequence[str]) -> Iterator[tuple[str, Store]]:
-    """Locations that may hold checkpoints: `root` itself, called ".", and the directories below it in natural order.
+    """Locations that may hold checkpoints: `root`, called ".", and the directories below it.
+
+    The directories are in natural order.
 
     Args:
         root: a checkpoint, or a directory of them.

@@ -45,7 +45,9 @@ _PUT_BACK = "put the base back to that place"
 
 
 def check_base(checkpoint: Location, base: Location) -> None:
-    """Refuse a location that cannot be a checkpoint's base, by its name alone, without access to the storage.
+    """Refuse a location that cannot be a checkpoint's base, by its name alone.
+
+    The storage is not accessed.
 
     Raises:
         OptionError: the base is in another kind of storage, or is the checkpoint itself.
@@ -166,7 +168,10 @@ def is_that(record: CheckpointRecord, base: Base) -> bool:
 def holder(
     checkpoint: Location, tensor: TensorRecord, base: Base, name: str, record: CheckpointRecord
 ) -> TensorRecord:
-    """The record of the tensor in an open base that holds its elements, or those that it differs from.
+    """The record of the tensor in an open base that holds a tensor's elements.
+
+    For a tensor stored as a difference, the tensor in the base holds the elements that it differs
+    from.
 
     Args:
         checkpoint: the checkpoint that names the base.

@@ -1,4 +1,6 @@
-"""Refusal to delete or to replace a checkpoint that somebody relies on: it is pinned or tagged, or is the base of others beside it.
+"""Refusal to delete or to replace a checkpoint that somebody relies on.
+
+Such a checkpoint is pinned or tagged, or is the base of others beside it.
 
 A replacement is checked twice: before the first byte of the new checkpoint is written, and just
 before its record replaces the old one. In between a save may take minutes. The second check lists
@@ -125,7 +127,7 @@ class Dependants:
             )
 
     def check_replaceable(self, attempt: str | None) -> None:
-        """Refuse to replace a checkpoint that is pinned or tagged, or is a base of others beside it.
+        """Refuse to replace a checkpoint that is pinned, tagged, or a base of others beside it.
 
         Raises:
             OptionError, StorageError: as for `check_unprotected` and `check_unused`.
@@ -162,7 +164,9 @@ def _stores_in(neighbour: _Neighbour, name: str, attempt: str | None) -> bool:
 
 
 def used_beside(root: Store, names: Iterable[str]) -> set[tuple[str, str]]:
-    """The bases, as (name, attempt), that lie below a root and hold tensors of the checkpoints of these names there.
+    """The bases below a root, as (name, attempt), with tensors of checkpoints of these names.
+
+    The checkpoints of these names lie below the root as well.
 
     The attempt is "" for a base that its contents identify. Superseded checkpoints do not count.
     """
@@ -209,7 +213,10 @@ def _look(place: Store, known: _Neighbour | None) -> _Neighbour:
 
 
 def _is_foreign(path: Path) -> bool:
-    """Whether a directory belongs to the system (`lost+found`), or to another user of a public directory like `/tmp`."""
+    """Whether a directory belongs to the system, or to another user of a public directory.
+
+    For example, `lost+found` belongs to the system, and `/tmp` is a public directory.
+    """
     own, above = status(path), status(path.parent)
     if own is None or above is None:
         return True

@@ -1,4 +1,7 @@
-"""The recorded fingerprint of a checkpoint: made from the sums that the hosts have written beside their chunks, and read back."""
+"""The recorded fingerprint of a checkpoint: made from the hosts' sums, and read back.
+
+The hosts have written these sums beside their chunks.
+"""
 
 from __future__ import annotations
 

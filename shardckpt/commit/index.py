@@ -130,7 +130,10 @@ def write_index(
 
 
 def is_by_host(attempt: Store) -> bool:
-    """Whether the only host of an attempt has written the index: its nodes are in the host's own folder, and as durable as its record."""
+    """Whether the only host of an attempt has written the index.
+
+    In this case the index's nodes are in the host's own folder, and as durable as its record.
+    """
     if not attempt.exists(MANIFEST):
         return False
     try:
@@ -141,7 +144,10 @@ def is_by_host(attempt: Store) -> bool:
 
 
 def _list_keys(attempt: Store) -> list[bytes]:
-    """The keys of an index as TensorStore lists them, or our own reader where TensorStore has no driver."""
+    """The keys of an index, as TensorStore or our own reader lists them.
+
+    Our own reader is used where TensorStore has no driver.
+    """
     with storage_errors("read back the index of", attempt):
         return (
             _database(attempt).list().result()
@@ -162,7 +168,7 @@ def write_plain_documents(attempt: Store, documents: Mapping[str, Mapping[str, A
 
 
 def packed_documents(documents: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
-    """Key in the merged index and encoded `zarr.json` of every array and of every group above it."""
+    """Key in the merged index and encoded `zarr.json` of every array and every group above it."""
     paths = []
     for path, document in documents:
         paths.append(path)
@@ -198,7 +204,9 @@ def dump_index(attempt: Store) -> dict[str, Place]:
 
 
 def index_entries(attempt: Store) -> Iterator[tuple[str, Place]]:
-    """The chunks of an index in files; as `index_values`, without the values that are in the index itself.
+    """The chunks of an index that are in files.
+
+    They are as in `index_values`, without the values that are in the index itself.
 
     A document that is too large for a node is included, because it has a place like a chunk.
     """

@@ -65,7 +65,7 @@ class IndexCheck:
         self._table = table
 
     def packed(self, lanes: Sequence[str]) -> Iterator[Fault]:
-        """Faults of the merged index and of the lanes' own indexes, from which it can be rebuilt."""
+        """Faults of the merged index and the lanes' own indexes, from which it can be rebuilt."""
         inline = self._inline_keys()
         chunks = len(self._table.rows) - len(inline)
         documents = {index.document_key(path): path for path in (*self._pieces, *self._groups)}
@@ -83,7 +83,10 @@ class IndexCheck:
             )
 
     def _inline_keys(self) -> dict[str, tuple[int, int]]:
-        """The chunks of small tensors, which are values in the index itself: key → bytes and crc32c from the chunk table."""
+        """The chunks of small tensors: key → bytes and crc32c from the chunk table.
+
+        These chunks are values in the index itself.
+        """
         chunks = {}
         if SMALL in self._table.files:
             small = self._table.files.index(SMALL)

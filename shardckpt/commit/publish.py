@@ -82,7 +82,10 @@ class Prior:
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether there is a checkpoint that a new one would replace, perhaps with an unreadable record."""
+        """Whether there is a checkpoint that a new one would replace.
+
+        The record of this checkpoint may be unreadable.
+        """
         return isinstance(self.record, CheckpointRecord) or self.record is _UNREADABLE
 
     @property
@@ -179,7 +182,10 @@ def hold_place(store: Store, prior: Prior, *, overwrite: bool, wait_seconds: flo
 
 
 def _put_placeholder(store: Store, prior: Prior, *, last: bool) -> None:
-    """Write a placeholder in place of a tombstone or a missing record, unless another process is first."""
+    """Write a placeholder in place of a tombstone or a missing record.
+
+    Nothing is written if another process is first.
+    """
 
     def make() -> bytes:
         return seal(
@@ -227,7 +233,9 @@ def put_tombstone(
 
 
 def clear_place(store: Store, generation: bytes) -> None:
-    """Remove a tombstone or placeholder that has no attempt beside it, and then the directory if it is empty.
+    """Remove a tombstone or placeholder that has no attempt beside it.
+
+    The directory is then removed if it is empty.
 
     If the storage has no conditional deletion, the tombstone stays.
 
@@ -318,7 +326,7 @@ def _publication_error(store: Store, why: object) -> StorageError:
 
 @contextlib.contextmanager
 def data_stays(store: Store) -> Iterator[None]:
-    """Add to a storage error of the block that the data of a save is complete, and what publishes it.
+    """Add to the block's storage error that a save's data is complete, and what publishes it.
 
     Args:
         store: the checkpoint's place.

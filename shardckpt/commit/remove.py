@@ -1,4 +1,6 @@
-"""Removal of checkpoints and of attempts that no commit record names, such that none can be published afterwards.
+"""Removal of checkpoints and of attempts that no commit record names.
+
+None of them can be published afterwards.
 
 A committer may sleep for any time just before the conditional write that would make its attempt the
 checkpoint. No other process can see that. The conditional write replaces the version of
@@ -100,7 +102,10 @@ class StoredRecord:
         return self.doc is not None and self.doc.get("begun") is True
 
     def fence(self, store: Store) -> bool:
-        """Replace the record by a new version (a placeholder becomes a tombstone) unless it has changed; return whether that succeeded."""
+        """Replace the record by a new version, unless it has changed.
+
+        A placeholder becomes a tombstone. The result says whether the replacement succeeded.
+        """
         if self.data is None or self.doc is None or self.is_placeholder:
             return put_tombstone(
                 store, partial(_tombstone, _COLLECTED), self.generation, absent=self.data is None
@@ -113,7 +118,9 @@ class StoredRecord:
 
 
 def renew(store: Store, attempt: str) -> bool:
-    """Rewrite a commit record as a new version of itself, so that a process that is about to delete or replace it must read it again.
+    """Rewrite a commit record as a new version of itself.
+
+    A process that is about to delete or replace the record must then read it again.
 
     Returns:
         Whether the record still names that attempt.
@@ -165,7 +172,9 @@ def bury(store: Store, reason: str, first: str | None) -> str | None:
 
 
 def list_orphans(store: Store, grace: float) -> tuple[list[Collected], StoredRecord | None]:
-    """The attempts that the record does not name, whether each may be removed, and the record (None if there is nothing to collect).
+    """The attempts that the record does not name, whether each may be removed, and the record.
+
+    The record is None if there is nothing to collect.
 
     A tombstone without attempts counts as something to collect.
     """

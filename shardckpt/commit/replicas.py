@@ -1,4 +1,4 @@
-"""Comparison of the copies that several hosts have of the same boxes, by the checksums that they have written."""
+"""Comparison of several hosts' copies of the same boxes, by the checksums that they wrote."""
 
 from __future__ import annotations
 

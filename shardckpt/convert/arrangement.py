@@ -52,7 +52,9 @@ class Arrangement:
     def named(
         cls, structure: Structure, options: NameOptions, where: str, config: object = None
     ) -> Arrangement:
-        """The arrangement in which options choose, name and make the tensors, and choose and name the other leaves.
+        """The arrangement in which options choose, name and make the tensors.
+
+        The options also choose and name the other leaves.
 
         Args:
             structure: structure of the foreign checkpoint.

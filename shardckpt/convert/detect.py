@@ -159,7 +159,9 @@ def detect(location: Location) -> Detected:
 
 
 def _detected_unlisted(location: Location) -> Detected:
-    """Detect the format of a directory that its storage does not list: only zarr has a file that is always there.
+    """Detect the format of a directory that its storage does not list.
+
+    Only zarr has a file that is always there.
 
     Raises:
         NotFoundError: nothing is known to be there.
@@ -174,7 +176,7 @@ def _detected_unlisted(location: Location) -> Detected:
 
 
 def detect_below(location: Location, known: Collection[str] = ()) -> dict[str, Detected]:
-    """The checkpoints of other formats in a directory: of the directory itself ("."), and directly below it.
+    """The checkpoints of other formats that are a directory ("."), or lie directly below it.
 
     Names below a checkpoint are parts of it, unless it consists of loose files, as safetensors and
     torch's; then those of its own format are. Below a directory of steps are its steps.

@@ -297,7 +297,10 @@ def export_safetensors(  # noqa: D417  (as above)
 
 
 def _refuse_file_of_others(location: Location) -> None:
-    """Raise OptionError if a destination for safetensors is named like a file of another format: it would become a directory."""
+    """Raise OptionError if a safetensors destination is named like a file of another format.
+
+    The destination would become a directory.
+    """
     suffix = PurePosixPath(location.name).suffix.lower()
     if suffix in _TORCH_FILES:
         advice = Message(
@@ -396,7 +399,7 @@ def _place(location: Location, *, split_up: bool) -> tuple[Location, str | None]
 
 
 def _obsolete(directory: Location, names: Sequence[str], *, overwrite: bool) -> list[str]:
-    """Files of another model in the directory, which readers would mistake for files of this one."""
+    """Files of another model in the directory, which readers would mistake for this one's."""
     others = [
         name
         for name in Store.open(directory).list_children()
@@ -426,7 +429,11 @@ def _destination(
 
 
 def _refuse_within(location: Location, checkpoint: Checkpoint) -> None:
-    """Refuse a destination inside the checkpoint: it could overwrite the checkpoint's files, and would be deleted with it."""
+    """Refuse a destination inside the checkpoint.
+
+    The destination could overwrite the checkpoint's files, and would be deleted with the
+    checkpoint.
+    """
     if location.is_within(checkpoint.location):
         raise OptionError(
             f"{location} is inside the checkpoint that is exported, {checkpoint.location}; choose "

@@ -161,7 +161,9 @@ class ForeignArrays:
 
 
 def row_chunks(shape: Sequence[int], itemsize: int, nbytes: int = ROWS_BYTES) -> tuple[int, ...]:
-    """Chunk shape for a tensor that is one row-major run of bytes: a power of two of complete rows, or planes, of at most `nbytes`.
+    """Chunk shape for a tensor that is one row-major run of bytes.
+
+    A chunk is a power of two of complete rows, or planes, and has at most `nbytes`.
 
     >>> row_chunks((5000, 1000), 4)
     (256, 1000)

@@ -91,7 +91,9 @@ class ForeignSpec:
 
 
 class ForeignSource(Checkpoint):
-    """A checkpoint of another format, open for reading: the source of an import, and what inspection looks at.
+    """A checkpoint of another format, open for reading.
+
+    It is the source of an import, and inspection looks at it.
 
     It has what a `Checkpoint` has, except what only shardckpt stores: attempts, checksums of
     chunks, and zarr arrays of all tensors.

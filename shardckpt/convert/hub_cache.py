@@ -1,4 +1,7 @@
-"""The snapshot of a model in Hugging Face's cache, whose directory has `refs/`, `blobs/` and `snapshots/`."""
+"""The snapshot of a model in Hugging Face's cache.
+
+The model's directory there has `refs/`, `blobs/` and `snapshots/`.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,10 @@ def with_optimizers_as(
 
 
 def _arrange(node: Node, root: Node, form: str, notes: list[str]) -> Node:
-    """Rewrite the optimizers below a node, and the schedulers that depend on their groups, in another form."""
+    """Rewrite the optimizers below a node in another form.
+
+    The schedulers that depend on the optimizers' groups are rewritten as well.
+    """
     if not isinstance(node, Branch):
         return node
     rewritten: list[OptimizerNodes] = []
@@ -82,7 +85,7 @@ def _arrange(node: Node, root: Node, form: str, notes: list[str]) -> Node:
 
 
 def _listing(optimizers: Sequence[OptimizerNodes]) -> Callable[[Branch, Branch], Node | None]:
-    """A function that turns a scheduler's values by group into a list in the order of the groups."""
+    """A function that turns a scheduler's values by group into a list in the groups' order."""
 
     def listed(_scheduler: Branch, of_each: Branch) -> Node | None:
         known = (
@@ -100,7 +103,10 @@ def _listing(optimizers: Sequence[OptimizerNodes]) -> Callable[[Branch, Branch],
 
 
 def _of_its_module(nodes: OptimizerNodes, root: Node) -> OptimizerNodes:
-    """Remove the module's keyword, which `train_state` puts before parameter names, if all parameters belong to one module."""
+    """Remove the module's keyword before parameter names, if all belong to one module.
+
+    The keyword was put before the parameter names by `train_state`.
+    """
     names = [str(member) for member in nodes.members()]
     keyword, _, first = names[0].partition(".") if names else ("", "", "")
     if (

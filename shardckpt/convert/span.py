@@ -111,7 +111,7 @@ class StoredRun:
     """CRC-32 of all its bytes; None: unknown."""
 
     def check(self, parts: Sequence[memoryview]) -> None:
-        """Compare the checksum with consecutive parts of the bytes, if these are all of the run's bytes.
+        """Compare the checksum with consecutive parts, if these are all of the run's bytes.
 
         Raises:
             CorruptionError: the checksum differs.

@@ -1,4 +1,7 @@
-"""JSON from other programs: a parser that refuses ambiguity (duplicate keys, NaN, lone surrogates), and what a record can hold."""
+"""JSON from other programs: a parser that refuses ambiguity, and what a record can hold.
+
+Duplicate keys, NaN and lone surrogates are ambiguous.
+"""
 
 from __future__ import annotations
 

@@ -78,7 +78,10 @@ def read_box(
 
 
 def run_of(entry: StoredRun, tensor: PickledTensor, itemsize: int) -> StoredRun | None:
-    """The stored run of a tensor, if its elements are contiguous in its storage, in row-major order; else None."""
+    """The stored run of a tensor whose elements are contiguous in its storage, else None.
+
+    The elements must be in row-major order.
+    """
     expected = itemsize
     for n, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
         if n != 1 and stride * itemsize != expected:

@@ -1,4 +1,7 @@
-"""Check that shardckpt's own reader of a format finds each tensor of an exported state at its place, and no others."""
+"""Check that shardckpt's own reader of a format finds each tensor of an exported state.
+
+Each tensor must be at its place, and there must be no others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A checkpoint's state written in another format that holds states: nested containers, tensors and small leaves.
+"""A checkpoint's state written in another format that holds states.
+
+A state has nested containers, tensors and small leaves.
 
 1. A part of the state is selected by names, and the dtypes to which tensors are converted are
    planned. Optimizers are rewritten in the form that the format's readers load

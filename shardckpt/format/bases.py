@@ -1,4 +1,6 @@
-"""Other checkpoints that a checkpoint needs: bases, which hold some of its tensors, and the chain that its chunks are differences from.
+"""Other checkpoints that a checkpoint needs: its bases, and the chain of its differences.
+
+The bases hold some of its tensors. The checkpoint's chunks are differences from the chain.
 
 A save may leave out frozen tensors that lie in another checkpoint, its *base*. The record then has,
 for each of them, the base and the tensor's name there. A base is identified by its url *and* by the

@@ -1,4 +1,6 @@
-"""Chunks stored as differences from the same chunk of an earlier version of the tensor (`compression` "difference").
+"""Chunks stored as differences from the same chunk of an earlier version of the tensor.
+
+Their `compression` is "difference".
 
 A stored chunk, before its checksum, is one of these:
 
@@ -54,7 +56,9 @@ def whole(elements: Bytes) -> bytes:
 
 
 def difference(old: Bytes, new: Bytes, itemsize: int) -> tuple[bytes, int]:
-    """A chunk stored as its difference from an earlier one, or as a whole if that is at most twice as large; without the checksum.
+    """A chunk stored as its difference from an earlier one or as a whole, without the checksum.
+
+    The chunk is stored as a whole if the whole is at most twice as large as the difference.
 
     Args:
         old: (bytes,) elements of the earlier chunk. They become those of the new one.
@@ -94,7 +98,10 @@ def encode_changes(
 
 
 def pack_changes(body: Bytes, changed: int, long_gaps: int, nbytes: int, crc: int) -> bytes | None:
-    """Like `encode_changes`, for changes that are encoded but not compressed yet: `body` has gaps, rests of long gaps, and planes."""
+    """Like `encode_changes`, for changes that are encoded but not compressed yet.
+
+    The parts of `body` are gaps, rests of long gaps, and planes.
+    """
     frame = compress(body)
     return (
         _HEAD.pack(DIFFERENCE, crc, changed, long_gaps) + frame

@@ -126,7 +126,10 @@ def open_envelope(data: bytes, where: str) -> dict[str, Any]:
 
 
 def envelope_digest(data: bytes, where: str) -> str:
-    """The digest of the record in `data`, after the checks of `open_envelope` except those of the JSON."""
+    """The digest of the record in `data`, after the checks of `open_envelope` but the JSON's.
+
+    The JSON itself is not checked.
+    """
     return _checked_body(data, where)[1]
 
 
@@ -240,7 +243,10 @@ class TableReference:
 
     @classmethod
     def of(cls, key: str, data: bytes, header: int) -> TableReference:
-        """Make a reference to a table with those contents, whose first `header` bytes are the header."""
+        """Make a reference to a table with those contents.
+
+        The first `header` bytes of the contents are the header.
+        """
         return cls(key, len(data), header, hashlib.sha256(data[:header]).hexdigest())
 
     @classmethod
@@ -371,7 +377,7 @@ class Fields:
         return choices[i]
 
     def dimensions(self, key: str, *, least: int) -> tuple[int, ...]:
-        """Sizes or indices of a tensor, each at least `least`, with a product that can be addressed."""
+        """Sizes or indices of a tensor, each at least `least`, with an addressable product."""
         values = self.sequence(key)
         if len(values) > MOST_DIMENSIONS or not all(
             type(n) is int and least <= n <= LARGEST_DIMENSION for n in values

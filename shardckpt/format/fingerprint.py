@@ -57,7 +57,10 @@ _SHIFTED = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Identity of the tensors of a state: equal for equal names, dtypes, shapes and elements, and for nothing else."""
+    """Identity of a state's tensors: equal only for equal names, dtypes, shapes and elements.
+
+    If all of these are equal, the identity is always equal.
+    """
 
     tensors: Mapping[str, str]
     """Name → 32 hexadecimal digits."""
@@ -99,7 +102,10 @@ class StateSums:
         self.add(self._of_path[piece.path].name, start, elements)
 
     def add_chunk(self, piece: Piece, position: int, raw: NDArray[np.uint8]) -> None:
-        """Add the elements of a chunk of a piece from its stored form, which is padded at the piece's edges."""
+        """Add the elements of a chunk of a piece from its stored form.
+
+        The stored form is padded at the piece's edges.
+        """
         tensor, box = self._of_path[piece.path], chunk_boxes(piece, np.array([position]))[0]
         self.add(
             tensor.name,
@@ -204,7 +210,7 @@ def add(sums: Sums, shape: Sequence[int], start: Sequence[int], elements: NDArra
 def _pieces(
     shape: list[int], start: list[int], elements: NDArray[Any]
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint32]]]:
-    """(n,) ends, as bytes of the tensor, and sums of contiguous pieces, none of them in two blocks."""
+    """(n,) ends, as bytes of the tensor, and sums of contiguous pieces, each within one block."""
     itemsize = elements.itemsize
     # A row is what is contiguous in the tensor: the dimensions after the last one of which the box
     # has a part, and that one.
@@ -233,7 +239,10 @@ def _pieces(
 
 
 def _slabs(elements: NDArray[Any], growth: int) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Parts along the first dimension, of about `_AT_A_TIME` bytes times `growth`, with the first index of each."""
+    """Parts along the first dimension, with the first index of each.
+
+    The bytes of a part times `growth` are about `_AT_A_TIME`.
+    """
     if elements.ndim == 0:
         yield 0, elements
         return

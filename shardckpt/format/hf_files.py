@@ -1,4 +1,7 @@
-"""The small files of a Hugging Face model beside its weights, as metadata of a checkpoint: configurations and tokenizers."""
+"""The small files of a Hugging Face model beside its weights, as metadata of a checkpoint.
+
+These files are configurations and tokenizers.
+"""
 
 from __future__ import annotations
 

@@ -136,7 +136,10 @@ class HostRecord:
 
     @property
     def version(self) -> tuple[int, int]:
-        """The oldest version of the format that can hold it: a committer that does not know differences must not publish them."""
+        """The oldest version of the format that can hold it.
+
+        A committer that does not know differences must not publish them.
+        """
         return DIFFERENCE_VERSION if self.compression == "difference" else FORMAT_VERSION
 
     def to_json(self) -> dict[str, Any]:
@@ -223,7 +226,10 @@ class CheckpointRecord:
         return seal(self._own_json(), self.version, members=self.structure.encoded)
 
     def seal_without_tensors(self, *, tree: bool) -> bytes:
-        """The stored form without the tensors, or also without the tree, to try how the rest is read."""
+        """The stored form without the tensors, or also without the tree.
+
+        It is made to try how the rest is read.
+        """
         return seal(
             self._own_json(),
             self.version,
@@ -423,7 +429,10 @@ class Contents:
         return cls(structure, small, metadata, samples, *process_counts)
 
     def seal(self, key: str | None = None) -> tuple[FileReference, bytes]:
-        """The contents as a file: the reference to it, and its bytes; by default its key is the one that equal contents share."""
+        """The contents as a file: the reference to it, and its bytes.
+
+        By default, the file's key is the one that equal contents share.
+        """
         small = {name: base64.b64encode(elements).decode() for name, elements in self.small.items()}
         samples = {"samples": self.samples} if self.samples else {}
         processes = {} if self.processes is None else {"processes": self.processes}

@@ -1,4 +1,6 @@
-"""The structure of a checkpoint without the bytes: the tree, its small leaves, and how and where each tensor is stored.
+"""The structure of a checkpoint without the bytes.
+
+It has the tree, its small leaves, and how and where each tensor is stored.
 
 A `Structure` is a part of the commit record, and of each host's contents. All input is untrusted:
 types, sizes and references are checked before use, and every error names the file.
@@ -142,7 +144,10 @@ class Structure:
 
     @property
     def bases(self) -> list[Base]:
-        """The other checkpoints that this one needs, each once: first its chain, then those that hold tensors of it."""
+        """The other checkpoints that this one needs, each once.
+
+        The chain comes first, then the checkpoints that hold tensors of this one.
+        """
         return [
             *self.chain,
             *dict.fromkeys(t.base.base for t in self.tensors.values() if t.base is not None),
@@ -226,7 +231,10 @@ class Structure:
 
     @property
     def known_to_be_readable(self) -> bool:
-        """Whether these tensors have been read from their JSON form, here or in a structure that this one was made from."""
+        """Whether these tensors have been read from their JSON form.
+
+        In this case they were read here, or in a structure that this one was made from.
+        """
         return self._known.readable
 
     @property
@@ -247,7 +255,10 @@ class Structure:
     def layouts_json(
         self,
     ) -> tuple[dict[tuple[StoredLayout, int], int], dict[str, list[dict[str, Any]]]]:
-        """Positions of the distinct layouts by layout and number of dimensions; and the JSON forms of the layouts and their meshes."""
+        """Positions of the distinct layouts, and JSON forms of the layouts and their meshes.
+
+        The positions are by layout and number of dimensions.
+        """
         # Layouts hash and compare as objects here, which is cheap; a mesh has as many ids as there
         # are devices.
         distinct = dict.fromkeys(
@@ -416,7 +427,10 @@ def _complete(tensor: TensorRecord) -> TensorRecord:
 
 
 def _layout_json(layout: StoredLayout, ndim: int, meshes: dict[Mesh, int]) -> dict[str, Any]:
-    """A layout's JSON form: always with OpSharding text, and with mesh (by position) and spec if they are known."""
+    """A layout's JSON form, always with OpSharding text.
+
+    The form also has mesh (by position) and spec if they are known.
+    """
     if isinstance(layout, Placements):
         return layout.to_json(meshes.setdefault(layout.mesh, len(meshes)))
     if isinstance(layout, Sharding):

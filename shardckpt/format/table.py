@@ -317,7 +317,10 @@ class ArrayChunks:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A complete table in columns, because a job's tables have an array for every pair of host and tensor."""
+    """A complete table in columns.
+
+    It is in columns because a job's tables have an array for every pair of host and tensor.
+    """
 
     files: list[str]
     """Data files, relative to the attempt."""
@@ -447,7 +450,10 @@ class Table:
         )
 
     def arrays(self) -> Mapping[str, ArrayChunks]:
-        """Array path → its chunks, created at each access, because all these objects would need ten times the memory of the rows."""
+        """Array path → its chunks, created at each access.
+
+        All these objects would need ten times the memory of the rows, so they are not kept.
+        """
         return _Arrays(self)
 
     def array(self, path: str) -> ArrayChunks:

@@ -1,4 +1,4 @@
-"""The zarr arrays of a checkpoint: the keys of their chunks, their `zarr.json` documents, and chunks as they are stored.
+"""The zarr arrays of a checkpoint: chunk keys, `zarr.json` documents, and chunks as stored.
 
 Arrays follow the zarr v3 core specification (2024-2026): `bytes`, `zstd` and `crc32c` codecs, a
 regular grid, the default chunk key encoding. Stock TensorStore and zarr-python find ordinary
@@ -120,7 +120,7 @@ def group_json(
 
 
 def consolidated(members: Mapping[str, Json]) -> Json:
-    """The documents of everything below a group, consolidated as zarr-python 3.1 writes and reads them.
+    """All documents below a group, consolidated as zarr-python 3.1 writes and reads them.
 
     zarr-python treats the `consolidated_metadata` of a member group as empty.
     """
@@ -202,7 +202,9 @@ def encoded_documents(structure: Structure, compression: str | None) -> Iterator
 def document_encoder(
     structure: Structure, compression: str | None
 ) -> Callable[[TensorRecord, Piece], bytes]:
-    """A function that makes and encodes the document of a piece of a tensor that lies in the checkpoint itself.
+    """A function that makes and encodes the document of a piece of a tensor.
+
+    The tensor lies in the checkpoint itself.
 
     Documents of most tensors differ in the name alone, so each form of document is encoded once,
     and cut where the name goes.
@@ -244,7 +246,10 @@ def encode_document(document: Mapping[str, Any]) -> bytes:
 def zarr_document_maker(
     structure: Structure, compression: str | None
 ) -> Callable[[TensorRecord, Piece], dict[str, Any]]:
-    """A function that makes the document of a tensor's piece; for the arguments see `zarr_documents`."""
+    """A function that makes the document of a tensor's piece.
+
+    The arguments are described in `zarr_documents`.
+    """
     number, doc = structure.layouts_json()
     forms: dict[Hashable, dict[str, Any]] = {}
     """Documents without attributes, shared by equal arrays."""
@@ -315,7 +320,10 @@ def chunk_object_key(piece: Piece, position: int) -> str:
 
 
 def chunk_places(piece: Piece, box: Box) -> tuple[list[int], list[str]]:
-    """Grid positions of an array's chunks in a box, and the parts of their keys after the array's path."""
+    """Grid positions of an array's chunks in a box, and the ends of their keys.
+
+    The end of a key is the part after the array's path.
+    """
     positions, ends = [0], ["/c"]
     for span, n in zip(whole_chunks(piece, box), piece.grid, strict=True):
         positions = [row * n + i for row in positions for i in span]
@@ -459,7 +467,10 @@ def lay_out_all(
 
 
 def _runs(n: int, side: int) -> list[tuple[int, int, int]]:
-    """Groups of chunks of a dimension with equally many elements: number of chunks, index of the first, elements of each."""
+    """Groups of chunks of a dimension with equally many elements.
+
+    A group is given as number of chunks, index of the first, and elements of each.
+    """
     full, rest = divmod(n, side)
     return [run for run in ((full, 0, side), (1, full, rest)) if run[0] and run[2]]
 

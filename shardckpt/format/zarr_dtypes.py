@@ -78,7 +78,10 @@ class _MlDType(ZDType[NumpyDType, np.generic], HasItemSize):
 
     @classmethod
     def _from_json_v3(cls, data: DTypeJSON) -> Self:
-        """Read `data_type` of a zarr.json: the name, or an object with the name and an empty configuration."""
+        """Read `data_type` of a zarr.json: the name, or an object with the name.
+
+        The object also has an empty configuration.
+        """
         name = cls._zarr_v3_name
         if data not in (name, {"name": name, "configuration": {}}):
             cls._refuse(data)
@@ -143,7 +146,7 @@ class _Float(_MlDType):
     """
 
     def to_json_scalar(self, data: object, *, zarr_format: ZarrFormat) -> JSON:
-        """`fill_value` in a zarr.json, by TensorStore's rule: bits only if no other form is exact."""
+        """`fill_value` in a zarr.json, by TensorStore's rule: bits if no other form is exact."""
         del zarr_format
         element = self.cast_scalar(data)
         value = float(element)

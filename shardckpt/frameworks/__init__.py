@@ -98,7 +98,9 @@ def is_tensor(leaf: object) -> bool:
 
 
 def identity(leaf: object) -> Hashable | None:
-    """A key that is equal for tensor leaves over the same memory in the same form (tied weights), as long as both are alive.
+    """A key, equal for tensor leaves over the same memory in the same form (tied weights).
+
+    The keys are equal as long as both leaves are alive.
 
     None for a leaf that shares nothing, and for values that are not tensors.
     """
@@ -316,7 +318,9 @@ def names_on_devices(sources: Mapping[str, Source]) -> Iterable[str]:
 def on_devices(
     sources: Mapping[str, Source], *, overlap: bool
 ) -> tuple[Mapping[str, Source], DeviceCopies | None]:
-    """The sources with the elements of CUDA tensors left on their devices, and the object that copies these; None if there are none.
+    """The sources with the elements of CUDA tensors left on their devices, and their copier.
+
+    The second value is the object that copies these elements, or None if there are none.
 
     The copies are ordered after the work that this thread has queued.
 
@@ -349,14 +353,20 @@ def snapshot(comparer: str) -> Snapshot:
 
 
 def warm(sources: Iterable[Source]) -> None:
-    """Have frameworks take the memory that copies of these tensors will be kept in, if it is a framework's own."""
+    """Have frameworks take the memory that copies of these tensors will be kept in.
+
+    This is done only for memory that is a framework's own.
+    """
     jax: Any = sys.modules.get(f"{__name__}.jax")
     if jax is not None:
         jax.warm(sources)
 
 
 def on_accelerator(state: object) -> bool:
-    """Whether a state may have tensors on devices with memory of their own, as far as that shows without flattening it."""
+    """Whether a state may have tensors on devices with memory of their own.
+
+    The answer is as good as it can be without flattening the state.
+    """
     torch: Any = sys.modules.get("torch")
     if f"{__name__}.cuda" in sys.modules or (torch is not None and torch.cuda.is_initialized()):
         return True
@@ -478,6 +488,9 @@ def _require_framework(name: str, leaf: object, done: str) -> str:
 
 @cache
 def _module(framework: str) -> _Adapter:
-    """A framework's module, cached after its import: during the import, `sys.modules` shows other threads an incomplete module."""
+    """A framework's module, cached after its import.
+
+    During the import, `sys.modules` shows other threads an incomplete module.
+    """
     module: Any = import_module(f"{__name__}.{framework}")
     return module  # type: ignore[no-any-return]

@@ -71,7 +71,7 @@ class Source(Protocol):
 
     @property
     def own_pieces(self) -> bool:
-        """Whether this process knows only its own boxes, so that each is stored as an array of its own."""
+        """Whether this process knows only its own boxes: each is then stored as its own array."""
 
     @property
     def staged_bytes(self) -> int:
@@ -79,11 +79,17 @@ class Source(Protocol):
 
     @property
     def private(self) -> bool:
-        """Whether fetched arrays are copies that nobody else holds: one per box, each alone in its memory."""
+        """Whether fetched arrays are copies that nobody else holds.
+
+        In this case there is one array per box, and each is alone in its memory.
+        """
 
     @property
     def resident(self) -> bool:
-        """Whether fetched arrays get their elements later, when the save writes them: they are kept until then, and not copied."""
+        """Whether fetched arrays get their elements later, when the save writes them.
+
+        Such arrays are kept until then, and not copied.
+        """
 
     @property
     def copier(self) -> type | None:
@@ -133,7 +139,10 @@ class Sink(Protocol):
 
     @property
     def buffer_shapes(self) -> list[tuple[int, ...]]:
-        """For each box, the shape of the host buffer to fill: the box's shape, or the padded tile of a device shard."""
+        """For each box, the shape of the host buffer to fill.
+
+        It is the shape of the box, or of the padded tile of a device shard.
+        """
 
     @property
     def destinations(self) -> list[Array] | None:
@@ -144,11 +153,17 @@ class Sink(Protocol):
 
     @property
     def adopts(self) -> bool:
-        """Whether the buffers become memory of the leaf: the caller makes them for this sink alone, and does not reuse them."""
+        """Whether the buffers become memory of the leaf.
+
+        In this case the caller makes them for this sink alone, and does not reuse them.
+        """
 
     @property
     def memory(self) -> Sequence[Array]:
-        """The leaf's memory on a device as arrays, only to compare addresses: the host must not read them."""
+        """The leaf's memory on a device as arrays, only to compare addresses.
+
+        The host must not read these arrays.
+        """
 
     @property
     def placer(self) -> type[Placer] | None:
@@ -169,7 +184,9 @@ class Sink(Protocol):
 
     @property
     def tie_key(self) -> Hashable:
-        """A key that is equal for sinks that may share one restored leaf, if the tensor was one when it was saved.
+        """A key that is equal for sinks that may share one restored leaf.
+
+        Sinks may share a leaf if the tensor was one leaf when it was saved.
 
         It is an `InPlace` if the sink fills memory that the leaf already has.
         """

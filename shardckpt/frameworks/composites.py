@@ -1,4 +1,4 @@
-"""Torch tensors that are made of other tensors: subclasses with `__tensor_flatten__`, and registered ones.
+"""Torch tensors made of other tensors: `__tensor_flatten__` subclasses, and registered ones.
 
 A DTensor of such a tensor is stored as DTensors of its parts, with the same placements. Each
 sharded dimension of a part must be in a fixed ratio to that dimension of the tensor (packed or
@@ -366,7 +366,9 @@ def _split_int8params(tensor: Any, scales: Any = None) -> tuple[dict[str, Any], 
 
 
 def of_modules(held: Mapping[str, Any]) -> tuple[dict[str, CompositeTensor], set[str]]:
-    """The composite parameters of a module of which its `state_dict` has some parts as entries of their own, as bitsandbytes does.
+    """A module's composite parameters that have parts as separate entries in its `state_dict`.
+
+    The modules of bitsandbytes have such parameters.
 
     Args:
         held: the entries of the module's `state_dict`.

@@ -1,4 +1,4 @@
-"""CUDA tensors: copies between device memory and pinned host memory, on side streams, ordered by events.
+"""CUDA tensors: event-ordered copies between device and pinned host memory on side streams.
 
 Imported when a state has its first CUDA tensor. All calls of CUDA are in `cuda_runtime`.
 
@@ -62,7 +62,7 @@ device first, in memory of that size."""
 
 @dataclass(frozen=True, slots=True)
 class DeviceArray:
-    """Elements on a device, with as much of an array's interface as it takes to cut them into blocks."""
+    """Elements on a device, with enough of an array's interface to cut them into blocks."""
 
     tensor: Any
     dtype: np.dtype[Any]
@@ -160,7 +160,10 @@ class Arrival:
 
 
 class SideStreams:
-    """Copies on one side stream per device: after the work that this thread has queued, and before what it queues later."""
+    """Copies on one side stream per device.
+
+    They run after the work that this thread has queued, and before the work that it queues later.
+    """
 
     def __init__(self, tensors: Iterable[Any]) -> None:
         """Order the copies after the work that is queued on the tensors' devices."""

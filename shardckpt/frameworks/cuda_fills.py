@@ -1,4 +1,4 @@
-"""Restores onto CUDA tensors: copies from a ring of pinned slots, on side streams, ordered by events.
+"""Restores onto CUDA tensors: event-ordered copies from a ring of pinned slots on side streams.
 
 1. The side stream of each device waits for an event on the current stream: copies begin after the
    work that the program has queued.
@@ -42,7 +42,7 @@ _BETWEEN = 64
 
 @dataclass(slots=True)
 class CudaSink(TensorSink):
-    """Device memory that is filled for a leaf, from pinned memory, box by box or in parts of boxes."""
+    """Device memory that is filled for a leaf, from pinned memory, by boxes or parts of boxes."""
 
     divisible: ClassVar[bool] = True
 
@@ -98,7 +98,7 @@ class DeviceFills(SideStreams):
     def place(
         self, filled: Sequence[tuple[CudaSink, Sequence[Array]]]
     ) -> tuple[list[object], Arrival]:
-        """Queue copies of buffers, which are not to be changed, freed or reused before `Arrival.wait`."""
+        """Queue copies of buffers; do not change, free or reuse these before `Arrival.wait`."""
         with self._queue() as (arrival, used):
             small: dict[Any, list[tuple[NDArray[Any], Any]]] = {}
             for sink, buffers in filled:
@@ -140,7 +140,7 @@ def _fill(pairs: Iterable[tuple[NDArray[Any], Any]], stream: Any) -> None:
 
 
 def _spread(run: list[tuple[NDArray[Any], Any]], stream: Any) -> None:
-    """Queue one copy of the memory of all these buffers, which lie side by side, to the device, and from there to their tensors."""
+    """Queue one copy of these adjacent buffers to the device, and from there to their tensors."""
     if len(run) > 1:
         (first, _), (last, _) = run[0], run[-1]
         begin, end = _address(first), _address(last) + last.nbytes

@@ -1,4 +1,6 @@
-"""The functions of CUDA, and of devices like it, that `cuda` uses: streams, events, copies and pinned memory.
+"""The functions of CUDA, and of devices like it, that `cuda` uses.
+
+They are for streams, events, copies and pinned memory.
 
 Tests replace `runtime` by a device whose order of operations they choose.
 """
@@ -81,7 +83,10 @@ class CudaRuntime:
     def spread(
         self, targets: Sequence[Any], starts: Sequence[int], source: Any, stream: Any
     ) -> None:
-        """Queue a copy from pinned memory on a stream, and copies from there to many tensors of the device; see `spread_bits`."""
+        """Queue a copy from pinned memory to the device, and copies from there to many tensors.
+
+        The tensors are on the device, and all copies are queued on one stream; see `spread_bits`.
+        """
         with _of(stream.device).stream(stream):
             for target in targets:
                 target.record_stream(stream)
@@ -110,7 +115,10 @@ def _of(device: Any) -> Any:
 
 
 def _clear(error: int) -> int:
-    """The error number, after a kernel that reports the error: CUDA keeps it for the thread's next launch, which would be the program's."""
+    """The error number, after a kernel that reports the error.
+
+    CUDA keeps the error for the thread's next launch, which would be the program's.
+    """
     if error:
         try:
             torch.ones(1, device="cuda")
@@ -123,7 +131,10 @@ runtime = CudaRuntime()
 
 
 def copy_bits(target: Any, source: Any) -> None:
-    """Copy a tensor's bits to a tensor of the same shape and item size; if one is in pinned memory, without waiting for the copy."""
+    """Copy a tensor's bits to a tensor of the same shape and item size.
+
+    If one of the tensors is in pinned memory, the function does not wait for the copy.
+    """
     if source.is_conj() or source.is_neg():
         source = source.resolve_conj().resolve_neg()
     bits = getattr(torch, _BITS[source.itemsize])
@@ -138,7 +149,11 @@ _sliced: dict[int, int] = {}
 
 
 def spread_bits(targets: Sequence[Any], starts: Sequence[int], between: Any, source: Any) -> None:
-    """Copy bytes to as many bytes on the device, and from there to tensors, whose elements begin at these bytes; without waiting."""
+    """Copy bytes to as many bytes on the device, and from there to tensors.
+
+    `starts` are the bytes at which the tensors' elements begin. The function does not wait for the
+    copies.
+    """
     between.copy_(source, non_blocking=True)
     bits = [getattr(torch, _BITS[target.itemsize]) for target in targets]
     parts = [
@@ -153,7 +168,10 @@ def spread_bits(targets: Sequence[Any], starts: Sequence[int], between: Any, sou
 def pin(
     buffer: NDArray[np.uint8], touched: Callable[[int], Iterable[NDArray[np.uint8]]]
 ) -> Callable[[], object]:
-    """Pin a buffer's memory, slice by slice, until the returned function is called, or no array uses the memory any more.
+    """Pin a buffer's memory, slice by slice.
+
+    The memory stays pinned until the returned function is called, or no array uses the memory any
+    more.
 
     Args:
         buffer: the memory.
@@ -199,7 +217,7 @@ def _unpin(of: CudaRuntime, slices: list[int], process: int) -> None:
 
 
 def within_slices(array: NDArray[Any], tensor: Any) -> Iterator[tuple[NDArray[Any], Any]]:
-    """Cut an array in pinned memory, and a tensor of its shape, into parts that cross no border of slices."""
+    """Cut a pinned array, and a tensor of its shape, into parts that cross no border of slices."""
     if _sliced and _crosses(array):
         d = next(d for d, n in enumerate(array.shape) if n > 1)  # an element crosses none
         half = array.shape[d] // 2

@@ -62,7 +62,10 @@ def describes_itself(tensor: object) -> bool:
 
 
 def described_like(tensor: Any, other: Any) -> Any:
-    """The first value; if it is a tensor of the same local shape without a description, with that of the other one."""
+    """The first value, with the description of the other one if it has none of its own.
+
+    Only a tensor of the same local shape gets the description.
+    """
     if (
         isinstance(tensor, torch.Tensor)
         and tensor.shape == other.shape
@@ -78,7 +81,10 @@ def _speaks(kind: type) -> bool:
 
 
 def accepts(leaf: Target) -> bool:  # noqa: ARG001 - every adapter has the same signatures
-    """False: a `Target` never requests such a tensor, because only the program knows how to make one."""
+    """False: a `Target` never requests such a tensor.
+
+    Only the program knows how to make one.
+    """
     return False
 
 
@@ -87,7 +93,10 @@ def settle(leaves: Iterable[object]) -> None:
 
 
 def identity(leaf: object) -> Hashable | None:
-    """A key that is equal for the same tensor object, and for tensors over the same memory that describe it in the same way."""
+    """A key that is equal for tensors over the same memory that describe it in the same way.
+
+    The same tensor object always has the same key, too.
+    """
     memory = None if _speaks(type(leaf)) else memory_key(leaf)
     if (
         memory is None

@@ -1,4 +1,4 @@
-"""PyTorch's DTensor: each process saves and restores the data of its own rank, without a collective.
+"""PyTorch's DTensor: each process saves and restores its own rank's data without a collective.
 
 The boxes of a rank follow from mesh and placements (`shardckpt.layout.placements`), if the local
 tensor agrees with them. Its shape is checked, and a difference is an error. (The shape does not
@@ -72,12 +72,12 @@ CLASSES = frozenset((DTensor,))
 
 
 def owns(leaf: Any) -> bool:
-    """Whether an instance of `CLASSES` is a leaf of this adapter, in a program without torch_xla."""
+    """Whether an instance of `CLASSES` is a leaf of this adapter, in programs without torch_xla."""
     return type(leaf._local_tensor) is torch.Tensor and "torch_xla" not in sys.modules
 
 
 def matches(leaf: object) -> bool:
-    """Whether the leaf is a DTensor, except where its local tensor has shards of its own (`dcp_protocol`)."""
+    """Whether the leaf is a DTensor whose local tensor has no own shards (`dcp_protocol`)."""
     return isinstance(leaf, DTensor) and not hasattr(leaf._local_tensor, "__create_chunk_list__")
 
 
@@ -95,7 +95,9 @@ def settle(leaves: Iterable[object]) -> None:
 
 
 def identity(leaf: Any) -> Hashable | None:
-    """A key that is equal for DTensors over the same local memory in the same form, so for detached aliases of one parameter too.
+    """A key that is equal for DTensors over the same local memory in the same form.
+
+    So detached aliases of one parameter have the same key.
 
     It uses the memory's owner, not its address: a rank with an empty shard must find the same
     tensors tied as other ranks do.
@@ -332,7 +334,7 @@ class _DTensorSource(HostSource):
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of a copy if the tensor is not on the host, or has a pending conjugation or negation; else 0."""
+        """Bytes of a copy; 0 for a tensor on the host without pending conjugation or negation."""
         return (
             0 if is_host_memory(self.local) else int(self.boxes.sizes().sum()) * self.dtype.itemsize
         )
@@ -419,7 +421,9 @@ def reduce_partial(leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
-    """A sink that fills the local tensor in place, or for a meta tensor or a `Target` the local tensor of a new DTensor.
+    """A sink that fills the local tensor in place, or the local tensor of a new DTensor.
+
+    The DTensor is new for a meta tensor or a `Target`.
 
     Raises:
         LeafError: a kind of tensor that cannot be restored into, or whose elements share memory.

@@ -88,7 +88,7 @@ def matches(leaf: object) -> bool:
 
 
 def accepts(leaf: Target) -> bool:
-    """Whether the target has a JAX sharding, or, if torch_xla is not imported, a shardckpt sharding."""
+    """Whether the target has a JAX sharding or, if torch_xla is not imported, a shardckpt one."""
     portable = isinstance(leaf.sharding, Sharding | OpSharding) and "torch_xla" not in sys.modules
     return portable or isinstance(leaf.sharding, jax.sharding.Sharding)
 
@@ -321,7 +321,7 @@ class _JaxSink(PlainSink):
 
     @property
     def word_dims(self) -> int:
-        """Number of the last dimensions that are not the array's own, but of the words of its keys."""
+        """Number of the last dimensions that are not the array's own, but of its keys' words."""
         return 0 if self.keys is None else len(key_shape(self.keys))
 
     def sharers(self, world: World) -> tuple[int, ...] | None:
@@ -375,7 +375,7 @@ class _JaxSink(PlainSink):
         return jax.make_array_from_single_device_arrays(shape, self.sharding, keys, dtype=self.keys)
 
     def _on_devices(self, buffers: Sequence[Array]) -> list[Any]:
-        """For each device, an array of its data; for an uncommitted array, one array on its device."""
+        """For each device, an array of its data; for an uncommitted array, one on its device."""
         shards = [
             buffers[box] if box >= 0 else self._no_elements for box in self.shards.box_of.tolist()
         ]

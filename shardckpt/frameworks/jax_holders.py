@@ -68,7 +68,9 @@ def holders_of(
 def sharers_of(
     layout: Layout | None, ndim: int, shards: JaxShards, world: World
 ) -> tuple[int, ...] | None:
-    """The processes whose devices need the same boxes as this process's, ascending, if all boxes have the same processes.
+    """The processes whose devices need the same boxes as this process's, ascending.
+
+    There is a result only if all boxes have the same processes.
 
     Args:
         layout: layout of the new array; None if it is uncommitted, so that every process has a

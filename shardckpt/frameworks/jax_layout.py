@@ -91,7 +91,9 @@ def _check_decided(sharding: Any) -> None:
 
 
 def with_devices(sharding: Any) -> Any:
-    """The sharding, with the mesh of `jax.set_mesh` in the place of an abstract mesh; without one, the same sharding.
+    """The sharding, with the mesh of `jax.set_mesh` in the place of an abstract mesh.
+
+    Without an abstract mesh, or without a mesh that is set, the result is the same sharding.
 
     `jax.eval_shape` and `nnx.as_abstract` give abstract meshes to their results.
 

@@ -1,4 +1,6 @@
-"""Copies between accelerators and the host that XLA makes, with its own kinds of memory: many at a time, and nothing is compiled.
+"""Copies between accelerators and the host that XLA makes, with its own kinds of memory.
+
+XLA makes many copies at a time, and compiles nothing.
 
 To the host (`landed`): all shards of a call are copied to XLA's pinned memory at once, at the speed
 of the link. This memory comes from a pool of XLA's, which grows up to a cap and does not shrink.
@@ -104,7 +106,10 @@ def _transfer(shards: Sequence[Any]) -> list[Array]:
 
 
 def warm_pinned(shards: Sequence[tuple[Any, tuple[int, ...], np.dtype[Any]]]) -> None:
-    """Have XLA's pool of pinned memory take what copies of shards of these devices, shapes and dtypes need, and give it back."""
+    """Have XLA's pool of pinned memory take what copies of these shards need, and give it back.
+
+    A shard is given by its device, shape and dtype.
+    """
     if shards:
         sizes = [prod(shape) * dtype.itemsize for _, shape, dtype in shards]
         zeros = np.zeros(max(sizes), np.uint8)  # the kernel has one page for all of it

@@ -1,9 +1,10 @@
-"""Values that every process has separately: their stored form, and the choice of the value that a process restores.
+"""Values that every process has separately: their stored form and the choice of one to restore.
 
 A process stores its values in its own file, each as a JSON document:
 
-    {"tree": tree document, "arrays": {name: {"kind", "dtype", "shape", "data"}, …}, "axis":
-    [position, size]}
+    {"tree": tree document,
+     "arrays": {name: {"kind", "dtype", "shape", "data"}, …},
+     "axis": [position, size]}
 
 1. The tree has the same form as for any state (`shardckpt.state`). All names in it begin with the
    value's own name.

@@ -1,4 +1,4 @@
-"""Copies of tensors that stay on the tensors' own devices, and the changes of a tensor since its copy was made.
+"""Copies of tensors on the tensors' own devices, and the changes of a tensor since its copy.
 
 A device compares a tensor with its copy (`torch_snapshots`, `jax_snapshots`), brings the copy up to
 date, and sends the positions and the values of what differs. The host has a copy, too (`HostCopy`).
@@ -46,7 +46,10 @@ class Snapshot(Protocol):
     """A copy of a box of a tensor, on the tensor's device."""
 
     def take(self, elements: Any, dtype: DType) -> ChangedWords:
-        """Compare a box of a tensor, cast to a dtype, with this copy, which has the same elements then."""
+        """Compare a box of a tensor, cast to a dtype, with this copy, and update the copy.
+
+        The copy has the same elements as the box afterwards.
+        """
 
 
 def sum_of(words: Words) -> int:

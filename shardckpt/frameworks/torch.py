@@ -99,7 +99,7 @@ class TensorSource(HostSource):
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of a copy if the tensor is not on the host, or has a pending conjugation or negation; else 0."""
+        """Bytes of a copy; 0 for a tensor on the host without pending conjugation or negation."""
         return 0 if self.on_host else prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -163,7 +163,10 @@ class TensorSink(PlainSink):
         return tuple(range(world.processes)) if self.ranks == "all" else self.ranks
 
     def place(self, buffers: Sequence[Array]) -> object:
-        """Copy the buffers that are not the memory itself into it, and record the write as autograd does under no_grad."""
+        """Copy the buffers that are not the memory itself into it, and record the write.
+
+        The write is recorded as autograd does under no_grad.
+        """
         if self.destinations is None:
             for view, buffer in zip(self.views, buffers, strict=True):
                 view.copy_(tensor_of(buffer, self.dtype))
@@ -182,7 +185,10 @@ class TensorSink(PlainSink):
 
 
 def owns(leaf: object) -> bool:
-    """Whether an instance of `CLASSES` is a leaf of this adapter: it may describe itself as a shard, or be on torch_xla's device."""
+    """Whether an instance of `CLASSES` is a leaf of this adapter.
+
+    Otherwise the instance may describe itself as a shard, or be on torch_xla's device.
+    """
     return not hasattr(leaf, "global_offsets") and "torch_xla" not in sys.modules
 
 
@@ -204,7 +210,9 @@ def settle(leaves: Iterable[object]) -> None:
 
 
 def identity(leaf: Any) -> Hashable | None:
-    """A key that is equal for tensors over the same memory in the same form, so for detached and `.data` aliases of one parameter too.
+    """A key that is equal for tensors over the same memory in the same form.
+
+    So detached and `.data` aliases of one parameter have the same key.
 
     On the host it is the key of a numpy array over that memory.
 
@@ -272,7 +280,10 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa:
 
 
 def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
-    """A sink that fills a tensor in place; or a new tensor, on the CPU for a meta tensor, on its device for a `Target`.
+    """A sink that fills a tensor in place, or a new tensor.
+
+    For a meta tensor the new tensor is on the CPU, and for a `Target` it is on the device of the
+    `Target`.
 
     Raises:
         LeafError: a kind of tensor that cannot be restored into, or whose elements share memory; or
@@ -464,7 +475,10 @@ def tensor_of(array: Array, dtype: DType) -> Any:
 
 
 def _is_complete(leaf: Any) -> bool:
-    """Whether a plain tensor on the CPU is known to have its elements in memory, contiguous; if not, `check_kind` looks closer."""
+    """Whether a plain tensor on the CPU is known to have its elements in memory, contiguous.
+
+    If it is not known, `check_kind` looks closer.
+    """
     if (
         leaf.is_nested
         or leaf.layout is not torch.strided

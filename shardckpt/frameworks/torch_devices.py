@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def device_memory(name: str, device: object) -> Iterator[None]:
-    """Raise BudgetError if a device has no memory for a new tensor, and LeafError if there is no such device."""
+    """Raise BudgetError if a device has no memory for a new tensor.
+
+    This raises LeafError if there is no such device.
+    """
     try:
         yield
     except torch.OutOfMemoryError as e:
@@ -35,7 +38,10 @@ def device_memory(name: str, device: object) -> Iterator[None]:
 
 @cache
 def has_streams(kind: str) -> bool:
-    """Whether a kind of device is copied from and to by `cuda`: CUDA, and the accelerator of this torch, if it has streams and events."""
+    """Whether `cuda` makes the copies from and to a kind of device.
+
+    `cuda` makes them for CUDA, and for the accelerator of this torch if it has streams and events.
+    """
     if kind == "cuda":
         return True
     accelerator = (

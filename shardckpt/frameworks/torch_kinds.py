@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
 CLASSES = frozenset((torch.Tensor, torch.nn.Parameter))
-"""Classes of tensors that are no more than their elements; `torch.owns` decides for their instances."""
+"""Classes of tensors that are no more than their elements; `torch.owns` decides for their
+instances."""
 
 
 def check_kind(name: str, leaf: Any) -> None:
-    """Raise LeafError unless the leaf is no more than its elements, and these are all in memory or all missing (meta)."""
+    """Raise LeafError unless the leaf is only elements, all in memory or all missing (meta)."""
     reason = _unstorable(leaf)
     if reason is None and type(leaf) not in CLASSES:
         if isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin):
@@ -124,7 +125,7 @@ def elements_of(leaf: Any) -> Any:
 
 
 def check_fillable(name: str, tensor: Any) -> None:
-    """Raise LeafError unless every element of the tensor has memory of its own that holds its value."""
+    """Raise LeafError unless each element of a tensor has its own memory that holds its value."""
     if tensor.is_conj() or tensor.is_neg():
         raise LeafError(
             f"{shown(name)}: this tensor is a lazily conjugated or negated view, which cannot be "

@@ -74,7 +74,10 @@ def _on_host(words: Any, dtype: DType) -> Any:
 
 
 class QueuedSum:
-    """`snapshots.sum_of` a tensor on a device with streams, queued behind the work of the thread that makes it."""
+    """`snapshots.sum_of` a tensor on a device with streams, queued on the device.
+
+    The sum is queued behind the work of the thread that makes it.
+    """
 
     def __init__(self, tensor: Any) -> None:
         """Queue it; nothing waits."""

@@ -1,4 +1,6 @@
-"""torch_xla SPMD: tensors sharded over devices, saved and restored shard by shard, without compiling anything.
+"""torch_xla SPMD: tensors sharded over devices, saved and restored shard by shard.
+
+Nothing is compiled.
 
 Saving
 1. Pending results have no sharding yet: all pending leaves are computed in one program. No other
@@ -95,7 +97,7 @@ meaning."""
 
 
 def matches(leaf: object) -> bool:
-    """Whether the leaf is on torch_xla's device, as a plain tensor, a Parameter or an XLAShardedTensor."""
+    """Whether the leaf is on torch_xla's device: a plain tensor, Parameter or XLAShardedTensor."""
     return isinstance(leaf, torch.Tensor) and leaf.device.type == "xla"
 
 
@@ -172,13 +174,19 @@ class _XlaSource(HostSource):
 
     @property
     def staged_bytes(self) -> int:
-        """Twice the bytes that are read: 2.9 reads all tensors of a call into literals, and then copies them into tensors."""
+        """Twice the bytes that are read.
+
+        torch_xla 2.9 reads all tensors of a call into literals, and then copies them into tensors.
+        """
         elements = prod(self.shape) if self.shards is None else self.shards.elements
         return 2 * elements * self.dtype.itemsize
 
     @property
     def private(self) -> bool:
-        """False for results of `_xla_get_cpu_tensors`, which may be the host tensor that a leaf was made from, and for padded shards."""
+        """False for results of `_xla_get_cpu_tensors`, and for padded shards.
+
+        A result of `_xla_get_cpu_tensors` may be the host tensor that a leaf was made from.
+        """
         return self.shards is not None and bool(
             (self.boxes.sizes() == prod(self.shards.tile)).all()
         )
@@ -210,7 +218,10 @@ class _XlaSource(HostSource):
         return fetched
 
     def distinct(self, shards: Sequence[tuple[Any, str]], positions: Sequence[int]) -> list[Array]:
-        """One array per requested box, without padding, from the shards of all local devices, which come with their devices' names."""
+        """One array per requested box, without padding, from the shards of all local devices.
+
+        The shards come with their devices' names.
+        """
         assert self.shards is not None
         row = [tensor for tensor, _ in shards]
         holders = self.shards.first_holders
@@ -358,7 +369,10 @@ class _ShardedSink(PlainSink):
         return tensor
 
     def _place_unsigned(self, shards: list[Any]) -> object:
-        """Load into a tensor whose dtype is set: a tensor built from shards alone would be int16, int32 or int64."""
+        """Load into a tensor whose dtype is set.
+
+        A tensor built from shards alone would be int16, int32 or int64.
+        """
         whole_everywhere = replicated(self.layout, len(self.shape))
         template = (
             shards[0].clone()
@@ -453,7 +467,10 @@ def target(name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink:
 
 
 def _padded_with_zeros(buffer: Array, inside: tuple[int, ...]) -> Array:
-    """The buffer with zeros outside its box: lent memory has arbitrary contents, and NaNs in the padding would reach reductions."""
+    """The buffer with zeros outside its box.
+
+    Lent memory has arbitrary contents, and NaNs in the padding would reach reductions.
+    """
     for d, n in enumerate(inside):
         if n < buffer.shape[d]:
             buffer[(slice(None),) * d + (slice(n, None),)] = 0

@@ -52,7 +52,9 @@ def from_xla_mesh(mesh: Any) -> Mesh:
 
 
 def from_sharding_spec(spec: Any) -> Sharding:
-    """A torch_xla `ShardingSpec`, or a pair of its `Mesh` and a partition spec, as a shardckpt `Sharding`.
+    """A torch_xla `ShardingSpec` as a shardckpt `Sharding`.
+
+    A pair of torch_xla's `Mesh` and a partition spec is accepted, too.
 
     Raises:
         ShardingError: the partition spec names an axis that the mesh lacks.
@@ -203,7 +205,9 @@ def local_shards(layout: Layout, shape: tuple[int, ...]) -> XlaShards:
 def holders_of(
     name: str, layout: Layout, ndim: int, shards: XlaShards | None, world: World
 ) -> list[tuple[int, ...]] | None:
-    """The processes that hold each of a tensor's boxes; None where each process has its own devices.
+    """The processes that hold each of a tensor's boxes.
+
+    None where each process has its own devices.
 
     Raises:
         ShardingError: the owners of the devices are not known, or the layout does not fit them.

@@ -61,7 +61,9 @@ def last_written(store: Store, prefix: str) -> float | None:
 
 
 def storage_now(store: Store) -> float:
-    """The current time by the storage's own clock, in POSIX seconds: the modification time of a small object written for this purpose.
+    """The current time by the storage's own clock, in POSIX seconds.
+
+    This is the modification time of a small object written for this purpose.
 
     Raises:
         StorageError: nothing can be written there.

@@ -1,4 +1,4 @@
-"""Host memory for reads and writes: a memory-limited buffer pool, and an arena for arrays that stay.
+"""Host memory for I/O: a memory-limited buffer pool, and an arena for arrays that stay.
 
 Fresh memory is the slowest part of moving data on a host, because the kernel clears every page at
 its first use. So a `BufferPool` keeps the buffers that it has allocated. Leased bytes, and bytes
@@ -80,7 +80,7 @@ class KeptBuffers:
         return np.empty(nbytes, np.uint8)
 
     def give_back(self, buffer: NDArray[np.uint8]) -> None:
-        """Keep a buffer that its user does not need any more, in place of older ones if there are too many."""
+        """Keep a buffer that its user no longer needs; drop older ones if there are too many."""
         with self._lock:
             self._free.append(buffer)
             while sum(free.nbytes for free in self._free) > self._most:
@@ -270,7 +270,10 @@ class BufferPool:
         return self._kept.pop(min(fitting, key=lambda i: self._kept[i].nbytes)) if fitting else None
 
     def _free(self, buffer: NDArray[np.uint8]) -> None:
-        """Unpin a buffer that the pool drops: arrays over it may still exist, in the traceback of an error for example."""
+        """Unpin a buffer that the pool drops.
+
+        Arrays over it may still exist, in the traceback of an error for example.
+        """
         if (unpin := self._unpin.pop(buffer.ctypes.data, None)) is not None:
             unpin()
 
@@ -312,7 +315,10 @@ class Arena:
 
 
 def touch(buffer: NDArray[np.uint8]) -> None:
-    """Write to every page of new memory, on several threads: the kernel clears the pages then, and pinning them takes a fifth as long."""
+    """Write to every page of new memory, on several threads.
+
+    The kernel clears the pages then, and pinning them takes a fifth as long.
+    """
     parts = [
         buffer[begin : begin + _TOUCHED : mmap.PAGESIZE]
         for begin in range(0, buffer.nbytes, _TOUCHED)
@@ -358,7 +364,10 @@ def gather_write(fd: int, offset: int, vectors: Sequence[memoryview]) -> None:
 
 
 def round_up(nbytes: int) -> int:
-    """Round up to the next multiple of the alignment: the bytes of a lease that an array of `nbytes` uses."""
+    """Round up to the next multiple of the alignment.
+
+    The result is the number of bytes of a lease that an array of `nbytes` uses.
+    """
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -1,4 +1,6 @@
-"""Cores and memory for this process: what the operating system allows it, shared among the job's processes on this host.
+"""Cores and memory that this process may use.
+
+They are what the operating system allows it, shared among the job's processes on this host.
 
 The operating system allows a process the least of its affinity and the quotas of its control groups
 (`cpu.max`, or `cpu.cfs_quota_us` in version 1), each of which also holds for all groups below. The
@@ -110,7 +112,9 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of memory that this process may still use, without what the job's other processes on this host may; None: unknown.
+    """Bytes of memory that this process may still use; None if unknown.
+
+    The result does not include what the job's other processes on this host may use.
 
     This is the least of what the host has available, and what its control groups leave. Files that
     are cached there count as free.

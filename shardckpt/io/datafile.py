@@ -1,4 +1,4 @@
-"""Data files, which are written once from front to back and then made durable, and the free space of a disk.
+"""Data files, written once from front to back and then made durable, and a disk's free space.
 
 On a local disk bytes go from the caller's buffer straight into the file, without a copy. The disk
 starts to write them while others are appended (`begin_write_back`), so that making the file durable
@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class BlocksOut:
-    """Blocks of one shape and dtype on their way to a local file, each cut into chunks of one shape, in grid order."""
+    """Blocks of one shape and dtype on their way to a local file, cut into chunks of one shape.
+
+    The chunks of each block are in grid order.
+    """
 
     blocks: Sequence[NDArray[Any]]
     chunks: tuple[int, ...]

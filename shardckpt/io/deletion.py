@@ -1,4 +1,4 @@
-"""Deletion of everything below a location: of a directory on disk, or of the objects below a prefix."""
+"""Deletion of everything below a location: a directory on disk, or the objects below a prefix."""
 
 from __future__ import annotations
 

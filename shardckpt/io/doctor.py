@@ -133,7 +133,7 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """Whether all promises hold that checkpoints cannot do without, and nothing was left behind."""
+        """Whether all promises that checkpoints need hold, and nothing was left behind."""
         return self.left is None and all(
             map(self.holds, (promise for promise in PROMISES if promise.needed))
         )
@@ -157,7 +157,10 @@ def examine(url: Location | str | os.PathLike[str]) -> Diagnosis:
 
 @contextmanager
 def _removed_afterwards(store: Store, name: str, left: list[str]) -> Iterator[None]:
-    """Remove the directory of the trials afterwards, and on disk the directories above it that did not exist."""
+    """Remove the directory of the trials afterwards.
+
+    On disk, this also removes the directories above it that did not exist before.
+    """
     path = store.local_path("")
     missing = (
         [] if path is None else [above for above in (path, *path.parents) if not exists(above)]

@@ -116,7 +116,7 @@ for a disk that is mounted read-only)."""
 
 @contextmanager
 def storage_errors(action: str, place: object) -> Iterator[None]:
-    """Turn errors of TensorStore and the system into `StorageError("cannot <action> <place>: …")`."""
+    """Turn errors of TensorStore and the system into `StorageError("cannot ACTION PLACE: …")`."""
     try:
         yield
     except ShardckptError:
@@ -126,7 +126,10 @@ def storage_errors(action: str, place: object) -> Iterator[None]:
 
 
 def failure_at(place: object, error: Exception) -> str:
-    """The end of a message about an error of TensorStore or the system: the place, the error's own text, and what to do."""
+    """The end of a message about an error of TensorStore or the system.
+
+    It has the place, the error's own text, and what to do.
+    """
     text = _text_of(error, place)
     return f"{clip(str(place), _LONGEST)}: {clip(text, _LONGEST)}; {_advice(text, error, place)}."
 
@@ -156,7 +159,7 @@ def _advice(text: str, error: Exception, place: object) -> str:
 
 
 def _lacks_inodes(place: str | bytes | int) -> bool:
-    """Whether the file system of a path, or of its nearest parent, has no inodes left for this user."""
+    """Whether the file system of a path or its nearest parent has no inodes left for this user."""
     if not isinstance(place, str) or not place.startswith("/"):
         return False
     for path in (Path(place), *Path(place).parents):
@@ -169,7 +172,7 @@ def _lacks_inodes(place: str | bytes | int) -> bool:
 
 
 def is_denied(error: StorageError) -> bool:
-    """Whether the storage refused an operation for lack of permission, so that a retry is useless."""
+    """Whether the storage refused an operation for lack of permission: a retry is useless."""
     text = str(error.__cause__ or error).lower()
     return any(part in text for part in _DENIED)
 
@@ -186,7 +189,9 @@ def is_shutting_down() -> bool:
 
 
 def reading_takes_threads(place: object) -> AbstractContextManager[None]:
-    """Report threads that cannot be started as errors of the read, around the code that reads from a place.
+    """Report threads that cannot be started as errors of the read.
+
+    The returned context goes around the code that reads from a place.
 
     Raises:
         StorageError: in place of the RuntimeError of a thread that cannot be started.
@@ -204,7 +209,9 @@ def reading_takes_threads(place: object) -> AbstractContextManager[None]:
 
 
 def saving_takes_threads(place: object) -> AbstractContextManager[None]:
-    """Report threads that cannot be started as errors of the save, around the code that saves to a place.
+    """Report threads that cannot be started as errors of the save.
+
+    The returned context goes around the code that saves to a place.
 
     Raises:
         CommitError: in place of the RuntimeError of a thread that cannot be started.

@@ -59,7 +59,9 @@ _log = logging.getLogger("shardckpt")
 
 
 class OpenFile:
-    """An open file or directory, which is closed with this object at the latest, and which Ctrl-C cannot leak.
+    """An open file or directory, which is closed with this object at the latest.
+
+    Ctrl-C cannot leak it.
 
     Python may raise KeyboardInterrupt between the call of `os.open` and the statement that keeps
     its result. Nobody can close the file then, and a lock on it lasts as long as the process.
@@ -219,7 +221,7 @@ def remove(path: Path, generation: bytes) -> bool:
 
 
 def remove_empty(directory: Path) -> None:
-    """Remove a directory without files, or with nothing but the lock files that writers left when they were killed.
+    """Remove a directory without files, or with nothing but lock files of killed writers.
 
     Raises:
         OSError: it has files, or cannot be removed.
@@ -246,7 +248,9 @@ def delete(path: Path) -> None:
 
 
 def below(top: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """All files below `top` whose names relative to it start with `prefix`: name and directory entry; links are not followed.
+    """All files below `top` whose names relative to it start with `prefix`.
+
+    Each file is given by its name and directory entry. Links are not followed.
 
     A file deleted during the listing may be left out.
     """
@@ -267,7 +271,7 @@ def below(top: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]
 
 
 def is_transient(name: str) -> bool:
-    """Whether a file of this name exists only while another one is written, or while a deleted one is open."""
+    """Whether a file so named exists only while another is written or a deleted one is open."""
     return name.endswith(LOCK_SUFFIX) or HIDDEN.fullmatch(name) is not None
 
 
@@ -312,7 +316,10 @@ class DurableDirectories:
     """
 
     def __init__(self, top: Path) -> None:
-        """Begin at `top`: directories from there down are synced even if they exist, as another process may just have created them."""
+        """Begin at `top`; directories from there down are synced even if they exist.
+
+        Another process may just have created them.
+        """
         self._top = top
         self._synced: set[Path] = set()
         self._made: set[Path] = set()
@@ -328,7 +335,10 @@ class DurableDirectories:
         return later
 
     def sync_all(self) -> None:
-        """Make all names durable whose syncing was put off; from now on they are made durable at once."""
+        """Make all names durable whose syncing was put off.
+
+        From now on, names are made durable at once.
+        """
         for directory, may_fail in (self._later or {}).items():
             self._sync(directory, may_fail=may_fail)
         self._synced |= self._made

@@ -83,7 +83,9 @@ def is_at(fd: int, path: Path) -> bool | None:
 
 
 def seems_at(fd: int, path: Path) -> bool:
-    """Whether an open file, which no process writes now, is the one at a path: by inode number, or by size, times and links.
+    """Whether an open file, which no process writes now, is the one at a path.
+
+    The files are compared by inode number, or by size, times and links.
 
     Raises:
         FileNotFoundError: nothing is at the path.

@@ -392,7 +392,7 @@ def read_node(encoded: bytes) -> Node:
 def _decode_prefixed(
     shared: NDArray[np.uint64], rest: NDArray[np.uint64], suffixes: bytes
 ) -> Iterator[bytes]:
-    """Decode texts, each given by the length of its common prefix with the text before it and by its suffix."""
+    """Decode texts given by suffix and by length of the prefix shared with the previous text."""
     text, at = b"", 0
     for prefix, length in zip(shared.tolist(), rest.tolist(), strict=True):
         if prefix > len(text):

@@ -1,4 +1,7 @@
-"""An upload in progress: a request to an object store that another thread makes, and that can be given up."""
+"""An upload in progress: a request to an object store on another thread.
+
+The request can be given up.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,10 @@ class Upload:
             self._ended.set()
 
     def let_go(self) -> None:
-        """After `abandon`: wait a moment for a request in progress, so that the object that it makes can be deleted."""
+        """After `abandon`: wait a moment for a request in progress.
+
+        The object that the request makes can then be deleted.
+        """
         if self._thread is not None:
             self._thread.join(_MOMENT)
 

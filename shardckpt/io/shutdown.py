@@ -1,4 +1,6 @@
-"""Interpreter shutdown: background threads that must end before it, and threads that can no longer start.
+"""Interpreter shutdown: background threads that must end before it.
+
+The module also handles threads that can no longer start.
 
 Python stops daemon threads wherever they are. A thread that is inside a C++ library then aborts the
 process ("terminate called without an active exception", SIGABRT), and launchers count the job as

@@ -141,7 +141,9 @@ class Store(ABC):
         return self
 
     def kvstore(self) -> Any:
-        """The location as a `ts.KvStore`: for memory, and for operations that only TensorStore has (OCDBT).
+        """The location as a `ts.KvStore`.
+
+        This is for memory, and for operations that only TensorStore has (OCDBT).
 
         Raises:
             StorageError: TensorStore has no driver for the kind of storage (`has_driver`), or
@@ -152,11 +154,18 @@ class Store(ABC):
             return ts.KvStore.open(self.location.kvstore(), context=self.context()).result()
 
     def context(self) -> ts.Context:
-        """TensorStore's context for the location: one for all places of this process, but those with keys or settings that change."""
+        """TensorStore's context for the location.
+
+        All places of this process share one context, except those with keys or settings that
+        change.
+        """
         return _context()
 
     def with_new_keys(self, operation: Callable[[], T]) -> T:
-        """The result of an operation of TensorStore, which is repeated if it failed while keys for the storage were rotated."""
+        """The result of a TensorStore operation, repeated if it failed while keys were rotated.
+
+        The keys are the keys for the storage.
+        """
         return operation()
 
     def __str__(self) -> str:
@@ -199,7 +208,9 @@ class Store(ABC):
     def read_versioned(
         self, key: str, start: int | None = None, stop: int | None = None
     ) -> tuple[bytes | None, bytes]:
-        """Read an object's bytes (None if it does not exist), or those from `start` to `stop`, and its generation, for `replace`.
+        """Read an object's bytes, or those from `start` to `stop`, and its generation.
+
+        The bytes are None if the object does not exist. The generation is for `replace`.
 
         On a disk the generation is a digest of the whole file, and a range has none: b"".
 
@@ -211,7 +222,7 @@ class Store(ABC):
     def _read_checked(
         self, key: str, start: int | None, stop: int | None, *, versioned: bool
     ) -> tuple[bytes | None, bytes]:
-        """Read an object's bytes, all of those that are asked for, and its generation, if it is asked for."""
+        """Read all of an object's bytes that are asked for, and its generation if asked for."""
         check_key(key, self)
         with storage_errors("read", self.path_of(key)), self._ends_too_early(key, stop):
             data, generation = self._read(key, start, stop, versioned=versioned)
@@ -220,7 +231,9 @@ class Store(ABC):
         return data, generation
 
     def read_into(self, key: str, start: int, into: Sequence[memoryview]) -> bytes:
-        """Fill buffers, one after another, with the bytes of an object from `start` on; without a copy on object stores.
+        """Fill buffers, one after another, with the bytes of an object from `start` on.
+
+        On object stores, the bytes are not copied.
 
         Returns:
             The object's generation; b"" on a disk.
@@ -300,7 +313,7 @@ class Store(ABC):
         return _same(self.read_versioned(key)[0], data)
 
     def check_replaces(self, action: str) -> None:
-        """Refuse an action that replaces or deletes a record, where no client can do that conditionally.
+        """Refuse to replace or delete a record where no client can do that conditionally.
 
         Args:
             action: the action, up to the place.
@@ -316,7 +329,9 @@ class Store(ABC):
             )
 
     def create_anew(self, key: str, make: Callable[[], bytes], generation: bytes) -> bool:
-        """Create a missing object with a generation that never occurs again, even if the request is repeated.
+        """Create a missing object with a generation that never occurs again.
+
+        The generation never occurs again even if the request is repeated.
 
         Args:
             key: key of the object.
@@ -366,7 +381,10 @@ class Store(ABC):
             return self._remove(key, generation)
 
     def names_later(self) -> Store:
-        """The same location, where on a disk names of new files become durable only with `sync_names`, which syncs each directory once."""
+        """The same location, where names of new files become durable only with `sync_names`.
+
+        This applies to a disk, where `sync_names` syncs each directory once.
+        """
         return self
 
     def sync_names(self) -> None:  # noqa: B027  (only a disk has directories)
@@ -385,7 +403,7 @@ class Store(ABC):
         """
 
     def delete_prefix(self, prefix: str = "") -> None:
-        """Delete everything below `prefix`: "" (the complete location) or a name that ends in a slash.
+        """Delete everything below `prefix`: "" (whole location) or a name ending in a slash.
 
         On disk, directories are deleted too. Symbolic links are removed and not followed.
         """
@@ -423,7 +441,9 @@ class Store(ABC):
             return self._sizes(prefix)
 
     def modification_times(self, prefix: str = "") -> Iterator[tuple[str, float]]:
-        """Every object below `prefix` ("", a complete key, or ending in a slash), and the time of its last write.
+        """Every object below `prefix`, and the time of its last write.
+
+        `prefix` is "", a complete key, or ends in a slash.
 
         Yields:
             Key, and POSIX seconds by the storage's clock (S3 has no fractions). On disk in no
@@ -434,7 +454,7 @@ class Store(ABC):
             yield from self._times(prefix)
 
     def copies_from(self, source: Store) -> bool:
-        """Whether the storage itself copies objects from another place to this one (`copy_from`)."""
+        """Whether the storage itself copies objects from another place here (`copy_from`)."""
         del source
         return False
 
@@ -489,7 +509,7 @@ class Store(ABC):
     def _read(
         self, key: str, start: int | None, stop: int | None, *, versioned: bool
     ) -> tuple[bytes | None, bytes]:
-        """Read bytes, None if there is no object, and the generation, which may be b"" unless `versioned`.
+        """Read bytes (None: no object) and the generation, which may be b"" unless `versioned`.
 
         Raises:
             EOFError, ValueError("OUT_OF_RANGE…"): the object ends before `stop`.

@@ -1,4 +1,7 @@
-"""Standard streams, which need not be there: daemons have none, and log collectors put objects of their own in their place."""
+"""Standard streams, which need not be there.
+
+Daemons have none, and log collectors put objects of their own in the streams' place.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ def is_terminal(stream: object) -> bool:
 
 
 class _GuardedLogger(logging.Logger):
-    """A logger whose messages raise nothing while standard error is closed: a closed stream must not end a save."""
+    """A logger whose messages raise nothing while standard error is closed.
+
+    A closed stream must not end a save.
+    """
 
     def handle(self, record: logging.LogRecord) -> None:
         """Pass a record to the handlers, which report their own failures on standard error."""
@@ -37,7 +43,7 @@ logging.getLogger("shardckpt").__class__ = _GuardedLogger
 
 
 def replace_missing_streams() -> None:
-    """Put the null device in place of standard streams that are missing or closed, as in `shardckpt ls >&-`.
+    """Replace missing or closed standard streams by the null device, as in `shardckpt ls >&-`.
 
     Otherwise the next file that is opened would get a standard stream's number, and libraries would
     print into it.

@@ -83,7 +83,10 @@ class _Setting(Generic[T]):
             self._leave(user)  # Ctrl-C may have kept the first call from its end
 
     def _leave(self, user: object) -> None:
-        """Restore the program's value if this was the last user, unless the program has chosen another one meanwhile."""
+        """Restore the program's value if this was the last user.
+
+        Nothing is restored if the program has chosen another value meanwhile.
+        """
         self._users.discard(user)
         if not self._users and (replaced := [*self._replaced.items()]):
             _, value = replaced[-1]
@@ -138,7 +141,9 @@ class InterruptibleCondition(threading.Condition):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause Python's collector of reference cycles: for short code that creates objects per tensor, and does not wait for others.
+    """Pause Python's collector of reference cycles.
+
+    This is for short code that creates objects per tensor, and does not wait for others.
 
     The plans of 2,000 tensors start the collector several times, and each time it visits all
     objects of the program: 0.1 s with torch and JAX imported, and half of a restore of small
@@ -157,7 +162,9 @@ def collector_paused() -> Iterator[None]:
 
 @contextmanager
 def prompt_turns() -> Iterator[None]:
-    """Limit the time that a thread busy in Python keeps the interpreter lock from another one to `SWITCH_SECONDS`.
+    """Limit the time for which a busy thread keeps the interpreter lock to `SWITCH_SECONDS`.
+
+    The thread is busy in Python, and keeps the lock from another thread.
 
     A save releases the lock at every system call, some 300 times whatever its size; by default, a
     busy thread may then keep it for 5 ms each time (docs/decisions/0043).
@@ -167,7 +174,9 @@ def prompt_turns() -> Iterator[None]:
 
 
 def lasts_seconds(nbytes: int) -> bool:
-    """Whether a task that reads so many bytes from a disk is a matter of seconds, so that the collector may pause during all of it.
+    """Whether a task that reads so many bytes from a disk is a matter of seconds.
+
+    The collector may then pause during all of the task.
 
     After each of several pauses, the collector would visit all objects that have been created in
     it.
@@ -201,7 +210,10 @@ class _AtWork:
             self._left.get()
 
     def stop(self) -> None:
-        """Begin no further work, and wait until all work in progress is finished, however often Ctrl-C is pressed meanwhile."""
+        """Begin no further work, and wait until all work in progress is finished.
+
+        The wait goes on, however often Ctrl-C is pressed meanwhile.
+        """
         self.over = True
         while self._noted:
             try:  # noqa: SIM105
@@ -302,7 +314,7 @@ def _starter(name: str) -> Callable[[Callable[[], None]], None]:
 
 
 class Workers:
-    """A thread pool, started on demand and kept together with thread-local data; for several callers."""
+    """A thread pool for several callers, started on demand and kept, with thread-local data."""
 
     def __init__(self, threads: int, name: str) -> None:
         """Use at most `threads` threads, whose names begin with `name`."""
@@ -342,7 +354,7 @@ def map_on_threads(read: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
 
 def clocks() -> tuple[float, float]:
-    """Seconds of wall-clock time, and seconds of processor time of this process with all its threads."""
+    """Seconds of wall-clock time, and of processor time of this process with all its threads."""
     return time.perf_counter(), time.process_time()
 
 

@@ -209,7 +209,10 @@ class Location:
 
     @property
     def object_prefix(self) -> str:
-        """On an object store: prefix of the names of all objects at this location, "" or ending in a slash."""
+        """On an object store: prefix of the names of all objects at this location.
+
+        The prefix is "" or ends in a slash.
+        """
         below = self.path.partition("/")[2]
         return f"{below}/" if below else ""
 

@@ -88,7 +88,10 @@ class DType:
 
     @property
     def as_bits(self) -> bool:
-        """Whether the stored array holds the bits as an unsigned integer, because TensorStore lacks the type."""
+        """Whether the array stores the bits as an unsigned integer.
+
+        This is done where TensorStore lacks the type.
+        """
         return self.numpy != self.storage
 
     def __str__(self) -> str:

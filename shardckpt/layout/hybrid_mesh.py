@@ -1,4 +1,7 @@
-"""A mesh over several TPU slices: fast links (ICI) inside a slice, the data-center network (DCN) between them.
+"""A mesh over several TPU slices.
+
+Fast links (ICI) connect devices inside a slice, and the data-center network (DCN) connects the
+slices.
 
 Every axis has an inner size, within a slice, and an outer one, across slices; its size is their
 product.
@@ -34,7 +37,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The properties of one device, as its runtime reports them, that determine its place in a mesh."""
+    """The properties of one device that determine its place in a mesh.
+
+    The device's runtime reports them.
+    """
 
     id: int
     """The global device id."""
@@ -65,7 +71,10 @@ class Device:
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
 class HybridMesh(Mesh):
-    """A mesh over several TPU slices: fast links (ICI) inside a slice, the data-center network (DCN) between slices.
+    """A mesh over several TPU slices.
+
+    Fast links (ICI) connect devices inside a slice, and the data-center network (DCN) connects the
+    slices.
 
     The size of each axis is its number of devices within a slice times its number of slices. The
     devices of one slice are contiguous along every axis. The order of devices is the order of
@@ -265,7 +274,11 @@ def _split_axes(torus: tuple[int, ...], shape: tuple[int, ...]) -> Ids:
 def _preference(
     option: tuple[int, ...], torus: tuple[int, ...], in_use: Ids
 ) -> tuple[int, int, int, tuple[int, ...]]:
-    """Sort key, greater is better: devices on complete axes, number of complete axes, devices on axes in use, earlier axes."""
+    """Sort key of an option; a greater key is better.
+
+    It has the devices on complete axes, the number of complete axes, the devices on axes in use,
+    and last the earlier axes.
+    """
     whole = [size for size, extent in zip(option, torus, strict=True) if size == extent]
     shared = [size for size, used in zip(option, in_use.tolist(), strict=True) if used > 1]
     return prod(whole), sum(size > 1 for size in whole), prod(shared), option

@@ -95,7 +95,10 @@ class PartitionSpec:
         )
 
     def to_json(self) -> list[object]:
-        """The JSON form: a list with one entry per dimension: null, a name, an index, or a list of names and indices."""
+        """The JSON form: a list with one entry per dimension.
+
+        An entry is null, a name, an index, or a list of names and indices.
+        """
         return [list(part) if isinstance(part, tuple) else part for part in self.parts]
 
     @classmethod

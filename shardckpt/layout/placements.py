@@ -232,7 +232,9 @@ class Placements:
         return without_empty(grid_boxes(len(row), *self._spans(shape, row)))
 
     def local_boxes(self, shape: Sequence[int], rank: int) -> BoxArray:
-        """The position of each of `rank_boxes` in the rank's local tensor, which they fill without gaps.
+        """The position of each of `rank_boxes` in the rank's local tensor.
+
+        The boxes fill the local tensor without gaps.
 
         Raises:
             ShardingError: as for `cuts`.
@@ -261,7 +263,9 @@ class Placements:
         return _holders(self, rank)
 
     def as_sharding(self, shape: Sequence[int]) -> Sharding | None:
-        """The sharding that gives every rank the same box of a tensor of that shape: all splits in order, made at once.
+        """The sharding that gives every rank the same box of a tensor of that shape.
+
+        The sharding makes all splits in order, at once.
 
         None if that gives other boxes, or if ranks hold several boxes.
 
@@ -348,7 +352,10 @@ class Placements:
         return dimensions
 
     def _spans(self, shape: Sequence[int], rows: Index) -> tuple[list[Index], list[Index]]:
-        """The parts of every dimension at some mesh positions: per dimension, (n, k) starts and sizes of k intervals each."""
+        """The parts of every dimension at some mesh positions.
+
+        For each dimension, these are (n, k) starts and sizes of k intervals each.
+        """
         coordinates = np.empty((len(rows), self.mesh.ndim), np.int64)
         for axis in reversed(range(self.mesh.ndim)):
             rows, coordinates[:, axis] = np.divmod(rows, self.mesh.shape[axis])
@@ -396,7 +403,10 @@ def _row(mesh: Mesh, rank: int) -> Index:
 
 @lru_cache(maxsize=256)
 def _holders(layout: Placements, rank: int) -> tuple[int, ...]:
-    """`Placements.holders`, cached: a thousand tensors replicated over thousands of ranks share one tuple."""
+    """`Placements.holders`, cached.
+
+    A thousand tensors replicated over thousands of ranks share one tuple.
+    """
     row = _row(layout.mesh, rank)
     if not len(row):
         return ()

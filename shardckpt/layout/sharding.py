@@ -69,7 +69,9 @@ class Sharding:
     def from_partition_counts(
         cls, counts: Sequence[int | None] | None, num_devices: int
     ) -> Sharding:
-        """A sharding from the number of parts along each dimension, as in `PartitionSpec(4, 1)` of JAX's `sharded_jit`.
+        """A sharding from the number of parts along each dimension.
+
+        The form is the same as in `PartitionSpec(4, 1)` of JAX's `sharded_jit`.
 
         Parts are assigned to devices 0, 1, 2, … in row-major order. If there are more devices than
         parts, each part is replicated on the same number of consecutive devices.
@@ -171,7 +173,10 @@ class Sharding:
         return cut + (1,) * (ndim - len(cut))
 
     def tile(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The padded shape of every shard of a tensor with this shape: ceil(dim / parts) for each dimension."""
+        """The padded shape of every shard of a tensor with this shape.
+
+        Each dimension of it is ceil(dim / parts).
+        """
         shape = checked_tensor_shape(shape)
         return tile_shape(shape, self.parts(len(shape)))
 
@@ -288,7 +293,7 @@ def _tiling(sharding: Sharding, ndim: int) -> Tiling:
 
 
 def _axis_order(sharding: Sharding) -> tuple[int, ...]:
-    """Mesh axes: those that cut, in the order of the spec, then the others in the order of the mesh."""
+    """Mesh axes: those that cut, in the spec's order, then the others in the mesh's order."""
     place = {name: i for i, name in enumerate(sharding.mesh.axis_names)}
     cut = [place[str(axis)] for axes in sharding.spec.axes for axis in axes]
     return (*cut, *(i for i in range(sharding.mesh.ndim) if i not in cut))

@@ -34,7 +34,10 @@ class DimSplit:
 
 
 def without_idle(splits: list[DimSplit]) -> tuple[DimSplit, ...]:
-    """The splits without those whose parts all ranks hold completely and nothing splits further: such parts are adjacent."""
+    """The splits except those whose parts all ranks hold completely and nothing splits further.
+
+    The parts of such a split are adjacent.
+    """
     last = max(
         (i for i, split in enumerate(splits) if split.axis is not None and split.parts > 1),
         default=-1,

@@ -61,7 +61,7 @@ def tiles_of(layout: Layout, shape: tuple[int, ...]) -> Tiles:
 
 
 def bins(extent: int, most: int) -> Bins:
-    """Ranges of one tile each if they are few enough; otherwise the tiles in the middle share one range.
+    """Ranges of one tile each if they are few enough; else the middle tiles share one range.
 
     >>> bins(3, 4), bins(9, 4)
     ([(0, 1), (1, 2), (2, 3)], [(0, 1), (1, 2), (2, 8), (8, 9)])

@@ -1,4 +1,6 @@
-"""Estimate of whether processes that need the same bytes finish sooner if each reads a part and sends it to the others.
+"""Estimate of whether processes that need the same bytes finish sooner if they share the reads.
+
+In a shared read, each process reads a part of the bytes and sends it to the others.
 
 Reading alone, a process gets its bytes at the rate of its own connection to the storage, or at its
 share of the storage's total rate over all processes that read at once, whichever is lower. Reading

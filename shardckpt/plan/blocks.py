@@ -114,7 +114,7 @@ def _cut(block: Block, most: int) -> Iterator[Block]:
 
 
 def parts_of(block: Block, most: int) -> Iterator[tuple[Box, Index]]:
-    """Yield the parts of a block whose chunks, including padding at edges, have at most `most` bytes.
+    """Yield parts of a block whose chunks, with padding at edges, have at most `most` bytes.
 
     Each item is a box in the tensor's indices and its index in the block's array.
     """

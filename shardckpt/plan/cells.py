@@ -1,4 +1,4 @@
-"""Cells: boxes of a tensor that are read and written together, so that each stored byte is read once.
+"""Cells: boxes of a tensor, read and written together so that each stored byte is read once.
 
 One writer writes each complete target chunk, and source chunks are read completely. Where the end
 of a box is a chunk border of both source and target, its neighbour does not read any source chunk

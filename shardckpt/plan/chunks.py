@@ -131,7 +131,7 @@ def smallest_chunk(total_bytes: int, *, files: bool = False, differences: bool =
 def chunk_shape(
     shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *, smallest: Floor = _FLOOR
 ) -> tuple[int, ...]:
-    """The chunk shape of a tensor that is stored as one array, split into `parts` tiles per dimension.
+    """The chunk shape of a tensor stored as one array, split into `parts` tiles per dimension.
 
     Args:
         shape: the tensor's shape, elements.
@@ -155,7 +155,9 @@ def chunk_shape(
 def chunking(
     shape: tuple[int, ...], itemsize: int, parts: tuple[int, ...], *, smallest: Floor = _FLOOR
 ) -> Chunking:
-    """Pieces and chunks of a tensor split into `parts` tiles per dimension; for the arguments see `chunk_shape`.
+    """Pieces and chunks of a tensor split into `parts` tiles per dimension.
+
+    `chunk_shape` describes the arguments.
 
     >>> chunking((32000, 4096), 4, (8, 1))
     Chunking(piece=(32000, 4096), chunks=(500, 512))
@@ -272,7 +274,10 @@ class _Axis:
 
 
 def _thin(axes: list[_Axis]) -> list[_Axis]:
-    """Drop every other side of the dimension with the most sides, until there are not too many combinations."""
+    """Drop possible sides until there are at most `_MOST_COMBINATIONS` combinations.
+
+    Each step drops every other side of the dimension with the most sides.
+    """
     while prod(len(axis.sides) for axis in axes) > _MOST_COMBINATIONS:
         d = max(range(len(axes)), key=lambda d: len(axes[d].sides))
         # From the end: the longest side is always kept.
@@ -282,7 +287,10 @@ def _thin(axes: list[_Axis]) -> list[_Axis]:
 
 @lru_cache(maxsize=4096)
 def _free_sides(length: int) -> tuple[int, ...]:
-    """Possible sides of a dimension that is not split: equal parts of it, and the divisors of its halves, quarters and eighths."""
+    """Possible sides of a dimension that is not split.
+
+    They are equal parts of the dimension, and the divisors of its halves, quarters and eighths.
+    """
     sides = {-(-length // n) for n in range(1, min(length, 64) + 1)}
     sides.update(-(-length // (1 << k)) for k in range(length.bit_length() + 1))
     for split in (1, *_TENSOR_SPLITS):
@@ -309,7 +317,10 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 def _products(numbers: list[int], others: list[int]) -> list[int]:
-    """All products, the largest first; if there are more than `_MOST_SIDES`, every second, fourth, … one."""
+    """All products, the largest first, thinned out to at most `_MOST_SIDES`.
+
+    If there are more, only every second, fourth, … product is returned.
+    """
     products = sorted((a * b for a in numbers for b in others), reverse=True)
     while len(products) > _MOST_SIDES:
         products = products[::2]

@@ -145,7 +145,7 @@ def longest_side(pieces: Sequence[Piece], d: int) -> int:
 
 
 def walk(borders: Sequence[int] | Ints, reach: int) -> Iterator[int]:
-    """Yield the ends of steps of at most `reach` elements, at borders where any are within reach."""
+    """Yield the ends of steps of at most `reach` elements, at borders where some are in reach."""
     at, end = int(borders[0]), int(borders[-1])
     while at < end:
         yield at
@@ -237,7 +237,7 @@ def _rows(
 def _best_border(
     ends: Sequence[int], first: int, reached: int, wished: Sequence[int], joined: int
 ) -> int:
-    """The border at which a part ends that begins at border `first` and can reach border `reached`."""
+    """The border at which a part ends that begins at border `first` and can reach `reached`."""
     begin = ends[first]
     near = bisect_right(wished, begin + joined) - 1
     if wished[near] <= begin:
@@ -295,7 +295,10 @@ def _halves(
 
 
 def _borders(pieces: Sequence[Piece], box: Box, d: int) -> Sequence[int]:
-    """The ends of a box and the borders between, along dimension d, that no chunk of some arrays straddles; all, without arrays."""
+    """The ends of a box along dimension d, and the borders between that no chunk straddles.
+
+    Only chunks of the given arrays count. Without arrays, all borders are returned.
+    """
     first, last = box.start[d], box.stop[d]
     if not pieces:
         return range(first, last + 1)

@@ -118,7 +118,10 @@ def cut_into_grids(
 def _parts(
     path: str, shape: tuple[int, ...], stored: Sequence[Piece], itemsize: int
 ) -> Iterator[tuple[Piece, list[Piece]]]:
-    """Yield each part of an output that is stored separately along its first dimension, as one block, and its source arrays."""
+    """Yield each part of an output that is stored separately along its first dimension.
+
+    Each part is one block, and comes with its source arrays.
+    """
     if not shape:
         yield Piece(path, (), (), ()), list(stored)
         return
@@ -160,7 +163,10 @@ def _slab(rows: Piece, stored: Sequence[Piece]) -> int:
 
 
 def _blocks(whole: Piece, stored: Sequence[Piece], itemsize: int, room: int) -> list[Piece]:
-    """Arrays of blocks as tall as stored chunks, side by side along one dimension; or the given array, if they would be too narrow."""
+    """Arrays of blocks as tall as stored chunks, side by side along one dimension.
+
+    If the blocks would be too narrow, the given array is returned instead.
+    """
     tall = [min(n, longest_side(stored, d)) for d, n in enumerate(whole.shape)]
     along = len(tall) - 1
     while along and prod(tall[:along]) * prod(whole.shape[along:]) * itemsize <= room:
@@ -179,7 +185,10 @@ def _blocks(whole: Piece, stored: Sequence[Piece], itemsize: int, room: int) -> 
 
 
 def _fit(most: int, length: int, sides: set[int]) -> int:
-    """At most `most` indices of a dimension of that length, aligned with the ends of the source's chunks if possible."""
+    """At most `most` of a dimension's `length` indices, aligned with source chunks if possible.
+
+    Aligned indices end where chunks of the source end.
+    """
     side = max(sides)
     if most == length or len(sides) > 1:
         return most

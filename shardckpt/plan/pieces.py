@@ -179,7 +179,10 @@ class Overlaps:
 
 
 def overlaps(piece: Piece, boxes: BoxArray) -> Overlaps:
-    """All pairs of a chunk of `piece` and one of `boxes` (in the tensor's indices) that share elements."""
+    """All pairs of a chunk of `piece` and a box of `boxes` that share elements.
+
+    The boxes are in the tensor's indices.
+    """
     return overlaps_of([piece], boxes, np.zeros(len(boxes), np.int64))
 
 

@@ -62,7 +62,7 @@ class HostBoxes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunksRead:
-    """The chunks of one tensor that each group of hosts reads: n pairs, by group and then by chunk."""
+    """The chunks of one tensor that each group of hosts reads: n pairs, by group, then by chunk."""
 
     group: Ints
     """(n,)"""

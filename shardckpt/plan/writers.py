@@ -88,7 +88,7 @@ def deal(parts: Sequence[Part], process: int) -> list[range]:
 
 
 def _first_chunk(part: Part, offset: int, tape: int, holder: int) -> int:
-    """The first chunk of a part whose middle lies in the tape's share of `holder`, or of a later one.
+    """The first chunk of a part whose middle lies in the tape share of `holder` or a later one.
 
     Args:
         part: the part.
@@ -106,7 +106,9 @@ def _first_chunk(part: Part, offset: int, tape: int, holder: int) -> int:
 def box_holders(
     layout: Layout, ndim: int, devices: ArrayLike, owners: DeviceOwners
 ) -> list[tuple[int, ...]]:
-    """For each device, the processes whose devices hold the same tile of every tensor of that rank, ascending.
+    """For each device, the processes whose devices hold the same tile, in ascending order.
+
+    They hold the same tile of every tensor of rank `ndim`.
 
     Args:
         layout: layout of the tensors.

@@ -1,4 +1,6 @@
-"""Lookup of tensors that a checkpoint has left in other checkpoints, its bases, and of chunks that its own are differences from.
+"""Lookup of tensors in a checkpoint's bases, and of chunks that its own are differences from.
+
+The bases are other checkpoints, in which the checkpoint has left tensors.
 
 Each request gets the attempt that holds its tensor, and the names of the tensor's arrays there.
 Everything else reads all requests alike. An attempt is opened when the first of its tensors is
@@ -241,7 +243,9 @@ class Differences:
             source.codec.fill(sorted(stored, key=lambda one: id(one[0].request)), read)
 
     def _open_older(self, path: str) -> tuple[ReadableChunks, Piece]:
-        """The attempt that holds what the chunks of an array differ from, opened if necessary; and the array there.
+        """The attempt that holds what an array's chunks differ from, and the array there.
+
+        The attempt is opened if necessary.
 
         Raises:
             MissingDataError, FormatError: the checkpoint is gone, has other contents, or does not
@@ -268,7 +272,10 @@ class Differences:
 
 
 def _payloads(task: ReadTask, read: ReadStored) -> list[NDArray[np.uint8]]:
-    """Copies of the stored bytes of a task's chunks, because the next read takes the thread's memory."""
+    """Copies of the stored bytes of a task's chunks.
+
+    They are needed because the next read takes the thread's memory.
+    """
     return [
         np.frombuffer(bytes(payload), np.uint8) for payload in read(task, direct=False).payloads
     ]

@@ -113,7 +113,7 @@ class Checkpoint:
         raise no_checkpoint(self._store, record)
 
     def _describe(self, location: Location, record: CheckpointRecord) -> None:
-        """Set the description of the contents: all that names, shapes and the tree are taken from."""
+        """Set the description of the contents: all of names, shapes and the tree is from it."""
         self.location = location
         self.record = record
         with collector_paused():
@@ -126,7 +126,7 @@ class Checkpoint:
 
     @property
     def format(self) -> str:
-        """The format that the checkpoint is stored in: "shardckpt", or the name of another (docs/import.md)."""
+        """Name of the checkpoint's storage format: "shardckpt", or another (docs/import.md)."""
         return "shardckpt"
 
     @property
@@ -270,7 +270,10 @@ class Checkpoint:
     def _read_boxes(
         self, t: TensorRecord, boxes: Sequence[Box], memory: Sequence[NDArray[Any]]
     ) -> None:
-        """Read boxes of a tensor into arrays of their shapes, of the tensor's dtype or its storage type."""
+        """Read boxes of a tensor into arrays of the same shapes.
+
+        The arrays have the tensor's dtype or its storage type.
+        """
         with self.reading():
             self.reader.read([Request.of(t, BoxArray.of(list(boxes), len(t.shape)), memory)])
 
@@ -284,7 +287,9 @@ class Checkpoint:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A context for reads that raises a ReplacedError if data is missing because the checkpoint was replaced or deleted.
+        """A context for reads that detects that the checkpoint was replaced or deleted.
+
+        It raises a ReplacedError if data is missing for that reason.
 
         Raises:
             ReplacedError: instead of a MissingDataError inside, if the checkpoint was replaced or
@@ -367,13 +372,18 @@ class Checkpoint:
         return self.reader.stats
 
     def zarr_store(self) -> CheckpointStore:
-        """A read-only store for zarr-python 3, for both layouts: `zarr.open_group(ckpt.zarr_store(), mode="r")`."""
+        """A read-only store for zarr-python 3: `zarr.open_group(ckpt.zarr_store(), mode="r")`.
+
+        The store works for both layouts.
+        """
         from shardckpt.reading.zarr_store import CheckpointStore
 
         return CheckpointStore(self.record, self.reader)
 
     def stock_spec(self, name: str) -> dict[str, Any]:
-        """The spec with which TensorStore alone opens a tensor (its first piece), in the checkpoint that holds it.
+        """The spec with which TensorStore alone opens a tensor (its first piece).
+
+        The spec refers to the checkpoint that holds the tensor.
 
         Raises:
             StorageError: TensorStore has no driver for the storage.
@@ -386,7 +396,10 @@ class Checkpoint:
         return index.stock_url(*self._stock_array(name))
 
     def has_stock_reader(self, name: str) -> bool:
-        """Whether TensorStore alone can open a tensor: it has a driver for the storage, and a codec for the chunks."""
+        """Whether TensorStore alone can open a tensor.
+
+        TensorStore needs a driver for the storage and a codec for the chunks.
+        """
         return (
             kind_of(self.location).has_driver
             and compression(self.record, self.tensor(name)) != "difference"
@@ -421,7 +434,7 @@ class Checkpoint:
     def fingerprint(
         self, *, recorded: bool = True, progress: Callable[[int, int], None] | None = None
     ) -> Fingerprint:
-        """The fingerprint of the tensors, equal to `shardckpt.fingerprint` of the state that was saved.
+        """The tensors' fingerprint, equal to `shardckpt.fingerprint` of the saved state.
 
         Args:
             recorded: use the values that `SaveOptions(fingerprint=True)` recorded, and read only

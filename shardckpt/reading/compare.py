@@ -351,7 +351,10 @@ def _kinds_differ(a: Node, b: Node) -> bool:
 
 
 def _kind(node: Node) -> str:
-    """The kind at a place: a tensor, the type of a leaf or composite tensor, or a container with the types of keys that are not text."""
+    """The kind at a place: a tensor, the type of a leaf or composite tensor, or a container.
+
+    The kind of a container includes the types of keys that are not text.
+    """
     if isinstance(node, Tensor | Tied):
         return "tensor"
     if isinstance(node, Small):

@@ -125,7 +125,10 @@ def compare_values(
 
 
 def cut_pairs(pairs: Sequence[Pair], nbytes: int) -> Iterator[BlockOfPair]:
-    """All blocks of all pairs, in row-major order of each array of `a`, each at most `nbytes` in one of the tensors."""
+    """All blocks of all pairs, in row-major order of each array of `a`.
+
+    Each block has at most `nbytes` in one of the tensors.
+    """
     for pair in pairs:
         pieces = [piece for piece in pair.a.pieces if prod(piece.shape)]
         most = max(1, nbytes // pair.a.dtype.itemsize)
@@ -205,7 +208,10 @@ class _Tally:
 
 
 def _bits(array: NDArray[Any]) -> Bits:
-    """(elements, words): the elements as unsigned integers, several words for types wider than 8 bytes."""
+    """(elements, words): the elements as unsigned integers, in words of at most 8 bytes.
+
+    Types wider than 8 bytes have several words per element.
+    """
     word = min(array.itemsize, 8)
     return array.reshape(-1).view(f"u{word}").reshape(array.size, array.itemsize // word)
 
@@ -218,7 +224,10 @@ def _magnitude(array: NDArray[Any], dtype: DType) -> float:
 
 
 def _distance(one: NDArray[Any], other: NDArray[Any], dtype: DType) -> tuple[float | None, int]:
-    """The largest absolute difference, and the number of pairs with a NaN, which have no difference."""
+    """The largest absolute difference, and the number of pairs with a NaN.
+
+    Pairs with a NaN have no difference.
+    """
     if dtype.name == "bool":
         return 1, 0
     if dtype.name.startswith(("int", "uint")):

@@ -1,4 +1,4 @@
-"""Cooperative restore: each of several processes reads a part of the data that all of them need, and sends it to the others.
+"""Cooperative restore: each process reads a part of what all need, and sends it to the others.
 
 Without it every process reads what its own devices need, so with R replicas the storage serves
 every byte R times. With it the storage serves every byte once:
@@ -74,7 +74,10 @@ def _is_choice(choice: object) -> bool:
 
 
 def exchange_bytes(limit: int) -> int:
-    """Bytes of a restore's memory limit for one round: this process's part, and everything that it receives."""
+    """Bytes of a restore's memory limit for one round of a cooperative read.
+
+    They hold this process's part and everything that it receives.
+    """
     return limit // 4
 
 
@@ -209,7 +212,10 @@ class Meeting:
         return [job for job in jobs if id(job) not in shared], self._readings
 
     def _connection(self) -> tuple[Coordinator, Interconnect] | str:
-        """The connection to the other processes, or the reason why every process reads alone: the same on all processes."""
+        """The connection to the other processes, or the reason why every process reads alone.
+
+        The result is the same on all processes.
+        """
         if self._choice is False:
             return "cooperative=False"
         if self._choice == "auto" and (self.location is None or kind_of(self.location).near):
@@ -271,7 +277,10 @@ def _groups(
 
 
 def _description_of(job: RestoreJob) -> list[Any]:
-    """Everything that must be equal on all members of a group: what is read, what is sent, and how batches are formed."""
+    """Everything that must be equal on all members of a group.
+
+    This covers what is read, what is sent, and how batches are formed.
+    """
     (landing,) = job.landings
     kinds = [array.dtype.str for array in landing.destinations or ()]
     boxes = [landing.boxes.start.tolist(), landing.boxes.stop.tolist()]

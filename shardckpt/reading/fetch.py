@@ -87,7 +87,10 @@ class FetchedChunks:
         return checksums
 
     def stored(self, band: Band) -> NDArray[np.uint8]:
-        """(chunks, bytes) stored bytes of a band's chunks, which have equal lengths, without their checksums."""
+        """(chunks, bytes) stored bytes of a band's chunks, without their checksums.
+
+        The chunks have equal lengths.
+        """
         begin, length = (
             int(self.at[band.begin - self.task.begin]),
             int(self.task.chunks.length[band.begin]),
@@ -100,7 +103,10 @@ class ReadStored(Protocol):
     """Reads the stored bytes of a task's chunks, and verifies them; `ChunkReader` does."""
 
     def __call__(self, task: ReadTask, *, direct: bool) -> FetchedChunks:
-        """Read a task; `direct`: stored bytes are elements, and may be read directly into their destination."""
+        """Read a task; with `direct`, its bytes may be read directly into their destination.
+
+        `direct` says that stored bytes are elements.
+        """
 
 
 def raw(task: ReadTask, read: ReadStored) -> Iterator[BandOfElements]:
@@ -142,7 +148,9 @@ class Resolver(Protocol):
     """The place of the checkpoint's own chunks."""
 
     def resolve(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """The requests for the stored tensors, each with the source of its chunks, unless that is the reader's own.
+        """The requests for the stored tensors, each with the source of its chunks.
+
+        The source is left out if it is the reader's own.
 
         Raises:
             MissingDataError, FormatError: a place that holds chunks is gone, was replaced, or does
@@ -150,7 +158,10 @@ class Resolver(Protocol):
         """
 
     def check_places(self, requests: Sequence[Request]) -> None:
-        """Raise a clear error if a place that holds the chunks of some requests was replaced or deleted since it was opened."""
+        """Raise a clear error if a place with chunks of the requests was replaced or deleted.
+
+        Only changes since the place was opened count.
+        """
 
 
 class ReadableChunks:
@@ -255,7 +266,9 @@ class Fetch:
         return fetched
 
     def move(self, task: ReadTask) -> int | None:
-        """Read a task's raw chunks with the extension, compare them with their checksums, and copy them to their destinations.
+        """Read, verify and copy a task's raw chunks with the extension.
+
+        The chunks are compared with their checksums and copied to their destinations.
 
         Returns:
             The row of the first chunk that is damaged; None: all are right.
@@ -342,7 +355,9 @@ def _corner(in_chunk: Index, chunks: tuple[int, ...]) -> tuple[int, ...]:
 def _lay_out(
     task: ReadTask, data: NDArray[np.uint8], *, direct: bool
 ) -> tuple[FetchedChunks, list[list[memoryview]]]:
-    """Assign memory to each byte of a task before it is read: by chunk, and for each run one vector after another.
+    """Assign memory to each byte of a task before it is read.
+
+    Memory is assigned by chunk and, for each run, one vector after another.
 
     Args:
         task: the task.

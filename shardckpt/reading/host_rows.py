@@ -91,13 +91,16 @@ class HostRows:
         """Row numbers, ascending, and the rows."""
 
     def least_cost(self, hosts: Sequence[int]) -> float:
-        """Estimated cost of reading these hosts' tables, in requests, for tables of average size."""
+        """Estimated cost of reading these hosts' tables, in requests, for average sizes."""
         return cost(
             2 * len(hosts), len(hosts) * self._header.rows * ROW.itemsize // len(self._records)
         )
 
     def hosts_of(self, files: NDArray[np.uint32]) -> list[int]:
-        """Hosts that wrote some of those files of the table of all hosts and have not been read, the one with the most rows first."""
+        """Hosts not read yet that wrote some of those files, the one with the most rows first.
+
+        `files` numbers the files as the table of all hosts does.
+        """
         number, times = np.unique(files, return_counts=True)
         names = (
             self._header.files[i]
@@ -108,7 +111,10 @@ class HostRows:
         return [host for host in hosts if host < len(self._records) and host not in self._asked]
 
     def take(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.void], NDArray[np.bool_]]:
-        """An array with the rows of those numbers, and a mask of the rows that are known (the others are undefined)."""
+        """An array with the rows of those numbers, and a mask of the rows that are known.
+
+        The other rows are undefined.
+        """
         known, rows = self._known
         if not len(known):
             return np.empty(len(numbers), ROW), np.zeros(len(numbers), bool)
@@ -223,7 +229,9 @@ class HostRows:
 def read_host_tables(
     place: Store, record: CheckpointRecord, count: Callable[[int], None]
 ) -> WholeTable:
-    """The chunks of all hosts, from each host's own table and the committer's table of small tensors.
+    """The chunks of all hosts, from each host's own table and the table of small tensors.
+
+    The table of small tensors is the committer's.
 
     `count` is called with the bytes of each table that is read.
     """

@@ -96,7 +96,10 @@ class Landing:
         return [(v.ctypes.data, v.shape, v.strides, v.dtype) for v in self.memory]
 
     def prepare(self, lease: Lease, arena: Arena) -> None:
-        """Provide buffers in the sink's dtype, unless the leaf has its own memory: memory that the sink keeps, or leased memory."""
+        """Provide buffers in the sink's dtype, unless the leaf has its own memory.
+
+        The buffers are memory that the sink keeps, or leased memory.
+        """
         if self.destinations is None:
             memory = arena if self.sink.adopts else lease
             self.buffers = [
@@ -148,13 +151,16 @@ class RestoreJob:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether chunks are read straight into the leaves' own memory, and nothing remains to be copied."""
+        """Whether chunks are read straight into the leaves' own memory, without a later copy."""
         return not self.placing_bytes and all(
             landing.destinations is not None for landing in self.landings
         )
 
     def divided(self, room: int) -> list[RestoreJob]:
-        """The job in parts that need `room` bytes of staging, if all its sinks can be filled in parts; no chunk is read for two parts.
+        """The job, divided if possible into parts that need `room` bytes of staging.
+
+        A job is divided only if all its sinks can be filled in parts. No chunk is read for two
+        parts.
 
         A part needs more if its chunks do, or if pieces of the tensor divide each other.
         """
@@ -197,7 +203,10 @@ class RestoreJob:
         )
 
     def requests(self) -> list[Request]:
-        """Requests for all boxes of all landings, so that a chunk that several of them need is read once."""
+        """Requests for all boxes of all landings together.
+
+        So a chunk that several boxes need is read once.
+        """
         if len(self.landings) == 1 and not isinstance(self.tensor, MadeTensor):
             (landing,) = self.landings
             return [
@@ -212,7 +221,10 @@ class RestoreJob:
 
 
 class Staging:
-    """The buffers of batches: leased, filled, handed to sinks, and given back when no device copies from them any more."""
+    """The buffers of batches: leased, filled, handed to sinks, and given back.
+
+    A buffer is given back when no device copies from it any more.
+    """
 
     def __init__(
         self,
@@ -316,7 +328,10 @@ class Staging:
         self._placed(nbytes)
 
     def close(self) -> None:
-        """Give everything back, also after an error: all copies are waited for, however often Ctrl-C is pressed meanwhile."""
+        """Give everything back, also after an error.
+
+        The call waits for all copies, however often Ctrl-C is pressed meanwhile.
+        """
         interrupted: list[KeyboardInterrupt] = []
         for placer in self._placers.values():
             done = None
@@ -437,7 +452,10 @@ def restore_jobs(
 
 
 def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:
-    """Raise if two destinations that are filled in place share memory: several threads write, in no particular order."""
+    """Raise if two destinations that are filled in place share memory.
+
+    Several threads write to the destinations, in no particular order.
+    """
     arrays = [
         (array, landing) for job in jobs for landing in job.landings for array in landing.memory
     ]

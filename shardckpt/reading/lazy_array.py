@@ -174,7 +174,10 @@ class LazyArray:
 
 
 def _choose(entry: Any, n: int, name: str) -> tuple[range, bool]:
-    """The indices that an entry selects in a dimension of length `n`, and whether the dimension is dropped."""
+    """The indices that an entry selects in a dimension, and whether the dimension is dropped.
+
+    The dimension has length `n`.
+    """
     if isinstance(entry, slice):
         return range(*entry.indices(n)), False
     if isinstance(entry, int | np.integer) and not isinstance(entry, bool | np.bool_):

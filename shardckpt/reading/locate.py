@@ -1,4 +1,6 @@
-"""Locating: which stored chunks some boxes of some tensors need, where their elements go, and where the chunks lie.
+"""Locating the stored chunks that some boxes of some tensors need.
+
+The result says where the chunks lie, and where their elements go.
 
 All data is in columns with a row per chunk. A restore of small tensors reads tens of thousands of
 chunks, and Python code that runs once per chunk would slow it down.
@@ -110,7 +112,10 @@ class RequestedArray:
 
 @dataclass(frozen=True, slots=True)
 class CopyTargets:
-    """Destinations of the elements of chunks: for each chunk the rows of its (chunk, box) pairs, side by side."""
+    """Destinations of the elements of chunks, with a row per (chunk, box) pair.
+
+    The rows of one chunk are side by side.
+    """
 
     buffers: Sequence[Array]
     """Buffers of all boxes of all requests."""
@@ -170,7 +175,10 @@ class RequestedChunks:
 
     @classmethod
     def of_boxes(cls, requests: Sequence[Request]) -> RequestedChunks:
-        """The chunks that the requests' boxes touch, each once even if several boxes share it, in the requests' order."""
+        """The chunks that the requests' boxes touch, each once, in the requests' order.
+
+        A chunk comes once even if several boxes share it.
+        """
         together = _together([request.boxes for request in requests])
         counts = np.array([len(request.boxes) for request in requests], np.int64)
         if all(
@@ -342,7 +350,9 @@ class ChunkFinder:
         return source
 
     def check_table(self, request: Request) -> None:
-        """Raise MissingDataError unless the table has every chunk of the pieces (a commit makes sure that it has).
+        """Raise MissingDataError unless the table has every chunk of the pieces.
+
+        A commit makes sure that the table has every chunk.
 
         This check comes first: a record that claims a trillion chunks must not make the process
         enumerate them.
@@ -354,7 +364,10 @@ class ChunkFinder:
                 raise self.lost_error(request, chunk_boxes(piece, np.array([lost]))[0])
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        """Read the tables' rows for the chunks of all requests together, then call `check_table` for each request."""
+        """Read the tables' rows for the chunks of all requests, and check the tables.
+
+        The rows for all requests are read together. Then `check_table` is called for each request.
+        """
         for source in dict.fromkeys([request.source for request in requests]):
             of_source = [request for request in requests if request.source is source]
             self.source(of_source[0]).table.prepare(

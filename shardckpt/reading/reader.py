@@ -121,7 +121,10 @@ class ReadStats:
 
 
 def reading_limits(*, local: bool, threads: int | None, memory: int) -> tuple[RunLimits, int]:
-    """Limits for joining chunks into one read or request, and the number of reads at a time; for arguments see `ChunkReader`."""
+    """Limits for joining chunks into one read or request, and the number of reads at a time.
+
+    `ChunkReader` describes the arguments.
+    """
     least, most = LOCAL_RUN if local else OBJECT_RUN
     if local:
         threads = threads or max(2, min(cores(), memory // least))
@@ -349,7 +352,10 @@ class ChunkReader:
         return fetched
 
     def _moves(self, parts: Iterable[RequestedArray]) -> bool:
-        """Whether the extension moves the chunks of these arrays: raw ones on a local disk, whose elements are not converted."""
+        """Whether the extension moves the chunks of these arrays.
+
+        It moves raw chunks on a local disk if their elements are not converted.
+        """
         if extension.moving is None or not self.source.place.has_paths:
             return False
         return all(
@@ -361,7 +367,10 @@ class ChunkReader:
         )
 
     def _joining(self, chunks: Located, at_once: int = 1) -> RunLimits:
-        """Limits for chunks: a task has more bytes where the extension moves them, and enough tasks are left for all threads."""
+        """Limits for chunks, with more bytes per task where the extension moves the chunks.
+
+        Enough tasks are left for all threads.
+        """
         if not self._moves(chunks.requested.parts):
             return self._limits
         share = at_once * int(chunks.length.sum()) // (2 * self._workers.at_once)
@@ -432,7 +441,10 @@ def open_chunks(
 def memory_of_runs(
     location: Location, record: CheckpointRecord, threads: int | None, memory: int
 ) -> int:
-    """A reader's memory that is left for runs: on a local disk each thread also decompresses a chunk beside its run."""
+    """A reader's memory that is left for runs.
+
+    On a local disk each thread also decompresses a chunk beside its run.
+    """
     codecs = {record.compression, *(base.compression for base in record.structure.bases)}
     if threads is None or codecs == {None} or not kind_of(location).near:
         return memory
@@ -441,7 +453,11 @@ def memory_of_runs(
 
 
 def _lookup(place: Store, record: CheckpointRecord, stats: ReadStats) -> Lookup:
-    """The table of all hosts; if it is damaged, missing or no file, each host's own table and the committer's table of small tensors."""
+    """The table of all hosts, or the hosts' own tables in its place.
+
+    If the table of all hosts is damaged, missing or no file, each host's own table and the
+    committer's table of small tensors replace it.
+    """
     of_hosts = partial(read_host_tables, place, record, stats.count_index)
     if record.table is None:
         return of_hosts()

@@ -298,7 +298,9 @@ def restoring(
     cast: bool,
     coordinator: Coordinator | None,
 ) -> Restoring:
-    """Restore from an open checkpoint, in two steps: everything is checked, and planned; then the state is built.
+    """Restore from an open checkpoint, in two steps.
+
+    This generator first checks and plans everything, and then builds the state.
 
     It yields once: the jobs to read and place (`read_all`), and whether the filled memory belongs
     to the caller. It is sent the leaves that these have made, and returns the state.

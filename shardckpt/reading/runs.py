@@ -1,4 +1,4 @@
-"""Runs of adjacent chunks that are read with one request, and bands of chunks that are moved with one copy.
+"""Runs of adjacent chunks read with one request, and bands of chunks moved with one copy.
 
 A read call costs microseconds on a local disk, and a request milliseconds on an object store. So
 chunks that are adjacent in a data file are read as one *run*. If requests are expensive, small gaps
@@ -89,7 +89,10 @@ class Band:
     end: int
 
     def destination(self, places: Sequence[Place], nbytes: int) -> memoryview | None:
-        """The destination as bytes, if it is the only one and takes all elements contiguously and unconverted; otherwise None.
+        """The only destination as bytes, if elements can be read straight into it; else None.
+
+        There must be no other destination, and this one must take all elements contiguously and
+        unconverted.
 
         Args:
             places: destinations of the band.
@@ -124,7 +127,10 @@ class Band:
     def copies(
         self, raw: NDArray[np.uint8], places: Sequence[Place]
     ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        """For each destination its memory and the elements to copy there, in one shape; for the arguments see `scatter`."""
+        """For each destination its memory and the elements to copy there, in one shape.
+
+        `scatter` describes the arguments.
+        """
         part = self.chunks.requested.part_of(self.begin)
         request, shape, n = part.request, part.piece.chunks, len(raw)
         if raw.shape[1] < part.chunk_bytes:  # foreign chunks at an edge are not padded
@@ -378,7 +384,10 @@ def join(
 
 
 def count_runs(file: Ints, offset: Ints, length: Ints, limits: RunLimits) -> tuple[int, int]:
-    """The number of runs that `join` makes, and the bytes of all of them, including gaps; for arguments see `join`."""
+    """The number of runs that `join` makes, and the bytes of all of them, including gaps.
+
+    `join` describes the arguments.
+    """
     order, begins = join(file, offset, length, limits)
     if not len(begins):
         return 0, 0

@@ -100,7 +100,7 @@ class _Source:
         )
 
     def parse(self, data: bytes | memoryview, unit: int) -> NDArray[np.void]:
-        """Parse rows from the start of a unit on, and check that each row is at its expected position."""
+        """Parse rows from a unit's start on, and check that each is at its expected position."""
         rows = self.header.read_rows(data, unit * self.rows // self.header.block, self.where)
         row = np.arange(unit * self.rows, unit * self.rows + len(rows))
         # Arrays without chunks begin at the same row as the next array; side="right" selects the
@@ -253,7 +253,10 @@ class TableBlocks:
         return units
 
     def _units_to_read(self, pieces: Iterable[tuple[Piece, BoxArray]]) -> list[int]:
-        """Units with the rows of all chunks that the boxes touch, without rows that are known from hosts' tables."""
+        """Units with the rows of all chunks that the boxes touch.
+
+        Rows that are known from hosts' tables are left out.
+        """
         if self._hosts is None:
             return sorted(set(chain.from_iterable(self._units_of(*pair) for pair in pieces)))
         counts = self._source.header.counts
@@ -337,7 +340,10 @@ class TableBlocks:
         return loaded
 
     def _read_on(self, spans: list[range]) -> list[range]:
-        """The spans to read: a single span that continues the last read is extended to at least twice the length of that read."""
+        """The spans to read, extended if a single span continues the last read.
+
+        Such a span is extended to at least twice the length of the last read.
+        """
         unit = self._source.rows * ROW.itemsize
         if (
             not self._source.place.near

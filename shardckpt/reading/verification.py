@@ -183,7 +183,9 @@ class _Verification:
         return self.report
 
     def _chunks(self, own: ChunkReader) -> Iterator[tuple[int, int]]:
-        """Compare all chunks with the tables that have them: this checkpoint's own chunks, then those in bases, base by base.
+        """Compare all chunks with the tables that have them.
+
+        This checkpoint's own chunks come first, then the chunks in bases, base by base.
 
         Returns:
             For each group, the number of chunks up to its end, and the bytes of chunks that were

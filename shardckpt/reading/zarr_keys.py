@@ -93,7 +93,10 @@ class ZarrKeys:
         return None if chunk is None else prod(chunk[1].chunks) * chunk[0].dtype.storage.itemsize
 
     def exists(self, key: str) -> bool:
-        """Whether the checkpoint has such a document or chunk, according to its record, in which every chunk of a grid exists."""
+        """Whether the checkpoint has such a document or chunk, according to its record.
+
+        By the record, every chunk of a grid exists.
+        """
         return self.document(key) is not None or self._chunk(key) is not None
 
     def size(self, key: str) -> int | None:
@@ -182,7 +185,9 @@ def _index(parts: Sequence[str], grid: tuple[int, ...]) -> list[int] | None:
 def stored_chunk(
     reader: ChunkReader, name: str, dtype: np.dtype[np.generic], piece: Piece, position: int
 ) -> bytes:
-    """A chunk's stored bytes with the checksum, verified, for readers that decode chunks themselves.
+    """A chunk's stored bytes with the checksum, verified.
+
+    They are for readers that decode chunks themselves.
 
     Args:
         reader: reads them.

@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 
 
 class CheckpointStore(Store):
-    """A committed checkpoint as a zarr group, read-only: `zarr.open_group(ckpt.zarr_store(), mode="r")`."""
+    """A committed checkpoint as a zarr group: `zarr.open_group(ckpt.zarr_store(), mode="r")`.
+
+    The group is read-only.
+    """
 
     supports_writes = False
     supports_deletes = False
@@ -113,7 +116,10 @@ class CheckpointStore(Store):
         )
 
     async def exists(self, key: str) -> bool:
-        """Whether the checkpoint has such a document or chunk, according to its record, in which every chunk of a grid exists."""
+        """Whether the checkpoint has such a document or chunk, according to its record.
+
+        By the record, every chunk of a grid exists.
+        """
         return self._keys.exists(key)
 
     async def getsize(self, key: str) -> int:

@@ -44,7 +44,10 @@ class WorkerLostError(BrokenExecutor):
     """The worker of a task was lost; its progress is unknown."""
 
     def __init__(self, message: str, times: int = 1) -> None:
-        """Store the message and the number of workers lost over the task: the cluster may have retried by itself."""
+        """Store the message and the number of workers lost over the task.
+
+        Several can be lost, because the cluster may have retried by itself.
+        """
         super().__init__(message)
         self.times = times
 

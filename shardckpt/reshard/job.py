@@ -254,7 +254,10 @@ class OpenJob:
         return self._name(self.prior.digest), False
 
     def _name(self, prior: str | None) -> str:
-        """The attempt's name, given the SHA-256 of the destination's commit record (None: there is no record)."""
+        """The attempt's name, given the SHA-256 of the destination's commit record.
+
+        None means that there is no record.
+        """
         plan = self.plan
         decided: dict[str, Any] = {
             "shardckpt": __version__,
@@ -306,7 +309,7 @@ def check_destination(location: Location) -> None:
 
 
 def _compressor() -> str:
-    """Version of the compressor: two versions may produce different bytes from the same elements."""
+    """Version of the compressor: two versions may make different bytes of the same elements."""
     from importlib.metadata import version
 
     return version("numcodecs")

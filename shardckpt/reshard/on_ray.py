@@ -77,7 +77,10 @@ class OnRay(ClusterExecutor):
     def start(
         self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[T]:
-        """Submit a call, spread over all machines: they share the storage, and each machine has its own network."""
+        """Submit a call; calls are spread over all machines.
+
+        The machines share the storage, and each machine has its own network.
+        """
         ref = self._call.remote(fn, args, kwargs)
         future: Future[T] = ref.future()
         self._refs[future] = ref

@@ -1,4 +1,4 @@
-"""The plan of a reshard: its tasks, memory and cost, from the source's record and the options alone.
+"""The plan of a reshard: tasks, memory and cost, from the source's record and options alone.
 
 1. `targets`: how each tensor will be stored.
 2. `plan.cells`: each tensor is cut into boxes that can be read and written independently.
@@ -118,7 +118,7 @@ class ReshardPlan(Targets):
 
     @property
     def notices(self) -> list[dict[str, Any]]:
-        """The distinct notices about layouts, each with its number of tensors and the first of them."""
+        """The distinct notices about layouts, each with its tensor count and first tensor."""
         counts: Counter[str] = Counter()
         first: dict[str, str] = {}
         for name, decision in self.decisions.items():

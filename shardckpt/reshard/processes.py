@@ -85,7 +85,7 @@ class LocalProcesses(Executor):
 
 
 def _module_paths() -> Iterator[str]:
-    """Yield the module search path of this process, without a working directory that was removed."""
+    """Yield the module search path of this process, without a removed working directory."""
     for path in sys.path:
         with suppress(FileNotFoundError):
             yield path or os.getcwd()  # noqa: PTH109

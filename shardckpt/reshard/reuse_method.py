@@ -1,4 +1,7 @@
-"""Whether the files of one place can come to exist at another one without being read and written here, and by which method."""
+"""The method, if there is one, by which files of one place can be reused at another.
+
+Reused files come to exist there without being read and written here.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ ReuseMethod = Literal["links", "copies"]
 
 
 def reuse_method(source: Store, target: Store) -> ReuseMethod | None:
-    """The method for reusing files at another place without passing their bytes through this process; None: there is no method.
+    """The method for reusing files at another place; None if there is no method.
+
+    The bytes of the files do not pass through this process.
 
     "links": both places are on one file system of this machine; the target's need not exist yet.
     Links are refused if the source has symbolic links: a link made by somebody else could lead to

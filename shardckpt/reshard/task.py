@@ -1,4 +1,6 @@
-"""Execution of one task of a job: read its cells, write the new chunks, read those back, and write a host record.
+"""Execution of one task of a job, from its cells to its host record.
+
+A task reads its cells, writes the new chunks, reads those back, and writes a host record.
 
 1. If a record already exists, the task is done; nothing else is checked.
 2. The task's steps are read into the chunks of the target (`streaming.assemble`).
@@ -85,7 +87,7 @@ _here = local()
 
 
 def keep_open(job: Job, opened: OpenJob) -> None:
-    """Use an open job for the tasks that this thread runs: neither source nor plan is read again."""
+    """Use an open job for the tasks that this thread runs: source and plan are not read again."""
     free_kept()  # frees the memory of the previous job first
     _here.job, _here.opened, _here.memory = job, opened, BatchMemory()
 

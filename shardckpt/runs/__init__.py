@@ -1,4 +1,6 @@
-"""Runs: what is known of the steps of one training, in one directory (the *root*), besides the checkpoints themselves.
+"""Runs: what is known of the steps of one training, in one directory (the *root*).
+
+This is everything besides the checkpoints themselves.
 
 `job` says which job saves there, `ended` that none does any more. `steps` and `catalog` list what
 is there, `lineage` and `rollback` which steps the training has left behind. `retention` has the

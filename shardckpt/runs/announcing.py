@@ -1,4 +1,6 @@
-"""Messages of a run to the service (`shardckpt serve`), and its answers, if `SHARDCKPT_SERVER` has its url.
+"""Messages of a run to the service (`shardckpt serve`), and its answers.
+
+There are messages only if `SHARDCKPT_SERVER` has the url of the service.
 
 - `Announcer`: committed steps, so that the service need not wait for its next look. A thread of its
   own sends each once, with a time limit. Training neither waits for it nor learns whether it

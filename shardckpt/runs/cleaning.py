@@ -95,7 +95,7 @@ class Cleaner:
                 self._reading[step] -= 1
 
     def forget(self) -> None:
-        """List the steps again before the next round, because another process may have changed them."""
+        """List the steps again before the next round, as another process may have changed them."""
         with self._guard:
             self._steps = None
 
@@ -148,7 +148,10 @@ class Cleaner:
                 self._collect(committed.step)
 
     def _miss_metrics(self, rule: Retention, steps: Collection[StepInfo]) -> None:
-        """Warn once if the rule asks for a metric that no step has: then it deletes all steps but the newest."""
+        """Warn once if the rule asks for a metric that no step has.
+
+        The rule then deletes all steps but the newest.
+        """
         recorded = {metric for info in steps for metric in info.metrics}
         unknown = sorted({best.metric for best in rule.measures} - recorded)
         if unknown and not self._missed:

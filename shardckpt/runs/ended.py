@@ -129,7 +129,7 @@ def ended(root: Store) -> EndedMark | None:
 
 
 def check_idle(root: Store, known: frozenset[str] = frozenset()) -> frozenset[str]:
-    """Check that a run is marked as ended, and that nobody has saved there since or is saving there.
+    """Check that a run is marked as ended, and that nobody saves there or has saved since.
 
     A save that has written nothing yet cannot be seen.
 

@@ -162,7 +162,10 @@ class JobFence:
 
 
 class ProcessClaim:
-    """One manager's claim on a root among the open managers of this process: the one whose first save began last has it."""
+    """One manager's claim on a root among the open managers of this process.
+
+    The manager whose first save began last has the claim.
+    """
 
     def __init__(self, root: Store, run_id: str, process: int) -> None:
         self._key = str(root.location.resolved), run_id, process
@@ -198,7 +201,9 @@ class ProcessClaim:
 
 
 def check_root(root: Store) -> None:
-    """Refuse a place whose newest step is a version of a `Publisher`, or a checkpoint of another program such as Orbax.
+    """Refuse a place whose newest step belongs to a `Publisher` or to another program.
+
+    Such a step is a version of a `Publisher`, or a checkpoint of a program such as Orbax.
 
     The rules of a manager would delete versions that others follow. Beside steps of another program
     it would begin anew.

@@ -74,7 +74,10 @@ class Lineage:
         )
 
     def metadata(self) -> dict[str, Any]:
-        """Metadata for the next save that records the pending rollback, for the process that publishes the save."""
+        """Metadata for the next save that records the pending rollback.
+
+        It is for the process that publishes the save.
+        """
         pending = self._pending
         return {} if pending is None else {ROLLBACK: pending.to_json()}
 
@@ -120,7 +123,7 @@ class Lineage:
                     unmark(self._root.sub(str(step)), SUPERSEDED)
 
     def seen(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
-        """Steps as listed from the storage, corrected by the rollback that is not recorded there yet."""
+        """Steps as listed from the storage, corrected by the rollback not recorded there yet."""
         pending, later = self._pending, self.later
 
         def now(info: StepInfo) -> StepInfo:
@@ -160,7 +163,7 @@ class RunSteps:
         return self._lineage.seen(list_steps(self._root))
 
     def all_steps(self, *, superseded: bool = False) -> list[int]:
-        """The steps that hold a checkpoint, ascending; with `superseded`, also the superseded ones."""
+        """The steps that hold a checkpoint, ascending; with `superseded`, those too."""
         return [info.step for info in self.steps() if superseded or info.live]
 
     def latest_step(self) -> int | None:

@@ -1,4 +1,7 @@
-"""A step's metrics in a checkpoint's metadata, where infinities and NaN are text, because JSON has neither."""
+"""A step's metrics in a checkpoint's metadata, with infinities and NaN as text.
+
+JSON has neither infinities nor NaN.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Pins and tags: neither a `CheckpointManager` nor `shardckpt rm` deletes a checkpoint that has one.
+"""Pins and tags, which protect a checkpoint from deletion.
+
+Neither a `CheckpointManager` nor `shardckpt rm` deletes a checkpoint that has one.
 
 A tag is a name for people and programs, such as `best`. See `commit.markers` for why a pin that was
 set is effective. The marker is read before the commit record, and written on condition that it has

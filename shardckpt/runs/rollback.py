@@ -1,4 +1,6 @@
-"""Rollbacks, which the first save afterwards declares, so that the process that publishes the save makes it known.
+"""Rollbacks, which the first save afterwards declares.
+
+So the process that publishes that save makes the rollback known.
 
 Training that continues from an earlier step supersedes the later steps. The first save after the
 rollback declares this in its metadata. Just before that save is published, by the run itself or by

@@ -147,7 +147,9 @@ def read_step(root: Store, step: int) -> StepInfo | None:
 
 
 def check_step(step: object) -> int:
-    """A step number as an int, whatever integer it is: of Python, of numpy, or an array without dimensions of any framework.
+    """A step number as an int, from an integer of any type.
+
+    It may be an integer of Python, of numpy, or an array without dimensions of any framework.
 
     Raises:
         OptionError: `step` is not an integer from 0 to 2**63 - 1.

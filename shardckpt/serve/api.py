@@ -99,7 +99,7 @@ def checkpoints(
 def checkpoint(
     service: Service, ident: str, *, only: list[str] | None, depth: int | None
 ) -> dict[str, Any]:
-    """Describe a checkpoint: its tensors, small leaves, meshes, layouts, sizes, metrics and bases."""
+    """Describe a checkpoint: tensors, small leaves, meshes, layouts, sizes, metrics and bases."""
     if only is None:
         document = described(service.opened, ident, only=None, depth=depth)
     else:
@@ -194,7 +194,10 @@ def device_boxes(ckpt: Checkpoint, name: str) -> list[dict[str, Any]]:
 
 
 def statistics(service: Service, ident: str, name: str, *, budget: int) -> bytes:
-    """Compute statistics and a histogram of a tensor's elements, of a sample if it is larger than the budget."""
+    """Compute statistics and a histogram of a tensor's elements.
+
+    They are of a sample of the elements if the tensor is larger than the budget.
+    """
     return service.calculations.run("_statistics", ident, name, budget=budget)
 
 
@@ -446,7 +449,9 @@ OF_CHECKPOINT = {
 
 
 def endpoint_of(service: Service, path: str) -> tuple[Endpoint, tuple[str, ...]]:
-    """The endpoint about one checkpoint that a path below `/v1/checkpoints/` names, and its parameters in the path.
+    """The endpoint about one checkpoint that a path names, and its parameters in the path.
+
+    The path lies below `/v1/checkpoints/`.
 
     Raises:
         NotFoundError: there is no such checkpoint, or no such endpoint.

@@ -132,7 +132,10 @@ class Calculations:
 def described(
     opened: OpenCheckpoints, ident: str, *, only: list[str] | None, depth: int | None
 ) -> dict[str, Any]:
-    """The description of a checkpoint, of names that match patterns; without patterns it takes no calculation."""
+    """The description of a checkpoint, of names that match patterns.
+
+    Without patterns the description takes no calculation.
+    """
     checkpoint = opened.get(ident).checkpoint
     node = documents.choose_nodes(checkpoint.parsed_tree, selector(only))
     empty: dict[str, Any] = {"tensors": [], "leaves": []}

@@ -1,4 +1,6 @@
-"""The catalogue: what a scan of the roots has found, in a SQLite database that can be deleted at any time.
+"""The catalogue: what a scan of the roots has found, in a SQLite database.
+
+The database can be deleted at any time.
 
 1. One process writes to a state directory, which it holds by a lock. One thread of it writes, and
    any thread reads.
@@ -310,7 +312,9 @@ class Catalogue:
                 return
 
     def recent(self, run: str, most: int) -> list[dict[str, Any]]:
-        """`id`, `step`, `created` and `metrics` of the last steps of a run that are committed and not superseded, in order.
+        """The last committed steps of a run that are not superseded, in order.
+
+        Each has `id`, `step`, `created` and `metrics`.
 
         Raises:
             StorageError: the database cannot be read.
@@ -329,7 +333,9 @@ class Catalogue:
         ]
 
     def checkpoints(self, query: CheckpointQuery) -> tuple[list[dict[str, Any]], str | None]:
-        """Checkpoints in order of run and step, and the cursor of the next page (None: there is none).
+        """Checkpoints in order of run and step, and the cursor of the next page.
+
+        The cursor is None if there is no next page.
 
         Raises:
             OptionError: the cursor is invalid. StorageError: the database cannot be read.

@@ -87,7 +87,11 @@ class VerificationEntry(TypedDict):
 
 
 class CheckpointEntry(TypedDict):
-    """A checkpoint in a list: the entry of `shardckpt ls --json`, its id, its run, and the latest verification of its attempt."""
+    """A checkpoint in a list.
+
+    It is the entry of `shardckpt ls --json`, with the checkpoint's id, its run, and the latest
+    verification of its attempt.
+    """
 
     id: str
     run: str
@@ -242,7 +246,10 @@ class Client:
         return self._pages("/v1/checkpoints", "checkpoints", asked)
 
     def checkpoint(self, ident: str) -> dict[str, Any]:
-        """A checkpoint's tree, layouts, sizes and metadata: the document of `shardckpt info --json`."""
+        """A checkpoint's tree, layouts, sizes and metadata.
+
+        The result is the document of `shardckpt info --json`.
+        """
         return self._json(_path(ident))
 
     def layout(self, ident: str, name: str) -> dict[str, Any]:
@@ -254,7 +261,10 @@ class Client:
         return self._json(_path(ident, "statistics", name), budget=budget)
 
     def read(self, ident: str, name: str, box: Box | None = None) -> NDArray[Any]:
-        """Read a tensor, or a box of it, of at most 16 MiB. bfloat16 and fp8 have the dtypes of ml_dtypes."""
+        """Read a tensor, or a box of it, of at most 16 MiB.
+
+        bfloat16 and fp8 have the dtypes of ml_dtypes.
+        """
         text = (
             None
             if box is None
@@ -273,7 +283,10 @@ class Client:
         )
 
     def plan(self, ident: str, **options: Any) -> dict[str, Any]:
-        """Forecast a reshard (`mesh=`, `rule=[…]`, `preset=`, `dtype=` …): the document of `shardckpt plan --json`."""
+        """Forecast a reshard (`mesh=`, `rule=[…]`, `preset=`, `dtype=` …).
+
+        The result is the document of `shardckpt plan --json`.
+        """
         return self._json(_path(ident, "plan"), **options)
 
     def raw_url(self, ident: str) -> str:
@@ -339,7 +352,10 @@ class Client:
     def jobs(
         self, state: str | None = None, *, operation: str | None = None, subject: str | None = None
     ) -> Iterator[JobEntry]:
-        """List jobs, the latest first: all, or those of a state, an operation, or a subject (id of a checkpoint, run or place)."""
+        """List jobs, the latest first: all, or those of a state, an operation, or a subject.
+
+        A subject is the id of a checkpoint, run or place.
+        """
         return self._pages(
             "/v1/jobs",
             "jobs",
@@ -402,7 +418,10 @@ class Client:
             time.sleep(_PAUSE if end is None else max(0.0, min(_PAUSE, end - time.monotonic())))
 
     def _follow(self, number: int, end: float | None) -> Generator[JobEntry]:
-        """The job after each change, until the stream of events ends or the time is nearly over; then the job once more."""
+        """The job after each change, and then once more.
+
+        The changes are followed until the stream of events ends or the time is nearly over.
+        """
         path = f"/v1/jobs/{number}"
         if _seconds_left(end, 2 * _SILENCE) > _SILENCE:
             try:
@@ -466,7 +485,7 @@ def _path(ident: str, *words: str) -> str:
 
 
 def _seconds_left(end: float | None, most: float) -> float:
-    """Seconds that a request may take until a time is over, at least a little, and at most `most`."""
+    """Seconds that a request may take until a time is over, at least a few, at most `most`."""
     return most if end is None else min(most, max(0.1, end - time.monotonic()))
 
 

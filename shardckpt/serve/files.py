@@ -1,4 +1,8 @@
-"""Files of checkpoints: `/files` (as an export would write them), `/zarr` (as stock zarr readers ask for them) and `/raw` (as stored)."""
+"""Files of checkpoints: `/files` (as exported), `/zarr` (for zarr readers), `/raw` (as stored).
+
+`/files` gives files as an export would write them, and `/zarr` gives files as stock zarr readers
+ask for them.
+"""
 
 from __future__ import annotations
 

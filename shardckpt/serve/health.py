@@ -32,7 +32,9 @@ _KEPT = (
 
 
 def with_verifications(service: Service, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Entries with their `verification`: the latest one of the same attempt that has ended, without its list of damage; or None.
+    """Entries with their `verification`: the latest one of the same attempt, or None.
+
+    Only a verification that has ended counts. The entries do not have its list of damage.
 
     `vanished` says whether their root has vanished.
     """
@@ -87,7 +89,10 @@ def damage_without_places(
 
 
 def damaged_checkpoints(service: Service) -> list[dict[str, Any]]:
-    """Entries, with their verification, of committed checkpoints in which the latest verification of that attempt found damage."""
+    """Entries of damaged committed checkpoints, with their verification.
+
+    The latest verification of the same attempt found damage in these checkpoints.
+    """
     if service.upkeep is None:
         return []
     latest = service.upkeep.journal.damaged_verifications()
@@ -101,7 +106,10 @@ def damaged_checkpoints(service: Service) -> list[dict[str, Any]]:
 
 
 def with_damaged(service: Service, runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs with `damaged`, the number of their checkpoints in which the latest verification found damage, and `vanished`."""
+    """Runs with `damaged`, the number of their damaged checkpoints, and with `vanished`.
+
+    A checkpoint counts as damaged if its latest verification found damage.
+    """
     counts = Counter(one["run"] for one in damaged_checkpoints(service))
     gone = service.scanner.watch.vanished
     return [
@@ -111,7 +119,11 @@ def with_damaged(service: Service, runs: Iterable[dict[str, Any]]) -> list[dict[
 
 
 def health(service: Service) -> dict[str, Any]:
-    """Content of the page about health: `damaged`, `unreadable`, `latest`, `scrub`, and numbers of `checkpoints` and `never_verified`."""
+    """Content of the page about health.
+
+    It has `damaged`, `unreadable`, `latest`, `scrub`, and the numbers of `checkpoints` and
+    `never_verified`.
+    """
     assert service.upkeep is not None, "the page is only asked for where there is a journal"
     scrubber = service.upkeep.scrubber
     counts = service.upkeep.tally.get()

@@ -1,4 +1,6 @@
-"""The endpoints that `huggingface_hub` asks for, so that `from_pretrained` loads a training checkpoint that was never exported.
+"""The endpoints that `huggingface_hub` asks for.
+
+With them `from_pretrained` loads a training checkpoint that was never exported.
 
 A run is a model: its id is that of the run, with `__` for each slash after the first. A revision is
 `main` (the highest committed step that no rollback superseded), `step-100`, the name of a
@@ -71,7 +73,11 @@ class _Model(NamedTuple):
 
 
 def api(service: Service, path: str) -> Any:
-    """Describe a model, or list its files: `<id>`, `<id>/revision/<revision>`, `<id>/tree/<revision>`."""
+    """Describe a model, or list its files.
+
+    The paths `<id>` and `<id>/revision/<revision>` describe a model, and `<id>/tree/<revision>`
+    lists its files.
+    """
     ident, word, rest = path, "revision", "main"
     for one in ("revision", "tree"):
         if f"/{one}/" in path:

@@ -39,7 +39,10 @@ class _Queue(QueueHandler):
 
 
 def log_to_stderr(level: int = logging.INFO) -> QueueListener:
-    """Write the service's logs, and uvicorn's errors, to standard error as JSON, until the listener that is returned is stopped."""
+    """Write the service's logs and uvicorn's errors to standard error as JSON.
+
+    Writing ends when the returned listener is stopped.
+    """
     stream = logging.StreamHandler(sys.stderr)
     stream.setFormatter(JsonFormatter())
     records: SimpleQueue[logging.LogRecord] = SimpleQueue()

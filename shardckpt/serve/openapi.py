@@ -1,4 +1,4 @@
-"""Endpoints with typed query parameters, and the OpenAPI document that is made of the same declarations."""
+"""Endpoints with typed query parameters, and the OpenAPI document from the same declarations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Threads that answer requests, some for short work and others for what may wait for a calculation; and streams of events.
+"""Threads that answer requests, and streams of events.
+
+Some threads are for short work, and others are for what may wait for a calculation.
 
 One user holds at most half of them, so that nobody waits for the requests of others. Without tokens
 there is only one user.

@@ -134,7 +134,10 @@ def of_error(error: Exception, roots: Roots) -> JSONResponse:
 
 
 def of_request(roots: Roots, watch: RootWatch, request: Request, error: Exception) -> JSONResponse:
-    """The response for an error of a request: 503, not 404, where the root has vanished, as what was asked for may still be there."""
+    """The response for an error of a request: 503 instead of 404 if the root has vanished.
+
+    What was asked for may still be there.
+    """
     response = of_error(error, roots)
     try:
         if response.status_code == 404:

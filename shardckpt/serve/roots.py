@@ -181,7 +181,7 @@ class Roots:
         return needs
 
     def check_needs(self, needs: Needs) -> None:
-        """Check that the user may read all that a checkpoint needs, as far as it lies in other roots.
+        """Check that the user may read all that a checkpoint needs from other roots.
 
         Raises:
             FormatError: as if it lay outside of the roots.
@@ -212,7 +212,10 @@ class Roots:
         return bool(names) and not any(map(may_read, names))
 
     def without_places(self, text: str) -> str:
-        """A message with names in place of the locations of roots, and without what lies in roots that the user may not read."""
+        """A message with names of roots in place of their locations.
+
+        What lies in roots that the user may not read is left out.
+        """
         for written, name in self._written:
             place = re.escape(written) + r"(?![\w.-])"
             if may_read(name):

@@ -331,7 +331,10 @@ def _bytes_below(store: Store, prefix: str, left: list[int]) -> int:
 
 
 def _is_settled(version: tuple[int, ...]) -> bool:
-    """Whether a change now would have another time than the last one: file systems keep times in steps of up to some seconds."""
+    """Whether a change now would have another time than the last one.
+
+    File systems keep times in steps of up to some seconds.
+    """
     return abs(time.time_ns() - max(version)) > _STEP_OF_TIMES
 
 

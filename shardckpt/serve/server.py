@@ -149,7 +149,10 @@ def serve(options: ServeOptions, started: Callable[[str], Any] = lambda _url: No
 
 
 def _return_memory() -> None:
-    """Let glibc give blocks of 1 MiB and more back to the system when they are freed; else each thread keeps some."""
+    """Let glibc give blocks of 1 MiB and more back to the system when they are freed.
+
+    Otherwise each thread keeps some of them.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)

@@ -1,4 +1,6 @@
-"""Bytes that are read when they are sent: ranges, validators and streaming (RFC 9110), whatever the bytes come from.
+"""Bytes that are read when they are sent: ranges, validators and streaming (RFC 9110).
+
+The bytes may come from any source.
 
 A response reads one block while the one before it is sent, and has memory for a few, however slow
 its client is. Blocks are smaller where there are more responses, so that all of them together have
@@ -308,7 +310,10 @@ class _Reader:
 
 
 async def until_gone(receive: Receive) -> None:
-    """Wait until the client has closed the connection: what is sent then is dropped without an error."""
+    """Wait until the client has closed the connection.
+
+    What is sent then is dropped without an error.
+    """
     while (await receive())["type"] != "http.disconnect":
         pass
 

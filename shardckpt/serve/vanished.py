@@ -110,7 +110,9 @@ class RootWatch:
             self._remember(str(place), marked=True)
 
     def check(self, *idents: str) -> None:
-        """Check that no root of some ids that the user may read has vanished, so that what is not found there does not count as deleted.
+        """Check that no root of some ids that the user may read has vanished.
+
+        So what is not found there does not count as deleted.
 
         Raises:
             HTTPException: one has. StorageError: the storage failed.

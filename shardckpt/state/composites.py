@@ -1,4 +1,6 @@
-"""Tensors that are made of other tensors: quantized data and their scales, and other subclasses of a framework's tensor.
+"""Tensors that are made of other tensors, such as quantized data and their scales.
+
+Other subclasses of a framework's tensor are among them.
 
 A composite tensor is stored as its parts, which are ordinary tensors under its name, and a context:
 plain data that describes it completely otherwise (block sizes, dtypes, the kind of rounding). It is
@@ -77,7 +79,9 @@ def register_tensor(
     make: Callable[[Mapping[str, Any], Any, tuple[int, ...]], Any],
     shared: Sequence[str] = (),
 ) -> None:
-    """Let tensors of exactly this class be stored as parts, and be made from them where `like` has none.
+    """Let tensors of exactly this class be stored as parts.
+
+    The parts are made into such tensors where `like` has none.
 
     Classes with `__tensor_flatten__` are stored without a registration, and restored into tensors
     of the same class.

@@ -91,7 +91,7 @@ class Owned:
 
 @record
 class Composite:
-    """Description of a tensor that is made of other tensors, such as quantized data and their scales."""
+    """Description of a tensor made of other tensors, such as quantized data and their scales."""
 
     type_name: str
     """The name of its class. It is compared and shown; a class is never looked up by it, except

@@ -335,13 +335,19 @@ _BASES = frozenset({bool, int, float, complex, str, bytes, dict, list, tuple})
 
 
 class StateOwner(ABC):
-    """The interface of an object that owns a complete state, such as `shardckpt.TrainState`, for saving and restoring."""
+    """The interface of an object that owns a complete state, such as `shardckpt.TrainState`.
+
+    The interface is for saving and restoring.
+    """
 
     is_local: Callable[[str], bool] | None = None
     """Whether the value of a name belongs to each process alone; None: no value does."""
 
     def unused_local(self) -> list[str]:
-        """The patterns behind `is_local` that have selected no value of this process yet, although all values that they name exist."""
+        """The patterns behind `is_local` that have selected no value of this process yet.
+
+        They are unused although all values that they name exist.
+        """
         return []
 
     @abstractmethod

@@ -4,15 +4,17 @@ A value that JSON has is written as itself; any other is an object with one key 
 "$". The JSON is strict: no NaN or Infinity tokens, no integer that another language would round, no
 lone surrogates.
 
-    null, true, false          None, bool 42                         int, absolute value below 2^53
-    {"$int": "-1f"} in hex beyond that 0.001, 1e-08, 1.0          float, always with a fraction or
-    an exponent {"$float": "7ff8…"}        float that is not finite: its 64 bits in hex, a NaN's
-    payload included {"$complex": [re, im]}     complex; both parts are written like floats "text"
-    str; if it begins with "$", another "$" comes first {"$str": "6ced…"}          str with
-    surrogates: its UTF-8 in hex, each surrogate as three bytes {"$bytes": "…"}            bytes,
-    base64 {"$numpy": ["int8", "ff"]} numpy or ml_dtypes scalar: dtype and little-endian bytes in
-    hex; datetime64[unit],
-                               timedelta64[unit], str (UTF-8) and bytes likewise
+    null, true, false       None, bool
+    42                      int, absolute value below 2^53   {"$int": "-1f"} in hex beyond that
+    0.001, 1e-08, 1.0       float, always with a fraction or an exponent
+    {"$float": "7ff8…"}     float that is not finite: its 64 bits in hex, a NaN's payload included
+    {"$complex": [re, im]}  complex; both parts are written like floats
+    "text"                  str; if it begins with "$", another "$" comes first
+    {"$str": "6ced…"}       str with surrogates: its UTF-8 in hex, each surrogate as three bytes
+    {"$bytes": "…"}         bytes, base64
+    {"$numpy": ["int8", "ff"]}
+                            numpy or ml_dtypes scalar: dtype and little-endian bytes in hex;
+                            datetime64[unit], timedelta64[unit], str (UTF-8) and bytes likewise
     {"$torch.dtype": "int8"}, {"$torch.device": "cuda:0"}, {"$torch.Size": [2, 3]}
 
 Decoding trusts no input: anything unexpected is a FormatError. A leaf of a registered type
@@ -237,7 +239,10 @@ _ENCODERS: dict[type, Callable[[Any], JSON]] = {
 
 
 def _torch_kind(value: object) -> str | None:
-    """`dtype`, `device` or `Size`, without importing torch: if such an object exists, torch is imported."""
+    """The kind of a torch object (`dtype`, `device` or `Size`), without importing torch.
+
+    If such an object exists, torch is already imported.
+    """
     torch = imported_module("torch")
     if torch is None or not type(value).__module__.startswith("torch"):
         return None

@@ -1,4 +1,4 @@
-"""Match a stored tree with `like`: which stored tensor goes into which leaf, and the state that comes out.
+"""Match a stored tree with `like`: the stored tensor for each leaf, and the resulting state.
 
 Both trees are walked side by side, paired by typed key (0 and "0" are two keys) and in sequences by
 index, before anything is read. Some formats write every key as text, so a stored text that is not a

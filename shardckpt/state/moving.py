@@ -43,7 +43,10 @@ class End(NamedTuple):
 
 
 def ends_by_place(root: Node) -> dict[str, End]:
-    """The leaves, empty containers and composite tensors of a tree by their places, in order; not the root itself."""
+    """The leaves, empty containers and composite tensors of a tree by their places, in order.
+
+    The root itself is not among them.
+    """
     return {
         "/".join(component for component, _ in end.path): end for end in _ends(root, ()) if end.path
     }

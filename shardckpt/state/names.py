@@ -16,18 +16,20 @@ A container of any class is stored in one of three plain forms: dict, list or tu
 A *name* is for people and for JSON: the keys that lead to a leaf, joined with "/", each rendered so
 that no two places of one state share a name (`component_names`).
 
-    ~   → ~0        an empty key       → ~e /   → ~1        a lone surrogate   → ~u and its four hex
-    digits a key that is not a string → its text (`0`, `True`, `None`), and "~" after it where a
-    string key beside it reads the same
+    ~   → ~0        an empty key       → ~e
+    /   → ~1        a lone surrogate   → ~u and its four hex digits
+    a key that is not a string → its text (`0`, `True`, `None`), and "~" after it where a string
+                                 key beside it reads the same
 
 An *array path* is for storages, which accept less: RFC 3986's unreserved characters only, in
 components of at most 200 bytes, none of which is `.`, `..` or `zarr.json`, begins with `__`
 (reserved by zarr v3), `.` or `~`, or ends with a dot. `array_path` escapes any string into such a
 path, and `name_of_array_path` is its exact inverse:
 
-    any other character     → its UTF-8 bytes, each as "=" and two hex digits (URLs, shells and
-    globs leave "=" alone) an empty component      → =- a component too long    → several, all but
-    the last with "=" at their end
+    any other character   → its UTF-8 bytes, each as "=" and two hex digits (URLs, shells and globs
+                          leave "=" alone)
+    an empty component    → =-
+    a component too long  → several, all but the last with "=" at their end
 """
 
 from __future__ import annotations
@@ -91,7 +93,9 @@ def _other_component(key: int | bool | None, strings: set[str]) -> str:
 
 
 def match_keys(stored: Sequence[PathKey], own: Sequence[PathKey]) -> Sequence[PathKey]:
-    """The keys of a stored dict, each as the key of one's own dict that it matches, or else unchanged.
+    """The keys of a stored dict, each as the key of one's own dict that it matches.
+
+    A key without a match is unchanged.
 
     A stored text that is not among one's own keys matches the key of another type that has this
     text: formats that write all keys as text cannot tell the two apart.

@@ -25,7 +25,9 @@ def is_number(value: object) -> bool:
 
 
 def number_like(array: NDArray[Any], like: object) -> object:
-    """The number in an array without dimensions, in the form of another one where that form has this value.
+    """The number in an array without dimensions, in the form of another number.
+
+    It takes that form only where the form can represent its value.
 
     >>> number_like(np.array(3, np.int32), 0), number_like(np.array(0.5, np.float32), 0)
     (3, 0.5)
@@ -40,7 +42,11 @@ def number_like(array: NDArray[Any], like: object) -> object:
 
 
 def in_form_of(like: object, stored: object) -> object:
-    """The stored value; as a Python number for a Python number, and as a numpy scalar for a numpy scalar, where both are numbers."""
+    """The stored value, in the form of `like` where both are numbers.
+
+    It is a Python number if `like` is a Python number, and a numpy scalar if `like` is a numpy
+    scalar.
+    """
     if (
         isinstance(like, np.generic) == isinstance(stored, np.generic)
         or not is_number(like)

@@ -86,7 +86,9 @@ def may_select_below(pattern: str, place: str) -> bool:
 def unused_patterns(
     only: Only | None, names: Sequence[str], empty: Sequence[str] = ()
 ) -> Only | None:
-    """The patterns of `only` that select none of the names: `only` itself if it selects none at all, None if each selects some.
+    """The patterns of `only` that select none of the names.
+
+    The result is `only` itself if it selects none at all, and None if each pattern selects some.
 
     >>> unused_patterns(["a/**", "b"], ["a/x", "c"]), unused_patterns("b", ["a/x"])
     (['b'], 'b')

@@ -152,7 +152,7 @@ class _Reading:
         return reads.requests()
 
     def _plan(self, planned: PlannedStep, batch: Batch, reads: ReadList) -> None:
-        """Add the reads of a step: for each target chunk that it overlaps, the overlap and its position in the chunk."""
+        """Add the reads of a step: its overlap with each target chunk, and the position there."""
         begun, self._open = self._open, {}
         for piece, pairs, boxes in planned.pairs:
             parts = BoxArray(boxes.start + pairs.in_chunk.start, boxes.start + pairs.in_chunk.stop)
@@ -178,7 +178,7 @@ class _Reading:
         begun: dict[tuple[str, int], tuple[Batch, Bytes]],
         batch: Batch,
     ) -> list[Bytes]:
-        """Memory of each chunk that a step overlaps, including the elements that earlier steps read into it."""
+        """Memory of each chunk that a step overlaps, with what earlier steps read into it."""
         target, raws = planned.target, []
         shapes = (boxes.stop - boxes.start).tolist()
         later = planned.unfinished(boxes).tolist()

@@ -56,7 +56,10 @@ class BatchPlace:
 
 
 class BatchMemory:
-    """Reusable memory of batches: two halves, used in turn, each for one large batch or a few small ones."""
+    """Reusable memory of batches: two halves, used in turn.
+
+    Each half is for one large batch or a few small ones.
+    """
 
     def __init__(self) -> None:
         self._halves: list[Bytes] = [_NOTHING, _NOTHING]
@@ -133,7 +136,7 @@ class PlannedStep:
 
     @cached_property
     def pairs(self) -> list[tuple[Piece, Overlaps, BoxArray]]:
-        """Per array: the chunks that the step overlaps, and the boxes of those chunks in target indices."""
+        """Per array: the chunks that the step overlaps, and their boxes in target indices."""
         box = BoxArray.of([self.step.box], self.step.box.ndim)
         arrays = []
         for piece in touched(self.target.pieces, box):

@@ -131,7 +131,10 @@ class OutputReader:
     def _split(
         self, ranges: Sequence[tuple[int, int, memoryview]]
     ) -> tuple[list[tuple[Key, Bytes]], list[tuple[Key, int, memoryview]]]:
-        """Split ranges into complete blocks that are not kept, with memory for each, and parts of blocks."""
+        """Split ranges into complete blocks that are not kept, and parts of blocks.
+
+        Each complete block comes with memory for it.
+        """
         direct: list[tuple[Key, Bytes]] = []
         parts: list[tuple[Key, int, memoryview]] = []
         for number, begin, into in ranges:
@@ -155,7 +158,10 @@ class OutputReader:
         ranges: Sequence[tuple[int, int, memoryview]],
         parts: Sequence[tuple[Key, int, memoryview]],
     ) -> tuple[dict[Key, Bytes], dict[Key, Bytes]]:
-        """The blocks in the cache that parts are taken from, and memory for those that must be read, with blocks to read ahead."""
+        """The cached blocks that parts are taken from, and memory for those that must be read.
+
+        The memory is also for blocks to read ahead.
+        """
         with self._lock:
             blocks = {key: self._cache[key] for key, *_ in parts if key in self._cache}
             for key in blocks:
@@ -192,7 +198,10 @@ class OutputReader:
             self._touched.popitem(last=False)
 
     def _rows(self, key: Key, begin: int, nbytes: int) -> tuple[tuple[int, Box, NDArray[Any]], int]:
-        """The rows of a block with some of its bytes, as `read_boxes` wants them, with memory; and the bytes in that before them."""
+        """The rows of a block with some of its bytes, with memory, as `read_boxes` wants them.
+
+        The second value is the number of bytes in these rows before the wanted ones.
+        """
         number, block = key
         box = self._blocks_of(number).boxes[block]
         start, stop, before = list(box.start), list(box.stop), 0
@@ -267,7 +276,10 @@ class OutputReader:
         return _Blocks([*(boxes.start @ strides).tolist(), output.nbytes], boxes)
 
     def edges(self, number: int) -> list[int]:
-        """First byte of each block of an output, and its bytes: what is read between two of them goes straight into the caller's memory."""
+        """First byte of each block of an output, and the number of the output's bytes.
+
+        What is read between two of these numbers goes straight into the caller's memory.
+        """
         return self._blocks_of(number).edges
 
     def read_boxes(self, boxes: Sequence[tuple[int, Box, NDArray[Any]]]) -> None:

@@ -144,7 +144,10 @@ def share(
 
 
 def check_limit(limit: int, workers: int, sizes: Sizes, where: str) -> None:
-    """Raise BudgetError unless `workers` workers can do any task within the memory limit; for the arguments see `share`."""
+    """Raise BudgetError unless `workers` workers can do any task within the memory limit.
+
+    For the arguments see `share`.
+    """
     if limit // workers < sizes.least:
         several = workers > 1
         reason = (

@@ -279,7 +279,10 @@ def stream(
 
 
 def _after(planned: Iterator[PlannedStep], skip: int) -> tuple[Iterator[PlannedStep], int]:
-    """The steps that are needed after skipping `skip` blocks; and the number of blocks to drop from the results of these steps."""
+    """The steps needed after skipping `skip` blocks, and the number of blocks to drop.
+
+    These blocks are dropped from the results of the steps.
+    """
     held: list[PlannedStep] = []
     while skip:
         step = next(planned, None)

@@ -1,4 +1,6 @@
-"""The training loop: when to save, which steps to keep, where to resume, and the state of everything that trains.
+"""The training loop: when to save, which steps to keep, and where to resume.
+
+The state of everything that trains belongs to it.
 
 `manager` has the public `CheckpointManager`. Each of its tasks has its own file: `decisions` and
 `timeline` (which steps are saved, on all processes alike), `preemption`, `steps`, `resuming` and

@@ -1,4 +1,4 @@
-"""The background half of a manager: one save at a time, the deletions after it, and the failures of both.
+"""The background half of a manager: one save at a time, then deletions, and failures of both.
 
 1. `begin` starts a save (`Saver`), which copies the state, and a thread that waits for its end. The
    interpreter waits for that thread before it shuts down (`shutdown`).
@@ -175,7 +175,7 @@ class Background:
                 self._saver.warm(self.url(step), state, options, only_devices=True)
 
     def resumed(self) -> None:
-        """Note that a restore has published what was complete, and that training continues from there."""
+        """Note that a restore published what was complete, and training continues from there."""
         self._left = set()
 
     def join(self) -> None:
@@ -193,7 +193,10 @@ class Background:
         decide: Callable[[BaseException, int], Literal["raise", "continue"]] | None,
         first: int | None = None,
     ) -> None:
-        """Raise the failures since the last call (or the `first` few of them), except where `decide` says "continue"."""
+        """Raise the failures since the last call, except where `decide` says "continue".
+
+        If `first` is given, only the first so many of them are handled.
+        """
         failures = self._failures[:first]
         del self._failures[: len(failures)]
         raised = [

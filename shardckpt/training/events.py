@@ -209,7 +209,10 @@ class RestoreFinished(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreFailed(_Event):
-    """The restore has failed, and raises `error`; with `fallback`, `FellBack` follows and an earlier step is tried."""
+    """The restore has failed, and raises `error`.
+
+    With `fallback`, `FellBack` follows and an earlier step is tried.
+    """
 
     level: ClassVar[int] = logging.ERROR
     error: BaseException
@@ -338,7 +341,10 @@ class Events:
     def progress(
         self, doing: Literal["save", "restore"], url: str, step: int | None = None
     ) -> Callable[[int, int], None]:
-        """A function of bytes done and bytes in total that emits `Progressed`: at its first and last call, and at some in between."""
+        """A function of bytes done and bytes in total that emits `Progressed`.
+
+        It does so at its first and last call, and at some calls in between.
+        """
         due = 0.0
 
         def tell(done: int, total: int) -> None:

@@ -40,7 +40,7 @@ class Generators:
     """The generators of this process, as one object that has a `state_dict`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the generators that this program has: small leaves, host arrays and CPU tensors."""
+        """The states of this program's generators: small leaves, host arrays and CPU tensors."""
         version, words, normal = random.getstate()
         states: dict[str, Any] = {
             "python": {"version": version, "words": np.array(words, np.uint32), "normal": normal},

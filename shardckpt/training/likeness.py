@@ -84,7 +84,7 @@ def renamed(node: Branch, names: Mapping[str, str]) -> Branch:
 
 
 def fitting(record: TensorRecord, own: object) -> object:
-    """The target for a tensor: the object's own tensor if shape and dtype match, or else a new one."""
+    """The target for a tensor: the object's own if shape and dtype match, or else a new one."""
     if is_number(own) and not record.shape:
         return own
     if frameworks.is_tensor(own) and not isinstance(own, Target):
@@ -373,7 +373,7 @@ def _is_fillable(place: _Place) -> bool:
 
 
 def _new_like(tensor: Any) -> Target:
-    """The target for a new tensor of the same kind and dtype: on the CPU, or over the same devices."""
+    """The target for a new tensor of the same kind and dtype: on the CPU, or the same devices."""
     if isinstance(tensor, np.ndarray):
         return Target(shape=tensor.shape, dtype=dtype_of(tensor.dtype))
     mesh = getattr(tensor, "device_mesh", None)

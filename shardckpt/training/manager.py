@@ -261,7 +261,9 @@ class CheckpointManager(OpenRun):
         return True
 
     def warm(self, state: Any) -> None:
-        """Prepare host memory for saves of a state, in the background, so that the first save is as fast as later ones.
+        """Prepare host memory for saves of a state, in the background.
+
+        The first save is then as fast as later ones.
 
         Threads touch and pin the memory that a save needs: at most `memory_limit`, and nothing if
         this is more than half of the memory that is free. The first save waits for them. A manager
@@ -440,7 +442,9 @@ class CheckpointManager(OpenRun):
 
     @property
     def reached_preemption(self) -> bool:
-        """Whether a notice of preemption came and the current step was saved because of it: end the loop when this is true.
+        """Whether the current step was saved because a notice of preemption came.
+
+        End the loop when this is true.
 
         All processes see the same value at the same step.
         """

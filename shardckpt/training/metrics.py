@@ -1,17 +1,19 @@
 """Prometheus metrics of saves and restores, as this process sees them.
 
-    shardckpt_saves_total{outcome="committed|failed|skipped"}   saves that ended, or were not made
-    shardckpt_saved_bytes_total                                 bytes of tensors that this process
-    wrote shardckpt_stored_bytes_total                                bytes that they take in the
-    storage shardckpt_save_phase_seconds{phase="planning|copying|…"}    a histogram of each phase;
-    the phases add up to the whole shardckpt_save_seconds                                      a
-    histogram of whole saves, from the call to the commit shardckpt_stall_seconds
-    a histogram of how long training waited shardckpt_last_step
-    the step committed last shardckpt_last_commit_timestamp_seconds                     when that
-    was, in Unix time shardckpt_retries_total                                     requests to an
-    object store that were made again shardckpt_restores_total{outcome="finished|failed"}
-    how restores ended shardckpt_restore_seconds                                   a histogram of
-    restores shardckpt_deleted_steps_total, shardckpt_preemptions_total
+    shardckpt_saves_total{outcome="committed|failed|skipped"}  saves that ended, or were not made
+    shardckpt_saved_bytes_total              bytes of tensors that this process wrote
+    shardckpt_stored_bytes_total             bytes that they take in the storage
+    shardckpt_save_phase_seconds{phase="planning|copying|…"}
+                                             a histogram of each phase; the phases add up to the
+                                             whole
+    shardckpt_save_seconds                   a histogram of whole saves, from the call to the commit
+    shardckpt_stall_seconds                  a histogram of how long training waited
+    shardckpt_last_step                      the step committed last
+    shardckpt_last_commit_timestamp_seconds  when that was, in Unix time
+    shardckpt_retries_total                  requests to an object store that were made again
+    shardckpt_restores_total{outcome="finished|failed"}  how restores ended
+    shardckpt_restore_seconds                a histogram of restores
+    shardckpt_deleted_steps_total, shardckpt_preemptions_total
 
 Needs `prometheus-client`, which the extra `metrics` brings.
 """

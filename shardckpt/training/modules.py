@@ -175,7 +175,11 @@ class NamedModule:
         }
 
     def _tell_left_out(self) -> None:
-        """Warn of tensors that `state_dict` leaves out, unless it has values that hooks computed, maybe from these."""
+        """Warn of tensors that `state_dict` leaves out.
+
+        There is no warning if `state_dict` has values that hooks computed, maybe from these
+        tensors.
+        """
         own = _tensors(self.module)
         held = {storage_of(value) for value in self._held.values()} - {None}
         names = [name for name, tensor in own.items() if storage_of(tensor) not in held]
@@ -264,7 +268,9 @@ class NamedModule:
     def _values_to_load(
         self, restored: Mapping[str, Any], own: Mapping[int, Any]
     ) -> dict[str, Any]:
-        """The values for `load_state_dict`, with the module's own tensors where these are filled already, or are filled here.
+        """The values for `load_state_dict`, with the module's own tensors that are filled.
+
+        These tensors are filled already, or are filled here.
 
         Args:
             restored: see `put_back`.
@@ -299,7 +305,9 @@ class NamedModule:
         return loaded
 
     def _write(self, apart: Mapping[str, tuple[Any, Any]], filled: list[Any]) -> None:
-        """Write values into tensors that share memory with others of the module, which were filled where they are.
+        """Write values into tensors that share memory with others of the module.
+
+        The other tensors were filled where they are.
 
         Args:
             apart: tensor and value, by name.
@@ -463,12 +471,18 @@ def _tensors(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _is_extra(name: str) -> bool:
-    """Whether an entry is what a module's `get_extra_state` returned: a value of any kind, also a tensor of changing length."""
+    """Whether an entry is what a module's `get_extra_state` returned.
+
+    The entry is a value of any kind, also a tensor of changing length.
+    """
     return name.rpartition(".")[2] == "_extra_state"
 
 
 def _is_copy(part: torch.nn.Module) -> bool:
-    """Whether a module's own parameters are DTensors, and this process is not the first of their mesh."""
+    """Whether this process is not the first in the mesh of a module's own parameters.
+
+    This is true only if these parameters are DTensors.
+    """
     meshes = [
         getattr(parameter, "device_mesh", None) for parameter in part.parameters(recurse=False)
     ]

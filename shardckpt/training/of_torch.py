@@ -8,8 +8,8 @@ which tensors belong to which parameter. Such a state is stored as it is, and re
 not at all. Keys that a state cannot have, such as the tuple (group, position) of some wrappers, are
 stored as values:
 
-    {(0, 1): {"slow": tensor}}   →   {"keys of pairs": [(0, 1)], "values of pairs": [{"slow":
-    tensor}]}
+    {(0, 1): {"slow": tensor}}
+    → {"keys of pairs": [(0, 1)], "values of pairs": [{"slow": tensor}]}
 
 This module is imported only for programs that have torch.
 """
@@ -112,7 +112,10 @@ def of_torch(
 
 
 def has_own_form(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `state_dict` has another form than torch's, so that only the optimizer itself can read the state."""
+    """Whether `state_dict` has another form than torch's.
+
+    Only the optimizer itself can read such a state.
+    """
     hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", ())
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict and not hooks:
         return False
@@ -192,7 +195,9 @@ def _unpair(value: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def data_axis(objects: Iterable[object]) -> tuple[int, int] | None:
-    """Position of this process on the data axis, and the size of that axis, where the meshes of all modules agree; otherwise None.
+    """Position of this process on the data axis, and the size of that axis; or None.
+
+    The result is None unless the meshes of all modules agree.
 
     All axes with a name such as `data`, `dp_replicate` or `fsdp` together are the data axis.
     Without such names nothing is known: a mesh axis without a name may be one of model parallelism.

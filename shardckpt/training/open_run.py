@@ -120,7 +120,9 @@ class OpenRun(RunSteps):
         self._joins_later = False
 
     def wait(self) -> None:
-        """Wait until nothing is in flight: the last save is committed, and steps that are not kept are deleted.
+        """Wait until nothing is in flight.
+
+        Then the last save is committed, and steps that are not kept are deleted.
 
         Raises:
             ShardckptError: a save failed; or this process was forked while a save may have been in

@@ -126,7 +126,7 @@ class NamedOptimizer:
         ]
 
     def sources(self) -> list[list[str]]:
-        """For each group, the names of its parameters' groups in the state that was restored last."""
+        """For each group, the names of its parameters' groups in the state restored last."""
         sources = []
         for first, members in zip(self.firsts(), self.groups, strict=True):
             sources.append(
@@ -366,7 +366,11 @@ class NamedOptimizer:
         )
 
     def _own_names(self, members: Sequence[str], state: Node) -> dict[str, str]:
-        """The name that each stored parameter has here, also where it is tied, and the module had its names in another order."""
+        """The name that each stored parameter has here.
+
+        The name is also found where the parameter is tied and the module had its names in another
+        order.
+        """
         names = {name: self.current_name(name) for name in members}
         strange = [name for name in members if names[name] not in self.parameters]
         if not strange:

@@ -157,7 +157,7 @@ class AtSteps(Policy):
 
 @dataclass(frozen=True, slots=True)
 class EverySeconds(Policy):
-    """Save when this many seconds have passed since the last save was decided, by the leader's clock."""
+    """Save this many seconds after the last save was decided, by the leader's clock."""
 
     seconds: float
     """Seconds, more than 0."""

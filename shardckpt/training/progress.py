@@ -45,7 +45,10 @@ class _Amount(ProgressColumn):
 
 
 class _Rate(ProgressColumn):
-    """Bytes per second, in the same units as all other sizes (rich's own column uses powers of 1000)."""
+    """Bytes per second, in the same units as all other sizes.
+
+    The column of rich itself uses powers of 1000.
+    """
 
     def render(self, task: Task) -> Text:
         """Draw the column."""

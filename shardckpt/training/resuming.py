@@ -1,4 +1,6 @@
-"""The choice of the step to resume from: the same on all processes, even if steps are committed at the same time.
+"""The choice of the step to resume from, which is the same on all processes.
+
+It is the same even if steps are committed at the same time.
 
 1. The leader commits the complete attempts of an earlier run, lists the steps, and chooses the
    requested step or the latest live one. All processes learn the step and the attempt in its record
@@ -167,7 +169,9 @@ def check_restored(
     adaptation: Adaptation | None = None,
     only: Only | None = None,
 ) -> None:
-    """Compare the tensors of a restored state, where they lie now, with the fingerprint that the save recorded; all processes call it.
+    """Compare the tensors of a restored state with the fingerprint that the save recorded.
+
+    The tensors are compared where they lie now. All processes call this function.
 
     Tensors that lie in a base, tensors that are only in one of the two, those that `only` leaves
     out, and those that were made of others or fitted, are not compared.
@@ -334,5 +338,5 @@ def _first_failure(
 
 
 def _is_damage(error: Exception | None) -> bool:
-    """Whether the error means that the checkpoint is damaged, rather than that the reader has a problem."""
+    """Whether the error means a damaged checkpoint, rather than a problem of the reader."""
     return isinstance(error, CorruptionError | FormatError) and not isinstance(error, VersionError)

@@ -102,7 +102,9 @@ class NamedScheduler:
         self.scheduler.load_state_dict(self._as_list(restored))
 
     def _by_rate(self, stored: OptimizerNodes, scheduler: Branch, of_each: Branch) -> Branch:
-        """A per-group list as a dict, where the optimizer is stored flat: groups are recognized by their initial rates.
+        """A per-group list as a dict, where the optimizer is stored flat.
+
+        Groups are recognized by their initial rates.
 
         Raises:
             StructureMismatchError: several groups match, and have different values.

@@ -1,8 +1,12 @@
-"""The state of a training run: collected from its objects for saving, put back into them after restoring.
+"""The state of a training run: collected from its objects to save, put back after a restore.
 
-    state = shardckpt.train_state(model=model, optimizer=optimizer, scheduler=scheduler,
-    loader=loader, step=0) shardckpt.save("run/100", state) shardckpt.restore("run/100", state)
-    # the objects themselves are restored, and state.step
+It is put back into the same objects.
+
+    state = shardckpt.train_state(
+        model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, step=0
+    )
+    shardckpt.save("run/100", state)
+    shardckpt.restore("run/100", state)  # the objects themselves are restored, and state.step
 
 Saving uses `state_dict()`: a dict with an entry for each object, by its keyword. Restoring
 
@@ -47,7 +51,7 @@ log = logging.getLogger("shardckpt")
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with a state that can be saved and loaded, such as torch's modules, optimizers and schedulers."""
+    """An object with a state to save and load, e.g. torch's modules, optimizers and schedulers."""
 
     def state_dict(self) -> Any:
         """The state: nested dicts, lists and tuples of tensors and small leaves."""
@@ -70,7 +74,7 @@ def train_state(
     local: str | Sequence[str] = (),
     **more: Any,
 ) -> TrainState:
-    """Collect the objects of a training run, so that one `save` and one `restore` cover all of them.
+    """Collect the objects of a training run, so that one `save` and one `restore` cover all.
 
     Names in the checkpoint begin with the keyword: `model/blocks.0.weight`,
     `optimizer/state/blocks.0.weight/exp_avg`. They do not contain the names of wrappers such as
@@ -150,7 +154,10 @@ class TrainState(StateOwner):
         rng: bool | Literal["exact"],
         local: str | Sequence[str] = (),
     ) -> None:
-        """Take objects with a state, wrapped in `PerProcess` if each process has its own, and values that are stored unchanged."""
+        """Take objects with a state, and values that are stored unchanged.
+
+        An object is wrapped in `PerProcess` if each process has its own.
+        """
         self._local: _Local | None = None
         self._objects = {**objects, **({"rng": PerProcess(Generators())} if rng else {})}
         if local:
@@ -193,7 +200,9 @@ class TrainState(StateOwner):
         self.values["metadata"] = metadata
 
     def leave_out(self, key: str, names: Collection[str]) -> None:
-        """Neither save nor restore tensors of a module: frozen weights that the program itself loads before each restore.
+        """Neither save nor restore some tensors of a module.
+
+        They are frozen weights that the program itself loads before each restore.
 
         Args:
             key: the keyword of the module.
@@ -224,7 +233,9 @@ class TrainState(StateOwner):
         ]
 
     def arranged(self, tree: Node, wanted: Callable[[str], bool], adaptation: Any = None) -> Node:
-        """A stored state converted to the form of `state_dict`, where torch or DCP stored it in another form.
+        """A stored state converted to the form of `state_dict`.
+
+        Only what torch or DCP stored in another form is converted.
 
         Args:
             tree: the stored state.
@@ -354,7 +365,10 @@ class TrainState(StateOwner):
 
 
 class _Local:
-    """Selects the values that each process has for itself, and remembers the patterns that have selected nothing."""
+    """Selects the values that each process has for itself, and remembers unused patterns.
+
+    An unused pattern has selected nothing.
+    """
 
     def __init__(self, patterns: list[str]) -> None:
         self.unused = patterns

@@ -74,7 +74,10 @@ class Timeline:
         return replace(self, since=kept[0].start, windows=kept)
 
     def noticed(self, source: str) -> Timeline:
-        """The timeline with a notice of preemption, which all processes know from the first undecided step on."""
+        """The timeline with a notice of preemption.
+
+        All processes know the notice from the first undecided step on.
+        """
         return replace(self, notice=Notice(self.until + 1, source))
 
     def wants_save(self, step: int, previous: int) -> bool:

@@ -1,4 +1,6 @@
-"""The plan of `FollowedVersion.apply`, made before the pause: `prepare` finds the memory of the tensors and the parts of it to copy.
+"""The plan of `FollowedVersion.apply`, made before the pause.
+
+`prepare` finds the memory of the tensors and the parts of it to copy.
 
 `apply` then compares the tensors with those that were planned for, and copies. If one of them was
 replaced, or has other memory, it plans anew, and copies all of them.
@@ -49,7 +51,7 @@ class Applying(NamedTuple):
     """Parts of the tensors, and the elements to copy there."""
 
     def holds(self, like: object, before: Memory | None) -> bool:
-        """Whether the tensors, and what the follower filled last, are those that this was planned for."""
+        """Whether this was planned for these tensors and for what the follower filled last."""
         return (
             self.memory is not None
             and self.before is before

@@ -1,4 +1,6 @@
-"""The chunks of a version that a process needs, in its memory, and the steps from one version to the next.
+"""The chunks of a version that a process needs, in its memory.
+
+The module also has the steps from one version to the next.
 
 A follower keeps the chunks that its tensors need as elements. The next version's differences are
 read and applied to them, and each chunk is compared with the checksum of its new elements. Its
@@ -58,7 +60,10 @@ class Needed(NamedTuple):
     positions: NDArray[np.int64]
 
     def request(self, memory: Sequence[NDArray[np.uint8]] | None = None) -> Request:
-        """A request for these chunks, each into its memory; without memory their elements cannot be read, only their stored bytes."""
+        """A request for these chunks, each into its memory.
+
+        Without memory, only their stored bytes can be read, not their elements.
+        """
         nothing = np.broadcast_to(np.zeros((), self.dtype), self.piece.chunks)
         buffers = (
             [nothing] * len(self.positions)
@@ -372,7 +377,10 @@ class _Copies(_Cached):
 
 
 class _Table:
-    """A `Lookup` of chunks in memory: each array is a file of its own, so that several threads copy."""
+    """A `Lookup` of chunks in memory.
+
+    Each array is a file of its own, so that several threads copy.
+    """
 
     def __init__(self, place: Store, needed: Mapping[str, Needed]) -> None:
         """Look up these chunks, by the path of their array."""
@@ -419,7 +427,7 @@ class _Table:
 def path_between(
     contents: str, checkpoint: Checkpoint, most: int
 ) -> list[tuple[Store, CheckpointRecord]] | None:
-    """The versions to apply, oldest first, to get from the elements of one version to those of another one.
+    """The versions to apply, oldest first, to get from one version's elements to another's.
 
     Args:
         contents: identifies the version that the process has; "": none.

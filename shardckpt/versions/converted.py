@@ -1,4 +1,7 @@
-"""Tensors that are converted to another dtype when they are fetched, so that no converted copy of the whole state exists."""
+"""Tensors that are converted to another dtype when they are fetched.
+
+So no converted copy of the whole state exists.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,10 @@ class ConvertedSource(SourceOf, HostSource):
 
 
 def converted(array: Array, dtype: DType) -> Array:
-    """Elements rounded to another dtype as `torch.Tensor.to` and `jax.numpy.astype` do: to the nearest, ties to even."""
+    """Elements rounded to another dtype, to the nearest, ties to even.
+
+    `torch.Tensor.to` and `jax.numpy.astype` round in the same way.
+    """
     torch: Any = sys.modules.get("torch")
     if (
         torch is not None

@@ -1,4 +1,6 @@
-"""`Publisher(snapshot="device")`: a process's share of the last version stays on its devices, and only what has changed is transferred.
+"""`Publisher(snapshot="device")`: only what has changed is transferred from the devices.
+
+A process's share of the last version stays on its devices.
 
 1. On the training thread, each device compares its tensors with their copies there
    (`frameworks.snapshots`), and sends the positions and values of what differs, with a sum of the
@@ -128,7 +130,9 @@ class DeviceShare:
             self._pending = [*combined, *later]
 
     def arrive(self, version: int) -> None:
-        """Give the host's copies the elements of a version, when nothing reads those of an earlier version any more.
+        """Give the host's copies the elements of a version.
+
+        This is called when nothing reads the elements of an earlier version any more.
 
         Raises:
             CorruptionError: a copy has other elements than its tensor; names the tensor.
@@ -225,6 +229,9 @@ def _choose(source: Source, boxes: Sequence[int]) -> list[tuple[int, Any]]:
 
 
 def comparable(source: Source, dtype: DType) -> bool:
-    """Whether a tensor is large enough, and of a framework and dtype, that it is compared on its device."""
+    """Whether a tensor is compared on its device.
+
+    It must be large enough, and of a framework and dtype that allow it.
+    """
     nbytes = int(source.boxes.sizes().sum()) * dtype.itemsize
     return nbytes >= LEAST_BYTES and dtype.itemsize in WORD and source.comparer is not None

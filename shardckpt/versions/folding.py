@@ -1,4 +1,6 @@
-"""Folding: a version gets an earlier base and the same contents, so that a late follower reads few differences.
+"""Folding: a version gets an earlier base and the same contents.
+
+So a late follower reads few differences.
 
 The versions of a publisher are a chain: each differs from the one before, up to an anchor.
 `bases_after_folding` gives some of them a base further back, so that every version is a few
@@ -91,7 +93,9 @@ class Folded:
 
 
 def bases_after_folding(count: int, most: int = DIFFERENCES) -> dict[int, int]:
-    """The versions of a chain to fold, and the base of each, as numbers: the anchor is 0, the newest version `count` - 1.
+    """The versions of a chain to fold, and the base of each, as numbers.
+
+    The anchor is 0, and the newest version is `count` - 1.
 
     In base b, a multiple of b differs from the number without its last non-zero digit; all others
     differ from the number before. b is the least for which no version of a chain of 128 is more

@@ -207,7 +207,10 @@ class Follower:
         return version
 
     def holding(self, version: FollowedVersion) -> AbstractContextManager[object]:
-        """A lease on all versions that one needs, held by process 0, so that they are not pruned meanwhile."""
+        """A lease on all versions that this one needs, so that they are not pruned meanwhile.
+
+        Process 0 holds the lease.
+        """
         if self._lease is None:
             return nullcontext()
         chain = version.checkpoint.record.structure.chain

@@ -41,7 +41,9 @@ _log = logging.getLogger("shardckpt")
 
 
 class Publisher:
-    """Publishes versions of a state at `<url>/<step>`, as differences from the version before wherever that is smaller.
+    """Publishes versions of a state at `<url>/<step>`, as differences wherever that is smaller.
+
+    Each difference is from the version before.
 
         with shardckpt.Publisher("gs://bucket/policy", dtype="bfloat16") as publisher:
             for step in range(steps):

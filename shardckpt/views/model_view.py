@@ -115,7 +115,7 @@ class ModelView:
 
     @property
     def unchanged(self) -> list[str | None]:
-        """For each of `arrays()`, the name of the stored tensor if the view does not change it; otherwise None."""
+        """For each of `arrays()`, the stored tensor's name, or None if the view changes it."""
         names: list[str | None] = []
         for output in self._outputs:
             name = output.sources[0].tensor if output.sources else None
@@ -160,7 +160,10 @@ class ModelView:
         self._reader.read_boxes(boxes)
 
     def requests(self, boxes: Iterable[tuple[int, Box]]) -> list[Request]:
-        """Requests for boxes of tensors, by position in `arrays()`, without memory: their chunks can be located, and not read."""
+        """Requests for boxes of tensors, by position in `arrays()`, without memory.
+
+        Their chunks can be located, but not read.
+        """
         dtypes = [output.dtype.numpy for output in self._outputs]
         return self._reader.requests(
             (i, box, np.broadcast_to(np.zeros((), dtypes[i]), box.shape)) for i, box in boxes
@@ -181,7 +184,10 @@ class ModelView:
         return VirtualFile(self, name)
 
     def block_end(self, name: str, offset: int, most: int) -> int:
-        """The best end for a read of at most `most` bytes from an offset: the end of a block, if one is in reach."""
+        """The best end for a read of at most `most` bytes from an offset.
+
+        It is the end of a block, if one is in reach.
+        """
         file, end = self.layout(name), min(self.sizes[name], offset + most)
         i = -1 if file is None else bisect_right(file.offsets, end) - 1
         if file is None or i < 0 or end == self.sizes[name]:
@@ -293,7 +299,7 @@ class VirtualFile(io.RawIOBase):
         return data
 
     def pread(self, offset: int, n: int) -> bytes:
-        """Read `n` bytes from an offset, fewer at the end of the file, without moving the position."""
+        """Read `n` bytes from an offset, or fewer at the file's end; the position stays."""
         if offset < 0 or n < 0:
             raise ValueError(f"pread({offset}, {n}): give numbers from 0 on")
         data = bytearray(max(0, min(n, self._size - offset)))
@@ -327,7 +333,9 @@ def _options(options: Mapping[str, Any]) -> SafetensorsOptions:
 def safetensors_view(
     source: str | os.PathLike[str] | Checkpoint, file: str | None = None, **options: Any
 ) -> VirtualFile:
-    """A virtual safetensors file: the bytes that `export_safetensors` would write, without writing them.
+    """A virtual safetensors file with the bytes that `export_safetensors` would write.
+
+    Nothing is written.
 
     Args:
         source: path or url of the checkpoint, or an open one.

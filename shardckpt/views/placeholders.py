@@ -182,7 +182,10 @@ class _Part:
 
     @classmethod
     def of(cls, source: Placeholder, shape: Sequence[int]) -> _Part:
-        """The smallest box that contains a placeholder's elements; if the view crosses rows, the complete rows that it touches."""
+        """The smallest box that contains a placeholder's elements.
+
+        If the view crosses rows, the box has the complete rows that the view touches.
+        """
         place = source.place
         size, strides, offset = tuple(place.shape), place.stride(), place.storage_offset()
         apart = _row_major(shape)
@@ -317,7 +320,9 @@ class Recorder:
             self._written_arguments[_address(tensor)] += tensor.numel()
 
     def filled_in_part(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-        """Names of the parameters of which only some elements were written, for example because a part of a fused weight is missing.
+        """Names of the parameters of which only some elements were written.
+
+        For example, a part of a fused weight may be missing.
 
         Parameters that are placeholders still are among them. Elements are counted, so a part that
         was written twice may hide another one.
@@ -333,7 +338,7 @@ class Recorder:
         return 0 < self._written_arguments[_address(tensor)] < elements
 
     def is_noted(self, tensor: torch.Tensor) -> bool:
-        """Whether a copy into the tensor's memory is noted, so that its elements are not there yet."""
+        """Whether a copy into the tensor's memory is noted: its elements are not there yet."""
         if not self._touched or tensor.device.type == "meta" or tensor.layout != torch.strided:
             return False
         return tensor.untyped_storage().data_ptr() in self._touched
@@ -434,7 +439,7 @@ def _with_memory(arguments: Any) -> list[torch.Tensor]:
 
 
 class _FillBeforeUse(TorchDispatchMode):  # type: ignore[misc]  # torch's types are not checked
-    """While it is active, an operation on memory into which a copy is noted sees the copied elements."""
+    """While it is active, an operation on the target of a noted copy sees the copied elements."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -452,7 +457,10 @@ class _FillBeforeUse(TorchDispatchMode):  # type: ignore[misc]  # torch's types 
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Identifies a tensor's storage while it exists, also one on the meta device, which has no memory."""
+    """Identifies a tensor's storage while it exists.
+
+    This includes a storage on the meta device, which has no memory.
+    """
     storage = tensor.untyped_storage()
     if tensor.device.type == "meta":
         return -int(storage._cdata)  # noqa: SLF001  (torch has no other name for it)
@@ -474,7 +482,10 @@ def _index(offset: int, strides: Sequence[int]) -> list[int]:
 
 
 def _alone(places: Sequence[torch.Tensor]) -> list[bool]:
-    """For each place whether no other one shares memory with it: then they may be filled in any order."""
+    """For each place, whether no other one shares memory with it.
+
+    If none does, the places may be filled in any order.
+    """
     bounds = []
     for i, place in enumerate(places):
         last = (

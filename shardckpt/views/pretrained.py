@@ -45,8 +45,9 @@ def from_pretrained(
 ) -> Any:
     """Load a transformers model from a checkpoint, without an export.
 
-        model = shardckpt.from_pretrained(AutoModelForCausalLM, "gs://bucket/run/100",
-        include="model/**", strip_prefix="model/")
+        model = shardckpt.from_pretrained(
+            AutoModelForCausalLM, "gs://bucket/run/100", include="model/**", strip_prefix="model/"
+        )
 
     Args:
         model_class: `AutoModelForCausalLM`, or another class with transformers' `from_pretrained`.

@@ -1,10 +1,12 @@
 """vLLM's weight-transfer engine: it brings the versions of a publisher to a running engine.
 
-    llm = LLM(model, weight_transfer_config={"backend": "shardckpt"},
-    worker_extension_cls="shardckpt.views.vllm_follow.FollowWorker")
-    llm.init_weight_transfer_engine({"init_info": {"url": "gs://bucket/policy", "options":
-    {"include": "model/**", …}}}) step = next_version(llm)  # prepare, start_weight_update,
-    update_weights, finish_weight_update
+    worker = "shardckpt.views.vllm_follow.FollowWorker"
+    llm = LLM(
+        model, weight_transfer_config={"backend": "shardckpt"}, worker_extension_cls=worker
+    )
+    init_info = {"url": "gs://bucket/policy", "options": {"include": "model/**", …}}
+    llm.init_weight_transfer_engine({"init_info": init_info})
+    step = next_version(llm)  # prepare, start_weight_update, update_weights, finish_weight_update
 
 1. A rehearsal: the model's own `load_weights` is called once with placeholders, while the model's
    parameters are those of before any repacking, on the meta device (vLLM keeps their description).
@@ -169,7 +171,9 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
     def _choose(
         self, follower: _ModelFollower, step: int | None, *, newest: bool
     ) -> tuple[int, bool] | None:
-        """Step of the version to load next, and whether it was found just now, as the first rank decides it; all ranks call it.
+        """Step of the version to load next, and whether it was found just now.
+
+        The first rank decides this, and all ranks call the method.
 
         Args:
             follower: finds versions.
@@ -355,7 +359,7 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
 
 @contextmanager
 def _unpack(model: nn.Module) -> Iterator[None]:
-    """A context in which a model's parameters are those that its loader fills, on the meta device."""
+    """A context in which a model's parameters are those that its loader fills, on device meta."""
     kept = [
         (layer, dict(vars(layer)), dict(layer._parameters), dict(layer._buffers))  # noqa: SLF001
         for layer in model.modules()
@@ -385,7 +389,7 @@ def _unpack(model: nn.Module) -> Iterator[None]:
 
 
 class FollowWorker:
-    """Methods of vLLM's workers, for `collective_rpc`: give this class as `worker_extension_cls`."""
+    """Methods of vLLM's workers, for `collective_rpc`: give this as `worker_extension_cls`."""
 
     weight_transfer_engine: Any
 

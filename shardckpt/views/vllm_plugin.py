@@ -86,7 +86,8 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not in
             raise NamesMismatchError(
                 f"{url}: {type(model).__name__} does not take the tensors ({error}); choose and "
                 "name tensors as the model does, with "
-                '--model-loader-extra-config, as in {"include": "model/**", "strip_prefix": "model/"}.'
+                '--model-loader-extra-config, as in {"include": "model/**", "strip_prefix": '
+                '"model/"}.'
             ) from error
         refuse_missing(url, model, recorder, loaded)
         proved = proof.check(of_all_ranks(proof.parts))
@@ -172,7 +173,7 @@ class CheckpointTokenizer(CachedHfTokenizer):  # type: ignore[misc]
 
 @cache
 def _directory(url: str, needed: str) -> Path:
-    """A temporary directory with the small files that an import kept, for the rest of the process."""
+    """A temporary directory with the small files that an import kept, while the process runs."""
     checkpoint = Checkpoint(url)
     files = config_files(checkpoint.metadata, None, url)
     if needed not in files:

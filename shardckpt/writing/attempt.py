@@ -1,4 +1,6 @@
-"""One process's part in one attempt at a checkpoint: its steps, their order, and the messages between processes.
+"""One process's part in one attempt at a checkpoint.
+
+The module has its steps, their order, and the messages between processes.
 
 1. Take this process's share of the state (`state_share`). No process communicates with another one
    or with the storage.
@@ -300,7 +302,10 @@ class Attempt:
             )
 
     def _await_turn(self) -> None:
-        """Wait for what comes before this attempt: earlier versions, and after a failed save the other processes."""
+        """Wait for what comes before this attempt.
+
+        These are earlier versions and, after a failed save, the other processes.
+        """
         if self.version is not None:
             self.version.await_turn(self.store, self.coordinator)
         if self.name == _UNNAMED:
@@ -363,7 +368,10 @@ class Attempt:
         return record
 
     def check_replaced(self) -> None:
-        """Check again, on the committing process, that nobody relies on the checkpoint that this one replaces."""
+        """Check again that nobody relies on the checkpoint that this one replaces.
+
+        The committing process makes this check.
+        """
         assert self.prior is not None
         with data_stays(self.store):
             self._check_replaceable(self.prior)
@@ -461,7 +469,10 @@ class Attempt:
             )
 
     def _look_at_storage(self, *, wait: bool) -> None:
-        """In the first save below a root, check that this process sees what the committer has written there."""
+        """Check that this process sees what the committer has written to the storage.
+
+        This is done in the first save below a root.
+        """
         if self._storage is not None and not (self.commits or self._storage.proven):
             limit = self.options.commit_timeout / 2
             self._storage.check(self.name, lambda: self._stopped, wait=wait, limit=limit)
@@ -498,7 +509,10 @@ class Attempt:
         return None if closed is None else f"it has given up another save to this place: {closed}"
 
     def _tell_in_vain(self) -> None:
-        """Announce that this process has stopped waiting, so that a late process does not complete the attempt with newer data."""
+        """Announce that this process has stopped waiting.
+
+        So a late process does not complete the attempt with newer data.
+        """
         self._tell(
             WORD, CommitError(f"process {self.world.process} does not wait for it any more.")
         )
@@ -534,7 +548,10 @@ class Attempt:
             self.turns.close(in_words(error), late=self._late)
 
     def _goes_on(self, failed: str) -> bool:
-        """Whether the committer published an attempt that failed here, or another process has waited for it in vain."""
+        """Whether a failed attempt was published, or another process waited for it in vain.
+
+        The attempt failed on this process, and the committer may have published it.
+        """
         with suppress(ShardckptError):
             assert self._announcements is not None
             word = self._announcements.heard(WORD, failed)

@@ -1,4 +1,6 @@
-"""Saves in the background: one thread per save, and buffers and plans that are kept from save to save.
+"""Saves in the background, with one thread per save.
+
+Buffers and plans are kept from save to save.
 
 On the thread that saves: plan, and copy all blocks to the stage (`staging`). On the save's own
 thread: receive the blocks, write the chunks and the record, and commit or wait for the commit. All

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 def fingerprint(state: Any, *, coordinator: Coordinator | None = None) -> Fingerprint:
-    """The fingerprint of a state's tensors: the same on any mesh and in any framework, and another one if a single bit differs.
+    """The fingerprint of a state's tensors: the same on any mesh and in any framework.
+
+    If a single bit differs, the fingerprint is another one.
 
     In a job of several processes all of them call it, each with its own view of the state, and all
     get the same result. Small leaves such as step numbers are not part of it.

@@ -78,7 +78,10 @@ if TYPE_CHECKING:
 def describe(
     place: Store, contents: Contents, key: str | None = None, *, always: bool = False
 ) -> FileReference:
-    """Write a host's contents into the attempt at `place`, unless a host with the same contents has written them, or `always`."""
+    """Write a host's contents into the attempt at `place`, unless they are there already.
+
+    A host with the same contents may have written them. With `always` they are written in any case.
+    """
     reference, data = contents.seal(key)
     if always or not place.exists(reference.key):
         place.write(reference.key, data)
@@ -111,7 +114,10 @@ def write_record(place: Store, record: HostRecord, *, first: bool = False) -> bo
 
 
 def _take_back(place: Store, key: str, data: bytes) -> None:
-    """Remove a record from a disk, or empty it where nothing can be removed; if it is durable, a crash may bring it back."""
+    """Remove a record from a disk, or empty it where nothing can be removed.
+
+    If the record is durable, a crash may bring it back.
+    """
     if (path := place.local_path(key)) is None:
         return
     with suppress(ShardckptError):
@@ -246,7 +252,10 @@ class HostWriter:
         at_a_time: int,
         written: Callable[[int], None] = lambda _: None,
     ) -> Iterator[Portion]:
-        """Cut blocks into boxes of at most `at_a_time` bytes with their padding, or of one chunk, and group these; see `portions`."""
+        """Cut blocks into boxes and group these; see `portions`.
+
+        A box has at most `at_a_time` bytes with its padding, or is one chunk.
+        """
         return self.portions(
             cut_elements(blocks, at_a_time),
             at_a_time,
@@ -398,7 +407,10 @@ class HostWriter:
         return FileReference.of(key, data)
 
     def abort(self) -> None:
-        """Give up: delete this host's files, unless its record may exist; then they stay as garbage of the attempt."""
+        """Give up: delete this host's files, unless its record may exist.
+
+        If it may exist, the files stay as garbage of the attempt.
+        """
         if not self.vouches:
             self._writer.abort()
 
@@ -605,7 +617,10 @@ class Encoder:
 
 
 def _bytes_of_chunks(block: Elements) -> int:
-    """Bytes of a block's chunks with their padding: a host may have the edges of a thousand tensors, which are mostly padding."""
+    """Bytes of a block's chunks with their padding.
+
+    A host may have the edges of a thousand tensors, which are mostly padding.
+    """
     piece, _, elements = block
     nbytes = (
         elements.nbytes

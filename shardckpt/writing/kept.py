@@ -1,4 +1,7 @@
-"""The elements of the chunks that a process wrote last, from which it makes the differences of the next version."""
+"""The elements of the chunks that a process wrote last.
+
+The process makes the differences of the next version from them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ if TYPE_CHECKING:
 
 
 class SkippedError(CommitError):
-    """A version is not written, because a later one has come while it waited: on all processes alike."""
+    """A version is not written, because a later one has come while it waited.
+
+    This is the same on all processes.
+    """
 
 
 class VersionToWrite(Protocol):
@@ -54,7 +60,9 @@ class VersionToWrite(Protocol):
         """
 
     def begin(self, contents: Contents, place: Store, attempt: str) -> Contents:
-        """The contents of this process's state, with the chain that its chunks differ from; without a chain they have all elements.
+        """The contents of this process's state, with the chain that its chunks differ from.
+
+        Without a chain, the chunks have all elements.
 
         Args:
             contents: without a chain.
@@ -114,7 +122,9 @@ class KeptChunks:
     def differences(
         self, keys: Sequence[str], paths: Sequence[str], rows: Rows, itemsize: int
     ) -> tuple[list[bytes], int]:
-        """The stored form of chunks, without checksums, and the bytes of their changed elements; from then on they are kept.
+        """The stored form of chunks without checksums, and the bytes of their changed elements.
+
+        From then on the chunks are kept.
 
         All elements of a chunk count that is not compared.
 

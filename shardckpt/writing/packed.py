@@ -1,4 +1,6 @@
-"""The packed layout's writer: a host's chunks one after another in a few data files, and an OCDBT index of them.
+"""The packed layout's writer: a host's chunks in a few data files, with an OCDBT index.
+
+The chunks lie one after another in the files.
 
 1. `append` adds chunks to the current data file of a thread, in the order of the calls, and starts
    the next file when a chunk does not fit. On a local disk that is one `write` from the caller's
@@ -395,7 +397,7 @@ class _DataFiles:
         return self._file
 
     def _end_file(self) -> None:
-        """Make the current file durable in the background, as soon as there is room for one more."""
+        """Make the current file durable in the background, once there is room for one more."""
         if self._file is not None:
             while len(self._waiting) >= self._most_waiting:
                 self._settle_one()
@@ -440,7 +442,10 @@ class _Lanes:
         self._changing = Lock()
 
     def new_file(self) -> tuple[int, Store, str]:
-        """A data file in the newest lane that has room: its number, the lane's place, and the name there."""
+        """A data file in the newest lane that has room.
+
+        The result is its number, the lane's place, and the file's name there.
+        """
         with self._changing:
             if not self._keys or self._keys[-1] >= self._most_keys:
                 self.names.append(f"{self._folder}/{len(self.names)}")
@@ -518,7 +523,9 @@ def _seal_lane(
 def _check_lane(
     store: Store, keys: list[bytes], files: list[str], places: NDArray[np.int64]
 ) -> None:
-    """Compare TensorStore's view with the chunks that were put: keys always, places only the first time in a process.
+    """Compare TensorStore's view with the chunks that were put.
+
+    Keys are always compared, places only the first time in a process.
 
     Where TensorStore has no driver, our own reader's view is compared.
     `ts.ocdbt.dump`, which shows places, leaks some 500 bytes per key each time (0.1.86).

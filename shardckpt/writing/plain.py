@@ -32,7 +32,10 @@ file's directory open."""
 
 
 def most_open() -> int:
-    """Most files that may wait: a quarter of the process's file descriptors, so that files and directories use at most half."""
+    """Most files that may wait: a quarter of the process's file descriptors.
+
+    So files and directories use at most half of the descriptors.
+    """
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         _MOST_OPEN if allowed == resource.RLIM_INFINITY else max(1, min(_MOST_OPEN, allowed // 4))
@@ -150,7 +153,10 @@ class PlainWriter:
             self._store.delete_prefix(f"{self._drafts}/")
 
     def _begin(self) -> None:
-        """Mark the writer as failed until the call succeeds, so that no later call can succeed after an error."""
+        """Mark the writer as failed until the call succeeds.
+
+        So no later call can succeed after an error.
+        """
         if self._failed:
             raise CommitError(f"{self._store}: an earlier write of this host failed; call abort().")
         self._failed = True

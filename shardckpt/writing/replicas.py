@@ -1,4 +1,6 @@
-"""Checksums of the boxes that several processes hold, by which the committer finds copies that differ.
+"""Checksums of the boxes that several processes hold.
+
+The committer uses them to find copies that differ.
 
 Replicas share the writing of their box, so copies that differ would be stored as a mixture. Each
 process takes a checksum of its own copy of every such box, and writes them beside its chunks
@@ -43,7 +45,7 @@ _AT_A_TIME = 4 << 20
 
 
 class ReplicaChecksums:
-    """The checksums of one process's copies, some of which may still be on their way from a device."""
+    """The checksums of one process's copies, some of which may still be leaving a device."""
 
     def __init__(self, plan: SavePlan, sources: Mapping[str, Source], *, wholly: bool) -> None:
         """Take the checksums of all elements in host memory.

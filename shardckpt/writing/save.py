@@ -51,9 +51,8 @@ class SaveReport:
 
     The phases follow one another without gaps, so they add up:
 
-        stall_s = planning_s + copying_s + blocked_s                  while the call blocked the
-        caller total_s = stall_s + writing_s + waiting_s + committing_s      from the call to the
-        commit
+        stall_s = planning_s + copying_s + blocked_s  while the call blocked the caller
+        total_s = stall_s + writing_s + waiting_s + committing_s  from the call to the commit
 
     Background work during the stall counts as stall; `writing_s` is the time for the rest of the
     writing. `shardckpt.save` blocks its caller for all of `total_s`. It copies while it writes, and
@@ -195,12 +194,15 @@ def _append(writer: HostWriter, batch: Iterable[BlockElements], at_a_time: int) 
 
 
 def is_short(plan: SavePlan) -> bool:
-    """Whether writing takes less time than visits of the collector of reference cycles meanwhile."""
+    """Whether writing takes less time than the cycle collector's visits meanwhile."""
     return plan.nbytes <= max(_SMALL_STATE, _SMALL_MEAN * sum(map(len, plan.blocks.values())))
 
 
 def thread_bytes(plan: SavePlan, compression: str | None, at_a_time: int) -> int:
-    """Bytes of memory of each thread that writes the plan, if it lays out `at_a_time` bytes of elements at a time, or one chunk."""
+    """Bytes of memory of each thread that writes the plan.
+
+    A thread lays out `at_a_time` bytes of elements at a time, or one chunk.
+    """
     return _COPIES[compression] * max(at_a_time, plan.largest_chunk)
 
 

@@ -1,4 +1,4 @@
-"""Tensors that a save leaves out because a base checkpoint holds them, and their places in the base.
+"""Tensors that a save leaves out because a base checkpoint has them, and their places there.
 
 The base is read when this process writes. For a save in the background this is not on the training
 thread, because the copy step does not depend on the result. Every process reads the base's record

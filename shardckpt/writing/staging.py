@@ -70,7 +70,10 @@ a time."""
 
 @dataclass(slots=True)
 class _Part:
-    """A part of the buffer with copied blocks one after another, and the blocks in memory of their own that come between them."""
+    """A part of the buffer with copied blocks one after another.
+
+    It also has the blocks in memory of their own that come between them.
+    """
 
     memory: NDArray[np.generic]
     used: int = 0
@@ -374,7 +377,9 @@ class Stage:
     def portions(
         self, writer: HostWriter, at_a_time: int, written: Callable[[int], None]
     ) -> Iterator[Portion]:
-        """Yield the blocks with their elements in portions for a writer, whose threads may draw them, one at a time.
+        """Yield the blocks with their elements in portions for a writer.
+
+        The writer's threads may draw the portions, one at a time.
 
         Args:
             writer: the writer.

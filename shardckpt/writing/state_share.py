@@ -172,7 +172,9 @@ def is_array(elements: object) -> bool:
 
 
 def are_own(blocks: Sequence[Block], source: Source) -> list[bool]:
-    """For each block of a source, whether it will be fetched into memory of its own: a complete box of a source that makes copies.
+    """For each block of a source, whether it will be fetched into memory of its own.
+
+    A complete box of a source that makes copies is fetched into memory of its own.
 
     So are all blocks of a source that keeps its elements itself until they are written.
     """
@@ -185,7 +187,10 @@ def are_own(blocks: Sequence[Block], source: Source) -> list[bool]:
 
 
 def only_kept(plan: SavePlan, sources: Mapping[str, Source]) -> set[str]:
-    """The tensors whose fetched arrays are all kept, if blocks in memory of their own are: fetching them takes no other memory."""
+    """The tensors whose fetched arrays are all kept, if blocks in memory of their own are kept.
+
+    Fetching these tensors takes no other memory.
+    """
     return {
         name
         for name, blocks in plan.blocks.items()
@@ -235,7 +240,9 @@ def read_to_host(
 def _arrived(
     plan: SavePlan, sources: Mapping[str, Source], copies: DeviceCopies, room: int
 ) -> Generator[Iterable[BlockElements]]:
-    """Like `read`, for tensors some of which are on devices: each batch is copied to pinned memory while the one before is in use.
+    """Like `read`, for tensors some of which are on devices.
+
+    Each batch is copied to pinned memory while the one before is in use.
 
     Args:
         plan: as for `read`.
@@ -281,7 +288,10 @@ def _landed(
 
 
 def _fetched(plan: SavePlan, sources: Mapping[str, Source], most: int) -> Iterator[BlockElements]:
-    """Fetch a batch before returning, because frameworks have streams and settings of the thread that saves."""
+    """Fetch a batch before returning.
+
+    The reason is that frameworks have streams and settings of the thread that saves.
+    """
     boxes = [_boxes(plan.blocks[name]) for name in sources]
     return _cut(plan, sources, boxes, frameworks.fetch([*sources.values()], boxes), most)
 

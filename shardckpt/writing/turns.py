@@ -123,7 +123,10 @@ class Turns:
         )
 
     def report(self, why: str) -> None:
-        """Announce, as another process, that its call fails before process 0 could know its attempt."""
+        """Announce, as a process other than 0, that its own call fails.
+
+        The call fails before process 0 could know its attempt.
+        """
         closed = self._peek("closed") or {}
         report = {
             "series": self.series,
@@ -204,7 +207,9 @@ class Turns:
         stopped: Callable[[], str | None],
         goes_on: Callable[[str], bool],
     ) -> bool:
-        """Wait until process 0 has ended the attempt in which this process failed, and return whether it has given that up.
+        """Wait until process 0 has ended the attempt in which this process failed.
+
+        Return whether process 0 has given that attempt up.
 
         Raises:
             CommitError: process 0 has not ended it in time, or has missed a call and gives up the

@@ -79,7 +79,7 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer, *_rest):
         if trainer.global_step == self.dies_at:
-            # What is committed by then is what the test says.
+            # So far as the test says, steps are committed by then.
             trainer.strategy.checkpoint_io._finish()
             trainer.strategy.barrier()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,18 +1,24 @@
 """The bench: shardckpt and its peers, in turn, in one run, on the same state.
 
-    python -m tools.bench                        everything; 33 minutes on 2 cores, and 20 GiB of
-    memory python -m tools.bench --quick                a sixteenth of the bytes, three rounds: a
-    few minutes python -m tools.bench --group torch --state llama --operation save --operation
-    restore python -m tools.bench --storage gs           in a bucket; --storage gs-tls, gs-20ms and
-    gs-100ms besides python -m tools.bench --write                and docs/performance.md, its chart
-    and tables, and the figures to compare with later python -m tools.bench --compare
-    docs/performance.json python -m tools.bench --resume FILE          what the file, of a run that
-    was cut or had failures, lacks python -m tools.bench --again FILE --group jax --operation save
-    those once more, in place of what the file has python -m tools.bench --from FILE --write    no
-    run: the page of an earlier one python -m tools.bench --cuda                 on a GPU, instead
-    of all that: tools/bench/on_cuda.py python -m tools.bench --versions             publishing and
-    following alone: tools/bench/on_versions.py python -m tools.bench --cores                on 1,
-    2, 4 … all cores, and beside busy threads, instead: tools/bench/on_cores.py
+    python -m tools.bench                      everything; 33 minutes on 2 cores, and 20 GiB of
+                                               memory
+    python -m tools.bench --quick              a sixteenth of the bytes, three rounds: a few minutes
+    python -m tools.bench --group torch --state llama --operation save --operation restore
+    python -m tools.bench --storage gs         in a bucket; --storage gs-tls, gs-20ms and gs-100ms
+                                               besides
+    python -m tools.bench --write              and docs/performance.md, its chart and tables, and
+                                               the figures to compare with later
+    python -m tools.bench --compare docs/performance.json
+    python -m tools.bench --resume FILE        what the file, of a run that was cut or had failures,
+                                               lacks
+    python -m tools.bench --again FILE --group jax --operation save
+                                               those once more, in place of what the file has
+    python -m tools.bench --from FILE --write  no run: the page of an earlier one
+    python -m tools.bench --cuda               on a GPU, instead of all that: tools/bench/on_cuda.py
+    python -m tools.bench --versions           publishing and following alone:
+                                               tools/bench/on_versions.py
+    python -m tools.bench --cores              on 1, 2, 4 … all cores, and beside busy threads,
+                                               instead: tools/bench/on_cores.py
 
 What was measured is in a file at any time (`--json`). `tools/bench/plan.py` says what is measured
 on tmpfs (/dev/shm), on a disk, and in buckets of an emulator of Cloud Storage, near, over TLS, and

@@ -19,7 +19,10 @@ TOLERANCE = 0.15
 
 
 def worse(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """A line for each ratio of ours to a floor or a peer that has fallen, and for what cannot be compared."""
+    """A line for each ratio of ours to a floor or a peer that has fallen.
+
+    There are also lines for what cannot be compared.
+    """
     earlier, was, parts = ratios(before), _parts(before), _parts(now)
     lines = [
         f"{', '.join(place)}: 1/{was[place]} of the bytes then, and 1/{part} now; not compared: "

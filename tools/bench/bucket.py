@@ -1,4 +1,7 @@
-"""A bucket to measure on: fake-gcs-server in memory, a Cloud Storage over TLS or some way off, and the floors of both.
+"""A bucket to measure on, and its floors.
+
+The server is fake-gcs-server in memory, reached directly, or like a Cloud Storage over TLS or some
+way off. The module has the floors of both.
 
 The emulator shares the cores with those that are measured, and takes no more than some hundred MB/s
 of puts: so the own processor time of each subject is told beside its rate. Over TLS the emulator
@@ -157,7 +160,10 @@ class Folder(str):
 
 
 def http_floors(sources: list[Bytes], places: list[Bytes], folder: Folder) -> list[Subject]:
-    """Plain puts from memory, plain gets of ranges into place, and TensorStore's puts and gets of the same sizes."""
+    """Plain puts and gets, and TensorStore's puts and gets of the same sizes.
+
+    Plain puts are from memory, and plain gets are of ranges into place.
+    """
     return [
         subject
         for streams in folder.server.streams

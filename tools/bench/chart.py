@@ -1,4 +1,6 @@
-"""The chart of a run: a panel for each framework and storage, with a bar of GB/s for each subject of each operation.
+"""The chart of a run: a panel for each framework and storage.
+
+Each panel has a bar of GB/s for each subject of each operation.
 
 It is SVG, for light and dark pages. Within a panel all bars have one scale. Floors are thin bars:
 they mark how far a bar could reach.
@@ -37,7 +39,7 @@ STYLE = """
 
 
 def chart(figures: dict[str, Any]) -> str:
-    """Saves, stalls and restores: of the Llama-like state on tmpfs, and of the matrices in a bucket."""
+    """Saves, stalls and restores of the Llama-like state on tmpfs and the matrices in a bucket."""
     results = [
         r
         for r in figures["results"]

@@ -1,4 +1,7 @@
-"""A part of a tensor's columns, as torch.distributed.checkpoint is asked to load it: by its protocol of tensors that are cut up."""
+"""A part of a tensor's columns, as torch.distributed.checkpoint is asked to load it.
+
+The request uses that library's protocol of tensors that are cut up.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Stand before a server on this machine, and let what clients send reach it some milliseconds later, as if it were far away.
+"""Stand before a server on this machine, and delay what clients send by some milliseconds.
+
+The server then seems to be far away.
 
     python -m tools.bench.delay PORT BACKEND_PORT MILLISECONDS
 

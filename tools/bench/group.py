@@ -1,4 +1,6 @@
-"""One operation of one group of subjects, in a process of its own, or in several: `python -m tools.bench.group`.
+"""One operation of one group of subjects, in a process of its own, or in several.
+
+The command is `python -m tools.bench.group`.
 
 On stdin it is told `{"group", "state", "part", "directory", "server", "rounds", "operation"}`; on
 stdout it lists what was measured. Without a server, files go into the directory.

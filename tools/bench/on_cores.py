@@ -1,4 +1,6 @@
-"""`python -m tools.bench --cores`: rates on 1, 2, 4 … all cores of this machine, and beside work of other kinds, in one run.
+"""`python -m tools.bench --cores`: rates on 1, 2, 4 … all cores of this machine.
+
+The same run also measures rates beside work of other kinds.
 
 Each row is a process of its own that may run on so many cores. Its state is matrices of 64 MiB, in
 torch tensors. Files are in /dev/shm, so reads come from memory; each save goes to a fresh place,
@@ -284,7 +286,10 @@ class _Loop:
         self._turns, self._longest, self._began = 0, 0.0, time.perf_counter()
 
     def end(self) -> tuple[float, float]:
-        """Turns since `begin` as a part of the undisturbed ones, and the longest time between two turns, in milliseconds."""
+        """Turns since `begin` as a part of the undisturbed ones, and the longest gap.
+
+        The gap is the time between two turns, in milliseconds.
+        """
         return self._turns / (time.perf_counter() - self._began) / self._alone, self._longest * 1e3
 
     def stop(self) -> None:

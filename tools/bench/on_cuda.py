@@ -68,7 +68,10 @@ class Bench:
             torch.cuda.synchronize()
 
     def timed(self, do: Callable[[], Any]) -> tuple[float, float, Any]:
-        """Seconds until a call returns, seconds until the current stream has gone through it, and what it returned."""
+        """Seconds until a call returns and until the stream has finished it, and its result.
+
+        The stream is the current one.
+        """
         self.wait()
         begin, end = (
             (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -211,7 +214,10 @@ class Bench:
         shutil.rmtree(self.directory / "run")
 
     def beside(self) -> None:
-        """Background saves beside a loop that is busy in Python, and beside one that launches kernels; and what is left of the loop."""
+        """Background saves beside a loop busy in Python, and beside one that launches kernels.
+
+        The rate that is left of each loop is measured, too.
+        """
         for name, turn in (
             ("in Python", lambda: sum(range(10_000))),
             ("in kernels", lambda: (self.step(), self.wait())),
@@ -240,7 +246,10 @@ class Bench:
     def _turns(
         self, turn: Callable[[], Any], goes_on: Callable[[], bool], least: float = 0.0
     ) -> tuple[float, int]:
-        """Turns of a loop per second, and their number: until it need not go on, and for so many seconds at least."""
+        """Turns of a loop per second, and their number.
+
+        The loop runs until it need not go on, and for at least `least` seconds.
+        """
         self.wait()
         began, turns = time.perf_counter(), 0
         while turns == 0 or goes_on() or time.perf_counter() - began < least:
@@ -250,7 +259,10 @@ class Bench:
         return turns / (time.perf_counter() - began), turns
 
     def overlap(self) -> None:
-        """Tell when a save's copies and the multiplications beside them end, by CUDA events: whether they overlap."""
+        """Tell by CUDA events whether a save's copies and multiplications beside them overlap.
+
+        The events tell when both end.
+        """
         if not self.on_cuda:
             return
         saver = Saver(memory_limit=self.limit)
@@ -298,7 +310,10 @@ class Bench:
         shutil.rmtree(self.directory / "ours", ignore_errors=True)
 
     def train_state(self) -> None:
-        """A model of matrices and vectors with the moments of AdamW, a third of the state's size each."""
+        """A model of matrices and vectors with the moments of AdamW.
+
+        The model and each of its two moments have a third of the state's size.
+        """
         layers = max(1, len(self.state) // 6)
         model = torch.nn.Sequential(
             *(torch.nn.Linear(_ROWS, _ROWS, device=self.device) for _ in range(layers))
@@ -323,7 +338,10 @@ class Bench:
     # --- versions
 
     def versions(self) -> None:
-        """Versions of bfloat16 matrices with 2 % of their elements changed, and their follower on the same device."""
+        """Versions of bfloat16 matrices with 2 % of their elements changed, and their follower.
+
+        The follower is on the same device.
+        """
         count = max(1, min(self.nbytes, 2_000_000_000) // (_ROWS * _ROWS * 2))
         state = {
             f"layers.{i}": torch.randn(_ROWS, _ROWS, device=self.device, dtype=torch.bfloat16)
@@ -412,7 +430,7 @@ class Bench:
         )
 
     def change(self, state: dict[str, torch.Tensor]) -> None:
-        """Move 2 % of the elements of bfloat16 tensors, scattered, by one unit in the last place."""
+        """Move 2 % of the elements of bfloat16 tensors, scattered, by a unit in the last place."""
         for tensor in state.values():
             draw = torch.rand(tensor.shape, device=self.device)
             tensor.view(torch.int16).add_(

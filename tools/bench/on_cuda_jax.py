@@ -1,4 +1,6 @@
-"""JAX's part of `python -m tools.bench --cuda`, in a process of its own: `python -m tools.bench.on_cuda_jax BYTES DIRECTORY`.
+"""JAX's part of `python -m tools.bench --cuda`, in a process of its own.
+
+The command is `python -m tools.bench.on_cuda_jax BYTES DIRECTORY`.
 
 Prints a line of JSON: seconds of the stall and of all of each save, seconds of restores, and of the
 floor, which is `jax.device_put` to pinned host memory when its pool has what it needs. The third

@@ -114,7 +114,10 @@ def subjects(state: State, directory: Path, _operation: str) -> list[Subject]:
 
 
 def _save_once(path: Path, save: Callable[[Path], Any]) -> None:
-    """Make a checkpoint that is read again and again, where both processes find that it is missing."""
+    """Make a checkpoint that is read again and again, if it is missing.
+
+    Both processes look, and meet before one makes the directory.
+    """
     missing = not path.exists()
     meet()  # before one makes the directory that the other looks for
     if missing:

@@ -30,7 +30,10 @@ DEVICES = 8
 
 
 def subjects(state: State, directory: Path | Folder, operation: str) -> list[Subject]:
-    """Everybody, with the same tensors and the same memory to restore into; with the tensors' own where nothing is told apart by it."""
+    """All subjects, with the same tensors and the same memory to restore into.
+
+    The memory is the tensors' own where this makes no difference.
+    """
     import torch
 
     from tools.bench.states import elements

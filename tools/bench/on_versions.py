@@ -1,4 +1,6 @@
-"""`python -m tools.bench --versions`: what publishing and following cost beside a full save, in one run of a minute.
+"""`python -m tools.bench --versions`: cost of publishing and following beside a full save.
+
+One run takes a minute.
 
 A bfloat16 state in host memory, 2 % of whose elements move by one unit in the last place before
 each version. Files are in /dev/shm, objects in fake-gcs-server, which shares the cores. Medians;

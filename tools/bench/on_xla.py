@@ -1,4 +1,4 @@
-"""torch_xla SPMD tensors on 8 virtual devices: shardckpt, beside what placing shards on the devices takes."""
+"""torch_xla SPMD tensors on 8 virtual devices: shardckpt beside placing shards on them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,10 @@ MOST_PARTS = 1024
 
 
 def pieces_of(arrays: Iterable[Bytes], nbytes: int) -> list[Piece]:
-    """All bytes of arrays in order, in pieces of `nbytes` each, but for the last one and those of very many parts."""
+    """All bytes of arrays in order, in pieces of `nbytes` each.
+
+    The last piece and pieces of very many parts may have fewer bytes.
+    """
     pieces: list[Piece] = [[]]
     room = nbytes
     for array in arrays:

@@ -1,4 +1,4 @@
-"""Plan of a run: states, storages and operations, with the part of the bytes and the number of rounds.
+"""Plan of a run: states, storages, operations, the part of the bytes, and number of rounds.
 
 Each line is so large that the state is beyond every cache, and so small that a whole run ends in
 half an hour on two cores and fits into 20 GiB of memory, files on tmpfs included: at the most there

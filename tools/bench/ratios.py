@@ -32,7 +32,7 @@ class Ratio:
 
 
 def is_ours(subject: str) -> bool:
-    """Whether it is shardckpt, with these settings or others, such as "shardckpt, not read back"."""
+    """Whether it is shardckpt, with these settings or others, as "shardckpt, not read back"."""
     return subject.partition(",")[0] == OURS
 
 

@@ -1,4 +1,7 @@
-"""The pages of a run: docs/performance.md for users, and docs/lab/performance-tables.md with every figure."""
+"""The pages of a run: docs/performance.md and docs/lab/performance-tables.md.
+
+The first page is for users, and the second one has every figure.
+"""
 
 from __future__ import annotations
 

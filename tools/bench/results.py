@@ -1,4 +1,7 @@
-"""Results of a run, in a file that is whole at any time: a run that is cut keeps what it has, and another goes on with it."""
+"""Results of a run, in a file that is whole at any time.
+
+A run that is cut keeps what it has, and another run goes on with it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ PACKAGES = (
 
 
 class OtherRunError(ValueError):
-    """A file has no results, or they were measured on another machine, with other versions, or with another part of the bytes."""
+    """A file has no results, or they were measured under other conditions.
+
+    The run was on another machine, with other versions, or with another part of the bytes.
+    """
 
 
 def read(path: Path) -> dict[str, Any]:

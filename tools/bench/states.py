@@ -114,7 +114,10 @@ def scaled(state: State, part: int) -> State:
 
 
 def elements(state: State) -> dict[str, np.ndarray]:
-    """Random elements, touched and contiguous, as unsigned integers of the dtype's width where numpy lacks it."""
+    """Random elements, touched and contiguous.
+
+    They are unsigned integers of the dtype's width where numpy lacks the dtype.
+    """
     random = np.random.default_rng(20)
     # Noise that repeats: making it should not take longer than what is measured, and nobody here
     # compresses.

@@ -1,12 +1,15 @@
 """Very large jobs, simulated on one machine.
 
-    python -m tools.scale                     8 to 100,000 devices, three models, four layouts; ten
-    minutes on one core python -m tools.scale --quick             one model, four sizes of job, DCP
-    up to 64 ranks: about three minutes python -m tools.scale --write             and docs/scale.md,
-    its chart, tables and figures python -m tools.scale --from results.json --write     no run: the
-    page of an earlier one python -m tools.scale --resume results.json           keeps each
-    measurement there as it is made; makes none again python -m tools.scale --resume results.json
-    --only requests commit     some of them
+    python -m tools.scale                              8 to 100,000 devices, three models, four
+                                                       layouts; ten minutes on one core
+    python -m tools.scale --quick                      one model, four sizes of job, DCP up to 64
+                                                       ranks: about three minutes
+    python -m tools.scale --write                      and docs/scale.md, its chart, tables and
+                                                       figures
+    python -m tools.scale --from results.json --write  no run: the page of an earlier one
+    python -m tools.scale --resume results.json        keeps each measurement there as it is made;
+                                                       makes none again
+    python -m tools.scale --resume results.json --only requests commit  some of them
 
 Every measurement is a process of its own (`child.py`), one after another. Each says in which run it
 was made, and so does the page.

@@ -142,7 +142,7 @@ class _Host:
     def commit(
         self, finished: Sequence[float], each: Sequence[Request], rest: Sequence[Request]
     ) -> None:
-        """Wait for all records, and read what every host has left; then the committer's own requests.
+        """Wait for all records, read what each host left, then make the committer's requests.
 
         Args:
             finished: when each host's record was there.

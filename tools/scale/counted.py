@@ -59,7 +59,9 @@ class Request:
 
     @property
     def what(self) -> str:
-        """Kind of the object: `data` for chunks and files of chunks, else the key without numbers and digests.
+        """Kind of the object: `data` for chunks, else the key without numbers and digests.
+
+        Files of chunks are `data`, too.
 
         >>> Request("upload", "hosts/00003/0/d/00001").what
         'data'

@@ -26,7 +26,9 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 
 def per_each(counts: Sequence[Sequence[float]], y: Sequence[float]) -> list[float]:
-    """Contributions of several counted things to y: a constant first, and then one figure for each of them, none below 0.
+    """Contributions of several counted things to y: a constant first, and then one for each.
+
+    Each contribution is one figure, and none is below 0.
 
     Relative errors count, so that small cases do. What comes out negative is left out, and the
     others are fitted anew.

@@ -133,7 +133,10 @@ class Job:
 def held(
     layout: Sharding, shape: tuple[int, ...], devices: tuple[int, ...]
 ) -> tuple[BoxArray, list[int]]:
-    """The distinct boxes that some devices hold, and for each one of the devices: once per shape, as in `frameworks.jax_layout`."""
+    """The distinct boxes that some devices hold, and one of the devices for each box.
+
+    They are found once per shape, as in `frameworks.jax_layout`.
+    """
     held = layout.device_boxes(shape, devices)
     boxes, where = distinct_boxes(held.boxes)
     distinct, first = np.unique(where, return_index=True)

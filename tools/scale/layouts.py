@@ -1,4 +1,6 @@
-"""The layouts of a job with 8 devices per host: FSDP, FSDP with tensor parallelism, HSDP, and expert parallelism.
+"""The layouts of a job with 8 devices per host: FSDP, FSDP+TP, HSDP and expert parallelism.
+
+FSDP+TP is FSDP with tensor parallelism.
 
 | layout | mesh | matrix | stack of experts | vector |
 |---|---|---|---|---|

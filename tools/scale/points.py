@@ -94,7 +94,10 @@ class Points:
         return self.devices if tree == self.trees[-1] else self.others
 
     def _restored(self) -> list[dict[str, Any]]:
-        """Layouts that are saved, and onto which of them: each onto itself, and FSDP onto half as many devices."""
+        """The saved layouts, and the layouts onto which each of them is restored.
+
+        Each is restored onto itself, and FSDP also onto half as many devices.
+        """
         large = [n for n in self.devices if n > LARGE]
         return [
             *({"kind": "FSDP", "devices": n} for n in self.devices),

@@ -160,7 +160,10 @@ def _reads(
 def _groups(
     records: dict[str, TensorRecord], onto: Job, host: int
 ) -> list[tuple[tuple[int, ...], list[TensorRecord]]]:
-    """Tensors by the hosts that read them together, as `cooperative` has them: what is read with others comes first, in order of names."""
+    """Tensors by the hosts that read them together, as `cooperative` has them.
+
+    Tensors that are read with other hosts come first, in order of names.
+    """
     world, groups = onto.world(host), dict[tuple[int, ...], list["TensorRecord"]]()
     for name in sorted(records):
         layout, shape = onto.layouts[name], records[name].shape

@@ -1,4 +1,6 @@
-"""Time of `shardckpt plan` for a model of 405 billion parameters: from 16,384 devices to 4,096, from the record alone.
+"""Time of `shardckpt plan` for a model of 405 billion parameters, from the record alone.
+
+The plan goes from 16,384 devices to 4,096.
 
 1. The record is that of all 1,137 parameters as 2,048 hosts of 8 devices would have saved them:
    made from shapes and layouts by the code that a save uses, without any elements. It is written as

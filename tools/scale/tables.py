@@ -42,7 +42,10 @@ __all__ = ["Tables", "owners"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Dealt:
-    """In which boxes the chunks of a tensor lie, and who holds them: the same for all of one shape and layout."""
+    """The boxes in which the chunks of a tensor lie, and the hosts that hold them.
+
+    They are the same for all tensors of one shape and layout.
+    """
 
     chunk: NDArray[np.int64]
     """(n,) positions in the grid, box after box, ascending in each."""

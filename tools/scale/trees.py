@@ -1,4 +1,6 @@
-"""Tensors of a job: the trees of Llama 3.1 in three sizes, dense or with experts, and as many tensors as are asked for.
+"""Tensors of a job: the trees of Llama 3.1 in three sizes, dense or with experts.
+
+There are as many tensors as are asked for.
 
 The parameters come first, in bfloat16, and then in float32 the optimizer's copies of them and
 Adam's moments, until there are enough.

@@ -1,1 +1,4 @@
-"""`shardckpt info`: the command, the tree of a checkpoint, one tensor in detail, and the picture of a layout. Begin with `command`."""
+"""`shardckpt info`: the command, a checkpoint's tree, one tensor in detail, a layout's picture.
+
+Begin with `command`.
+"""

@@ -143,7 +143,10 @@ def _metadata_text(key: str, value: object) -> str:
 
 
 def _bases(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """The checkpoint that this one differs from; and the tensors that lie in other checkpoints, for each of these."""
+    """The checkpoint that this one differs from, and the tensors that lie in other checkpoints.
+
+    The tensors are given for each of these other checkpoints.
+    """
     tensors, chain = (
         checkpoint.record.structure.tensors.values(),
         len(checkpoint.record.structure.chain),
@@ -225,7 +228,10 @@ class _Tree:
             yield [Cell(f"{guide}{visible(entry.label)}", style), *self._facts(entry, times)]
 
     def _facts(self, entry: OutlineEntry, times: int) -> list[Cell]:
-        """The cells of an entry that stands for as many nodes: for a tensor shape, dtype, size and spec."""
+        """The cells of an entry that stands for `times` nodes.
+
+        For a tensor they are shape, dtype, size and spec.
+        """
         node = entry.node
         if entry.values is not None:
             return [Cell(visible(entry.values), "yellow"), Cell(""), Cell(""), Cell("")]

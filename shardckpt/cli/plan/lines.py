@@ -1,4 +1,4 @@
-"""A plan in the terminal: verdict, costs, the holders of data before and after, and the bytes between hosts."""
+"""A plan in the terminal: verdict, costs, data holders before and after, bytes between hosts."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _picture(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterato
 
 
 def _balance(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterator[str]:
-    """Bars of the bytes that each target host reads as stored, with a mark for after the reshard."""
+    """Bars of the bytes that each target host reads as stored, with a mark for after a reshard."""
     spans = doc["flow"]["target_hosts"]
     step = -(-len(spans) // MOST_BARS)
     grouped_hosts = [
@@ -217,7 +217,7 @@ def _balance(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterato
 
 
 def _heat(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterator[str]:
-    """Heat map of bytes by the hosts that wrote them (down) and the hosts that read them (across)."""
+    """Heat map of bytes by the hosts that wrote them (down) and that read them (across)."""
     nbytes = forecast.before.flow.nbytes
     if nbytes.size <= 1:
         return

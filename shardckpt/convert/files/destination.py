@@ -86,7 +86,9 @@ class Destination(Protocol):
         ...
 
     def publish(self, *, verify: bool) -> None:
-        """Make everything durable, and give the files their names, in order, so that the last file appears last.
+        """Make everything durable, and give the files their names, in order.
+
+        The last file appears last.
 
         Args:
             verify: whether to read the bytes back first.

@@ -1,4 +1,6 @@
-"""One version of a file that another program wrote: it is read unchanged since it was first opened, or not at all.
+"""One version of a file that another program wrote.
+
+The file is read unchanged since it was first opened, or not at all.
 
 On a local disk its size and time are compared each time that it is opened, and before it is closed.
 On an object store the generation comes with every response. A file that is overwritten with as many
@@ -63,7 +65,10 @@ class FileVersion:
 
     @property
     def identity(self) -> list[Any]:
-        """JSON that differs between versions, and is the same on every machine that sees the file, or a copy with its times."""
+        """JSON that differs between versions of the file.
+
+        It is the same on every machine that sees the file, or a copy with its times.
+        """
         return [
             self.key,
             self._known.hex() if isinstance(self._known, bytes) else list(self._known),

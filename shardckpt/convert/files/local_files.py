@@ -1,4 +1,6 @@
-"""Files on a local disk that appear complete or not at all, and that continue after a writer was killed.
+"""Files on a local disk that appear complete or not at all.
+
+The files can be continued after a writer was killed.
 
     <directory>/.<last name>.partial/
         notes      log of the progress (`notes`)
@@ -284,7 +286,10 @@ class LocalFiles:
                     path.unlink(missing_ok=True)
 
     def _remove(self, notes: Notes) -> None:
-        """Remove the partial files, the log as the last one, and their directory, unless another export has begun there."""
+        """Remove the partial files, the log as the last one, and their directory.
+
+        The directory stays if another export has begun there.
+        """
         self._remove_drafts()
         notes.close(remove=True)
         with storage_errors("remove", self._partial):

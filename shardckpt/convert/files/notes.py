@@ -1,4 +1,4 @@
-"""A log of how far a file is written, with checksums, by which an export that was killed is continued.
+"""A log of how far a file is written, with checksums, to continue an export that was killed.
 
 The log lies beside the files. It begins with the plan's identity. Each note adds the crc32c of the
 blocks that became durable since the last note, in the order of writing; an empty note says that the

@@ -70,7 +70,10 @@ def upload_note(name: str) -> str:
 
 
 def _read_note(store: Store, key: str, parse: Callable[[Fields], T]) -> tuple[T | None, bytes]:
-    """A small object that records progress, None if there is none that can be read; and the generation to pass to `replace`."""
+    """A small object that records progress, and the generation to pass to `replace`.
+
+    The object is None if there is none that can be read.
+    """
     content, generation = store.read_versioned(key)
     with suppress(FormatError):
         if content is not None:
@@ -418,7 +421,7 @@ class ObjectFiles:
         return sha256(self._plan.identity + number.to_bytes(4, "little")).hexdigest()
 
     def _take_up(self) -> None:
-        """Continue after the files that an earlier call has finished, or remove the files of another one."""
+        """Continue after an earlier call's finished files, or remove the files of another call."""
         digest, named = _begun(self._store, self._note)
         if digest == self._digest(0):
             for name, size in zip(named, self._plan.sizes, strict=False):

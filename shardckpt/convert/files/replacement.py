@@ -86,7 +86,9 @@ def replace_directory(draft: Path, final: Path, marks: Collection[str]) -> Path:
 def settle(
     draft: Path, final: Path, marks: Collection[str], order: tuple[str, str] = (COMPLETE, REPLACED)
 ) -> bool:
-    """Give one of two complete directories the final name, if an interrupted replacement has left none there.
+    """Give one of two complete directories the final name after an interrupted replacement.
+
+    This is done only if the replacement has left no directory under the final name.
 
     Args:
         draft: the path that the draft had at first.

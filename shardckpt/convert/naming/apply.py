@@ -1,4 +1,4 @@
-"""Applying the rules for names to a checkpoint: the tensors to write, their names, sources and dtypes.
+"""Applying the name rules to a checkpoint: tensors to write, their names, sources and dtypes.
 
 1. `include` and `exclude` select tensors, by their names in the source.
 2. Names change: a prefix goes, `rename_file`, `rename` (`renaming`). For an export the keys of

@@ -1,4 +1,6 @@
-"""Agreements between the processes of a job through a key-value store: the same run id, and the values of all processes.
+"""Agreements between the processes of a job through a key-value store.
+
+All processes get the same run id, and the values of all processes.
 
 The store may be older than this round of the job, and may still have all keys of earlier rounds:
 torchelastic's agent keeps its store, and so does torch_xla from one process group to the next. So a

@@ -1,4 +1,4 @@
-"""The `Coordinator`: this process and the other processes of its job, and the messages that they exchange.
+"""The `Coordinator`: this process, its job's other processes, and the messages they exchange.
 
 At the start of a round of the job (its processes were started, or restarted) the processes agree on
 a run id and on the owner of each device. `share` and `agree` serve other agreements at the start,
@@ -163,7 +163,9 @@ class Coordinator(ABC):
         return values
 
     def decline(self, key: str) -> None:
-        """Take part in `share` without a value, because this process has failed, and wait for nobody.
+        """Take part in `share` without a value, because this process has failed.
+
+        The process waits for nobody.
 
         The others get None as its value. If it is process 0, which collects them, they get None as
         all values.
@@ -400,7 +402,9 @@ def check_coordinator(coordinator: object) -> None:
 
 
 class SingleProcess(Coordinator):
-    """The coordinator of a process that saves or restores by itself, also if it is one of several processes of a job.
+    """The coordinator of a process that saves or restores by itself.
+
+    The process may also be one of several processes of a job.
 
         if rank == 0:
             shardckpt.save("run/final", state, coordinator=shardckpt.SingleProcess())
@@ -441,7 +445,10 @@ _round: _Round | None = None
 
 
 def _after_fork() -> None:
-    """Replace the lock: another thread of the parent may have held it, and nothing would release it in the child."""
+    """Replace the lock, which another thread of the parent may have held.
+
+    Nothing would release it in the child.
+    """
     global _lock  # noqa: PLW0603
     _lock = threading.Lock()
 

@@ -1,4 +1,6 @@
-"""Calls of a store that may never return: they run on a separate thread, and callers wait for a few seconds only.
+"""Calls of a store that may never return, made on a separate thread.
+
+Callers wait for a few seconds only.
 
 The clients of torch.distributed and jax.distributed block in C++ while the process that holds the
 store is stopped, whatever their timeouts are. One daemon thread makes the calls, one after another.

@@ -1,4 +1,6 @@
-"""The owner of each device, and the processes that share cores: what each process reports at the start of a job, and the results.
+"""The owner of each device, and the processes that share cores.
+
+The module has what each process reports at the start of a job, and the results.
 
 Devices that are numbered across the complete job belong to the one process that has them. Where
 every process has a framework's devices for itself, the same numbers occur in every process, so
@@ -111,12 +113,14 @@ def owners(
 
 
 def cores_of_host() -> list[str]:
-    """The name of this process's host, and the mask of the cores on which it may run, as hex digits."""
+    """This process's host name, and the mask of the cores on which it may run, as hex digits."""
     return [os.uname().nodename, f"{sum(1 << core for core in os.sched_getaffinity(0)):x}"]
 
 
 def sharing(process: int, reports: Sequence[Sequence[str]]) -> int:
-    """The number of processes that may run on a core of a process, itself included; for each process, what `cores_of_host` returned.
+    """The number of processes that may run on a core of a process, itself included.
+
+    `reports` has, for each process, what `cores_of_host` returned.
 
     >>> sharing(0, [["a", "3"], ["a", "2"], ["a", "4"], ["b", "3"]])
     2

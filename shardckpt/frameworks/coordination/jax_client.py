@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class JaxClient(Coordinator):
-    """The coordinator of a jax.distributed job, with the process numbers of `jax.distributed.initialize`."""
+    """The coordinator of a jax.distributed job.
+
+    It uses the process numbers of `jax.distributed.initialize`.
+    """
 
     def __init__(
         self, *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600

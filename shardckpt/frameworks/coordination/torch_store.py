@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 
 class TorchStore(Coordinator):
-    """The coordinator of a torch.distributed job, whose processes are the ranks of the default group."""
+    """The coordinator of a torch.distributed job.
+
+    The processes of the job are the ranks of the default group.
+    """
 
     def __init__(
         self, *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600
@@ -38,7 +41,7 @@ class TorchStore(Coordinator):
 
     @property
     def is_current(self) -> bool:
-        """Whether the process group that this coordinator was made in is still the default group."""
+        """Whether the process group that this coordinator was made in is still the default."""
         group = self._group()
         return group is not None and group is dist.group.WORLD
 

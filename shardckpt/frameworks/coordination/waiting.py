@@ -1,4 +1,7 @@
-"""Waits for other processes: the log message about a long one, and the advice in the errors of those that end in vain."""
+"""Waits for other processes: the log message about a long wait, and the advice in errors.
+
+The advice is in the errors of waits that end in vain.
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,10 @@ class Interconnect(Protocol):
 
 
 def interconnect_of(coordinator: Coordinator) -> Interconnect | str:
-    """The interconnect of a coordinator's processes, or the reason why there is none: the same answer on all processes."""
+    """The interconnect of a coordinator's processes, or the reason why there is none.
+
+    All processes get the same answer.
+    """
     kind = type(coordinator)
     if kind.__module__.startswith("shardckpt.frameworks.coordination."):
         if kind.__name__ == "TorchStore":

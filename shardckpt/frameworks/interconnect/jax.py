@@ -1,4 +1,6 @@
-"""Interconnect of JAX: bytes pass through the processes' devices, resharded by a program that only moves them.
+"""Interconnect of JAX: bytes pass through the processes' devices.
+
+A program that only moves the bytes reshards them.
 
 1. Parts are padded to one length, and cut into as many rows as every member has devices.
 2. The rows of all members form one array of bytes, sharded over all those devices: nothing has

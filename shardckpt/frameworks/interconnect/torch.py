@@ -52,7 +52,10 @@ class TorchInterconnect:
 
 
 def connect() -> TorchInterconnect | str:
-    """The default group, if it has a backend for tensors in host memory, or the reason why it cannot be used."""
+    """The default group, or the reason why it cannot be used.
+
+    The group needs a backend for tensors in host memory.
+    """
     backends = dist.get_backend_config()
     if "cpu:gloo" not in backends and "cpu:mpi" not in backends:
         return (

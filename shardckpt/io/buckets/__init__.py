@@ -1,1 +1,4 @@
-"""Buckets: credentials, retries, rate limits, listings, uploads and server-side copies of GCS and S3. Begin with `cloud`."""
+"""GCS and S3 buckets: credentials, retries, rate limits, listings, uploads, server-side copies.
+
+The module to begin with is `cloud`.
+"""

@@ -1,4 +1,6 @@
-"""Requests about the objects of a bucket: reads into given memory, conditional writes, deletions, listings and copies.
+"""Requests about a bucket's objects: reads, conditional writes, deletions, listings and copies.
+
+Reads fill memory that the caller gives.
 
 `open_bucket` returns the client of the bucket's service. Each of its methods waits for the rate
 limit, makes one request, and repeats it by the rule of `Retry`. Bytes go from the caller's buffers
@@ -194,7 +196,9 @@ class Bucket(ABC):
         return self._call("write", lambda: self._put(name, parts, generation, retry), share, retry)
 
     def create_anew(self, name: str, make: Callable[[], bytes]) -> bool | None:
-        """Create an object with new contents at each try, so that a version that was removed between two tries never comes back.
+        """Create an object with new contents at each try.
+
+        So a version that was removed between two tries never comes back.
 
         Args:
             name: its name.

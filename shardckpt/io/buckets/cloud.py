@@ -113,7 +113,10 @@ https://cloud.google.com/storage/docs/request-rate
 
 
 def prepare(scheme: str) -> None:
-    """Prepare a process for an object store: check that the packages for it are installed, and pass the settings to TensorStore.
+    """Prepare a process for an object store.
+
+    This checks that the packages for the store are installed, and passes the settings to
+    TensorStore.
 
     Raises:
         MissingExtraError: the scheme's extra is not installed.
@@ -140,7 +143,10 @@ def prepare(scheme: str) -> None:
 
 
 def kvstore(scheme: str, bucket: str, path: str) -> dict[str, Any]:
-    """TensorStore's spec of the objects in a bucket, or the files of a web server, whose names begin with `path`."""
+    """TensorStore's spec of the objects in a bucket, or of the files of a web server.
+
+    The names of the objects or files begin with `path`.
+    """
     if scheme in ("http", "https"):
         base = f"{scheme}://{bucket}"
         return {
@@ -201,7 +207,7 @@ def context(number: int = 0) -> dict[str, Any]:
 
 
 def wait_for_rate(kind: Literal["read", "write"], share: RequestShare = ALONE) -> None:
-    """Wait until this process, with that share of a bucket's rate, may begin a request of that kind."""
+    """Wait until this process may begin a request of this kind by its share of a bucket's rate."""
     _limiter(kind, share).wait()
 
 
@@ -322,7 +328,9 @@ def retry_seconds() -> float:
 
 
 def pauses() -> list[float]:
-    """Seconds of the pauses between tries: they double up to a maximum, and add up to about `SHARDCKPT_RETRY_SECONDS`.
+    """Seconds of the pauses between tries.
+
+    The pauses double up to a maximum, and add up to about `SHARDCKPT_RETRY_SECONDS`.
 
     Raises:
         OptionError: the variable is not a positive number.

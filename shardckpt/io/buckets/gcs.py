@@ -122,7 +122,10 @@ class GcsConnection:
                 self._credentials.before_request(self._transport(), method, url, headers)
 
     def require_credentials(self) -> None:
-        """Raise OSError if there are no credentials, before anything is asked of the service that only a public bucket would answer."""
+        """Raise OSError if there are no credentials.
+
+        This happens before anything is asked of the service that only a public bucket would answer.
+        """
         with self._lock, _auth_errors():
             self._find_credentials()
             if self._lacking is not None:
@@ -346,7 +349,10 @@ def refused(answer: Response) -> OSError:
 
 
 def crc32c_of(parts: Iterable[memoryview], crc: int = 0) -> str:
-    """CRC32C of the bytes of all parts, after bytes with the CRC32C `crc`, in the form of Cloud Storage and S3."""
+    """CRC32C of the bytes of all parts, in the form of Cloud Storage and S3.
+
+    The parts follow bytes with the CRC32C `crc`.
+    """
     for part in parts:
         crc = crc32c(part, crc)
     return base64.b64encode(crc.to_bytes(4)).decode()

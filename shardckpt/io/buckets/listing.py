@@ -29,7 +29,7 @@ behind has no meaning."""
 
 
 def children(location: Location, prefix: str = "") -> list[str]:
-    """The names directly below `prefix` on an object store, as `Store.list_children` returns them."""
+    """The names directly below `prefix` on an object store, as `Store.list_children` has them."""
     names: set[str] = set()
     for page in pages(location, prefix, delimiter="/"):
         names.update(name.removeprefix(prefix) for name in page.prefixes)

@@ -164,7 +164,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def storage_retries() -> int:
-    """Number of retries since this process began, TensorStore's included, for all object stores together."""
+    """Number of retries of all object stores since this process began, TensorStore's included."""
     metrics = (
         metric for name in _COUNTS for metric in ts.experimental_collect_matching_metrics(name)
     )

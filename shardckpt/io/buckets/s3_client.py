@@ -1,4 +1,6 @@
-"""Requests to S3 and compatible services: botocore signs and makes them, on the thread that asks, with one attempt per request.
+"""Requests to S3 and compatible services, which botocore signs and makes.
+
+Each request runs on the thread that asks, with one attempt.
 
 Uploads have their CRC32C, so that the service refuses damaged bytes; one that does not know it gets
 none. Conditions are `If-Match` with the object's ETag, and `If-None-Match: *` where there must be
@@ -324,7 +326,10 @@ class S3Bucket(Bucket):
 
 
 def checksum_of(parts: Sequence[memoryview], algorithm: str) -> dict[str, str]:
-    """Parameters of an upload with the checksum of its bytes: `crc32c`, or `md5` if a service has nothing else."""
+    """Parameters of an upload with the checksum of its bytes.
+
+    The checksum is `crc32c`, or `md5` if a service has nothing else.
+    """
     if algorithm == "crc32c":
         crc = 0
         for part in parts:
@@ -337,7 +342,10 @@ def checksum_of(parts: Sequence[memoryview], algorithm: str) -> dict[str, str]:
 
 
 class RequestBody:
-    """The bytes of some buffers, one after another, as a file that botocore and urllib3 read, repeatedly if needed; not copied."""
+    """The bytes of some buffers, one after another, as a file for botocore and urllib3.
+
+    These read the file, repeatedly if needed, and the bytes are not copied.
+    """
 
     def __init__(self, parts: Sequence[memoryview], retry: Retry | None = None) -> None:
         """Read from the beginning; OSError as soon as `retry` is given up."""

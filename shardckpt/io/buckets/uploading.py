@@ -1,4 +1,4 @@
-"""Streaming upload of one large object to an object store, with little memory, and resumable after a crash.
+"""Streaming, low-memory upload of one large object to an object store, resumable after a crash.
 
 TensorStore writes an object from one value in memory. An exported model may be larger than the
 memory, so:
@@ -58,7 +58,10 @@ _SESSIONS = {
 
 
 def part_size(nbytes: int, memory_limit: int) -> int:
-    """Bytes per part for an object of `nbytes`: few enough parts for S3, and `BUFFERS` parts (at least two) within the memory limit.
+    """Bytes per part for an object of `nbytes`.
+
+    There are few enough parts for S3, and `BUFFERS` parts (at least two) fit within the memory
+    limit.
 
     Raises:
         BudgetError: two parts do not fit.

@@ -236,7 +236,9 @@ def body_of(answer: Response, generation: bytes) -> Body:
 
 
 def reader_of(answer: Response) -> Callable[[memoryview], int]:
-    """A function that fills the beginning of a buffer with the next bytes of a streamed response: from the connection, without a copy.
+    """A function that fills the start of a buffer with the next bytes of a streamed response.
+
+    The bytes come from the connection, without a copy.
 
     urllib3's own `readinto` (2.8) reads into new memory, and copies that.
     """

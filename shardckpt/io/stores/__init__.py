@@ -1,1 +1,4 @@
-"""Kinds of storage, a file for each: subclasses of `shardckpt.io.store.Store`, which `shardckpt.io.url.SCHEMES` names."""
+"""Kinds of storage, a file for each: subclasses of `shardckpt.io.store.Store`.
+
+`shardckpt.io.url.SCHEMES` names them.
+"""

@@ -71,7 +71,10 @@ class AzureStore(BucketStore):
 
 
 class AzureContainer(Bucket):
-    """The objects of a container, which is named alone (`az://`), or with its account (`container@account.dfs.core.windows.net`)."""
+    """The objects of a container, which is named alone or with its account.
+
+    The first form is `az://`, and the second is `container@account.dfs.core.windows.net`.
+    """
 
     def client(self, *, writes: bool = False) -> Any:
         """The obstore client of the container; no request is made."""
@@ -244,7 +247,10 @@ class AzureContainer(Bucket):
 
     @contextmanager
     def _errors(self, *, asks: bool = True) -> Iterator[None]:
-        """Turn errors of obstore into OSErrors with their first line; if the code asks the service, note that it has answered."""
+        """Turn errors of obstore into OSErrors with their first line.
+
+        If the code asks the service, this notes that the service has answered.
+        """
         import obstore
         import obstore.exceptions
 
@@ -296,7 +302,7 @@ def _list_objects(meta: Any) -> Listed:
 
 
 def _unreachable(text: str) -> OSError | None:
-    """The system's error in obstore's text, if connections are refused or a name does not resolve."""
+    """The system's error in obstore's text, if connections are refused or a name is unknown."""
     if "ConnectionRefused" in text:
         return ConnectionRefusedError(text)
     return (

@@ -1,4 +1,6 @@
-"""A storage that a file system of the library fsspec reaches: `fsspec+PROTOCOL://…`, as far as its client is conditional.
+"""A storage that a file system of the library fsspec reaches: `fsspec+PROTOCOL://…`.
+
+It is used as far as its client is conditional.
 
 1. *Creation.* A save needs that of several writers of a missing object exactly one succeeds. fsspec
    has `mode="create"` for that, but by default it looks first and then writes, so that both writers

@@ -1,4 +1,4 @@
-"""Looking at checkpoints of any format: outline of the tree, statistics of elements, and reading everything once.
+"""Looking at checkpoints of any format: tree outline, element statistics, one complete read.
 
 Command line, notebooks and web pages show what is computed here, each in its own form.
 """

@@ -103,7 +103,10 @@ def check(
 
 @record
 class _Range:
-    """Consecutive positions in the grid of an array, those of them that the table has, and the number of all chunks up to their end."""
+    """Consecutive positions in the grid of an array, and those of them that the table has.
+
+    `end` is the number of all chunks up to the end of these positions.
+    """
 
     array: RequestedArray
     chunks: range
@@ -114,7 +117,9 @@ class _Range:
 def _every(
     finder: ChunkFinder, requests: Sequence[Request], damaged: Damaged, *, after: int, most: int
 ) -> Iterator[tuple[int, Located]]:
-    """Yield groups of all chunks of the requests' pieces that the table has, each with the number of chunks up to its end.
+    """Yield groups of all chunks of the requests' pieces that the table has.
+
+    Each group comes with the number of chunks up to its end.
 
     The numbers count missing chunks, too; `damaged` is called for each of those when its group
     comes. This call reads the table.

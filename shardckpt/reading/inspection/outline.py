@@ -1,4 +1,6 @@
-"""A state as people read it: names with dots as trees, numbers in order, layers that repeat folded into one.
+"""A state as people read it: dotted names as trees, numbers in order, repeated layers folded.
+
+Layers that repeat are folded into one.
 
 Command line, notebooks and web pages show the same outline (`outline`), each in its own form. A
 state dict of a model has names such as `model.layers.0.mlp.up_proj.weight`; as an outline it is
@@ -89,7 +91,10 @@ def outline(checkpoint: Inspected, node: Node) -> OutlineEntry:
 
 
 def walk(root: OutlineEntry, depth: int | None = None) -> Iterator[tuple[OutlineEntry, str, int]]:
-    """Every entry below the root in order, with the guide that a terminal draws before it, and the number of entries it stands for.
+    """Every entry below the root, in order, with its guide and its count.
+
+    The guide is what a terminal draws before the entry. The count is the number of entries that the
+    entry stands for.
 
     Args:
         root: an outline.
@@ -196,7 +201,10 @@ def _join(entry: OutlineEntry) -> OutlineEntry:
 
 
 def _in_order(entries: list[OutlineEntry]) -> list[OutlineEntry]:
-    """Entries whose labels differ in a number alone in the order of the numbers, at the places that they have together."""
+    """Entries, with those whose labels differ only in a number sorted by the number.
+
+    The sorted entries occupy the same places together as before.
+    """
     places: dict[str, list[int]] = {}
     numbers: dict[int, int] = {}
     for i, entry in enumerate(entries):

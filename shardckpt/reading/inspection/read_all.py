@@ -1,4 +1,6 @@
-"""Reading everything of a checkpoint whose format has no checksums of its own: whether it is complete and readable.
+"""Reading everything of a checkpoint to find out whether it is complete and readable.
+
+This is for formats that have no checksums of their own.
 
 Elements are read block by block in bounded memory, and dropped. An error is reported as damage of
 its block, and reading continues.

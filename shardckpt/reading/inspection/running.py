@@ -1,4 +1,6 @@
-"""Running statistics of numbers that arrive in parts: extremes, moments, and a histogram whose range grows.
+"""Running statistics of numbers that arrive in parts: extremes, moments and a histogram.
+
+The range of the histogram grows.
 
 The histogram begins with `_FINE` bins between the extremes of the first part. A number outside
 doubles the range, and joins the bins in pairs. So it takes constant memory, and one pass; its edges
@@ -136,7 +138,10 @@ class RunningStatistics:
             self._join(0)
 
     def _join(self, at: int) -> None:
-        """Double the width of the bins: the old ones become a half of the new ones, which begins `at` a bin."""
+        """Double the width of the bins.
+
+        The old bins become a half of the new ones. This half begins at bin `at`.
+        """
         pairs = self._bins.reshape(-1, 2).sum(axis=1)
         self._bins[:] = 0
         self._bins[at : at + len(pairs)] = pairs

@@ -1,4 +1,6 @@
-"""Statistics and histograms of tensors: of all elements, streaming within a memory limit, or of a sample of one tensor.
+"""Statistics and histograms of tensors: of all elements, or of a sample of one tensor.
+
+Statistics of all elements are streamed within a memory limit.
 
 Tensors of complex numbers have none; they are named with the reason.
 """
@@ -254,7 +256,10 @@ class _Distance:
 
 
 def _sample(tensor: TensorRecord, budget: int) -> Iterator[Box]:
-    """Boxes of a tensor with at most `budget` bytes, or one element each: all of it, or parts of chunks."""
+    """Boxes of a tensor with at most `budget` bytes, or with one element each.
+
+    They are all of the tensor, or parts of its chunks.
+    """
     if not prod(tensor.shape):
         return
     if tensor.nbytes <= budget:

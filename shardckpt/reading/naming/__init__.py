@@ -1,4 +1,6 @@
-"""Rules for other names, and for tensors that are joined, split or fitted: what restores, exports, imports and views share.
+"""Rules for other names, and for tensors that are joined, split or fitted.
+
+Restores, exports, imports and views share these rules.
 
 Rules that change names are substitutions and tables (`substitution`, `renaming`). Rules that join
 and split tensors are `MappingRule`s over `NamePattern`s; a `TensorMapping` is a sequence of them

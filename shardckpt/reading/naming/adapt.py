@@ -1,4 +1,4 @@
-"""The changes of a restore on the way from a checkpoint to `like`: names, tensors that are joined or split, and sizes.
+"""A restore's changes between a checkpoint and `like`: names, joined or split tensors, sizes.
 
 1. `rename` moves the leaves of the stored tree to other places. They keep their stored names:
    patterns, messages and reads go by these.
@@ -181,7 +181,7 @@ class Adaptation:
         return moved_tree(tree, present.items())
 
     def _give_way(self, ends: Mapping[str, End], moved: Mapping[str, str]) -> dict[str, str]:
-        """The moves without those of leaves that are not restored, and whose place another leaf takes."""
+        """The moves, except of unrestored leaves whose place another leaf takes."""
         selected = {
             place
             for place, end in ends.items()
@@ -323,7 +323,7 @@ class Adaptation:
         return self._modes.get(name) if asked is None else asked
 
     def record_for(self, record: TensorRecord, own: Any) -> TensorRecord:
-        """The record of a tensor, with the shape of an object's own tensor if it is fitted to that."""
+        """The record of a tensor, with the shape of an object's own tensor if fitted to that."""
         shape = getattr(own, "shape", None)
         return (
             record
@@ -383,7 +383,7 @@ class Adaptation:
             _log.warning("%s: restore(): %s%s", location, "\n".join(notes[:MOST_NOTES]), more)
 
     def notes(self) -> list[str]:
-        """A line for each tensor that was restored under another name, made of others, or to another size."""
+        """A line per tensor that was restored under another name or size, or made of others."""
         return list(self._notes())
 
     def _notes(self) -> Iterator[str]:
@@ -402,7 +402,7 @@ class Adaptation:
                 yield f"{shown(name)}: {'; '.join(says)}"
 
     def expected(self, recorded: Mapping[str, str]) -> dict[str, str]:
-        """Recorded fingerprints by the places in `like`, of the tensors that are restored as they are stored."""
+        """Recorded fingerprints, by place in `like`, of tensors that are restored as stored."""
         return {
             self.places[name]: digest
             for name, digest in recorded.items()

@@ -1,19 +1,22 @@
 """Parser of mapping files: TOML, or the same in YAML, with a table `map` per rule, in order.
 
-    [values]                                # optional: numbers that rules use by name; values of a
-    model's config.json override them num_attention_heads = 32
+    [values]               # optional: numbers that rules use by name; those of a model's
+                           # config.json override them
+    num_attention_heads = 32
 
-    [[map]] from = ["layers.*.q_proj", "layers.*.k_proj", "layers.*.v_proj"]     # several: they are
-    merged to = "h.*.qkv"                          # one name or several; if `from` is one and `to`
-    several, it is split axis = 0                                # dimension of the one along which
-    the several lie; default 0 ratio = [4, 1, 1]                       # or sizes = [4096, 1024,
-    1024]: lengths along `axis`; equal by default when splitting interleave = 8
-    # the several alternate, in this many groups stack = 0                               # dimension
-    of the one that counts the wildcard which only the several have transpose = true
-    # or [1, 0]: for each dimension of the result (except `stack`), its source dimension rotary =
-    {heads = "num_attention_heads", to = "pairs"}               # rows of heads, reordered; or to =
-    "halves" unfold = {axis = 1, count = "num_attention_heads"}                   # this dimension
-    is two dimensions in the one optional = true                         # may match nothing
+    [[map]]
+    from = ["layers.*.q_proj", "layers.*.k_proj", "layers.*.v_proj"]  # several: they are merged
+    to = "h.*.qkv"         # one name or several; if `from` is one and `to` several, it is split
+    axis = 0               # dimension of the one along which the several lie; default 0
+    ratio = [4, 1, 1]      # or sizes = [4096, 1024, 1024]: lengths along `axis`; equal by default
+                           # when splitting
+    interleave = 8         # the several alternate, in this many groups
+    stack = 0              # dimension of the one that counts the wildcard of the several alone
+    transpose = true       # or [1, 0]: for each dimension of the result (except `stack`), its
+                           # source dimension
+    rotary = {heads = "num_attention_heads", to = "pairs"}  # rows of heads, reordered; or "halves"
+    unfold = {axis = 1, count = "num_attention_heads"}      # two dimensions in the one
+    optional = true        # may match nothing
 
 All keys but `from` and `to` are optional, and no others are allowed.
 """

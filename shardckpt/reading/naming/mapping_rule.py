@@ -259,7 +259,10 @@ class MappingRule:
     # --- shapes -----------------------------------------------------------------------------------
 
     def _fold(self, whole: TensorRecord) -> tuple[tuple[int, ...], Unfold | None]:
-        """The shape of a whole with the two unfolded dimensions as one, and `unfold` with a non-negative axis."""
+        """The shape of a whole with the two unfolded dimensions as one, and `unfold`.
+
+        The axis of the returned `unfold` is not negative.
+        """
         if self.unfold is None:
             return whole.shape, None
         axis, count = self.unfold.axis, self.unfold.count
@@ -344,7 +347,11 @@ class MappingRule:
         shapes: Sequence[Sequence[tuple[int, ...]]],
         axis: int | None,
     ) -> None:
-        """Refuse parts that differ in dtype, in shape across indices, or in shape along a dimension other than `axis`."""
+        """Refuse parts that differ in dtype, or in shape where they must agree.
+
+        A part must have one shape across indices. Between parts, only the length along `axis` may
+        differ.
+        """
         first = rows[0][0]
         for row, in_whole in zip(rows, shapes, strict=True):
             for tensor, shape, expected in zip(row, in_whole, shapes[0], strict=True):

@@ -103,7 +103,10 @@ class NamePattern:
         )
 
     def _starts(self, name: str) -> list[set[int]]:
-        """For each literal, the places in a name from which the rest of the pattern matches, repeated words apart."""
+        """For each literal, the places in a name from which the rest of the pattern matches.
+
+        Repeated words are not compared here.
+        """
         starts = [{len(name) - len(self._literals[-1])}]
         for literal, anything in zip(
             reversed(self._literals[:-1]), reversed(self._any), strict=True

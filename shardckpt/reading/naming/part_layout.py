@@ -1,4 +1,6 @@
-"""The boxes that parts and a whole share: which elements of a merged tensor belong to which of its parts.
+"""The boxes that the parts of a merged tensor share with the whole.
+
+They show which elements of the merged tensor belong to which of its parts.
 
 A *run* is a range of elements along one dimension that is contiguous in a part and in the whole.
 Concatenated parts have one run each, interleaved parts one per group, and rows that are reordered
@@ -145,7 +147,10 @@ class PartLayout:
         return tuple([shape[d] for d in _inverse(self.permutation)])
 
     def shared_boxes(self) -> Iterator[SharedBox]:
-        """The boxes of all parts and their places in the whole, in the order of the stacked indices and the runs."""
+        """The boxes of all parts and their places in the whole.
+
+        They come in the order of the stacked indices and the runs.
+        """
         dimensions = _inverse(self.permutation)
         for row in range(1 if self.stack is None else self.shape[self.stack]):
             layer = (
@@ -170,7 +175,10 @@ class PartLayout:
                     yield SharedBox(row, run.part, Box(start, stop), self._unfold(box))
 
     def _within_unfolded(self, box: Box) -> Iterator[Box]:
-        """A box of the whole, not unfolded, cut at the indices of the dimension that `unfold` makes the first of two."""
+        """A box of the whole, not unfolded, cut so that each part is a box once unfolded.
+
+        The cuts are at the indices of the dimension that `unfold` makes the first of two.
+        """
         if self.unfold is None:
             yield box
             return

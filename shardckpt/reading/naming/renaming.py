@@ -41,7 +41,9 @@ def dotted(name: str) -> str:
 
 
 def read_names(path: str | os.PathLike[str]) -> NameTable:
-    """Read a JSON, YAML or TOML file of old names → new names, or null to leave a leaf out (TOML has `false` for null).
+    """Read a JSON, YAML or TOML file of old names → new names.
+
+    A null in place of a new name leaves the leaf out; TOML has `false` for null.
 
     Raises:
         OptionError: the file cannot be read, or has other contents.

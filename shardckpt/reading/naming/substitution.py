@@ -2,10 +2,11 @@ r"""Substitutions in names: the `s/regex/replacement/` of a rename, and prefixes
 
 A substitution is written as sed's:
 
-s/^model\.//            the character after the s is the delimiter; with a backslash before it, it
-is part of the text s/\.w([13])\./.ff\1./   the regex is Python's (`re`); \1 … \9 in the replacement
-are its groups, & is the complete match s/layer/block/gi        g: replace all matches, not only the
-first; i: ignore case
+s/^model\.//           the character after the s is the delimiter; with a backslash before it, it is
+                       part of the text
+s/\.w([13])\./.ff\1./  the regex is Python's (`re`); \1 … \9 in the replacement are its groups, & is
+                       the complete match
+s/layer/block/gi       g: replace all matches, not only the first; i: ignore case
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Substitution:
 
 
 def without_prefix(prefix: str, origin: NamedOption) -> Substitution:
-    """The substitution that removes a prefix such as "model/", or "model.", which means the same."""
+    """The substitution that removes a prefix such as "model/", or "model.", which is the same."""
     return Substitution(
         origin, re.compile(rf"\A(?:{re.escape(prefix)}|{re.escape(prefix.replace('/', '.'))})")
     )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Landing(Protocol):
-    """What is compared of a `Landing`."""
+    """The part of a `Landing` that is compared."""
 
     tensor: TensorRecord
     names: list[str]

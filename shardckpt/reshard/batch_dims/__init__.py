@@ -1,8 +1,9 @@
-"""The batch dimension of each tensor of a program, and the layout that data parallelism gives the tensor.
+"""The batch dimension of each tensor of a program, and its layout under data parallelism.
 
-    inferred = shardckpt.reshard.batch_dims.batch_dims(torch.export.export(model, inputs,
-    dynamic_shapes=…)) inferred.states["cache.k"]        # Shard(0), Replicate, Partial(sum) or
-    Unknown, and inferred.explain("cache.k") says why
+    program = torch.export.export(model, inputs, dynamic_shapes=…)
+    inferred = shardckpt.reshard.batch_dims.batch_dims(program)
+    inferred.states["cache.k"]   # Shard(0), Replicate, Partial(sum) or Unknown
+    inferred.explain("cache.k")  # why
 
 `inference` has the public functions. `shardings` turns their result into layouts for saving and
 resharding. `rules` has one table per family of operators. Nothing here imports torch: a graph

@@ -1,4 +1,4 @@
-"""One call in a graph, as a rule sees it: arguments by their schema names, shapes, and known layouts."""
+"""One call in a graph, as a rule sees it: arguments by schema name, shapes and known layouts."""
 
 from __future__ import annotations
 
@@ -123,7 +123,9 @@ class Call:
         return self._known[value]
 
     def steady(self, value: Any) -> Replicate | Shard:
-        """The layout of an operand that must not be partial: replicated or cut, scaled by no power of the batch.
+        """The layout of an operand that must not be partial or scaled by the batch.
+
+        The layout is replicated or cut, and scaled by no power of the batch.
 
         Raises:
             Unresolved: the layout is Unknown.
@@ -187,7 +189,9 @@ class Call:
         return layout if len(self.outs) == 1 else (layout,) * len(self.outs)
 
     def refuse_counts(self) -> None:
-        """Refuse numeric arguments that differ with the size of the part, except sizes, which the result's shape shows.
+        """Refuse numeric arguments that differ with the size of the part, except sizes.
+
+        Sizes are allowed, because the result's shape shows them.
 
         Raises:
             Unresolved: the dependence of an argument on the batch is not known.
@@ -243,7 +247,10 @@ class Call:
 
 
 def op_name(node: Any) -> str:
-    """An ATen operator's name without its overload ("add" of "aten.add.Tensor"); for any other target, its text."""
+    """An ATen operator's name without its overload, or the text of any other target.
+
+    The name of "aten.add.Tensor" is "add".
+    """
     target = str(node.target)
     if target.startswith("aten."):
         return target.split(".")[1]

@@ -1,4 +1,4 @@
-"""Inference of the tensors of a data-parallel program that are cut along the batch, replicated, or partial.
+"""Inference of a data-parallel program's tensors: cut along the batch, replicated, or partial.
 
 1. The batch is a dimension of one or several inputs: named by the caller, or the one symbol of a
    graph with dynamic shapes.
@@ -75,7 +75,7 @@ class BatchDims:
         return Counter(str(node.target) for node in self.program.graph.nodes if node.name in begun)
 
     def explain(self, name: str) -> str:
-        """Explain a tensor's layout: one line per node, from where the batch enters to the tensor itself.
+        """Explain a tensor's layout: one line per node, from the batch's entry to the tensor.
 
         Raises:
             NamesMismatchError: there is no tensor of that name.

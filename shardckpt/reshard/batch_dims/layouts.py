@@ -84,7 +84,7 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """Each sample's number, counted from 0 in every process: `arange(batch)`, perhaps with other shape.
+    """Each sample's number, counted from 0 in every process: `arange(batch)`, perhaps reshaped.
 
     >>> str(Numbered(0))
     'Numbered(0)'

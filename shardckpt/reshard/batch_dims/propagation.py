@@ -1,4 +1,4 @@
-"""The layouts of all nodes of a graph, derived from the inputs in one pass in the order of execution.
+"""The layouts of all nodes of a graph, derived from the inputs in one pass in execution order.
 
 Each node's rule computes its layout. If the rule cannot decide, the layout becomes Unknown with the
 node's name. A node that depends on an Unknown is Unknown for the same reason. Every layout is
@@ -83,7 +83,10 @@ def _of_call(
 def _with_numbers(
     node: Any, known: Mapping[Any, Result], rule: Callable[[Mapping[Any, Result]], Result]
 ) -> Result:
-    """Apply a rule to sample numbers: they move like a cut tensor, and only operations that move elements keep them."""
+    """Apply a rule to sample numbers, which move like a cut tensor.
+
+    Only operations that move elements keep the numbers.
+    """
     if op_name(node) not in MOVES:
         return rule(known)
     source = node.all_input_nodes[0]
@@ -95,7 +98,7 @@ def _with_numbers(
 
 
 def _without_rule(node: Any) -> Result:
-    """The result of an operation without a rule: Unknown with its name, unless the operation returns nothing."""
+    """Result of an operation without a rule: Unknown with its name, unless it returns nothing."""
     if node.meta.get("val") is None:
         return Replicate()
     return Unknown(f"there is no rule for the operation {node.target}", node.name)

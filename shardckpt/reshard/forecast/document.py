@@ -172,7 +172,10 @@ def _tensor(forecast: Forecast, name: str) -> dict[str, Any]:
 
 
 def layout_json(layout: StoredLayout | None) -> dict[str, Any] | None:
-    """A short JSON form of a layout: its mesh's axes and its spec, or the equivalent of other layouts; null for plain tensors."""
+    """A short JSON form of a layout; null for plain tensors.
+
+    It has the mesh's axes and the layout's spec, or the equivalent of other layouts.
+    """
     if layout is None:
         return None
     if isinstance(layout, Sharding):

@@ -86,13 +86,19 @@ class Forecast:
 
     @property
     def pays_after(self) -> int | None:
-        """Number of restores by all hosts after which the reshard has saved more storage traffic than it caused; None: never."""
+        """Number of restores after which the reshard saved more storage traffic than it caused.
+
+        All hosts take part in each restore. None means that the number is never reached.
+        """
         saved = int(self.before.read.sum() - self.after.read.sum())
         return -(-(self.read_bytes + self.written_bytes) // saved) if saved > 0 else None
 
     @cached_property
     def read_bytes(self) -> int:
-        """Stored bytes that the reshard reads; without the tables, the same compression ratio is assumed for all chunks."""
+        """Stored bytes that the reshard reads.
+
+        Without the tables, the same compression ratio is assumed for all chunks.
+        """
         if self.reads is not None:
             return self.reads.nbytes
         return round(self.plan.read_bytes * self.stored_bytes / max(1, self.plan.source_bytes))

@@ -127,7 +127,9 @@ def joined(
 
 
 def placed(layout: StoredLayout | None, ndim: int) -> StoredLayout | None:
-    """The layout of tensors of that rank, if it names the devices of each part; else None: any host may hold any part.
+    """The layout of tensors of that rank, if it names the devices of each part; else None.
+
+    None means that any host may hold any part.
 
     An OpSharding may be replicated over unspecified devices.
     """

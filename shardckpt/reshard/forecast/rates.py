@@ -66,7 +66,9 @@ class Rates:
 
 
 def given_rates(text: str) -> Rates:
-    """Parse the rates of an option such as "1GiB" or "1GiB,400MiB": bytes per second, for reading and writing.
+    """Parse the rates of an option such as "1GiB" or "1GiB,400MiB".
+
+    The rates are in bytes per second, for reading and writing.
 
     >>> given_rates("1GiB,512MiB").write.per_second
     536870912.0
@@ -115,7 +117,10 @@ def measure_read(checkpoint: Checkpoint, places: Places | None) -> Rate | None:
 
 
 def _sample(tensor: TensorRecord) -> Box:
-    """A box of complete chunks at the middle of a tensor's first array, at most `SAMPLE` bytes unless one chunk is larger."""
+    """A box of complete chunks at the middle of a tensor's first array.
+
+    The box has at most `SAMPLE` bytes unless one chunk is larger.
+    """
     piece = tensor.pieces[0]
     stop = list(piece.shape)
     for d, side in enumerate(piece.chunks):

@@ -1,4 +1,6 @@
-"""Rules that give every tensor a layout: patterns over names, presets of model families, other checkpoints' layouts.
+"""Rules that give every tensor a layout.
+
+They are patterns over names, presets of model families, and other checkpoints' layouts.
 
 Pure: names, shapes and a mesh in, layouts and the reasons for them out. Files are read by `files`
 and `hf_config` alone. `rules` has the public class, `rule`, `preset` and `like` its entries,

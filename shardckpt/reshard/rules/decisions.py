@@ -3,10 +3,9 @@
 A tensor of an optimizer's state belongs to a parameter. Frameworks keep state under the parameter's
 own path, somewhere else in the tree:
 
-    model/layers.0.w1.weight             optimizer/state/layers.0.w1.weight/exp_avg          (torch,
-    by name) params/layers_0/wq/kernel            opt_state/0/mu/layers_0/wq/kernel
-    (optax) model/layers.0.w1.weight             optim/state.layers.0.w1.weight.exp_avg
-    (DCP, flattened)
+    model/layers.0.w1.weight   optimizer/state/layers.0.w1.weight/exp_avg          (torch, by name)
+    params/layers_0/wq/kernel  opt_state/0/mu/layers_0/wq/kernel                   (optax)
+    model/layers.0.w1.weight   optim/state.layers.0.w1.weight.exp_avg              (DCP, flattened)
 
 So a parameter's path is its name without the first component. A tensor belongs to the parameter
 whose path is the longest proper suffix of the tensor's name, or of the name directly above the
@@ -211,7 +210,10 @@ class _Decider:
         return self._parameters[max(ends, key=len)] if ends else None
 
     def decide(self, name: str, number: int | None, parameter: str | None) -> Decision:
-        """Decide for a tensor, given the step that applies to it, or else the parameter that it belongs to."""
+        """Decide for a tensor by the step that applies to it, or else by its parameter.
+
+        The parameter is the one that the tensor belongs to.
+        """
         step, shape = None if number is None else self._steps[number], self._tensors[name]
         if isinstance(step, Like):
             copied = step.layout(name, shape, self._mesh)

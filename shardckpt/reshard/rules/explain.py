@@ -1,4 +1,6 @@
-"""The explanation of one tensor's layout as text: every rule tested, the rule that decided, and the resulting shards.
+"""The explanation of one tensor's layout as text.
+
+It has every rule tested, the rule that decided, and the resulting shards.
 
 'model/layers.0.w1.weight', shape (14, 8)
 
@@ -38,7 +40,10 @@ _NO = "does not match"
 def explanation(
     name: str, shape: tuple[int, ...], steps: Sequence[Step], decision: Decision, itemsize: int
 ) -> str:
-    """The explanation of a tensor's decision, given all candidate steps, in the format shown in the module's docstring."""
+    """The explanation of a tensor's decision, given all candidate steps.
+
+    The module's docstring shows its format.
+    """
     decisive = next(
         (number for number, step in enumerate(steps) if meaning(step, name, len(shape))), None
     )

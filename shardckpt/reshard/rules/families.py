@@ -3,11 +3,14 @@
 There is one table per naming scheme: a pattern, and a *logical axis* per dimension (a term of T5X
 and MaxText). `preset` decides which mesh axis cuts which logical axis.
 
-    embed             the width of the residual stream heads, kv_heads   query heads, and key-value
-    heads, with or without the width of a head in the same dimension mlp               the width of
-    the feed-forward layer vocab             tokens expert            experts q+k+v
-    several of them concatenated
-    -                 dimensions that are never cut: the width of a head, scanned layers, positions
+    embed            the width of the residual stream
+    heads, kv_heads  query heads, and key-value heads, with or without the width of a head in the
+                     same dimension
+    mlp              the width of the feed-forward layer
+    vocab            tokens
+    expert           experts
+    q+k+v            several of them concatenated
+    -                dimensions that are never cut: the width of a head, scanned layers, positions
 
 Patterns begin with `**/*`, so that they fit `model/model.layers.0…` as well as
 `ema/module.layers.0…`. They also match optimizer state, which lies below the same names. A rule

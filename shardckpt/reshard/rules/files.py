@@ -1,12 +1,13 @@
 """Parser of rules files: TOML, or the same in YAML.
 
-    mesh = "data=2,model=4"              # or a table: {data = 2, model = 4}; --mesh has precedence
-    unmatched = "error"                  # or "replicate", the default preset = "llama/fsdp=data+tp"
-    # or several in a list; for tensors that the rules below do not match
+    mesh = "data=2,model=4"        # or a table: {data = 2, model = 4}; --mesh has precedence
+    unmatched = "error"            # or "replicate", the default
+    preset = "llama/fsdp=data+tp"  # or several in a list; for tensors that no rule below matches
 
-    [rules]                              # in order; or a list of texts: rules = ["pattern=spec", …]
-    "**/layers.*.w1.weight" = "(None,model)" "**/layers.*.w2.weight" = ["model", []]      # an entry
-    per dimension: an axis, a list of them, or [] (null in YAML)
+    [rules]                        # in order; or a list of texts: rules = ["pattern=spec", …]
+    "**/layers.*.w1.weight" = "(None,model)"
+    "**/layers.*.w2.weight" = ["model", []]  # an entry per dimension: an axis, a list of them, or
+                                             # [] (null in YAML)
 
 All keys are optional, and no others are allowed.
 """

@@ -94,7 +94,10 @@ class Like:
             ) from error
 
     def _over_devices(self, name: str, layout: OpSharding, mesh: Mesh, ndim: int) -> StoredLayout:
-        """Translate a layout without axis names: to an equivalent spec over the mesh, or else the layout itself over as many devices."""
+        """Translate a layout without axis names to an equivalent spec over the mesh.
+
+        If there is no such spec, the layout itself is used over as many devices.
+        """
         sharding = Sharding.infer(mesh, layout, ndim)
         if sharding is None and layout.num_devices != mesh.size:
             raise ShardingError(

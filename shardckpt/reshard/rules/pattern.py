@@ -55,7 +55,9 @@ def match(pattern: str, name: str) -> Match | None:
 
 @lru_cache(maxsize=4096)
 def owners(name: str) -> tuple[str, ...]:
-    """The names directly above a name: without its last component, and without the last part of that component.
+    """The names directly above a name.
+
+    They are the name without its last component, and without the last part of that component.
 
     DCP flattens optimizer state into `state.<parameter>.<state>`; the parameter counts as the name
     above it.

@@ -51,7 +51,7 @@ _EVERYTHING = "**"
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Ordered rules that give every tensor a layout: the first entry that applies to a tensor decides.
+    """Ordered rules that give every tensor a layout: the first entry that applies decides.
 
     An entry is a rule (pattern → spec), a preset (the rules of a model family), or the layouts of
     another checkpoint. Most `Rules` are made by the class methods below. Patterns, specs, files and
@@ -229,7 +229,9 @@ class Rules:
         return Rules((*self.entries, *others.entries), unmatched, self.mesh or others.mesh)
 
     def steps(self, mesh: Mesh | None = None) -> tuple[Step, ...]:
-        """The rules and copied layouts in order, with presets expanded for a mesh and all axes checked.
+        """The rules and copied layouts in order, with presets expanded for a mesh.
+
+        All axes are checked.
 
         Raises:
             ShardingError: the mesh lacks an axis, or there is no mesh; the message names the rule.
@@ -321,7 +323,7 @@ class Rules:
     def _refuse_unused(
         self, steps: Sequence[Step], used: frozenset[int], tensors: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Raise OptionError unless every rule, preset and copied checkpoint has decided for some tensor."""
+        """Raise OptionError if a rule, preset or copied checkpoint has decided for no tensor."""
         if not tensors:
             return
         for number, step in enumerate(steps):

@@ -1,9 +1,10 @@
 """Parser and formatter of partition specs as text, in the notation of the command line.
 
-    replicated                       PartitionSpec() (None,model)
-    PartitionSpec(None, "model") ((fsdp,tensor),None)             PartitionSpec(("fsdp", "tensor"),
-    None) (0,"axis with, comma")           an axis by its index; quotes where a name is not plain,
-    or reads as a number or None
+    replicated              PartitionSpec()
+    (None,model)            PartitionSpec(None, "model")
+    ((fsdp,tensor),None)    PartitionSpec(("fsdp", "tensor"), None)
+    (0,"axis with, comma")  an axis by its index; quotes where a name is not plain, or reads as a
+                            number or None
 
 Spaces are ignored, both kinds of quotes are accepted, and `P(…)` or `PartitionSpec(…)` may be
 pasted from a program.

@@ -380,7 +380,10 @@ class _Answer:
         self._held = 0
 
     def _check(self) -> None:
-        """Raise OSError, as for a client that has gone, if the token has been revoked, has expired or has other rights now."""
+        """Raise OSError, as for a client that has gone, if the token's rights have changed.
+
+        The token may have been revoked, have expired or have other rights now.
+        """
         if self.status and time.monotonic() > self._checked + _RECHECK_SECONDS:
             self._checked = time.monotonic()
             self.revoked = not self.holds()

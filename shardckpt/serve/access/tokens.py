@@ -78,7 +78,7 @@ class Tokens:
         return _digest(token) in self._known and self.identity(token) is None
 
     def member(self, name: str, groups: Sequence[str]) -> Identity:
-        """User whom a proxy has signed in, with the rights of the user and of all groups together."""
+        """User whom a proxy has signed in, with the rights of the user and all groups."""
         self._refresh()
         members = [f"user:{name}", *(f"group:{group}" for group in groups)]
         rights = [

@@ -49,7 +49,10 @@ class BackgroundWork(ABC):
 
     @abstractmethod
     def look(self) -> float:
-        """Look once; return the seconds until the next look, which comes sooner when `_wake` is set."""
+        """Look once, and return the seconds until the next look.
+
+        The next look comes sooner when `_wake` is set.
+        """
 
     def _run(self) -> None:
         pause = self._first

@@ -1,4 +1,4 @@
-"""The endpoints of jobs: starting, listing, following and cancelling them; and the history of verifications."""
+"""The endpoints that start, list, follow and cancel jobs, and the history of verifications."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The journal of the service: its jobs and what verifications have found, in a SQLite database that must not be deleted.
+"""The journal of the service, in a SQLite database that must not be deleted.
+
+It has the jobs of the service and what verifications have found.
 
 A row of a job is durable before the job starts, and its outcome is durable before a client can see
 it. A job that is `running` when the service starts was interrupted, and is queued again. The order
@@ -365,7 +367,10 @@ class Journal:
     def update_verification(
         self, one: Verification, *, over: bool = False, notice: Mapping[str, Any] | None = None
     ) -> Verification:
-        """Write the progress of a verification, or its end and a notice about it, which is durable with it. Raises StorageError."""
+        """Write the progress of a verification, or its end and a notice about the end.
+
+        The notice is durable together with the end. Raises StorageError.
+        """
         one = replace(one, ended=utc_now()) if over else one
         values = (
             one.ended,
@@ -405,7 +410,9 @@ class Journal:
         }
 
     def verified(self, known: Sequence[str]) -> dict[str, tuple[str, str]]:
-        """By id of known checkpoints: attempt of the latest verification, and its end if it has read everything. Raises StorageError.
+        """Attempt and end of the latest verification, by id of known checkpoints.
+
+        The end is given only if the verification has read everything. Raises StorageError.
 
         Other calls go on meanwhile: a journal may have a million verifications.
         """

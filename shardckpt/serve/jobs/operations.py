@@ -1,4 +1,4 @@
-"""The operations that can be started as jobs: their parameters, who may start them, and what they do.
+"""The operations that can run as jobs: parameters, who may start them, and what they do.
 
 Each runs in a process of its own (`worker`). It may be interrupted at any moment and run again with
 the same arguments: then it goes on, or finds that everything is done. Places are given as ids. They
@@ -247,7 +247,7 @@ def unpin(work: Work, checkpoint: str) -> dict[str, Any]:
 
 
 def tag(work: Work, checkpoint: str, tag: str) -> dict[str, Any]:
-    """Give a checkpoint a tag, such as `best` or `released`, which also protects it from deletion."""
+    """Give a checkpoint a tag, such as `best` or `released`; it also protects from deletion."""
     pinning.tag(str(work.roots.locate(checkpoint)), tag)
     return {"tag": tag}
 
@@ -365,7 +365,10 @@ def reopen(work: Work, run: str) -> dict[str, Any]:
 def retain(
     work: Work, run: str, apply: int | None, expected: Mapping[str, str] | None
 ) -> dict[str, Any]:
-    """List the steps of a run that the rules would delete; with `apply`, delete the steps that an earlier such job has listed."""
+    """List the steps of a run that the rules would delete, or delete those listed earlier.
+
+    With `apply`, the job deletes the steps that an earlier such job has listed.
+    """
     path = work.options.get("keep")
     work.roots.only_ident(run)
     rule = None if path is None else RetentionRules.read(path).rule_for(run)
@@ -406,7 +409,10 @@ def gc(work: Work, run: str, grace: str, dry: bool) -> dict[str, Any]:
 
 
 def fold_versions(work: Work, run: str, most: int) -> dict[str, Any]:
-    """Store versions of a publisher anew, as differences from earlier ones, so that late followers read few; see `shardckpt fold`."""
+    """Store versions of a publisher anew, as differences from earlier ones.
+
+    Late followers then read few of them. See `shardckpt fold`.
+    """
     root = Store.open(work.roots.locate(run))
     for newest in [info.step for info in list_steps(root) if info.state == "committed"][-1:]:
         work.open(f"{run}/{newest}")  # its chain lies below the roots

@@ -119,7 +119,9 @@ def retain(
     expected: Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> RetentionReport:
-    """Delete the steps of an ended run that a rule gives up; if a call was interrupted, the same call finishes it.
+    """Delete the steps of an ended run that a rule gives up.
+
+    If a call was interrupted, the same call made again finishes its work.
 
     The newest step that was not superseded stays, and so do pinned and tagged steps, and all that
     hold tensors of a checkpoint in the root that stays, directly or through others. Checkpoints in
@@ -216,7 +218,10 @@ def _delete(root: Store, one: Doomed, attempt: str) -> str | None:
 def _survey(
     root: Store, rule: Retention
 ) -> tuple[list[Doomed], dict[str, str], dict[str, CatalogEntry]]:
-    """The steps to delete in order, the reasons for which others stay although the rule gives them up, and all checkpoints by name."""
+    """The steps to delete in order, the reasons that keep others, and all checkpoints by name.
+
+    The others stay although the rule gives them up.
+    """
     entries = {entry.name: entry for entry in catalog(str(root.location)) if entry.name != "."}
     steps = {
         step: _info(step, entry)

@@ -1,4 +1,7 @@
-"""Counts over all checkpoints and verifications, and the end of verifications of checkpoints that are gone."""
+"""Counts over all checkpoints and verifications.
+
+The verifications of checkpoints that are gone are forgotten here.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,11 @@ class Counts:
 
 
 class Tally(BackgroundWork):
-    """Counts for each request where that is quick; else for a twentieth of the time, and requests get counts that are some seconds old."""
+    """Counts for each request if that is quick, and otherwise from time to time.
+
+    In the second case, counting takes a twentieth of the time, and requests get counts that are
+    some seconds old.
+    """
 
     def __init__(
         self, journal: Journal, catalogue: Catalogue, scanner: Scanner, period: float | None
@@ -101,7 +108,10 @@ class Tally(BackgroundWork):
         return self._counts
 
     def forget_gone(self) -> None:
-        """Forget the verifications of checkpoints that are gone now, and were gone at the last call. Raises StorageError."""
+        """Forget verifications of checkpoints that are gone now and were gone at the last call.
+
+        Raises StorageError.
+        """
         if (
             not self._scanner.complete.is_set()
             or self._scanner.problems

@@ -1,4 +1,7 @@
-"""The parts of a service that change and look after checkpoints: jobs, the scrub, retention and the webhook, over one journal."""
+"""The parts of a service that change and look after checkpoints, over one journal.
+
+These parts are jobs, the scrub, retention and the webhook.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +185,7 @@ class Upkeep:
         return self.journal.cancel(number)
 
     def _require(self, who: Identity, scope: str, subject: str, destination: str | None) -> None:
-        """Check that somebody may read the roots of a job, and has a scope at the one that it writes.
+        """Check that somebody may read a job's roots, and has a scope at the one it writes.
 
         Raises:
             NotFoundError: a root may not be read. HTTPException: the right is missing.

@@ -33,7 +33,9 @@ _LONGEST_REASON, _MOST_IN_NOTICE = 500, 10
 
 
 def verify_checkpoint(work: Work, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Read every chunk of a checkpoint, within `work.options["rate"]` bytes per second, and note what is found.
+    """Read every chunk of a checkpoint, and note what is found.
+
+    The rate is at most `work.options["rate"]` bytes per second.
 
     Returns:
         `ok`, `chunks`, `bytes`, `damaged` (their number) and `damage` (the first of them).

@@ -1,4 +1,4 @@
-"""Pages of one checkpoint: its tree, a tensor of it, a comparison with another one, and the form of a plan."""
+"""Pages of one checkpoint: its tree, one tensor, a comparison with another, and a plan's form."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def tensor_page(
     statistics: dict[str, Any] | None,
     viewer: Viewer,
 ) -> str:
-    """A tensor: its layout as a picture, the devices' boxes, and on demand statistics of its values."""
+    """A tensor: its layout as a picture, the devices' boxes, and value statistics on demand."""
     info = ckpt.info(name)
     shown = [
         ("Shape", shape_text(info.shape)),

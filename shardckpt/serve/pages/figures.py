@@ -35,7 +35,10 @@ MOST_RIBBON_ENDS = 12
 def heat_map(
     nbytes: Ints, writers: Sequence[Sequence[int]], readers: Sequence[Sequence[int]]
 ) -> Html:
-    """Bytes by the hosts that wrote them (down) and read them (across): one path per level, so that 4,096 cells stay small."""
+    """Bytes by the hosts that wrote them (down) and the hosts that read them (across).
+
+    Each level is one path, so that 4,096 cells stay small.
+    """
     rows, columns = nbytes.shape
     most = max(1, int(nbytes.max(initial=0)))
     level = np.where(nbytes > 0, 1 + np.minimum((nbytes * (LEVELS - 1) - 1) // most, LEVELS - 2), 0)

@@ -42,7 +42,7 @@ def runs_page(
     wrong: int,
     viewer: Viewer,
 ) -> str:
-    """A page of all runs: what is stored in all, what is new and what is wrong; and how each run is.
+    """A page of all runs: what is stored in all, new and wrong, and the state of each run.
 
     Args:
         doc: the document of `/v1/runs`; each run has besides its `recent` commits, and whether it
@@ -276,7 +276,10 @@ def storage_page(
     freed: Mapping[str, int] | None,
     viewer: Viewer,
 ) -> str:
-    """The storage that the largest runs use, and what the rules would free of it (`freed`, by run; None: there are no rules)."""
+    """The storage that the largest runs use, and what the rules would free of it.
+
+    `freed` has the bytes to free by run. It is None if there are no rules.
+    """
     total, rows = sums["stored_bytes"], []
     for one in runs:
         nbytes = one["stored_bytes"] or 0

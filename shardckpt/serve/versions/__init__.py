@@ -1,1 +1,1 @@
-"""Versions of weights in the service: what followers ask for, and the part of a run's page about them."""
+"""Versions of weights in the service: what followers ask for, and their part of a run's page."""

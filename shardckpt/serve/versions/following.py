@@ -1,4 +1,6 @@
-"""The endpoints of followers of versions: events as soon as a version is announced, and leases for readers that cannot write.
+"""The endpoints of followers of versions: events about new versions, and leases.
+
+An event comes as soon as a version is announced. Leases are for readers that cannot write.
 
 A `Publisher` and a `CheckpointManager` announce what they commit (`runs.announcing`). A follower
 then looks at the storage itself.

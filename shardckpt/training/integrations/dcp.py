@@ -1,4 +1,6 @@
-"""torch.distributed.checkpoint through shardckpt: `dcp.save` and `dcp.load` of an existing script store shardckpt's format.
+"""torch.distributed.checkpoint through shardckpt.
+
+`dcp.save` and `dcp.load` of an existing script store shardckpt's format.
 
     dcp.save(state, storage_writer=StorageWriter("gs://bucket/run/100"))
     dcp.load(state, storage_reader=StorageReader("gs://bucket/run/100"))
@@ -205,7 +207,10 @@ def _state_of(planner: SavePlanner) -> dict[str, Any]:
 
 
 class StorageReader(_StorageReader):  # type: ignore[misc]  # torch is not followed
-    """Reads the tensors and values that `torch.distributed.checkpoint.load` requests, from any shardckpt checkpoint."""
+    """Reads tensors and values for `torch.distributed.checkpoint.load`.
+
+    It reads those that the load requests, from any shardckpt checkpoint.
+    """
 
     def __init__(
         self, url: str | os.PathLike[str] | None = None, *, coordinator: Coordinator | None = None

@@ -1,4 +1,6 @@
-"""Hugging Face's Trainer through shardckpt: a callback saves at the Trainer's save points, and resumes the Trainer.
+"""Hugging Face's Trainer through shardckpt.
+
+A callback saves at the Trainer's save points, and resumes the Trainer.
 
     callback = ShardckptCallback("gs://bucket/run", keep=3)
     trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
@@ -153,7 +155,9 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         return self._directory.name
 
     def export(self, trainer: Trainer, step: int | None = None) -> str:
-        """Write a saved step as a checkpoint of the Trainer's own, `output_dir/checkpoint-<step>`, from which a stock Trainer resumes.
+        """Write a saved step as a checkpoint of the Trainer's own.
+
+        The checkpoint is `output_dir/checkpoint-<step>`, and a stock Trainer resumes from it.
 
         Args:
             trainer: a Trainer with this callback that has not begun, made as for `resume`; its
@@ -223,7 +227,10 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             manager.close()
 
     def _close_on_exceptions(self, trainer: Trainer) -> None:
-        """Close the manager when an exception leaves the Trainer's next `train`, because the Trainer reports it to no callback."""
+        """Close the manager when an exception leaves the Trainer's next `train`.
+
+        The Trainer reports the exception to no callback.
+        """
         loop = trainer._inner_training_loop  # noqa: SLF001
 
         @functools.wraps(loop)
@@ -242,7 +249,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         trainer._inner_training_loop = closing  # noqa: SLF001
 
     def _release(self) -> None:
-        """Undo all changes to the Trainer and its arguments, and reset the state of one training."""
+        """Undo all changes to the Trainer and its arguments, and reset one training's state."""
         if self._saves_best is not None:
             self._saves_best.save_strategy = SaveStrategy.BEST
         if self._trainer is not None:
@@ -303,7 +310,10 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Save the last step of the previous epoch if due; or restore the generators, if they were saved at this point."""
+        """Save the last step of the previous epoch if due, or restore the generators.
+
+        The generators are restored if they were saved at this point.
+        """
         self._save(state, control, kwargs, between_epochs=True)
         self._put_back(between_epochs=True)
 
@@ -314,7 +324,7 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Save the previous step if due; or restore the generators, if they were saved at this point."""
+        """Save the previous step if due, or restore the generators if saved at this point."""
         self._save(state, control, kwargs, between_epochs=False)
         self._put_back(between_epochs=False)
 
@@ -360,7 +370,9 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Save the last step if due, wait for it, and restore the best weights if the Trainer is to end with them.
+        """Save the last step if due, wait for it, and restore the best weights.
+
+        The best weights are restored if the Trainer is to end with them.
 
         Raises:
             ShardckptError: an error in the background.

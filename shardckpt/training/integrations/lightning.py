@@ -1,4 +1,6 @@
-"""PyTorch Lightning's checkpoints through shardckpt: `Trainer(plugins=[ShardckptIO()])`, or `Trainer(callbacks=[ShardedRun(root)])`.
+"""PyTorch Lightning's checkpoints through shardckpt.
+
+Use `Trainer(plugins=[ShardckptIO()])` or `Trainer(callbacks=[ShardedRun(root)])`.
 
 `ShardedRun` is for `ModelParallelStrategy`, which shards the model: each process saves its own
 shards. It restores in `on_fit_start`, when the strategy has made the sharded model and its
@@ -83,7 +85,7 @@ _DICTS = (dict, OrderedDict, defaultdict, Counter, AttributeDict)
 
 
 class ShardckptIO(CheckpointIO):
-    """Stores the checkpoints of a Lightning `Trainer`, for the strategies in which one process saves."""
+    """Stores checkpoints of a Lightning `Trainer`, for strategies in which one process saves."""
 
     def __init__(self, *, options: SaveOptions | None = None, asynchronous: bool = True) -> None:
         """Store with `options`.
@@ -191,7 +193,9 @@ class ShardckptIO(CheckpointIO):
 
 
 class ShardedRun(Callback):
-    """Saves the shards of a model under `ModelParallelStrategy` in the background, and resumes from the latest step, on any mesh.
+    """Saves the shards of a model under `ModelParallelStrategy`, and resumes on any mesh.
+
+    It saves in the background, and resumes from the latest step.
 
     Saved are the module, its one optimizer, its schedulers, fp16's gradient scaler, the random
     states, and the progress of the Trainer's loops. States of other callbacks and of data loaders

@@ -1,8 +1,9 @@
 """Orbax's managers of steps, with their methods and arguments, on `shardckpt.CheckpointManager`.
 
-    from shardckpt.training.integrations.orbax import OrbaxCheckpointer         # for
-    orbax.checkpoint.v1.training.Checkpointer from shardckpt.training.integrations.orbax import
-    OrbaxCheckpointManager    # for orbax.checkpoint.CheckpointManager
+    # for orbax.checkpoint.v1.training.Checkpointer
+    from shardckpt.training.integrations.orbax import OrbaxCheckpointer
+    # for orbax.checkpoint.CheckpointManager
+    from shardckpt.training.integrations.orbax import OrbaxCheckpointManager
 
 A program keeps its calls, its policies and its `args`; steps become checkpoints of shardckpt. Each
 checkpointable (each item of `args.Composite`) is an entry of the state, by its name.
@@ -133,7 +134,7 @@ class OrbaxCheckpointer(OrbaxSteps):
 
     @property
     def checkpoints(self) -> list[Any]:
-        """Orbax's `CheckpointMetadata` of each step, ascending, with its metrics and the time of its commit."""
+        """Orbax's `CheckpointMetadata` of each step, ascending, with metrics and commit time."""
         live = [info for info in self._manager.steps() if info.live]
         return [
             v1.training.CheckpointMetadata(
@@ -238,7 +239,10 @@ class OrbaxCheckpointer(OrbaxSteps):
         )[1]
 
     def checkpointables_metadata(self, step: Any = None) -> Any:
-        """Orbax's `CheckpointMetadata`, whose `metadata` has the states by name, with abstract arrays."""
+        """Orbax's `CheckpointMetadata`, whose `metadata` has the states by name.
+
+        The states have abstract arrays.
+        """
         at = getattr(step, "step", step)
         checkpoint = next(
             (one for one in reversed(self.checkpoints) if at in (None, one.step)), None
@@ -389,7 +393,10 @@ class OrbaxCheckpointManager(OrbaxSteps):
         return items[DEFAULT] if single else ocp.args.Composite(**items)
 
     def item_metadata(self, step: int) -> Any:
-        """The items of a step with abstract arrays (`jax.ShapeDtypeStruct`), as `restore` would return them."""
+        """The items of a step with abstract arrays, as `restore` would return them.
+
+        Each abstract array is a `jax.ShapeDtypeStruct`.
+        """
         items = self._items(step)
         items.pop(CUSTOM, None)
         return items[DEFAULT] if items.keys() == {DEFAULT} else ocp.args.Composite(**items)

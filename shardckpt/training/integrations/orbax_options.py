@@ -236,7 +236,10 @@ def saved_value(name: str, args: Any) -> Any:
 
 
 def check_items(items: Mapping[str, Any]) -> None:
-    """Raise OptionError if an item's name is reserved, or if JAX cannot sort the keys of an item, so that it could not be restored."""
+    """Raise OptionError if an item's name is reserved, or if JAX cannot sort an item's keys.
+
+    An item with such keys could not be restored.
+    """
     for name, item in items.items():
         if name == CUSTOM:
             raise OptionError(f"{name!r} is a reserved name; give the item another name.")
@@ -342,7 +345,11 @@ def check_options(given: ocp.CheckpointManagerOptions) -> None:
 
 
 def decision_of(given: ocp.CheckpointManagerOptions) -> Any:
-    """The policy of Orbax's options; without one the multiples of an interval, given steps, and before the job is stopped."""
+    """The policy of Orbax's options, or a default one.
+
+    The default saves at the multiples of an interval, at given steps, and before the job is
+    stopped.
+    """
     if given.save_decision_policy is not None:
         return given.save_decision_policy
     return any_of(

@@ -1,4 +1,6 @@
-"""PEFT's adapters (LoRA, QLoRA and others) in a training: what is saved of the model, and what proves that the rest is the same again.
+"""PEFT's adapters (LoRA, QLoRA and others) in a training.
+
+The module determines what is saved of the model, and what proves that the rest is the same again.
 
 Saved are the parameters that are trained, the tensors that PEFT's own files have, and running
 statistics of normalizations. All other tensors are the base model's. They are not saved: the
@@ -100,7 +102,7 @@ class Adapters:
         return {ADAPTERS: adapters}
 
     def base_name(self, adapter: str) -> str | None:
-        """The name or path of the base model, as the adapter's configuration or the model has it."""
+        """The name or path of the base model, as the adapter's configuration or model has it."""
         model = self._model.get_base_model()
         name = self._model.peft_config[adapter].base_model_name_or_path or getattr(
             model, "name_or_path", None

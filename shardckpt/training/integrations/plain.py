@@ -1,4 +1,6 @@
-"""Check of plain values, for libraries that pickle their checkpoints: a plain value is restored exactly as it was.
+"""Check of plain values, for libraries that pickle their checkpoints.
+
+A plain value is restored exactly as it was.
 
 `shardckpt.save` also takes containers that come back as plainer ones unless a `like` rebuilds them:
 named tuples, deques, dataclasses. These libraries load without a `like`, so such values, which they

@@ -1,4 +1,6 @@
-"""Ray Train's checkpoints through shardckpt: a `CheckpointManager` that reports committed steps to Ray Train and resumes in its retries.
+"""Ray Train's checkpoints through shardckpt.
+
+A `CheckpointManager` reports committed steps to Ray Train and resumes in its retries.
 
     def train(config):  # for ray.train.torch.TorchTrainer
         with RayTrainManager("gs://bucket/run", every=500, keep=3) as mgr:
@@ -48,7 +50,9 @@ _KEY = "shardckpt"
 
 
 class RayTrainManager(CheckpointManager):
-    """Saves the steps of a run in Ray Train's workers, reports them to Ray Train when they are committed, and resumes in its retries.
+    """Saves the steps of a run in Ray Train's workers, and reports them to Ray Train.
+
+    A step is reported when it is committed. The manager resumes in Ray Train's retries.
 
     All workers create one and call the same methods for the same steps, as with
     `shardckpt.CheckpointManager`.
@@ -99,7 +103,9 @@ class RayTrainManager(CheckpointManager):
         force: bool = False,
         skip: str | Sequence[str] | None = None,
     ) -> bool:
-        """Save a step in the background, if it is due, after the previous step was committed and reported to Ray Train.
+        """Save a step in the background, if it is due.
+
+        The save begins after the previous step was committed and reported to Ray Train.
 
         Args:
             step: as for `CheckpointManager.save`, as are `state`, `force` and `skip`.
@@ -125,7 +131,9 @@ class RayTrainManager(CheckpointManager):
         return saving
 
     def restore(self, like: Any = None, step: int | None = None, **how: Any) -> Restored | None:
-        """Restore the run's latest step, or a given one, and report the step if it is later than what Ray Train knows.
+        """Restore the run's latest step, or a given one, and report it if it is new.
+
+        The step is reported if it is later than what Ray Train knows.
 
         Args:
             like: the restore target, as for `shardckpt.restore`.
@@ -150,7 +158,9 @@ class RayTrainManager(CheckpointManager):
         return restored
 
     def wait(self) -> None:
-        """Wait until nothing is in flight, as `CheckpointManager.wait` does, and report the committed step to Ray Train.
+        """Wait until nothing is in flight, and report the committed step to Ray Train.
+
+        The method waits as `CheckpointManager.wait` does.
 
         Raises:
             ShardckptError: a save failed.
@@ -159,7 +169,9 @@ class RayTrainManager(CheckpointManager):
         self._report_committed()
 
     def close(self) -> None:
-        """Finish the work in flight, as `CheckpointManager.close` does, and report the last step to Ray Train.
+        """Finish the work in flight, and report the last step to Ray Train.
+
+        The method finishes the work as `CheckpointManager.close` does.
 
         Raises:
             ShardckptError: a save failed; its step is not reported.
@@ -240,7 +252,9 @@ class RayTrainManager(CheckpointManager):
 
 
 def checkpoint_url(checkpoint: ray.train.Checkpoint) -> str:
-    """The url of the step that a checkpoint of Ray Train stands for, for `shardckpt.open` and `shardckpt.restore`.
+    """The url of the step that a checkpoint of Ray Train stands for.
+
+    The url is for `shardckpt.open` and `shardckpt.restore`.
 
     Args:
         checkpoint: for example `result.checkpoint` of `trainer.fit()`.

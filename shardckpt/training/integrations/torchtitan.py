@@ -2,8 +2,9 @@
 
     from shardckpt.training.integrations.torchtitan import TorchtitanCheckpointer
 
-    config.checkpoint = TorchtitanCheckpointer.Config(enable=True, folder="checkpoint",
-    interval=500)
+    config.checkpoint = TorchtitanCheckpointer.Config(
+        enable=True, folder="checkpoint", interval=500
+    )
 
 For torchtitan 0.3.0, whose trainer builds the manager that the configuration belongs to. Steps are
 at `<dump folder>/<folder>/<step>`.
@@ -194,5 +195,8 @@ def _state_of(of: Any) -> Any:
 
 
 def _loads_plainly(loader: Any) -> Any:
-    """The class whose methods give a loader's state as plain values, below torchtitan's, which pickles it."""
+    """The class whose methods give a loader's state as plain values.
+
+    It lies below torchtitan's class, which pickles the state.
+    """
     return StatefulDataLoader if isinstance(loader, StatefulDataLoader) else type(loader)

@@ -1,1 +1,4 @@
-"""The state of optimizers by the names of parameters: its stored forms (`forms`), and how it follows these in a restore (`moments`)."""
+"""The state of optimizers by the names of parameters.
+
+`forms` has its stored forms, and `moments` makes it follow the parameters in a restore.
+"""

@@ -115,7 +115,10 @@ class OptimizerNodes:
         )
 
     def listed(self, *, numbers: bool = False) -> Branch:
-        """The form that `set_optimizer_state_dict` loads; with `numbers`, the form that `Optimizer.load_state_dict` loads."""
+        """The form that `set_optimizer_state_dict` loads.
+
+        With `numbers`, it is the form that `Optimizer.load_state_dict` loads.
+        """
         number_of = {member: number for number, member in enumerate(self.members())}
         shown = {member: number if numbers else member for member, number in number_of.items()}
         groups = [
@@ -137,7 +140,7 @@ class OptimizerNodes:
         )
 
     def flat(self) -> Branch:
-        """The form that `get_optimizer_state_dict` makes with `flatten_optimizer_state_dict=True`."""
+        """The form of `get_optimizer_state_dict` with `flatten_optimizer_state_dict=True`."""
         nodes: dict[PathKey, Node] = dict(self.rest)
         for member, of_one in self.state.items():
             nodes |= {f"{_STATE}.{member}.{key}": node for key, node in _items(of_one)}
@@ -293,7 +296,10 @@ def map_schedules(node: Node, change: Callable[[Branch, Branch], Node | None]) -
 
 
 def keyed_by_ints(node: Node, own: object) -> Node:
-    """A state whose decimal text keys, which DCP makes of ints, are ints again where the object's own state has ints."""
+    """A state whose decimal text keys are ints again where the object's own state has ints.
+
+    DCP makes such text keys of ints.
+    """
     if not isinstance(node, Branch) or node.form != "dict" or not isinstance(own, Mapping):
         return node
     texts = all(isinstance(key, str) and key.isdecimal() for key in node.keys)
@@ -310,7 +316,10 @@ def keyed_by_ints(node: Node, own: object) -> Node:
 def _state_and(
     node: Branch, groups: Sequence[Group], known: set[str]
 ) -> tuple[Mapping[PathKey, Node], tuple[Group, ...], Mapping[PathKey, Node]]:
-    """The state by parameter (DCP leaves it out where it is empty), the groups, and the other entries."""
+    """The state by parameter, the groups, and the other entries.
+
+    DCP leaves the state out where it is empty.
+    """
     return (
         dict(_items(child(node, _STATE))),
         tuple(groups),

@@ -63,7 +63,7 @@ def put_back_as_stored(
 
 
 def _same(value: Any, loaded: Any) -> bool:
-    """Whether an optimizer has a value, be it converted to another dtype or moved to another device."""
+    """Whether an optimizer has a value, even in another dtype or on another device."""
     if not isinstance(value, torch.Tensor) or not isinstance(loaded, torch.Tensor):
         return type(value) is type(loaded) and bool(value == loaded)
     one, other = (getattr(tensor, "_local_tensor", tensor) for tensor in (value, loaded))

@@ -1,4 +1,6 @@
-"""An optimizer's state that follows the tensors of its modules, where a restore renames, joins, splits or fits these.
+"""An optimizer's state that follows the tensors of its modules in a restore.
+
+The restore renames, joins, splits or fits these tensors.
 
 What has the shape of a parameter (Adam's moments) is joined, split and fitted as the parameter is.
 What has one element, and what is no tensor (the number of steps), must be equal for all parameters

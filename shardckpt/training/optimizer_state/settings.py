@@ -25,7 +25,10 @@ _OF_SCHEDULERS = frozenset(
 
 
 def check_class(optimizer: torch.optim.Optimizer, key: str, settings: Node) -> None:
-    """Refuse settings that the optimizer does not have, and without which it would make no step; torch would take them."""
+    """Refuse settings that the optimizer does not have, and without which it would make no step.
+
+    Torch would take them.
+    """
     for group in settings.children if isinstance(settings, Branch) else ():
         names = {str(key) for key in group.keys} if isinstance(group, Branch) else set()
         lacking, strange = (
@@ -43,7 +46,10 @@ def check_class(optimizer: torch.optim.Optimizer, key: str, settings: Node) -> N
 
 
 def _filled_in(optimizer: torch.optim.Optimizer, names: Collection[str]) -> set[str]:
-    """The settings that the optimizer's class adds to a group that has only these: those of later versions of torch."""
+    """The settings that the optimizer's class adds to a group that has only `names`.
+
+    The class adds the settings of later versions of torch.
+    """
     group: dict[str, Any] = {"params": [], **dict.fromkeys(names)}
     blank = object.__new__(type(optimizer))
     blank.__setstate__({"state": {}, "param_groups": [group], "defaults": optimizer.defaults})

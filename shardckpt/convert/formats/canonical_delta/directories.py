@@ -1,4 +1,4 @@
-"""The directories of versions: which are complete, what is noted in them, and the lock of the process that writes them.
+"""The directories of versions: which are complete, their notes, and the writing process's lock.
 
 Each directory has a note, `shardckpt-version.json`, which receivers ignore. It names the step, the
 contents, and the sizes of all other files of a difference. The note of version 0 is written before
@@ -168,7 +168,10 @@ class VersionDirectories:
         return self._root.sub(_BESIDE) if overwrite and self._numbers() else self.place(0)
 
     def finish_first(self, written: Store) -> None:
-        """Delete all versions, the newest first, and give the new version 0 its name; if it has it, do nothing."""
+        """Delete all versions, the newest first, and give the new version 0 its name.
+
+        If the new version already has its name, nothing is done.
+        """
         new, final = written.local_path(""), self.place(0).local_path("")
         if new is None or final is None or new == final:
             return

@@ -1,10 +1,10 @@
-"""Versions of a publisher, written as directories that stock receivers apply to a model's files (slime, ModelExpress).
+"""Versions of a publisher, as directories that stock receivers apply to a model's files.
 
-    weight_v000000/   the full model: model.safetensors, or several files and an index, as
-    `export_safetensors` writes them weight_v000001/   model-00001.safetensors …     the tensors
-    that differ from those of version 0
-                      model.safetensors.index.json  written last: without it, the directory is no
-                      version yet
+Such receivers are those of slime and ModelExpress.
+
+    weight_v000000/   the full model, as `export_safetensors` writes it: one file, or several
+    weight_v000001/   model-00001.safetensors …     the tensors that differ from those of version 0
+                      model.safetensors.index.json  written last: without it this is no version yet
 
 Each entry of a delta's file is U8: one zstd frame. It holds `new XOR old` of all bytes of the
 tensor; or, as `overwrite`, a u32 count, so many u32 positions of bytes, and the new bytes. The

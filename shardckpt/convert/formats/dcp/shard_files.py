@@ -1,7 +1,7 @@
-"""Reader of the safetensors files that DCP's `HuggingFaceStorageWriter(save_distributed=True)` writes.
+"""Reader of the safetensors files of DCP's `HuggingFaceStorageWriter(save_distributed=True)`.
 
-    shard-00002-model-00001-of-00003.safetensors    the parts that process 2 has of the tensors of
-    the first of three files
+    shard-00002-model-00001-of-00003.safetensors  the parts that process 2 has of the tensors of the
+                                                  first of three files
 
 Each header gives the offset of every part in its tensor (`DCP_SHARDING_INFO`,
 torch/distributed/checkpoint/_hf_utils.py), but not the tensor's shape: it is computed from the

@@ -260,7 +260,10 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def _stored_as(dtype: DType) -> tuple[str, ...]:
-    """The dtypes of an item that can hold the bits of a dtype: torch_xla saves shards of unsigned integers as signed ones."""
+    """The dtypes of an item that can hold the bits of a dtype.
+
+    The tensor library torch_xla saves shards of unsigned integers as signed ones.
+    """
     return (dtype.name, dtype.name.removeprefix("u"))
 
 

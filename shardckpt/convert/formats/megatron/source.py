@@ -1,9 +1,9 @@
 """Reader of checkpoints in Megatron-Core's `torch_dist` format.
 
-    metadata.json          identifies the format: {"sharded_backend": "torch_dist", …} .metadata,
-    *.distcp    a directory of torch.distributed.checkpoint: `ShardedTensor`s and `ShardedObject`s
-    by their keys common.pt              a file of torch.save: everything else, which is the same in
-    every process
+    metadata.json        identifies the format: {"sharded_backend": "torch_dist", …}
+    .metadata, *.distcp  a directory of torch.distributed.checkpoint: `ShardedTensor`s and
+                         `ShardedObject`s by their keys
+    common.pt            a file of torch.save: everything else, which is the same in every process
 
 (megatron/core/dist_checkpointing, 0.16.) Megatron's training script writes each checkpoint into
 `<base>/iter_0000010/` and the number of the newest into `<base>/latest_checkpointed_iteration.txt`,

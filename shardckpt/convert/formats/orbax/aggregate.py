@@ -24,7 +24,9 @@ _CHUNKED = "__msgpack_chunked_array__"
 
 
 def read_aggregate(data: bytes, where: str) -> object:
-    """Parse the tree: containers of arrays, small values, and a `Leaf` of the kind "Unknown" for each array that is stored elsewhere.
+    """Parse the tree: containers of arrays, small values, and a `Leaf` for each other array.
+
+    The other arrays are stored elsewhere, and their `Leaf` is of the kind "Unknown".
 
     Args:
         data: the file.

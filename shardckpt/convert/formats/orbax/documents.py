@@ -3,12 +3,15 @@
 An Orbax checkpoint is a directory of zarr arrays, one for each tensor and each number of the state,
 and of JSON documents beside them (as observed in the output of orbax-checkpoint 0.12):
 
-    _METADATA                    for each place in the state: the keys that lead there, and the type
-    of its value _CHECKPOINT_METADATA         Orbax's handler for the checkpoint, and the times when
-    writing began and ended _sharding                    by array, in base64, the sharding with
-    which it is restored by default _strings.json                the texts of the state
-    array_metadatas/process_0    by array, the kind of JAX's random keys in it, if any
-    commit_success.txt           marks the checkpoint as complete
+    _METADATA                  for each place in the state: the keys that lead there, and the type
+                               of its value
+    _CHECKPOINT_METADATA       Orbax's handler for the checkpoint, and the times when writing began
+                               and ended
+    _sharding                  by array, in base64, the sharding with which it is restored by
+                               default
+    _strings.json              the texts of the state
+    array_metadatas/process_0  by array, the kind of JAX's random keys in it, if any
+    commit_success.txt         marks the checkpoint as complete
 
 An array's name is its keys as text, joined with dots. `int` keys become text, and lists and tuples
 both become lists. A container that loses all its leaves becomes an empty one.

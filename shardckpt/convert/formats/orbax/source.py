@@ -78,7 +78,9 @@ def looks_like(location: Location) -> str | None:
 
 
 def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:  # noqa: ARG001  # there is none
-    """Open an Orbax checkpoint: a tree, a checkpoint of items, or one step of a `CheckpointManager`.
+    """Open an Orbax checkpoint.
+
+    It is a tree, a checkpoint of items, or one step of a `CheckpointManager`.
 
     Raises:
         FormatError: it is malformed.

@@ -1,4 +1,6 @@
-"""The files of one of PEFT's adapters: `adapter_model.safetensors`, `adapter_config.json`, and the tokenizer's files.
+"""The files of one of PEFT's adapters.
+
+They are `adapter_model.safetensors`, `adapter_config.json`, and the tokenizer's files.
 
 `peft.PeftModel.from_pretrained(base, directory)` loads them. Which tensors they have, and under
 which keys, follows from the metadata that `ShardckptCallback` saves.

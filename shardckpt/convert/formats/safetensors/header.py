@@ -5,8 +5,8 @@ It trusts nothing that the file's size does not confirm.
 A file consists of 8 bytes with the header's length N (little-endian), N bytes of JSON, and the
 elements of all tensors:
 
-    {"__metadata__": {text: text}, name: {"dtype": "BF16", "shape": [4, 6], "data_offsets": [0,
-    48]}, …}
+    {"__metadata__": {text: text},
+     name: {"dtype": "BF16", "shape": [4, 6], "data_offsets": [0, 48]}, …}
 
 1. N is at most 100 MB, and the header is one JSON object in UTF-8, possibly with blanks around it.
 2. No key occurs twice: the format forbids it, and readers would disagree about which entry counts.

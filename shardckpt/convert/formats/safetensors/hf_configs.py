@@ -1,4 +1,6 @@
-"""The small files beside a Hugging Face model's weights, which an import keeps as metadata and an export writes back.
+"""The small files beside a Hugging Face model's weights.
+
+An import keeps these files as metadata, and an export writes them back.
 
 Without `config.json` Hugging Face's libraries cannot load the weights; without the tokenizer's
 files they cannot use the model.
@@ -64,7 +66,10 @@ def config_files(
 
 
 def with_dtype(config: bytes | None, tensors: Iterable[OutputTensor]) -> bytes | None:
-    """A `config.json` that names the dtype that most elements have, by which transformers loads them all; None: it names none."""
+    """A `config.json` that names the dtype that most elements have, or None if it names none.
+
+    By this dtype the library transformers loads all of them.
+    """
     if config is None:
         return None
     elements: Counter[str] = Counter()

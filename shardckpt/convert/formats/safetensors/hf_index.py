@@ -1,4 +1,4 @@
-"""Splitting tensors among files, and the index of them, as Hugging Face's `save_pretrained` does it.
+"""Splitting tensors among files, with an index, as Hugging Face's `save_pretrained` does it.
 
 1. Tensors fill one file after the other, in order; a new file begins where the next tensor would
    exceed the size limit.

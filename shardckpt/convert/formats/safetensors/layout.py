@@ -1,8 +1,9 @@
-"""The layout of a safetensors file that holds given tensors: its header, and the offset of each tensor.
+"""The layout of a safetensors file of given tensors: its header, and each tensor's offset.
 
-    8 bytes    length of the header, little-endian header     JSON: "__metadata__", and by name
-    dtype, shape and offsets in the data; padded with spaces to a multiple of 8 bytes data       the
-    tensors' elements, row-major and little-endian, one after another without gaps
+    8 bytes  length of the header, little-endian
+    header   JSON: "__metadata__", and by name dtype, shape and offsets in the data; padded with
+             spaces to a multiple of 8 bytes
+    data     the tensors' elements, row-major and little-endian, one after another without gaps
 
 Tensors have the same order as in the output of safetensors' own writer: by dtype, widest first
 (`DTYPES` backwards), then by name, code point by code point. So every tensor begins at a multiple
@@ -160,7 +161,10 @@ def check_metadata(metadata: object) -> dict[str, str]:
 
 
 def header_of(document: Mapping[str, object]) -> bytes:
-    """A file's header with its length before it, padded so that the data begins at a multiple of 8 bytes."""
+    """A file's header with its length before it, padded to align the data.
+
+    The data begins at a multiple of 8 bytes.
+    """
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -1,4 +1,7 @@
-"""The files of a model in safetensors: their names, layouts and small contents, planned before anything is read."""
+"""The files of a model in safetensors: their names, layouts and small contents.
+
+The files are planned before anything is read.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ class ModelFiles:
 
 
 def plan_model_files(checkpoint: Checkpoint, options: SafetensorsOptions) -> ModelFiles:
-    """Plan the files of a checkpoint's tensors, among which those that an import has kept in its metadata.
+    """Plan the files of a checkpoint's tensors.
+
+    Files that an import has kept in the checkpoint's metadata are among them.
 
     Raises:
         OptionError, NamesMismatchError, ShapeMismatchError, DtypeError, DtypeMismatchError: as in

@@ -1,4 +1,6 @@
-"""Reader of safetensors: one file, or several with an index, as Hugging Face's libraries write them.
+"""Reader of safetensors: one file, or several with an index.
+
+Hugging Face's libraries write such files.
 
 A place is recognised as:
 
@@ -227,7 +229,7 @@ def _foreign(stored: HeaderTensor, rows: int) -> ForeignTensor:
 
 
 def _check_index(index: str, weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> None:
-    """Raise FormatError unless every tensor is in the file that the index names, and in no other."""
+    """Raise FormatError unless every tensor is in the file that the index names, and only there."""
     for file, header in headers.items():
         for name in header.tensors:
             if weight_map.get(name) != file:

@@ -37,7 +37,7 @@ def combine(parts: Iterable[tuple[int, int]]) -> int:
 
 @lru_cache(maxsize=64)
 def _shift(nbytes: int) -> int:
-    """The polynomial x to the power of the number of bits in `nbytes` bytes, modulo `_POLYNOMIAL`."""
+    """The polynomial x to the power of the number of bits in `nbytes` bytes, mod `_POLYNOMIAL`."""
     result, power = _ONE, _ONE >> 8  # x^0, x^8
     while nbytes:
         if nbytes & 1:

@@ -1,10 +1,11 @@
 """Recognises checkpoints of DeepSpeed, which are not imported, and says how to convert them.
 
-    latest, zero_to_fp32.py global_step5/mp_rank_00_model_states.pt
-    modules; with ZeRO 3, one file per process
-                 bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt      one process's part of all
-                 parameters and moments, as a flat array
-    universal:   zero/<parameter>/fp32.pt, exp_avg.pt, …             one parameter each
+    latest, zero_to_fp32.py
+    global_step5/mp_rank_00_model_states.pt         modules; with ZeRO 3, one file per process
+        bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt
+                                                    one process's part of all parameters and
+                                                    moments, as a flat array
+    universal: zero/<parameter>/fp32.pt, exp_avg.pt, …  one parameter each
 
 (DeepSpeed 0.19, runtime/engine.py and checkpoint/ds_to_universal.py.)
 """

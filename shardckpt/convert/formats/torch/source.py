@@ -1,4 +1,6 @@
-"""Files of `torch.save` and `xm.save`: a single file, or those of a Hugging Face directory (`pytorch_model.bin`), read without torch.
+"""Files of `torch.save` and `xm.save`, read without torch.
+
+They are a single file, or the files of a Hugging Face directory (`pytorch_model.bin`).
 
 1. A file holds a state, or one tensor (`torch.states`). Tensors are read by their offsets in it:
    the complete file is never read.

@@ -58,7 +58,10 @@ def _complex(real: object, imaginary: object) -> complex:
 
 
 def _lazy_too(name: str) -> Build:
-    """A builder of tensors that returns a `_LAZY` instance for a tensor that torch conjugates or negates on use."""
+    """A builder of tensors that returns a `_LAZY` instance for a lazy tensor.
+
+    A lazy tensor is one that torch conjugates or negates on use.
+    """
     build = TABLE[name]
     assert isinstance(build, Build)
 

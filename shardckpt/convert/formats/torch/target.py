@@ -157,7 +157,10 @@ class TorchFileWriter(StateWriter):
         ]
 
     def _records_of(self, tree: Node) -> dict[str, _Record]:
-        """The records by tensor name. torch.save numbers them in the order in which it met their tensors."""
+        """The records by tensor name.
+
+        torch.save numbers the records in the order in which it met their tensors.
+        """
         stored = dict.fromkeys(
             leaf.stored for leaf in leaves_of(tree) if isinstance(leaf, Tensor | Tied)
         )

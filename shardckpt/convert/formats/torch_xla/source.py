@@ -1,7 +1,8 @@
 """Reader of a directory of torch_xla's `CheckpointManager`.
 
-    <base>/<step>/.metadata, *.distcp    a directory of torch.distributed.checkpoint, by torch_xla's
-    `SPMDSavePlanner` <base>/<step>/.manager_metadata      written last: marks the step as complete
+    <base>/<step>/.metadata, *.distcp  a directory of torch.distributed.checkpoint, by torch_xla's
+                                       `SPMDSavePlanner`
+    <base>/<step>/.manager_metadata    written last: marks the step as complete
 
 If several devices hold the same part of a sharded tensor, the planner (torch_xla 2.9,
 experimental/distributed_checkpoint) silently stores nothing of this tensor

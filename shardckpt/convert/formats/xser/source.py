@@ -1,8 +1,9 @@
 """Reader of the files of torch_xla's `xser.save`, without torch and torch_xla.
 
-    <path>                     torch.save of the state, in which each XLA tensor is a
-    `TensorReference` with a number <path>.tensors/            beside it
-        tensor_<number>.pt     torch.save of each of these tensors
+    <path>                  torch.save of the state, in which each XLA tensor is a `TensorReference`
+                            with a number
+    <path>.tensors/         beside it
+        tensor_<number>.pt  torch.save of each of these tensors
 
 (torch_xla 2.9, utils/serialization.py.) `xser.load` runs the pickle; this reader runs nothing, and
 recognises that class by its name.

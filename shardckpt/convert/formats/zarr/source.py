@@ -108,7 +108,10 @@ class _Members:
                     groups.append(path)
 
     def consolidated(self, root: dict[str, Any], version: int) -> dict[str, Any] | None:
-        """The documents of all members, if the root has them: by path, without those of version 2 that are attributes."""
+        """The documents of all members by path, if the root has them.
+
+        Documents of version 2 that are attributes are left out.
+        """
         if version == 3:
             inside = root.get("consolidated_metadata")
             documents = inside.get("metadata") if isinstance(inside, dict) else None

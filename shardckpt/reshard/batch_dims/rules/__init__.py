@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 def _same_numbers(rule: Callable[[Call], Result]) -> Callable[[Call], Result]:
-    """Wrap a rule that uses only tensors, for operators whose numeric arguments must not depend on the batch."""
+    """Wrap a rule that uses only tensors, to check the operator's numeric arguments.
+
+    The wrapper is for operators whose numeric arguments must not depend on the batch.
+    """
 
     def guarded(call: Call) -> Result:
         call.refuse_counts()

@@ -27,7 +27,9 @@ Known = Replicate | Shard | Partial
 
 
 def position(layouts: Iterable[Known]) -> tuple[int, int] | None:
-    """The dimension in which all cut layouts are cut, and its number of elements outside of the batch; None if none is cut.
+    """The dimension where all cut layouts are cut, with its element count outside of the batch.
+
+    The result is None if no layout is cut.
 
     Raises:
         Undecided: they are cut in different places.

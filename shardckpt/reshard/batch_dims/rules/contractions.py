@@ -1,4 +1,4 @@
-"""Products of matrices, convolutions and attention: einsums, in each of which the batch has one letter.
+"""Matrix products, convolutions and attention: einsums, each with one letter for the batch.
 
 | where the batch's letter is | the result |
 |---|---|
@@ -145,7 +145,10 @@ def _convolution_backward(call: Call) -> Result:
 
 
 def _attention(call: Call) -> Result:
-    """The layout of attention, which handles each head of each sample alone: all dimensions but the last two are batch or heads."""
+    """The layout of attention, which handles each head of each sample alone.
+
+    All dimensions but the last two are batch or heads.
+    """
     tensors = [call.steady(call[name]) for name in ("query", "key", "value")]
     mask = call["attn_mask"] if call["attn_mask"] is not None else call["attn_bias"]
     place, ndim = position(tensors), len(call.shape(call["query"]))

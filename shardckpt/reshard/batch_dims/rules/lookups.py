@@ -49,7 +49,10 @@ def _index(call: Call) -> Result:
 
 
 def _indexed(call: Call, indices: list[Any]) -> Known:
-    """The layout of a read at indices: dimensions without an index stay, and the indices' dimensions replace the others."""
+    """The layout of a read at indices, whose dimensions replace the indexed dimensions.
+
+    Dimensions without an index stay.
+    """
     source, ndim = call.layout(call["self"]), len(call.shape(call["self"]))
     indices = indices + [None] * (ndim - len(indices))
     if any(map(_is_mask, indices)):
@@ -107,7 +110,7 @@ def _index_layout(call: Call, index: Any) -> Known:
 
 
 def _index_block(call: Call, indices: list[Any]) -> tuple[Known, int, int]:
-    """The layout of the broadcast indices, their first dimension in the result, and their number of dimensions."""
+    """The layout of the broadcast indices, their first dimension in the result, and their rank."""
     given = [index for index in indices if index is not None]
     block = tuple(
         max(sizes) for sizes in zip(*(_pad(call.shape(i), given, call) for i in given), strict=True)
@@ -186,7 +189,10 @@ def _refuse_extreme(values: Known) -> None:
 
 
 def _into(base: Known, values: Known, place: Shard) -> Known:
-    """The layout of written values in terms of `base`, at a place that corresponds to the batch of `base`."""
+    """The layout of written values in terms of `base`.
+
+    `place` is the place that corresponds to the batch of `base`.
+    """
     assert isinstance(base, Shard)
     if isinstance(values, Partial):
         raise Undecided(f"{values} is written into a tensor that is cut: it must be reduced before")

@@ -1,4 +1,4 @@
-"""Operations that move elements, or leave some out, and compute nothing: partial tensors stay partial.
+"""Operations that move or leave out elements and compute nothing: partial tensors stay partial.
 
 | operators | rule |
 |---|---|
