@@ -16,7 +16,8 @@ from shardckpt.text import shorten, visible
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from shardckpt.serve.client import Client, JobEntry
+    from shardckpt.serve.client import Client
+    from shardckpt.serve.jobs.entries import JobEntry
 
 _STYLES = {
     "done": "green",

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.layout.box import Box
+    from shardckpt.serve.jobs.entries import JobEntry, VerificationEntry
 
 _PAGE = 500
 _PAUSE = 0.5
@@ -65,25 +66,6 @@ class RunEntry(TypedDict):
     stored_bytes: int | None
     pinned: int
     created: str | None
-
-
-class VerificationEntry(TypedDict):
-    """A verification that has ended.
-
-    `job` is None for the scrub. `error` is the reason if it could not finish.
-    """
-
-    number: int
-    attempt: str
-    begun: str
-    ended: str
-    job: int | None
-    chunks: int
-    total: int | None
-    bytes: int
-    damaged: int
-    error: str | None
-    ok: bool
 
 
 class CheckpointEntry(TypedDict):
@@ -117,32 +99,6 @@ class CheckpointEntry(TypedDict):
     bases: list[str]
     idle: float | None
     verification: VerificationEntry | None
-
-
-class JobEntry(TypedDict):
-    """A job.
-
-    `done` and `total` are its progress; `result` is set when it has succeeded, `error` (`code`,
-    `message`) when it has failed.
-    """
-
-    number: int
-    operation: str
-    arguments: dict[str, Any]
-    subject: str
-    destination: str | None
-    who: str
-    state: Literal["queued", "running", "done", "failed", "cancelled"]
-    cancelling: bool
-    tries: int
-    done: int | None
-    total: int | None
-    created: str
-    started: str | None
-    ended: str | None
-    result: dict[str, Any] | None
-    error: dict[str, str] | None
-    waits_for: str | None
 
 
 class _NoAnswerError(StorageError):

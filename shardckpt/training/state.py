@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import MismatchError, NamesMismatchError, OptionError, ShardckptError
 from shardckpt.state import PerProcess
@@ -34,30 +34,18 @@ from shardckpt.state.document import Branch, child, leaves_of
 from shardckpt.state.flatten import StateOwner
 from shardckpt.state.select import matches, may_select_below, selector
 from shardckpt.text import shorten
-from shardckpt.training.generators import Generators, inherited
+from shardckpt.training.generators import Generators
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, mirror, set_apart
-from shardckpt.training.optimizer_state.forms import keyed_by_ints
+from shardckpt.training.parts import Own, Part, Stateful, Whole, check_stateful, choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.layout.world import World
-    from shardckpt.reading.naming.adapt import Adaptation
     from shardckpt.state.document import Node
 
 log = logging.getLogger("shardckpt")
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object with a state to save and load, e.g. torch's modules, optimizers and schedulers."""
-
-    def state_dict(self) -> Any:
-        """The state: nested dicts, lists and tuples of tensors and small leaves."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Load such a state; the return value is ignored."""
 
 
 def train_state(
@@ -127,7 +115,7 @@ def train_state(
     }
     given = {key: value for key, value in given.items() if value is not None}
     for key, value in given.items():
-        _check_stateful(key, value.value if isinstance(value, PerProcess) else value)
+        check_stateful(key, value.value if isinstance(value, PerProcess) else value)
     if "loader" in given and not isinstance(loader, PerProcess):
         given["loader"] = PerProcess(loader)
     if rng is not True and rng is not False and rng != "exact":
@@ -249,7 +237,7 @@ class TrainState(StateOwner):
         """
         if not isinstance(tree, Branch):
             return tree
-        parts: Mapping[Any, _Part] = self._parts()
+        parts: Mapping[Any, Part] = self._parts()
         stored: Branch = tree
         if adaptation is not None:
             following = {key for key, part in parts.items() if getattr(part, "follows", False)}
@@ -331,9 +319,9 @@ class TrainState(StateOwner):
                 ) from e
         self.values |= {key: value for key, value in state.items() if key not in self._objects}
 
-    def _parts(self, world: Callable[[], World] | None = None) -> dict[str, _Part]:
+    def _parts(self, world: Callable[[], World] | None = None) -> dict[str, Part]:
         """Every object, wrapped by its kind."""
-        parts: dict[str, _Part] = {}
+        parts: dict[str, Part] = {}
         known_axis = None
         if "torch" in sys.modules:
             from shardckpt.training.of_torch import data_axis, of_torch
@@ -343,12 +331,12 @@ class TrainState(StateOwner):
         for key, of in self._objects.items():
             if isinstance(of, PerProcess):
                 choose = (
-                    _choice(world)
+                    choice(world)
                     if isinstance(of.value, Generators) and self._derives and world
                     else of.choose
                 )
                 axis = known_axis if key == "loader" and of.axis is None else of.axis
-                parts[key] = _Own(
+                parts[key] = Own(
                     of.value,
                     choose,
                     last=isinstance(of.value, Generators),
@@ -356,7 +344,7 @@ class TrainState(StateOwner):
                     axis=axis,
                 )
             elif key not in parts:
-                parts[key] = _Whole(of)
+                parts[key] = Whole(of)
         return {key: parts[key] for key in self._objects}
 
     def __repr__(self) -> str:
@@ -384,119 +372,3 @@ class _Local:
                 if not matches(one, name) and not may_select_below(one, name)
             ]
         return selects
-
-
-class _Part(Protocol):
-    """The interface of an object with a state, for saving and restoring."""
-
-    @property
-    def turn(self) -> int:
-        """The position in the order of restoring: lower numbers come first."""
-
-    def collect(self) -> Any:
-        """The object's state, with names that stay the same in all versions."""
-
-    def arranged(self, node: Node, state: Node, adaptation: Adaptation | None = None) -> Node:
-        """The object's stored state in the form that `collect` makes.
-
-        Args:
-            node: the object's stored state.
-            state: the complete stored state.
-            adaptation: what becomes of other objects' tensors, which this object may follow.
-        """
-
-    def like(self, stored: StoredLeaves, node: Node) -> Any:
-        """The restore target for a stored state; `LEFT_OUT` where no part is requested."""
-
-    def put_back(self, restored: Any) -> None:
-        """Load the restored state."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """An object whose state is restored completely or not at all."""
-
-    of: Stateful
-    turn: ClassVar[int] = 2
-
-    def collect(self) -> Any:
-        return self.of.state_dict()
-
-    def arranged(self, node: Node, _state: Node, _adaptation: Adaptation | None = None) -> Node:
-        return keyed_by_ints(node, self.of.state_dict())
-
-    def like(self, stored: StoredLeaves, node: Node) -> Any:
-        return (
-            mirror(stored, node, self.of.state_dict()) if stored.all_or_nothing(node) else LEFT_OUT
-        )
-
-    def put_back(self, restored: Any) -> None:
-        self.of.load_state_dict(restored)
-
-
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """An object that every process has separately."""
-
-    of: Stateful
-    choose: Callable[[list[Any]], Any] | None
-    """Chooses the state for this process, where other processes saved."""
-    last: bool
-    """Whether it is restored after all others, because they may draw random numbers."""
-    draws: bool
-    """Whether it draws random numbers when it resumes, which it does when its `state_dict` is
-    called."""
-    axis: tuple[int, int] | None
-    """The position of this process on the data axis, and the size of the axis, where they are
-    known."""
-
-    @property
-    def turn(self) -> int:
-        return 3 if self.last else 2
-
-    def collect(self) -> Any:
-        return PerProcess(self.of.state_dict(), self.choose, self.axis)
-
-    def arranged(self, node: Node, _state: Node, _adaptation: Adaptation | None = None) -> Node:
-        return node
-
-    def like(self, stored: StoredLeaves, node: Node) -> Any:
-        return PerProcess(None, self.choose, self.axis) if stored.all_or_nothing(node) else LEFT_OUT
-
-    def put_back(self, restored: Any) -> None:
-        self.of.load_state_dict(restored.value if isinstance(restored, PerProcess) else restored)
-        if self.draws:
-            self.of.state_dict()
-
-
-def _choice(world: Callable[[], World]) -> Callable[[list[Any]], Any]:
-    """The function that chooses a process's generators, where other processes saved theirs."""
-
-    def choose(states: list[Any]) -> Any:
-        process = world().process
-        if process < len(states):
-            return states[process]
-        log.warning(
-            "rng: %d processes saved their random number generators, and none of them was "
-            "process %d. This process restores generators that were equal on all of them, and "
-            "derives the others from process 0's generators and its own number.",
-            len(states),
-            process,
-        )
-        return inherited(states, process)
-
-    return choose
-
-
-def _check_stateful(key: str, value: object) -> None:
-    if isinstance(value, Stateful):
-        return
-    advice = (
-        "use torchdata.stateful_dataloader.StatefulDataLoader"
-        if key == "loader"
-        else "give one that has, or wrap it in one"
-    )
-    raise OptionError(
-        f"train_state({key}=…): a {type(value).__qualname__} has no state_dict and "
-        f"load_state_dict; {advice}."
-    )

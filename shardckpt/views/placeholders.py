@@ -32,6 +32,7 @@ from shardckpt.io.threads import map_on_threads
 from shardckpt.layout.box import Box
 from shardckpt.layout.dtypes import by_name
 from shardckpt.plan.pieces import batches
+from shardckpt.views.strided import are_apart, index_at, row_major, storage_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -176,7 +177,7 @@ class _Part:
         """Whether the view is the box's elements in their order."""
         return (
             prod(self.size) == self.box.size
-            and self.strides == _row_major(self.size)
+            and self.strides == row_major(self.size)
             and self.offset == 0
         )
 
@@ -188,9 +189,9 @@ class _Part:
         """
         place = source.place
         size, strides, offset = tuple(place.shape), place.stride(), place.storage_offset()
-        apart = _row_major(shape)
-        steps = [_index(stride, apart) for stride in strides]
-        start = _index(offset, apart)
+        apart = row_major(shape)
+        steps = [index_at(stride, apart) for stride in strides]
+        start = index_at(offset, apart)
         last = [
             a + sum((n - 1) * step[d] for n, step in zip(size, steps, strict=True))
             for d, a in enumerate(start)
@@ -199,7 +200,7 @@ class _Part:
             at < n for at, n in zip(last, shape, strict=True)
         ):  # no index is carried over to the dimension before
             box = Box(tuple(start), tuple(at + 1 for at in last))
-            inside = _row_major(box.shape)
+            inside = row_major(box.shape)
             return cls(
                 source.number,
                 box,
@@ -312,12 +313,12 @@ class Recorder:
             elif into.device.type != "meta":
                 # An alias, because the program may give the tensor other memory.
                 self._noted.append((into.detach(), part))
-                self._touched.add(_address(into))
+                self._touched.add(storage_address(into))
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count the elements of a tensor as written."""
         if tensor.layout == torch.strided:
-            self._written_arguments[_address(tensor)] += tensor.numel()
+            self._written_arguments[storage_address(tensor)] += tensor.numel()
 
     def filled_in_part(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """Names of the parameters of which only some elements were written.
@@ -335,7 +336,7 @@ class Recorder:
 
     def _is_filled_in_part(self, tensor: torch.Tensor) -> bool:
         elements: int = tensor.numel()
-        return 0 < self._written_arguments[_address(tensor)] < elements
+        return 0 < self._written_arguments[storage_address(tensor)] < elements
 
     def is_noted(self, tensor: torch.Tensor) -> bool:
         """Whether a copy into the tensor's memory is noted: its elements are not there yet."""
@@ -377,7 +378,7 @@ class Recorder:
             raise
 
     def _fill(self, noted: Sequence[tuple[torch.Tensor, _Part]]) -> None:
-        alone = _alone([into for into, _ in noted])
+        apart = are_apart([into for into, _ in noted])
         with torch.no_grad():
             for batch in batches(
                 enumerate(noted), lambda one: (self._nbytes(one[1][1]),), (_BATCH_BYTES,)
@@ -392,7 +393,7 @@ class Recorder:
                         and into.is_contiguous()
                     )
                     straight = straight and not into.is_conj() and not into.is_neg()
-                    if straight and part.is_whole and alone[i]:
+                    if straight and part.is_whole and apart[i]:
                         reads.append((part, into.detach().view(part.box.shape)))
                     else:
                         buffer = torch.empty(part.box.shape, dtype=dtype)
@@ -454,52 +455,3 @@ class _FillBeforeUse(TorchDispatchMode):  # type: ignore[misc]  # torch's types 
             for tensor in _with_memory(_written_arguments(func, args, kwargs)):
                 self._recorder.count(tensor)
         return func(*args, **kwargs)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Identifies a tensor's storage while it exists.
-
-    This includes a storage on the meta device, which has no memory.
-    """
-    storage = tensor.untyped_storage()
-    if tensor.device.type == "meta":
-        return -int(storage._cdata)  # noqa: SLF001  (torch has no other name for it)
-    return int(storage.data_ptr())
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
-    return tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
-
-
-def _index(offset: int, strides: Sequence[int]) -> list[int]:
-    """The index of the element at an offset of a contiguous tensor."""
-    index = []
-    for stride in strides:
-        at, offset = divmod(offset, stride)
-        index.append(at)
-    return index
-
-
-def _alone(places: Sequence[torch.Tensor]) -> list[bool]:
-    """For each place, whether no other one shares memory with it.
-
-    If none does, the places may be filled in any order.
-    """
-    bounds = []
-    for i, place in enumerate(places):
-        last = (
-            sum((n - 1) * stride for n, stride in zip(place.shape, place.stride(), strict=True))
-            if place.numel()
-            else 0
-        )
-        bounds.append((place.data_ptr(), place.data_ptr() + (last + 1) * place.itemsize, i))
-    alone = [True] * len(places)
-    bounds.sort()
-    end, holder = -1, -1
-    for begin, stop, i in bounds:
-        if begin < end:
-            alone[i] = alone[holder] = False
-        if stop > end:
-            end, holder = stop, i
-    return alone
