@@ -2,10 +2,11 @@
 
 `base` has the public `Coordinator`, the coordinator of a single process, and the search for the
 job's store. `agreement` is the protocol by which processes agree through any key-value store, and
-`devices` is the information that they exchange. `torch_store` and `jax_client` are the stores that
-a job already has. `calls` limits the wait for a store that does not answer, and `waiting` has the
-log message of long waits. This package imports torch or jax only if the program has. The saving and
-restoring layers import this package; it imports only `world` and `errors`.
+`devices` is the information that they exchange. `executing` carries the protocol out with a store.
+`torch_store` and `jax_client` are the stores that a job already has. `calls` limits the wait for a
+store that does not answer, and `waiting` has the log message of long waits. This package imports
+torch or jax only if the program has. The saving and restoring layers import this package; it
+imports only `world` and `errors`.
 """
 
 from shardckpt.frameworks.coordination.base import (

@@ -87,6 +87,29 @@ def decode(value: bytes) -> Any:
     return json.loads(value)
 
 
+def start(
+    process: int, processes: int, value: bytes, nonce: str, run_id: str
+) -> Steps[tuple[str, list[Any]]]:
+    """Take part in the start of a round, as any process.
+
+    Args:
+        process: the number of this process.
+        processes: the number of processes.
+        value: the value of this process, encoded.
+        nonce: a new random text, which a process except 0 needs.
+        run_id: a new run id, which process 0 needs.
+
+    Returns:
+        The run id, and the value of each process, by process.
+
+    Raises:
+        CoordinationError: the time is up; names the missing processes.
+    """
+    if process:
+        return (yield from join(process, value, nonce))
+    return run_id, (yield from lead(processes, value, run_id))
+
+
 def join(process: int, value: bytes, nonce: str) -> Steps[tuple[str, list[Any]]]:
     """Take part in the start of a round, as any process except 0.
 

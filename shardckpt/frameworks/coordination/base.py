@@ -18,38 +18,21 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from shardckpt.errors import CoordinationError, OptionError
-from shardckpt.frameworks.coordination.agreement import (
-    Get,
-    Late,
-    Report,
-    Set,
-    Steps,
-    await_answer,
-    decode,
-    encode,
-    gather,
-    join,
-    lead,
-    listen,
-)
-from shardckpt.frameworks.coordination.calls import SilentStoreError
-from shardckpt.frameworks.coordination.devices import (
-    cores_of_host,
-    found_devices,
-    given_devices,
-    owners,
-    sharing,
-)
-from shardckpt.frameworks.coordination.waiting import ALL_MUST_CALL, WaitNotice
+from shardckpt.frameworks.coordination import agreement
+from shardckpt.frameworks.coordination.agreement import decode, encode
+from shardckpt.frameworks.coordination.devices import given_devices, report, world_of
+from shardckpt.frameworks.coordination.executing import execute, until
+from shardckpt.frameworks.coordination.waiting import ALL_MUST_CALL
 from shardckpt.layout.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from shardckpt.frameworks.coordination.agreement import Steps
     from shardckpt.frameworks.coordination.jax_client import JaxClient
     from shardckpt.frameworks.coordination.torch_store import TorchStore
 
@@ -59,9 +42,6 @@ _PREFIX = "shardckpt/"
 """The prefix of all keys, because other programs use the store, too."""
 _TIMEOUT = 600.0
 """Default seconds to wait for other processes."""
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.25
-"""Seconds between two looks at the store. The pause grows, so that a quick start is quick and a
-slow one costs little."""
 
 
 class Coordinator(ABC):
@@ -106,18 +86,12 @@ class Coordinator(ABC):
         self.world = World(process, processes)
         self._timeout = timeout
         self._asked: Counter[tuple[str, str]] = Counter()
-        # A single process owns all its devices.
-        local = found_devices() if processes > 1 else {}
-        own = encode({"told": given_devices(devices), "found": local, "cores": cores_of_host()})
-        if process:
-            self.run_id, answers = self._run(join(process, own, secrets.token_hex(8)), timeout)
-        else:
-            self.run_id = time.strftime("%Y%m%dT%H%M%S-", time.gmtime()) + secrets.token_hex(4)
-            answers = self._run(lead(processes, own, self.run_id), timeout)
-        whole = owners([s["told"] for s in answers], [s["found"] for s in answers])
-        self.world = World(
-            process, processes, whole, sharing(process, [s["cores"] for s in answers])
+        own = encode(report(processes, devices))
+        new = time.strftime("%Y%m%dT%H%M%S-", time.gmtime()) + secrets.token_hex(4)
+        self.run_id, answers = self._run(
+            agreement.start(process, processes, own, secrets.token_hex(8), new), timeout
         )
+        self.world = world_of(process, processes, answers)
 
     @staticmethod
     def current(
@@ -157,7 +131,7 @@ class Coordinator(ABC):
             CoordinationError: not all processes called it in time; names the missing ones.
         """
         question = self._question("share", key)
-        steps = gather(question, self.world.process, self.world.processes, encode(value))
+        steps = agreement.gather(question, self.world.process, self.world.processes, encode(value))
         values = self._run(steps, timeout)
         self._asked["share", key] += 1
         return values
@@ -203,10 +177,10 @@ class Coordinator(ABC):
                 raise
             finally:
                 seconds = self._timeout if timeout is None else timeout
-                self._until(seconds, lambda: self._set(f"{_PREFIX}{question}/all", published))
+                until(seconds, lambda: self._set(f"{_PREFIX}{question}/all", published))
                 self._asked["agree", key] += 1
             return decode(published)["value"]
-        answer = self._run(await_answer(question, self.world.process), timeout)
+        answer = self._run(agreement.await_answer(question, self.world.process), timeout)
         self._asked["agree", key] += 1
         if "failure" in answer:
             raise CoordinationError(
@@ -266,7 +240,8 @@ class Coordinator(ABC):
             CoordinationError: not all of them announced a value in time; names the missing ones.
         """
         return self._run(
-            listen(f"{self.run_id}/announce/{key}", self.world.process, processes), timeout
+            agreement.listen(f"{self.run_id}/announce/{key}", self.world.process, processes),
+            timeout,
         )
 
     def meet(self, key: str, *, timeout: float, check: Callable[[], None]) -> str:
@@ -282,15 +257,9 @@ class Coordinator(ABC):
         Raises:
             CoordinationError: not all processes came in time; names the missing ones.
         """
-        process, processes = self.world.process, self.world.processes
-        under = f"{self.run_id}/meet/{key}/"
-        if process:
-            return self._run(
-                join(process, encode(None), secrets.token_hex(8)), timeout, under=under, check=check
-            )[0]
-        met = secrets.token_hex(4)
-        self._run(lead(processes, encode(None), met), timeout, under=under, check=check)
-        return met
+        who, met = (self.world.process, self.world.processes), secrets.token_hex(4)
+        steps = agreement.start(*who, encode(None), secrets.token_hex(8), met)
+        return self._run(steps, timeout, under=f"{self.run_id}/meet/{key}/", check=check)[0]
 
     @abstractmethod
     def _set(self, key: str, value: bytes) -> None:
@@ -319,56 +288,18 @@ class Coordinator(ABC):
         under: str = "",
         check: Callable[[], None] = lambda: None,
     ) -> T:
-        """Execute the operations of an agreement until it ends or the time is up.
+        """Execute an agreement.
 
-        Args:
-            steps: the agreement.
-            timeout: seconds; None: the coordinator's own timeout.
-            under: prefix of the agreement's keys.
-            check: called before each pause; an exception from it ends the agreement.
+        `timeout` is None for the coordinator's own, and `under` a prefix of the agreement's keys.
         """
-        seconds = self._timeout if timeout is None else timeout
-        deadline = time.monotonic() + seconds
-        pause, notice = _SHORTEST_PAUSE, WaitNotice()
-        result: bytes | Late | None = None
-        while True:
-            try:
-                step = steps.send(result)
-            except StopIteration as end:
-                answer: T = end.value
-                return answer
-            result = None
-            if isinstance(step, Get):
-                result = self._until(
-                    deadline - time.monotonic(), partial(self._get, _PREFIX + under + step.key)
-                )
-            elif isinstance(step, Set):
-                self._until(
-                    deadline - time.monotonic(),
-                    partial(self._set, _PREFIX + under + step.key, step.value),
-                )
-            elif isinstance(step, Report):
-                notice.write(step.missing)
-            elif (left := deadline - time.monotonic()) <= 0:
-                result = Late(seconds, is_over=True)
-            elif notice.is_due():
-                result = Late(seconds - left, is_over=False)
-            else:
-                check()
-                time.sleep(min(pause, left))
-                pause = min(pause * 1.5, _LONGEST_PAUSE)
-
-    @staticmethod
-    def _until(seconds: float, ask: Callable[[], T]) -> T:
-        """Call a store that may be silent, again and again for this many seconds."""
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                return ask()
-            except SilentStoreError:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(_LONGEST_PAUSE)
+        prefix = _PREFIX + under
+        return execute(
+            steps,
+            lambda key: self._get(prefix + key),
+            lambda key, value: self._set(prefix + key, value),
+            seconds=self._timeout if timeout is None else timeout,
+            check=check,
+        )
 
 
 def coordinator_of(coordinator: Coordinator | None, seconds: float) -> Coordinator:

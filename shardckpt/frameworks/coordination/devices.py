@@ -16,13 +16,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.errors import OptionError
-from shardckpt.layout.world import DeviceOwners
+from shardckpt.layout.world import DeviceOwners, World
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 
 _FRAMEWORKS = ("jax", "torch_xla")
+
+
+def report(processes: int, devices: Mapping[str, Iterable[int]] | None) -> dict[str, Any]:
+    """What this process tells the others at the start of a job, as JSON.
+
+    Raises:
+        OptionError: as for `given_devices`.
+    """
+    # A single process owns all its devices.
+    local = found_devices() if processes > 1 else {}
+    return {"told": given_devices(devices), "found": local, "cores": cores_of_host()}
+
+
+def world_of(process: int, processes: int, reports: Sequence[dict[str, Any]]) -> World:
+    """A process's world, from the reports of all processes.
+
+    Raises:
+        OptionError: as for `owners`.
+    """
+    whole = owners([one["told"] for one in reports], [one["found"] for one in reports])
+    cores = sharing(process, [one["cores"] for one in reports])
+    return World(process, processes, whole, cores)
 
 
 def given_devices(devices: Mapping[str, Iterable[int]] | None) -> dict[str, list[int]]:

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from shardckpt.errors import CoordinationError
 from shardckpt.frameworks.coordination.base import Coordinator
 from shardckpt.frameworks.coordination.calls import StoreCalls
+from shardckpt.frameworks.coordination.executing import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -36,7 +37,7 @@ class TorchStore(Coordinator):
         self._group = weakref.ref(dist.group.WORLD)
         self._calls = StoreCalls("torch.distributed's store")
         store = _get_default_store()
-        self._store = self._until(timeout, lambda: self._calls.make(lambda: _own_connection(store)))
+        self._store = until(timeout, lambda: self._calls.make(lambda: _own_connection(store)))
         super().__init__(dist.get_rank(), dist.get_world_size(), devices=devices, timeout=timeout)
 
     @property
