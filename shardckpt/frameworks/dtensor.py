@@ -13,7 +13,7 @@ Saving
    nothing.
 3. FSDP2 places parameters that tensor parallelism leaves alone (norms) on each rank's own slice of
    the mesh, so that every slice has the complete tensor: it is one tensor, replicated along the
-   other dimensions of the larger mesh (`_widest_meshes`). As with `Replicate`, the slices must have
+   other dimensions of the larger mesh (`widest_meshes`). As with `Replicate`, the slices must have
    equal data; `writing.replicas` compares them.
 4. Boxes are views of the local tensor on the CPU, and copies on any other device; CUDA tensors are
    copied by `cuda`.
@@ -30,20 +30,22 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import distributed
-from torch.distributed import device_mesh
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardckpt.errors import DtypeError, LeafError, ShardingError
 from shardckpt.frameworks.base import Array, HostSource, InPlace, Sink, Source, Target
+from shardckpt.frameworks.dtensor_layout import (
+    from_device_mesh,
+    from_placements,
+    over,
+    widest_meshes,
+)
 from shardckpt.frameworks.torch import (
     TensorSink,
     copied_source,
@@ -55,8 +57,6 @@ from shardckpt.frameworks.torch import (
 )
 from shardckpt.frameworks.torch_devices import device_memory
 from shardckpt.frameworks.torch_kinds import check_fillable, check_kind
-from shardckpt.layout.mesh import Mesh
-from shardckpt.layout.placements import Placement, Placements
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 
     from shardckpt.layout.box import Box, BoxArray
     from shardckpt.layout.dtypes import DType
+    from shardckpt.layout.placements import Placements
     from shardckpt.layout.sharding import Sharding
     from shardckpt.layout.world import World
 
@@ -131,49 +132,6 @@ def identity(leaf: Any) -> Hashable | None:
 # --- Layouts --------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=256)
-def from_device_mesh(mesh: DeviceMesh) -> Mesh:
-    """The mesh of ranks, with torch's dimension names, or dim0, dim1, … if it has none."""
-    names = mesh.mesh_dim_names or [f"dim{d}" for d in range(mesh.ndim)]
-    return Mesh(tuple(mesh.shape), tuple(names), mesh.mesh.reshape(-1).tolist())
-
-
-def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> Placements:
-    """The shardckpt `Placements` of torch's placements.
-
-    Args:
-        mesh: the mesh of the tensor.
-        placements: torch's placements, one per mesh dimension.
-        ndim: number of dimensions of the tensor, for placements with negative dimensions.
-
-    Raises:
-        ShardingError: a placement does not determine where data is.
-    """
-    names = from_device_mesh(mesh).axis_names
-    converted = []
-    for placement, name in zip(placements, names, strict=False):
-        if isinstance(placement, Partial):
-            raise ShardingError(
-                f"over mesh dimension {name!r} it holds partial values ({placement!r}), which "
-                "have yet to be reduced; pass leaf.redistribute(placements=…) without Partial, "
-                "or save with SaveOptions(reduce_partial=True)."
-            )
-        if type(placement) is Replicate:
-            converted.append(Placement())
-        elif type(placement) in (Shard, _StridedShard):
-            dim = placement.dim + ndim if placement.dim < 0 else placement.dim
-            converted.append(Placement(dim, getattr(placement, "split_factor", 1)))
-        else:
-            raise ShardingError(
-                f"over mesh dimension {name!r} its placement is {placement!r}, which is not "
-                "known; use Shard or Replicate."
-            )
-    return _cached_placements(from_device_mesh(mesh), tuple(converted))
-
-
-_cached_placements = lru_cache(maxsize=1024)(Placements)
-
-
 @dataclass(frozen=True, slots=True)
 class _Held:
     """The data that this rank holds of all tensors with one shape and layout."""
@@ -217,55 +175,6 @@ def local_shape(
     return _held_of(name, mesh, placements, shape).local_shape
 
 
-def _widest_meshes(meshes: Iterable[DeviceMesh]) -> dict[DeviceMesh, DeviceMesh]:
-    """For each mesh the largest mesh that it is a slice of, or itself.
-
-    A slice means torch's `mesh["dp"]`: every rank has one, with its own ranks in it. A mesh of some
-    ranks that was created independently is not a slice: all ranks know it, and the ranks outside it
-    hold nothing.
-    """
-    distinct = sorted(set(meshes), key=lambda mesh: (-mesh.size(), mesh.mesh_dim_names or ()))
-    return {
-        mesh: next((wide for wide in distinct if _is_slice(mesh, wide)), mesh) for mesh in distinct
-    }
-
-
-def _is_slice(mesh: DeviceMesh, wide: DeviceMesh) -> bool:
-    narrow, whole, coordinate = (
-        from_device_mesh(mesh),
-        from_device_mesh(wide),
-        wide.get_coordinate(),
-    )
-    if _root(mesh) in (None, mesh) or _root(mesh) != _root(wide) or coordinate is None:
-        return False
-    kept = [name in narrow.axis_names for name in whole.axis_names]
-    if all(kept) or tuple(compress(whole.axis_names, kept)) != narrow.axis_names:
-        return False
-    through_us = tuple(
-        slice(None) if keep else place for keep, place in zip(kept, coordinate, strict=True)
-    )
-    return bool(np.array_equal(whole.devices[through_us], narrow.devices))
-
-
-def _root(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The mesh that this one was sliced from, or itself if from none.
-
-    None if torch does not know.
-    """
-    module: Any = device_mesh
-    if hasattr(mesh, "_get_root_mesh"):  # torch 2.10
-        return mesh._get_root_mesh()
-    return (
-        module._mesh_resources.get_root_mesh(mesh) if hasattr(module, "_mesh_resources") else None
-    )
-
-
-def _over(wide: DeviceMesh, mesh: DeviceMesh, placements: Sequence[Any]) -> list[Any]:
-    """Placements on the wide mesh, from the placements on a slice of it."""
-    own = dict(zip(from_device_mesh(mesh).axis_names, placements, strict=True))
-    return [own.get(name, Replicate()) for name in from_device_mesh(wide).axis_names]
-
-
 def _local(name: str, leaf: Any, wide: DeviceMesh | None = None) -> tuple[Any, _Held]:
     """A leaf's local tensor, ready for reading, and the boxes of it.
 
@@ -287,7 +196,7 @@ def _local(name: str, leaf: Any, wide: DeviceMesh | None = None) -> tuple[Any, _
     local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
     check_kind(name, local)
     wide = leaf.device_mesh if wide is None else wide
-    held = _held_of(name, wide, _over(wide, leaf.device_mesh, leaf.placements), tuple(leaf.shape))
+    held = _held_of(name, wide, over(wide, leaf.device_mesh, leaf.placements), tuple(leaf.shape))
     if (
         held.local_shape is not None
         and tuple(local.shape) != held.local_shape
@@ -369,7 +278,7 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:
             process numbers, by name.
     """
     by_name: dict[str, Source] = {}
-    wide = _widest_meshes(leaf.device_mesh for leaf in leaves.values())
+    wide = widest_meshes(leaf.device_mesh for leaf in leaves.values())
     for name, leaf in leaves.items():
         _check_world(name, world)
         local, held = _local(name, leaf, wide[leaf.device_mesh])
