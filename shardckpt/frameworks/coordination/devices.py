@@ -26,7 +26,7 @@ _FRAMEWORKS = ("jax", "torch_xla")
 
 
 def report(processes: int, devices: Mapping[str, Iterable[int]] | None) -> dict[str, Any]:
-    """What this process tells the others at the start of a job, as JSON.
+    """The report of this process to the others at the start of a job, as JSON.
 
     Raises:
         OptionError: as for `given_devices`.

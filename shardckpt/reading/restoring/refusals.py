@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Landing(Protocol):
-    """The part of a `Landing` that is compared."""
+    """The parts of a `Landing` that are compared."""
 
     tensor: TensorRecord
     names: list[str]
