@@ -125,7 +125,7 @@ def train(coordinator, directory, steps, form, sharding, dies_at=None, seed=1, w
     ranks = quiet(coordinator)
     trainer, callback = new(ranks, directory, steps, form, sharding, seed)
     if wholly:
-        callback._find_adapters = lambda _trainer: None
+        callback._whole.find_adapters = lambda _trainer: None
     begins = Begins(callback, dies_at)
     trainer.add_callback(begins)
     trainer.train(resume_from_checkpoint=callback.resume(trainer))

@@ -37,7 +37,7 @@ class JobEntry(TypedDict):
     subject: str
     destination: str | None
     who: str
-    state: Literal["committed", "uncommitted", "deleted", "unreadable"]
+    state: Literal["queued", "running", "done", "failed", "cancelled"]
     cancelling: bool
     tries: int
     done: int | None
