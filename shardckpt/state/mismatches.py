@@ -22,7 +22,7 @@ WRAP = "wrap it there: shardckpt.PerProcess(…)"
 
 
 def description(value: object) -> str:
-    """The kind of a leaf of `like`."""
+    """A text for the kind of a leaf of `like`."""
     return "None" if value is None else f"a leaf of type {type(value).__qualname__}"
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CompleteState:
-    """The contents of a checkpoint of a Trainer."""
+    """Contents of a checkpoint of a Trainer."""
 
     def __init__(self, coordinator: Coordinator | None) -> None:
         """Begin without adapters; `coordinator` is the one given to the manager."""
