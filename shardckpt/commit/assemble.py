@@ -49,11 +49,11 @@ from shardckpt.format.record import (
     HostRecord,
     host_record_key,
 )
+from shardckpt.format.stored_chunks import encode
 from shardckpt.format.table import OWN_OBJECT, ROW, ArrayChunks, Table, TableHeader, check_sizes
 from shardckpt.format.zarr_arrays import (
     chunk_object_key,
     chunk_object_keys,
-    encode,
     encoded_documents,
     plain_key,
     zarr_documents,

@@ -33,7 +33,7 @@ import crc32c
 import numpy as np
 
 from shardckpt.errors import CorruptionError
-from shardckpt.format.zarr_arrays import compress, decompress
+from shardckpt.format.stored_chunks import compress, decompress
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -27,7 +27,8 @@ from shardckpt.errors import (
     StorageError,
     of_one_tensor,
 )
-from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, decompress
+from shardckpt.format.stored_chunks import decompress
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.io import extension
 from shardckpt.io.buffers import MOST_VECTORS, after
 from shardckpt.io.failures import failure_at

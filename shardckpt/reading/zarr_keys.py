@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardckpt.format.stored_chunks import close
 from shardckpt.format.zarr_arrays import (
     CHECKSUM_BYTES,
     chunk_object_key,
-    close,
     group_json,
     parent_groups,
     room_for,

@@ -43,8 +43,9 @@ from shardckpt.format.bases import Base, names_beside
 from shardckpt.format.differences import Joined, whole
 from shardckpt.format.documents import open_envelope
 from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, host_record_key
+from shardckpt.format.stored_chunks import with_checksums
 from shardckpt.format.table import ArrayChunks, Table
-from shardckpt.format.zarr_arrays import chunk_object_keys, with_checksums
+from shardckpt.format.zarr_arrays import chunk_object_keys
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import check_whole

@@ -34,16 +34,14 @@ from shardckpt.format.documents import FileReference, seal
 from shardckpt.format.fingerprint import StateSums
 from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.replicas import ReplicasReference, seal_checksums
+from shardckpt.format.stored_chunks import close, lay_out_all, with_checksums
 from shardckpt.format.structure import Structure
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.format.zarr_arrays import (
     CHECKSUM_BYTES,
     chunk_object_key,
     chunk_places,
-    close,
-    lay_out_all,
     room_for,
-    with_checksums,
 )
 from shardckpt.io import extension
 from shardckpt.io.buffers import round_up
@@ -582,7 +580,7 @@ class Encoder:
         return crcs
 
     def append_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
-        """Write chunks from elements in their stored form (`zarr_arrays.lay_out`).
+        """Write chunks from elements in their stored form (`stored_chunks.lay_out`).
 
         The input is not used after this returns.
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from shardckpt.commit.assemble import read_table
 from shardckpt.errors import CommitError
 from shardckpt.format.record import Contents
+from shardckpt.format.stored_chunks import close, encode, lay_out, lay_out_all
 from shardckpt.format.structure import Structure
-from shardckpt.format.zarr_arrays import close, encode, lay_out, lay_out_all, room_for
+from shardckpt.format.zarr_arrays import room_for
 from shardckpt.io import extension
 from shardckpt.io.datafile import create_data_file
 from shardckpt.io.store import Store

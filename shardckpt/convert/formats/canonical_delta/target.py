@@ -47,7 +47,7 @@ from shardckpt.errors import (
     StructureMismatchError,
 )
 from shardckpt.format.hf_files import CONFIG
-from shardckpt.format.zarr_arrays import compress
+from shardckpt.format.stored_chunks import compress
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.layout.box import Box

@@ -24,7 +24,8 @@ from shardckpt.convert.small_leaves import describe_losses
 from shardckpt.convert.state_writer import StateWriter
 from shardckpt.convert.tree_back import check_tree
 from shardckpt.errors import DtypeError, MissingDataError
-from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, array_json, chunk_key, encode
+from shardckpt.format.stored_chunks import encode
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, array_json, chunk_key
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse as parse_url
 from shardckpt.plan.grids import LARGEST, block_shape, one_grid

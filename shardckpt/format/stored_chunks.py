@@ -1,0 +1,176 @@
+"""Chunks as they are stored: elements laid out, compressed, and with their checksums.
+
+A chunk has little-endian row-major elements, optionally compressed with zstd, then their crc32c.
+Chunks at a tensor's edge are padded with zeros to full size, as zarr requires.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import crc32c
+import numpy as np
+
+from shardckpt.errors import CorruptionError
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, ZSTD_LEVEL, room_for
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+
+def lay_out(
+    elements: NDArray[np.generic], chunk_shape: tuple[int, ...], rows: NDArray[np.uint8]
+) -> None:
+    """Copy a block of complete chunks into the stored form; `close` then finishes the chunks.
+
+    Args:
+        elements: the chunks' elements in the stored dtype, cut off at the array's edge.
+        chunk_shape: shape of one chunk, to which edge chunks are padded.
+        rows: (n, `room_for`) memory, one row per chunk in grid order.
+    """
+    lay_out_all([elements], chunk_shape, rows)
+
+
+def lay_out_all(
+    blocks: Sequence[NDArray[np.generic]], chunk_shape: tuple[int, ...], rows: NDArray[np.uint8]
+) -> None:
+    """Like `lay_out` for many blocks of one shape and dtype, one after another.
+
+    In each dimension there are full chunks and, if the array ends inside a chunk, a partial last
+    one. One copy is made for each combination of these, mostly one per block, however many chunks
+    there are.
+    """
+    sides = [
+        (n, side)
+        for n, side in zip(blocks[0].shape, chunk_shape, strict=True)
+        if (n, side) != (1, 1)
+    ]  # numpy has 64 dimensions
+    blocks = [elements.reshape([n for n, _ in sides]) for elements in blocks]
+    shape, chunk_shape, itemsize = (
+        blocks[0].shape,
+        tuple(side for _, side in sides),
+        blocks[0].itemsize,
+    )
+    kind = (
+        np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else blocks[0].dtype
+    )  # numpy copies these types fast
+    grid = [-(-n // side) for n, side in zip(shape, chunk_shape, strict=True)]
+    chunks = rows[:, :-CHECKSUM_BYTES].view(kind).reshape([len(blocks), *grid, *chunk_shape])
+    # Two axes per dimension: the index of the chunk, and the index in the chunk.
+    chunks = chunks.transpose(
+        [0, *(axis for d in range(1, len(grid) + 1) for axis in (d, len(grid) + d))]
+    )
+    if any(n % side for n, side in zip(shape, chunk_shape, strict=True)):
+        rows[:, :-CHECKSUM_BYTES] = 0
+    for runs in product(*map(_runs, shape, chunk_shape)):
+        # The ellipses make numpy return 0-d arrays instead of scalars.
+        cells: Any = (
+            slice(None),
+            *(index for n, begin, side in runs for index in (slice(begin, begin + n), slice(side))),
+        )
+        first = [begin * full for (_, begin, _), full in zip(runs, chunk_shape, strict=True)]
+        inside: Any = (
+            *(slice(at, at + n * side) for (n, _, side), at in zip(runs, first, strict=True)),
+            ...,
+        )
+        parts = chunks[cells]
+        split = parts.shape[1:]
+        for i, elements in enumerate(blocks):
+            parts[i, ...] = elements.view(kind)[inside].reshape(split)
+
+
+def _runs(n: int, side: int) -> list[tuple[int, int, int]]:
+    """Groups of chunks of a dimension with equally many elements: number of chunks, index of the first, elements of each."""
+    full, rest = divmod(n, side)
+    return [run for run in ((full, 0, side), (1, full, rest)) if run[0] and run[2]]
+
+
+def close(
+    rows: NDArray[np.uint8], compression: str | None
+) -> tuple[NDArray[np.uint8], list[int], list[int]]:
+    """Add checksums to laid-out elements, and compress them if wanted.
+
+    Args:
+        rows: (n, size) filled by `lay_out`, contiguous; the last bytes of each row are overwritten.
+        compression: None, "zstd" or "difference"; with the latter the chunks have all of their
+            elements (`format.differences`).
+
+    Returns:
+        The bytes to store, one chunk after another (`rows` themselves without compression); the
+        number of bytes of each chunk; and the crc32c at the end of each chunk.
+    """
+    if compression is not None:
+        elements = [row[:-CHECKSUM_BYTES] for row in rows]
+        return with_checksums(
+            [compress(row) if compression == "zstd" else b"\0" + row.tobytes() for row in elements]
+        )
+    count, size = rows.shape
+    data = rows.reshape(-1)
+    with memoryview(data) as view:  # type: ignore[arg-type]  # an ndarray is a buffer
+        crcs = [
+            crc32c.crc32c(view[end - size : end - CHECKSUM_BYTES])
+            for end in range(size, count * size + 1, size)
+        ]
+    rows[:, -CHECKSUM_BYTES:] = np.array(crcs, "<u4").view(np.uint8).reshape(count, CHECKSUM_BYTES)
+    return data, [size] * count, crcs
+
+
+def with_checksums(stored: Sequence[bytes]) -> tuple[NDArray[np.uint8], list[int], list[int]]:
+    """Add checksums to encoded chunks; returns what `close` does."""
+    crcs = [*map(crc32c.crc32c, stored)]
+    parts = [
+        part
+        for chunk, crc in zip(stored, crcs, strict=True)
+        for part in (chunk, crc.to_bytes(CHECKSUM_BYTES, "little"))
+    ]
+    return (
+        np.frombuffer(b"".join(parts), np.uint8),
+        [len(chunk) + CHECKSUM_BYTES for chunk in stored],
+        crcs,
+    )
+
+
+def encode(
+    elements: NDArray[np.generic], chunk_shape: tuple[int, ...], compression: str | None
+) -> tuple[NDArray[np.uint8], int]:
+    """Encode one chunk (`lay_out` and `close`).
+
+    Return the bytes to store and the crc32c at their end.
+    """
+    rows = np.empty((1, room_for(chunk_shape, elements.itemsize)), np.uint8)
+    lay_out(elements, chunk_shape, rows)
+    data, _, (crc,) = close(rows, compression)
+    return data, crc
+
+
+def decompress(stored: NDArray[np.uint8], expected: int, where: str) -> NDArray[np.uint8]:
+    """Decompress a zstd frame of `expected` bytes.
+
+    Raises:
+        CorruptionError: not a zstd frame of that size (its checksum was right, so the writer made
+            an error).
+    """
+    out = np.empty(expected, np.uint8)
+    try:
+        # With an output buffer, numcodecs does not trust the size in the frame.
+        data = _zstd().decode(stored, out)
+    except (RuntimeError, ValueError) as e:
+        raise CorruptionError(f"{where}: not a zstd frame of {expected} bytes ({e}).") from e
+    return np.frombuffer(data, np.uint8)
+
+
+def compress(data: NDArray[np.uint8]) -> bytes:
+    """Compress bytes to one zstd frame."""
+    frame: bytes = _zstd().encode(data)
+    return frame
+
+
+def _zstd() -> Any:
+    from numcodecs import (
+        Zstd,
+    )  # not from `numcodecs.zstd`: another thread may be importing the package, which imports it
+
+    return Zstd(level=ZSTD_LEVEL)
