@@ -38,6 +38,7 @@ from shardckpt.errors import CommitError, FormatError
 from shardckpt.format.documents import (
     FileReference,
     TableReference,
+    check_sizes,
     format_version,
     open_envelope,
     utc_now,
@@ -50,7 +51,7 @@ from shardckpt.format.record import (
     host_record_key,
 )
 from shardckpt.format.stored_chunks import encode
-from shardckpt.format.table import OWN_OBJECT, ROW, ArrayChunks, Table, TableHeader, check_sizes
+from shardckpt.format.table import OWN_OBJECT, ROW, ArrayChunks, Table, TableHeader
 from shardckpt.format.zarr_arrays import (
     chunk_object_key,
     chunk_object_keys,

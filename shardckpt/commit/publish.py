@@ -43,9 +43,8 @@ from shardckpt.errors import (
     StorageError,
     VersionError,
 )
-from shardckpt.format.documents import seal
+from shardckpt.format.documents import check_sizes, seal
 from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
-from shardckpt.format.table import check_sizes
 from shardckpt.io.files import LARGEST_WHOLE, OpenFile
 from shardckpt.io.threads import collector_paused
 from shardckpt.text import Message, named

@@ -273,6 +273,27 @@ class TableReference:
         return {"key": self.key, "size": self.size, "header": self.header, "sha256": self.sha256}
 
 
+LARGEST_HEADER = 1 << 30
+"""Most bytes of a chunk table's header, which is read at once."""
+LARGEST_TABLE = 16 << 30
+"""Most bytes of a chunk table."""
+
+
+def check_sizes(reference: TableReference, where: str) -> None:
+    """Raise FormatError if a record gives a table sizes beyond the limits.
+
+    `where` is the table's url.
+    """
+    if (
+        not reference.header <= min(reference.size, LARGEST_HEADER)
+        or reference.size > LARGEST_TABLE
+    ):
+        raise FormatError(
+            f"{where}: the record gives its chunk table {reference.size} bytes and a header of "
+            f"{reference.header}: damaged."
+        )
+
+
 # --- the contents of a document
 
 

@@ -30,7 +30,6 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -39,9 +38,10 @@ import numpy as np
 
 from shardckpt.errors import FormatError
 from shardckpt.format.documents import check_key
+from shardckpt.format.table_rows import ByPath, find_rows, number_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -60,10 +60,6 @@ BLOCK_ROWS = 128
 """Rows per block in the tables that are written."""
 LARGEST_BLOCK = 1 << 12
 """Most rows per block in tables that are read."""
-LARGEST_HEADER = 1 << 30
-"""Most bytes of a header, which is read at once."""
-LARGEST_TABLE = 16 << 30
-"""Most bytes of a table."""
 DIGEST_BYTES = 16
 _PREFIX = 12
 _COLUMNS = tuple((name, ROW[name]) for name in ROW.names or ())
@@ -175,21 +171,6 @@ class TableHeader:
                 "end of any file."
             )
         return rows
-
-
-def check_sizes(reference: TableReference, where: str) -> None:
-    """Raise FormatError if a record gives a table sizes beyond the limits.
-
-    `where` is the table's url.
-    """
-    if (
-        not reference.header <= min(reference.size, LARGEST_HEADER)
-        or reference.size > LARGEST_TABLE
-    ):
-        raise FormatError(
-            f"{where}: the record gives its chunk table {reference.size} bytes and a header of "
-            f"{reference.header}: damaged."
-        )
 
 
 def _digests(rows: bytes | memoryview, block: int) -> bytes:
@@ -347,23 +328,16 @@ class Table:
         )
 
     @classmethod
-    def decode(cls, data: bytes, where: str) -> Table:
-        """Inverse of `encode`.
+    def of_body(cls, header: TableHeader, data: bytes, where: str) -> Table:
+        """Make a table from its header and `data`, all of its bytes with the header.
 
         Args:
+            header: its header.
             data: the complete table.
             where: its url, for messages.
 
         Raises:
-            FormatError: not a chunk table, or it contradicts itself.
-        """
-        return cls.of_body(TableHeader.decode(data, where), data, where)
-
-    @classmethod
-    def of_body(cls, header: TableHeader, data: bytes, where: str) -> Table:
-        """Make a table from its header and `data`, all of its bytes with the header.
-
-        `where` as for `decode`.
+            FormatError: the table contradicts itself.
         """
         expected = header.nbytes + header.rows * ROW.itemsize
         if expected != len(data):
@@ -379,7 +353,7 @@ class Table:
 
     @classmethod
     def of_rows(cls, header: TableHeader, rows: ArrayChunks, where: str) -> Table:
-        """Make a table from its header and all its rows; `where` as for `decode`."""
+        """Make a table from its header and all its rows; `where` as for `of_body`."""
         table = cls(header.files, header.counts, rows)
         astray = table._not_after(rows.chunk[1:] <= rows.chunk[:-1])
         if astray is not None:
@@ -393,21 +367,9 @@ class Table:
         """One table over all hosts; see `doubled`."""
         if len(filled := [table for table in tables if table.files or table.counts]) == 1:
             return filled[0]
-        arrays: dict[str, int] = {}
-        files: list[str] = []
-        numbers, bases = [], []
-        for table in tables:
-            bases.append(len(files))
-            files += table.files
-            mine = np.fromiter(
-                (arrays.setdefault(path, len(arrays)) for path in table.counts),
-                np.int64,
-                len(table.counts),
-            )
-            numbers.append(
-                np.repeat(mine, np.fromiter(table.counts.values(), np.int64, len(table.counts)))
-            )
-        number = np.concatenate([*numbers, np.empty(0, np.int64)])
+        counts, number = number_rows([table.counts for table in tables])
+        files = [file for table in tables for file in table.files]
+        bases = [*accumulate((len(table.files) for table in tables), initial=0)][:-1]
         columns = {
             name: np.concatenate(
                 [*(getattr(table.rows, name) for table in tables), np.empty(0, dtype)]
@@ -418,9 +380,8 @@ class Table:
         own = columns["file"] == OWN_OBJECT
         columns["file"] = np.where(own, OWN_OBJECT, columns["file"] + base).astype("<u4")
         order = np.lexsort((columns["chunk"], number))
-        counts = np.bincount(number, minlength=len(arrays)).tolist()
         rows = ArrayChunks(**{name: column[order] for name, column in columns.items()})
-        return cls(files, dict(zip(arrays, counts, strict=True)), rows)
+        return cls(files, counts, rows)
 
     @property
     def body_bytes(self) -> int:
@@ -450,11 +411,8 @@ class Table:
         )
 
     def arrays(self) -> Mapping[str, ArrayChunks]:
-        """Array path → its chunks, created at each access.
-
-        All these objects would need ten times the memory of the rows, so they are not kept.
-        """
-        return _Arrays(self)
+        """Array path → its chunks, created at each access, because all these objects would need ten times the memory of the rows."""
+        return ByPath(self.counts, self.array)
 
     def array(self, path: str) -> ArrayChunks:
         """The chunks of one array; none if the table does not have it."""
@@ -494,22 +452,7 @@ class Table:
             np.fromiter((known.get(path, 0) for path in paths), np.int64, len(paths))
             for known in (self._firsts(), self.counts)
         )
-        # In an array without holes the row of a chunk follows from its position.
-        row = np.where((chunks >= 0) & (chunks < count[array]), first[array] + chunks, -1)
-        held = np.flatnonzero(row >= 0)
-        row[held[self.rows.chunk[row[held]] != chunks[held].astype(np.uint64)]] = -1
-        others = np.flatnonzero(row < 0)
-        others = others[np.argsort(array[others], kind="stable")]
-        for of_array in np.split(others, np.flatnonzero(np.diff(array[others])) + 1):
-            if len(of_array) and count[array[of_array[0]]]:
-                begin, positions = (
-                    int(first[array[of_array[0]]]),
-                    chunks[of_array].astype(np.uint64),
-                )
-                there = self.rows.chunk[begin : begin + int(count[array[of_array[0]]])]
-                at = np.minimum(np.searchsorted(there, positions), len(there) - 1)
-                row[of_array] = np.where(there[at] == positions, begin + at, -1)
-        return row
+        return find_rows(self.rows.chunk, first, count, array, chunks)
 
     def last_chunks(self) -> dict[str, int]:
         """Array path → its last chunk, of arrays that have any."""
@@ -537,28 +480,3 @@ class Table:
             if not len(rows)
             else list(self.counts)[int(np.searchsorted(ends, rows[0] + 1, side="right"))]
         )
-
-
-class _Arrays(Mapping[str, ArrayChunks]):
-    """The arrays of a table."""
-
-    def __init__(self, table: Table) -> None:
-        self._table = table
-
-    def __getitem__(self, path: str) -> ArrayChunks:
-        """The chunks of an array."""
-        if path not in self._table.counts:
-            raise KeyError(path)
-        return self._table.array(path)
-
-    def __contains__(self, path: object) -> bool:
-        """Whether there is such an array."""
-        return path in self._table.counts
-
-    def __iter__(self) -> Iterator[str]:
-        """Paths of arrays."""
-        return iter(self._table.counts)
-
-    def __len__(self) -> int:
-        """Number of arrays."""
-        return len(self._table.counts)

@@ -32,7 +32,8 @@ import numpy as np
 
 from shardckpt.commit.assemble import read_table
 from shardckpt.errors import CorruptionError, FormatError
-from shardckpt.format.table import ROW, ArrayChunks, TableHeader, check_sizes
+from shardckpt.format.documents import check_sizes
+from shardckpt.format.table import ROW, ArrayChunks, TableHeader
 from shardckpt.io.threads import map_on_threads
 from shardckpt.plan.pieces import chunk_runs
 from shardckpt.reading.host_rows import HostRows, cost

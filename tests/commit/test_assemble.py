@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import tensorstore as ts
-from chunk_tables import decode_table
+from chunk_tables import decode_table, read_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import Processes
@@ -365,7 +365,7 @@ def test_a_table_that_its_host_has_in_memory_is_compared_with_the_file(saved):
     tables = {}
     for host in range(HOSTS):
         reference = saved.record(host).files.table
-        tables[reference] = Table.decode(saved.place.read(reference.key), "")
+        tables[reference] = read_table(saved.place.read(reference.key), "")
     assert replace(assemble(saved.place, None, tables), created="") == replace(
         assemble(saved.place), created=""
     )

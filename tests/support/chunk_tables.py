@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shardckpt.format.table import Table
+from shardckpt.format.table import Table, TableHeader
 
-__all__ = ["decode_table", "encode_table"]
+__all__ = ["decode_table", "encode_table", "read_table"]
 
 
 def encode_table(files, arrays):
@@ -14,5 +14,10 @@ def encode_table(files, arrays):
 
 def decode_table(data, where):
     """Files and arrays of a table."""
-    table = Table.decode(data, where)
+    table = read_table(data, where)
     return table.files, dict(table.arrays())
+
+
+def read_table(data, where):
+    """A table from all of its bytes; `where` is its url, for messages."""
+    return Table.of_body(TableHeader.decode(data, where), data, where)
