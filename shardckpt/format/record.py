@@ -27,6 +27,7 @@ from shardckpt.format.documents import (
     open_envelope,
     seal,
 )
+from shardckpt.format.merging import merge_structures
 from shardckpt.format.replicas import ReplicasReference
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.state.names import shown
@@ -407,7 +408,9 @@ class Contents:
             ),
         )
         # Before the elements: where shapes differ, elements do too.
-        structure = Structure.union([(processes, part.structure) for processes, part in parts])
+        structure = parts[0][1].structure
+        if len(parts) > 1 or structure.is_partial:
+            structure = merge_structures([(processes, part.structure) for processes, part in parts])
         small = _agree(
             [(processes, part.small) for processes, part in parts],
             lambda name, one, other: (

@@ -10,11 +10,11 @@ Tensors may lie in other checkpoints, or follow from theirs (`format.bases`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from shardckpt.errors import CommitError, DtypeError, FormatError, ShardingError
+from shardckpt.errors import DtypeError, FormatError, ShardingError
 from shardckpt.format.bases import Base, InBase, bases_of
 from shardckpt.format.documents import (
     BASES_VERSION,
@@ -36,7 +36,6 @@ from shardckpt.plan.pieces import Piece, coverage_gap
 from shardckpt.state import parse as parse_tree
 from shardckpt.state import tensor_names
 from shardckpt.state.names import array_path, piece_path, shown
-from shardckpt.state.union import union
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -152,6 +151,11 @@ class Structure:
             *self.chain,
             *dict.fromkeys(t.base.base for t in self.tensors.values() if t.base is not None),
         ]
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a tensor may lack pieces, which other processes have."""
+        return any(t.partial for t in self.tensors.values())
 
     @property
     def version(self) -> tuple[int, int]:
@@ -272,40 +276,6 @@ class Structure:
         }
 
     @classmethod
-    def union(cls, parts: Sequence[tuple[Sequence[int], Structure]]) -> Structure:
-        """Merge the structures of several processes.
-
-        Args:
-            parts: distinct structures, each with the processes that have it, ascending; sorted by
-                lowest process.
-
-        Raises:
-            CommitError: they contradict each other; the message names the leaf or tensor, and the
-                processes.
-        """
-        if len(parts) == 1 and not any(t.partial for t in parts[0][1].tensors.values()):
-            return parts[0][1]
-        for processes, part in parts[1:]:
-            if part.chain != parts[0][1].chain:
-                raise CommitError(
-                    f"Processes {parts[0][0][0]} and {processes[0]} have written differences from "
-                    "different checkpoints. Nothing was published."
-                )
-        tree = union([(processes, part.tree) for processes, part in parts])
-        tensors: dict[str, TensorRecord] = {}
-        said_by: dict[str, Sequence[int]] = {}
-        for processes, part in parts:
-            for name, tensor in part.tensors.items():
-                known = tensors.get(name)
-                if known is None:
-                    tensors[name], said_by[name] = tensor, processes
-                elif known != tensor:
-                    tensors[name] = _join(known, tensor, said_by[name], processes)
-        return cls(
-            tree, {name: _complete(tensors[name]) for name in tensor_names(tree)}, parts[0][1].chain
-        )
-
-    @classmethod
     def from_json(
         cls,
         doc: Any,
@@ -368,62 +338,6 @@ def _tensors(read: Fields, where: str, *, allow_partial: bool) -> dict[str, Tens
                 raise FormatError(f"{where}: tensor {shown(name)}: {e}") from e
             suited.add((id(t.layout), len(t.shape)))
     return tensors
-
-
-def _join(
-    one: TensorRecord, other: TensorRecord, processes: Sequence[int], others: Sequence[int]
-) -> TensorRecord:
-    """Merge two processes' records of one tensor; a record without pieces adds nothing."""
-    if one.partial and other.partial and not (one.pieces and other.pieces):
-        return one if one.pieces else other
-    for what, a, b in (
-        ("shape", one.shape, other.shape),
-        ("dtype", one.dtype.name, other.dtype.name),
-        ("layout", one.layout, other.layout),
-        ("base", _whereabouts(one), _whereabouts(other)),
-        ("form", one.difference, other.difference),
-        ("chunks", one.partial or one.pieces, other.partial or other.pieces),
-    ):
-        if a != b:
-            advice = "give tensors that differ names of their own"
-            if what == "layout" and one.layout is not None and other.layout is not None:
-                advice = (
-                    "lay it out over one mesh of all its processes, replicated where they have "
-                    "the same"
-                )
-            if what == "base":
-                advice = (
-                    "save with the same base= and skip= on all processes, and do not replace the "
-                    "base meanwhile"
-                )
-            raise CommitError(
-                f"{shown(one.name)}: its {what} is {str(a)[:200]} on process {processes[0]} and "
-                f"{str(b)[:200]} on process {others[0]}; {advice}. Nothing was published."
-            )
-    return replace(one, pieces=tuple(dict.fromkeys([*one.pieces, *other.pieces])))
-
-
-def _whereabouts(tensor: TensorRecord) -> str:
-    """A tensor's place in a base as text; the same for the same base, whichever url is used."""
-    return (
-        "none"
-        if tensor.base is None
-        else f"attempt {tensor.base.base.attempt}, {shown(tensor.base.name)}"
-    )
-
-
-def _complete(tensor: TensorRecord) -> TensorRecord:
-    """Complete the record of a tensor after the pieces of all processes are merged."""
-    if not tensor.partial:
-        return tensor
-    gap = coverage_gap(tensor.shape, tensor.pieces)
-    if gap is not None:
-        raise CommitError(
-            f"{shown(tensor.name)}: the processes' shards do not form the tensor of shape "
-            f"{tensor.shape}: {gap}. Nothing was published."
-        )
-    pieces = sorted(tensor.pieces, key=lambda piece: piece.start)
-    return replace(tensor, pieces=tuple(pieces), partial=False)
 
 
 def _layout_json(layout: StoredLayout, ndim: int, meshes: dict[Mesh, int]) -> dict[str, Any]:

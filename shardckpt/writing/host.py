@@ -32,10 +32,10 @@ from shardckpt.commit.assemble import write_merged, write_table
 from shardckpt.errors import ShardckptError
 from shardckpt.format.documents import FileReference, seal
 from shardckpt.format.fingerprint import StateSums
+from shardckpt.format.merging import merge_structures
 from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.replicas import ReplicasReference, seal_checksums
 from shardckpt.format.stored_chunks import close, lay_out_all, with_checksums
-from shardckpt.format.structure import Structure
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.format.zarr_arrays import (
     CHECKSUM_BYTES,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
     from shardckpt.format.record import Contents
     from shardckpt.format.replicas import Checksums
-    from shardckpt.format.structure import TensorRecord
+    from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.store import Store
     from shardckpt.layout.box import Box
     from shardckpt.plan.blocks import Block
@@ -298,7 +298,9 @@ class HostWriter:
             if alone
             else self.describe(contents)
         )
-        all_of = Structure.union([((0,), contents.structure)]) if alone else None
+        all_of = contents.structure if alone else None
+        if all_of is not None and all_of.is_partial:
+            all_of = merge_structures([((0,), all_of)])
         record, self.table = self.complete(
             described, hosts=hosts, prior=prior, values=values, replicas=replicas, all_of=all_of
         )

@@ -9,6 +9,7 @@ import pytest
 from shardckpt import Mesh, OpSharding, PartitionSpec, Sharding
 from shardckpt.errors import CommitError, FormatError
 from shardckpt.format.bases import Base, InBase
+from shardckpt.format.merging import merge_structures
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.layout import dtypes
 from shardckpt.layout.placements import Placements
@@ -178,12 +179,12 @@ def test_a_layout_that_does_not_fit_its_tensor_is_refused_by_name():
 
 
 def test_processes_that_say_the_same_say_what_each_says():
-    assert Structure.union([(range(1000), WHOLE)]) is WHOLE
+    assert merge_structures([(range(1000), WHOLE)]) is WHOLE
 
 
 def test_the_union_has_every_tensor_of_any_process_in_the_order_of_its_tree():
     a, b, c = (tensor(name, (4,)) for name in "abc")
-    union = Structure.union([([0, 2], of(a, c, step=1)), ([1], of(b, c, step=1))])
+    union = merge_structures([([0, 2], of(a, c, step=1)), ([1], of(b, c, step=1))])
     assert union.tree == {"a": "$tensor", "c": "$tensor", "step": 1, "b": "$tensor"}
     assert list(union.tensors.items()) == [("a", a), ("c", c), ("b", b)]
 
@@ -194,7 +195,7 @@ def test_pieces_of_several_processes_make_a_tensor_in_one_order():
         ([1, 2], of(tensor("w", (6, 2), pieces=rows("w", (6, 2), (1, 4)), partial=True))),
         ([3], of(tensor("w", (6, 2), pieces=rows("w", (6, 2), (4, 6)), partial=True))),  # a replica
     ]
-    assert Structure.union(parts) == of(
+    assert merge_structures(parts) == of(
         tensor("w", (6, 2), pieces=rows("w", (6, 2), (0, 1), (1, 4), (4, 6)))
     )
 
@@ -212,14 +213,14 @@ def test_pieces_of_several_processes_that_do_not_make_the_tensor_are_refused_by_
         CommitError,
         match=f"'w': the processes' shards do not form the tensor of shape .6, 2.: .*{why}",
     ):
-        Structure.union(parts)
+        merge_structures(parts)
 
 
 def test_one_process_that_shows_only_some_pieces_makes_no_tensor():
     with pytest.raises(
         CommitError, match="'one row': the processes' shards do not form the tensor"
     ):
-        Structure.union([([0], STRUCTURE)])
+        merge_structures([([0], STRUCTURE)])
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,7 @@ def test_processes_that_know_one_tensor_differently_are_named(other, what):
         match=f"'w': its {what} is .* on process 3 and .* on process 5; give tensors that differ "
         "names of their own",
     ):
-        Structure.union([([3, 4], of(tensor("w", (4, 8)))), ([5], of(other))])
+        merge_structures([([3, 4], of(tensor("w", (4, 8)))), ([5], of(other))])
 
 
 def in_base(attempt, url, name="w"):
@@ -258,7 +259,7 @@ def test_tensors_in_bases_come_back_and_each_base_is_written_once():
 
 def test_processes_may_reach_one_base_by_different_urls_but_not_find_different_attempts_there():
     one, other = in_base("a", "file:///mnt/0"), in_base("a", "file:///data/0")
-    assert Structure.union([([0], one), ([1], other)]).bases[0].url == "file:///mnt/0"
+    assert merge_structures([([0], one), ([1], other)]).bases[0].url == "file:///mnt/0"
     for another in (
         in_base("b", "file:///mnt/0"),
         in_base("a", "file:///mnt/0", "v"),
@@ -269,7 +270,7 @@ def test_processes_may_reach_one_base_by_different_urls_but_not_find_different_a
             match=r"'w': its base is attempt a, 'w' on process 0 and .*; save with the same base= "
             r"and skip=",
         ):
-            Structure.union([([0], one), ([1], another)])
+            merge_structures([([0], one), ([1], another)])
 
 
 @pytest.mark.parametrize("odd", [1.0, True, "1"])
