@@ -1,4 +1,8 @@
-"""Deletion of everything below a location: a directory on disk, or the objects below a prefix."""
+"""Deletion of everything below a location: of a directory on disk, or of the objects below a prefix.
+
+A single file is removed under the lock of its writers (`files`), so that it is the one that the
+caller has read.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,18 @@ import errno
 import os
 import shutil
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from shardckpt.io.locks import HIDDEN
+from shardckpt.io.files import (
+    LOCK_SUFFIX,
+    generation_now,
+    is_locked,
+    open_locked,
+    release,
+    sync_directory,
+)
+from shardckpt.io.locks import HIDDEN, remove_directory
 from shardckpt.io.status import exists, is_link
 from shardckpt.io.threads import run_on_threads
 
@@ -19,6 +32,53 @@ if TYPE_CHECKING:
 MOST_DELETIONS = 32
 """Deletions in progress at a time."""
 _TRIES, _PAUSE = 5, 0.1
+
+
+def remove_file(path: Path, generation: bytes) -> bool:
+    """Delete a file if it still has this generation; return whether this call deleted it.
+
+    Raises:
+        OSError: as for `files.replace`.
+    """
+    try:
+        lock = open_locked(path)
+        try:
+            if generation != generation_now(path):
+                return False
+            path.unlink()
+            sync_directory(path.parent)
+            return True
+        finally:
+            release(lock, delete=True)
+    except FileNotFoundError:  # the file, or its directory, is gone
+        return False
+
+
+def remove_empty_directory(directory: Path) -> None:
+    """Remove a directory without files, or with nothing but the lock files that writers left when they were killed.
+
+    Raises:
+        OSError: it has files, or cannot be removed.
+    """
+    files = [*directory.iterdir()]
+    if all(file.name.endswith(LOCK_SUFFIX) for file in files):
+        for lock in files:
+            if not is_locked(lock):
+                remove_file(
+                    lock.with_name(lock.name.removesuffix(LOCK_SUFFIX)),
+                    b"no generation of any file",
+                )
+    remove_directory(directory)
+
+
+def delete_file(path: Path) -> None:
+    """Delete a file, if it exists.
+
+    It takes no lock: a `files.replace` at the same moment may succeed, and the file may stay.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        path.unlink()
+        sync_directory(path.parent)
 
 
 def remove_tree(path: Path) -> None:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from shardckpt.errors import FormatError
-from shardckpt.io.locks import GONE, HIDDEN, is_at, lock_file, remove_directory
+from shardckpt.io.locks import GONE, HIDDEN, is_at, lock_file
 from shardckpt.io.status import is_directory
 
 if TYPE_CHECKING:
@@ -170,10 +170,10 @@ def replace(
         OSError: it cannot be written; TimeoutError: another writer held its lock for too long.
     """
     try:
-        lock = _open_locked(_lock_of(path))
+        lock = open_locked(path)
         renamed = False
         try:
-            if generation not in (None, _generation_now(path)):
+            if generation not in (None, generation_now(path)):
                 return False
             os.ftruncate(lock.fd, 0)
             os.lseek(lock.fd, 0, os.SEEK_SET)
@@ -193,58 +193,11 @@ def replace(
                 directories.sync(path.parent)
             return True
         finally:
-            _release(lock, delete=not renamed)
+            release(lock, delete=not renamed)
     except FileNotFoundError:  # the directory was removed, or everything in it
         if generation in (None, _ABSENT):
             raise
         return False
-
-
-def remove(path: Path, generation: bytes) -> bool:
-    """Delete a file if it still has this generation; return whether this call deleted it.
-
-    Raises:
-        OSError: as for `replace`.
-    """
-    try:
-        lock = _open_locked(_lock_of(path))
-        try:
-            if generation != _generation_now(path):
-                return False
-            path.unlink()
-            sync_directory(path.parent)
-            return True
-        finally:
-            _release(lock, delete=True)
-    except FileNotFoundError:  # the file, or its directory, is gone
-        return False
-
-
-def remove_empty(directory: Path) -> None:
-    """Remove a directory without files, or with nothing but lock files of killed writers.
-
-    Raises:
-        OSError: it has files, or cannot be removed.
-    """
-    files = [*directory.iterdir()]
-    if all(file.name.endswith(LOCK_SUFFIX) for file in files):
-        for lock in files:
-            if not _is_locked(lock):
-                remove(
-                    lock.with_name(lock.name.removesuffix(LOCK_SUFFIX)),
-                    b"no generation of any file",
-                )
-    remove_directory(directory)
-
-
-def delete(path: Path) -> None:
-    """Delete a file, if it exists.
-
-    It takes no lock: a `replace` at the same moment may succeed, and the file may stay.
-    """
-    with suppress(FileNotFoundError, NotADirectoryError):
-        path.unlink()
-        sync_directory(path.parent)
 
 
 def below(top: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
@@ -407,12 +360,8 @@ def _links(fd: int, path: Path) -> int:
         return 0
 
 
-def _lock_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}{LOCK_SUFFIX}")
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class _LockedFile:
+class LockedFile:
     """A lock file that this process has locked."""
 
     path: Path
@@ -438,15 +387,15 @@ def _close_held() -> None:
 os.register_at_fork(after_in_child=_close_held)
 
 
-def _open_locked(lock: Path) -> _LockedFile:
-    """Open and lock a lock file; `_release` ends that.
+def open_locked(target: Path) -> LockedFile:
+    """Open and lock the lock file of a file; `release` ends that.
 
     Raises:
         TimeoutError: another writer did not release it within `_LOCK_SECONDS`.
         OSError: it cannot be created or locked, or is not a regular file.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    target = lock.with_name(lock.name.removesuffix(LOCK_SUFFIX))
+    lock = target.with_name(f"{target.name}{LOCK_SUFFIX}")
     deadline, pause, looks = time.monotonic() + _LOCK_SECONDS, _LEAST_PAUSE, 0
     while True:
         file, keep = OpenFile(lock, flags), False
@@ -467,7 +416,7 @@ def _open_locked(lock: Path) -> _LockedFile:
             elif here or mark:  # otherwise the writer before has just renamed or removed it
                 keep = True
                 _held.add(file)
-                return _LockedFile(lock, file, mark)
+                return LockedFile(lock, file, mark)
             looks += 1
             if looks > _MOST_LOOKS:
                 raise OSError(
@@ -500,9 +449,9 @@ def _mark(fd: int, lock: Path, target: Path) -> bytes | None:
     Raises:
         BlockingIOError: the latter is locked.
     """
-    if not _is_locked(lock):
+    if not is_locked(lock):
         return None
-    if _is_locked(target):  # perhaps this file
+    if is_locked(target):  # perhaps this file
         raise BlockingIOError
     mark = secrets.token_bytes(_MARK_BYTES)
     os.ftruncate(fd, 0)
@@ -510,7 +459,7 @@ def _mark(fd: int, lock: Path, target: Path) -> bytes | None:
     return mark if read(lock) == mark else None
 
 
-def _is_locked(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether the file that is at a path has a lock; False if there is none."""
     try:
         file = OpenFile(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -525,8 +474,8 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def _release(lock: _LockedFile, *, delete: bool) -> None:
-    """Unlock a file that `_open_locked` returned; `delete` it first, if it is still at its path."""
+def release(lock: LockedFile, *, delete: bool) -> None:
+    """Unlock a file that `open_locked` returned; `delete` it first, if it is still at its path."""
     try:
         if delete and (
             is_at(lock.fd, lock.path) or (lock.mark is not None and read(lock.path) == lock.mark)
@@ -538,5 +487,6 @@ def _release(lock: _LockedFile, *, delete: bool) -> None:
         lock.file.close()
 
 
-def _generation_now(path: Path) -> bytes:
+def generation_now(path: Path) -> bytes:
+    """The generation of a file, or of a missing one, as it is now."""
     return generation_of(read(path))

@@ -175,13 +175,13 @@ def test_of_what_is_not_there_nothing_is_removed_and_nothing_left(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:os.fork")  # where another test has imported JAX
 def test_a_fork_holds_no_lock(tmp_path):
-    lock = files._open_locked(tmp_path / "key.__lock")
+    lock = files.open_locked(tmp_path / "key")
     child = os.fork()
     if child == 0:
         os._exit(0 if all(file.fileno() < 0 for file in files._held) else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert {file.fileno() for file in files._held} == {lock.fd}
-    files._release(lock, delete=True)
+    files.release(lock, delete=True)
     assert not files._held
     assert names(tmp_path) == []
 

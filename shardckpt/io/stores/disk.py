@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardckpt.format.documents import check_key
 from shardckpt.io import files
 from shardckpt.io.buckets import listing
-from shardckpt.io.deletion import remove_tree
+from shardckpt.io.deletion import delete_file, remove_empty_directory, remove_file, remove_tree
 from shardckpt.io.failures import begin_use, storage_errors
 from shardckpt.io.files import DurableDirectories
 from shardckpt.io.status import is_directory, is_file
@@ -68,7 +68,7 @@ class DiskStore(Store):
     def remove_empty(self) -> None:
         """See `Store`."""
         with suppress(OSError):
-            files.remove_empty(self._top)
+            remove_empty_directory(self._top)
 
     def make_parents(self, key: str) -> None:
         """See `Store`."""
@@ -125,10 +125,10 @@ class DiskStore(Store):
         return files.replace(path, byte_view(data), generation, self._directories)
 
     def _delete(self, key: str) -> None:
-        files.delete(self._file(key))
+        delete_file(self._file(key))
 
     def _remove(self, key: str, generation: bytes) -> bool:
-        return files.remove(self._file(key), generation)
+        return remove_file(self._file(key), generation)
 
     def _delete_below(self, prefix: str) -> None:
         remove_tree(self.local_path(prefix))
