@@ -23,14 +23,15 @@ from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import tensorstore as ts
 from numpy.typing import NDArray
 
-from shardckpt.errors import CorruptionError, MissingDataError, StorageError
+from shardckpt.errors import CorruptionError, MissingDataError
 from shardckpt.format.documents import check_key
+from shardckpt.io.capabilities import Capabilities
 from shardckpt.io.failures import begin_use, storage_errors
 from shardckpt.io.requests import Upload
 from shardckpt.io.url import Location, parse, store_class
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     import builtins
     import os
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from shardckpt.io.buckets.retry import Retry
 
@@ -64,52 +64,13 @@ def kind_of(location: Location) -> type[Store]:
     return kind
 
 
-class Store(ABC):
+class Store(Capabilities, ABC):
     """Keys and bytes below one location.
 
     Keys are relative, with slashes. Safe to use from several threads.
-
-    The capabilities of a kind of storage are class attributes and cost no request. Other packages
-    ask for a capability, and never for the kind itself.
     """
 
     __slots__ = ("location",)
-
-    near: ClassVar[bool] = False
-    """Requests take microseconds: they are repeated rather than avoided, and few threads make
-    them."""
-    has_paths: ClassVar[bool] = False
-    """Keys are files of this machine (`local_path`): other programs open and link them, and
-    directories are renamed."""
-    appends: ClassVar[bool] = False
-    """Data files grow in place, on several threads. Elsewhere the bytes of a file are collected in
-    memory and sent as one object."""
-    has_locks: ClassVar[bool] = False
-    """Directories can be locked, and a killed process may leave the lock file of an object."""
-    durable_when_visible: ClassVar[bool] = True
-    """Every object that a reader sees survives a crash of the machine."""
-    keeps_times: ClassVar[bool] = True
-    """The time of an object's last write is kept (`modification_times`)."""
-    lists: ClassVar[bool] = True
-    """Keys can be listed."""
-    writable: ClassVar[bool] = True
-    """Objects are created conditionally: of several writers of a missing object, exactly one
-    succeeds. Otherwise nothing is written."""
-    replaces: ClassVar[bool] = True
-    """Objects are replaced conditionally: only in the version that was read. Otherwise a record
-    stays as it was created."""
-    shared: ClassVar[bool] = True
-    """Other processes reach the same objects by the same url."""
-    sharing_advice: ClassVar[str] = "Give all processes the same endpoint, bucket and credentials."
-    """The sentences that tell a person how processes come to reach the same objects."""
-    has_driver: ClassVar[bool] = False
-    """TensorStore opens the place itself (`kvstore`), to merge indexes and to read arrays of other
-    formats."""
-    uploads_in_parts: ClassVar[bool] = False
-    """Objects larger than the memory are sent in parts, and a later process can resume that
-    (`buckets.uploading`)."""
-    uploads_on_threads: ClassVar[bool] = False
-    """An upload goes on while its caller does something else."""
 
     def __init__(self, location: Location) -> None:
         """Keys are relative to `location`; nothing is read or created."""
@@ -175,21 +136,6 @@ class Store(ABC):
     def path_of(self, key: str) -> str:
         """A key's full path or url, for messages."""
         return f"{str(self.location).rstrip('/')}/{key}" if key else str(self.location)
-
-    def local_path(self, key: str) -> Path | None:
-        """A key's path ("": the location itself) on this machine's file system.
-
-        None if this kind of storage has no paths.
-        """
-        del key
-        return None
-
-    def has_directory(self) -> bool:
-        """Whether keys may lie below the location: on a disk, whether a directory is there.
-
-        Elsewhere always. Makes no request.
-        """
-        return True
 
     def read(self, key: str, start: int | None = None, stop: int | None = None) -> bytes:
         """Read an object's bytes, or its bytes from `start` to `stop`.
@@ -312,22 +258,6 @@ class Store(ABC):
                 return True
         return _same(self.read_versioned(key)[0], data)
 
-    def check_replaces(self, action: str) -> None:
-        """Refuse to replace or delete a record where no client can do that conditionally.
-
-        Args:
-            action: the action, up to the place.
-
-        Raises:
-            StorageError: records are not replaced here (`replaces`).
-        """
-        if not self.replaces:
-            raise StorageError(
-                f"cannot {action} {self}: its client cannot replace an object only if it is "
-                "unchanged, and without that another process could lose a checkpoint. Use the "
-                "storage's own url (gs://, s3://, az://), or save elsewhere."
-            )
-
     def create_anew(self, key: str, make: Callable[[], bytes], generation: bytes) -> bool:
         """Create a missing object with a generation that never occurs again.
 
@@ -386,21 +316,6 @@ class Store(ABC):
         This applies to a disk, where `sync_names` syncs each directory once.
         """
         return self
-
-    def sync_names(self) -> None:  # noqa: B027  (only a disk has directories)
-        """Make all names durable that were put off since `names_later`, and later names at once.
-
-        Of stores made with `sub`, too.
-        """
-
-    def sync_name(self, path: Path) -> None:  # noqa: B027  (only a disk has directories)
-        """Make the name of a file durable, or note it for `sync_names`."""
-
-    def remove_empty(self) -> None:  # noqa: B027  (only a disk has directories)
-        """On disk: remove the location's directory if it has no files but locks of killed writers.
-
-        Object stores have no directories.
-        """
 
     def delete_prefix(self, prefix: str = "") -> None:
         """Delete everything below `prefix`: "" (whole location) or a name ending in a slash.
@@ -472,9 +387,6 @@ class Store(ABC):
             StorageError: an object is missing, or the storage failed.
         """
         raise NotImplementedError(f"{self}: the storage cannot copy objects from {source}")
-
-    def make_parents(self, key: str) -> None:  # noqa: B027  (only a disk has directories)
-        """On disk: create the parent directories of a key, durably. Object stores have none."""
 
     def _missing(self, key: str) -> MissingDataError:
         return MissingDataError(f"{self.path_of(key)} is missing; put it back from a backup.")
