@@ -9,16 +9,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
-import subprocess
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from shardckpt.errors import ShardckptError, StorageError
 from shardckpt.io import locks
@@ -27,21 +23,19 @@ from shardckpt.io.buckets.uploading import SMALLEST, open_upload
 from shardckpt.io.datafile import free_bytes
 from shardckpt.io.status import exists
 from shardckpt.io.store import Store
+from shardckpt.io.trial_writers import TrialWriter, open_other_writer, trial_path
 from shardckpt.text import duration_text, file_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
+    from shardckpt.io.trial_writers import OtherWriter
     from shardckpt.io.url import Location
 
 ROUNDS = 10
 """Races of two writers for one object, in each trial."""
 BYTES = 8 << 20
 """Bytes that are written and read to measure the rate."""
-_PEER = "from shardckpt.io.doctor import serve; serve()"
-_PATIENCE = 10
-"""Seconds that the other process gets to end, before it is killed."""
 
 
 class LackError(Exception):
@@ -228,8 +222,8 @@ def _trials(place: Store, store: Store) -> Iterator[Trial]:
         yield from (Trial(name, "skipped", "write did not work") for name in (*alone, *with_peer))
         return
     yield from (_attempt(name, trial) for name, trial in alone.items())
-    own = _Writer(store, "own")
-    with _peer(store) as peer:
+    own = TrialWriter(store, "own")
+    with open_other_writer(store) as peer:
         yield from (
             _attempt(name, lambda trial=trial: trial(own, peer))  # type: ignore[misc]
             for name, trial in with_peer.items()
@@ -379,7 +373,7 @@ def _per_second(seconds: float) -> str:
 
 
 def _sync(store: Store) -> str:
-    path = _path(store)
+    path = trial_path(store)
     for target, flags in ((path / "written/key", os.O_RDWR), (path, os.O_RDONLY | os.O_DIRECTORY)):
         fd = os.open(target, flags)
         try:
@@ -390,7 +384,7 @@ def _sync(store: Store) -> str:
 
 
 def _rename(store: Store) -> str:
-    path = _path(store)
+    path = trial_path(store)
     (path / "old").write_bytes(b"old")
     (path / "new").write_bytes(b"new")
     (path / "new").replace(path / "old")
@@ -398,7 +392,7 @@ def _rename(store: Store) -> str:
     return "a rename replaces a file"
 
 
-def _race(own: _Writer, peer: _Peer, *, new: bool) -> str:
+def _race(own: TrialWriter, peer: OtherWriter, *, new: bool) -> str:
     """Let both write one object that they saw in one state: missing, or with the same bytes."""
     if not new and not own.store.replaces:
         raise LackError(
@@ -434,7 +428,7 @@ def _race(own: _Writer, peer: _Peer, *, new: bool) -> str:
     )
 
 
-def _processes(own: _Writer, peer: _Peer) -> str:
+def _processes(own: TrialWriter, peer: OtherWriter) -> str:
     store = own.store
     if not store.shared:
         raise LackError(f"no other process reaches the place; {store.sharing_advice}")
@@ -446,8 +440,8 @@ def _processes(own: _Writer, peer: _Peer) -> str:
     return "another process sees each object at once"
 
 
-def _locks(store: Store, peer: _Peer) -> str:
-    path = _path(store) / "locked"
+def _locks(store: Store, peer: OtherWriter) -> str:
+    path = trial_path(store) / "locked"
     path.write_bytes(b"")
     with path.open("r+b") as file:
         locks.lock_file(file.fileno(), path)
@@ -456,125 +450,3 @@ def _locks(store: Store, peer: _Peer) -> str:
     return (
         "a lock of one process excludes another one on this machine; other machines are not tried"
     )
-
-
-def _path(store: Store) -> Path:
-    path = store.local_path("")
-    assert path is not None
-    return path
-
-
-# --- the other writer
-
-
-class _Writer:
-    """A writer that replaces an object only in the state in which it saw it last."""
-
-    def __init__(self, store: Store, name: str) -> None:
-        """Write bytes that begin with `name`."""
-        self.store = store
-        self._bytes = f"{name} {secrets.token_hex(8)}".encode()
-        self._seen = b""
-
-    def look(self, key: str) -> bool:
-        data, self._seen = self.store.read_versioned(key)
-        return data is not None
-
-    def write(self, key: str) -> bool:
-        return self.store.replace(key, self._bytes, self._seen)
-
-    def sees(self, key: str) -> bool:
-        return self.store.exists(key) and key in self.store.list(key)
-
-    def lock(self, key: str) -> bool:
-        path = _path(self.store) / key
-        with path.open("r+b") as file:
-            try:
-                locks.lock_file(file.fileno(), path)
-            except BlockingIOError:
-                return False
-        return True
-
-
-class _Peer(Protocol):
-    name: str
-
-    def begin(self, method: str, key: str) -> Callable[[], bool]:
-        """Begin to run a method of the other writer.
-
-        The function that is returned waits for the answer.
-        """
-        ...
-
-
-class _ThreadPeer:
-    name = "a thread"
-
-    def __init__(self, store: Store, pool: ThreadPoolExecutor) -> None:
-        self._writer = _Writer(store, "peer")
-        self._pool = pool
-
-    def begin(self, method: str, key: str) -> Callable[[], bool]:
-        return self._pool.submit(getattr(self._writer, method), key).result
-
-
-class _ProcessPeer:
-    name = "another process"
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def begin(self, method: str, key: str) -> Callable[[], bool]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps([method, key]) + "\n")
-            self._process.stdin.flush()
-        return self._answer
-
-    def _answer(self) -> bool:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise StorageError("the other process ended; see its error above.")
-        answer = json.loads(line)
-        if isinstance(answer, str):
-            raise StorageError(f"in another process: {answer}")
-        return bool(answer)
-
-
-@contextmanager
-def _peer(store: Store) -> Iterator[_Peer]:
-    if not store.shared:
-        with ThreadPoolExecutor(1) as pool:
-            yield _ThreadPeer(store, pool)
-        return
-    command = [sys.executable, "-c", _PEER, store.location.url]
-    with subprocess.Popen(  # noqa: S603
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        try:
-            yield _ProcessPeer(process)
-        finally:
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):
-                process.stdin.close()
-            try:
-                process.wait(
-                    _PATIENCE
-                )  # so that no request of its own is on the way when the objects are deleted
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def serve() -> None:
-    """The other process: answers lines of method and key until its input ends."""
-    writer = _Writer(Store.open(sys.argv[1]), "peer")
-    for line in sys.stdin:
-        method, key = json.loads(line)
-        answer: bool | str
-        try:
-            answer = getattr(writer, method)(key)
-        except (ShardckptError, OSError) as e:
-            answer = " ".join(str(e).split())
-        print(json.dumps(answer), flush=True)  # noqa: T201  (its caller reads that)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import shardckpt
 from shardckpt.cli.app import app
-from shardckpt.io import doctor
+from shardckpt.io import trial_writers
 from shardckpt.io.doctor import PROMISES, examine
 from shardckpt.io.store import Store
 from shardckpt.io.url import SCHEMES
@@ -167,7 +167,7 @@ def test_a_real_service_that_ignores_conditions_is_found_out(gcs_server):
 
 def test_an_error_of_the_other_process_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        doctor,
+        trial_writers,
         "_PEER",
         "import sys; sys.stdin.readline(); print('\"it has no rights\"', flush=True)",
     )
@@ -175,7 +175,7 @@ def test_an_error_of_the_other_process_is_told(tmp_path, monkeypatch):
     assert [trial.detail for trial in diagnosis.trials if trial.name == "create"] == [
         "in another process: it has no rights"
     ]
-    monkeypatch.setattr(doctor, "_PEER", "raise SystemExit(1)")
+    monkeypatch.setattr(trial_writers, "_PEER", "raise SystemExit(1)")
     assert "the other process ended" in next(
         trial.detail for trial in examine(tmp_path).trials if trial.name == "create"
     )
