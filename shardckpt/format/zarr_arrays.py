@@ -1,4 +1,4 @@
-"""The zarr arrays of a checkpoint: chunk keys, `zarr.json` documents, and chunks as stored.
+"""The zarr arrays of a checkpoint: the keys of their chunks, and their `zarr.json` documents.
 
 Arrays follow the zarr v3 core specification (2024-2026): `bytes`, `zstd` and `crc32c` codecs, a
 regular grid, the default chunk key encoding. Stock TensorStore and zarr-python find ordinary
