@@ -30,17 +30,16 @@ from shardckpt.serve.openapi import Parameter
 from shardckpt.serve.pages.actions import actions_section, import_form, reshard_section
 from shardckpt.serve.pages.checkpoint import (
     checkpoint_page,
-    diff_page,
     found_names,
     plan_form,
     tensor_page,
     tree,
     unreadable_page,
 )
-from shardckpt.serve.pages.frame import STATIC, Viewer, crumbs, frame
+from shardckpt.serve.pages.diff import diff_page
+from shardckpt.serve.pages.frame import STATIC, Viewer, crumbs, frame, section
 from shardckpt.serve.pages.health import health_page, verification_section
 from shardckpt.serve.pages.jobs import job_page, jobs_page, jobs_table
-from shardckpt.serve.pages.plan import section
 from shardckpt.serve.pages.retention import retention_section
 from shardckpt.serve.pages.runs import RUN_ORDERS, run_page, run_state, runs_page, storage_page
 from shardckpt.serve.pool import on_thread

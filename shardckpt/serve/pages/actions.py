@@ -9,7 +9,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.reading.inspection.markup import Html, Part, el
-from shardckpt.serve.pages.plan import section
+from shardckpt.serve.pages.frame import section
 from shardckpt.text import visible
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
-"""Pages of one checkpoint: its tree, one tensor, a comparison with another, and a plan's form."""
+"""Pages of one checkpoint: its tree, a tensor of it, and the form of a plan."""
 
 from __future__ import annotations
 
 import json
-from math import inf, prod
+from math import prod
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
@@ -23,10 +23,10 @@ from shardckpt.serve.pages.frame import (
     frame,
     link,
     search,
+    section,
     table,
     when,
 )
-from shardckpt.serve.pages.plan import section
 from shardckpt.state.document import Branch, Tensor, Tied, leaves_of
 from shardckpt.text import count, file_size, shape_text
 
@@ -43,7 +43,6 @@ MOST_FOUND = 200
 _SHORT, _LONGEST_METADATA = 60, 20_000
 _FEW = 12
 """Containers on a page from which on they are closed at first."""
-MOST_CHANGES = 500
 MOST_DEVICES = 256
 
 
@@ -262,44 +261,6 @@ def tensor_page(
     )
 
 
-def diff_page(
-    a: str | None, b: str | None, doc: dict[str, Any] | None, *, structure: bool, viewer: Viewer
-) -> str:
-    """A comparison of two checkpoints, and the form that asks for it."""
-    fields = [
-        el(
-            "label",
-            f"{what} ",
-            el(
-                "input",
-                type="text",
-                name=key,
-                value=value or "",
-                required=True,
-                id=f"field-{key}",
-                size=40,
-            ),
-        )
-        for key, what, value in (("a", "Checkpoint", a), ("b", "Compare with", b))
-    ]
-    box = el("input", type="checkbox", name="structure", value="true", checked=structure)
-    only = el("label", box, " names, shapes and small leaves only")
-    form = el(
-        "form",
-        fields,
-        only,
-        el("button", "Compare", type="submit"),
-        action="/ui/diff",
-        class_="fields",
-    )
-    parts = [section("Checkpoints", form)]
-    if doc is not None:
-        parts.append(section("Result", _verdict(doc, structure=structure), *_changes(doc, b or "")))
-    return frame(
-        "Compare", el("main", el("h1", "Compare"), parts, id="main"), here="/ui/diff", viewer=viewer
-    )
-
-
 def plan_form(ident: str, asked: dict[str, Any]) -> Html:
     """The form that asks for the plan of a reshard."""
 
@@ -434,91 +395,3 @@ def _values(statistics: dict[str, Any]) -> Html:
         *((key.capitalize(), f"{statistics[key]:,}") for key in ("zeros", "nans", "infinities")),
     ]
     return el("div", facts(shown), histogram(statistics))
-
-
-def _verdict(doc: dict[str, Any], *, structure: bool) -> Html:
-    """A comparison in a sentence."""
-    verdict = "equal" if doc["equal"] else "different"
-    compared = (
-        "values were not compared"
-        if structure
-        else f"{count(doc['tensors_compared'], 'tensor')} compared bit by bit"
-    )
-    if doc["values"]:
-        most = max(doc["values"], key=_relative)
-        compared += f"; {len(doc['values']):,} of them differ, most of all {most['name']}"
-        compared += f" (by {most['relative']:.2%})" if most["relative"] is not None else ""
-    alone = len(doc["only_a"]) + len(doc["only_b"])
-    extra = [f"; only one of them has {count(alone, 'name')}"] if alone else []
-    extra += (
-        [f"; {count(len(doc['changes']), 'name')} with another shape, dtype or small value"]
-        if doc["changes"]
-        else []
-    )
-    return el("p", el("strong", verdict), f": {compared}", *extra, ".", class_="verdict")
-
-
-def _relative(one: Mapping[str, Any]) -> float:
-    """Key by which tensors with other values are sorted: those with NaN or infinity first."""
-    return inf if one["relative"] is None else one["relative"]
-
-
-def _changes(doc: dict[str, Any], b: str) -> list[Html | None]:
-    parts: list[Html | None] = []
-    for key, title in (("only_a", "Only in the first"), ("only_b", "Only in the second")):
-        names = doc[key]
-        if names:
-            parts.append(el("h3", f"{title} ({len(names):,})"))
-            parts.append(el("ul", [el("li", name) for name in names[:MOST_CHANGES]]))
-    if doc["changes"]:
-        rows = [
-            (one["name"], one["aspect"], _side(one["a"]), _side(one["b"]))
-            for one in doc["changes"][:MOST_CHANGES]
-        ]
-        heads = (("Name", False), ("What", False), ("First", False), ("Second", False))
-        parts.append(
-            table(heads, rows, caption=count(len(doc["changes"]), "change"), ident="changes")
-        )
-    if doc["values"]:
-        rows_of_values = [
-            (
-                link("tensor", b, one["name"], name=one["name"]),
-                data("differing", one["differing"], f"{one['differing']:,}"),
-                data(
-                    "share",
-                    one["differing"] / one["elements"],
-                    f"{one['differing'] / one['elements']:.1%}",
-                ),
-                "–"
-                if one["relative"] is None
-                else data("relative", one["relative"], f"{one['relative']:.2%}"),
-                "–"
-                if one["largest"] is None
-                else data("largest", one["largest"], f"{float(one['largest']):.6g}"),
-                f"{one['nans']:,}",
-            )
-            for one in sorted(doc["values"], key=_relative, reverse=True)[:MOST_CHANGES]
-        ]
-        numbers = ("Elements", "Share of elements", "Relative", "Largest difference", "NaN")
-        parts.append(
-            table(
-                (("Tensor", False), *((text, True) for text in numbers)),
-                rows_of_values,
-                caption=f"{count(len(doc['values']), 'tensor')} with other values",
-                ident="values",
-            )
-        )
-    if doc["layouts"]:
-        parts.append(
-            el(
-                "p",
-                f"Another layout in {count(len(doc['layouts']), 'tensor')}, which counts as no "
-                "difference.",
-                class_="quiet",
-            )
-        )
-    return parts
-
-
-def _side(value: object) -> str:
-    return "–" if value is None else shape_text(value) if isinstance(value, list) else str(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
 from shardckpt._version import __version__
@@ -173,6 +173,12 @@ def table(
         class_="cards sortable",
     )
     return el("div", inner, class_="scroll", tabindex=0, role="region", aria_label=caption)
+
+
+def section(title: str, *parts: Any, **attributes: Any) -> Html:
+    """A section with a heading."""
+    ident = f"section-{title.lower().replace(' ', '-')}"
+    return el("section", el("h2", title, id=ident), *parts, aria_labelledby=ident, **attributes)
 
 
 def facts(pairs: Iterable[tuple[str, Part]], style: str = "facts") -> Html:

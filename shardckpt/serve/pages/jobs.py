@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.reading.inspection.markup import Html, Part, data, el
 from shardckpt.serve.pages.actions import again_form, cancel_form, choice
-from shardckpt.serve.pages.frame import Viewer, facts, frame, link, more, table, when
-from shardckpt.serve.pages.plan import section
+from shardckpt.serve.pages.frame import Viewer, facts, frame, link, more, section, table, when
 from shardckpt.text import count, duration_text, file_size
 
 if TYPE_CHECKING:

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.reading.inspection.markup import Html, Part, data, el
 from shardckpt.serve.pages.actions import job_form
-from shardckpt.serve.pages.frame import facts, table, when
+from shardckpt.serve.pages.frame import facts, section, table, when
 from shardckpt.serve.pages.jobs import steps_table
-from shardckpt.serve.pages.plan import section
 from shardckpt.text import count, file_size
 
 if TYPE_CHECKING:

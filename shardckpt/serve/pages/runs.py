@@ -20,11 +20,11 @@ from shardckpt.serve.pages.frame import (
     link,
     more,
     search,
+    section,
     span,
     table,
     when,
 )
-from shardckpt.serve.pages.plan import section
 from shardckpt.serve.rhythm import rhythm_of
 from shardckpt.text import count, file_size
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.reading.inspection.markup import Html, data, el
-from shardckpt.serve.pages.frame import link, span, table
-from shardckpt.serve.pages.plan import section
+from shardckpt.serve.pages.frame import link, section, span, table
 from shardckpt.serve.rhythm import time_of
 from shardckpt.text import count, file_size
 
