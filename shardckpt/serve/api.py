@@ -24,7 +24,8 @@ from shardckpt.reading import documents
 from shardckpt.reshard.options import ReshardOptions
 from shardckpt.serve.access.identity import only_readable
 from shardckpt.serve.calculations import described
-from shardckpt.serve.catalogue import MOST_ROWS, CheckpointQuery
+from shardckpt.serve.catalogue.catalogue import MOST_ROWS
+from shardckpt.serve.catalogue.query import CheckpointQuery
 from shardckpt.serve.health import with_damaged, with_verifications
 from shardckpt.serve.openapi import Endpoint, Parameter, number, parameters
 from shardckpt.serve.sources import ByteSource

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.serve.access.identity import WHO
-from shardckpt.serve.catalogue import MOST_ROWS, CheckpointQuery
+from shardckpt.serve.catalogue.catalogue import MOST_ROWS
+from shardckpt.serve.catalogue.query import CheckpointQuery
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -24,7 +24,8 @@ from starlette.exceptions import HTTPException
 from shardckpt.convert.options import below
 from shardckpt.errors import NotFoundError
 from shardckpt.io.store import Store
-from shardckpt.serve.catalogue import MOST_ROWS, CheckpointQuery
+from shardckpt.serve.catalogue.catalogue import MOST_ROWS
+from shardckpt.serve.catalogue.query import CheckpointQuery
 from shardckpt.serve.files import stored_file, view_source
 from shardckpt.serve.service import Service
 from shardckpt.text import shorten

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
 
     from shardckpt.io.url import Location
-    from shardckpt.serve.catalogue import Catalogue
+    from shardckpt.serve.catalogue.catalogue import Catalogue
     from shardckpt.serve.roots import Needs, Roots
 
 _MOST_OPEN = 32

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardckpt.runs.catalog import CatalogEntry
-    from shardckpt.serve.catalogue import Catalogue
+    from shardckpt.serve.catalogue.catalogue import Catalogue
     from shardckpt.serve.roots import Roots
 
 _log = logging.getLogger("shardckpt.serve")

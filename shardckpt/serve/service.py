@@ -14,7 +14,7 @@ from shardckpt.errors import NotFoundError, ShardckptError
 from shardckpt.serve.access.audit import AuditLog
 from shardckpt.serve.access.tokens import Tokens
 from shardckpt.serve.calculations import Calculations
-from shardckpt.serve.catalogue import Catalogue
+from shardckpt.serve.catalogue.catalogue import Catalogue
 from shardckpt.serve.jobs.upkeep import Upkeep
 from shardckpt.serve.metrics import ServeMetrics
 from shardckpt.serve.opened import OpenCheckpoints

@@ -20,7 +20,8 @@ from shardckpt.reading.naming.mapping_file import PRESETS
 from shardckpt.runs.ended import ended
 from shardckpt.serve import api, forms
 from shardckpt.serve.access.guard import LOGIN
-from shardckpt.serve.catalogue import MOST_ROWS, CheckpointQuery
+from shardckpt.serve.catalogue.catalogue import MOST_ROWS
+from shardckpt.serve.catalogue.query import CheckpointQuery
 from shardckpt.serve.forms import PageSession, html, refused, viewer_of
 from shardckpt.serve.health import damaged_checkpoints, health, verifications
 from shardckpt.serve.jobs import endpoints

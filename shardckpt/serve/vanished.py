@@ -18,7 +18,7 @@ from shardckpt.io.store import Store
 from shardckpt.serve.access.identity import may_read
 
 if TYPE_CHECKING:
-    from shardckpt.serve.catalogue import Catalogue
+    from shardckpt.serve.catalogue.catalogue import Catalogue
     from shardckpt.serve.jobs.journal import Journal
     from shardckpt.serve.roots import Roots
 

@@ -14,7 +14,8 @@ from serving import serving
 import shardckpt
 from shardckpt.errors import OptionError, StorageError
 from shardckpt.runs.pinning import pin, tag, unpin, untag
-from shardckpt.serve.catalogue import Catalogue, CheckpointQuery
+from shardckpt.serve.catalogue.catalogue import Catalogue
+from shardckpt.serve.catalogue.query import CheckpointQuery
 from shardckpt.serve.roots import Roots
 from shardckpt.serve.scanner import Scanner
 

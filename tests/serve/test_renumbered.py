@@ -13,7 +13,7 @@ from inodes import renumber
 import shardckpt
 from shardckpt.errors import StorageError
 from shardckpt.serve.access.tokens import Tokens, add_token
-from shardckpt.serve.catalogue import Catalogue
+from shardckpt.serve.catalogue.catalogue import Catalogue
 from shardckpt.serve.jobs.journal import Journal
 from shardckpt.serve.opened import OpenCheckpoints
 from shardckpt.serve.roots import Roots

@@ -18,7 +18,7 @@ from serving import save_run
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.errors import OptionError
-from shardckpt.serve.catalogue import Catalogue
+from shardckpt.serve.catalogue.catalogue import Catalogue
 from shardckpt.serve.jobs import keeper, webhook
 from shardckpt.serve.jobs.journal import Journal
 from shardckpt.serve.jobs.retention import RetentionRules

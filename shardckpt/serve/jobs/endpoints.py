@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.serve import health
-from shardckpt.serve.catalogue import MOST_ROWS
+from shardckpt.serve.catalogue.catalogue import MOST_ROWS
 from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.jobs.rows import STATES
 from shardckpt.serve.openapi import Endpoint, Parameter

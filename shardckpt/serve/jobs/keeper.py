@@ -19,7 +19,7 @@ from shardckpt.serve.jobs.background import BackgroundWork
 from shardckpt.serve.jobs.operations import OPERATIONS
 
 if TYPE_CHECKING:
-    from shardckpt.serve.catalogue import Catalogue
+    from shardckpt.serve.catalogue.catalogue import Catalogue
     from shardckpt.serve.jobs.journal import Journal
     from shardckpt.serve.jobs.retention import RetentionRules
     from shardckpt.serve.jobs.rows import JobRow

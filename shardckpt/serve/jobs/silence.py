@@ -15,7 +15,7 @@ from shardckpt.serve.jobs.background import BackgroundWork
 from shardckpt.serve.rhythm import COMMITS, rhythm_of
 
 if TYPE_CHECKING:
-    from shardckpt.serve.catalogue import Catalogue
+    from shardckpt.serve.catalogue.catalogue import Catalogue
     from shardckpt.serve.jobs.journal import Journal
     from shardckpt.serve.roots import Roots
     from shardckpt.serve.scanner import Scanner

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from shardckpt.serve.catalogue import Catalogue
+    from shardckpt.serve.catalogue.catalogue import Catalogue
     from shardckpt.serve.jobs.journal import Journal
     from shardckpt.serve.scanner import Scanner
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from shardckpt.serve.access.audit import AuditLog
     from shardckpt.serve.access.identity import Identity
-    from shardckpt.serve.catalogue import Catalogue
+    from shardckpt.serve.catalogue.catalogue import Catalogue
     from shardckpt.serve.jobs.rows import JobRow
     from shardckpt.serve.options import ServeOptions
     from shardckpt.serve.roots import Roots

@@ -10,27 +10,25 @@ The database can be deleted at any time.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import datetime as dt
 import json
 import os
 import sqlite3
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import OptionError, StorageError
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.locks import lock_whole, seems_at
 from shardckpt.serve.access.identity import may_read, readable
-from shardckpt.text import shorten
+from shardckpt.serve.catalogue.query import NO_STEP, cursor_of, has_encoding, like, position_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from shardckpt.runs.catalog import CatalogEntry
+    from shardckpt.serve.catalogue.query import CheckpointQuery
 
 _VERSION = 2
 _SCHEMA = f"""
@@ -54,41 +52,11 @@ CREATE TABLE IF NOT EXISTS tags (
 CREATE INDEX IF NOT EXISTS tags_of ON tags (id);
 PRAGMA user_version = {_VERSION};
 """
-_NO_STEP = -1
 _MOST_IDLE = 8
 _STORED = "CAST(total(stored_bytes) AS INTEGER)"
 _UNFINISHED = "CAST(total(iif(state = 'uncommitted', stored_bytes, 0)) AS INTEGER)"
 MOST_ROWS = 1000
 """Most rows of a page."""
-_COMPARISONS = {"<=": "<=", ">=": ">=", "<": "<", ">": ">", "=": "="}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointQuery:
-    """Filters, order and page of a list of checkpoints."""
-
-    run: str | None = None
-    first_step: int | None = None
-    last_step: int | None = None
-    state: str | None = None
-    tag: str | None = None
-    """A tag, or "pinned" or "superseded", which no tag is called."""
-    metric: tuple[str, str, float] | None = None
-    """Name, comparison ("<", "<=", "=", ">=", ">") and number."""
-    text: str | None = None
-    """A part of the id, in any case."""
-    since: str | None = None
-    """Times of the first and the last commit, in ISO 8601 and UTC."""
-    until: str | None = None
-    larger: int | None = None
-    """Least number of stored bytes."""
-    sort: str | None = None
-    """"created", "size", or "metric:NAME", which leaves out those without the metric; None: run and
-    step."""
-    descending: bool = False
-    limit: int = 100
-    cursor: str | None = None
-    """End of the last page."""
 
 
 class Catalogue:
@@ -182,7 +150,7 @@ class Catalogue:
                         (ident, name, float(value))
                         for ident, (_, entry) in entries.items()
                         for name, value in entry.metrics.items()
-                        if value != "nan" and _has_encoding(name)  # no query has the other names
+                        if value != "nan" and has_encoding(name)  # no query has the other names
                     ],
                 )
                 tags = [(tag, ident) for ident, (_, entry) in entries.items() for tag in entry.tags]
@@ -241,7 +209,7 @@ class Catalogue:
             f"SELECT count(DISTINCT run), count(*), {_STORED}, {_UNFINISHED}, total(pinned), "  # noqa: S608
             "total(created > ?) FROM checkpoints "
             f"WHERE run LIKE ? ESCAPE '\\' AND run = coalesce(?, run) AND {mine}",
-            (yesterday.isoformat(timespec="seconds"), _like(text), run, *names),
+            (yesterday.isoformat(timespec="seconds"), like(text), run, *names),
         )
         return {
             name: int(n)
@@ -275,7 +243,7 @@ class Catalogue:
         """
         mine, names = readable("id")
         key = {"run": "''", "created": "coalesce(created, '')", "size": "stored"}[sort]
-        after = _position(cursor, (int if sort == "size" else str, str))
+        after = position_of(cursor, (int if sort == "size" else str, str))
         sign, order = ("<", "DESC") if descending else (">", "ASC")
         rows = self._read(
             f"SELECT *, {key} FROM (SELECT run, count(*), sum(state = 'committed'), sum(state = "  # noqa: S608
@@ -285,7 +253,7 @@ class Catalogue:
             f"max(created) AS created FROM checkpoints WHERE run LIKE ? ESCAPE '\\' AND {mine} "
             f"GROUP BY run) {f'WHERE ({key}, run) {sign} (?, ?) ' if after else ''}ORDER BY {key} "
             f"{order}, run {order} LIMIT ?",
-            (_like(text), *names, *(after or ()), limit + 1),
+            (like(text), *names, *(after or ()), limit + 1),
         )
         keys = (
             *(
@@ -300,7 +268,9 @@ class Catalogue:
             *("bytes", "stored_bytes", "unfinished_bytes", "pinned", "created"),
         )
         page = [dict(zip(keys, row[:-1], strict=True)) for row in rows[:limit]]
-        return page, _cursor([rows[limit - 1][-1], page[-1]["run"]]) if len(rows) > limit else None
+        return page, cursor_of([rows[limit - 1][-1], page[-1]["run"]]) if len(
+            rows
+        ) > limit else None
 
     def all_runs(self) -> Iterator[str]:
         """The ids of all runs. Raises StorageError."""
@@ -340,68 +310,9 @@ class Catalogue:
         Raises:
             OptionError: the cursor is invalid. StorageError: the database cannot be read.
         """
-        sign, order = ("<", "DESC") if query.descending else (">", "ASC")
-        mine, names = readable("id")
-        terms: list[str] = [mine]
-        values: list[Any] = [*names]
-        for term, value in (
-            ("run = ?", query.run),
-            ("step >= ?", query.first_step),
-            ("step <= ?", query.last_step),
-            ("state = ?", query.state),
-            ("id LIKE ? ESCAPE '\\'", None if query.text is None else _like(query.text)),
-            ("created >= ?", query.since),
-            ("created <= ?", query.until),
-            ("stored_bytes >= ?", query.larger),
-        ):
-            if value is not None:
-                terms.append(term)
-                values.append(value)
-        if query.tag in ("pinned", "superseded"):
-            terms.append(query.tag)
-        elif query.tag is not None:
-            terms.append("id IN (SELECT id FROM tags WHERE tag = ?)")
-            values.append(query.tag)
-        if query.metric is not None:
-            name, comparison, number = query.metric
-            terms.append(
-                "id IN (SELECT id FROM metrics WHERE name = ? AND value "  # noqa: S608
-                f"{_COMPARISONS[comparison]} ?)"
-            )
-            values += [name, number]
-        kind, _, metric = (query.sort or "").partition(":")
-        key = {
-            "": "run, step",
-            "created": "coalesce(created, '')",
-            "size": "coalesce(stored_bytes, 0)",
-            "metric": "sorted.value",
-        }[kind]
-        joined = "JOIN metrics AS sorted USING (id) " if kind == "metric" else ""
-        if kind == "metric":
-            terms.append("sorted.name = ?")
-            values.append(metric)
-        after = _position(
-            query.cursor,
-            {
-                "": (str, int, str),
-                "created": (str, str),
-                "size": (int, str),
-                "metric": (float, str),
-            }[kind],
-        )
-        if after is not None:
-            terms.append(f"({key}, id) {sign} ({', '.join('?' * len(after))})")
-            values += after
-        in_order = (
-            f"run {order}, step {order}, id {order}" if not kind else f"{key} {order}, id {order}"
-        )
-        rows = self._read(
-            f"SELECT run, entry, {key}, id FROM checkpoints {joined}WHERE {' AND '.join(terms)} "  # noqa: S608
-            f"ORDER BY {in_order} LIMIT ?",
-            (*values, query.limit + 1),
-        )
+        rows = self._read(*query.sql())
         page = [{"id": row[-1], "run": row[0], **json.loads(row[1])} for row in rows[: query.limit]]
-        return page, _cursor(rows[query.limit - 1][2:]) if len(rows) > query.limit else None
+        return page, cursor_of(rows[query.limit - 1][2:]) if len(rows) > query.limit else None
 
     def find(self, idents: Sequence[str]) -> list[dict[str, Any]]:
         """The checkpoints among some ids, the longest id first.
@@ -494,7 +405,7 @@ class Catalogue:
 
 def _row(ident: str, checkpoint: tuple[str, CatalogEntry]) -> tuple[Any, ...]:
     run, entry = checkpoint
-    step = _NO_STEP if entry.step is None or entry.step >= 1 << 63 else entry.step
+    step = NO_STEP if entry.step is None or entry.step >= 1 << 63 else entry.step
     document = json.dumps(entry.to_json())
     return (
         ident,
@@ -508,37 +419,3 @@ def _row(ident: str, checkpoint: tuple[str, CatalogEntry]) -> tuple[Any, ...]:
         entry.superseded,
         document,
     )
-
-
-def _has_encoding(text: str) -> bool:
-    """Whether a text has no lone surrogates."""
-    return all(not "\ud800" <= c <= "\udfff" for c in text)
-
-
-def _like(text: str | None) -> str:
-    """A pattern of LIKE for names that contain a text."""
-    return (
-        "%" if text is None else "%" + "".join(f"\\{c}" if c in "%_\\" else c for c in text) + "%"
-    )
-
-
-def _cursor(values: Sequence[Any]) -> str:
-    return base64.urlsafe_b64encode(json.dumps(values).encode()).decode().rstrip("=")
-
-
-def _position(cursor: str | None, kinds: tuple[type, ...]) -> list[Any] | None:
-    if cursor is None:
-        return None
-    try:
-        values = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-    except (binascii.Error, ValueError, RecursionError):
-        values = None
-    sound = (
-        type(values) is list
-        and tuple(map(type, values)) == kinds
-        and all(_has_encoding(str(one)) for one in values)
-    )
-    if not sound or any(type(one) is int and not _NO_STEP <= one < 1 << 63 for one in values):
-        raise OptionError(f"cursor={shorten(cursor)}: give the `next` of the last page.")
-    position: list[Any] = values
-    return position
