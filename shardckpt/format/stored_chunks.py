@@ -83,7 +83,10 @@ def lay_out_all(
 
 
 def _runs(n: int, side: int) -> list[tuple[int, int, int]]:
-    """Groups of chunks of a dimension with equally many elements: number of chunks, index of the first, elements of each."""
+    """Groups of chunks of a dimension with equally many elements.
+
+    A group is given as number of chunks, index of the first, and elements of each.
+    """
     full, rest = divmod(n, side)
     return [run for run in ((full, 0, side), (1, full, rest)) if run[0] and run[2]]
 

@@ -411,7 +411,10 @@ class Table:
         )
 
     def arrays(self) -> Mapping[str, ArrayChunks]:
-        """Array path → its chunks, created at each access, because all these objects would need ten times the memory of the rows."""
+        """Array path → its chunks, created at each access.
+
+        All these objects would need ten times the memory of the rows, so they are not kept.
+        """
         return ByPath(self.counts, self.array)
 
     def array(self, path: str) -> ArrayChunks:

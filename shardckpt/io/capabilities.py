@@ -71,7 +71,7 @@ class Capabilities:
         return True
 
     def check_replaces(self, action: str) -> None:
-        """Refuse an action that replaces or deletes a record, where no client can do that conditionally.
+        """Refuse to replace or delete a record where no client can do that conditionally.
 
         Args:
             action: the action, up to the place.

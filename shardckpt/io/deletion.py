@@ -1,4 +1,4 @@
-"""Deletion of everything below a location: of a directory on disk, or of the objects below a prefix.
+"""Deletion of everything below a location: a directory on disk, or the objects below a prefix.
 
 A single file is removed under the lock of its writers (`files`), so that it is the one that the
 caller has read.
@@ -55,7 +55,7 @@ def remove_file(path: Path, generation: bytes) -> bool:
 
 
 def remove_empty_directory(directory: Path) -> None:
-    """Remove a directory without files, or with nothing but the lock files that writers left when they were killed.
+    """Remove a directory without files, or with nothing but lock files of killed writers.
 
     Raises:
         OSError: it has files, or cannot be removed.

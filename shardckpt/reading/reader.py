@@ -33,16 +33,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
 from shardckpt.errors import (
     CorruptionError,
     FormatError,
     MissingDataError,
-    ShardckptError,
     StorageError,
 )
-from shardckpt.format.stored_chunks import close
-from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, largest_chunk, room_for
+from shardckpt.format.zarr_arrays import largest_chunk
 from shardckpt.io import extension
 from shardckpt.io.cores import cores
 from shardckpt.io.extension import CALL_BYTES, ENGINE, KINDS, MOST_DIMS

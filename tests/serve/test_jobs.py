@@ -19,7 +19,7 @@ from serving import save_run, state
 import shardckpt
 from shardckpt.errors import OptionError, StorageError
 from shardckpt.reading.naming.mapping_file import PRESETS
-from shardckpt.serve.jobs import journal, runner
+from shardckpt.serve.jobs import database, journal, runner
 from shardckpt.serve.jobs.journal import Journal
 from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.options import ServeOptions
@@ -470,12 +470,12 @@ def test_numbers_of_jobs_tell_nothing_of_other_jobs(tmp_path, monkeypatch):
         ].number
 
     now = time.time()
-    monkeypatch.setattr(journal.time, "time", lambda: now)
+    monkeypatch.setattr(database.time, "time", lambda: now)
     first = add()
     assert add() == first + 1
-    monkeypatch.setattr(journal.time, "time", lambda: now + 3600)
+    monkeypatch.setattr(database.time, "time", lambda: now + 3600)
     assert add() == first + 360_000  # an hour later, whatever others have done
-    monkeypatch.setattr(journal.time, "time", lambda: 0.0)  # a clock that was set back
+    monkeypatch.setattr(database.time, "time", lambda: 0.0)  # a clock that was set back
     assert add() == first + 360_001
     jobs.close()
 

@@ -11,19 +11,15 @@ so it does not tell a user how many jobs others have started.
 from __future__ import annotations
 
 import json
-import os
-import sqlite3
 import threading
-import time
 from dataclasses import fields, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import NotFoundError, OptionError, StorageError
+from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.format.documents import utc_now
-from shardckpt.io.failures import storage_errors
-from shardckpt.io.locks import seems_at
 from shardckpt.serve.access.identity import WHO, readable
+from shardckpt.serve.jobs.database import COMPLETE, JournalDatabase
 from shardckpt.serve.jobs.rows import JobRow, Verification, job_of, verification_of
 
 if TYPE_CHECKING:
@@ -42,45 +38,12 @@ _PRUNE = (
     "AND number <= (SELECT number FROM jobs ORDER BY number DESC LIMIT 1 OFFSET ?)"
 )
 _PRUNE_EVERY, _MOST_NOTICES, _BATCH = 100, 1000, 500
-_EPOCH = 1_767_225_600
-"""Start of 2026. Numbers of rows are hundredths of a second since then."""
-_VERSION = 1
-_COMPLETE = "ended IS NOT NULL AND (error IS NULL OR damaged > 0)"
-"""Verifications that have read everything, or found damage before they could not go on."""
-_SCHEMA = f"""
-PRAGMA journal_mode = WAL;
-PRAGMA synchronous = FULL;
-CREATE TABLE IF NOT EXISTS jobs (
-  number INTEGER PRIMARY KEY AUTOINCREMENT, operation TEXT NOT NULL, asked TEXT NOT NULL,
-  arguments TEXT NOT NULL, subject TEXT NOT NULL, destination TEXT, who TEXT NOT NULL, key TEXT,
-  state TEXT NOT NULL, cancelling INTEGER NOT NULL DEFAULT 0, tries INTEGER NOT NULL DEFAULT 0,
-  done INTEGER, total INTEGER, created TEXT NOT NULL, started TEXT, ended TEXT, result TEXT,
-  error TEXT, roots TEXT
-);
-CREATE UNIQUE INDEX IF NOT EXISTS by_key ON jobs (who, key) WHERE key IS NOT NULL;
-CREATE INDEX IF NOT EXISTS by_state ON jobs (state, number);
-CREATE INDEX IF NOT EXISTS by_subject ON jobs (subject, number);
-CREATE TABLE IF NOT EXISTS verifications (
-  number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, attempt TEXT NOT NULL,
-  begun TEXT NOT NULL, ended TEXT, job INTEGER, chunks INTEGER NOT NULL DEFAULT 0, total INTEGER,
-  bytes INTEGER NOT NULL DEFAULT 0, damaged INTEGER NOT NULL DEFAULT 0,
-  damage TEXT NOT NULL DEFAULT '[]', error TEXT
-);
-CREATE INDEX IF NOT EXISTS by_checkpoint ON verifications (id, number);
-CREATE INDEX IF NOT EXISTS by_damage ON verifications (id, number) WHERE damaged > 0;
-CREATE INDEX IF NOT EXISTS complete ON verifications (id, number) WHERE {_COMPLETE};
-CREATE TABLE IF NOT EXISTS clock (offset REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS roots (place TEXT PRIMARY KEY, marked INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS saving (run TEXT PRIMARY KEY);
-CREATE TABLE IF NOT EXISTS notices (number INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT NOT NULL);
-PRAGMA user_version = {_VERSION};
-"""
 _JOB, _VERIFICATION = (
     ", ".join(one.name for one in fields(kind)) for kind in (JobRow, Verification)
 )
 
 
-class Journal:
+class Journal(JournalDatabase):
     """Jobs and verifications. Safe to use from several threads."""
 
     def __init__(self, directory: Path) -> None:
@@ -89,53 +52,13 @@ class Journal:
         Raises:
             StorageError: it is damaged, of another version, or cannot be written.
         """
-        self._path = directory / "journal.sqlite"
-        self._lock = threading.RLock()
+        super().__init__(directory)
         self.changed = threading.Condition(self._lock)
         """Notified when a job has changed."""
         self.keeps_notices = False
         """Whether somebody reads notices."""
         self._progress: dict[int, tuple[int, int]] = {}
         self._added = 0
-        try:
-            self._db = sqlite3.connect(self._path, check_same_thread=False)
-            self._db.text_factory = lambda data: data.decode("utf-8", "backslashreplace")
-            if self._db.execute("PRAGMA user_version").fetchone()[0] not in (0, _VERSION):
-                raise StorageError(
-                    f"the journal {self._path} was made by another version of shardckpt; use that "
-                    "one, or move it away."
-                )
-            self._db.executescript(_SCHEMA)
-            if "roots" not in {
-                row[1] for row in self._db.execute("PRAGMA table_info(jobs)")
-            }:  # of 0.2
-                self._db.execute("ALTER TABLE jobs ADD COLUMN roots TEXT")
-            if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
-                raise sqlite3.DatabaseError("its pages are malformed")
-            with self._db as db:
-                ended = (
-                    "UPDATE jobs SET state = 'cancelled', ended = ? WHERE state IN ('queued', "
-                    "'running') AND cancelling"
-                )
-                db.execute(ended, (utc_now(),))
-                db.execute("UPDATE jobs SET state = 'queued' WHERE state = 'running'")
-            with storage_errors("open", self._path):
-                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-                """The file in use. Closing it before the database would end SQLite's locks."""
-        except sqlite3.Error as e:
-            raise StorageError(
-                f"the journal {self._path} cannot be used ({e}). Jobs and the history of "
-                "verifications are in it; checkpoints are not: make room, or move it away to "
-                "begin a new one."
-            ) from e
-
-    def close(self) -> None:
-        """Close the database."""
-        with self._lock:
-            self._db.close()
-            fd, self._fd = self._fd, -1
-            if fd >= 0:
-                os.close(fd)
 
     # --- jobs
 
@@ -349,7 +272,7 @@ class Journal:
             begin = "INSERT INTO verifications (number, id, attempt, begun, job) VALUES (?,?,?,?,?)"
             self._write(begin, (number, ident, attempt, utc_now(), job))
             kept = "SELECT number FROM verifications WHERE id = ? ORDER BY number DESC LIMIT ?"
-            last = f"SELECT max(number) FROM verifications WHERE id = ? AND {_COMPLETE}"  # noqa: S608
+            last = f"SELECT max(number) FROM verifications WHERE id = ? AND {COMPLETE}"  # noqa: S608
             self._write(
                 f"DELETE FROM verifications WHERE id = ? AND number NOT IN ({kept}) AND number "  # noqa: S608
                 f"NOT IN ({last})",
@@ -403,7 +326,7 @@ class Journal:
         Raises StorageError.
         """
         where = "" if idents is None else f"AND id IN ({','.join('?' * len(idents))})"
-        last = f"SELECT max(number) FROM verifications WHERE {_COMPLETE} {where} GROUP BY id"  # noqa: S608
+        last = f"SELECT max(number) FROM verifications WHERE {COMPLETE} {where} GROUP BY id"  # noqa: S608
         return {
             one.id: one
             for one in self._verifications(f"WHERE number IN ({last})", tuple(idents or ()))
@@ -420,7 +343,7 @@ class Journal:
         for first in range(0, len(known), _BATCH):
             batch = known[first : first + _BATCH]
             last = (
-                f"SELECT max(number) FROM verifications WHERE {_COMPLETE} AND id IN "  # noqa: S608
+                f"SELECT max(number) FROM verifications WHERE {COMPLETE} AND id IN "  # noqa: S608
                 f"({','.join('?' * len(batch))}) GROUP BY id"
             )
             sql = (
@@ -454,7 +377,7 @@ class Journal:
 
     def damaged_verifications(self) -> dict[str, Verification]:
         """The latest ended verifications that found damage, by id. Raises StorageError."""
-        later = f"SELECT max(number) FROM verifications WHERE {_COMPLETE} AND id = one.id"  # noqa: S608
+        later = f"SELECT max(number) FROM verifications WHERE {COMPLETE} AND id = one.id"  # noqa: S608
         verifications = self._verifications(
             "AS one INDEXED BY by_damage WHERE damaged > 0 AND ended IS NOT NULL AND number = "
             f"({later})"
@@ -523,13 +446,6 @@ class Journal:
 
     # ---
 
-    def _all(self, sql: str, values: Sequence[Any]) -> list[Any]:
-        try:
-            with self._lock:
-                return self._db.execute(sql, values).fetchall()
-        except sqlite3.Error as e:
-            raise StorageError(f"the journal {self._path.name} cannot be read now ({e}).") from e
-
     def _jobs(self, where: str, values: Sequence[Any] = ()) -> list[JobRow]:
         """Jobs, with the progress of those that run."""
         with self._lock:
@@ -554,32 +470,6 @@ class Journal:
             before = self._all("SELECT offset FROM clock", ())
             self._write("DELETE FROM clock", (), ("INSERT INTO clock VALUES (?)", (offset,)))
         return float(before[0][0]) if before else None
-
-    def _write(self, sql: str, values: Sequence[Any], *others: tuple[str, Sequence[Any]]) -> int:
-        """Write in one transaction; return the number of the first row."""
-        try:
-            if not seems_at(self._fd, self._path):
-                raise FileNotFoundError("another file is there")
-            with self._lock, self._db as db:
-                number = db.execute(sql, values).lastrowid or 0
-                for other, given in others:
-                    db.execute(other, given)
-                return number
-        except OSError as e:
-            raise StorageError(
-                f"the journal was deleted or moved while it was used ({e.strerror or e}); start "
-                "the service again."
-            ) from e
-        except sqlite3.Error as e:
-            raise StorageError(
-                f"the journal {self._path.name} cannot be written ({e}); nothing was changed. Is "
-                "the disk full?"
-            ) from e
-
-    def _next(self, table: str) -> int:
-        """Number of a new row: that of the time, or the next one after the last."""
-        last = self._all("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,))
-        return max(int((time.time() - _EPOCH) * 100), last[0][0] + 1 if last else 1)
 
 
 def _readable() -> tuple[str, list[str]]:
