@@ -12,7 +12,7 @@ import base64
 import binascii
 import hashlib
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import CommitError
 from shardckpt.format.documents import (
@@ -27,14 +27,14 @@ from shardckpt.format.documents import (
     open_envelope,
     seal,
 )
-from shardckpt.format.merging import merge_structures
+from shardckpt.format.merging import merge_structures, merge_values
 from shardckpt.format.replicas import ReplicasReference
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.state.names import shown
-from shardckpt.text import numbered, shorten
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 MOST_HOSTS = 1 << 20
 """Most hosts of a save; limits the work of naming missing hosts."""
@@ -360,9 +360,6 @@ def _processes(read: Fields, hosts: int) -> int:
     return processes
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True, slots=True)
 class Contents:
     """The description of a state by one host, or the union over all hosts."""
@@ -399,7 +396,7 @@ class Contents:
                 f"The hosts disagree on how many processes saved the state: {process_counts}. "
                 "Nothing was published."
             )
-        metadata = _agree(
+        metadata = merge_values(
             [(processes, part.metadata) for processes, part in parts],
             lambda key, one, other: (
                 f"SaveOptions(metadata=…): {shorten(key)} differs between {one} and {other}; give "
@@ -411,7 +408,7 @@ class Contents:
         structure = parts[0][1].structure
         if len(parts) > 1 or structure.is_partial:
             structure = merge_structures([(processes, part.structure) for processes, part in parts])
-        small = _agree(
+        small = merge_values(
             [(processes, part.small) for processes, part in parts],
             lambda name, one, other: (
                 f"{shown(name)}: this small plain tensor has other elements on {one} than on "
@@ -420,7 +417,7 @@ class Contents:
                 "train_state(local=…)."
             ),
         )
-        samples = _agree(
+        samples = merge_values(
             [(processes, part.samples) for processes, part in parts],
             lambda name, one, other: (
                 f"{shown(name)}: this plain tensor has other elements on {one} than on {other}, "
@@ -481,22 +478,3 @@ class Contents:
             {name: samples.integer(name) for name in samples.doc},
             processes,
         )
-
-
-def _agree(
-    parts: Sequence[tuple[Sequence[int], Mapping[str, T]]],
-    contradiction: Callable[[str, str, str], str],
-) -> dict[str, T]:
-    """Merge the processes' mappings.
-
-    `contradiction` makes the message for two different values from the name and both processes.
-    """
-    merged: dict[str, T] = {}
-    holders: dict[str, Sequence[int]] = {}
-    for processes, part in parts:
-        for name, value in part.items():
-            if merged.setdefault(name, value) != value:
-                one, other = numbered("process", holders[name]), numbered("process", processes)
-                raise CommitError(f"{contradiction(name, one, other)} Nothing was published.")
-            holders.setdefault(name, processes)
-    return merged
