@@ -47,7 +47,7 @@ from shardckpt.layout.box import distinct_boxes
 from shardckpt.layout.world import World
 from shardckpt.plan.pieces import overlaps
 from shardckpt.reading.locate import Request
-from shardckpt.writing import save_plan
+from shardckpt.writing import tensor_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -312,7 +312,9 @@ def _save(
     options = SaveOptions(shardings=shardings)
     checkpoint = None
     if directory is None:
-        records = save_plan.tensor_records(frameworks.sources(state, World()), options, World())
+        records = tensor_storage.tensor_records(
+            frameworks.sources(state, World()), options, World()
+        )
     else:
         shardckpt.save(directory, state, options=options)
         checkpoint = shardckpt.open(directory)

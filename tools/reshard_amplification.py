@@ -39,7 +39,7 @@ from shardckpt.reshard.options import ReshardOptions
 from shardckpt.reshard.plan import plan_reshard
 from shardckpt.reshard.rules import Rules
 from shardckpt.reshard.rules.like import Like
-from shardckpt.writing.save_plan import tensor_record
+from shardckpt.writing.tensor_storage import tensor_record
 
 if TYPE_CHECKING:
     from shardckpt import Sharding

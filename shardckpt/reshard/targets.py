@@ -2,7 +2,7 @@
 
 The layout of each tensor is decided first. With rules, the rules decide; with a mesh alone, the
 spec that the source recorded, as far as the mesh has its axes; with neither, the layout stays. Each
-tensor is stored as a save would store it if devices had it in the new layout (`save_plan`). A
+tensor is stored as a save would store it if devices had it in the new layout (`tensor_storage`). A
 tensor of a shardckpt checkpoint that keeps its layout and element size also keeps its arrays and
 chunks, whatever their shapes.
 """
@@ -24,7 +24,7 @@ from shardckpt.reshard.rules import Decision
 from shardckpt.state import meanings, per_process_names, select
 from shardckpt.state.names import array_path, piece_path
 from shardckpt.state.select import check_selection, selector
-from shardckpt.writing.save_plan import tensor_record
+from shardckpt.writing.tensor_storage import tensor_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -26,7 +26,7 @@ from shardckpt.format.zarr_arrays import (
 )
 from shardckpt.layout.dtypes import DTYPES
 from shardckpt.layout.world import World
-from shardckpt.writing.save_plan import tensor_records
+from shardckpt.writing.tensor_storage import tensor_records
 
 NUMPY = [d for d in DTYPES.values() if d.storage.type.__module__ == "numpy"]
 

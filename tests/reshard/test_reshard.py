@@ -15,7 +15,7 @@ from shardckpt.layout import dtypes
 from shardckpt.layout.placements import Placements
 from shardckpt.plan.chunks import Floor, smallest_chunk
 from shardckpt.runs.collecting import delete
-from shardckpt.writing.save_plan import tensor_record
+from shardckpt.writing.tensor_storage import tensor_record
 
 EIGHT = Mesh((8,), ("x",))
 GRID = Mesh((2, 4), ("x", "y"))

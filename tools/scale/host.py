@@ -42,7 +42,8 @@ from shardckpt.layout.world import DeviceOwners, World
 from shardckpt.plan.pieces import overlaps, touched
 from shardckpt.plan.writers import box_holders
 from shardckpt.state import flatten
-from shardckpt.writing.save_plan import SavePlan, plan_save, tensor_records
+from shardckpt.writing.save_plan import SavePlan, plan_save
+from shardckpt.writing.tensor_storage import tensor_records
 from tools.scale.layouts import DEVICES_PER_HOST, laid_out
 from tools.scale.trees import TREES
 

@@ -32,7 +32,7 @@ from shardckpt.reshard.plan import plan_reshard
 from shardckpt.reshard.rules import Rules
 from shardckpt.serve.pages.plan import page
 from shardckpt.state import flatten
-from shardckpt.writing.save_plan import tensor_record
+from shardckpt.writing.tensor_storage import tensor_record
 from tools.scale.host import commit_record
 from tools.scale.layouts import DEVICES_PER_HOST, spec_of
 from tools.scale.trees import TREES

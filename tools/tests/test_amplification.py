@@ -17,7 +17,7 @@ import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, frameworks
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.layout.world import World
-from shardckpt.writing import save_plan
+from shardckpt.writing import tensor_storage
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ SMALL_SIZES = {
 def stored(shape, itemsize, sharding):
     """The record of a tensor as `save` would store it."""
     state = {"w": np.empty(shape, f"u{itemsize}")}
-    return save_plan.tensor_records(
+    return tensor_storage.tensor_records(
         frameworks.sources(state, World()), SaveOptions(shardings={"w": sharding}), World()
     )["w"]
 
