@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from shardckpt.layout.box import Box
 from shardckpt.plan.cut import cut_run
 from shardckpt.plan.pieces import count_chunks, padded_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from types import EllipsisType
-
-    from numpy.typing import NDArray
 
     from shardckpt.plan.pieces import Piece
 
@@ -123,21 +121,6 @@ def parts_of(block: Block, most: int) -> Iterator[tuple[Box, Index]]:
         return
     for part in _cut(block, most):
         yield part.box, _index(part.box.start, part.box.stop, block.box.start)
-
-
-def cut_elements(
-    blocks: Sequence[tuple[Block, NDArray[Any]]], most: int
-) -> Iterator[tuple[Piece, Box, NDArray[Any]]]:
-    """The parts of blocks, see `parts_of`: the array, the box, and the elements.
-
-    Those of small blocks are not indexed.
-    """
-    for block, elements in blocks:
-        if block.padded_bytes <= most:
-            yield block.piece, block.box, elements
-        else:
-            for box, index in parts_of(block, most):
-                yield block.piece, box, elements[index]
 
 
 def _index(

@@ -3,28 +3,16 @@
 The record is written last, after everything that it refers to is durable. So its presence means
 that the host has finished.
 
-Elements of many chunks are encoded at a time:
-
-1. Blocks are processed some MiB at a time (`Portion`): a part of a large tensor, or many small
-   tensors.
-2. The blocks of a portion with the same shape and chunk shape are laid out together, also across
-   tensors, in reused memory, one after another as they will lie in the file. Each block is one
-   copy.
-3. Each chunk gets its checksum there, and one call writes them all.
-
-So the cost of Python code is per portion or block and not per chunk, except for the checksum and
-the key. Where the extension moves the elements (`io/extension.py`), steps 2 and 3 are one call, and
-portions are larger.
+Elements are encoded some MiB at a time (`Portion`): a part of a large tensor, or many small
+tensors (`encoder`).
 """
 
 from __future__ import annotations
 
 import os
-from array import array
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -37,20 +25,12 @@ from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.replicas import ReplicasReference, seal_checksums
 from shardckpt.format.stored_chunks import close, lay_out_all, with_checksums
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
-from shardckpt.format.zarr_arrays import (
-    CHECKSUM_BYTES,
-    chunk_object_key,
-    chunk_places,
-    room_for,
-)
 from shardckpt.io import extension
-from shardckpt.io.buffers import round_up
-from shardckpt.io.datafile import BlocksOut
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.threads import run_on_threads
-from shardckpt.layout.dtypes import with_plain_bools
-from shardckpt.plan.blocks import cut_elements
+from shardckpt.plan.blocks import parts_of
 from shardckpt.plan.pieces import batches, padded_size
+from shardckpt.writing.encoder import Encoder, merge_written
 from shardckpt.writing.packed import PackedWriter
 from shardckpt.writing.plain import PlainWriter
 
@@ -63,14 +43,10 @@ if TYPE_CHECKING:
     from shardckpt.format.replicas import Checksums
     from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.store import Store
-    from shardckpt.layout.box import Box
     from shardckpt.plan.blocks import Block
     from shardckpt.plan.pieces import Piece
+    from shardckpt.writing.encoder import Array, Elements
     from shardckpt.writing.kept import KeptChunks
-
-    Array: TypeAlias = NDArray[np.generic]
-    Elements: TypeAlias = tuple[Piece, Box, NDArray[np.generic]]
-    """An array, a box of complete chunks of it (in the tensor's indices), and its elements."""
 
 
 def describe(
@@ -255,7 +231,7 @@ class HostWriter:
         A box has at most `at_a_time` bytes with its padding, or is one chunk.
         """
         return self.portions(
-            cut_elements(blocks, at_a_time),
+            _cut_elements(blocks, at_a_time),
             at_a_time,
             sum([elements.nbytes for _, elements in blocks]),
             written,
@@ -419,201 +395,12 @@ _LEAST_BYTES = 1 << 10
 """Least bytes that a block counts for: its key, and the Python objects for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Chunks in the order in which they were written."""
-
-    paths: tuple[str, ...]
-    """Arrays that have chunks here."""
-    path: NDArray[np.uint32]
-    """(n,) index into `paths`."""
-    chunk: NDArray[np.uint64]
-    """(n,) position in the array's grid."""
-    crc: NDArray[np.uint32]
-    """(n,) crc32c of the stored bytes."""
-
-
 class Portion(NamedTuple):
     """Blocks that one thread writes at a time."""
 
     blocks: list[Elements]
     written: Callable[[], None]
     """Called after these blocks are written."""
-
-
-class Encoder:
-    """Encodes chunks and hands them to a writer; for one thread."""
-
-    def __init__(
-        self,
-        writer: PackedWriter | PlainWriter,
-        compression: str | None,
-        sums: StateSums | None = None,
-        *,
-        thread: int = 0,
-        kept: KeptChunks | None = None,
-    ) -> None:
-        """Write with `writer`, as its thread of this number.
-
-        All elements are added to `sums`, and kept in `kept`.
-        """
-        self.sums = sums
-        self.changed_bytes = 0
-        """Bytes of elements that differ from the version before."""
-        self._kept = kept
-        self._writer = writer
-        self._thread = thread
-        self._compression = compression
-        self._room = np.empty(0, np.uint8)
-        """Reused memory in which blocks are laid out, unless the writer has memory for them; or the
-        extension's scratch."""
-        self.moves_blocks = (
-            extension.moving is not None
-            and compression is None
-            and kept is None
-            and isinstance(writer, PackedWriter)
-        )
-        """Whether the extension moves elements to the file, or to the memory of an object."""
-        self._paths: dict[str, int] = {}
-        self._path = array("I")
-        self._chunk = array("Q")
-        self._crc = array("I")
-
-    def append(self, blocks: Iterable[Elements]) -> None:
-        """Write the chunks of boxes of arrays; their elements are copied before this returns."""
-        alike: dict[object, list[Elements]] = {}
-        for block in blocks:
-            piece, box, elements = block
-            if elements.dtype == np.bool_:
-                elements = with_plain_bools(elements)
-                block = piece, box, elements  # noqa: PLW2901
-            if self.sums is not None:
-                self.sums.add_box(piece, box.start, elements)
-            alike.setdefault((piece.chunks, elements.shape, elements.dtype), []).append(block)
-        for group in alike.values():
-            self._append_alike(group)
-
-    def _append_alike(self, blocks: Sequence[Elements]) -> None:
-        """Write blocks of one shape and dtype, cut into chunks of one shape, in their order."""
-        known: dict[object, tuple[list[int], list[str]]] = {}
-        numbers: list[int] = []
-        positions: list[int] = []
-        keys: list[str] = []
-        chunks, paths = blocks[0][0].chunks, self._paths
-        only = "/c" + "/0" * len(chunks)
-        for piece, box, _ in blocks:
-            if piece.shape == chunks:  # an array of one chunk
-                numbers.append(paths.setdefault(piece.path, len(paths)))
-                positions.append(0)
-                keys.append(piece.path + only)
-                continue
-            lies = (piece.start, piece.shape, box)
-            if lies not in known:
-                known[lies] = chunk_places(piece, box)
-            places, ends = known[lies]
-            numbers += [paths.setdefault(piece.path, len(paths))] * len(places)
-            positions += places
-            keys += map(piece.path.__add__, ends)
-        elements = [elements for _, _, elements in blocks]
-        size = room_for(chunks, elements[0].itemsize)
-        crcs = (
-            self._append_with_extension(keys, size, elements, chunks) if self.moves_blocks else None
-        )
-        if crcs is None:
-            crcs = self._append_with_numpy(keys, size, elements, chunks, numbers)
-        self._path.extend(numbers)
-        self._chunk.extend(positions)
-        self._crc.extend(crcs)
-
-    def _append_with_extension(
-        self, keys: Sequence[str], size: int, elements: list[Array], chunks: tuple[int, ...]
-    ) -> list[int] | None:
-        """Write chunks with the extension.
-
-        Return their checksums, or None if it does not move such ones.
-        """
-        if len(chunks) > extension.MOST_DIMS or elements[0].itemsize not in extension.KINDS:
-            return None
-        if self._room.nbytes < extension.SCRATCH_BYTES:
-            self._room = np.empty(extension.SCRATCH_BYTES, np.uint8)
-        blocks = BlocksOut.of(elements, chunks, self._room, len(keys))
-        self._writer.append(keys, blocks, [size] * len(keys), thread=self._thread)
-        crcs: list[int] = blocks.crcs.tolist()
-        return crcs
-
-    def _append_with_numpy(
-        self,
-        keys: Sequence[str],
-        size: int,
-        elements: list[Array],
-        chunks: tuple[int, ...],
-        numbers: Sequence[int],
-    ) -> list[int]:
-        """Lay chunks out in memory and write them; return their checksums.
-
-        `numbers` are those of their arrays' paths.
-        """
-        differences = self._compression == "difference"
-        each = (
-            round_up(size) if differences else size
-        )  # words are compared, and aligned ones faster
-        nbytes = len(keys) * each
-        memory = self._writer.room(nbytes) if self._compression is None else None
-        if memory is None:
-            if self._room.nbytes < nbytes:
-                self._room = np.empty(nbytes, np.uint8)
-            memory = self._room[:nbytes]
-        rows = memory.reshape(-1, each)[:, :size]
-        lay_out_all(elements, chunks, rows)
-        if differences:
-            assert self._kept is not None
-            known = [*self._paths]
-            paths = [known[number] for number in numbers]
-            stored, changed = self._kept.differences(
-                keys, paths, rows[:, :-CHECKSUM_BYTES], elements[0].itemsize
-            )
-            data, lengths, crcs = with_checksums(stored)
-            self.changed_bytes += changed
-        else:
-            if self._kept is not None:
-                self._kept.keep(keys, rows[:, :-CHECKSUM_BYTES])
-            data, lengths, crcs = close(rows, self._compression)
-        self._writer.append(keys, data, lengths, thread=self._thread)
-        return crcs
-
-    def append_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
-        """Write chunks from elements in their stored form (`stored_chunks.lay_out`).
-
-        The input is not used after this returns.
-
-        Args:
-            chunks: for each chunk the array, its position in the grid, and the laid-out bytes.
-        """
-        together = (
-            [chunks] if self._compression is None else [[chunk] for chunk in chunks]
-        )  # one compressed chunk in memory at a time
-        if self.sums is not None:
-            for piece, position, raw in chunks:
-                self.sums.add_chunk(piece, position, raw)
-        for group in together:
-            closed = [close(raw[None], self._compression) for _, _, raw in group]
-            keys = [chunk_object_key(piece, position) for piece, position, _ in group]
-            self._writer.append(keys, [data for data, _, _ in closed], thread=self._thread)
-            self._path.extend(
-                [self._paths.setdefault(piece.path, len(self._paths)) for piece, _, _ in group]
-            )
-            self._chunk.extend([position for _, position, _ in group])
-            self._crc.extend([crc for _, _, (crc,) in closed])
-
-    def finish(self) -> Written:
-        """Free the memory, and return what was written."""
-        self._room = np.empty(0, np.uint8)
-        columns = (
-            np.array(self._path, np.uint32),
-            np.array(self._chunk, np.uint64),
-            np.array(self._crc, np.uint32),
-        )
-        return Written(tuple(self._paths), *columns)
 
 
 def _bytes_of_chunks(block: Elements) -> int:
@@ -630,12 +417,14 @@ def _bytes_of_chunks(block: Elements) -> int:
     return max(nbytes, _LEAST_BYTES)
 
 
-def merge_written(parts: Sequence[Written]) -> Written:
-    """Merge what several encoders have written, one after another."""
-    paths: dict[str, int] = {}
-    numbers = [
-        np.array([paths.setdefault(path, len(paths)) for path in part.paths], np.uint32)[part.path]
-        for part in parts
-    ]
-    path, chunk = np.concatenate(numbers), np.concatenate([part.chunk for part in parts])
-    return Written(tuple(paths), path, chunk, np.concatenate([part.crc for part in parts]))
+def _cut_elements(blocks: Sequence[tuple[Block, Array]], most: int) -> Iterator[Elements]:
+    """The parts of blocks, see `plan.blocks.parts_of`: the array, the box, and the elements.
+
+    Those of small blocks are not indexed.
+    """
+    for block, elements in blocks:
+        if block.padded_bytes <= most:
+            yield block.piece, block.box, elements
+        else:
+            for box, index in parts_of(block, most):
+                yield block.piece, box, elements[index]

@@ -11,7 +11,7 @@ import torch
 
 import shardckpt
 from shardckpt import SaveOptions
-from shardckpt.writing import host, save_plan
+from shardckpt.writing import encoder, save_plan
 
 ODD = [0, 1, 2, 255]
 
@@ -47,7 +47,7 @@ def saved(request, tmp_path, monkeypatch):
     """Checkpoints of this release and, as an earlier one wrote them, with all bytes as they
     were."""
     if request.param == "earlier":
-        for module in (host, save_plan):
+        for module in (encoder, save_plan):
             monkeypatch.setattr(module, "with_plain_bools", lambda array: array)
     shardckpt.save(tmp_path / "c", state(), options=SaveOptions(fingerprint=True))
     monkeypatch.undo()

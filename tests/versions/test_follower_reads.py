@@ -15,7 +15,7 @@ from numcodecs import Zstd
 import shardckpt
 from shardckpt.errors import CorruptionError, OptionError, ShapeMismatchError
 from shardckpt.runs.collecting import delete
-from shardckpt.writing.host import Encoder
+from shardckpt.writing.encoder import Encoder
 
 SHAPES = [(512, 512)] * 8 + [(1376, 512)] * 4 + [(4096, 512)]
 

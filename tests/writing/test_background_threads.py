@@ -11,7 +11,7 @@ import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.errors import NotFoundError, OptionError, StorageError
 from shardckpt.writing.background import Saver
-from shardckpt.writing.host import Encoder
+from shardckpt.writing.encoder import Encoder
 
 MiB = 1 << 20
 

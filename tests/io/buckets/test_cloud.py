@@ -28,7 +28,7 @@ from shardckpt.errors import MissingExtraError, OptionError, StorageError
 from shardckpt.io import extension
 from shardckpt.io.buckets import cloud as settings
 from shardckpt.io.store import Store
-from shardckpt.writing import host
+from shardckpt.writing import encoder
 
 MiB = 1 << 20
 
@@ -102,7 +102,7 @@ def test_bytes_go_from_the_connection_to_their_place_without_a_copy(cloud):
 
 @pytest.mark.skipif(extension.moving is None, reason="the extension is off, or was not built")
 def test_the_extension_lays_matrices_out_where_they_are_sent_from(cloud, monkeypatch):
-    monkeypatch.setattr(host, "lay_out_all", lambda *_: pytest.fail("numpy laid chunks out"))
+    monkeypatch.setattr(encoder, "lay_out_all", lambda *_: pytest.fail("numpy laid chunks out"))
     state, url = (
         {"w": np.arange(3_000_000, dtype=np.float32).reshape(1500, 2000), "b": np.arange(7)},
         cloud.url(uuid.uuid4().hex),
