@@ -12,8 +12,7 @@ The chunks lie one after another in the files.
 3. All data files, and a B+tree leaf with the key and place of each chunk, make a *lane*, an OCDBT
    database `hosts/<host>/<n>`. A lane is complete when its manifest is written, after everything
    that it points to. A host needs several lanes only if it has more chunks than a leaf should have.
-4. TensorStore then reads the leaf back, and must find every key at its place; where it has no
-   driver, our own reader does.
+4. The leaf is read back, and must have every key at its place (`commit.index.seal_lane`).
 
 Memory: none of the data on a local disk. Elsewhere: a buffer for the file that is filled, and one
 for each file in flight, which are used again and again, and kept for the next save. All of them are
@@ -31,18 +30,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from threading import Event, Lock
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
-import tensorstore as ts
 
-from shardckpt.commit.index import index_values
+from shardckpt.commit.index import TREE, seal_lane
 from shardckpt.errors import CommitError, ShardckptError
 from shardckpt.io import ocdbt
 from shardckpt.io.buffers import KeptBuffers
 from shardckpt.io.datafile import BlocksOut, DataFile, create_data_file
-from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import Store, byte_view
 from shardckpt.io.threads import map_on_threads
 
@@ -68,11 +65,6 @@ _LEAST_BUFFERS = 5
 """Least buffers that `memory_limit` has room for."""
 LANE_KEYS = 1 << 16
 """Most chunks per lane; keeps the leaf within a few MiB."""
-_places_seen = Event()
-"""Set when TensorStore has returned the expected places of all chunks of one lane of this
-process."""
-_TREE = "d/tree"
-_MANIFEST = "manifest.ocdbt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,82 +480,11 @@ class _Lanes:
                 file.removeprefix(f"{name}/")
                 for file in self.files[first : int(np.searchsorted(lanes, lane, "right"))]
             ]
-            write_node = partial(write if lane == 0 else self._store.write, f"{name}/{_TREE}")
-            _seal_lane(
+            write_node = partial(write if lane == 0 else self._store.write, f"{name}/{TREE}")
+            seal_lane(
                 self._store.sub(name),
                 [keys[i].encode() for i in order],
                 files,
                 places[order] - (first, 0, 0),
                 write_node,
             )
-
-
-def _seal_lane(
-    store: Store,
-    keys: list[bytes],
-    files: list[str],
-    places: NDArray[np.int64],
-    write_node: Callable[[bytes], None],
-) -> None:
-    """Write the leaf of a database, and then its manifest; read them back with TensorStore.
-
-    Args:
-        store: the database.
-        keys: keys of the chunks, ascending.
-        files: its data files.
-        places: (n, 3) file, offset and length of each chunk.
-        write_node: writes the file of the leaf.
-    """
-    node = ocdbt.leaf_node(keys, files, *places.T)
-    write_node(node)
-    store.write(_MANIFEST, ocdbt.manifest(_TREE, len(node), len(keys), int(places[:, 2].sum())))
-    store.with_new_keys(partial(_check_lane, store, keys, files, places))
-
-
-def _check_lane(
-    store: Store, keys: list[bytes], files: list[str], places: NDArray[np.int64]
-) -> None:
-    """Compare TensorStore's view with the chunks that were put.
-
-    Keys are always compared, places only the first time in a process.
-
-    Where TensorStore has no driver, our own reader's view is compared.
-    `ts.ocdbt.dump`, which shows places, leaks some 500 bytes per key each time (0.1.86).
-    """
-    if not store.has_driver:
-        placed = [
-            (key.decode(), (files[file], offset, length))
-            for key, (file, offset, length) in zip(keys, places.tolist(), strict=True)
-        ]
-        if [*index_values(store)] != placed:
-            raise CommitError(
-                f"{store}: the index does not have all {len(placed)} chunks at their places when "
-                "it is read back."
-            )
-        return
-    base = store.kvstore()
-    if _places_seen.is_set():
-        with storage_errors("read back", store):
-            database = ts.KvStore.open(
-                {"driver": "ocdbt", "base": base.spec()}, context=store.context()
-            ).result()
-            listed = database.list().result()
-        if listed != keys:
-            raise CommitError(
-                f"{store}: TensorStore finds {len(listed)} chunks where {len(keys)} were put."
-            )
-        return
-    with storage_errors("read back", store):
-        root = ts.ocdbt.dump(base, context=store.context()).result()["versions"][-1]["root"]
-        entries = ts.ocdbt.dump(base, root["location"], context=store.context()).result()["entries"]
-    places_listed = [(e["key"], e.get("indirect_value")) for e in entries]
-    expected = [
-        (key, f"value::{files[file]}:{offset}:{length}")
-        for key, (file, offset, length) in zip(keys, places.tolist(), strict=True)
-    ]
-    if places_listed != expected:
-        raise CommitError(
-            f"{store}: TensorStore finds {len(places_listed)} chunks where {len(expected)} were "
-            "put, or not in their places."
-        )
-    _places_seen.set()
