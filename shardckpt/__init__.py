@@ -53,8 +53,9 @@ if TYPE_CHECKING:
     from shardckpt.views.model_view import safetensors_view
     from shardckpt.views.pretrained import from_pretrained
     from shardckpt.views.safe_open import safe_open
-    from shardckpt.writing.background import SaveHandle, save_async
+    from shardckpt.writing.background import save_async
     from shardckpt.writing.fingerprint import fingerprint
+    from shardckpt.writing.handle import SaveHandle
     from shardckpt.writing.save import SaveReport, save
 
 __all__ = [
@@ -120,7 +121,7 @@ _HOME = {
     "Publisher": "versions.publisher",
     "Restored": "training.resuming",
     "Rules": "reshard.rules",
-    "SaveHandle": "writing.background",
+    "SaveHandle": "writing.handle",
     "SaveOptions": "options",
     "SaveReport": "writing.save",
     "ShardckptError": "errors",

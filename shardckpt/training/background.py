@@ -34,7 +34,8 @@ from shardckpt.runs.steps import StepInfo, step_numbers, steps_among
 from shardckpt.training import events
 from shardckpt.training.decisions import LEADER
 from shardckpt.training.resuming import commit_left
-from shardckpt.writing.background import SaveHandle, Saver
+from shardckpt.writing.background import Saver
+from shardckpt.writing.handle import SaveHandle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from shardckpt.state.flatten import Flat
     from shardckpt.state.select import Only
     from shardckpt.versions.device import DeviceShare
-    from shardckpt.writing.background import SaveHandle
+    from shardckpt.writing.handle import SaveHandle
     from shardckpt.writing.kept import KeptChunks
 
 _LOOK = 0.01

@@ -17,32 +17,26 @@ process has none of the saves in flight.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 from contextlib import nullcontext, suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from shardckpt import frameworks
-from shardckpt.errors import (
-    CommitError,
-    CoordinationError,
-    OptionError,
-    out_of_memory,
-    out_of_memory_is_typed,
-)
+from shardckpt.errors import CommitError, OptionError, out_of_memory_is_typed
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator, coordinator_of
 from shardckpt.io.buffers import BufferPool
 from shardckpt.io.failures import saving_takes_threads
 from shardckpt.io.shutdown import has_begun, start_background
 from shardckpt.io.store import Store
-from shardckpt.io.threads import InterruptibleCondition, collector_paused
+from shardckpt.io.threads import collector_paused
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_options, parse_bytes
 from shardckpt.text import file_size
 from shardckpt.writing.attempt import Attempt
+from shardckpt.writing.handle import SaveHandle, SaveProgress
 from shardckpt.writing.memory import AT_A_TIME, SaveMemory, Warming
 from shardckpt.writing.packed import object_buffers
 from shardckpt.writing.save import SaveReport, SaveTimes, is_short, report
@@ -60,7 +54,6 @@ if TYPE_CHECKING:
 
 _SHUTDOWN_SECONDS = 60.0
 """Seconds for which the interpreter shutdown waits for other processes, per save in flight."""
-_log = logging.getLogger("shardckpt")
 
 
 class Saver:
@@ -407,158 +400,6 @@ class _Save:
 
 _in_flight: set[_Save] = set()
 os.register_at_fork(after_in_child=_in_flight.clear)
-
-
-class SaveHandle:
-    """A save in the background, returned by `save_async`. Threads may share it."""
-
-    def __init__(self, outcome: SaveProgress) -> None:
-        """See `save_async`."""
-        self._outcome = outcome
-
-    @property
-    def url(self) -> str:
-        """Location of the checkpoint."""
-        return self._outcome.url
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of tensors that this process writes."""
-        return self._outcome.nbytes
-
-    @property
-    def report(self) -> SaveReport | None:
-        """The report; None until the save has succeeded."""
-        return self._outcome.report
-
-    def done(self) -> bool:
-        """Whether the save has ended, with or without an error."""
-        return self._outcome.ended
-
-    def wait(
-        self, until: Literal["commit", "local"] = "commit", timeout: float | None = None
-    ) -> SaveReport | None:
-        """Wait for the save.
-
-        Args:
-            until: "commit" waits until the checkpoint is committed. "local" waits until this
-                process's share is durable; other processes may still be writing theirs.
-            timeout: seconds; None for no limit. `SaveOptions.commit_timeout` also limits the wait
-                for other processes.
-
-        Returns:
-            The report. With "local" it is None if the save is still in progress.
-
-        Raises:
-            ShardckptError: the error that ended the save (see `save`), at every call. Other
-                exceptions are raised unchanged.
-            CoordinationError: the timeout expired and the save continues; or this process was
-                forked during the save.
-        """
-        if until not in ("commit", "local"):
-            raise OptionError(f'SaveHandle.wait({until!r}): use "commit" or "local".')
-        try:
-            return self._outcome.wait(until, timeout)
-        finally:
-            self._outcome.heard = self._outcome.ended
-
-    def __del__(self) -> None:
-        """Leave the save to itself; if it fails, or has failed, that is in the log."""
-        self._outcome.let_go()
-
-    def __repr__(self) -> str:
-        return f"<SaveHandle of {self.url}: {self._outcome.state}>"
-
-
-class SaveProgress:
-    """The progress of a save. One thread sets it, any number of threads may read it or wait."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.nbytes = 0
-        self.report: SaveReport | None = None
-        self.heard = False
-        """Whether a caller has got the report or the error, or the log has the error."""
-        self._let_go = False
-        """Whether nobody can wait for it any more."""
-        self._durable = False
-        self._error: BaseException | None = None
-        self._process = os.getpid()
-        self._changed = InterruptibleCondition()
-
-    @property
-    def ended(self) -> bool:
-        """Whether the save has ended."""
-        return self.report is not None or self._error is not None
-
-    @property
-    def state(self) -> str:
-        """One or two words about the save, for `repr`."""
-        if self._error is not None:
-            return f"failed with {type(self._error).__name__}"
-        return (
-            "committed"
-            if self.report is not None
-            else "durable here"
-            if self._durable
-            else "in flight"
-        )
-
-    def wait(self, until: str, timeout: float | None) -> SaveReport | None:
-        """See `SaveHandle.wait`."""
-        if not self.ended and os.getpid() != self._process:
-            raise CoordinationError(
-                f"{self.url}: this process was forked from the one that saves; wait for the save "
-                "there. Start processes that save "
-                f'with multiprocessing.get_context("spawn").'
-            )
-        with self._changed.lock:
-            self._changed.wait_for(
-                lambda: self.ended or (until == "local" and self._durable), timeout
-            )
-        if self._error is not None:
-            raise self._error
-        if self.report is None and not (until == "local" and self._durable):
-            raise CoordinationError(
-                f"{self.url}: the save has not ended within {timeout:g} s, and goes on; call "
-                "wait() again."
-            )
-        return self.report
-
-    def durable(self) -> None:
-        """Note that this process's share is durable."""
-        with self._changed.lock:
-            self._durable = True
-            self._changed.notify_all()
-
-    def end(self, ended: SaveReport | BaseException) -> None:
-        """Note that the save has ended, with a report or with an error."""
-        with self._changed.lock:
-            if isinstance(ended, SaveReport):
-                self.report = ended
-            else:
-                self._error = ended
-                if isinstance(ended, MemoryError):
-                    self._error = out_of_memory(self.url, ended)
-                    self._error.__cause__ = ended
-            self._changed.notify_all()
-        if self._let_go:
-            self.warn()
-
-    def let_go(self) -> None:
-        """Note that nobody can wait for it any more; called at any moment, so it locks nothing."""
-        self._let_go = True
-        self.warn()
-
-    def warn(self) -> None:
-        """Log an error that no caller has received."""
-        if self._error is not None and not self.heard and os.getpid() == self._process:
-            self.heard = True
-            _log.warning(
-                "%s: the save failed in the background, and nothing waited for it: %s",
-                self.url,
-                self._error,
-            )
 
 
 _choosing = threading.RLock()  # a signal handler may save, too

@@ -28,7 +28,8 @@ from shardckpt import Coordinator, SaveOptions, errors
 from shardckpt.io.buffers import BufferPool
 from shardckpt.layout.world import World
 from shardckpt.options import parse_bytes
-from shardckpt.writing.background import SaveProgress, Saver, _shared_saver
+from shardckpt.writing.background import Saver, _shared_saver
+from shardckpt.writing.handle import SaveProgress
 
 FRAMEWORKS = ["torch", "DTensor", "JAX", "torch_xla"]
 MiB = 1 << 20

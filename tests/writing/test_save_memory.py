@@ -15,7 +15,7 @@ from paths import CHILDREN, TOOLS
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.errors import BudgetError
-from shardckpt.writing.background import SaveProgress
+from shardckpt.writing.handle import SaveProgress
 
 TOOL = TOOLS / "save_memory.py"
 MiB = 1 << 20

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import LightningModule, Trainer
 
-    from shardckpt.writing.background import SaveHandle
+    from shardckpt.writing.handle import SaveHandle
 
 __all__ = ["ShardckptIO", "ShardedRun"]
 
