@@ -41,8 +41,8 @@ import shardckpt
 from shardckpt.runs import collecting, retention
 from shardckpt.training import events, policies
 from shardckpt.writing import (
-    attempt,
     background,  # noqa: F401
+    committer,
 )
 
 PROCESSES = (1, 2, 3, 4)
@@ -54,7 +54,7 @@ COMING = 8.0
 """Seconds for which processes wait for each other at the start."""
 PATIENCE = 60.0
 """Seconds that a job may take to end once it was told to."""
-attempt._COMMITTING = COMING
+committer._COMMITTING = COMING
 """Seconds for which those wait for the committer's word whose process 0 was killed."""
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from shardckpt.errors import ShardckptError
+from shardckpt.errors import CoordinationError, ShardckptError
 
 if TYPE_CHECKING:
     from shardckpt.frameworks.coordination import Coordinator
@@ -67,9 +67,11 @@ class Announcements:
     def failed_host(self, attempt: str) -> str | None:
         """A sentence on a process that could not write its share; None if none has said so.
 
-        Raises as `heard` does.
+        None also if no announcement can be read: the records show the rest.
         """
-        heard = self.heard(FAILURE, attempt)
+        heard = None
+        with suppress(CoordinationError):
+            heard = self.heard(FAILURE, attempt)
         return (
             None
             if heard is None

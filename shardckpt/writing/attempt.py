@@ -18,11 +18,11 @@ others may run on another thread, and need nothing of the state.
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
-from shardckpt.commit.assemble import assemble, pause, wait_for_hosts
+from shardckpt.commit.assemble import assemble, wait_for_hosts
 from shardckpt.commit.base_places import base_location, check_base, check_bases
 from shardckpt.commit.dependants import Dependants
 from shardckpt.commit.publish import (
@@ -32,23 +32,11 @@ from shardckpt.commit.publish import (
     hold_place,
     new_attempt,
     publish,
-    published_attempt,
     read_prior,
     remove_replaced,
 )
-from shardckpt.errors import (
-    CommitError,
-    CoordinationError,
-    OptionError,
-    OtherJobError,
-    ShardckptError,
-)
-from shardckpt.frameworks.coordination import (
-    ALL_MUST_CALL,
-    SilentStoreError,
-    WaitNotice,
-    coordinator_of,
-)
+from shardckpt.errors import CommitError
+from shardckpt.frameworks.coordination import coordinator_of
 from shardckpt.io.cores import note_local_processes
 from shardckpt.io.datafile import check_space
 from shardckpt.io.failures import is_shutting_down
@@ -57,6 +45,7 @@ from shardckpt.io.url import parse
 from shardckpt.runs.job import RUN
 from shardckpt.runs.rollback import Rollback
 from shardckpt.writing.announcements import FAILURE, WORD, Announcements, in_words
+from shardckpt.writing.committer import COMMITTER, CommitterWord
 from shardckpt.writing.host import HostWriter
 from shardckpt.writing.kept import SkippedError
 from shardckpt.writing.save_plan import check_local
@@ -77,21 +66,10 @@ if TYPE_CHECKING:
     from shardckpt.options import SaveOptions
     from shardckpt.writing.kept import VersionToWrite
     from shardckpt.writing.replicas import ReplicaChecksums
-    from shardckpt.writing.turns import Turns
 
-COMMITTER = 0
-"""The process that commits."""
-_FIRST_LOOK, _LAST_LOOK = 0.01, 1.0
-"""Seconds between two checks for the committer's word: least and most. Between these limits an
-eighth of the time waited so far."""
-_STORAGE_LOOK = 10.0
-"""Seconds until the first check whether the storage shows a commit without announcement; the time
-until each next check doubles."""
 _PLACEHOLDER = 4.0
 """Seconds that a process waits for the committer's placeholder on an object store before it writes
 one itself."""
-_COMMITTING = 60.0
-"""Seconds that the committer may take after the last host has finished."""
 _UNNAMED = ""
 """Name of an attempt that the processes have not agreed on yet."""
 
@@ -117,6 +95,13 @@ class Attempt:
         self.turns = None if self.alone else turns_at(coordinator, store)
         """This process's calls to this place."""
         self._announcements = None if self.alone else Announcements(coordinator, store)
+        self._word = (
+            None
+            if self.turns is None or self._announcements is None
+            else CommitterWord(
+                store, self.world.process, self.turns, self._announcements, options.commit_timeout
+            )
+        )
         self._storage = (
             None
             if self._announcements is None
@@ -142,8 +127,6 @@ class Attempt:
         """Whether this process has begun to meet the others, after a failed save."""
         self._unused_local: Sequence[str] = ()
         """Patterns for values of each process that have selected nothing on this process."""
-        self._late = False
-        """Whether the others had given up the attempt before this process began it."""
         self._vouches = False
         """Whether this process's record may exist. Others may then commit the attempt, so its files
         must stay."""
@@ -245,7 +228,8 @@ class Attempt:
         if self.commits:
             self._check_replaceable(prior)
         # After the checks of this process's own part, whose errors are more useful to it.
-        self._check_not_given_up()
+        if self._word is not None:
+            self._word.check_not_given_up(self.name)
         contents = self._with_bases(contents)
         compression: str | None = self.options.compression
         kept = None
@@ -310,12 +294,13 @@ class Attempt:
             self.version.await_turn(self.store, self.coordinator)
         if self.name == _UNNAMED:
             assert self.turns is not None
+            assert self._word is not None
             self._meets = True
             self.name = self.turns.meet(
                 str(self.store),
                 self.options.commit_timeout,
                 lambda: self._stopped or None,
-                self._goes_on,
+                self._word.goes_on,
             )
 
     def commit(self, before_publish: Callable[[], None] = lambda: None) -> float:
@@ -350,8 +335,11 @@ class Attempt:
         if self.alone:
             return
         wait_for_hosts(self.place, self.world.processes, self.options.commit_timeout, self._failure)
+        if self.store.durable_when_visible:
+            return
         # On a disk, a record may be visible for a moment that is not durable.
-        if not self.store.durable_when_visible and (failed := self._failed_host()) is not None:
+        assert self._announcements is not None
+        if (failed := self._announcements.failed_host(self.name)) is not None:
             raise CommitError(f"{self.place}: {failed} Nothing was published.")
 
     def assemble_record(self) -> CheckpointRecord:
@@ -417,56 +405,16 @@ class Attempt:
             CommitError: the committer could not commit, or announces nothing for too long.
         """
         assert self.turns is not None
+        assert self._word is not None
         try:
-            self._await_word(self.turns)
+            self._word.wait(
+                self.name, lambda: self._stopped, lambda: self._look_at_storage(wait=False)
+            )
         except BaseException:
             self.turns.fail(self.name)
             raise
         if self._storage is not None:
             self._storage.note()
-
-    def _await_word(self, turns: Turns) -> None:
-        began, silent, notice = time.monotonic(), "", WaitNotice(str(self.store))
-        look = began + _STORAGE_LOOK
-        while (waited := time.monotonic() - began) < (
-            timeout := self.options.commit_timeout + (0 if silent else _COMMITTING)
-        ):
-            if (reason := self._why_no_word(turns, waited)) is not None:
-                raise CommitError(
-                    f"{self.store}: process {COMMITTER} has not committed yet, and {reason}"
-                )
-            try:
-                word, silent = self._committer_word(), ""
-            except (
-                SilentStoreError
-            ) as e:  # the committer may have stopped, or only the store: the storage shows which
-                word, silent = False, f" ({str(e).rstrip('.')})"
-            except CoordinationError as e:
-                # The committer's process has ended, perhaps after the commit: the storage shows
-                # which.
-                why = f"and does not answer ({str(e).rstrip('.')})"
-                break
-            if word:
-                return
-            self._look_at_storage(wait=False)
-            if (now := time.monotonic()) > look:
-                # A later save overwrites the word, and a process that reaches the place by another
-                # name than the committer gets none.
-                with suppress(ShardckptError):
-                    if published_attempt(self.store) == self.name:
-                        return
-                look = now + (now - began)
-            notice.look(lambda: f"process {COMMITTER} to commit the save")
-            time.sleep(pause(waited, _FIRST_LOOK, _LAST_LOOK))
-        else:
-            why = f"within {timeout:g} s{silent}"
-        if published_attempt(self.store) != self.name:
-            self._tell_in_vain()
-            raise CommitError(
-                f"{self.store}: this process has written its share, and process {COMMITTER} has "
-                f"not committed {why}. {ALL_MUST_CALL} If process {COMMITTER} is gone, `shardckpt "
-                "commit` publishes the save."
-            )
 
     def _look_at_storage(self, *, wait: bool) -> None:
         """Check that this process sees what the committer has written to the storage.
@@ -476,46 +424,6 @@ class Attempt:
         if self._storage is not None and not (self.commits or self._storage.proven):
             limit = self.options.commit_timeout / 2
             self._storage.check(self.name, lambda: self._stopped, wait=wait, limit=limit)
-
-    def _committer_word(self) -> bool:
-        """Whether the committer has announced the commit.
-
-        Raises its error if it has given up the attempt.
-        """
-        assert self._announcements is not None
-        word = self._announcements.heard(WORD, self.name)
-        if word is None or (
-            word["error"] is not None and word["process"] != COMMITTER
-        ):  # that process has only waited in vain
-            return False
-        if word["error"] is not None:
-            kind = next(
-                (kind for kind in (OtherJobError, OptionError) if word.get("code") == kind.code),
-                CommitError,
-            )
-            raise kind(
-                f"{self.store}: process {COMMITTER} did not commit the save: {word['error']}"
-            )
-        return True
-
-    def _why_no_word(self, turns: Turns, waited: float) -> str | None:
-        """The reason for which no announcement will come, or is not awaited.
-
-        None if there is none.
-        """
-        if self._stopped:
-            return self._stopped
-        closed = turns.why_closed() if waited > _LAST_LOOK else None
-        return None if closed is None else f"it has given up another save to this place: {closed}"
-
-    def _tell_in_vain(self) -> None:
-        """Announce that this process has stopped waiting.
-
-        So a late process does not complete the attempt with newer data.
-        """
-        self._tell(
-            WORD, CommitError(f"process {self.world.process} does not wait for it any more.")
-        )
 
     def stop_waiting(self, why: str) -> None:
         """Stop waiting for other processes, on all threads; `why` completes a sentence."""
@@ -538,6 +446,7 @@ class Attempt:
     def _fail(self, error: BaseException) -> None:
         """Announce the failure of this process's part, or of the commit."""
         assert self.turns is not None
+        assert self._word is not None
         if self.name != _UNNAMED:
             self._tell(WORD if self.commits else FAILURE, error)
         elif not self.commits and not self._meets:
@@ -545,20 +454,7 @@ class Attempt:
         if self.name != _UNNAMED:  # else the failed attempt of an earlier call may still be open
             self.turns.fail(self.name)
         if self.commits:
-            self.turns.close(in_words(error), late=self._late)
-
-    def _goes_on(self, failed: str) -> bool:
-        """Whether a failed attempt was published, or another process waited for it in vain.
-
-        The attempt failed on this process, and the committer may have published it.
-        """
-        with suppress(ShardckptError):
-            assert self._announcements is not None
-            word = self._announcements.heard(WORD, failed)
-            if word is not None:
-                return word["error"] is None or word["process"] != COMMITTER
-            return published_attempt(self.store) == failed
-        return False
+            self.turns.close(in_words(error), late=self._word.late)
 
     @property
     def _base(self) -> Location:
@@ -579,41 +475,6 @@ class Attempt:
         )
         return replace(contents, structure=structure)
 
-    def _check_not_given_up(self) -> None:
-        """Refuse an attempt that other processes have given up before this process begins it.
-
-        The attempt's name comes from a counter. A process that has missed a save gets the name of
-        an attempt that the others have left behind, perhaps with all their records. Its own record
-        would complete that attempt with the values of another save.
-        """
-        if self.turns is None or self._announcements is None:
-            return
-        why, refused = None, False
-        with suppress(
-            CoordinationError
-        ):  # no process can be asked, so none has left it behind and gone on
-            word = self._announcements.heard(WORD, self.name)
-            why = None if word is None else word["error"]
-            refused = word is not None and word.get("code") == OptionError.code
-        if why is None and not self.commits:
-            why = self.turns.why_closed()
-        if why is not None:
-            us, self._late = f"process {self.world.process}", True
-            if not self.commits:
-                self.turns.report(
-                    "it has missed a save to this place, or began it after the others had given "
-                    "it up"
-                )
-            if refused:
-                raise OptionError(
-                    f"{self.store}: process {COMMITTER} did not begin the save: {why}"
-                )
-            raise CommitError(
-                f"{self.store}: the other processes gave up this save before {us} began it: {why} "
-                f"All processes must make the same saves, and {us} has missed one or is late. The "
-                "next save that all of them make here is a new attempt."
-            )
-
     def _failure(self) -> str | None:
         if self._stopped:
             return f"not all hosts have finished, and {self._stopped}"
@@ -623,17 +484,8 @@ class Attempt:
                 f"{out_of_step}. All processes must make the same saves; the next save that all "
                 "of them make here is a new attempt."
             )
-        return self._failed_host()
-
-    def _failed_host(self) -> str | None:
-        """A sentence on a process that could not write its share.
-
-        None also if no announcement can be read: the records show the rest.
-        """
         assert self._announcements is not None
-        with suppress(CoordinationError):
-            return self._announcements.failed_host(self.name)
-        return None
+        return self._announcements.failed_host(self.name)
 
     def _tell(self, what: str, error: BaseException | None) -> None:
         if self._announcements is not None:

@@ -13,7 +13,7 @@ from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.options import SaveOptions
 from shardckpt.state.flatten import flatten, local_names, plain_state
 from shardckpt.state.names import shown
-from shardckpt.writing.attempt import COMMITTER
+from shardckpt.writing.committer import COMMITTER
 from shardckpt.writing.replicas import ReplicaChecksums
 from shardckpt.writing.save_plan import plan_save, small_elements
 from shardckpt.writing.state_share import MOST_COPIES, read_to_host

@@ -6,7 +6,7 @@ import signal
 
 from many_hosts import save
 
-from shardckpt.writing import attempt
+from shardckpt.writing import attempt, committer
 
 
 def save_and_copy(coordinator, url, copy, options=None):
@@ -24,16 +24,16 @@ def save_and_copy(coordinator, url, copy, options=None):
 def save_and_be_killed(coordinator, url, options=None):
     """The committer is killed as soon as all hosts have finished; then the time for which the
     others wait for it is over."""
-    heard = attempt.Attempt._committer_word
+    heard = committer.CommitterWord.heard
 
     def die(*_arguments):
         coordinator.announce("killed", True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def listen(ours):
+    def listen(ours, name):
         if coordinator.peek("killed"):
-            attempt._COMMITTING = -ours.options.commit_timeout
-        return heard(ours)
+            committer._COMMITTING = -ours.timeout
+        return heard(ours, name)
 
-    attempt.assemble, attempt.Attempt._committer_word = die, listen
+    attempt.assemble, committer.CommitterWord.heard = die, listen
     return save(coordinator, url, options)

@@ -10,7 +10,7 @@ import shardckpt
 import shardckpt.io.buckets.s3_client
 from shardckpt import SaveOptions
 from shardckpt.io.buckets.gcs import GcsBucket
-from shardckpt.writing import attempt, packed
+from shardckpt.writing import committer, packed
 
 
 def state(seed):
@@ -34,8 +34,8 @@ def own(process, seed):
 def save(coordinator, url, seed, options=None):
     """Save; the small state has several data files."""
     packed.OBJECT_BYTES = 40_000
-    # A wait for a silent committer ends so long after the timeout.
-    attempt._COMMITTING = 1.0
+    # Whoever waits for a committer that says nothing waits no longer than that after the timeout.
+    committer._COMMITTING = 1.0
     mine = {**state(seed), "own": shardckpt.PerProcess(own(coordinator.world.process, seed))}
     options = SaveOptions(**{"commit_timeout": 20.0, **(options or {})})
     shardckpt.save(url, mine, options=options, coordinator=coordinator)

@@ -247,9 +247,9 @@ def roll_back_until_killed(coordinator, root, to, step, k):
     Of several processes it dies when all have written.
     """
     from shardckpt.runs.lineage import Lineage
-    from shardckpt.writing import attempt
+    from shardckpt.writing import committer
 
-    attempt._COMMITTING = 1.0
+    committer._COMMITTING = 1.0
     killer = Killer(k)
     if coordinator.world.processes > 1:
         Lineage.tell_storage = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -287,9 +287,9 @@ def save_with_metrics(coordinator, root, losses):
 def train_and_die(coordinator, root, every, steps, victim, k):
     """Train, keeping three steps; one process dies before the k-th operation of its own that
     changes the storage."""
-    from shardckpt.writing import attempt
+    from shardckpt.writing import committer
 
-    attempt._COMMITTING, coordinator._timeout = 1.0, 3.0
+    committer._COMMITTING, coordinator._timeout = 1.0, 3.0
     if coordinator.world.process == victim:
         Killer(k).arm()
     return train(coordinator, root, every, steps, options={"keep": 3, "commit_timeout": 1})

@@ -59,9 +59,9 @@ def save_with_the_store_lost(coordinator, url, *lost):
     """Once all have begun, no process of `lost` reaches the store any more; where process 0 does
     not, nobody hears of the commit."""
     from shardckpt import errors
-    from shardckpt.writing import attempt
+    from shardckpt.writing import committer
 
-    attempt._STORAGE_LOOK = 0.1
+    committer._STORAGE_LOOK = 0.1
     coordinator.share("begun", None)
     if coordinator.world.process in lost:
 
@@ -75,9 +75,9 @@ def save_with_the_store_lost(coordinator, url, *lost):
 
 def save_under_two_names(coordinator, url, link):
     """Process 1 goes by a link of another name, so it hears nothing of the commit."""
-    from shardckpt.writing import attempt
+    from shardckpt.writing import committer
 
-    attempt._STORAGE_LOOK = 0.1
+    committer._STORAGE_LOOK = 0.1
     return save(coordinator, link if coordinator.world.process else url)
 
 
@@ -125,14 +125,14 @@ def save_many(coordinator, url, saves):
 def save_without_committing(coordinator, url, options=None, shift=0, leave_out=()):
     """All hosts write, and the committer dies before it publishes; those of `leave_out` never
     write."""
-    from shardckpt.writing import attempt
+    from shardckpt.writing import attempt, committer
 
     def die(*_arguments):
         raise KeyboardInterrupt
 
     attempt.publish = die
     attempt.assemble = lambda *_: die()
-    attempt._COMMITTING = 0.2
+    committer._COMMITTING = 0.2
     if coordinator.world.process in leave_out:
         return "absent"
     try:

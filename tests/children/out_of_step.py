@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shardckpt
-from shardckpt.writing import attempt
+from shardckpt.writing import committer
 
 port, rank, ranks, place, misses, how = (
     int(sys.argv[1]),
@@ -23,7 +23,7 @@ port, rank, ranks, place, misses, how = (
     int(sys.argv[5]),
     sys.argv[6],
 )
-attempt._COMMITTING = 1
+committer._COMMITTING = 1
 store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
 options = shardckpt.SaveOptions(overwrite=True, commit_timeout=8)

@@ -22,7 +22,7 @@ import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.errors import CoordinationError
 from shardckpt.runs import catalog, collecting
-from shardckpt.writing import attempt
+from shardckpt.writing import committer
 
 
 def state(process, value):
@@ -80,7 +80,7 @@ def save(coordinator, url, value, options=None, fate=None, diary=None):
     operations."""
     process, met = coordinator.world.process, fate or {}
     others = Others(coordinator)
-    attempt._COMMITTING = 30  # a committer that is merely slow is waited for
+    committer._COMMITTING = 30  # a committer that is merely slow is waited for
     if process and met.get("process") == 0:
         keep_the_store_in_process_0(coordinator, others)
 
@@ -169,7 +169,7 @@ def save_steps(coordinator, root, steps, value, options, start):
 def save_out_of_step(coordinator, url, odd, late, values, timeouts):
     """Save one value after another. One process leaves out the first save; or, if it is `late`,
     makes it when the others have."""
-    attempt._COMMITTING = 0.3
+    committer._COMMITTING = 0.3
     outcomes = []
     for i, (value, timeout) in enumerate(zip(values, timeouts, strict=True)):
         coordinator.share("before", None)

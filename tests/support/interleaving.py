@@ -45,7 +45,7 @@ from shardckpt.frameworks.coordination import Coordinator
 from shardckpt.io.store import Store
 from shardckpt.layout.world import World
 from shardckpt.runs import collecting
-from shardckpt.writing import attempt
+from shardckpt.writing import attempt, committer
 
 __all__ = ["GRACE", "VERSIONS", "Actor", "Host", "Stage", "finish"]
 
@@ -206,7 +206,7 @@ class Stage:
             for name in ("read", "write", "list", "delete_range"):
                 patch.setattr(ts.KvStore, name, stage._instead_of(name))
             patch.setattr(remove, "idle_seconds", stage._idle_seconds)
-            for module in (attempt, assemble):
+            for module in (attempt, committer, assemble):
                 patch.setattr(
                     module, "time", SimpleNamespace(monotonic=stage._monotonic, sleep=stage._sleep)
                 )
