@@ -8,8 +8,8 @@ any process can do this at any time.
 1. Read the host records and each host's chunk table, and check their digests. Take the union of the
    contents that they describe.
 2. Check that together they hold every chunk exactly once.
-3. Write the chunks of small plain tensors. Hosts put those elements into their contents instead of
-   data files.
+3. Write the chunks of small plain tensors (`small_tensors`). Hosts put those elements into their
+   contents instead of data files.
 4. Build the metadata for stock zarr readers: the merged OCDBT index, or the `zarr.json` documents.
 5. Write all chunk tables as one, so that a reader needs only one.
 
@@ -22,11 +22,10 @@ that work at the same time, or one after the other's death, do not disturb each 
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, compress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -34,11 +33,12 @@ from shardckpt._version import __version__
 from shardckpt.commit import index
 from shardckpt.commit.fingerprints import write_fingerprint
 from shardckpt.commit.replicas import check_replicas
-from shardckpt.errors import CommitError, FormatError
+from shardckpt.commit.small_tensors import SMALL, SMALL_TABLE, small_chunks, small_table
+from shardckpt.commit.table_reading import read_table
+from shardckpt.errors import CommitError
 from shardckpt.format.documents import (
     FileReference,
     TableReference,
-    check_sizes,
     format_version,
     open_envelope,
     utc_now,
@@ -46,12 +46,10 @@ from shardckpt.format.documents import (
 from shardckpt.format.record import (
     CheckpointRecord,
     Contents,
-    HostFiles,
     HostRecord,
     host_record_key,
 )
-from shardckpt.format.stored_chunks import encode
-from shardckpt.format.table import OWN_OBJECT, ROW, ArrayChunks, Table, TableHeader
+from shardckpt.format.table import Table
 from shardckpt.format.zarr_arrays import (
     chunk_object_key,
     chunk_object_keys,
@@ -59,36 +57,25 @@ from shardckpt.format.zarr_arrays import (
     plain_key,
     zarr_documents,
 )
-from shardckpt.frameworks.coordination import ALL_MUST_CALL, WaitNotice
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import LARGEST_WHOLE, sync_directory
 from shardckpt.io.threads import collector_paused, map_on_threads
-from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.state.names import shown
 from shardckpt.text import few, numbered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.store import Store
-    from shardckpt.plan.pieces import Piece
 
     _Parts: TypeAlias = Sequence[tuple[Sequence[int], Contents]]
     """Different versions of the hosts' contents, each with the hosts that have it."""
 
 TABLE = "table"
 """All hosts' chunk tables as one, relative to the attempt."""
-SMALL_TABLE = "hosts/small/table"
-"""The chunk table of the small plain tensors, for readers that cannot read the table of all
-hosts."""
-SMALL = "small"
-"""Data file of the small plain tensors' chunks (packed layout), relative to the attempt."""
 _NAMED_HOSTS = 1000
 """Most missing hosts that a message names."""
-_LEAST_PAUSE, _MOST_PAUSE = 0.02, 2.0
-"""Seconds between two checks for the hosts' records: least and most. Between these limits an eighth
-of the time waited so far."""
 
 
 def finished_hosts(place: Store) -> list[int]:
@@ -98,48 +85,6 @@ def finished_hosts(place: Store) -> list[int]:
     """
     names = (key.removeprefix("records/").removesuffix(".json") for key in place.list("records/"))
     return sorted(int(name) for name in names if name.isdecimal())
-
-
-def pause(waited: float, least: float = _LEAST_PAUSE, most: float = _MOST_PAUSE) -> float:
-    """Seconds until the next check for other processes' progress, after `waited` seconds.
-
-    The defaults are for host records.
-    """
-    return min(max(least, waited / 8), most)
-
-
-def wait_for_hosts(
-    place: Store, hosts: int, timeout: float, failed: Callable[[], str | None] = lambda: None
-) -> None:
-    """Wait until all hosts have written their record.
-
-    Args:
-        place: the attempt.
-        hosts: number of hosts.
-        timeout: seconds.
-        failed: called from time to time; returns why a host will never finish, if that is known.
-
-    Raises:
-        CommitError: some hosts have not finished in time; the message names them.
-    """
-    began, notice = time.monotonic(), WaitNotice(str(place))
-    while True:
-        missing = sorted(set(range(hosts)) - set(finished_hosts(place)))
-        if not missing:
-            return
-        reason = failed()
-        if reason is not None:
-            raise CommitError(f"{place}: {reason} Nothing was published.")
-        notice.look(lambda: numbered("host", missing))  # noqa: B023  (called at once)
-        waited = time.monotonic() - began
-        if waited >= timeout:
-            raise CommitError(
-                f"{place}: {numbered('host', missing)} (of {hosts}) did not finish within "
-                f"{timeout:g} s; nothing was published. {ALL_MUST_CALL} If the missing ones "
-                "finish later, `shardckpt commit` publishes the save; otherwise `shardckpt gc` "
-                "removes it."
-            )
-        time.sleep(min(pause(waited), timeout - waited))
 
 
 def read_host_record(place: Store, host: int) -> tuple[HostRecord, FileReference]:
@@ -205,10 +150,10 @@ def _assemble(
     if len(hosts) > 1:
         check_replicas(place, hosts, structure.tensors)
     tables = _tables(place, hosts, written)
-    small, data = _small_chunks(contents, first.compression)
-    small_table = _small_table(small, packed=first.layout == "packed")
+    small, data = small_chunks(contents, first.compression) if contents.small else ([], b"")
+    small_tables = [small_table(small, packed=first.layout == "packed")] if small else []
     by_host = len(hosts) == 1 and first.layout == "packed" and index.is_by_host(place)
-    table = _merge_tables(place, [*tables, small_table], parts, structure.tensors.values())
+    table = _merge_tables(place, [*tables, *small_tables], parts, structure.tensors.values())
     _check_coverage(place, parts, structure.tensors.values(), table)
     _check_counts(place, hosts, tables)
 
@@ -260,7 +205,7 @@ def _assemble(
         table=replace(first.files.table, key=TABLE)
         if by_host
         else write_table(place, TABLE, table),
-        small_table=write_table(place, SMALL_TABLE, small_table) if small else None,
+        small_table=write_table(place, SMALL_TABLE, *small_tables) if small else None,
         saved_by=contents.processes,
     )
 
@@ -527,112 +472,8 @@ def _places(table: Table, structure: Structure) -> index.Chunks:
     return index.Chunks([key.encode() for key in compress(keys, own)], table.files, rows)
 
 
-def _small_chunks(
-    contents: Contents, compression: str | None
-) -> tuple[list[tuple[Piece, int, Any, int]], bytes]:
-    """The chunks of the small tensors, and all their bytes concatenated.
-
-    A chunk is given as piece, position, stored bytes and crc32c.
-    """
-    chunks = []
-    for name, elements in sorted(contents.small.items()):
-        tensor = contents.structure.tensors[name]
-        whole = np.frombuffer(elements, tensor.dtype.storage).reshape(tensor.shape)
-        for piece in tensor.pieces:
-            boxes = chunk_boxes(piece, np.arange(piece.num_chunks))
-            for position in range(piece.num_chunks):
-                inside: Any = (*boxes[position].slices, ...)
-                stored, crc = encode(whole[inside], piece.chunks, compression)
-                chunks.append((piece, position, stored, crc))
-    return chunks, b"".join(stored.tobytes() for _, _, stored, _ in chunks)
-
-
-def _small_table(chunks: Sequence[tuple[Piece, int, Any, int]], *, packed: bool) -> Table:
-    """The chunk table of those chunks."""
-    rows: dict[str, list[tuple[int, int, int, int, int]]] = {}
-    offset = 0
-    for piece, position, stored, crc in chunks:
-        file, start = (0, offset) if packed else (OWN_OBJECT, 0)
-        rows.setdefault(piece.path, []).append((position, file, start, len(stored), crc))
-        offset += len(stored)
-    return Table.of(
-        [SMALL] if packed and chunks else [],
-        {path: ArrayChunks.of_rows(of_array) for path, of_array in rows.items()},
-    )
-
-
-PART_BLOCKS = 1 << 13
-"""Blocks of a large table that are read at a time; 28 MiB with the block size that is written."""
-
-
-def read_host_files(place: Store, reference: FileReference) -> HostFiles:
-    """The references in a host's record, checked against the reference in the commit record."""
-    document = reference.open(place.read(reference.key), f"{place}/{reference.key}")
-    return HostFiles.from_json(document.doc, document.where)
-
-
-def read_table(
-    place: Store, reference: TableReference, count: Callable[[int], object] | None = None
-) -> Table:
-    """Read a complete chunk table, and check it against its reference."""
-    where = f"{place}/{reference.key}"
-    if reference.size > LARGEST_WHOLE:
-        return _read_in_parts(place, reference, where, count)
-    data = place.read(reference.key)
-    if count is not None:
-        count(len(data))
-    return Table.of_body(TableHeader.vouched(data, reference, where), data, where)
-
-
-def _read_in_parts(
-    place: Store, reference: TableReference, where: str, count: Callable[[int], object] | None
-) -> Table:
-    """Read a table that is too large for one read.
-
-    A table that only claims its size is refused at the first missing block.
-    """
-    check_sizes(reference, where)
-
-    def read(start: int, stop: int) -> bytes:
-        data = place.read(reference.key, start, stop)
-        if count is not None:
-            count(len(data))
-        return data
-
-    header = TableHeader.vouched(read(0, reference.header), reference, where)
-    if place.is_longer(reference.key, reference.size):
-        raise FormatError(
-            f"{where}: the chunk table has more than the {reference.size} bytes that the record "
-            "says; it is damaged or was replaced."
-        )
-    step = PART_BLOCKS * header.block * ROW.itemsize
-    parts = [
-        ArrayChunks.of_records(
-            header.read_rows(read(start, min(start + step, reference.size)), i * PART_BLOCKS, where)
-        )
-        for i, start in enumerate(range(header.nbytes, reference.size, step))
-    ]
-    return Table.of_rows(header, ArrayChunks.concatenate(parts), where)
-
-
 def write_table(place: Store, key: str, table: Table) -> TableReference:
     """Write a chunk table; return the reference to it."""
     data = table.encode()
     place.write(key, data)
     return TableReference.of(key, data, len(data) - table.body_bytes)
-
-
-def merge_tables(tables: Sequence[Table]) -> Table:
-    """One table over all hosts.
-
-    Raises:
-        FormatError: two hosts wrote the same chunk.
-    """
-    merged = Table.merge(tables)
-    doubled = merged.doubled()
-    if doubled is not None:
-        raise FormatError(
-            f"{doubled}: two hosts wrote the same chunk; the checkpoint's records contradict each "
-            "other."
-        )
-    return merged

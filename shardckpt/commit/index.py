@@ -188,7 +188,9 @@ def seal_lane(
 def _check_lane(
     store: Store, keys: list[bytes], files: list[str], places: NDArray[np.int64]
 ) -> None:
-    """Compare TensorStore's view with the chunks that were put: keys always, places only the first time in a process.
+    """Compare TensorStore's view with the chunks that were put.
+
+    Keys are always compared, places only the first time in a process.
 
     Where TensorStore has no driver, our own reader's view is compared.
     `ts.ocdbt.dump`, which shows places, leaks some 500 bytes per key each time (0.1.86).

@@ -14,7 +14,7 @@ import crc32c
 import numpy as np
 
 from shardckpt.commit import index
-from shardckpt.commit.assemble import SMALL
+from shardckpt.commit.small_tensors import SMALL
 from shardckpt.errors import ShardckptError
 from shardckpt.format.table import OWN_OBJECT
 from shardckpt.format.zarr_arrays import (

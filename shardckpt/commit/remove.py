@@ -24,10 +24,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardckpt.commit.assemble import SMALL_TABLE, finished_hosts, read_host_record
+from shardckpt.commit.assemble import finished_hosts, read_host_record
 from shardckpt.commit.attempts import attempts
 from shardckpt.commit.dependants import check_unprotected
 from shardckpt.commit.publish import RECORD, clear_place, put_tombstone
+from shardckpt.commit.small_tensors import SMALL_TABLE
 from shardckpt.errors import FormatError, NotFoundError, ReplacedError, StorageError, VersionError
 from shardckpt.format.documents import Fields, open_envelope, seal, utc_now
 from shardckpt.format.record import Tombstone

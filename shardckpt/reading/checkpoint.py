@@ -15,9 +15,9 @@ from weakref import WeakSet
 import numpy as np
 
 from shardckpt.commit import index
-from shardckpt.commit.assemble import read_host_files
 from shardckpt.commit.base_places import base_location
 from shardckpt.commit.publish import RECORD
+from shardckpt.commit.table_reading import read_host_files
 from shardckpt.errors import (
     BudgetError,
     MissingDataError,

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
+from shardckpt.commit.table_reading import merge_tables, read_host_files, read_table
 from shardckpt.errors import CorruptionError, FormatError, StorageError
 from shardckpt.format.table import ROW
 from shardckpt.io.threads import map_on_threads

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.assemble import read_host_files, read_table
+from shardckpt.commit.table_reading import read_host_files, read_table
 from shardckpt.errors import MissingDataError
 from shardckpt.format.table import OWN_OBJECT
 from shardckpt.io.threads import map_on_threads

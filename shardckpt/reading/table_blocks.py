@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.assemble import read_table
+from shardckpt.commit.table_reading import read_table
 from shardckpt.errors import CorruptionError, FormatError
 from shardckpt.format.documents import check_sizes
 from shardckpt.format.table import ROW, ArrayChunks, TableHeader

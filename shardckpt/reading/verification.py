@@ -17,10 +17,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.assemble import merge_tables, read_host_files, read_table
 from shardckpt.commit.index_check import IndexCheck
 from shardckpt.commit.publish import RECORD
-from shardckpt.errors import CorruptionError, FormatError, OptionError, ShardckptError, StorageError
+from shardckpt.commit.table_reading import merge_tables, read_host_files, read_table
+from shardckpt.errors import (
+    CorruptionError,
+    FormatError,
+    OptionError,
+    ShardckptError,
+    StorageError,
+)
 from shardckpt.format.documents import envelope_digest, format_version
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 from shardckpt.format.zarr_arrays import document_encoder

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt._version import __version__
-from shardckpt.commit.assemble import finished_hosts, read_host_record, read_table
+from shardckpt.commit.assemble import finished_hosts, read_host_record
 from shardckpt.commit.attempts import RESHARD
 from shardckpt.commit.publish import hold_place, read_prior
+from shardckpt.commit.table_reading import read_table
 from shardckpt.errors import (
     AlreadyExistsError,
     CommitError,

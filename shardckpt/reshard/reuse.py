@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.assemble import read_host_files, read_table, write_table
+from shardckpt.commit.assemble import write_table
+from shardckpt.commit.table_reading import read_host_files, read_table
 from shardckpt.errors import (
     CorruptionError,
     FormatError,

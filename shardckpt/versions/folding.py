@@ -27,11 +27,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit.assemble import assemble, read_host_record, read_table, write_table
+from shardckpt.commit.assemble import assemble, read_host_record, write_table
 from shardckpt.commit.attempts import folded_name, step_of
 from shardckpt.commit.base_places import base_url, has_array
 from shardckpt.commit.markers import is_superseded
 from shardckpt.commit.publish import Prior, discard, is_published, publish, read_prior
+from shardckpt.commit.table_reading import read_table
 from shardckpt.errors import (
     AlreadyExistsError,
     CorruptionError,

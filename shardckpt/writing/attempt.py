@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
-from shardckpt.commit.assemble import assemble, wait_for_hosts
+from shardckpt.commit.assemble import assemble
 from shardckpt.commit.base_places import base_location, check_base, check_bases
 from shardckpt.commit.dependants import Dependants
 from shardckpt.commit.publish import (
@@ -35,6 +35,7 @@ from shardckpt.commit.publish import (
     read_prior,
     remove_replaced,
 )
+from shardckpt.commit.waiting import wait_for_hosts
 from shardckpt.errors import CommitError
 from shardckpt.frameworks.coordination import coordinator_of
 from shardckpt.io.cores import note_local_processes

@@ -10,8 +10,8 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from shardckpt.commit.assemble import pause
 from shardckpt.commit.publish import published_attempt
+from shardckpt.commit.waiting import pause
 from shardckpt.errors import (
     CommitError,
     CoordinationError,
@@ -153,7 +153,10 @@ class CommitterWord:
         return None if closed is None else f"it has given up another save to this place: {closed}"
 
     def _tell_in_vain(self, attempt: str) -> None:
-        """Announce that this process has stopped waiting, so that a late process does not complete the attempt with newer data."""
+        """Announce that this process has stopped waiting.
+
+        So a late process does not complete the attempt with newer data.
+        """
         self._announcements.tell(
             WORD,
             attempt,
@@ -161,7 +164,10 @@ class CommitterWord:
         )
 
     def goes_on(self, failed: str) -> bool:
-        """Whether the committer published an attempt that failed here, or another process has waited for it in vain."""
+        """Whether a failed attempt was published, or another process waited for it in vain.
+
+        The attempt failed on this process, and the committer may have published it.
+        """
         with suppress(ShardckptError):
             word = self._announcements.heard(WORD, failed)
             if word is not None:

@@ -23,7 +23,6 @@ from shardckpt.format.fingerprint import StateSums
 from shardckpt.format.merging import merge_structures
 from shardckpt.format.record import HostFiles, HostRecord
 from shardckpt.format.replicas import ReplicasReference, seal_checksums
-from shardckpt.format.stored_chunks import close, lay_out_all, with_checksums
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.io import extension
 from shardckpt.io.failures import storage_errors

@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from shardckpt.commit.assemble import pause
+from shardckpt.commit.waiting import pause
 from shardckpt.errors import CommitError, CoordinationError
 from shardckpt.writing.announcements import BEGUN, Announcements
 

@@ -151,7 +151,9 @@ def _check_storable(name: str, shape: tuple[int, ...], dtype: DType) -> None:
 def _smallest_chunks(
     sources: Mapping[str, Source], world: World, *, files: bool, differences: bool
 ) -> dict[str, Floor]:
-    """The lower limit of the chunk size by tensor; for `files` and `differences` see `smallest_chunk`.
+    """The lower limit of the chunk size by tensor.
+
+    For `files` and `differences` see `smallest_chunk`.
 
     Processes that know a tensor must cut it the same. A tensor on some devices is known to all
     processes of those devices, and so are all other tensors on exactly the same devices. No process
@@ -200,7 +202,10 @@ def _devices(layout: StoredLayout, ndim: int) -> bytes:
 def _layouts(
     sources: Mapping[str, Source], shardings: Mapping[str, Layout]
 ) -> list[StoredLayout | None]:
-    """Each tensor's layout: its layout over devices, or for a plain tensor the layout of the first pattern that matches it."""
+    """Each tensor's layout, for a plain tensor from the first pattern that matches it.
+
+    Any other tensor has its own layout over devices.
+    """
     layouts: list[StoredLayout | None] = []
     used: set[str] = set()
     shadowed: dict[str, str] = {}
@@ -244,7 +249,10 @@ def _pieces(
     *,
     apart: bool,
 ) -> tuple[Piece, ...]:
-    """One array for the complete tensor, or several if no useful common grid exists or `apart` is set."""
+    """One array for the complete tensor, or several arrays.
+
+    There are several if no useful common grid exists or `apart` is set.
+    """
     pieces = []
     for start, extent, parts in blocks:
         cut = chunking(extent, itemsize, parts, smallest=smallest)

@@ -33,7 +33,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from shardckpt.commit.assemble import pause
+from shardckpt.commit.waiting import pause
 from shardckpt.errors import CommitError, CoordinationError, ShardckptError
 from shardckpt.frameworks.coordination import ALL_MUST_CALL, WaitNotice
 

@@ -17,8 +17,9 @@ from processes import Processes
 
 import shardckpt
 from shardckpt.commit import index
-from shardckpt.commit.assemble import assemble, finished_hosts, pause, wait_for_hosts, write_table
+from shardckpt.commit.assemble import assemble, finished_hosts, write_table
 from shardckpt.commit.publish import publish, published_attempt, read_prior
+from shardckpt.commit.waiting import pause, wait_for_hosts
 from shardckpt.errors import CommitError, FormatError, MissingDataError
 from shardckpt.format.documents import open_envelope, seal
 from shardckpt.format.record import HostRecord

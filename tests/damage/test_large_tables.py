@@ -9,7 +9,7 @@ import pytest
 import shardckpt
 from shardckpt import Mesh, SaveOptions, Sharding
 from shardckpt import PartitionSpec as P
-from shardckpt.commit import assemble
+from shardckpt.commit import assemble, table_reading
 from shardckpt.format.table import ROW
 from shardckpt.io import files
 from shardckpt.io.store import Store
@@ -25,8 +25,8 @@ def checkpoint(tmp_path, monkeypatch):
     options = SaveOptions(shardings={"w": Sharding(Mesh((CHUNKS,), ("x",)), P("x"))})
     shardckpt.save(tmp_path / "c", STATE, options=options)
     (table,) = (tmp_path / "c").glob("*/table")
-    monkeypatch.setattr(assemble, "PART_BLOCKS", 2)
-    for module in (files, assemble):
+    monkeypatch.setattr(table_reading, "PART_BLOCKS", 2)
+    for module in (files, assemble, table_reading):
         monkeypatch.setattr(module, "LARGEST_WHOLE", table.stat().st_size - 1)
     return tmp_path / "c", table
 
@@ -61,5 +61,5 @@ def test_one_that_only_claims_its_rows_is_refused_at_the_first_that_is_not_there
     os.truncate(table, record.table.size)  # all of it a hole
     stats = ReadStats()
     with pytest.raises(shardckpt.errors.FormatError, match="block 0"):
-        assemble.read_table(Store.open(table.parent), record.table, stats.count_index)
+        table_reading.read_table(Store.open(table.parent), record.table, stats.count_index)
     assert stats.index_bytes == record.table.header + 2 * 128 * ROW.itemsize

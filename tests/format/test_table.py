@@ -9,7 +9,7 @@ from chunk_tables import decode_table, encode_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.commit.assemble import merge_tables
+from shardckpt.commit.table_reading import merge_tables
 from shardckpt.errors import FormatError
 from shardckpt.format.documents import TableReference
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table, TableHeader

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardckpt import Box
-from shardckpt.commit.assemble import merge_tables, write_table
+from shardckpt.commit.assemble import write_table
+from shardckpt.commit.table_reading import merge_tables
 from shardckpt.errors import StorageError
 from shardckpt.format import table as table_format
 from shardckpt.format.documents import FileReference, seal

@@ -35,7 +35,7 @@ from types import SimpleNamespace
 import pytest
 import tensorstore as ts
 
-from shardckpt.commit import assemble, remove
+from shardckpt.commit import remove, waiting
 from shardckpt.commit.attempts import is_attempt
 from shardckpt.commit.markers import PINNED, SUPERSEDED
 from shardckpt.commit.publish import RECORD
@@ -206,7 +206,7 @@ class Stage:
             for name in ("read", "write", "list", "delete_range"):
                 patch.setattr(ts.KvStore, name, stage._instead_of(name))
             patch.setattr(remove, "idle_seconds", stage._idle_seconds)
-            for module in (attempt, committer, assemble):
+            for module in (attempt, committer, waiting):
                 patch.setattr(
                     module, "time", SimpleNamespace(monotonic=stage._monotonic, sleep=stage._sleep)
                 )

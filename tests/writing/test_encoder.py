@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.commit.assemble import read_table
+from shardckpt.commit.table_reading import read_table
 from shardckpt.errors import CommitError
 from shardckpt.format.record import Contents
 from shardckpt.format.stored_chunks import close, encode, lay_out, lay_out_all

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.commit import assemble
+from shardckpt.commit import waiting
 from shardckpt.io.buckets.bucket import Bucket
 from shardckpt.io.buckets.cloud import BUCKET
 from shardckpt.io.buckets.rate_limit import ALONE, RateLimiter, RequestShare
@@ -157,7 +157,7 @@ class _Host:
                 self._one(Request("list", "records/"))
             if looked >= everybody:
                 break
-            self.clock.now += assemble.pause(looked - began)
+            self.clock.now += waiting.pause(looked - began)
         for request in each:  # a few at a time
             under_way: deque[float] = deque()
             for _ in finished:

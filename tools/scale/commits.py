@@ -27,7 +27,7 @@ from unittest import mock
 import numpy as np
 
 from shardckpt import Box, Mesh, PartitionSpec, Sharding
-from shardckpt.commit import assemble, index
+from shardckpt.commit import assemble, index, waiting
 from shardckpt.commit.publish import RECORD, publish, read_prior
 from shardckpt.format.record import Contents
 from shardckpt.format.structure import Structure, TensorRecord
@@ -44,7 +44,7 @@ CHUNKS_PER_TENSOR = 4
 """Of each tensor, so many chunks are each host's."""
 ATTEMPT = "20300101T000000-00000000-1"
 PHASES = {
-    "listing": ((assemble, "finished_hosts"),),
+    "listing": ((assemble, "finished_hosts"), (waiting, "finished_hosts")),
     "records": ((assemble, "_host_records"), (assemble, "_contents")),
     "tables": ((assemble, "_tables"),),
     "coverage": (
@@ -102,7 +102,7 @@ def write_attempt(root: Store, contents: Contents, hosts: int, layout: str = "pa
 def commit(root: Store, place: Store, hosts: int) -> None:
     """The committer's part."""
     prior = read_prior(root, overwrite=False)
-    assemble.wait_for_hosts(place, hosts, 0)
+    waiting.wait_for_hosts(place, hosts, 0)
     publish(root, assemble.assemble(place), prior)
 
 
