@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 
 class ByPath(Mapping[str, T]):
-    """Array path → what belongs to the array, which is made at each access."""
+    """Array path → the value of the array, which is made at each access."""
 
     def __init__(self, paths: Collection[str], make: Callable[[str], T]) -> None:
-        """`make` makes what belongs to one of the paths."""
+        """`make` makes the value of one of the paths."""
         self._paths = paths
         self._make = make
 
     def __getitem__(self, path: str) -> T:
-        """What belongs to an array."""
+        """The value of an array."""
         if path not in self._paths:
             raise KeyError(path)
         return self._make(path)
