@@ -31,9 +31,8 @@ settings.load_profile("shardckpt")
 
 def pytest_configure(config):
     """Let programs that tests start be interrupted, and import what tests do."""
-    if (
-        signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    ):  # as under nohup: programs that tests interrupt would inherit that
+    # As under nohup: programs that tests interrupt would inherit that.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["PYTHONPATH"] = os.pathsep.join(
         str(config.rootpath / folder) for folder in config.getini("pythonpath")

@@ -55,16 +55,14 @@ def train_step(step: int) -> torch.Tensor:
 state = shardckpt.train_state(model=model, optimizer=optimizer, step=0, rng=False)
 
 with shardckpt.CheckpointManager(RUN, every=10, keep=2) as manager:
-    if (
-        manager.restore(state) and rank == 0
-    ):  # each process reads the parts that its own shards need
+    # Each process reads the parts that its own shards need.
+    if manager.restore(state) and rank == 0:
         print(f"resumed from step {state.step} on {processes} processes", flush=True)
     for step in range(state.step + 1, STEPS + 1):
         loss = train_step(step)
         if rank == 0:
             print(f"step {step} loss {loss:.6f}", flush=True)
         state.step = step
-        manager.save(
-            step, state
-        )  # each process saves the parts that it holds; no collective, no barrier
+        # Each process saves the parts that it holds; no collective, no barrier.
+        manager.save(step, state)
 dist.destroy_process_group()

@@ -69,9 +69,8 @@ def train_step(state: dict) -> tuple[dict, jax.Array]:
 state, first = init(jax.random.key(0)), 1
 
 with shardckpt.CheckpointManager(RUN, every=10, keep=2) as manager:
-    restored = manager.restore(
-        like=state
-    )  # with the shardings that `state` has, so on this mesh; None: nothing was saved yet
+    # With the shardings that `state` has, so on this mesh; None: nothing was saved yet.
+    restored = manager.restore(like=state)
     if restored:
         state, first = restored.state, restored.step + 1
         print(f"resumed from step {restored.step} on a mesh of {dict(mesh.shape)}")

@@ -55,9 +55,8 @@ trainer = lightning.Trainer(
     accelerator="cpu",
     max_epochs=40,
     plugins=[ShardckptIO()],  # saves in the background; a checkpoint is a directory
-    callbacks=[
-        ModelCheckpoint(RUN, filename="last", enable_version_counter=False)
-    ],  # each epoch's replaces the one before
+    # Each epoch's replaces the one before.
+    callbacks=[ModelCheckpoint(RUN, filename="last", enable_version_counter=False)],
     logger=False,
     enable_progress_bar=False,
     enable_model_summary=False,

@@ -15,10 +15,8 @@ from torch import nn
 
 import shardckpt
 
-RUN, BASE = (
-    "runs/lora",
-    "runs/lora/base",
-)  # checkpoints beside their base can be moved together with it
+# Checkpoints beside their base can be moved together with it.
+RUN, BASE = "runs/lora", "runs/lora/base"
 STEPS = 100
 
 
@@ -66,9 +64,8 @@ state = shardckpt.train_state(model=model, optimizer=optimizer, step=0)
 options = shardckpt.SaveOptions(base=BASE, skip=[f"model/{name}" for name in frozen])
 
 with shardckpt.CheckpointManager(RUN, every=10, keep=2, options=options) as manager:
-    if manager.restore(
-        state
-    ):  # reads the adapters from the step, and the frozen weights from the base
+    # Reads the adapters from the step, and the frozen weights from the base.
+    if manager.restore(state):
         print(f"resumed from step {state.step}")
     for step in range(state.step + 1, STEPS + 1):
         loss = train_step()

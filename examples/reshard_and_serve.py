@@ -57,9 +57,8 @@ print(f"resharded: committed {report.committed}; down_proj is laid out as {layou
 exported = shardckpt.export_safetensors(
     SERVED, FILE, include="model/**", strip_prefix="model.", overwrite=True
 )
-with shardckpt.safe_open(
-    SERVED, framework="np", strip_prefix="model."
-) as view:  # the same file, which nobody had to write
+# The same file, which nobody had to write.
+with shardckpt.safe_open(SERVED, framework="np", strip_prefix="model.") as view:
     print(f"exported: {exported.nbytes:,} bytes; first name {min(view.keys())}")
 
 # 3. The service. `--port 0` takes any free port; the first line that it prints says where it is.

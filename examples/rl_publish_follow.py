@@ -61,9 +61,8 @@ def train() -> None:
             optimizer.step()
             state.step = step
             manager.save(step, state)
-            publisher.publish(
-                step, {"policy": policy.state_dict()}
-            )  # returns after the copies; a slow storage skips versions
+            # Returns after the copies; a slow storage skips versions.
+            publisher.publish(step, {"policy": policy.state_dict()})
             if step % 20 == 0:
                 print(f"trainer: step {step} wins {rewards.mean():.2f}", flush=True)
 

@@ -53,9 +53,8 @@ def train_step(step: int) -> float:
 state = shardckpt.train_state(model=model, optimizer=optimizer, step=0)
 
 with shardckpt.CheckpointManager(RUN, every=10, keep=2) as manager:
-    if manager.restore(
-        state
-    ):  # builds each tensor from the shards that this mesh needs; compiles nothing
+    # Builds each tensor from the shards that this mesh needs; compiles nothing.
+    if manager.restore(state):
         print(f"resumed from step {state.step} on a mesh of {mesh.shape()}")
     for step in range(state.step + 1, STEPS + 1):
         loss = train_step(step)

@@ -40,9 +40,8 @@ arguments = TrainingArguments(
     report_to="none",
     disable_tqdm=True,
 )
-callback = ShardckptCallback(
-    RUN
-)  # saves when the Trainer would, in the background, and instead of the Trainer
+# Saves when the Trainer would, in the background, and instead of the Trainer.
+callback = ShardckptCallback(RUN)
 trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=data, callbacks=[callback])
 
 # None: nothing was saved yet, so that training starts from the beginning.

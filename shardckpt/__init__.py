@@ -11,9 +11,8 @@ the package costs nothing: not even numpy is imported.
 
 from __future__ import annotations
 
-from importlib import (
-    import_module,
-)  # here: it breaks for good where one thread imports it, and another `importlib.util` (CPython)
+# Here: it breaks for good where one thread imports it, and another `importlib.util` (CPython).
+from importlib import import_module
 from os import register_at_fork
 from threading import RLock
 from typing import TYPE_CHECKING
@@ -185,9 +184,8 @@ def __getattr__(name: str) -> object:
             f"more ({e}). Save and read before the program ends, not in a function that `atexit` "
             "calls."
         ) from e
-    value = globals()[name] = (
-        home if _HOME[name] == name else getattr(home, name)
-    )  # a callable package is the object itself
+    # A callable package is the object itself.
+    value = globals()[name] = home if _HOME[name] == name else getattr(home, name)
     return value
 
 

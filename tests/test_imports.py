@@ -66,9 +66,8 @@ def test_importlib_is_complete_before_a_second_thread_can_import_a_part_of_it():
 def test_a_module_of_another_library_is_imported_after_its_package():
     """Otherwise a thread that imports the module and one that imports the package wait for each
     other, and one gets half a module."""
-    sources = [
-        path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE / "cli"
-    ]  # a command has one thread then
+    # A command has one thread then.
+    sources = [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE / "cli"]
     wrong = [
         f"{path.relative_to(PACKAGE)}:{line}: {name}"
         for path in sources
@@ -177,9 +176,8 @@ def test_entry_points_lead_to_objects():
     for group, points in groups.items():
         for name, target in points.items():
             module, _, attribute = target.partition(":")
-            if group.startswith(
-                "vllm."
-            ):  # vLLM is in an environment of its own, and the module imports it
+            # vLLM is in an environment of its own, and the module imports it.
+            if group.startswith("vllm."):
                 source = Path(importlib.util.find_spec(module).origin)
                 defined = {
                     node.name

@@ -44,9 +44,8 @@ LAYOUTS = {
         Mesh((4, 2), ("data", "model")),
         "data",
         {
-            "*embed_tokens*": P(
-                ("data", "model"), None
-            ),  # a tuple: one dimension over all 8 devices
+            # A tuple: one dimension over all 8 devices.
+            "*embed_tokens*": P(("data", "model"), None),
             "*.[qkv]_proj*": P("model", "data"),
             "*.o_proj*": P("data", "model"),
             "*.gate_proj*": P("model", "data"),

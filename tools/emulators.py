@@ -225,9 +225,8 @@ def azure_emulator(bucket: str = "bucket") -> Iterator[Emulator]:
     Raises:
         RuntimeError: it is not installed, and could not be.
     """
-    from azurite import (
-        azurite,
-    )  # not at the top: `tools.bench` has no use for it, and `tools` is not on its path
+    # Not at the top: `tools.bench` has no use for it, and `tools` is not on its path.
+    from azurite import azurite
 
     node, main = azurite()
     options = [

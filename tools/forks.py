@@ -279,9 +279,8 @@ def _run() -> None:
 
 
 if __name__ == "__main__":
-    interrupts = signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the process that has started this one ends it
+    # The process that has started this one ends it.
+    interrupts = signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()

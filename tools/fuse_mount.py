@@ -217,9 +217,8 @@ def _end_with_the_input(mount: str) -> None:
 
 def serve(source: str, mount: str, *habits: str) -> None:
     """Serve a mount until the standard input ends."""
-    os.environ.setdefault(
-        "FUSE_LIBRARY_PATH", find_library("fuse3") or "libfuse3.so.3"
-    )  # libfuse 2 has other options
+    # Libfuse 2 has other options.
+    os.environ.setdefault("FUSE_LIBRARY_PATH", find_library("fuse3") or "libfuse3.so.3")
     from mfusepy import FUSE, Operations
 
     class Mount(Passthrough, Operations):  # type: ignore[misc]

@@ -165,9 +165,8 @@ def write_terminal(name: str, commands: list[tuple[str, str]]) -> None:
             svg = console.export_svg(
                 title="", theme=colors, clear=False, unique_id=name, font_aspect_ratio=0.61
             )
-            svg = re.sub(
-                r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL
-            )  # nothing is loaded from other hosts
+            # Nothing is loaded from other hosts.
+            svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
             svg = svg.replace("Fira Code, monospace", "ui-monospace, Menlo, Consolas, monospace")
             (TARGET / f"{name}-{theme}.svg").write_text(
                 re.sub(r"[ \t]+$", "", svg, flags=re.MULTILINE).strip() + "\n"

@@ -203,9 +203,8 @@ def built() -> Path:
     """The wheel in dist/, after the sdist's own wheel was compared with it."""
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
-    subprocess.run(
-        [UV, "build", "--quiet", "--out-dir", dist, ROOT], check=True
-    )  # the sdist, and the wheel from it
+    # The sdist, and the wheel from it.
+    subprocess.run([UV, "build", "--quiet", "--out-dir", dist, ROOT], check=True)
     (sdist,), (wheel,) = dist.glob("*.tar.gz"), dist.glob("*.whl")
     with tempfile.TemporaryDirectory() as scratch:
         subprocess.run([UV, "build", "--quiet", "--wheel", "--out-dir", scratch, ROOT], check=True)
@@ -303,9 +302,8 @@ def variables(extra: str, servers: ExitStack, folder: Path) -> Mapping[str, str]
     if extra in emulators:
         emulator = servers.enter_context(emulators[extra]())
         return emulator.env() | {"PLACE": emulator.url("checkpoint")}
-    if (
-        extra == "http"
-    ):  # the service of the environment that runs this, over the checkpoint of `core`
+    # The service of the environment that runs this, over the checkpoint of `core`.
+    if extra == "http":
         command = [sys.executable, "-m", "shardckpt", "serve", f"lab={folder}", "--port"]
         port = servers.enter_context(child_server(lambda port: [*command, str(port)]))
         return {"PLACE": f"http://127.0.0.1:{port}/raw/lab/checkpoint"}

@@ -134,9 +134,8 @@ def _assemble(
     place: Store, known: Mapping[FileReference, Contents], written: Mapping[TableReference, Table]
 ) -> CheckpointRecord:
     hosts, references = _host_records(place)
-    if (records := place.local_path("records")) is not None and not (
-        written and len(hosts) == 1
-    ):  # the only host is the caller itself
+    # The only host is the caller itself.
+    if (records := place.local_path("records")) is not None and not (written and len(hosts) == 1):
         with storage_errors("write", records):
             sync_directory(
                 records

@@ -125,10 +125,8 @@ def protection_of(store: Store, data: bytes | None, attempt: str | None) -> Prot
         marker = Fields(open_envelope(data, where), where)
         if attempt is not None and unfolded(attempt) != unfolded(marker.string("attempt")):
             return Protection()
-        pinned, tags = (
-            marker.doc.get("pinned", True),
-            marker.doc.get("tags", []),
-        )  # earlier versions wrote neither
+        # Earlier versions wrote neither.
+        pinned, tags = marker.doc.get("pinned", True), marker.doc.get("tags", [])
         known = (
             isinstance(tags, list)
             and len(tags) <= MOST_TAGS

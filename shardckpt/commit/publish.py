@@ -151,9 +151,8 @@ def hold_place(store: Store, prior: Prior, *, overwrite: bool, wait_seconds: flo
         AlreadyExistsError, VersionError, FormatError: as for `read_prior`.
         StorageError: the storage failed.
     """
-    if (
-        not store.replaces
-    ):  # nothing is ever removed there, so the record is created, and no placeholder is needed
+    # Nothing is ever removed there, so the record is created, and no placeholder is needed.
+    if not store.replaces:
         if prior.record is not None:
             store.check_replaces("save over what is at")
         if not store.writable:
@@ -419,9 +418,8 @@ def discard(place: Store) -> None:
         _lock(place, fcntl.LOCK_EX | fcntl.LOCK_NB) as locked,
     ):
         if locked or not place.list_children("records/"):
-            place.delete_prefix(
-                "records/"
-            )  # first: a restarted reshard trusts a record that its data is there
+            # First: a restarted reshard trusts a record that its data is there.
+            place.delete_prefix("records/")
             place.delete_prefix("")
 
 
@@ -481,9 +479,8 @@ def remove_replaced(store: Store, attempt: str) -> None:
     """
     replaced = store.sub(attempt)
     try:
-        if is_attempt(
-            store, attempt
-        ):  # otherwise a foreign program wrote the record and the directory
+        # Otherwise a foreign program wrote the record and the directory.
+        if is_attempt(store, attempt):
             replaced.delete_prefix("")
     except StorageError as e:
         raise StorageError(

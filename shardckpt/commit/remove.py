@@ -231,9 +231,8 @@ def is_idle(idle: float | None, grace: float) -> bool:
 def remove_attempt(store: Store, orphan: Collected) -> Collected:
     """Remove a fenced attempt."""
     try:
-        if not is_link(
-            store.local_path(f"{orphan.attempt}/")
-        ):  # never delete in the target of a link
+        # Never delete in the target of a link.
+        if not is_link(store.local_path(f"{orphan.attempt}/")):
             store.delete_prefix(f"{orphan.attempt}/records/")
         store.delete_prefix(f"{orphan.attempt}/")
     except StorageError as e:

@@ -210,10 +210,11 @@ def _export_deltas(
 
     began, location = time.monotonic(), parse(dst)
     versions: list[WrittenVersion] = []
+    # It holds a lease and a lock.
     with (
         reading_takes_threads(src),
         closing(write_deltas(parse(src), location, options, full)) as written,
-    ):  # it holds a lease and a lock
+    ):
         for version in written:
             if options.on_version is not None:
                 options.on_version(version)

@@ -54,11 +54,8 @@ def open(url: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  (shardckpt.o
                 raise e from None
             snapshot = hub_snapshot(location) or location
             detected = detect(snapshot)
-        except (
-            FormatError,
-            NotFoundError,
-            StorageError,
-        ) as other:  # nothing known is there: the first error is more helpful
+        except (FormatError, NotFoundError, StorageError) as other:
+            # Nothing known is there: the first error is more helpful.
             raise (e if Store.open(location).lists else other) from None
         except OptionError as several:
             raise FormatError(

@@ -147,13 +147,8 @@ class _Walk:
             return self.leave(name, str(e), value, refused=self.is_tensor(value))
         except CorruptionError:
             raise  # a storable value is missing or damaged
-        except (
-            DtypeError,
-            ImportError,
-            ValueError,
-            TypeError,
-            IndexError,
-        ) as e:  # TypeError, IndexError: malformed arguments or state
+        except (DtypeError, ImportError, ValueError, TypeError, IndexError) as e:
+            # TypeError, IndexError: malformed arguments or state.
             why = f"cannot be stored: {clip(str(e), 300)}"
             return self.leave(
                 name, why, value, refused=isinstance(e, DtypeError) or self.is_tensor(value)

@@ -85,13 +85,11 @@ def encode_changes(
     itemsize = growth.shape[1] * growth.itemsize
     gaps = np.diff(position, prepend=-1) - 1
     rest = (gaps[gaps >= _LONG] - _LONG).astype("<u4")
-    if (
-        len(gaps) * (1 + itemsize) + rest.nbytes > 4 * nbytes
-    ):  # no frame is small enough, and this one is too large to try
+    # No frame is small enough, and this one is too large to try.
+    if len(gaps) * (1 + itemsize) + rest.nbytes > 4 * nbytes:
         return None
-    folded = (growth << 1) ^ -(
-        growth >> (8 * growth.itemsize - 1)
-    )  # the sign becomes the lowest bit
+    # The sign becomes the lowest bit.
+    folded = (growth << 1) ^ -(growth >> (8 * growth.itemsize - 1))
     planes = np.ascontiguousarray(folded).view(np.uint8).reshape(-1, itemsize).T
     parts = (np.minimum(gaps, _LONG).astype(np.uint8), rest.view(np.uint8), planes.reshape(-1))
     return pack_changes(np.concatenate(parts), len(gaps), len(rest), nbytes, crc)

@@ -466,9 +466,8 @@ class Contents:
                 for piece in tensor.pieces
                 for c, n in zip(piece.chunks, piece.shape, strict=True)
             ):
-                read.fail(
-                    f"chunks of {shown(name)} are larger than the tensor"
-                )  # the committer would have to pad them
+                # The committer would have to pad them.
+                read.fail(f"chunks of {shown(name)} are larger than the tensor")
         samples = Fields(read.mapping("samples") if "samples" in read.doc else {}, where)
         processes = read.integer("processes") if "processes" in read.doc else None
         return cls(

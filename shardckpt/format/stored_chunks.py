@@ -43,20 +43,20 @@ def lay_out_all(
     one. One copy is made for each combination of these, mostly one per block, however many chunks
     there are.
     """
+    # numpy has 64 dimensions.
     sides = [
         (n, side)
         for n, side in zip(blocks[0].shape, chunk_shape, strict=True)
         if (n, side) != (1, 1)
-    ]  # numpy has 64 dimensions
+    ]
     blocks = [elements.reshape([n for n, _ in sides]) for elements in blocks]
     shape, chunk_shape, itemsize = (
         blocks[0].shape,
         tuple(side for _, side in sides),
         blocks[0].itemsize,
     )
-    kind = (
-        np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else blocks[0].dtype
-    )  # numpy copies these types fast
+    # numpy copies these types fast.
+    kind = np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else blocks[0].dtype
     grid = [-(-n // side) for n, side in zip(shape, chunk_shape, strict=True)]
     chunks = rows[:, :-CHECKSUM_BYTES].view(kind).reshape([len(blocks), *grid, *chunk_shape])
     # Two axes per dimension: the index of the chunk, and the index in the chunk.
@@ -172,8 +172,7 @@ def compress(data: NDArray[np.uint8]) -> bytes:
 
 
 def _zstd() -> Any:
-    from numcodecs import (
-        Zstd,
-    )  # not from `numcodecs.zstd`: another thread may be importing the package, which imports it
+    # Not from `numcodecs.zstd`: another thread may be importing the package, which imports it.
+    from numcodecs import Zstd
 
     return Zstd(level=ZSTD_LEVEL)

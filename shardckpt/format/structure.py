@@ -463,9 +463,8 @@ def _tensor(
     if gap is not None:
         read.fail(gap)
     if not pieces and not partial:
-        read.fail(
-            "it has no pieces"
-        )  # for a tensor without elements, no pieces would pass the coverage check
+        # For a tensor without elements, no pieces would pass the coverage check.
+        read.fail("it has no pieces")
     difference = read.doc.get("difference") is True
     base = (
         _in_base(read, name, bases, of_its_own=partial or difference)

@@ -92,9 +92,8 @@ def codecs_json(dtype: DType, compression: str | None) -> list[Json]:
     codecs: list[Json] = [{"name": "bytes"}]
     if dtype.storage.itemsize > 1:
         codecs[0]["configuration"] = {"endian": "little"}
-    if (
-        compression == "zstd"
-    ):  # zarr has no codec for differences; `Checkpoint.zarr_store` shows their chunks uncompressed
+    # zarr has no codec for differences; `Checkpoint.zarr_store` shows their chunks uncompressed.
+    if compression == "zstd":
         codecs.append({"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}})
     return [*codecs, {"name": "crc32c"}]
 
@@ -334,9 +333,8 @@ def chunk_object_keys(piece: Piece, positions: NDArray[np.integer]) -> list[str]
     >>> chunk_object_keys(Piece("w", (0, 0), (4, 4), (2, 2)), np.array([0, 3]))
     ['w/c/0/0', 'w/c/1/1']
     """
-    if (
-        len(positions) == 1 and piece.shape == piece.chunks
-    ):  # an array of one chunk, as most small tensors are
+    # An array of one chunk, as most small tensors are.
+    if len(positions) == 1 and piece.shape == piece.chunks:
         return [f"{piece.path}/c{'/0' * len(piece.shape)}"]
     if len(positions) < _FEW or not piece.grid:
         return [chunk_object_key(piece, position) for position in positions.tolist()]
@@ -378,9 +376,8 @@ def _position(index: str, grid: tuple[int, ...]) -> int | None:
         if i >= n:
             return None
         position = position * n + i
-    return (
-        position if "/".join([str(int(p)) for p in parts]) == index else None
-    )  # each chunk has one key: "w/c/01" is not a valid one
+    # Each chunk has one key: "w/c/01" is not a valid one.
+    return position if "/".join([str(int(p)) for p in parts]) == index else None
 
 
 # --- sizes of stored chunks

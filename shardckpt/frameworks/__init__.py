@@ -260,9 +260,8 @@ def check_aliases(sources: Mapping[str, Source], *, plain: bool) -> None:
 
     seen: dict[Hashable, tuple[str, tuple[int, ...], str]] = {}
     for name, source in sources.items():
-        described: Any = getattr(
-            source, "of", source
-        )  # a source for a CUDA device is about another one
+        # A source for a CUDA device is about another one.
+        described: Any = getattr(source, "of", source)
         tensor = getattr(described, "local", getattr(described, "tensor", None))
         if not torch.matches(tensor) or not (plain or source.holders is not None):
             continue

@@ -362,9 +362,8 @@ _hooks: list[Any] = []
 
 def _watch(copies: DeviceCopies) -> None:
     with _hooked:
-        if (
-            not _hooks
-        ):  # never removed: an optimizer on another thread may be going through its hooks
+        # Never removed: an optimizer on another thread may be going through its hooks.
+        if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
             _hooks.append(register_optimizer_step_post_hook(_after_step))
         _watching.append(copies)

@@ -147,9 +147,8 @@ def _spread(run: list[tuple[NDArray[Any], Any]], stream: Any) -> None:
         memory: Any = first.base
         region = memory[begin - _address(memory) : end - _address(memory)]
         if next(within_slices(region, region))[0] is region:
-            with suppress(
-                torch.OutOfMemoryError
-            ):  # one by one they need no memory, if they are contiguous
+            # One by one they need no memory, if they are contiguous.
+            with suppress(torch.OutOfMemoryError):
                 starts = [_address(buffer) - begin for buffer, _ in run]
                 cuda_runtime.runtime.spread(
                     [view for _, view in run], starts, torch.from_numpy(region), stream

@@ -97,9 +97,8 @@ class CudaRuntime:
         if self._used.type != "cuda":
             return 0
         with torch.cuda.device(self._used):
-            return _clear(
-                int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1))
-            )  # 1: cudaHostRegisterPortable
+            # 1: cudaHostRegisterPortable.
+            return _clear(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1)))
 
     def unpin(self, address: int) -> int:
         """Undo `pin`; return CUDA's error number, or 0."""

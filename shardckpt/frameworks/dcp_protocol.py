@@ -98,9 +98,8 @@ def identity(leaf: object) -> Hashable | None:
     The same tensor object always has the same key, too.
     """
     memory = None if _speaks(type(leaf)) else memory_key(leaf)
-    if (
-        memory is None
-    ):  # only the tensor knows what its aliases share; or a process holds nothing of it
+    # Only the tensor knows what its aliases share; or a process holds nothing of it.
+    if memory is None:
         return "dcp_protocol", id(leaf)
     return "dcp_protocol", memory, repr([getattr(leaf, attribute) for attribute in _DESCRIPTION])
 
@@ -234,9 +233,8 @@ _Listed: TypeAlias = "tuple[tuple[int, ...], list[tuple[Box, Any]]]"
 
 def _shards_of_methods(name: str, leaf: Any) -> _Listed:
     """The shards that the methods of a tensor's class return."""
-    from torch.distributed.checkpoint.metadata import (
-        MetadataIndex,
-    )  # a program with such tensors has imported it already
+    # A program with such tensors has imported it already.
+    from torch.distributed.checkpoint.metadata import MetadataIndex
 
     sizes = {tuple(item.tensor_data.size) for item in leaf.__create_write_items__(name, leaf)} or {
         tuple(leaf.shape)

@@ -342,9 +342,8 @@ class _JaxSink(PlainSink):
             (array,) = self._on_devices(buffers)
         else:
             at = dict(zip(map(tuple, self.boxes.start.tolist()), buffers, strict=True))
-            with jax.transfer_guard_host_to_device(
-                "allow"
-            ):  # an explicit transfer, as any `device_put`
+            # An explicit transfer, as any `device_put`.
+            with jax.transfer_guard_host_to_device("allow"):
                 array = jax.make_array_from_callback(
                     self.shape,
                     self.sharding,

@@ -104,9 +104,8 @@ def with_devices(sharding: Any) -> Any:
         sharding.mesh, jax.sharding.AbstractMesh
     ):
         return sharding
-    mesh = (
-        jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
-    )  # JAX 0.6 has none
+    # JAX 0.6 has none.
+    mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
     if mesh is None or mesh.empty:
         return sharding
     axes, abstract = dict(mesh.shape), dict(sharding.mesh.shape)

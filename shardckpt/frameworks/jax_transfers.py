@@ -99,9 +99,8 @@ def _transfer(shards: Sequence[Any]) -> list[Array]:
     Complete at the return, so that the shards may be donated.
     """
     transfers = jax.device_put([*shards], [pinned(next(iter(shard.devices()))) for shard in shards])
-    with jax.transfer_guard_device_to_host(
-        "allow"
-    ):  # the same memory; JAX 0.12 takes it for a transfer that nobody asked for
+    # The same memory; JAX 0.12 takes it for a transfer that nobody asked for.
+    with jax.transfer_guard_device_to_host("allow"):
         return [*map(np.asarray, jax.block_until_ready(transfers))]
 
 

@@ -80,7 +80,6 @@ def merged(changes: Sequence[ChangedWords]) -> ChangedWords:
         [change.positions for change in reversed(changes) if change.positions is not None]
     )
     values = np.concatenate([change.words for change in reversed(changes)])
-    positions, first = np.unique(
-        latest, return_index=True
-    )  # of equal ones the first, which is the newest
+    # Of equal ones the first, which is the newest.
+    positions, first = np.unique(latest, return_index=True)
     return ChangedWords(positions, values[first], changes[-1].total)

@@ -44,9 +44,8 @@ def has_streams(kind: str) -> bool:
     """
     if kind == "cuda":
         return True
-    accelerator = (
-        torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-    )  # since torch 2.6
+    # Since torch 2.6.
+    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
     if accelerator is None or accelerator.type != kind:
         return False
     return all(

@@ -170,8 +170,6 @@ def _memory(tensor: Any) -> tuple[Hashable, ...]:
         tensor.is_conj(),
         tensor.is_neg(),
     )
-    address = tensor.data_ptr() or (
-        "storage",
-        tensor.untyped_storage()._cdata,
-    )  # XLA's tensors tell no address
+    # XLA's tensors tell no address.
+    address = tensor.data_ptr() or ("storage", tensor.untyped_storage()._cdata)
     return address, *seen

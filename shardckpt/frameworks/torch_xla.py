@@ -212,9 +212,8 @@ class _XlaSource(HostSource):
         for batch in _calls([(i, s) for i, s in needed if s.shards is not None]):
             rows = _XLAC._get_local_shards([s.tensor for _, s in batch])
             for i, s in reversed(batch):
-                fetched[i] = s.distinct(
-                    rows.pop(), positions[i]
-                )  # replicas are freed before the next call
+                # Replicas are freed before the next call.
+                fetched[i] = s.distinct(rows.pop(), positions[i])
         return fetched
 
     def distinct(self, shards: Sequence[tuple[Any, str]], positions: Sequence[int]) -> list[Array]:
@@ -354,9 +353,8 @@ class _ShardedSink(PlainSink):
         ]
         kind = getattr(torch, self.dtype.name)
         if (self.shards.box_of < 0).any():
-            tiles.append(
-                torch.zeros(self.shards.tile, dtype=kind)
-            )  # for devices with padding only, whose box is -1
+            # For devices with padding only, whose box is -1.
+            tiles.append(torch.zeros(self.shards.tile, dtype=kind))
         shards = [tiles[box] for box in self.shards.box_of.tolist()]
         if self.dtype.name in _UNSIGNED:
             return self._place_unsigned(shards)

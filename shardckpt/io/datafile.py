@@ -66,9 +66,8 @@ class BlocksOut:
         count: int,
     ) -> BlocksOut:
         """All `count` chunks of blocks."""
-        buffers = tuple(
-            block.view(extension.KINDS[block.itemsize]) for block in blocks
-        )  # that C takes
+        # That C takes.
+        buffers = tuple(block.view(extension.KINDS[block.itemsize]) for block in blocks)
         return cls(buffers, chunks, scratch, np.empty(count, np.uint32), 0, count)
 
     @property
@@ -90,9 +89,8 @@ class BlocksOut:
             how, done, error = extension.moving.write_chunks(
                 -1, 0, 0, self.blocks, self.chunks, first, last, crcs, place, extension.LONGEST_S
             )
-            if (
-                how == extension.SYSTEM_ERROR
-            ):  # an extension that was built before it laid chunks out in memory
+            # An extension that was built before it laid chunks out in memory.
+            if how == extension.SYSTEM_ERROR:
                 raise OSError(
                     error,
                     f"{os.strerror(error)}: build the extension again with `python "
@@ -399,9 +397,8 @@ def free_bytes(store: Store) -> int | None:
     for existing in (path, *path.parents):
         try:
             status = os.statvfs(existing)
-        except (
-            FileNotFoundError
-        ):  # the save creates this directory, on the disk of the nearest existing parent
+        except FileNotFoundError:
+            # The save creates this directory, on the disk of the nearest existing parent.
             continue
         except OSError:  # the save itself reports this error better
             return None

@@ -165,9 +165,8 @@ def _lacks_inodes(place: str | bytes | int) -> bool:
     for path in (Path(place), *Path(place).parents):
         with suppress(OSError):
             status = os.statvfs(path)
-            return (
-                status.f_files > 0 and status.f_favail == 0
-            )  # some file systems have no fixed number, and say 0
+            # Some file systems have no fixed number, and say 0.
+            return status.f_files > 0 and status.f_favail == 0
     return False
 
 

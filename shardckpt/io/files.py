@@ -75,9 +75,8 @@ class OpenFile:
         A new file gets the mode 0o666, and started processes do not inherit the descriptor.
         """
         self._held: list[int] = []
-        self._held.extend(
-            map(os.open, (path,), (flags | os.O_CLOEXEC,), (0o666,))
-        )  # C code alone, which no signal interrupts
+        # C code alone, which no signal interrupts.
+        self._held.extend(map(os.open, (path,), (flags | os.O_CLOEXEC,), (0o666,)))
 
     def fileno(self) -> int:
         """The descriptor; -1 if the file is closed."""
@@ -86,9 +85,8 @@ class OpenFile:
     def close(self) -> None:
         """Close the file, unless it is closed."""
         held = self._held
-        held[:] = filter(
-            None, map(os.close, map(list.pop, (held,) * len(held)))
-        )  # C code alone, as above
+        # C code alone, as above.
+        held[:] = filter(None, map(os.close, map(list.pop, (held,) * len(held))))
 
     def __enter__(self) -> int:
         return self._held[0]
@@ -115,9 +113,8 @@ def read(path: Path, start: int = 0, stop: int | None = None) -> bytes | None:
     looks = 0
     while True:
         try:
-            file = OpenFile(
-                path, os.O_RDONLY | os.O_NONBLOCK
-            )  # without O_NONBLOCK it might wait for the writer of a pipe
+            # Without O_NONBLOCK it might wait for the writer of a pipe.
+            file = OpenFile(path, os.O_RDONLY | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError):
             return None
         try:
@@ -336,9 +333,8 @@ class DurableDirectories:
         # Above `top` at once: writers at other places below such a directory take it for durable.
         at_once = self._later is None or not path.is_relative_to(self._top)
         sync = self._sync if at_once else self.sync
-        sync(
-            path.parent, may_fail=existed
-        )  # a directory that only others may list, above one of our own
+        # A directory that only others may list, above one of our own.
+        sync(path.parent, may_fail=existed)
         (self._synced if at_once else self._made).add(path)
 
 

@@ -147,9 +147,8 @@ def open_arrays(
 
 def _database(place: Store) -> Any:
     """The OCDBT database over a directory."""
-    place.read(
-        "manifest.ocdbt"
-    )  # its error message is clearer than TensorStore's if the file is missing
+    # Its error message is clearer than TensorStore's if the file is missing.
+    place.read("manifest.ocdbt")
     spec = {
         "driver": "ocdbt",
         "base": place.location.kvstore(),

@@ -41,9 +41,8 @@ def lock_file(fd: int, path: Path) -> None:
         BlockingIOError: another holder has it.
         OSError: it cannot be locked; the file system has no locks.
     """
-    if hasattr(
-        fcntl, "F_OFD_SETLK"
-    ):  # of the open file, not of the process: it excludes other threads, too
+    # Of the open file, not of the process: it excludes other threads, too.
+    if hasattr(fcntl, "F_OFD_SETLK"):
         try:
             fcntl.fcntl(
                 fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)

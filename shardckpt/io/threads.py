@@ -106,9 +106,8 @@ _collector = _Setting(
 )
 _switching = _Setting(
     sys.getswitchinterval,
-    lambda seconds: sys.setswitchinterval(
-        seconds + 5e-7
-    ),  # it cuts to whole microseconds, and what was read may be just below one
+    # It cuts to whole microseconds, and what was read may be just below one.
+    lambda seconds: sys.setswitchinterval(seconds + 5e-7),
     lambda seconds: min(seconds, SWITCH_SECONDS),
 )
 
@@ -408,10 +407,8 @@ def read_ahead(
                 ahead_of.under_way.popleft()
                 if first:
                     ended, used_then = now()
-                    first, together = (
-                        False,
-                        used_then - used < ended - began,
-                    )  # one busy core: as much processor time as wall-clock time
+                    # One busy core: as much processor time as wall-clock time.
+                    first, together = False, used_then - used < ended - began
                     most = ahead if together else 1
                 if together:
                     ahead_of.begin(pool, most, alone=False)

@@ -130,9 +130,8 @@ def open_other_writer(store: Store) -> Iterator[OtherWriter]:
             with suppress(BrokenPipeError):
                 process.stdin.close()
             try:
-                process.wait(
-                    _PATIENCE
-                )  # so that no request of its own is on the way when the objects are deleted
+                # So that no request of its own is on the way when the objects are deleted.
+                process.wait(_PATIENCE)
             except subprocess.TimeoutExpired:
                 process.kill()
 

@@ -374,9 +374,8 @@ def _order_splits(layout: Placements) -> tuple[tuple[DimSplit, ...], ...]:
             continue
         splits = order.setdefault(placement.dim, [])
         parts = layout.mesh.shape[axis]
-        factor = (
-            placement.split_factor if parts > 1 else 1
-        )  # a mesh dimension of size 1 splits nothing
+        # A mesh dimension of size 1 splits nothing.
+        factor = placement.split_factor if parts > 1 else 1
         made, behind = 1, 0
         while behind < len(splits) and factor % (made * splits[behind].parts) == 0:
             made *= splits[behind].parts

@@ -100,9 +100,8 @@ def plan_cells(
         if len(targets) > 1
         else targets[0].shape
     )
-    if prod(shape) * itemsize <= min(
-        joined, CELL_BYTES
-    ):  # true of most tensors: all cells would be joined
+    # True of most tensors: all cells would be joined.
+    if prod(shape) * itemsize <= min(joined, CELL_BYTES):
         return Cells(tuple(np.array([0, n], np.int64) for n in shape))
     every = [unbroken(targets, d) for d in range(len(targets[0].shape))]
     free = [undivided(borders, d, sources) for d, borders in enumerate(every)]

@@ -100,9 +100,8 @@ class Meeting:
             coordinator: coordinator of the job; None: detected.
             location: location of the checkpoint; None: not known yet.
         """
-        self._choice: Choice = (
-            choice if _is_choice(choice) else True
-        )  # with an invalid choice the others expect this process
+        # With an invalid choice the others expect this process.
+        self._choice: Choice = choice if _is_choice(choice) else True
         self._given = coordinator
         self.location = location
         self._met = False

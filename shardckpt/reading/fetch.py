@@ -188,9 +188,8 @@ class ReadableChunks:
     def lengths(self, nbytes: int) -> tuple[int, int]:
         """See `ChunkSource`."""
         most = nbytes + CHECKSUM_BYTES
-        return (
-            (most, most) if self.codec is raw else (CHECKSUM_BYTES, most + (most >> 8) + 64)
-        )  # ZSTD_compressBound
+        # ZSTD_compressBound.
+        return (most, most) if self.codec is raw else (CHECKSUM_BYTES, most + (most >> 8) + 64)
 
     def read_into(self, task: ReadTask, vectors: Sequence[Sequence[memoryview]]) -> None:
         """Read the bytes of each run of a task into its memory, one vector after another.
@@ -397,9 +396,8 @@ def _lay_out(
                     into.append(stored[kept:free])
                 payloads.append(place[begin : begin + nbytes])
                 into.append(payloads[-1])
-                at.append(
-                    free - nbytes
-                )  # only its checksum gets memory: fresh memory costs as much as reading into it
+                # Only its checksum gets memory: fresh memory costs as much as reading into it.
+                at.append(free - nbytes)
                 kept, free = free, free + checksum_bytes
         if kept < free:
             into.append(stored[kept:free])

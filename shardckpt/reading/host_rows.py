@@ -164,9 +164,8 @@ class HostRows:
             if rows.nbytes + nbytes > MOST_BYTES:
                 kept = np.isin(numbers, needed)
                 numbers, rows = self._known = numbers[kept], rows[kept]
-                self._asked = set(
-                    hosts
-                )  # rows of other hosts may be dropped, so those hosts may be read again
+                # Rows of other hosts may be dropped, so those hosts may be read again.
+                self._asked = set(hosts)
             return MOST_BYTES - rows.nbytes
 
     def _record(self, host: int) -> HostFiles | None:

@@ -181,9 +181,8 @@ class RequestedChunks:
         """
         together = _together([request.boxes for request in requests])
         counts = np.array([len(request.boxes) for request in requests], np.int64)
-        if all(
-            len(request.pieces) == 1 for request in requests
-        ):  # nearly always: every box touches the one piece of its tensor
+        # Nearly always: every box touches the one piece of its tensor.
+        if all(len(request.pieces) == 1 for request in requests):
             parts = [RequestedArray(request, request.pieces[0]) for request in requests]
             of_part, of_box = np.repeat(np.arange(len(parts)), counts), np.arange(len(together))
         else:

@@ -211,16 +211,14 @@ def restore_adapted(
     `adaptation` has its options for names and sizes, and afterwards what was done.
     """
     if coordinator is not None:
-        check_coordinator(
-            coordinator
-        )  # before the meeting: without a coordinator no other process can learn of the error
+        # Before the meeting: without a coordinator no other process can learn of the error.
+        check_coordinator(coordinator)
     place = source.location if isinstance(source, Checkpoint) else source
     meeting = None if cooperative is False else Meeting(cooperative, coordinator)
     try:
         with ExitStack() as pause, meeting or nullcontext(), reading_takes_threads(place):
-            pause.enter_context(
-                collector_paused()
-            )  # a single pause: after each of several, the collector would visit all that is new
+            # A single pause: after each of several, the collector would visit all that is new.
+            pause.enter_context(collector_paused())
             if meeting is not None:
                 pause.close()
                 meeting.location = (
@@ -250,9 +248,8 @@ def restore_adapted(
                 cast=cast,
                 coordinator=coordinator,
             )
-            alone = (
-                cooperative is False and kind_of(checkpoint.location).near
-            )  # waits neither for others nor for a network
+            # Waits neither for others nor for a network.
+            alone = cooperative is False and kind_of(checkpoint.location).near
             if not (alone and lasts_seconds(checkpoint.record.totals["bytes"])):
                 pause.close()
             state = _carried_out(

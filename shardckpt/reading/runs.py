@@ -171,9 +171,8 @@ def places_of(bands: Sequence[Band]) -> list[list[Place]]:
         if each == n == 1 and (buffer := targets.buffers[box[pair]]).size == elements[pair] == prod(
             chunks
         ):
-            by_band.append(
-                [(buffer, EVERYTHING, 0)]
-            )  # a small tensor is one chunk, and nearly always read as a whole
+            # A small tensor is one chunk, and nearly always read as a whole.
+            by_band.append([(buffer, EVERYTHING, 0)])
             pair += 1
             continue
         if not sides:

@@ -300,9 +300,8 @@ class TableBlocks:
                 return units
             spent = host_rows.read(hosts, costs / 2, needed)
             new = int(host_rows.take(number)[1].sum())
-            if (
-                spent * (len(number) - new) < costs * new
-            ):  # the remaining rows cost less from hosts at this rate than from units
+            # The remaining rows cost less from hosts at this rate than from units.
+            if spent * (len(number) - new) < costs * new:
                 several *= 4
             else:
                 wasted, several = wasted + spent + 1, 1

@@ -302,9 +302,8 @@ class _Verification:
         others: dict[
             FileReference, None
         ] = {}  # each once, because hosts with the same contents share a file
-        own_version: set[FileReference | None] = (
-            set()
-        )  # the record need not have the version of hosts' values
+        # The record need not have the version of hosts' values.
+        own_version: set[FileReference | None] = set()
         for reference in self.record.hosts:
             with self._reporting(reference.key):
                 host = read_host_files(self.place, reference)
@@ -392,9 +391,8 @@ def _moved_arrays(own: Table, table: Table) -> list[str]:
     other = table.rows.take(row[same])
     numbers = {file: i for i, file in enumerate(dict.fromkeys([*own.files, *table.files]))}
     file, other_file = (
-        np.array([*map(numbers.__getitem__, files), -1])[
-            np.minimum(column, np.uint32(len(files)))
-        ]  # the last: objects of their own
+        # The last: objects of their own.
+        np.array([*map(numbers.__getitem__, files), -1])[np.minimum(column, np.uint32(len(files)))]
         for files, column in ((own.files, rows.file[same]), (table.files, other.file))
     )
     mine = rows.take(np.flatnonzero(same))

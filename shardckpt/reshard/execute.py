@@ -203,9 +203,8 @@ def run_job(
     )
     opened, done = OpenJob(job, checkpoint), None
     dependants = Dependants(opened.store)
-    first = (
-        options.worker is None or options.worker[0] == 0
-    )  # one call of the job reads the checkpoints beside the destination
+    # One call of the job reads the checkpoints beside the destination.
+    first = options.worker is None or options.worker[0] == 0
     if first and opened.prior.is_checkpoint and not opened.committed:
         dependants.check_replaceable(opened.prior.attempt)
     if opened.reuse:
@@ -302,9 +301,8 @@ def _run_on_engine(
                     task
                 )
             done = wait(under_way, _LOOK_EVERY if engine.changes else None, FIRST_COMPLETED).done
-            for future in [
-                future for future in under_way if future in done
-            ]:  # the error of the first call explains those of later ones
+            # The error of the first call explains those of later ones.
+            for future in [future for future in under_way if future in done]:
                 task = under_way.pop(future)
                 try:
                     report = future.result()

@@ -121,9 +121,8 @@ class OpenJob:
         result from the earlier state."""
         unchanged = self.checkpoint.native and self.plan.unchanged
         if job.alone and unchanged and (method := reuse_method(self.source_place, self.store)):
-            begun = self.committed or finished_hosts(
-                self.store.sub(self.attempt)
-            )  # by workers started elsewhere: continue their attempt
+            # By workers started elsewhere: continue their attempt.
+            begun = self.committed or finished_hosts(self.store.sub(self.attempt))
             self.reuse = None if begun else method
             self.attempt, self.committed = self._attempt()
         if not self.committed and not job.options.overwrite and not self.prior.holds:
@@ -152,9 +151,8 @@ class OpenJob:
     def contents(self) -> Contents:
         """Contents of the new checkpoint; the records of all hosts agree on them."""
         record, small = self.plan.source, dict[str, bytes]()
-        if (
-            self.reuse and record.small_table is not None
-        ):  # no host has these; the committer rewrites them
+        # No host has these; the committer rewrites them.
+        if self.reuse and record.small_table is not None:
             assert isinstance(self.checkpoint, Checkpoint)
             written = read_table(self.source_place, record.small_table).counts
             tensors = record.structure.tensors

@@ -253,9 +253,8 @@ def _link_or_copy(
                 _copy(first, path)
             if path != final:
                 path.replace(final)
-                path.unlink(
-                    missing_ok=True
-                )  # replacing one name of a file by another name of it removes neither
+                # Replacing one name of a file by another name of it removes neither.
+                path.unlink(missing_ok=True)
         changed.add(final.parent)
     for directory in changed:
         with storage_errors("write", directory):

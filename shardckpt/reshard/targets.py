@@ -101,9 +101,8 @@ def targets(
 def renamed(tensor: TensorRecord, name: str, dtype: DType) -> TensorRecord:
     """The record of a tensor that keeps its chunks, under the same name or another one."""
     if name == tensor.name:
-        return replace(
-            tensor, dtype=dtype, base=None, difference=False
-        )  # the new checkpoint has all elements
+        # The new checkpoint has all elements.
+        return replace(tensor, dtype=dtype, base=None, difference=False)
     whole = len(tensor.pieces) == 1 and tensor.pieces[0].path == array_path(tensor.name)
     paths = (
         [array_path(name)]

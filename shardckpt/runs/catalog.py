@@ -257,9 +257,8 @@ def _unfinished_entry(
     last = last_written(place, f"{attempt}/")
     finished = finished_hosts(inside)
     hosts, committable = None, False
-    with contextlib.suppress(
-        ShardckptError
-    ):  # `shardckpt commit` reports what is wrong with the records
+    # `shardckpt commit` reports what is wrong with the records.
+    with contextlib.suppress(ShardckptError):
         if finished:
             first, _ = read_host_record(inside, finished[0])
             hosts = first.hosts
@@ -296,9 +295,8 @@ def _committed_entry(data: bytes, place: Store, name: str) -> CatalogEntry:
 
 def _summary(doc: dict[str, Any], name: str, location: Location, where: str) -> CatalogEntry:
     if doc.get("begun") is True:
-        return CatalogEntry(
-            name, location, "deleted"
-        )  # a placeholder: there has never been a checkpoint here
+        # A placeholder: there has never been a checkpoint here.
+        return CatalogEntry(name, location, "deleted")
     if "tombstone" in doc:
         return CatalogEntry(
             name, location, "deleted", reason=_require(doc, "tombstone", str, where)

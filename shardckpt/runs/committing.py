@@ -175,9 +175,8 @@ def _lacks(place: Store, prior: Prior) -> tuple[Literal["incomplete", "overtaken
     missing = sorted(set(range(first.hosts)) - set(present))
     if missing:
         return "incomplete", f"{numbered('host', missing)} (of {first.hosts}) did not finish"
-    begun_free = first.prior is None and (
-        prior.digest is None or prior.holds
-    )  # by an earlier version, which left no placeholder
+    # By an earlier version, which left no placeholder.
+    begun_free = first.prior is None and (prior.digest is None or prior.holds)
     if first.prior != prior.digest and not begun_free:
         return (
             "overtaken",
@@ -213,9 +212,8 @@ def _try_commit(
     try:
         lacks = _lacks(place, prior)
         if lacks is None and prior.digest is None:
-            prior = hold_place(
-                store, prior, overwrite=True
-            )  # before the check, so that it notices a removal since then
+            # Before the check, so that it notices a removal since then.
+            prior = hold_place(store, prior, overwrite=True)
             lacks = _lacks(place, prior)
         if lacks is not None:
             return outcome(*lacks)

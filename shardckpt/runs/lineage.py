@@ -117,9 +117,8 @@ class Lineage:
         if step in self.later:
             self.later = {later: attempt for later, attempt in self.later.items() if later != step}
             if leads:
-                with suppress(
-                    ShardckptError
-                ):  # the marker names the replaced attempt, so it does no harm if it stays
+                # The marker names the replaced attempt, so it does no harm if it stays.
+                with suppress(ShardckptError):
                     unmark(self._root.sub(str(step)), SUPERSEDED)
 
     def seen(self, steps: Iterable[StepInfo]) -> list[StepInfo]:

@@ -387,10 +387,8 @@ class Client:
                             yield json.loads(line[6:])
                         if _seconds_left(end, 2 * _SILENCE) <= _SILENCE:
                             break
-            except (
-                *self._failures,
-                ValueError,
-            ):  # it was cut off, perhaps in a line; the job itself says more
+            except (*self._failures, ValueError):
+                # It was cut off, perhaps in a line; the job itself says more.
                 pass
         yield self._entry("GET", path, timeout=_seconds_left(end, self._timeout))
 
@@ -451,9 +449,8 @@ def _error(reply: httpx.Response, where: str) -> ShardckptError:
         problem = reply.json()
         code, detail = str(problem["code"]), str(problem["detail"])
     except (ValueError, KeyError, TypeError):
-        kind = (
-            _NoAnswerError if reply.status_code in (502, 503, 504) else StorageError
-        )  # a proxy answers for the service
+        # A proxy answers for the service.
+        kind = _NoAnswerError if reply.status_code in (502, 503, 504) else StorageError
         return kind(f"{where}: {reply.status_code} {reply.reason_phrase}")
     return _error_of_code(code, detail, f"{where}: {detail}")
 

@@ -221,9 +221,10 @@ class Roots:
             if may_read(name):
                 text = re.sub(place, lambda _, name=name: name, text)  # type: ignore[misc]
             else:
+                # Names may have any characters: their end is not known.
                 text = re.sub(
                     rf"{place}.*", "another place, which you may not read", text, flags=re.DOTALL
-                )  # names may have any characters: their end is not known
+                )
         return text
 
     def _need(self, needs: Needs, place: Location, message: str, *, based: bool) -> None:

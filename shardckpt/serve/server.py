@@ -201,11 +201,12 @@ def _claim(path: Path) -> None:
     try:
         with socket.socket(socket.AF_UNIX) as one:
             socket_file = status(path)
+            # Of a server that has ended.
             if (
                 socket_file is not None
                 and stat.S_ISSOCK(socket_file.st_mode)
                 and one.connect_ex(str(path)) != 0
-            ):  # of a server that has ended
+            ):
                 path.unlink()
         if exists(path):
             raise OptionError(

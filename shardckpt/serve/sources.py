@@ -215,9 +215,8 @@ class SourceResponse:
         if self._data is not None:
             async with asyncio.timeout(send_seconds(end)):
                 await _start(send, status, headers)
-                for at in range(
-                    0, end, PIECE
-                ):  # each waits until the client has read those before it
+                # Each waits until the client has read those before it.
+                for at in range(0, end, PIECE):
                     await send(
                         {
                             "type": "http.response.body",

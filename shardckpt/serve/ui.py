@@ -105,9 +105,8 @@ async def _render(page: _Page, service: Service, request: Request) -> Response:
             )
         )
     except (ShardckptError, HTTPException) as e:
-        decided = (
-            isinstance(e, HTTPException) and e.status_code != 404
-        )  # then no storage is asked: perhaps no thread is free
+        # Then no storage is asked: perhaps no thread is free.
+        decided = isinstance(e, HTTPException) and e.status_code != 404
         return (
             refused(service, request, e)
             if decided
@@ -228,9 +227,8 @@ def _checkpoint(service: Service, request: Request, viewer: Viewer) -> str:
     text = _text(request, "text")
     draw = partial(found_names, text=text) if text else tree
     make = partial(draw, ident, opened.checkpoint, top)
-    names = (
-        make() if text or top.name else opened.part(("tree", PREFIX.get()), make)
-    )  # of many names it takes long
+    # Of many names it takes long.
+    names = make() if text or top.name else opened.part(("tree", PREFIX.get()), make)
     return checkpoint_page(
         ident, opened.checkpoint, top, entry, text, names, viewer, sections, _url(request)
     )

@@ -103,9 +103,8 @@ class RootWatch:
             raise StorageError(
                 f"root {name}: it has vanished; nothing is read or written there. Mount it again."
             )
-        if (
-            writes and not known and not store.exists(RECORD)
-        ):  # a root that is a checkpoint has no room for other files
+        # A root that is a checkpoint has no room for other files.
+        if writes and not known and not store.exists(RECORD):
             store.create(MARKER, _CONTENT)
             self._remember(str(place), marked=True)
 

@@ -81,9 +81,8 @@ class Background:
         self._saver = Saver(memory_limit=options.budget, coordinator=coordinator)
         self._job = JobFence(root, coordinator.run_id)
         self._claim = ProcessClaim(root, coordinator.run_id, coordinator.world.process)
-        grace = (
-            2 * options.commit_timeout
-        )  # silence for this long means that every process has given up waiting
+        # Silence for this long means that every process has given up waiting.
+        grace = 2 * options.commit_timeout
         bases = steps_among(root, [] if options.base is None else [options.base])
         self.cleaner = Cleaner(
             root,
@@ -135,9 +134,8 @@ class Background:
         )
         try:
             self._claim.check()
-            with saving_takes_threads(
-                url
-            ):  # checked first: if threads cannot be started, nothing would wait for the save
+            # Checked first: if threads cannot be started, nothing would wait for the save.
+            with saving_takes_threads(url):
                 start_background(thread)
             handle = self._saver.begin(
                 url,

@@ -205,9 +205,8 @@ class Decisions:
         if not planned and self._policy.wanted(Moment(step, now - self._decided, busy, preempted)):
             self._decided = now
             if source is not None and preempted:
-                line = line.noticed(
-                    source
-                )  # a process that ends its loop on the notice has saved by then
+                # A process that ends its loop on the notice has saved by then.
+                line = line.noticed(source)
             line = line.extended(max(line.until, step) + lead, save=True, busy=self._skips)
         elif runs_out:
             until = max(line.until + stride, step + lead)
@@ -218,9 +217,8 @@ class Decisions:
             )
         if line is not before or self._unannounced:
             self._timeline, self._unannounced = line, True
-            with suppress(
-                SilentStoreError
-            ):  # announced again at the next step; the others wait for it, for a bounded time
+            # Announced again at the next step; the others wait for it, for a bounded time.
+            with suppress(SilentStoreError):
                 self._coordinator.announce(self._name("timeline"), line.to_json())
                 self._unannounced = False
 
@@ -239,9 +237,8 @@ class Decisions:
     def _follow(self, step: int, source: str | None) -> None:
         """Wait for a timeline that reaches this step."""
         if source is not None and self._noticed is None and self._timeline.notice is None:
-            with suppress(
-                CoordinationError
-            ):  # the leader has ended; its missing decision will be reported
+            # The leader has ended; its missing decision will be reported.
+            with suppress(CoordinationError):
                 self._coordinator.announce(
                     self._name("notice"),
                     {"source": f"{source}, process {self._coordinator.world.process}"},

@@ -66,9 +66,10 @@ class Generators:
         if torch is not None and "torch" in state:
             torch.set_rng_state(state["torch"])
         if torch is not None and torch.cuda.is_available():
+            # Of earlier versions.
             for device, of_device in zip(
                 range(torch.cuda.device_count()), state.get("cuda", ()), strict=False
-            ):  # of earlier versions
+            ):
                 torch.cuda.set_rng_state(of_device, device)
             if "cuda_devices" in state:
                 _load_cuda(torch, state["cuda_devices"])

@@ -166,9 +166,8 @@ def mirror(
     scalar = (
         isinstance(node, Small) and frameworks.is_tensor(own) and getattr(own, "shape", None) == ()
     )
-    return (
-        own if isinstance(own, PerProcess) or scalar else None
-    )  # a small leaf of any kind, or an error where each process has its own
+    # A small leaf of any kind, or an error where each process has its own.
+    return own if isinstance(own, PerProcess) or scalar else None
 
 
 def _composite(stored: StoredLeaves, node: Branch, own: object, beside: object) -> Any:

@@ -383,9 +383,8 @@ class CheckpointManager(OpenRun):
                     "coordinator": self._coordinator,
                 }
                 progress = self._events.progress("restore", self.url(read_step), read_step)
-                agreement = Agreement(
-                    self._coordinator
-                )  # also where this process has no need of it: the others may
+                # Also where this process has no need of it: the others may.
+                agreement = Agreement(self._coordinator)
                 given = {
                     "only": only,
                     "strict": agreement if strict is True else strict,

@@ -278,9 +278,8 @@ class NamedModule:
         """
         storages = Counter(map(storage_of, own.values()))
         apart: dict[str, tuple[Any, Any]] = {}
-        loaded: dict[str, Any] = copy.copy(
-            self._held
-        )  # keeps the attribute in which torch stores the modules' versions
+        # Keeps the attribute in which torch stores the modules' versions.
+        loaded: dict[str, Any] = copy.copy(self._held)
         loaded.clear()
         for name, key in self._keys.items():
             held = self._held[key]
@@ -374,9 +373,8 @@ class NamedModule:
             for key in getattr(result, "missing_keys", ())
         ]
         lost = [name for name in missing if name in unwritten or name not in own]
-        silent = unwritten.difference(
-            missing
-        )  # the module's class accepts that, or writes in its own manner
+        # The module's class accepts that, or writes in its own manner.
+        silent = unwritten.difference(missing)
         ignored = set(getattr(result, "unexpected_keys", ()))
         memory = {storage_of(tensor) for tensor in own.values()}
         doubtful = [

@@ -87,9 +87,8 @@ def of_torch(
             prefix + before: prefix + now
             for before, now in module.earlier_parameter_names().items()
         }
-        module.replica = any(
-            other.replica for other in modules.values()
-        )  # averaged weights are not wrapped in DDP themselves
+        # Averaged weights are not wrapped in DDP themselves.
+        module.replica = any(other.replica for other in modules.values())
     optimizers: dict[str, NamedOptimizer] = {}
     own_forms: dict[str, OwnFormOptimizer] = {}
     for key, of in objects.items():

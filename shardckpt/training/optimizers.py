@@ -155,9 +155,8 @@ class NamedOptimizer:
             for number, of_one in packed["state"].items()
         }
         for name, of_one in state.items():
-            if describes_itself(
-                self.parameters.get(name)
-            ):  # what is like the parameter is the same shard of a global tensor
+            # What is like the parameter is the same shard of a global tensor.
+            if describes_itself(self.parameters.get(name)):
                 for value in of_one.values():
                     described_like(value, self.parameters[name])
         settings: dict[str, dict[str, Any]] = {}
@@ -274,9 +273,8 @@ class NamedOptimizer:
                     members.keys if isinstance(members, Branch) else None,
                 )
             elif below is None or (name == "group_of" and stored.all_or_nothing(below)):
-                targets[name] = own[
-                    name
-                ]  # from our own parameters, so that a name on one side only is an error
+                # From our own parameters, so that a name on one side only is an error.
+                targets[name] = own[name]
             else:
                 targets[name] = mirror(stored, below)
         return {name: part for name, part in targets.items() if part is not LEFT_OUT}
@@ -308,9 +306,10 @@ class NamedOptimizer:
             for name in own
             if name not in {"state", "param_groups", "group_of"}
         }
+        # A class may change it.
         lent = {
             number: {**part} if isinstance(part, dict) else part for number, part in state.items()
-        }  # a class may change it
+        }
         self.optimizer.load_state_dict({"state": lent, "param_groups": groups, **rest})
         put_back_as_stored(self.optimizer, self.key, self.parameters, state)
 

@@ -49,9 +49,8 @@ class Notices:
                 "OnPreemption(signals=…): only the main thread can handle signals; make the "
                 "CheckpointManager there, or give signals=() and a file or a function."
             )
-        self._handler = (
-            self._take_note
-        )  # kept as one object: each look-up of a method creates a new one
+        # Kept as one object: each look-up of a method creates a new one.
+        self._handler = self._take_note
         for number in numbers:
             self._before[number] = signal.signal(number, self._handler)
         if numbers:

@@ -129,9 +129,8 @@ def resume(
         restored = None
         if failure is None and worst is None:
             assert checkpoint is not None
-            restored, failure = _try(
-                partial(read, checkpoint)
-            )  # the state, and what changed on the way
+            # The state, and what changed on the way.
+            restored, failure = _try(partial(read, checkpoint))
         worst = worst or _first_failure(coordinator, failure)
         if worst is None:
             assert checkpoint is not None

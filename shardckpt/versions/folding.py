@@ -219,9 +219,8 @@ def _fold_one(
             *earlier.structure.chain,
         )
         new = _Fold(store, prior, path, chain, earlier.structure).write()
-        if is_superseded(
-            store, record.attempt
-        ):  # training goes back, and its publisher may replace this version
+        # Training goes back, and its publisher may replace this version.
+        if is_superseded(store, record.attempt):
             discard(store.sub(new.attempt))
             return None
         publish(store, new, prior)

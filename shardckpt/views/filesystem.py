@@ -145,9 +145,8 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
         if self._one is not None:
             return *self._checkpoint(self._one), path.lstrip("/")
         parts = path.split("/")
-        cuts = [
-            i for i, part in enumerate(parts) if part == _ZARR
-        ]  # a name below `zarr` may itself be `zarr`
+        # A name below `zarr` may itself be `zarr`.
+        cuts = [i for i, part in enumerate(parts) if part == _ZARR]
         for cut in (*cuts, len(parts) - 1, len(parts)):
             place = "/".join(parts[:cut])
             try:

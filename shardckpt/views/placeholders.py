@@ -156,9 +156,8 @@ class Placeholder(torch.Tensor):  # type: ignore[misc]  # torch's types are not 
 
 
 def _is_view(func: Any) -> bool:
-    return (
-        func.overloadpacket in _VIEWS and func is not _aten.view.dtype
-    )  # that one has other elements
+    # That one has other elements.
+    return func.overloadpacket in _VIEWS and func is not _aten.view.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +195,8 @@ class _Part:
             a + sum((n - 1) * step[d] for n, step in zip(size, steps, strict=True))
             for d, a in enumerate(start)
         ]
-        if all(
-            at < n for at, n in zip(last, shape, strict=True)
-        ):  # no index is carried over to the dimension before
+        # No index is carried over to the dimension before.
+        if all(at < n for at, n in zip(last, shape, strict=True)):
             box = Box(tuple(start), tuple(at + 1 for at in last))
             inside = row_major(box.shape)
             return cls(
@@ -299,9 +297,8 @@ class Recorder:
 
     def note(self, into: torch.Tensor, source: Placeholder) -> None:
         """Note a copy, which `fill` makes."""
-        into.new_empty(into.shape, device="meta").copy_(
-            source.place
-        )  # raises an error for shapes that do not fit
+        # Raises an error for shapes that do not fit.
+        into.new_empty(into.shape, device="meta").copy_(source.place)
         if self._thread != threading.get_ident():
             into.copy_(self.read(source, "aten.copy_"))
         elif source.numel():

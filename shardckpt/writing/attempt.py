@@ -174,9 +174,8 @@ class Attempt:
         trace: TracebackType | None,
     ) -> None:
         """After an error, give the attempt up, unless publishing has begun."""
-        if (
-            error is not None and not self._ended and not isinstance(error, SkippedError)
-        ):  # processes count a skipped call alike
+        # Processes count a skipped call alike.
+        if error is not None and not self._ended and not isinstance(error, SkippedError):
             self.give_up(error)
 
     @property
@@ -259,9 +258,8 @@ class Attempt:
         )
         try:
             if not self.alone and self.commits:
-                described = writer.describe(
-                    contents
-                )  # early, so that the others find the same contents written already
+                # Early, so that the others find the same contents written already.
+                described = writer.describe(contents)
                 if self._storage is not None and not self._storage.proven:
                     self._storage.announce(self.name, described.key)
             yield writer
@@ -466,9 +464,8 @@ class Attempt:
         """This process's contents, with all tensors that it skips found in the base."""
         if not self._skipped:
             return contents
-        from shardckpt.writing.skipping import (
-            left_in_base,
-        )  # it imports the reading of checkpoints, which other saves do not need
+        # It imports the reading of checkpoints, which other saves do not need.
+        from shardckpt.writing.skipping import left_in_base
 
         structure = left_in_base(contents.structure, self._skipped, self.store.location, self._base)
         self.bases = tuple(

@@ -91,9 +91,8 @@ class CommitterWord:
                 )
             try:
                 word, silent = self.heard(attempt), ""
-            except (
-                SilentStoreError
-            ) as e:  # the committer may have stopped, or only the store: the storage shows which
+            except SilentStoreError as e:
+                # The committer may have stopped, or only the store: the storage shows which.
                 word, silent = False, f" ({str(e).rstrip('.')})"
             except CoordinationError as e:
                 # The committer's process has ended, perhaps after the commit: the storage shows
@@ -128,9 +127,8 @@ class CommitterWord:
         Raises its error if it has given up the attempt.
         """
         word = self._announcements.heard(WORD, attempt)
-        if word is None or (
-            word["error"] is not None and word["process"] != COMMITTER
-        ):  # that process has only waited in vain
+        # That process has only waited in vain.
+        if word is None or (word["error"] is not None and word["process"] != COMMITTER):
             return False
         if word["error"] is not None:
             kind = next(
@@ -184,9 +182,8 @@ class CommitterWord:
         """
         commits = self._process == COMMITTER
         why, refused = None, False
-        with suppress(
-            CoordinationError
-        ):  # no process can be asked, so none has left it behind and gone on
+        # No process can be asked, so none has left it behind and gone on.
+        with suppress(CoordinationError):
             word = self._announcements.heard(WORD, attempt)
             why = None if word is None else word["error"]
             refused = word is not None and word.get("code") == OptionError.code

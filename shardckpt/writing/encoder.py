@@ -178,9 +178,8 @@ class Encoder:
         `numbers` are those of their arrays' paths.
         """
         differences = self._compression == "difference"
-        each = (
-            round_up(size) if differences else size
-        )  # words are compared, and aligned ones faster
+        # Words are compared, and aligned ones faster.
+        each = round_up(size) if differences else size
         nbytes = len(keys) * each
         memory = self._writer.room(nbytes) if self._compression is None else None
         if memory is None:
@@ -213,9 +212,8 @@ class Encoder:
         Args:
             chunks: for each chunk the array, its position in the grid, and the laid-out bytes.
         """
-        together = (
-            [chunks] if self._compression is None else [[chunk] for chunk in chunks]
-        )  # one compressed chunk in memory at a time
+        # One compressed chunk in memory at a time.
+        together = [chunks] if self._compression is None else [[chunk] for chunk in chunks]
         if self.sums is not None:
             for piece, position, raw in chunks:
                 self.sums.add_chunk(piece, position, raw)

@@ -63,9 +63,8 @@ def fingerprint_of(
     """
     world = coordinator.world
     sources = frameworks.sources(tensors, world, local=local)
-    plan = plan_save(
-        sources, SaveOptions(), world
-    )  # it deals out all elements, so that each is added once
+    # It deals out all elements, so that each is added once.
+    plan = plan_save(sources, SaveOptions(), world)
     sums = StateSums(plan.tensors.values())
     with closing(read_to_host(plan, sources, MOST_COPIES)) as batches:
         for batch in batches:

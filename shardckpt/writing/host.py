@@ -265,9 +265,8 @@ class HostWriter:
             values: file of this process's own values; None: there are none.
             replicas: checksums of boxes that other hosts hold, too; None: there are none.
         """
-        alone = (
-            hosts == 1 and not contents.small
-        )  # the committer adds the commit record alone, and there are few directories
+        # The committer adds the commit record alone, and there are few directories.
+        alone = hosts == 1 and not contents.small
         described = (
             describe(self._place, contents, f"{self.folder}/contents.json")
             if alone
@@ -320,16 +319,14 @@ class HostWriter:
                 strict=True,
             )
         )
-        file = (
-            extents.file if packed else np.full(len(order), OWN_OBJECT)
-        )  # plain layout: the key determines the place
+        # Plain layout: the key determines the place.
+        file = extents.file if packed else np.full(len(order), OWN_OBJECT)
         columns = (written.chunk, file, extents.offset, extents.length, written.crc)
         table = Table(
             list(extents.files), counts, ArrayChunks.of_columns(*(c[order] for c in columns))
         )
-        if (
-            packed is not None and self._compression != "difference"
-        ):  # zarr has no codec for these, and would show them for weights
+        # zarr has no codec for these, and would show them for weights.
+        if packed is not None and self._compression != "difference":
             packed.seal(
                 extents,
                 None

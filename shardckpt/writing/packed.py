@@ -303,9 +303,8 @@ class PackedWriter:
         self._failed = True
         for files in self._files:
             files.abandon()
-        with contextlib.suppress(
-            ShardckptError
-        ):  # the caller reports the error that made it give up
+        # The caller reports the error that made it give up.
+        with contextlib.suppress(ShardckptError):
             for lane in self.lanes:
                 self._store.delete_prefix(f"{lane}/")
 

@@ -143,9 +143,8 @@ class PlainWriter:
         for _, file, _ in self._waiting:
             file.abandon()
         self._waiting.clear()
-        with contextlib.suppress(
-            ShardckptError
-        ):  # the caller reports the error that made it give up
+        # The caller reports the error that made it give up.
+        with contextlib.suppress(ShardckptError):
             self._remove_drafts()
 
     def _remove_drafts(self) -> None:

@@ -88,9 +88,8 @@ class SharedStorage:
         began, announcement = time.monotonic(), None
         while (waited := time.monotonic() - began) <= limit and not stopped():
             if announcement is None:
-                with suppress(
-                    CoordinationError
-                ):  # the store is gone: the wait for the commit says so
+                # The store is gone: the wait for the commit says so.
+                with suppress(CoordinationError):
                     announcement = self._announcements.heard(BEGUN, attempt)
                 if announcement is None and (not wait or waited > _MOMENT):
                     return

@@ -115,9 +115,8 @@ class LateElements:
                 memory[round_up(tensor.nbytes) :],
             )
             self._arrays[name] = array
-            pairs += [
-                (array, elements) for elements in frameworks.fetch([sources[name]])[0]
-            ]  # none of a tensor without elements
+            # None of a tensor without elements.
+            pairs += [(array, elements) for elements in frameworks.fetch([sources[name]])[0]]
         self._arrival = copies.copy(pairs)
 
     def added_to(self, contents: Contents) -> Contents:

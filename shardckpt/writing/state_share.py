@@ -310,9 +310,8 @@ def _cut(
 ) -> Iterator[BlockElements]:
     for (name, source), of_boxes, arrays in zip(sources.items(), boxes, fetched, strict=True):
         blocks, tensor = plan.blocks[name], plan.tensors[name]
-        if (
-            len(blocks) == 1 and not source.private and not source.resident
-        ):  # nearly all of a state of many small tensors
+        # Nearly all of a state of many small tensors.
+        if len(blocks) == 1 and not source.private and not source.resident:
             array, block = stored(arrays[0], tensor), blocks[0]
             if block.nbytes == array.nbytes <= most:
                 yield BlockElements(block, array, own=False)

@@ -67,9 +67,8 @@ def tensor_records(
             _check_storable(name, shape, source.dtype)
             if layout is not None:
                 with _naming(name):
-                    layout.parts(
-                        len(shape)
-                    )  # readers refuse a layout that does not fit; the result is not needed here
+                    # Readers refuse a layout that does not fit; the result is not needed here.
+                    layout.parts(len(shape))
             records[name] = TensorRecord(name, shape, source.dtype, layout, ())
         else:
             own_boxes = source.boxes if source.own_pieces else None

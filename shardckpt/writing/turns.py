@@ -171,9 +171,8 @@ class Turns:
             CommitError: the others do not come, or one of them is out of step.
         """
         leads = self.coordinator.world.process == LEADER
-        if not leads and not self._await_close(
-            where, timeout, stopped, goes_on
-        ):  # the call failed on this process alone
+        # The call failed on this process alone.
+        if not leads and not self._await_close(where, timeout, stopped, goes_on):
             with self.lock:
                 self.failed = None
                 return self._next_name()
@@ -267,9 +266,8 @@ def turns_at(coordinator: Coordinator, store: Store) -> Turns:
     links. The name is a part of the attempt's name, so no other checkpoint of the job has an
     attempt of the same name. Bases are identified by it (`format.structure`).
     """
-    name = (
-        store.location.resolved.name
-    )  # on a disk this resolves links in the path, and reads nothing else
+    # On a disk this resolves links in the path, and reads nothing else.
+    name = store.location.resolved.name
     key = sha256(name.encode()).hexdigest()[:12]
     with _lock:
         places: CallCounts = coordinator.notes.setdefault("places", CallCounts())

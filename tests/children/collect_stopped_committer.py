@@ -21,9 +21,8 @@ from shardckpt.io import files
 
 def replace(path, data, *conditions):
     if path.name == RECORD and b'"tombstone"' not in bytes(data):
-        signal.pthread_kill(
-            threading.get_ident(), signal.SIGSTOP
-        )  # of the process this thread might go on for a moment
+        # Of the process this thread might go on for a moment.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     return original(path, data, *conditions)
 
 

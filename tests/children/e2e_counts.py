@@ -188,9 +188,8 @@ def torch_controls(store):
         ),
         "all_gather_object": lambda: dist.all_gather_object([None] * ranks, rank),
         "all_to_all_single": lambda: dist.all_to_all_single(torch.zeros_like(one), one),
-        "barrier": lambda: (
-            dist.group.WORLD.barrier().wait()
-        ),  # dist.barrier asks for an accelerator, which torch_xla may break
+        # dist.barrier asks for an accelerator, which torch_xla may break.
+        "barrier": lambda: dist.group.WORLD.barrier().wait(),
         "monitored_barrier": dist.monitored_barrier,
         "broadcast": lambda: dist.broadcast(one, 0),
         "broadcast_object_list": lambda: dist.broadcast_object_list([rank], 0),

@@ -148,9 +148,8 @@ def compare(restored, processes, shards):
         if _at(restored, path) is not _at(restored, first)
     ]
     owned = restored["loader"].value
-    owned = (
-        owned if isinstance(owned, list) else [owned]
-    )  # as many processes as saved: each its own
+    # As many processes as saved: each its own.
+    owned = owned if isinstance(owned, list) else [owned]
     if len(owned) not in (1, processes) or not all(
         o["seen"] - 100 in range(processes) for o in owned
     ):

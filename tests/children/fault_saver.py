@@ -25,9 +25,8 @@ def save_value(url, value):
 
 def main():
     first, threads = map(int, sys.argv[1:])
-    save_value(
-        f"memory://{first}", first
-    )  # what is done once in a process is done now, not in the race
+    # What is done once in a process is done now, not in the race.
+    save_value(f"memory://{first}", first)
     with ThreadPoolExecutor(threads) as pool:
         print("ready", flush=True)
         for line in sys.stdin:

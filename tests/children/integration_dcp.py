@@ -166,9 +166,8 @@ def load(coordinator, url, mesh):
     reader = StorageReader(url)
     dcp.load(state, storage_reader=reader)
     stats = reader._contents.checkpoint.stats
-    needed = [
-        t for name, t in tensors_of(state).items() if name != ".more.tied"
-    ]  # the same memory as another one, filled twice
+    # The same memory as another one, filled twice.
+    needed = [t for name, t in tensors_of(state).items() if name != ".more.tied"]
     outcome = {
         "different": same(state, state_of(mesh, 1)),
         "needed": stats.bytes_needed - state["more"]["tied"].nbytes,

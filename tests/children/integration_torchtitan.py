@@ -19,10 +19,8 @@ warnings.simplefilter("ignore")
 import torch
 from torchtitan.tools import utils
 
-utils.device_type, utils.device_module = (
-    "cpu",
-    torch.cpu,
-)  # torchtitan takes "cuda" where there is no accelerator
+# Torchtitan takes "cuda" where there is no accelerator.
+utils.device_type, utils.device_module = "cpu", torch.cpu
 import torchtitan.distributed.utils
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components import metrics
@@ -118,9 +116,8 @@ class NoTokenizer(BaseTokenizer):
 
 
 metrics.build_device_memory_monitor = NoMemory
-torchtitan.distributed.utils.set_pg_timeouts = lambda **kwargs: (
-    None
-)  # it numbers devices, which CPUs do not have
+# It numbers devices, which CPUs do not have.
+torchtitan.distributed.utils.set_pg_timeouts = lambda **kwargs: None
 spec = model_registry("debugmodel")
 del spec.model.layers[2:]
 # FlexAttention has no backward pass on CPUs; torchtitan's own tests choose this in the same manner.

@@ -18,9 +18,8 @@ import jax
 ADDRESS, PROCESS, PROCESSES, COUNT = sys.argv[1], *map(int, sys.argv[2:])
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
-faulthandler.dump_traceback_later(
-    250, exit=True
-)  # a call that waits for the others must not outlive the test
+# A call that waits for the others must not outlive the test.
+faulthandler.dump_traceback_later(250, exit=True)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(ADDRESS, num_processes=PROCESSES, process_id=PROCESS)
 
@@ -103,9 +102,8 @@ def case(rng, tensor, generator):
     before = compiles()
     source = frameworks.source("w", leaf, WORLD)
     boxes = [source.boxes[i] for i in range(len(source.boxes))]
-    here = random.Random(
-        f"{tensor['seed']} {PROCESS}"
-    )  # what is the same in all processes comes from the other one
+    # What is the same in all processes comes from the other one.
+    here = random.Random(f"{tensor['seed']} {PROCESS}")
     positions = here.sample(range(len(boxes)), here.randrange(len(boxes) + 1))
     (arrays,) = frameworks.fetch([source], [positions])
     ways = [leaf, jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)]

@@ -170,9 +170,8 @@ def main():
     assert "jax" not in sys.modules
     assert "torch_xla" not in sys.modules
     deadline = time.monotonic() + 60
-    while (
-        threading.active_count() > 1 and time.monotonic() < deadline
-    ):  # a reader's threads end with it
+    # A reader's threads end with it.
+    while threading.active_count() > 1 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == 1, threading.enumerate()
     sys.stdout.write(json.dumps(answer))

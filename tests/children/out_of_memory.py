@@ -12,9 +12,8 @@ import shardckpt
 place = sys.argv[1]
 threading.stack_size(256 << 10)  # threads are not what memory is to be short of
 shardckpt.save(f"{place}/small", {"w": np.ones(1000)})
-shardckpt.export_safetensors(
-    f"{place}/small", f"{place}/small.safetensors"
-)  # imports what it needs
+# Imports what it needs.
+shardckpt.export_safetensors(f"{place}/small", f"{place}/small.safetensors")
 shardckpt.reshard(f"{place}/small", f"{place}/small2")
 like = {"w": np.zeros(1000)}
 large = np.zeros(64 << 20, np.uint8)

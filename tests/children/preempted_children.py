@@ -25,9 +25,8 @@ def started(**options):
 
     def work():
         begun.set()
-        for _ in range(
-            3000
-        ):  # a handler of Python's is not called in a sleep that begins just after the signal
+        # A handler of Python's is not called in a sleep that begins just after the signal.
+        for _ in range(3000):
             time.sleep(0.1)
 
     child = context.Process(target=work, **options)

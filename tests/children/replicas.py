@@ -66,9 +66,8 @@ def train_described(coordinator, url, resume):
         ]
     module.weight.grad = torch.full_like(module.weight, rank + 1.0)
     optimizer.step()
-    moment = optimizer.state[module.weight][
-        "exp_avg"
-    ]  # which Adam made like the parameter, without a description
+    # Which Adam made like the parameter, without a description.
+    moment = optimizer.state[module.weight]["exp_avg"]
     shardckpt.save(url, state, coordinator=coordinator)
     return [
         module.weight[:-1].detach().unique().tolist(),

@@ -49,9 +49,8 @@ def save_one_by_one(coordinator, urls):
         spoken.clear()
         shardckpt.save(url, _state(), coordinator=coordinator)
         counts.append(sum(key.startswith("begun/") for key in spoken))
-        coordinator.share(
-            "saved", None
-        )  # else a process may save again before another one has begun to wait for the commit
+        # Else a process may save again before another one has begun to wait for the commit.
+        coordinator.share("saved", None)
     return counts
 
 

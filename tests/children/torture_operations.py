@@ -91,9 +91,8 @@ class Operations:
                     f"the second half of a {name}",
                     half=lambda: function(file, data[:half], *offset),
                 ):
-                    return half + function(
-                        file, data[half:], *(at + half for at in offset)
-                    )  # it has only slept
+                    # It has only slept.
+                    return half + function(file, data[half:], *(at + half for at in offset))
             return function(*arguments, **options)
 
         return wrapped

@@ -128,13 +128,14 @@ def test_everything_is_one_table_that_fits_the_terminal(run, saver, tmp_path):
     assert max(map(len, table)) <= 80
     assert "" not in table
     assert empty == ""
+    # Of "1" nothing is left.
     assert [line.split()[0] for line in table if not line.startswith(" ")] == [
         "name",
         "2",
         "3",
         "9",
         "9",
-    ]  # of "1" nothing is left
+    ]
     assert table[0].split() == ["name", "created", "tensors", "size", "layout", "metrics"]
     assert table[1].endswith("loss=0.75 grad=inf")
 

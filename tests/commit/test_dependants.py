@@ -95,9 +95,8 @@ def test_a_complete_save_that_would_replace_it_is_not_committed(root, relied_on)
     save_without_commit(root / "c", 2, overwrite=True)
     RELIED_ON[relied_on](root)
     (outcome,) = shardckpt.commit(root / "c")
-    assert outcome.state == (
-        "refused" if relied_on == "a base" else "overtaken"
-    )  # a pin makes a new version of the record
+    # A pin makes a new version of the record.
+    assert outcome.state == ("refused" if relied_on == "a base" else "overtaken")
     np.testing.assert_array_equal(shardckpt.restore(root / "c")["head"], STATE["head"])
 
 

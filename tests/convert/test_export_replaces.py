@@ -161,8 +161,6 @@ def test_every_file_and_every_new_directory_of_an_export_is_synced_after_its_las
         status = path.stat()
         seen = synced.get(f"{status.st_dev} {status.st_ino}")
         assert seen is not None, path
-        if (to, path) != (
-            "safetensors",
-            final,
-        ):  # the hidden directory is removed after the files have their names
+        # The hidden directory is removed after the files have their names.
+        if (to, path) != ("safetensors", final):
             assert seen == [status.st_size, status.st_mtime_ns], path

@@ -24,9 +24,8 @@ from shardckpt.convert.options import NameOptions
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.timeout(
-    300
-)  # transformers imports half of torch, which takes its time on a busy machine
+# Transformers imports half of torch, which takes its time on a busy machine.
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

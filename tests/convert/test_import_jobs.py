@@ -125,10 +125,8 @@ def test_workers_that_others_start_meet_in_one_attempt(source: Path, tmp_path: P
 
 
 def test_a_tensor_much_larger_than_the_limit_is_imported_within_it(tmp_path: Path) -> None:
-    shape = [
-        8209,
-        8191,
-    ]  # primes: hardly a border of the new chunks is one of the rows that are read at once
+    # Primes: hardly a border of the new chunks is one of the rows that are read at once.
+    shape = [8209, 8191]
     nbytes = 4 * shape[0] * shape[1]
     header = json.dumps(
         {"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, nbytes]}}

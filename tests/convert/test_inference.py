@@ -19,11 +19,8 @@ import shardckpt
 INDEX = "model.safetensors.index.json"
 # `make test` has what others' loaders find in files of a real model, see test_minilm.py and
 # test_hf_models.py.
-pytestmark = [
-    pytest.mark.xla,
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-]  # frameworks take their time to be imported on a busy machine
+# Frameworks take their time to be imported on a busy machine.
+pytestmark = [pytest.mark.xla, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def run(child: str, *arguments: Path, **variables: str) -> str:

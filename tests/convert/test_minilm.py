@@ -18,10 +18,8 @@ import shardckpt
 from shardckpt import Mesh, PartitionSpec, Sharding
 
 CHILD = CHILDREN / "minilm.py"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-]  # the model's library imports half of torch, which takes its time on a busy machine
+# The model's library imports half of torch, which takes its time on a busy machine.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

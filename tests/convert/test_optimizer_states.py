@@ -124,13 +124,8 @@ def test_torch_goes_on_bit_by_bit_with_an_exported_directory_of_dcp(saved, tmp_p
 @pytest.mark.parametrize("to", ["torch", "dcp"])
 @pytest.mark.parametrize(
     ("form", "order"),
-    [
-        ("names", 1),
-        ("names", -1),
-        ("numbers", 1),
-        ("flat", 1),
-        ("flat", -1),
-    ],  # numbers are places in the optimizer
+    # Numbers are places in the optimizer.
+    [("names", 1), ("names", -1), ("numbers", 1), ("flat", 1), ("flat", -1)],
     ids=[
         "names",
         "names, groups in another order",

@@ -76,9 +76,8 @@ def states(draw):
     """A state with a tensor that has two names, and how each of its tensors is laid out, evenly or
     not."""
     state = draw(st.dictionaries(KEYS, inner, max_size=3))
-    state["first"] = random(
-        (3, draw(st.integers(1, 9))), draw(st.sampled_from(DTYPES))
-    )  # tensors without elements are not tied
+    # Tensors without elements are not tied.
+    state["first"] = random((3, draw(st.integers(1, 9))), draw(st.sampled_from(DTYPES)))
     state["tied"] = {"second": state["first"]}
     shardings = {}
     for path, tensor in arrays_of(state):

@@ -84,9 +84,8 @@ def test_what_torch_saves_itself_is_the_same_but_for_its_own_name(file, tmp_path
     theirs, ours = zipfile.ZipFile(tmp_path / "state.pt"), zipfile.ZipFile(file)
     assert theirs.namelist() == ours.namelist()
     for one, other in zip(theirs.infolist(), ours.infolist(), strict=True):
-        if not one.filename.endswith(
-            ("serialization_id", "data.pkl")
-        ):  # keys that are one str object are written once
+        # Keys that are one str object are written once.
+        if not one.filename.endswith(("serialization_id", "data.pkl")):
             assert (one.CRC, one.file_size) == (other.CRC, other.file_size), one.filename
 
 

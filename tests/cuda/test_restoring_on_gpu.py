@@ -80,9 +80,8 @@ def test_many_small_tensors_are_copied_together_beside_large_ones(tmp_path, pinn
     for place in places.values():
         place.view(torch.uint8).fill_(1)  # queued before: must not come after
     shardckpt.restore(tmp_path / "c", places, memory_limit="128MiB")
-    changed = {
-        name: place.clone() for name, place in places.items()
-    }  # queued later: must not come before
+    # Queued later: must not come before.
+    changed = {name: place.clone() for name, place in places.items()}
     assert all(
         torch.equal(changed[name].cpu().view(torch.uint8), tensor.view(torch.uint8))
         for name, tensor in value.items()

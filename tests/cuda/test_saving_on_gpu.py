@@ -234,9 +234,8 @@ def test_pinned_memory_is_pinned_once_kept_and_given_back(tmp_path):
             kept.append(manager._background._saver.pool.kept)
         assert kept[0] == kept[1] == kept[2]
         assert len(kept[0]) == 1
-        assert (
-            cuda_runtime.runtime.pin(kept[0][0], MiB) == 712
-        )  # cudaErrorHostMemoryAlreadyRegistered
+        # cudaErrorHostMemoryAlreadyRegistered.
+        assert cuda_runtime.runtime.pin(kept[0][0], MiB) == 712
         address = kept[0][0]
     torch.ones(1, device="cuda")  # no error of the call above is left
     assert cuda_runtime.runtime.unpin(address) != 0

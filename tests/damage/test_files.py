@@ -23,11 +23,8 @@ def test_a_truncated_file_of_any_kind_is_noticed(checkpoint_of, layout, number, 
     checkpoint, truth = checkpoint_of(layout, number)
     path = file_kinds(checkpoint, layout)[kind][0]
     size = path.stat().st_size
-    for left in (
-        size - 2,
-        size // 2,
-        0,
-    ):  # the last byte of a record is a newline that nobody needs
+    # The last byte of a record is a newline that nobody needs.
+    for left in (size - 2, size // 2, 0):
         os.truncate(path, left)
         assert_noticed(checkpoint, path, kind, truth)
 

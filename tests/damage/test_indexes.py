@@ -27,9 +27,8 @@ def test_an_index_that_points_elsewhere_is_reported(checkpoint_of):
         options=flip_bits.options("packed"),
     )
     other = checkpoint.parent / "other" / shardckpt.open(checkpoint.parent / "other").record.attempt
-    for nodes in other.glob(
-        "hosts/*/0/d/tree"
-    ):  # those of the merged index are behind the lane's own
+    # Those of the merged index are behind the lane's own.
+    for nodes in other.glob("hosts/*/0/d/tree"):
         shutil.copy(nodes, checkpoint / attempt / nodes.relative_to(other))
     shutil.copy(other / "manifest.ocdbt", checkpoint / attempt / "manifest.ocdbt")
     assert same(truth, shardckpt.restore(checkpoint))

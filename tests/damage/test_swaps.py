@@ -120,9 +120,8 @@ def test_every_stale_file_of_equal_size_is_noticed(checkpoint_of, stale, layout,
                 # only its identity is another.
                 assert same(truth, shardckpt.restore(checkpoint))
             elif kind == "commit record":
-                with pytest.raises(
-                    errors.CorruptionError, match=other.name
-                ):  # it names what is not there
+                # It names what is not there.
+                with pytest.raises(errors.CorruptionError, match=other.name):
                     shardckpt.restore(checkpoint)
                 assert not shardckpt.open(checkpoint).verify().ok
             else:

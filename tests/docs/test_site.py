@@ -20,15 +20,11 @@ def test_every_public_name_is_in_the_reference():
         for page in (DOCS / "reference").glob("*.md")
         for name in re.findall(r"^::: shardckpt\.([\w.]+)$", page.read_text(), re.MULTILINE)
     }
-    for module in (
-        "reshard.execute.",
-        "commit.committing.",
-    ):  # functions whose name in `shardckpt` is a package that can be called
+    # Functions whose name in `shardckpt` is a package that can be called.
+    for module in ("reshard.execute.", "commit.committing."):
         shown |= {name.removeprefix(module) for name in shown}
-    public = set(shardckpt.__all__) - {
-        "__version__",
-        "ShardckptError",
-    }  # the error is in shardckpt.errors, which is shown whole
+    # The error is in shardckpt.errors, which is shown whole.
+    public = set(shardckpt.__all__) - {"__version__", "ShardckptError"}
     assert public <= shown | {name.rpartition(".")[2] for name in shown}
     assert "errors" in shown
 

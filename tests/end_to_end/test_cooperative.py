@@ -228,10 +228,8 @@ def test_a_process_that_dies_is_missed_by_all_others(run_job, saved, where):
             if where == "packing"
             else rf"process {process} lost the connection to another of the processes \[0, 1, 2\]"
         )
-        if (where, process) == (
-            "packing",
-            2,
-        ):  # process 0 misses it at the same time, and the store ends with process 0
+        # Process 0 misses it at the same time, and the store ends with process 0.
+        if (where, process) == ("packing", 2):
             missed += "|the process that holds it has ended"
         assert re.search(missed, message)
         assert "undefined now" in message

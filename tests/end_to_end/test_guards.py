@@ -129,9 +129,8 @@ def test_a_tensor_of_a_common_class_costs_the_walk_of_a_state_few_steps(make):
         )
 
     walking(1)  # finds the adapter of the class
-    most = (
-        30 if "torch_xla" not in sys.modules else 50
-    )  # where torch_xla is imported, a tensor may be one of its own
+    # Where torch_xla is imported, a tensor may be one of its own.
+    most = 30 if "torch_xla" not in sys.modules else 50
     assert walking(300) - walking(100) <= most * 200, (
         "its class says which adapter it has, so that no adapter is asked"
     )
@@ -186,9 +185,8 @@ and closed for each that reads. Those for a lane and its files depend on the num
 def test_a_quarter_of_a_gigabyte_more_gives_the_interpreter_lock_up_a_few_times_more(
     sizes, monkeypatch, operation
 ):
-    monkeypatch.setattr(
-        extension, "LONGEST_S", 1e6
-    )  # else a busy disk decides how many calls there are
+    # Else a busy disk decides how many calls there are.
+    monkeypatch.setattr(extension, "LONGEST_S", 1e6)
     totals = []
     for at in sizes:
         shutil.rmtree(at.out, ignore_errors=True)

@@ -146,9 +146,8 @@ def test_nothing_is_ever_listed_but_host_records_once_per_look(cloud, layout, pr
     listings = cloud.requests(url, "list")
     looks = len(listings)
     assert {listing.name for listing in listings} == {f"{place}/records/"}
-    assert looks >= (
-        2 if processes > 1 else 1
-    )  # the committer waits for the others, and reads what it has found
+    # The committer waits for the others, and reads what it has found.
+    assert looks >= (2 if processes > 1 else 1)
 
     assert_holds(url, 0)
     assert len(cloud.requests(url, "list")) == looks
@@ -160,9 +159,8 @@ def test_data_files_are_bounded_by_64_mib_and_by_memory(cloud):
     shardckpt.save(url, state)
     sizes = sorted(size for name, size in cloud.sizes(url).items() if "/hosts/00000/0/d/0" in name)
     assert len(sizes) == 3
-    assert (
-        OBJECT_BYTES - 5 * MiB < sizes[1] <= sizes[2] <= OBJECT_BYTES + 4096
-    )  # of the request, not the object
+    # Of the request, not the object.
+    assert OBJECT_BYTES - 5 * MiB < sizes[1] <= sizes[2] <= OBJECT_BYTES + 4096
 
     small = cloud.place()
     shardckpt.save(small, {"w": state["w"][: 5 * MiB]}, options=SaveOptions(memory_limit="40MiB"))

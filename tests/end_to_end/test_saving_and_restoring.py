@@ -604,9 +604,8 @@ def test_an_attempt_that_no_reader_would_accept_is_not_published_and_the_checkpo
             options=SaveOptions(shardings=layouts, overwrite=True),
         )
     assert list(shardckpt.restore(tmp_path / "c")) == ["before"]
-    (left,) = collect(
-        tmp_path / "c", grace=0
-    )  # its data was complete: a collection tries once more to publish it
+    # Its data was complete: a collection tries once more to publish it.
+    (left,) = collect(tmp_path / "c", grace=0)
     assert left.outcome == "removed"
     assert len([path for path in (tmp_path / "c").iterdir() if path.is_dir()]) == 1
 

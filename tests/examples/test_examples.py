@@ -168,9 +168,8 @@ def test_another_mesh_resumes(run, tmp_path, name, tensor):
     after = run(second)
     resumed = assert_goes_on(before, after, 100, 10)
     assert any(line.startswith(f"resumed from step {resumed} on a mesh of ") for line in after)
-    assert set(saved.values()) <= {
-        (4, 2)
-    }  # the second run commits what the first one had written but not committed
+    # The second run commits what the first one had written but not committed.
+    assert set(saved.values()) <= {(4, 2)}
     assert mesh_of(root, 100, tensor) == (2, 4)
 
 

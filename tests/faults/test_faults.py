@@ -131,10 +131,8 @@ def test_a_bucket_that_is_down_for_a_while_is_waited_for(cloud, fault):
 @ON_ONE_STORE
 def test_a_limit_on_how_often_one_object_is_written_is_waited_out(cloud):
     url = cloud.place()
-    with (
-        patience_of("2"),
-        cloud.breaking(Rule("rate", seconds=0.3, times=None)),
-    ):  # the service allows one write per second
+    # The service allows one write per second.
+    with patience_of("2"), cloud.breaking(Rule("rate", seconds=0.3, times=None)):
         shardckpt.save(url, STATE)
     cloud.assert_whole(url, STATE)
 
@@ -169,9 +167,8 @@ def test_a_save_fails_with_the_url_of_the_object_that_cannot_be_written(cloud, k
     assert isinstance(error, StorageError)
     assert url in str(error)
     assert key in str(error)
-    if key.startswith(
-        "hosts/"
-    ):  # else a record vouches for the attempt, or may come to, and somebody else may commit it
+    # Else a record vouches for the attempt, or may come to, and somebody else may commit it.
+    if key.startswith("hosts/"):
         assert cloud.keys(url) == [], "something of the attempt is left"
     with pytest.raises(NotFoundError):
         shardckpt.open(url)
@@ -206,9 +203,8 @@ def test_a_save_into_a_bucket_that_goes_down_fails_in_time_and_says_where(cloud,
 def test_a_commit_that_is_neither_confirmed_nor_denied_is_left_as_it_is(cloud):
     url = cloud.place()
     put_placeholder(url)
-    outage = Rule(
-        "reset", kinds=NOT_LISTINGS, objects=RECORD, skip=1, times=None
-    )  # after the look for a record
+    # After the look for a record.
+    outage = Rule("reset", kinds=NOT_LISTINGS, objects=RECORD, skip=1, times=None)
     with cloud.breaking(Rule("lost-answer", kinds=("upload",), objects=RECORD), outage):
         assert isinstance(cloud.attempt_save(url, STATE), StorageError)
     assert cloud.committed(url, STATE) is STATE, "what may be committed is not removed"

@@ -60,8 +60,7 @@ def test_a_tombstone_that_goes_before_its_writer_has_an_answer_does_not_come_bac
         while not creating.done() and (second := store.read_versioned(commit.RECORD)[0]) is None:
             time.sleep(0.01)
         creating.result()
-        second = (
-            second or store.read_versioned(commit.RECORD)[0]
-        )  # it may have come and been answered since the last look
+        # It may have come and been answered since the last look.
+        second = second or store.read_versioned(commit.RECORD)[0]
     assert second is not None
     assert first != second

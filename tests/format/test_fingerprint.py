@@ -135,9 +135,8 @@ def test_products_are_those_of_shifting_bit_by_bit():
     x = np.array([1 << 30], np.uint32)
     for n in range(1, 200):
         power = multiply(power, x)
-        bits = (
-            crc32c(bytes([0x01]) + bytes(n // 8), 0xFFFFFFFF) ^ 0xFFFFFFFF
-        )  # x^(8k+39) of a message of one bit
+        # x^(8k+39) of a message of one bit.
+        bits = crc32c(bytes([0x01]) + bytes(n // 8), 0xFFFFFFFF) ^ 0xFFFFFFFF
         if n % 8 == 0:
             shifted = multiply(
                 np.array([crc32c(b"\x01", 0xFFFFFFFF) ^ 0xFFFFFFFF], np.uint32), power

@@ -87,9 +87,8 @@ def test_consolidated_metadata_is_what_zarr_python_writes(tmp_path):
     )
     root.create_array("step", shape=(), dtype="i8", compressors=[zarr.codecs.Crc32cCodec()])
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # zarr-python warns that the specification does not have it yet
+        # zarr-python warns that the specification does not have it yet.
+        warnings.simplefilter("ignore")
         zarr.consolidate_metadata(tmp_path)
     expected = json.loads((tmp_path / "zarr.json").read_text())
     members = {

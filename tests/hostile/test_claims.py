@@ -56,11 +56,8 @@ def test_a_large_tensor_of_tiny_chunks_that_are_not_there_is_refused_before_they
     "entry",
     [
         {"shape": [2**61, 4], "dtype": "complex128", "chunks": [1, 1]},  # 2^67 bytes
-        {
-            "shape": [0, 2**61],
-            "dtype": "complex128",
-            "chunks": [1, 1],
-        },  # numpy has no such shape, though it is empty
+        # numpy has no such shape, though it is empty.
+        {"shape": [0, 2**61], "dtype": "complex128", "chunks": [1, 1]},
         {"shape": [2], "chunks": [2**60], "dtype": "float64"},  # the padded chunk
         {"shape": [2**63], "chunks": [1]},
         {"shape": [1] * 33, "chunks": [1] * 33},
@@ -105,10 +102,8 @@ def test_pieces_that_overlap_or_leave_gaps_are_refused_however_many_they_are(for
     """Comparing each with each other would take minutes: these all have the same rows."""
     n = 10_000
     columns = [(0, 2, i, i + 1) for i in range(n)]
-    twice = [
-        *columns[:-1],
-        columns[0],
-    ]  # one column is missing, another one there twice: the sizes add up
+    # One column is missing, another one there twice: the sizes add up.
+    twice = [*columns[:-1], columns[0]]
     for boxes, why in (
         (columns, None),
         (twice, "same element"),

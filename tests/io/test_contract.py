@@ -243,9 +243,8 @@ def test_an_object_is_removed_only_if_it_is_still_that_version(store):
     data, second = store.read_versioned("key")
     assert not store.remove("key", first)
     assert store.read("key") == data
-    if (
-        store.location.scheme == "az" or not store.replaces
-    ):  # on Azure for the blank in its name: see `test_conditional_delete`
+    # On Azure for the blank in its name: see `test_conditional_delete`.
+    if store.location.scheme == "az" or not store.replaces:
         assert not store.remove("key", second)
         assert store.read_versioned("key") == (data, second)
         return

@@ -198,9 +198,8 @@ def test_ctrl_c_leaves_nothing_behind(azure_server, tmp_path, kind, seconds):
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=200)
-        assert process.returncode in {130, 0, -signal.SIGINT}, (
-            output
-        )  # the last: Python was about to end
+        # The last: Python was about to end.
+        assert process.returncode in {130, 0, -signal.SIGINT}, output
         assert store.list() == []
     assert list(tmp_path.iterdir()) == []
 

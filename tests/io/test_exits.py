@@ -20,11 +20,8 @@ OWN = {
     "is_terminated": {-15},
     "exits_when_terminated": {143},
     "is_interrupted": {-2},
-    "is_interrupted_as_it_ends": {
-        0,
-        -2,
-        -14,
-    },  # -14 where Python has put the default action of SIGALRM back already
+    # -14 where Python has put the default action of SIGALRM back already.
+    "is_interrupted_as_it_ends": {0, -2, -14},
 }
 """Exit statuses by the way in which a program ends."""
 FINISHED = (

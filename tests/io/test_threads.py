@@ -250,9 +250,8 @@ def test_a_thread_in_the_background_pauses_no_collector():
     assert seen == [True, False]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:os.fork:RuntimeWarning"
-)  # by JAX, where another test has imported it
+# By JAX, where another test has imported it.
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_of_pauses_that_overlap_the_last_one_counts():
     one, other = collector_paused(), collector_paused()
     one.__enter__()

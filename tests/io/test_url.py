@@ -248,9 +248,8 @@ class PathLike:
     [
         PathLike("gs://bucket/run%201"),
         epath.Path("gs://bucket/run%201"),
-        PathLike(
-            "/home/me/.cache/bucket/run 1", shown="gs://bucket/run%201"
-        ),  # `os.fspath` gives the path of a local copy
+        # `os.fspath` gives the path of a local copy.
+        PathLike("/home/me/.cache/bucket/run 1", shown="gs://bucket/run%201"),
     ],
 )
 def test_a_path_object_that_stands_for_a_url_is_this_url(given):

@@ -142,9 +142,8 @@ def test_all_members_of_a_group_read_it_together_or_none_does(checkpoint, seed, 
         for _, readings in outcomes
     ]
     for process, groups in enumerate(together):
-        assert list(groups.values()) == sorted(
-            groups.values()
-        )  # one order on all: no two wait for each other crosswise
+        # One order on all: no two wait for each other crosswise.
+        assert list(groups.values()) == sorted(groups.values())
         for key, (members, names) in groups.items():
             assert process in members
             assert all(together[member].get(key) == (members, names) for member in members)

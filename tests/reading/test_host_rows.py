@@ -207,15 +207,13 @@ def test_rows_read_for_a_call_are_kept_until_it_has_used_them(monkeypatch):
     box = BoxArray.of([Box((0,), (4 * EACH,))], 1)
     blocks.prepare((piece, box) for piece in PIECES)
     known = len(blocks._hosts._known[0])
-    assert (
-        known == 2 * TENSORS * EACH
-    )  # of the first ones that were asked; there is no room for more
+    # Of the first ones that were asked; there is no room for more.
+    assert known == 2 * TENSORS * EACH
     before = stats.index_reads
     saved.check(blocks, 0, 4 * EACH)
     assert len(blocks._hosts._known[0]) == known
-    assert (
-        stats.index_reads - before <= 1 + TENSORS
-    )  # those of the other two, which lie side by side
+    # Those of the other two, which lie side by side.
+    assert stats.index_reads - before <= 1 + TENSORS
 
 
 def test_rows_that_two_threads_read_at_once_are_all_kept():

@@ -141,9 +141,8 @@ def test_rows_for_rotary_embeddings_move_as_metas_own_conversion_moves_them(
 ) -> None:
     meta = numbers(heads * half * 2, columns)
     text = '[[map]]\nfrom = "wq"\nto = "q"\nrotary = {heads = "n", to = "halves"}'
-    theirs = (
-        meta.reshape(heads, half, 2, columns).transpose(0, 2, 1, 3).reshape(meta.shape)
-    )  # `permute` of convert_llama_weights_to_hf
+    # `permute` of convert_llama_weights_to_hf.
+    theirs = meta.reshape(heads, half, 2, columns).transpose(0, 2, 1, 3).reshape(meta.shape)
     assert np.array_equal(run(text, {"wq": meta}, n=heads)["q"], theirs)
 
 

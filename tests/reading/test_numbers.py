@@ -52,9 +52,8 @@ def test_a_number_of_any_form_is_restored_into_any_other_and_the_form_is_like_s(
         "target": np.ndarray,
         "jax": jax.Array,
     }
-    if not (
-        stored in SCALARS and form in SCALARS
-    ):  # of two Python numbers, or two numpy scalars, the stored one stays as it is
+    # Of two Python numbers, or two numpy scalars, the stored one stays as it is.
+    if not (stored in SCALARS and form in SCALARS):
         assert isinstance(restored, kinds.get(form, type(like["step"])))
     assert isinstance(restored, np.generic) == isinstance(like["step"], np.generic)
     assert float(restored) == 7

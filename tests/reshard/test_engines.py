@@ -347,9 +347,8 @@ def test_dask_drops_the_calls_that_have_not_begun_when_its_executor_is_shut_down
         wait_for(lambda: not cluster.scheduler.tasks)
         wait_for(lambda: not any(worker.state.ready for worker in cluster.workers.values()))
         released.touch()
-        with Client(
-            cluster
-        ) as client:  # its call gets the only thread after the one that had begun
+        # Its call gets the only thread after the one that had begun.
+        with Client(cluster) as client:
             client.submit(os.getpid, pure=False).result(PATIENCE)
         assert len(begun.read_text().split()) == 1
         assert all(isinstance(future.exception(0), errors.CoordinationError) for future in futures)

@@ -167,9 +167,8 @@ def test_a_chunk_table_that_names_a_file_outside_of_its_databases_is_refused(tmp
 
 def test_a_file_is_copied_where_the_kernel_cannot_copy_between_two_file_systems(tmp_path):
     data = np.random.default_rng(0).bytes(3_000_000)
-    with tempfile.NamedTemporaryFile(
-        dir="/dev/shm"
-    ) as other:  # of another kind than the disk, if there is one
+    # Of another kind than the disk, if there is one.
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as other:
         other.write(data)
         other.flush()
         reuse._copy(Path(other.name), tmp_path / "b")

@@ -251,9 +251,8 @@ def test_a_save_begins_where_a_deletion_removes_the_empty_directory_at_that_mome
     ended = threading.Event()
 
     def remove():
-        while not ended.wait(
-            0.02
-        ):  # a deletion does it once, and not as often as the save tries, on a busy machine too
+        # A deletion does it once, and not as often as the save tries, on a busy machine too.
+        while not ended.wait(0.02):
             disk.remove_empty()
 
     thread = threading.Thread(target=remove)

@@ -285,9 +285,8 @@ def test_a_committer_that_sleeps_while_its_place_changes_publishes_nothing_and_s
     assert bytes_of(url / "checkpoint.json") == record
     expected = {"collected": 2, "deleted": None, "replaced": 3}[meanwhile]
     if expected is None:
-        assert (
-            not url.exists() or directories(url) == []
-        )  # the committer has removed what nobody can publish any more
+        # The committer has removed what nobody can publish any more.
+        assert not url.exists() or directories(url) == []
         with pytest.raises(NotFoundError):
             shardckpt.open(url)
         save(url, 4)
@@ -343,9 +342,8 @@ def test_of_two_whole_attempts_the_newest_counts_and_the_other_is_overtaken(tmp_
     shutil.move(tmp_path / "c" / older, tmp_path / older)
     newest = save_without_commit(tmp_path / "c", 2)
     shutil.move(tmp_path / older, tmp_path / "c" / older)
-    older, newest = sorted(
-        (older, newest), key=natural_key
-    )  # where both began in one second, chance decides
+    # Where both began in one second, chance decides.
+    older, newest = sorted((older, newest), key=natural_key)
     by_attempt = {one.attempt: one for one in shardckpt.commit(tmp_path / "c")}
     assert (by_attempt[newest].state, by_attempt[older].state) == ("committed", "overtaken")
     assert by_attempt[older].reason == "a later attempt was committed"

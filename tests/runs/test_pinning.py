@@ -262,7 +262,6 @@ def test_the_pin_of_a_damaged_checkpoint_can_be_removed_so_that_it_can_be_delete
     with pytest.raises(OptionError, match="pinned"):
         collecting.delete(url)
     assert pinning.unpin(url)
-    collecting.delete(
-        url, grace=0
-    )  # without a record, nothing says that its data is not a save under way
+    # Without a record, nothing says that its data is not a save under way.
+    collecting.delete(url, grace=0)
     assert not url.exists()

@@ -141,9 +141,8 @@ def test_gc_keeps_a_complete_save_if_publishing_it_fails_again(tmp_path):
 
 def test_gc_keeps_a_complete_save_if_it_has_no_right_to_publish_it(tmp_path, monkeypatch):
     url = tmp_path / "c"
-    save_without_commit(
-        url, 2, layout="zarr"
-    )  # of a packed one, the only host has written the table
+    # Of a packed one, the only host has written the table.
+    save_without_commit(url, 2, layout="zarr")
     write = Store.write
 
     def denied(store, key, data):

@@ -131,9 +131,8 @@ def test_requests_leave_no_descriptors_behind(tmp_path):
                 if link.is_symlink()
             )
 
-        assert (
-            databases() <= 3 + 3 * 8
-        )  # of the writer and of the connections that are kept: a database, its log and its index
+        # Of the writer and of the connections that are kept: a database, its log and its index.
+        assert databases() <= 3 + 3 * 8
 
 
 def test_a_commit_is_found_without_opening_the_others(tmp_path, monkeypatch):
@@ -193,9 +192,8 @@ def test_verifications_of_checkpoints_that_are_gone_are_forgotten(tmp_path):
         lab.service.wait_until(lambda: len(lab.ask("/v1/checkpoints").json["checkpoints"]) == 1)
         tally = lab.service.upkeep.tally
         tally.forget_gone()
-        assert (
-            len(lab.service.upkeep.journal.verified_besides((), 9999)) == 3002
-        )  # a checkpoint may be away for a moment
+        # A checkpoint may be away for a moment.
+        assert len(lab.service.upkeep.journal.verified_besides((), 9999)) == 3002
         tally.forget_gone()
         assert lab.service.upkeep.journal.verified_besides((), 9999) == {"lab/a/2"}
         lab.service.wait_until(lambda: lab.ask("/v1/scrub").json["due"] == 0)

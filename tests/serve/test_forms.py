@@ -159,12 +159,12 @@ def test_a_form_from_elsewhere_is_refused(people):
     assert ann.send("/ui/jobs/pin", origin="http://evil.example", **fields).status == 403
     body = urlencode(fields)
     form = {"Content-Type": "application/x-www-form-urlencoded"}
-    assert (
-        ann.service.ask("/ui/jobs/pin", "POST", body, Cookie=ann.cookie, **form).status == 403
-    )  # no Origin
+    # No Origin.
+    assert ann.service.ask("/ui/jobs/pin", "POST", body, Cookie=ann.cookie, **form).status == 403
+    # No session.
     assert (
         ann.service.ask("/ui/jobs/pin", "POST", body, Origin=ann.service.url, **form).status == 401
-    )  # no session
+    )
     assert ann.service.ask("/ui/job/1/cancel", "POST", "", Cookie=ann.cookie).status == 403
     assert not any(
         one["operation"] == "pin" for one in ann.service.get("/v1/jobs", Cookie=ann.cookie)["jobs"]
@@ -455,9 +455,8 @@ def test_the_page_of_a_run_lists_what_rules_give_up_and_deletes_it_when_the_run_
         admin.end(admin.start(page, "end"))
         assert "Delete 2 steps for ever" in admin.see(page)
         assert "for ever" not in people["operate"].see(page)
-        deleted = admin.end(admin.start(page, "retain"))[
-            "result"
-        ]  # the last form of that operation is the one that deletes
+        # The last form of that operation is the one that deletes.
+        deleted = admin.end(admin.start(page, "retain"))["result"]
         assert [one["name"] for one in deleted["steps"]] == ["1", "2"]
         assert "2 steps deleted" in admin.see(page)
         assert set(admin.forms(page)) == {"retain", "reopen", "gc"}

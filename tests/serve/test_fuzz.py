@@ -46,9 +46,8 @@ def test_answers_conform_to_the_openapi_document(service, described):
 
 
 def test_requests_for_jobs_conform_to_the_openapi_document(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        JobRunner, "start", lambda _: None
-    )  # the requests are tested, not the thousand jobs
+    # The requests are tested, not the thousand jobs.
+    monkeypatch.setattr(JobRunner, "start", lambda _: None)
     monkeypatch.setattr(journal, "MOST_QUEUED", 100_000)
     save_run(tmp_path / "runs" / "llama", (10,))
     with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:

@@ -393,9 +393,8 @@ def test_a_deletion_never_hits_a_checkpoint_that_came_later(tmp_path):
             options=shardckpt.SaveOptions(overwrite=True),
         )
         os.kill(pid, signal.SIGCONT)
-        verified = lab.wait(
-            first
-        )  # it saw the first one replaced, or the second one; neither is damage
+        # It saw the first one replaced, or the second one; neither is damage.
+        verified = lab.wait(first)
         assert (
             verified["result"]["ok"]
             if verified["state"] == "done"
@@ -524,9 +523,8 @@ def test_a_deletion_of_nothing_deletes_nothing_later(tmp_path):
         pid = frozen(lab, number)
         whole = record.read_bytes()
         record.write_bytes(whole[:-20] + b"x" * 20)
-        deleting = lab.post("delete", checkpoint="lab/a/10").json[
-            "number"
-        ]  # that of a damaged record
+        # That of a damaged record.
+        deleting = lab.post("delete", checkpoint="lab/a/10").json["number"]
         record.write_bytes(whole)  # restored from a copy
         os.kill(pid, signal.SIGCONT)
         assert lab.wait(deleting)["error"]["code"] == "replaced"

@@ -127,9 +127,8 @@ def test_a_root_that_vanishes_keeps_its_rows_and_nothing_is_written_there(
         assert vanished == {"mnt/a/1": True, "mnt/a/2": True, "other/b/1": False}
         ready = lab.ask("/readyz")
         assert (ready.status, b"root mnt has vanished" in ready.body) == (200, True)
-        assert (
-            lab.service.ask("/readyz").body == b"ready\n1 other root has vanished\n"
-        )  # strangers learn no names
+        # Strangers learn no names.
+        assert lab.service.ask("/readyz").body == b"ready\n1 other root has vanished\n"
         lab.service.wait_until(
             lambda: (
                 metric(lab.service, "vanished_roots", Authorization=f"Bearer {lab.tokens['read']}")
@@ -234,9 +233,8 @@ def test_a_root_that_is_meant_to_be_empty_gets_the_marker(tmp_path):
         assert lab.ask("/v1/checkpoints").json["checkpoints"] == []
         save(tmp_path / "runs" / "2")
         lab.service.wait_until(lambda: len(lab.ask("/v1/checkpoints").json["checkpoints"]) == 1)
-        assert (
-            lab.run("copy", checkpoint="lab/2", to="new/2")["state"] == "done"
-        )  # a root never seen before may be absent
+        # A root never seen before may be absent.
+        assert lab.run("copy", checkpoint="lab/2", to="new/2")["state"] == "done"
         assert (tmp_path / "new" / MARKER).exists()
     with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as db:
         assert dict(db.execute("SELECT place, marked FROM roots")) == {

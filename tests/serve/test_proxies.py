@@ -105,9 +105,8 @@ def test_a_trusted_proxy_gives_scheme_host_prefix_and_address(place, way, caplog
         assert started.headers.get("location", "").startswith("/ckpt/ui/job/"), started
         assert {sign_in(service, "wrong", **behind).status for _ in range(12)} == {403, 429}
         elsewhere = {**behind, "X_Forwarded_For": "198.51.100.9"}
-        assert (
-            sign_in(service, "wrong", **elsewhere).status == 403
-        )  # limits are by the client's address
+        # Limits are by the client's address.
+        assert sign_in(service, "wrong", **elsewhere).status == 403
         assert (
             service.ask(
                 "/v1/runs", Authorization=f"Bearer {token}", X_Forwarded_Host="odd host"

@@ -424,9 +424,8 @@ def test_a_base_or_link_into_another_root_needs_read_there(team):
             f"/raw/{checkpoint}/checkpoint.json",
             f"/ui/tensor/{checkpoint}?name=w",
         ):
-            assert team.ask(("read", "read"), path).status == 200, (
-                path
-            )  # opened before by somebody else
+            # Opened before by somebody else.
+            assert team.ask(("read", "read"), path).status == 200, path
             reply = team.ask(("admin", None), path)
             assert reply.status in (404, 422), path
             assert why in reply.body.replace(b"&#x27;", b"'"), path
@@ -510,9 +509,10 @@ def test_a_token_ends_at_its_time_with_its_sessions(tmp_path, monkeypatch):
         now = time.time
         monkeypatch.setattr(tokens_module.time, "time", lambda: now() + 3601)
         expired = [service.ask("/v1/runs", Authorization=f"Bearer {short}") for _ in range(12)]
+        # Never 429.
         assert {(one.status, one.json["detail"]) for one in expired} == {
             (401, "this token has expired.")
-        }  # never 429
+        }
         assert service.ask("/v1/runs", Cookie=cookie).status == 401
         assert b"has expired" in service.ask("/ui/login", "POST", f"token={short}").body
         assert service.ask("/v1/runs", Authorization=f"Bearer {long}").status == 200
@@ -645,9 +645,8 @@ def test_a_root_whose_name_begins_as_another_is_another(tmp_path):
     try:
         assert places.without_places(f"{tmp_path}/lab/run/1: odd") == "lab/run/1: odd"
         hidden = places.without_places(f"'{tmp_path}/lab-2/run/1' and {tmp_path}/lab0/x: odd")
-        assert (
-            hidden == "'another place, which you may not read"
-        )  # a name may have blanks and quotes: its end is not known
+        # A name may have blanks and quotes: its end is not known.
+        assert hidden == "'another place, which you may not read"
         assert (
             linked.without_places(f"its base {tmp_path}/lab-2/run/1 lies")
             == "its base another place, which you may not read"

@@ -140,9 +140,8 @@ def test_tokens_are_stored_hashed_have_scopes_and_are_revoked_by_a_line(
     runs, token_file, caplog, capfd
 ):
     reader, operator = add_token(token_file, "ann", "read"), add_token(token_file, "bob", "operate")
-    assert (
-        token_file.stat().st_mode & 0o777 == 0o644
-    )  # digests only: a service that runs as another user reads it
+    # Digests only: a service that runs as another user reads it.
+    assert token_file.stat().st_mode & 0o777 == 0o644
     assert reader not in token_file.read_text()
     known = Tokens(token_file)
     assert known.identity(reader).may("read")
@@ -201,9 +200,8 @@ def test_token_files_that_cannot_be_trusted_are_refused(tmp_path, token_file):
 def test_guessing_tokens_is_slowed_down_and_does_not_end(runs, token_file, monkeypatch):
     right = add_token(token_file, "ann", "read")
     with serving(("lab", runs), token_file=token_file) as service:
-        assert {service.ask("/ui/login", "HEAD").status for _ in range(12)} == {
-            200
-        }  # a probe sends no token
+        # A probe sends no token.
+        assert {service.ask("/ui/login", "HEAD").status for _ in range(12)} == {200}
         assert {
             service.ask("/ui/login", "POST", body).status
             for body in ("", "token=")
@@ -216,9 +214,8 @@ def test_guessing_tokens_is_slowed_down_and_does_not_end(runs, token_file, monke
         limited = service.ask("/v1/runs", Authorization="Bearer wrong")
         assert 0 < int(limited.headers["retry-after"]) <= 60
         assert service.ask("/ui/login", "POST", "token=wrong").status == 429
-        assert (
-            service.ask("/v1/runs", Authorization=f"Bearer {right}").status == 200
-        )  # wrong ones of others never lock it out
+        # Wrong ones of others never lock it out.
+        assert service.ask("/v1/runs", Authorization=f"Bearer {right}").status == 200
         assert service.ask("/ui/login", "POST", f"token={right}").status == 303
         assert (
             b"shardckpt_serve_wrong_tokens_total 10.0"
@@ -406,7 +403,6 @@ def test_clients_that_read_nothing_or_leave_end_their_streams(tmp_path, monkeypa
                     service.wait_until(
                         lambda: b"requests_in_flight 1.0" in service.ask("/metrics").body
                     )
-            service.wait_until(
-                lambda: b"requests_in_flight 1.0" in service.ask("/metrics").body
-            )  # that of this request
+            # That of this request.
+            service.wait_until(lambda: b"requests_in_flight 1.0" in service.ask("/metrics").body)
             assert len(read) <= 3  # what is sent, what is read ahead, and no more

@@ -120,9 +120,8 @@ def test_a_reader_lists_runs_and_downloads_a_file(place):
         run('echo \'{"model_type": "llama"}\' > runs/run-7/config.json', place)
         run(hub, place, HF_HOME=str(place / "hf"))
     assert {one["run"] for one in json.loads(runs)["runs"]} == {"llama/run-7", "scratch/run-7"}
-    assert [one["id"] for one in json.loads(checkpoints)["checkpoints"]] == [
-        "scratch/run-7/100"
-    ]  # its loss is -6
+    # Its loss is -6.
+    assert [one["id"] for one in json.loads(checkpoints)["checkpoints"]] == ["scratch/run-7/100"]
     assert sorted(load_file(place / "model.safetensors")) == [
         "embed.weight",
         "head",

@@ -109,9 +109,10 @@ def test_one_cycle_of_the_scrub_finds_every_flip_and_tells_nothing_else(
 
 
 def test_a_scrub_keeps_its_rate_and_goes_on_where_it_was_killed(tmp_path):
+    # 6 MiB.
     shardckpt.save(
         tmp_path / "runs" / "a" / "1", {"w": np.random.default_rng(0).normal(size=(3 << 18,))}
-    )  # 6 MiB
+    )
     options = ("--scrub", "1h", "--scrub-rate", "1MiB")
     with ServiceProcess(tmp_path, {"lab": tmp_path / "runs"}, *options) as service:
 

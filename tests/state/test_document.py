@@ -213,9 +213,8 @@ def test_a_document_deeper_than_any_state_is_refused_before_the_stack_ends(wrap)
     ):
         with pytest.raises(FormatError):
             read(tree)
-    while (
-        isinstance(tree, list | dict) and tree
-    ):  # taken apart by hand: the interpreter would do it recursively
+    # Taken apart by hand: the interpreter would do it recursively.
+    while isinstance(tree, list | dict) and tree:
         tree = next(iter(tree.values())) if isinstance(tree, dict) else tree[-1]
 
 

@@ -135,9 +135,8 @@ class Chromium:
         )
         self.wait_for("Page.loadEventFired")
         page = Page(self, session)
-        page.wait_for(
-            "location.href !== 'about:blank' && document.readyState === 'complete'"
-        )  # the event may be that of the empty page
+        # The event may be that of the empty page.
+        page.wait_for("location.href !== 'about:blank' && document.readyState === 'complete'")
         try:
             yield page
         finally:

@@ -65,9 +65,8 @@ def ray_cluster(**more: str) -> Iterator[Cluster]:
         port = _free_port()
         # gRPC's handlers of forks may end the process that Ray's client server starts for the first
         # client.
-        loopback = {
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"
-        }  # where Ray keeps to the loopback interface
+        # Where Ray keeps to the loopback interface.
+        loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
         env = {
             **loopback,
             "RAY_TMPDIR": place,

@@ -122,9 +122,8 @@ def turns(do: Callable[[], object]) -> dict[str, int]:
             name = frame.f_code.co_qualname
         if name is not None:
             own = made.setdefault(threading.get_ident(), {})
-            own[name] = own.get(name, 0) + (
-                2 if name == "OpenFile.__init__" else 1
-            )  # which is closed, too
+            # Which is closed, too.
+            own[name] = own.get(name, 0) + (2 if name == "OpenFile.__init__" else 1)
 
     _profiled(do, count)
     total: dict[str, int] = {}

@@ -149,9 +149,8 @@ class Forgery:
                 if given is not None:
                     if member == "contents":  # others may share the file
                         place = f"contents/{hashlib.sha256(data).hexdigest()}.json"
-                        (self.attempt / "contents").mkdir(
-                            exist_ok=True
-                        )  # the only host of an attempt has none
+                        # The only host of an attempt has none.
+                        (self.attempt / "contents").mkdir(exist_ok=True)
                     changed[member] = (table_reference if member == "table" else _reference)(
                         place, data
                     )
@@ -253,9 +252,8 @@ class Watch:
         for directory in directories:
             directory.mkdir(exist_ok=True)
             (directory / "secret").write_bytes(b"secret" * 1000)
-            assert (
-                self.libc.inotify_add_watch(self.watch, os.fsencode(directory), 0x21) >= 0
-            )  # IN_OPEN | IN_ACCESS
+            # IN_OPEN | IN_ACCESS.
+            assert self.libc.inotify_add_watch(self.watch, os.fsencode(directory), 0x21) >= 0
             (directory / "secret").read_bytes()
             assert self.opened(), "the watch sees nothing"
 

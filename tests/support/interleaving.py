@@ -148,9 +148,8 @@ def finish(actors):
 class Host(Coordinator):
     """A host of a job, as it knows of the others: they share a dict of words."""
 
-    def __init__(
-        self, stage, words, run_id, process, processes
-    ):  # no agreement at the start: nobody would be there yet
+    # No agreement at the start: nobody would be there yet.
+    def __init__(self, stage, words, run_id, process, processes):
         self.world = World(process, processes)
         self.run_id = run_id
         self._stage, self._words = stage, words

@@ -226,9 +226,8 @@ def test_a_committer_killed_in_any_write_leaves_what_another_can_commit(tmp_path
         url / "checkpoint.json",
         *(path for path in (url / attempt).rglob("*") if path.is_file()),
     ]:
-        if not {"hosts", "d", "c"} & set(
-            path.parts
-        ):  # of those every attempt has its own, and the committer writes none
+        # Of those every attempt has its own, and the committer writes none.
+        if not {"hosts", "d", "c"} & set(path.parts):
             leave(path)
     assert [outcome.state for outcome in shardckpt.commit(url)] == ["committed"]
     assert value_of(url, PROCESSES) == 2

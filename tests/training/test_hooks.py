@@ -168,9 +168,8 @@ def test_sharded_modules_with_hooks_hold_what_was_read_or_the_error_names_what_t
         assert "error" not in answer, answer
         for case, outcome in answer.items():
             kind, loads = case.split()
-            expected = error_text(
-                "Split" if kind == "SplitViews" else kind, loads == "True"
-            )  # a part of a DTensor is not a view of it
+            # A part of a DTensor is not a view of it.
+            expected = error_text("Split" if kind == "SplitViews" else kind, loads == "True")
             if expected is None:
                 assert outcome is True, case
             else:

@@ -148,9 +148,8 @@ def test_a_gradient_scaler_goes_on_where_it_was(tmp_path):
     assert [step(fresh, bad) for bad in pattern] == [step(ours, bad) for bad in pattern]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:os.fork:RuntimeWarning"
-)  # by JAX, where another test has imported it; the loader forks
+# By JAX, where another test has imported it; the loader forks.
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 @pytest.mark.parametrize(
     ("workers", "saved_at"), [(0, 0), (0, 1), (0, 3), (0, 5), (0, 7), (2, 0), (2, 3)]
 )
@@ -318,9 +317,8 @@ def test_a_local_pattern_that_selects_nothing_is_refused_by_the_first_save_in_wh
 
     with pytest.raises(OptionError, match="the pattern 'model/wieght' selects no value"):
         save("a", "model/weight", "model/wieght")
-    save(
-        "b", "model/bias", "optimizer/state/*/exp_avg", "**/exp_avg_sq"
-    )  # before the first step, nothing is known of the state
+    # Before the first step, nothing is known of the state.
+    save("b", "model/bias", "optimizer/state/*/exp_avg", "**/exp_avg_sq")
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     save(

@@ -143,9 +143,8 @@ def test_versions_keep_their_contents_and_marks_and_few_differences_lead_to_each
     assert all(one.new_bytes < 1.1 * one.old_bytes for one in done)
     assert max(check(url).values()) == 5
     assert fold(url) == []
-    mark(
-        store.sub("6"), SUPERSEDED, before[6].attempt
-    )  # by a process that had read its record before
+    # By a process that had read its record before.
+    mark(store.sub("6"), SUPERSEDED, before[6].attempt)
     for step, record in before.items():
         now = shardckpt.open(f"{url}/{step}").record
         assert (now.attempt != record.attempt) == (step in STEPS)

@@ -34,9 +34,8 @@ def trained(tmp_path_factory):
     model = LlamaForCausalLM(config).eval()
     path = tmp_path_factory.mktemp("trained")
     state = {"model": model.state_dict(), "optimizer": {"m": torch.zeros(3)}}
-    quarters = Sharding(
-        Mesh((2, 2), ("a", "b")), P("a", "b")
-    )  # as a training on four devices cuts them
+    # As a training on four devices cuts them.
+    quarters = Sharding(Mesh((2, 2), ("a", "b")), P("a", "b"))
     on_paper = {
         f"model/{name}": quarters for name, tensor in state["model"].items() if tensor.ndim == 2
     }

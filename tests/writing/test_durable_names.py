@@ -46,9 +46,8 @@ class Disk:
                 if target.parent.name == "records":
                     self.lost_at_record = self.lost(but=source)
                 if target.name == "checkpoint.json":
-                    self.lost_at_publication = self.lost(
-                        but=source
-                    )  # of the first one, that only holds the place, nothing is asked
+                    # Of the first one, that only holds the place, nothing is asked.
+                    self.lost_at_publication = self.lost(but=source)
                 move(source, target, *args, **kwargs)
                 self.names -= {source}
                 self.names.add(target)

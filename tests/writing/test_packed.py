@@ -187,9 +187,8 @@ def test_files_are_on_their_way_while_the_next_one_fills(proxied):
             writer.append([f"w/c/{i}"], [bytes(1 << 14)])
         expected = [f"{store.location.bucket}/run/hosts/00000/0/d/0000{i}" for i in range(2)]
         deadline = time.monotonic() + 60
-        while (
-            sorted(proxy.traffic.uploaded()) != expected
-        ):  # a request that has just begun has no name yet
+        # A request that has just begun has no name yet.
+        while sorted(proxy.traffic.uploaded()) != expected:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         writer.abort()

@@ -169,9 +169,8 @@ def test_saves_to_several_places_are_in_flight_at_once(tmp_path):
     places=st.lists(st.sampled_from(["memory", "disk", "gs"]), min_size=6, max_size=6),
     threads=st.integers(1, 3),
 )
-@example(
-    sizes=[20, 20, 20], places=["memory", "gs", "disk"] * 2, threads=3
-)  # each larger than what is left beside the others' writers
+# Each larger than what is left beside the others' writers.
+@example(sizes=[20, 20, 20], places=["memory", "gs", "disk"] * 2, threads=3)
 @settings(max_examples=5, deadline=None)
 def test_saves_in_flight_together_never_exceed_the_limit_and_always_end(
     tmp_path_factory, gcs_server, sizes, places, threads
@@ -331,9 +330,8 @@ def test_what_the_caller_wants_before_publishing_can_fail_the_save(tmp_path):
         handle.wait()
     with pytest.raises(errors.NotFoundError):
         shardckpt.open(tmp_path / "c")
-    assert [outcome.state for outcome in shardckpt.commit(tmp_path / "c")] == [
-        "committed"
-    ]  # its data was complete
+    # Its data was complete.
+    assert [outcome.state for outcome in shardckpt.commit(tmp_path / "c")] == ["committed"]
 
 
 def test_a_host_that_never_comes_is_named_after_a_bounded_wait(tmp_path, job):
@@ -627,10 +625,8 @@ def test_the_stall_is_measured_beside_a_copy_of_the_same_bytes():
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)["torch"]
-    assert (figures["tensors"], figures["bytes"]) == (
-        16,
-        3 * 4 * 2 * (64 * 64 + 64) + 4 * 4,
-    )  # parameters, two moments, steps
+    # Parameters, two moments, steps.
+    assert (figures["tensors"], figures["bytes"]) == (16, 3 * 4 * 2 * (64 * 64 + 64) + 4 * 4)
     assert min(figures["memcpy_s"], figures["planning_s"], figures["step_s"]) > 0
     assert figures["stall_s"] > figures["planning_s"]
 

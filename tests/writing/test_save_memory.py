@@ -52,9 +52,8 @@ def test_what_threads_lay_out_and_compress_is_inside_the_limit_together(
     tmp_path, monkeypatch, compression
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    raw = np.random.default_rng(0).integers(
-        0, 1 << 63, (4, 1024, 2048)
-    )  # 64 MiB that are not smaller compressed
+    # 64 MiB that are not smaller compressed.
+    raw = np.random.default_rng(0).integers(0, 1 << 63, (4, 1024, 2048))
     options = SaveOptions(memory_limit=16 * MiB, compression=compression)
     shardckpt.save(tmp_path / "first", {"w": raw}, options=options)
     tracemalloc.start()

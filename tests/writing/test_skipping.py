@@ -539,9 +539,8 @@ def test_a_base_that_goes_while_the_save_runs_is_noticed_before_it_is_published(
         handle.wait()
     with pytest.raises(errors.NotFoundError):
         shardckpt.open(root / "2")
-    assert [left.outcome for left in collect(root / "2", grace=0)] == [
-        "removed"
-    ]  # its data was complete
+    # Its data was complete.
+    assert [left.outcome for left in collect(root / "2", grace=0)] == ["removed"]
 
 
 def test_a_base_is_not_deleted_by_a_link_either(root):

@@ -175,13 +175,11 @@ def main() -> int:
             asked.gigabytes or 2.0,
             Path("cores.json") if asked.json == Path("bench.json") else asked.json,
         )
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # so that a run that is cut removes its files from memory
+    # So that a run that is cut removes its files from memory.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        earlier = (
-            None if asked.compare is None else read(asked.compare)
-        )  # before --write replaces it
+        # Before --write replaces it.
+        earlier = None if asked.compare is None else read(asked.compare)
         figures = read(asked.earlier) if asked.earlier is not None else measure(asked)
     except OtherRunError as wrong:
         parser.error(str(wrong))

@@ -77,10 +77,8 @@ def chart(figures: dict[str, Any]) -> str:
         parts.append(f'<g transform="translate({i % COLUMNS * width} {i // COLUMNS * height})">')
         parts += _drawn(panel)
         parts.append("</g>")
-    x, y = (
-        len(panels) % COLUMNS * width,
-        len(panels) // COLUMNS * height,
-    )  # where the next panel would be
+    # Where the next panel would be.
+    x, y = len(panels) % COLUMNS * width, len(panels) // COLUMNS * height
     parts += [
         f'<text class="quiet" x="{x + 12}" y="{y + 18 + 16 * i}">{escape(line)}</text>'
         for i, line in enumerate(LEGEND)

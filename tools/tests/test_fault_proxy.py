@@ -22,9 +22,9 @@ import tensorstore as ts
 from emulators import environment
 from fault_proxy import FaultProxy
 from fault_rules import Rule
-from gcsfs.core import (
-    GCSFileSystem,
-)  # of gcsfs itself, importing it decides for the whole process whether it asks over gRPC
+
+# Of gcsfs itself, importing it decides for the whole process whether it asks over gRPC.
+from gcsfs.core import GCSFileSystem
 from json_api import Objects, ask
 from paths import TOOLS
 

@@ -112,9 +112,8 @@ def test_variables_read_as_libraries_load_and_programs_without_torch_start_a_new
     ):
         command = program(asks.format(library))
         forks._imports_torch.cache_clear()
-        environment = (
-            forks.server().environment | variables
-        )  # other tests may have changed that of this process
+        # Other tests may have changed that of this process.
+        environment = forks.server().environment | variables
         done = forks.run(
             command, env=environment, capture_output=True, text=True, timeout=250, check=True
         )

@@ -314,9 +314,8 @@ def _is_locked(path: Path) -> bool:
     """Whether a running writer has the file locked."""
     try:
         try:
-            opened = OpenFile(
-                path, os.O_RDWR | os.O_NOFOLLOW
-            )  # NFS locks no file that is open for reading only
+            # NFS locks no file that is open for reading only.
+            opened = OpenFile(path, os.O_RDWR | os.O_NOFOLLOW)
         except IsADirectoryError:
             opened = OpenFile(path, os.O_RDONLY | os.O_NOFOLLOW)
         with opened as fd:

@@ -155,9 +155,8 @@ class LocalFiles:
             if run:
                 self._write_run(run)
         self._checks += checks
-        if (
-            self._unnoted >= _NOTE_BYTES
-        ):  # of the current file: earlier ones became durable when the file changed
+        # Of the current file: earlier ones became durable when the file changed.
+        if self._unnoted >= _NOTE_BYTES:
             assert self._notes is not None
             assert self._open is not None
             self._notes.add_later(
@@ -263,9 +262,10 @@ class LocalFiles:
     def _name_all(self) -> None:
         """Give all files their names, except those that have them."""
         last = len(self._paths) - 1
+        # The last file names the others.
         changing = (
             [self._paths[last]] if self._overwrite and last and not self._has_name(last) else []
-        )  # the last file names the others
+        )
         for path in (*changing, *self._obsolete):
             with storage_errors("remove", path):
                 path.unlink(missing_ok=True)

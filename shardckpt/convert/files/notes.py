@@ -63,9 +63,8 @@ class Notes:
         Returns None if the log is empty or belongs to another plan.
         """
         with storage_errors("read", self._path):
-            data = np.frombuffer(
-                self._path.read_bytes(), np.uint8
-            )  # `np.fromfile` makes a SystemError of a Ctrl-C while it opens a path
+            # `np.fromfile` makes a SystemError of a Ctrl-C while it opens a path.
+            data = np.frombuffer(self._path.read_bytes(), np.uint8)
         if data[:_IDENTITY_BYTES].tobytes() != identity:
             return None
         words = data[_IDENTITY_BYTES : len(data) - (len(data) - _IDENTITY_BYTES) % _WORD].view(

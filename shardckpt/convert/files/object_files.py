@@ -255,9 +255,8 @@ class ObjectTarget:
         """Stop, and leave the sent bytes so that another process can continue."""
         self._upload.close()
         if self._upload.state.summed > self._noted and not self._upload.published:
-            with suppress(
-                StorageError
-            ):  # `close` usually follows a StorageError; the last record is still valid
+            # `close` usually follows a StorageError; the last record is still valid.
+            with suppress(StorageError):
                 self._save()
 
     def __enter__(self) -> Self:

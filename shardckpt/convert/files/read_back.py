@@ -78,9 +78,8 @@ def _checksum(
     for offset, length in runs:
         at, end = offset, offset + length
         while at < end:
-            got = os.preadv(
-                fd, [buffer[: end - at]], at
-            )  # a file system may return fewer bytes than requested
+            # A file system may return fewer bytes than requested.
+            got = os.preadv(fd, [buffer[: end - at]], at)
             if not got:
                 return None
             total = checksum(buffer[:got], total)

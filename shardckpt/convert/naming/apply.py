@@ -126,9 +126,10 @@ def outputs_of(
     tied = {prefix + name: prefix + first for name, first in firsts.items() if name not in kept}
     copied = {prefix + name: prefix + first for name, first in firsts.items() if name in kept}
     notes = [] if importing else list(_notes_of_leaves(leaves, meant))
+    # Others stay tied.
     unwritten = {
         name: first for name, first in tied.items() if not (importing and first in outputs)
-    }  # others stay tied
+    }
     notes += [
         f"{shown(name)} is the same tensor as {shown(first)}, and is not written again."
         for name, first in unwritten.items()

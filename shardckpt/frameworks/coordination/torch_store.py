@@ -81,11 +81,8 @@ def _own_connection(store: Any) -> Callable[[], Any]:
     """
     try:
         client = store.clone()
-    except (
-        AttributeError,
-        RuntimeError,
-        NotImplementedError,
-    ):  # older torch, or a store written in Python
+    except (AttributeError, RuntimeError, NotImplementedError):
+        # Older torch, or a store written in Python.
         return weakref.ref(store)
     return lambda: client
 

@@ -191,10 +191,8 @@ def context(number: int = 0) -> dict[str, Any]:
     }
     try:
         credentials = _aws_credentials(number)
-    except (
-        OptionError,
-        StorageError,
-    ):  # for S3 `prepare` raises it; other storages need no such credentials
+    except (OptionError, StorageError):
+        # For S3 `prepare` raises it; other storages need no such credentials.
         credentials = {"type": "default"}
     project = os.environ.get("GOOGLE_CLOUD_QUOTA_PROJECT")
     payer = {"gcs_user_project": {"project_id": project}} if project else {}

@@ -69,8 +69,7 @@ class RateLimiter:
             self._next = mine + self._apart
             if self._first is not None:
                 mine = self._first + math.ceil((mine - self._first) / self._apart) * self._apart
-                self._next = (
-                    mine + self._apart / 2
-                )  # half an interval before the next slot, safe against rounding
+                # Half an interval before the next slot, safe against rounding.
+                self._next = mine + self._apart / 2
         if mine > now:
             self._sleep(mine - now)

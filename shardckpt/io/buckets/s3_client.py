@@ -176,9 +176,8 @@ class S3Bucket(Bucket):
             int(answer["ContentRange"].rpartition("/")[2]) if "ContentRange" in answer else nbytes
         )
         stream = getattr(body, "_raw_stream", None)
-        if isinstance(
-            stream, urllib3.HTTPResponse
-        ):  # botocore's own `readinto` copies what urllib3 has copied
+        # Botocore's own `readinto` copies what urllib3 has copied.
+        if isinstance(stream, urllib3.HTTPResponse):
             return Body(
                 reader_of(stream),
                 lambda: close_response(stream),

@@ -75,10 +75,8 @@ def check(
                     reader.read_task(one)
                 except ShardckptError as e:
                     report(one.chunks, one.begin, e)
-        chunks, row = (
-            task.chunks,
-            task.begin,
-        )  # a chunk that is an object of its own is a task of its own
+        # A chunk that is an object of its own is a task of its own.
+        chunks, row = task.chunks, task.begin
         place = task.source.place
         if chunks.is_own_object(row) and place.is_longer(task.file, chunks.stop(row)):
             longer = (

@@ -90,9 +90,8 @@ def _merge_all(
             None,
         )
         index = "" if captures is None or rule.counted is None else captures[rule.counted]
-        if captures is not None and (
-            rule.counted is None or index.isdecimal()
-        ):  # for instance, an expert called "shared" is not counted
+        # For instance, an expert called "shared" is not counted.
+        if captures is not None and (rule.counted is None or index.isdecimal()):
             groups.setdefault(tuple(captures[key] for key in rule.whole.keys), (captures, set()))[
                 1
             ].add(index)

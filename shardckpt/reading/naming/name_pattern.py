@@ -112,9 +112,8 @@ class NamePattern:
             reversed(self._literals[:-1]), reversed(self._any), strict=True
         ):
             after, fitting, end = starts[-1], set(), False
-            for at in range(
-                len(name), -1, -1
-            ):  # `end`: whether a wildcard that begins here can end at a place of `after`
+            # `end`: whether a wildcard that begins here can end at a place of `after`.
+            for at in range(len(name), -1, -1):
                 end = end and (anything or (at < len(name) and name[at] not in "./"))
                 end = end or (anything and at in after)
                 begin = at - len(literal)

@@ -160,9 +160,8 @@ def parse_substitution(text: object) -> Substitution:
         )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # about syntax that may change in a later Python
+            # About syntax that may change in a later Python.
+            warnings.simplefilter("ignore", FutureWarning)
             compiled = re.compile(regex, sum(_FLAGS[flag] for flag in flags))
     except (re.error, RecursionError, OverflowError) as error:
         raise OptionError(

@@ -116,9 +116,8 @@ class ByLayout:
             near = held.boxes.overlapping(piece.box)
             pairs = overlaps(piece, BoxArray(held.boxes.start[near], held.boxes.stop[near]))
             first = np.searchsorted(pairs.chunk, np.arange(piece.num_chunks))
-            writer.append(
-                near[pairs.box[np.minimum(first, max(0, len(pairs.box) - 1))]]
-            )  # a chunk lies in one shard
+            # A chunk lies in one shard.
+            writer.append(near[pairs.box[np.minimum(first, max(0, len(pairs.box) - 1))]])
         # Per box, the number of hosts in each bin, over all groups that hold the box.
         in_bin = np.zeros((held.groups, self.bins.number))
         known = held.group >= 0

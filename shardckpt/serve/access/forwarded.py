@@ -70,9 +70,8 @@ class Proxies:
             else ""
         )
         prefix = prefix.rstrip("/")
-        if prefix and scope["path"].startswith(
-            f"{prefix}/"
-        ):  # of a proxy that does not take it away
+        # Of a proxy that does not take it away.
+        if prefix and scope["path"].startswith(f"{prefix}/"):
             scope["path"] = scope["path"].removeprefix(prefix)
             scope.pop("raw_path", None)
         return prefix

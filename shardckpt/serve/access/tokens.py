@@ -119,9 +119,8 @@ class Tokens:
         The known tokens hold while it cannot be read or trusted.
         """
         try:
-            data = (
-                self._file.read_bytes()
-            )  # its time and inode number do not tell on every file system that it has changed
+            # Its time and inode number do not tell on every file system that it has changed.
+            data = self._file.read_bytes()
             if data == self._text:
                 return
             others_write = self._file.stat().st_mode & 0o022
@@ -216,9 +215,8 @@ def add_token(file: Path, name: str, *rights: str, expires: str | None = None) -
             encoding="utf-8",
         ) as out:
             if new:
-                os.fchmod(
-                    out.fileno(), 0o644
-                )  # a service that runs as another user reads it; digests are not secret
+                # A service that runs as another user reads it; digests are not secret.
+                os.fchmod(out.fileno(), 0o644)
             out.write(f"{line}\n")
     except OSError as e:
         raise StorageError(f"the token file {file} cannot be written ({e.strerror}).") from e

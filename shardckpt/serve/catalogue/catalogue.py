@@ -171,9 +171,8 @@ class Catalogue:
                 db = sqlite3.connect(self._path, check_same_thread=False)
                 db.execute("PRAGMA foreign_keys = ON")
                 current = db.execute("PRAGMA user_version").fetchone()[0] in (0, _VERSION)
-                db.executescript(
-                    _SCHEMA if current else "SELECT * FROM no_such_table"
-                )  # fails like a damaged one
+                # Fails like a damaged one.
+                db.executescript(_SCHEMA if current else "SELECT * FROM no_such_table")
                 db.execute("SELECT count(*) FROM checkpoints").fetchone()
             except sqlite3.DatabaseError as e:
                 if last:

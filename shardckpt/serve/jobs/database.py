@@ -72,9 +72,8 @@ class JournalDatabase:
                     "one, or move it away."
                 )
             self._db.executescript(_SCHEMA)
-            if "roots" not in {
-                row[1] for row in self._db.execute("PRAGMA table_info(jobs)")
-            }:  # of 0.2
+            # Of 0.2.
+            if "roots" not in {row[1] for row in self._db.execute("PRAGMA table_info(jobs)")}:
                 self._db.execute("ALTER TABLE jobs ADD COLUMN roots TEXT")
             if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("its pages are malformed")

@@ -206,9 +206,8 @@ def _delete(root: Store, one: Doomed, attempt: str) -> str | None:
         if there is not None:  # another attempt, or a save that has begun
             return str(e)
         if place.has_locks:
-            place.remove(
-                RECORD, generation
-            )  # a process that was killed just here has left the lock of the record
+            # A process that was killed just here has left the lock of the record.
+            place.remove(RECORD, generation)
         place.remove_empty()
         return None
     failed = [data.reason for data in removals if data.outcome == "failed"]

@@ -325,11 +325,8 @@ class JobRunner(BackgroundWork):
                 progress=lambda done, total: self._journal.note_progress(number, done, total),
                 note=verification.note if verification is not None else lambda _: None,
             )
-        except (
-            OSError,
-            ValueError,
-            StorageError,
-        ) as e:  # no process started, its output is not a valid message, or the journal failed
+        except (OSError, ValueError, StorageError) as e:
+            # No process started, its output is not a valid message, or the journal failed.
             process.end()
             end = JobEnd(
                 error={"code": "storage", "message": f"it cannot be run now ({e})."}, again=True

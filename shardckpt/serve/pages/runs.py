@@ -440,9 +440,8 @@ def _remarks(one: dict[str, Any]) -> Html:
 
 
 def _problems(doc: dict[str, Any], vanished: Mapping[str, str]) -> list[Html]:
-    unreachable = [
-        one for one in doc["unreachable"].items() if one[0] not in vanished
-    ]  # all pages tell of those
+    # All pages tell of those.
+    unreachable = [one for one in doc["unreachable"].items() if one[0] not in vanished]
     notices = [
         el("p", f"The root {name} cannot be listed now: {why}", class_="bad", role="alert")
         for name, why in unreachable

@@ -65,17 +65,15 @@ class CompleteState:
             ShardckptError: as `CheckpointManager.restore` does.
         """
         adapters = self.adapters
-        if (
-            adapters is not None and not self.own.adapters_alone
-        ):  # a release before 0.3 saved the base model, too
+        # A release before 0.3 saved the base model, too.
+        if adapters is not None and not self.own.adapters_alone:
             self.adapters = None
         elif adapters is not None and self._base is not None:
             restored = manager.restore(None, step, only="base_model/**", fallback=False)
             assert restored is not None, "the step was found before"
             check_base(self._base, restored.state["base_model"], manager.url(step))
-        manager.restore(
-            self.of(kwargs), step, fallback=False
-        )  # the Trainer has counted to this step already
+        # The Trainer has counted to this step already.
+        manager.restore(self.of(kwargs), step, fallback=False)
         if adapters is not None and self.adapters is None:
             self.adapters, self._base = adapters, adapters.fingerprint(self._coordinator)
 

@@ -176,10 +176,8 @@ class RayTrainManager(CheckpointManager):
         Raises:
             ShardckptError: a save failed; its step is not reported.
         """
-        unreported, self._unreported = (
-            self._unreported,
-            None,
-        )  # a save that fails is not reported, in a second call neither
+        # A save that fails is not reported, in a second call neither.
+        unreported, self._unreported = self._unreported, None
         super().close()
         self._unreported = unreported
         self._report_committed()

@@ -134,15 +134,12 @@ def test_a_round_agrees_on_its_own_run_id_however_the_rounds_before_it_ended(
     events=st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=80),
     last=orders,
 )
-@example(
-    processes=3, events=[(False, p) for p in (1, 0, 0, 1, 1, 0)] + [(True, 1)], last=[]
-)  # set its value, then died
-@example(
-    processes=2, events=[(False, p) for p in (1, 0, 0, 1, 1)] + [(True, 0)], last=[]
-)  # process 0 has welcomed, then died
-@example(
-    processes=2, events=[(False, p) for p in (0, 0, 0, 1, 0, 0, 1, 1)] + [(True, 1)], last=[]
-)  # set the last value, then died
+# Set its value, then died.
+@example(processes=3, events=[(False, p) for p in (1, 0, 0, 1, 1, 0)] + [(True, 1)], last=[])
+# Process 0 has welcomed, then died.
+@example(processes=2, events=[(False, p) for p in (1, 0, 0, 1, 1)] + [(True, 0)], last=[])
+# Set the last value, then died.
+@example(processes=2, events=[(False, p) for p in (0, 0, 0, 1, 0, 0, 1, 1)] + [(True, 1)], last=[])
 def test_processes_started_anew_before_the_round_is_agreed_on_are_taken_in(processes, events, last):
     store = {}
     alive = round_of(processes, store)

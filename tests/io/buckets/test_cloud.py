@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from emulators import environment
-from gcsfs.core import (
-    GCSFileSystem,
-)  # of gcsfs itself, importing it decides for the whole process whether it asks over gRPC
+
+# Of gcsfs itself, importing it decides for the whole process whether it asks over gRPC.
+from gcsfs.core import GCSFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from s3fs import S3FileSystem

@@ -136,9 +136,8 @@ def test_a_listing_that_fails_for_good_is_asked_for_as_often_as_the_environment_
                 StorageError, match=f"{place}.* {tries} attempts failed.*SHARDCKPT_RETRY_SECONDS"
             ):
                 place.list()
-            if (
-                rule.fault == "status"
-            ):  # a client of HTTP may repeat by itself what a connection that it had kept has lost
+            # A client of HTTP may repeat by itself what a connection that it had kept has lost.
+            if rule.fault == "status":
                 assert len(proxy.traffic.exchanges()) == tries
     assert place.list() == ["records/0"]
 

@@ -20,9 +20,8 @@ def traced(steps, symbolic, batch=BATCH):
         return make_fx(lambda *a: run(steps, *a), tracing_mode="symbolic" if symbolic else "fake")(
             *inputs(batch)
         )
-    except (
-        GuardOnDataDependentSymNode
-    ):  # its sizes follow from elements, and torch does not trace it
+    except GuardOnDataDependentSymNode:
+        # Its sizes follow from elements, and torch does not trace it.
         return reject()
 
 

@@ -65,9 +65,8 @@ def test_a_reshard_reads_and_writes_what_was_forecast(tmp_path, compression, mem
 
 def test_requests_are_counted_batch_by_batch_as_they_are_made(tmp_path):
     rows = Sharding(Mesh((8,), ("x",)), PartitionSpec("x"))
-    state = {
-        "w": np.zeros((2048, 8192), np.float32)
-    }  # two batches, and neighbours on either side of where they meet
+    # Two batches, and neighbours on either side of where they meet.
+    state = {"w": np.zeros((2048, 8192), np.float32)}
     shardckpt.save(tmp_path / "a", state, options=SaveOptions(shardings={"w": rows}))
     options = ReshardOptions(compression="zstd", workers=1)
     doc = document(forecast_of(tmp_path / "a", options))["reshard"]

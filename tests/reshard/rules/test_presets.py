@@ -18,9 +18,8 @@ from shardckpt.reshard.rules.preset import Preset
 from shardckpt.reshard.rules.rules import combined_rules
 
 CHILD = CHILDREN / "rules_hf.py"
-pytestmark = pytest.mark.timeout(
-    300
-)  # transformers imports half of torch, which takes its time on a busy machine
+# Transformers imports half of torch, which takes its time on a busy machine.
+pytestmark = pytest.mark.timeout(300)
 MESH = parse_mesh("fsdp=2,tensor=2,expert=2")
 
 

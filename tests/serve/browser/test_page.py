@@ -174,9 +174,8 @@ def test_people_sign_in_with_a_token_and_out(chromium, shown, tmp_path):
         assert "SameSite=strict" in cookie
         session = cookie.partition(";")[0]
         assert service.ask("/v1/runs", Cookie=session).status == 200
-        assert (
-            service.ask("/ui/logout", "POST", "", Cookie=session).status == 403
-        )  # no page of this service sent it
+        # No page of this service sent it.
+        assert service.ask("/ui/logout", "POST", "", Cookie=session).status == 403
         own = service.url
         assert (
             service.ask(

@@ -47,9 +47,8 @@ def test_a_killed_training_resumes_on_another_mesh_with_the_losses_of_orbax(tmp_
     resumed = program("shardckpt", api, tmp_path / "ours", [2, 4])
     assert resumed["first"] == SAVED + 1
     expected = {step: value for step, value in whole["losses"].items() if int(step) > SAVED}
-    assert resumed["losses"] == pytest.approx(
-        expected, rel=1e-6
-    )  # another mesh may add in another order
+    # Another mesh may add in another order.
+    assert resumed["losses"] == pytest.approx(expected, rel=1e-6)
     assert resumed["kept"] == whole["kept"] == [6, 9]
     assert resumed["shards"] == 8
     assert shardckpt.open(tmp_path / "ours" / "9").verify().ok
@@ -242,9 +241,8 @@ def test_names_of_items_are_not_patterns(tmp_path, ours, ocp):
             ),
         )
         manager.wait_until_finished()
-        like = ocp.args.StandardRestore(
-            {"x": jax.ShapeDtypeStruct((2,), np.int32)}
-        )  # the dtype is another: values are cast
+        # The dtype is another: values are cast.
+        like = ocp.args.StandardRestore({"x": jax.ShapeDtypeStruct((2,), np.int32)})
         for i, name in enumerate(names):
             elements = manager.restore(0, args=ocp.args.Composite(**{name: like}))[name]["x"]
             assert (elements.dtype, list(elements)) == (np.int32, [i, i])

@@ -54,9 +54,10 @@ def answers(tmp_path_factory):
 def program(jobs):
     """The answers of a program with a Ray cluster of its own; all its processes are killed at the
     end."""
+    # A short name: sockets are there.
     with tempfile.TemporaryDirectory(
         prefix="ray-", dir="/tmp", ignore_cleanup_errors=True
-    ) as place:  # a short name: sockets are there
+    ) as place:
         env = {
             "RAY_TMPDIR": place,
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -101,10 +102,8 @@ def test_after_a_killed_worker_rays_retry_resumes_and_the_losses_are_equal(answe
         assert first.items() <= whole.items()
         for attempt, (died, _) in enumerate(DEATHS, 1):
             began, after = losses(folder, "killed", rank, attempt)
-            assert began["resumed"] in (
-                died - 2,
-                died,
-            )  # the save that was in flight was committed, or not
+            # The save that was in flight was committed, or not.
+            assert began["resumed"] in (died - 2, died)
             assert (began["known"] or 0) <= began["resumed"]
             assert after.items() <= whole.items()
             assert min(after) == began["resumed"] + 1

@@ -83,10 +83,8 @@ def test_a_rollback_whose_first_save_somebody_else_commits_is_a_rollback_all_the
         ends.add(latest_after_a_rollback(root, step))
         assert {1, 2, 3, 4} <= {*shardckpt.CheckpointManager(root).all_steps(superseded=True)}
         shutil.rmtree(root)
-    assert ends == {
-        4,
-        step,
-    }  # not saved at all, or saved again; never the step that the run went back to
+    # Not saved at all, or saved again; never the step that the run went back to.
+    assert ends == {4, step}
 
 
 def test_it_is_too_where_the_other_processes_of_the_job_live_on(job, tmp_path):
@@ -94,9 +92,8 @@ def test_it_is_too_where_the_other_processes_of_the_job_live_on(job, tmp_path):
     killed, other = job.run("roll_back_until_killed", 2, tmp_path, 2, 7, 10_000)
     assert (killed, other["error"]) == ({"signal": 9}, "CommitError")
     assert listed(tmp_path) == [1, 2, 3, 4]
-    (outcome,) = shardckpt.commit(
-        tmp_path / "7"
-    )  # by itself: the run's root is the directory above
+    # By itself: the run's root is the directory above.
+    (outcome,) = shardckpt.commit(tmp_path / "7")
     assert outcome.state == "committed"
     assert latest_after_a_rollback(tmp_path, 7) == 7
     assert listed(tmp_path) == [1, 2, 7]

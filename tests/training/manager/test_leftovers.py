@@ -79,9 +79,8 @@ def test_leftovers_that_can_never_be_collected_are_named_in_the_log_once(run, ca
     left.mkdir(parents=True)
     (left / "table").write_bytes(b"of a killed save")
     for path in (left / "table", left, left.parent, left.parent.parent):
-        os.utime(
-            path, (1_600_000_000, 1_600_000_000)
-        )  # idle for longer than any time in which a save may be at work
+        # Idle for longer than any time in which a save may be at work.
+        os.utime(path, (1_600_000_000, 1_600_000_000))
     with (
         removal_refused("00000"),
         run.manager(options=shardckpt.SaveOptions(commit_timeout=0.05)) as manager,

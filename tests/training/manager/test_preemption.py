@@ -116,9 +116,8 @@ def interrupted():
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # it may come within a callback of the collector
+# It may come within a callback of the collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_at_any_moment_of_a_save_leaves_nothing_half_visible(run, interrupted):
     large = {"w": np.zeros(4_000_000, np.float32)}
     begun = 0

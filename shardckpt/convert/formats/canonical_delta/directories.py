@@ -201,9 +201,8 @@ class VersionDirectories:
         note, place = self.note(number), self.place(number)
         if number == 0:
             try:
-                open_foreign(
-                    place.location
-                )  # compares each file with its header, and all with the index
+                # Compares each file with its header, and all with the index.
+                open_foreign(place.location)
             except (CorruptionError, FormatError, MissingDataError) as e:
                 raise FormatError(f"{str(e).rstrip('.')}{_BACK}") from e
             return note

@@ -47,11 +47,12 @@ CLASSES = frozenset(
         "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
         "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
         _STORED,
+        # Python 3.13.
         *(
             f"{module}.{name}"
             for module in ("pathlib", "pathlib._local")
             for name in ("PosixPath", "PurePosixPath")
-        ),  # Python 3.13
+        ),
         *(
             "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
             "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",

@@ -152,9 +152,8 @@ class DcpDirectory(StateWriter):
         with storage_errors("write", self._where):
             self._file.sync()
             self._write_metadata(values)
-            sync_file(
-                self._draft.path / METADATA
-            )  # DCP's writer syncs it before its bytes leave Python's buffer
+            # DCP's writer syncs it before its bytes leave Python's buffer.
+            sync_file(self._draft.path / METADATA)
             sync_directory(self._draft.path)
         return self._parts
 
@@ -175,9 +174,8 @@ class DcpDirectory(StateWriter):
 
     def abort(self) -> None:
         """Remove the written files."""
-        with suppress(
-            OSError
-        ):  # the last bytes may not fit on the disk, which may be why the export failed
+        # The last bytes may not fit on the disk, which may be why the export failed.
+        with suppress(OSError):
             self._file.close()
         super().abort()
 

@@ -80,9 +80,8 @@ def with_dtype(config: bytes | None, tensors: Iterable[OutputTensor]) -> bytes |
         return None
 
     def renamed(key: str, value: Any) -> Any:
-        if (
-            isinstance(value, dict) and key != "quantization_config"
-        ):  # models of several parts have a config of each
+        # Models of several parts have a config of each.
+        if isinstance(value, dict) and key != "quantization_config":
             return {inner: renamed(inner, part) for inner, part in value.items()}
         return name if key in ("dtype", "torch_dtype") and value in _OF_TRANSFORMERS else value
 

@@ -158,10 +158,8 @@ class SafetensorsFiles:
         left = sorted(
             set(beside) - {*files, *configs, *contents, *([] if index is None else [main])}
         )
-        kept = [
-            *(name for name, document in configs.items() if is_json(document)),
-            *contents,
-        ]  # the importer notes the others
+        # The importer notes the others.
+        kept = [*(name for name, document in configs.items() if is_json(document)), *contents]
         self.notes = (
             f"{len(self._places)} tensor{'' if len(self._places) == 1 else 's'} in {few(files)}"
             + ("" if index is None else f", by {main}"),

@@ -136,9 +136,10 @@ def write_safetensors(
         destination.write(left, [])
         destination.publish(verify=verify)
     except BaseException as e:
+        # A later call continues.
         destination.abort(
             keep=not begun or isinstance(e, StorageError) or not isinstance(e, Exception)
-        )  # a later call continues
+        )
         raise
     return FilesWritten(
         stream.read_bytes, written + sum(write.data.nbytes for write in left), resumed

@@ -41,9 +41,8 @@ def _of_type(rebuild: object, kind: object, arguments: object, attributes: objec
         else rebuild.function(*arguments)
     )
     if isinstance(kind, Name) and kind.text not in _TENSORS and attributes:
-        return Instance(
-            kind.text, (tensor,), attributes
-        )  # its elements may mean nothing without the attributes: scales, an index
+        # Its elements may mean nothing without the attributes: scales, an index.
+        return Instance(kind.text, (tensor,), attributes)
     return tensor
 
 

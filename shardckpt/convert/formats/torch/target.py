@@ -268,9 +268,8 @@ def _without_memory(structure: Structure, dtypes: dict[str, Any]) -> dict[str, A
                     f"{shown(name)}: cannot reserve {largest} bytes of address space ({e}); raise "
                     "`ulimit -v`."
                 ) from e
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # torch warns that these tensors cannot be written to
+        # torch warns that these tensors cannot be written to.
+        with warnings.catch_warnings(action="ignore"):
             tensors[name] = torch.frombuffer(
                 ranges[dtype], dtype=dtype, count=prod(tensor.shape)
             ).reshape(tensor.shape)

@@ -323,9 +323,8 @@ def _key(key: object) -> Any:
         return key
     if isinstance(key, list | dict):
         raise TypeError(f"a {type(key).__name__} is a key")
-    return Instance(
-        type(key).__name__, (key,)
-    )  # the hash of a nested tuple recurses as deep as its nesting
+    # The hash of a nested tuple recurses as deep as its nesting.
+    return Instance(type(key).__name__, (key,))
 
 
 def _push(value: object) -> Callable[[_Machine], None]:
