@@ -42,7 +42,7 @@ _COMMITTING = 60.0
 
 
 class CommitterWord:
-    """What one process hears of the committer about the attempts at one place."""
+    """The committer's announcements about the attempts at one place, as one process hears them."""
 
     def __init__(
         self,
