@@ -127,7 +127,7 @@ class CommitterWord:
         Raises its error if it has given up the attempt.
         """
         word = self._announcements.heard(WORD, attempt)
-        # That process has only waited in vain.
+        # A process that is not the committer has only waited in vain.
         if word is None or (word["error"] is not None and word["process"] != COMMITTER):
             return False
         if word["error"] is not None:
