@@ -33,9 +33,10 @@ shardckpt.save(
     TRAINED, {"model": model, "step": 100}, options=SaveOptions(shardings=shardings, overwrite=True)
 )
 
-# 1. For a mesh of 4 devices: rows of up_proj and columns of down_proj, in bfloat16. shardckpt
-#   reshard runs/serve/100 runs/serve/tp4 --mesh model=4 --dtype bfloat16 --only 'model/**'
-#   --overwrite \ --rule '**/*.up_proj.weight=(model)' --rule '**/*.down_proj.weight=(None, model)'
+# 1. For a mesh of 4 devices: rows of up_proj and columns of down_proj, in bfloat16.
+#    shardckpt reshard runs/serve/100 runs/serve/tp4 --mesh model=4 --dtype bfloat16 \
+#      --only 'model/**' --overwrite \
+#      --rule '**/*.up_proj.weight=(model)' --rule '**/*.down_proj.weight=(None, model)'
 report = shardckpt.reshard(
     TRAINED,
     SERVED,
@@ -51,9 +52,9 @@ report = shardckpt.reshard(
 layout = shardckpt.open(SERVED)["model/layers.0.down_proj.weight"].sharding
 print(f"resharded: committed {report.committed}; down_proj is laid out as {layout.spec}")
 
-# 2. One file for other programs; what vLLM or transformers need is in docs/export.md. shardckpt
-#   export runs/serve/tp4 runs/serve/model.safetensors --include 'model/**' --strip-prefix model.
-#   --overwrite
+# 2. One file for other programs; what vLLM or transformers need is in docs/export.md.
+#    shardckpt export runs/serve/tp4 runs/serve/model.safetensors --include 'model/**' \
+#      --strip-prefix model. --overwrite
 exported = shardckpt.export_safetensors(
     SERVED, FILE, include="model/**", strip_prefix="model.", overwrite=True
 )
@@ -78,8 +79,8 @@ try:
             )
         rows = client.read("demo/tp4", "model/layers.0.up_proj.weight", Box((0, 0), (2, 4)))
         print(f"a part of a tensor over HTTP: {rows.shape} {rows.dtype}")
-    # The service makes the exported file while it is read: curl -O
-    # URL/files/demo/tp4/model.safetensors
+    # The service makes the exported file while it is read:
+    # curl -O URL/files/demo/tp4/model.safetensors
     with urllib.request.urlopen(
         f"{url}/files/demo/tp4/model.safetensors?include=model/**&strip_prefix=model."
     ) as reply:

@@ -1,9 +1,9 @@
-"""Structures and values of the processes that saved a checkpoint, merged."""
+"""The structure of a complete checkpoint, merged from those of the processes that saved it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from shardckpt.errors import CommitError
 from shardckpt.format.structure import Structure, TensorRecord
@@ -11,12 +11,9 @@ from shardckpt.plan.pieces import coverage_gap
 from shardckpt.state import tensor_names
 from shardckpt.state.names import shown
 from shardckpt.state.union import union
-from shardckpt.text import numbered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-T = TypeVar("T")
+    from collections.abc import Sequence
 
 
 def merge_structures(parts: Sequence[tuple[Sequence[int], Structure]]) -> Structure:
@@ -107,22 +104,3 @@ def _complete(tensor: TensorRecord) -> TensorRecord:
         )
     pieces = sorted(tensor.pieces, key=lambda piece: piece.start)
     return replace(tensor, pieces=tuple(pieces), partial=False)
-
-
-def merge_values(
-    parts: Sequence[tuple[Sequence[int], Mapping[str, T]]],
-    contradiction: Callable[[str, str, str], str],
-) -> dict[str, T]:
-    """Merge the processes' mappings, which have equal values under equal names.
-
-    `contradiction` makes the message for two different values from the name and both processes.
-    """
-    merged: dict[str, T] = {}
-    holders: dict[str, Sequence[int]] = {}
-    for processes, part in parts:
-        for name, value in part.items():
-            if merged.setdefault(name, value) != value:
-                one, other = numbered("process", holders[name]), numbered("process", processes)
-                raise CommitError(f"{contradiction(name, one, other)} Nothing was published.")
-            holders.setdefault(name, processes)
-    return merged

@@ -12,7 +12,7 @@ import base64
 import binascii
 import hashlib
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import CommitError
 from shardckpt.format.documents import (
@@ -27,14 +27,14 @@ from shardckpt.format.documents import (
     open_envelope,
     seal,
 )
-from shardckpt.format.merging import merge_structures, merge_values
+from shardckpt.format.merging import merge_structures
 from shardckpt.format.replicas import ReplicasReference
 from shardckpt.format.structure import Structure, TensorRecord
 from shardckpt.state.names import shown
-from shardckpt.text import shorten
+from shardckpt.text import numbered, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 MOST_HOSTS = 1 << 20
 """Most hosts of a save; limits the work of naming missing hosts."""
@@ -360,6 +360,9 @@ def _processes(read: Fields, hosts: int) -> int:
     return processes
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, slots=True)
 class Contents:
     """The description of a state by one host, or the union over all hosts."""
@@ -396,7 +399,7 @@ class Contents:
                 f"The hosts disagree on how many processes saved the state: {process_counts}. "
                 "Nothing was published."
             )
-        metadata = merge_values(
+        metadata = _agree(
             [(processes, part.metadata) for processes, part in parts],
             lambda key, one, other: (
                 f"SaveOptions(metadata=…): {shorten(key)} differs between {one} and {other}; give "
@@ -408,7 +411,7 @@ class Contents:
         structure = parts[0][1].structure
         if len(parts) > 1 or structure.is_partial:
             structure = merge_structures([(processes, part.structure) for processes, part in parts])
-        small = merge_values(
+        small = _agree(
             [(processes, part.small) for processes, part in parts],
             lambda name, one, other: (
                 f"{shown(name)}: this small plain tensor has other elements on {one} than on "
@@ -417,12 +420,11 @@ class Contents:
                 "train_state(local=…)."
             ),
         )
-        samples = merge_values(
+        samples = _agree(
             [(processes, part.samples) for processes, part in parts],
             lambda name, one, other: (
                 f"{shown(name)}: this plain tensor has other elements on {one} than on {other}, "
-                "and all write a part of "
-                "it; make them equal, or give each its own name and "
+                "and all write a part of it; make them equal, or give each its own name and "
                 'SaveOptions(host_tensors="local").'
             ),
         )
@@ -466,8 +468,9 @@ class Contents:
                 for piece in tensor.pieces
                 for c, n in zip(piece.chunks, piece.shape, strict=True)
             ):
-                # The committer would have to pad them.
-                read.fail(f"chunks of {shown(name)} are larger than the tensor")
+                read.fail(
+                    f"chunks of {shown(name)} are larger than the tensor"
+                )  # the committer would have to pad them
         samples = Fields(read.mapping("samples") if "samples" in read.doc else {}, where)
         processes = read.integer("processes") if "processes" in read.doc else None
         return cls(
@@ -477,3 +480,19 @@ class Contents:
             {name: samples.integer(name) for name in samples.doc},
             processes,
         )
+
+
+def _agree(
+    parts: Sequence[tuple[Sequence[int], Mapping[str, T]]],
+    contradiction: Callable[[str, str, str], str],
+) -> dict[str, T]:
+    """Merge mappings; `contradiction` makes a message of a name and two processes."""
+    merged: dict[str, T] = {}
+    holders: dict[str, Sequence[int]] = {}
+    for processes, part in parts:
+        for name, value in part.items():
+            if merged.setdefault(name, value) != value:
+                one, other = numbered("process", holders[name]), numbered("process", processes)
+                raise CommitError(f"{contradiction(name, one, other)} Nothing was published.")
+            holders.setdefault(name, processes)
+    return merged

@@ -155,7 +155,7 @@ class NamedOptimizer:
             for number, of_one in packed["state"].items()
         }
         for name, of_one in state.items():
-            # What is like the parameter is the same shard of a global tensor.
+            # A tensor like the parameter is the same shard of a global tensor.
             if describes_itself(self.parameters.get(name)):
                 for value in of_one.values():
                     described_like(value, self.parameters[name])

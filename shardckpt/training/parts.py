@@ -33,7 +33,7 @@ class Stateful(Protocol):
         """Load such a state; the return value is ignored."""
 
 
-class Part(Protocol):
+class StatePart(Protocol):
     """The interface of an object with a state, for saving and restoring."""
 
     @property
@@ -67,21 +67,21 @@ class Whole:
     turn: ClassVar[int] = 2
 
     def collect(self) -> Any:
-        """See `Part`."""
+        """See `StatePart`."""
         return self.of.state_dict()
 
     def arranged(self, node: Node, _state: Node, _adaptation: Adaptation | None = None) -> Node:
-        """See `Part`."""
+        """See `StatePart`."""
         return keyed_by_ints(node, self.of.state_dict())
 
     def like(self, stored: StoredLeaves, node: Node) -> Any:
-        """See `Part`."""
+        """See `StatePart`."""
         return (
             mirror(stored, node, self.of.state_dict()) if stored.all_or_nothing(node) else LEFT_OUT
         )
 
     def put_back(self, restored: Any) -> None:
-        """See `Part`."""
+        """See `StatePart`."""
         self.of.load_state_dict(restored)
 
 
@@ -103,23 +103,23 @@ class Own:
 
     @property
     def turn(self) -> int:
-        """See `Part`."""
+        """See `StatePart`."""
         return 3 if self.last else 2
 
     def collect(self) -> Any:
-        """See `Part`."""
+        """See `StatePart`."""
         return PerProcess(self.of.state_dict(), self.choose, self.axis)
 
     def arranged(self, node: Node, _state: Node, _adaptation: Adaptation | None = None) -> Node:
-        """See `Part`."""
+        """See `StatePart`."""
         return node
 
     def like(self, stored: StoredLeaves, node: Node) -> Any:
-        """See `Part`."""
+        """See `StatePart`."""
         return PerProcess(None, self.choose, self.axis) if stored.all_or_nothing(node) else LEFT_OUT
 
     def put_back(self, restored: Any) -> None:
-        """See `Part`."""
+        """See `StatePart`."""
         self.of.load_state_dict(restored.value if isinstance(restored, PerProcess) else restored)
         if self.draws:
             self.of.state_dict()

@@ -36,7 +36,7 @@ from shardckpt.state.select import matches, may_select_below, selector
 from shardckpt.text import shorten
 from shardckpt.training.generators import Generators
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, mirror, set_apart
-from shardckpt.training.parts import Own, Part, Stateful, Whole, check_stateful, choice
+from shardckpt.training.parts import Own, Stateful, StatePart, Whole, check_stateful, choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -237,7 +237,7 @@ class TrainState(StateOwner):
         """
         if not isinstance(tree, Branch):
             return tree
-        parts: Mapping[Any, Part] = self._parts()
+        parts: Mapping[Any, StatePart] = self._parts()
         stored: Branch = tree
         if adaptation is not None:
             following = {key for key, part in parts.items() if getattr(part, "follows", False)}
@@ -319,9 +319,9 @@ class TrainState(StateOwner):
                 ) from e
         self.values |= {key: value for key, value in state.items() if key not in self._objects}
 
-    def _parts(self, world: Callable[[], World] | None = None) -> dict[str, Part]:
+    def _parts(self, world: Callable[[], World] | None = None) -> dict[str, StatePart]:
         """Every object, wrapped by its kind."""
-        parts: dict[str, Part] = {}
+        parts: dict[str, StatePart] = {}
         known_axis = None
         if "torch" in sys.modules:
             from shardckpt.training.of_torch import data_axis, of_torch

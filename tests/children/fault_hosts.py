@@ -34,7 +34,7 @@ def own(process, seed):
 def save(coordinator, url, seed, options=None):
     """Save; the small state has several data files."""
     packed.OBJECT_BYTES = 40_000
-    # Whoever waits for a committer that says nothing waits no longer than that after the timeout.
+    # A wait for a silent committer ends so long after the timeout.
     committer._COMMITTING = 1.0
     mine = {**state(seed), "own": shardckpt.PerProcess(own(coordinator.world.process, seed))}
     options = SaveOptions(**{"commit_timeout": 20.0, **(options or {})})

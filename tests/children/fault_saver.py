@@ -25,7 +25,7 @@ def save_value(url, value):
 
 def main():
     first, threads = map(int, sys.argv[1:])
-    # What is done once in a process is done now, not in the race.
+    # Work that is done once in a process is done now, not in the race.
     save_value(f"memory://{first}", first)
     with ThreadPoolExecutor(threads) as pool:
         print("ready", flush=True)

@@ -102,7 +102,7 @@ def case(rng, tensor, generator):
     before = compiles()
     source = frameworks.source("w", leaf, WORLD)
     boxes = [source.boxes[i] for i in range(len(source.boxes))]
-    # What is the same in all processes comes from the other one.
+    # Elements that are the same in all processes come from the other one.
     here = random.Random(f"{tensor['seed']} {PROCESS}")
     positions = here.sample(range(len(boxes)), here.randrange(len(boxes) + 1))
     (arrays,) = frameworks.fetch([source], [positions])

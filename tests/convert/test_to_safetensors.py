@@ -87,7 +87,7 @@ def test_every_dtype_that_safetensors_has_for_torch_is_exported_in_its_order(tmp
     expected = reference(tmp_path / "b.safetensors", named, made="here")
     length = int.from_bytes(expected[:8], "little") + 8
     assert written[length:] == expected[length:]
-    # Whose metadata comes in any order.
+    # The metadata comes in any order.
     assert json.loads(written[8:length]) == json.loads(expected[8:length])
     assert report.tensors == len(DTYPES) + 2
 

@@ -1,6 +1,4 @@
-"""The explanation of one tensor's layout as text.
-
-It has every rule tested, the rule that decided, and the resulting shards.
+"""Text on one tensor's layout: every rule tested, the rule that decided, and the shards.
 
 'model/layers.0.w1.weight', shape (14, 8)
 

@@ -174,5 +174,5 @@ def test_saves_and_deletions_at_once_leave_every_step_whole(run):
     reader.join(60)
     assert seen
     assert all(seen)
-    # What the reader had open may still be there.
+    # Files that the reader had open may still be there.
     assert {0, 11} <= {*run.manager().all_steps()} <= {0, 10, 11}
