@@ -52,8 +52,7 @@ def train_step() -> float:
     return loss.item()
 
 
-# The base: here random weights, saved once; in your training the pretrained model, as `shardckpt
-# import` writes it.
+# The base: here random weights; in your training the pretrained model, by `shardckpt import`.
 try:
     shardckpt.open(BASE)
 except FileNotFoundError:

@@ -19,8 +19,7 @@ from shardckpt import Box, Mesh, PartitionSpec, SaveOptions, Sharding
 RUN = Path("runs/serve")
 TRAINED, SERVED, FILE = RUN / "100", RUN / "tp4", RUN / "model.safetensors"
 
-# A checkpoint as a training on 8 devices leaves it. Take one of yours instead: any framework, any
-# mesh.
+# A checkpoint as a training on 8 devices leaves it. Take one of yours instead, of any mesh.
 training_mesh = Mesh((4, 2), ("fsdp", "tensor"))
 rng = np.random.default_rng(0)
 model = {
@@ -29,25 +28,20 @@ model = {
     for name, shape in {"up_proj": (1024, 256), "down_proj": (256, 1024)}.items()
 }
 shardings = {"model/**": Sharding(training_mesh, PartitionSpec("fsdp", "tensor"))}
-shardckpt.save(
-    TRAINED, {"model": model, "step": 100}, options=SaveOptions(shardings=shardings, overwrite=True)
-)
+options = SaveOptions(shardings=shardings, overwrite=True)
+shardckpt.save(TRAINED, {"model": model, "step": 100}, options=options)
 
 # 1. For a mesh of 4 devices: rows of up_proj and columns of down_proj, in bfloat16.
 #    shardckpt reshard runs/serve/100 runs/serve/tp4 --mesh model=4 --dtype bfloat16 \
 #      --only 'model/**' --overwrite \
 #      --rule '**/*.up_proj.weight=(model)' --rule '**/*.down_proj.weight=(None, model)'
+mesh = Mesh((4,), ("model",))
+rules = {
+    "**/*.up_proj.weight": PartitionSpec("model"),
+    "**/*.down_proj.weight": PartitionSpec(None, "model"),
+}
 report = shardckpt.reshard(
-    TRAINED,
-    SERVED,
-    mesh=Mesh((4,), ("model",)),
-    rules={
-        "**/*.up_proj.weight": PartitionSpec("model"),
-        "**/*.down_proj.weight": PartitionSpec(None, "model"),
-    },
-    dtype="bfloat16",
-    only="model/**",
-    overwrite=True,
+    TRAINED, SERVED, mesh=mesh, rules=rules, dtype="bfloat16", only="model/**", overwrite=True
 )
 layout = shardckpt.open(SERVED)["model/layers.0.down_proj.weight"].sharding
 print(f"resharded: committed {report.committed}; down_proj is laid out as {layout.spec}")
@@ -64,26 +58,20 @@ with shardckpt.safe_open(SERVED, framework="np", strip_prefix="model.") as view:
 
 # 3. The service. `--port 0` takes any free port; the first line that it prints says where it is.
 #    shardckpt serve demo=runs/serve
-server = subprocess.Popen(
-    [sys.executable, "-m", "shardckpt", "serve", f"demo={RUN}", "--port", "0"],
-    stdout=subprocess.PIPE,
-    text=True,
-)
+command = [sys.executable, "-m", "shardckpt", "serve", f"demo={RUN}", "--port", "0"]
+server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 try:
     url = server.stdout.readline().split()[-1]
     with shardckpt.Client(url) as client:
         for checkpoint in client.checkpoints():
-            print(
-                f"served at {url}: {checkpoint['id']} {checkpoint['state']} "
-                f"{checkpoint['bytes']:,} bytes"
-            )
+            size = f"{checkpoint['bytes']:,} bytes"
+            print(f"served at {url}: {checkpoint['id']} {checkpoint['state']} {size}")
         rows = client.read("demo/tp4", "model/layers.0.up_proj.weight", Box((0, 0), (2, 4)))
         print(f"a part of a tensor over HTTP: {rows.shape} {rows.dtype}")
     # The service makes the exported file while it is read:
     # curl -O URL/files/demo/tp4/model.safetensors
-    with urllib.request.urlopen(
-        f"{url}/files/demo/tp4/model.safetensors?include=model/**&strip_prefix=model."
-    ) as reply:
+    file = f"{url}/files/demo/tp4/model.safetensors?include=model/**&strip_prefix=model."
+    with urllib.request.urlopen(file) as reply:
         print(f"the same file over HTTP: {reply.read() == FILE.read_bytes()}")
 finally:
     server.terminate()

@@ -1,45 +1,36 @@
-"""Reinforcement learning in two processes: a trainer and a sampler.
-
-The trainer publishes its policy after every step, and the sampler follows.
+"""Reinforcement learning: a trainer publishes its policy after every step, a sampler follows.
 
     python examples/rl_publish_follow.py
 
-Kill it (`pkill -9 -f examples/rl_publish_follow.py` in another terminal) and run it again: the
-trainer resumes from its checkpoint.
-
-Needs `pip install 'shardckpt[torch] @ git+https://github.com/shardckpt/shardckpt'`. To begin anew,
-remove runs/rl. The agent wins by moving to the place that a hidden table names. On a cluster, the
-processes are jobs of their own, with gs://bucket/run in place of runs/rl.
+Kill it (`pkill -9 -f examples/rl_publish_follow.py`) and run it again: the trainer resumes. The
+agent wins by moving to the place that a hidden table names. On a cluster, the two processes are
+jobs of their own, with gs://bucket/run in place of runs/rl. To begin anew, remove runs/rl.
+Needs `pip install 'shardckpt[torch] @ git+https://github.com/shardckpt/shardckpt'`.
 """
 
 import multiprocessing
-import pathlib
 
 import torch
 from torch import nn
 
 import shardckpt
 
-RUN = "runs/rl"
-STEPS, BATCH, PLACES = 120, 1024, 32
+RUN, STEPS, BATCH, PLACES = "runs/rl", 120, 1024, 32
 GOAL = torch.randperm(PLACES, generator=torch.Generator().manual_seed(7))
 
 
 def new_policy() -> nn.Module:
     """A policy in float32; versions are published in bfloat16."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Embedding(PLACES, 128), nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, PLACES)
-    )
+    layers = nn.Embedding(PLACES, 128), nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, PLACES)
+    return nn.Sequential(*layers)
 
 
-def play(
-    policy: nn.Module, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def play(policy: nn.Module, rng: torch.Generator) -> tuple[torch.Tensor, ...]:
     """Places, moves drawn from the policy, and rewards."""
-    places = torch.randint(PLACES, (BATCH,), generator=generator)
+    places = torch.randint(PLACES, (BATCH,), generator=rng)
     with torch.no_grad():
-        moves = torch.multinomial(policy(places).float().softmax(-1), 1, generator=generator)[:, 0]
+        moves = torch.multinomial(policy(places).float().softmax(-1), 1, generator=rng)[:, 0]
     return places, moves, (moves == GOAL[places]).float()
 
 
@@ -61,8 +52,7 @@ def train() -> None:
             optimizer.step()
             state.step = step
             manager.save(step, state)
-            # Returns after the copies; a slow storage skips versions.
-            publisher.publish(step, {"policy": policy.state_dict()})
+            publisher.publish(step, {"policy": policy.state_dict()})  # returns after copying
             if step % 20 == 0:
                 print(f"trainer: step {step} wins {rewards.mean():.2f}", flush=True)
 
@@ -75,22 +65,15 @@ def sample() -> None:
         version.apply()  # ... and pauses for this copy
         version.prove()
         _, _, rewards = play(policy, torch.Generator().manual_seed(version.step))
-        stored = (
-            version.checkpoint.record.totals["stored_bytes"]
-            / version.checkpoint.record.totals["bytes"]
-        )
-        print(
-            f"sampler: version {version.step} wins {rewards.mean():.2f}, {stored:.0%} of the "
-            "weights were stored",
-            flush=True,
-        )
+        totals = version.checkpoint.record.totals
+        stored = f"{totals['stored_bytes'] / totals['bytes']:.0%} of the weights were stored"
+        print(f"sampler: version {version.step} wins {rewards.mean():.2f}, {stored}", flush=True)
         if version.step == STEPS:
             break
 
 
 if __name__ == "__main__":
-    pathlib.Path(RUN).mkdir(parents=True, exist_ok=True)
-    processes = multiprocessing.get_context("spawn")
-    (sampler := processes.Process(target=sample, daemon=True)).start()
+    sampler = multiprocessing.get_context("spawn").Process(target=sample, daemon=True)
+    sampler.start()
     train()
     sampler.join(60)

@@ -415,9 +415,8 @@ class Contents:
             [(processes, part.small) for processes, part in parts],
             lambda name, one, other: (
                 f"{shown(name)}: this small plain tensor has other elements on {one} than on "
-                f"{other}; make them equal (SyncBatchNorm does that for a BatchNorm's "
-                "statistics), wrap it in shardckpt.PerProcess, or name it in "
-                "train_state(local=…)."
+                f"{other}; make them equal (SyncBatchNorm does that for a BatchNorm's statistics), "
+                "wrap it in shardckpt.PerProcess, or name it in train_state(local=…)."
             ),
         )
         samples = _agree(

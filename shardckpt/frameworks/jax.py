@@ -222,7 +222,7 @@ class _JaxSource(HostSource):
 def warm(sources: Iterable[Source]) -> None:
     """Have XLA take the pinned memory of copies of these arrays.
 
-    What is not an array of this adapter is left out.
+    Sources of other adapters are left out.
     """
     shards = []
     for source in sources:

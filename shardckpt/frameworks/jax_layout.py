@@ -111,9 +111,8 @@ def with_devices(sharding: Any) -> Any:
     axes, abstract = dict(mesh.shape), dict(sharding.mesh.shape)
     if list(axes.items()) != list(abstract.items()):
         raise ShardingError(
-            f"{sharding.spec} is over an abstract mesh of {abstract}, and the mesh of "
-            f"jax.set_mesh has {axes}; make the abstract state under the mesh that it is restored "
-            "to."
+            f"{sharding.spec} is over an abstract mesh of {abstract}, and the mesh of jax.set_mesh "
+            f"has {axes}; make the abstract state under the mesh that it is restored to."
         )
     return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 

@@ -4,7 +4,7 @@ XLA makes many copies at a time, and compiles nothing.
 
 To the host (`landed`): all shards of a call are copied to XLA's pinned memory at once, at the speed
 of the link. This memory comes from a pool of XLA's, which grows up to a cap and does not shrink.
-What an earlier save has left there is used again.
+Later saves use the memory of earlier ones again.
 
 From the host (`JaxTransfers`): arrays are made without waiting for one another, and buffers are
 reused when their arrays are complete.

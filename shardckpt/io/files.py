@@ -245,9 +245,8 @@ def sync_open_directory(fd: int, path: Path) -> None:
         if device not in _unsynced:
             _unsynced.add(device)
             _log.warning(
-                "the file system of %s cannot make directories durable (%s): a crash of its "
-                "server might undo the last operations there, also a commit that has been "
-                "reported",
+                "the file system of %s cannot make directories durable (%s): a crash of its server "
+                "might undo the last operations there, also a commit that has been reported",
                 path,
                 e.strerror,
             )

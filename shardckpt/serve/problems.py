@@ -136,7 +136,7 @@ def of_error(error: Exception, roots: Roots) -> JSONResponse:
 def of_request(roots: Roots, watch: RootWatch, request: Request, error: Exception) -> JSONResponse:
     """The response for an error of a request: 503 instead of 404 if the root has vanished.
 
-    What was asked for may still be there.
+    The requested checkpoint may still be there.
     """
     response = of_error(error, roots)
     try:

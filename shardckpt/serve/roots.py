@@ -214,7 +214,7 @@ class Roots:
     def without_places(self, text: str) -> str:
         """A message with names of roots in place of their locations.
 
-        What lies in roots that the user may not read is left out.
+        Locations in roots that the user may not read are left out.
         """
         for written, name in self._written:
             place = re.escape(written) + r"(?![\w.-])"

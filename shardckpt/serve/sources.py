@@ -138,7 +138,7 @@ class SourceResponse:
     def __init__(self, source: ByteSource, *, sends: bool = True) -> None:
         """Send nothing yet.
 
-        What is read with one call, and will be sent, is read here, on the thread that calls.
+        A source of one read is read here, on the calling thread, if its bytes will be sent.
         """
         self._source = source
         self._data: memoryview | None = None
@@ -311,7 +311,7 @@ class _Reader:
 async def until_gone(receive: Receive) -> None:
     """Wait until the client has closed the connection.
 
-    What is sent then is dropped without an error.
+    The server drops bytes that are sent after that, without an error.
     """
     while (await receive())["type"] != "http.disconnect":
         pass

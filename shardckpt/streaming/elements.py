@@ -278,7 +278,7 @@ class OutputReader:
     def edges(self, number: int) -> list[int]:
         """First byte of each block of an output, and the number of the output's bytes.
 
-        What is read between two of these numbers goes straight into the caller's memory.
+        Bytes between two of these numbers are read straight into the caller's memory.
         """
         return self._blocks_of(number).edges
 

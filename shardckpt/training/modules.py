@@ -185,9 +185,8 @@ class NamedModule:
         names = [name for name, tensor in own.items() if storage_of(tensor) not in held]
         if names and held <= {storage_of(tensor) for tensor in own.values()}:
             _log.warning(
-                "%s: state_dict() leaves out %s, so they are not saved; a restore into the "
-                "module refuses that, unless its load_state_dict() accepts it, or strict=False "
-                "is given.",
+                "%s: state_dict() leaves out %s, so they are not saved; a restore into the module "
+                "refuses that, unless its load_state_dict() accepts it, or strict=False is given.",
                 shown(self.key),
                 few(names),
             )

@@ -233,8 +233,7 @@ class NamedOptimizer:
             raise StructureMismatchError(
                 f"{shown(nodes.name)} has numbers instead of parameter names, in groups of "
                 f"{lengths}, but the optimizer here has groups of {expected}; make the optimizer "
-                "as for the save, or save the result of get_optimizer_state_dict, which has "
-                "names."
+                "as for the save, or save the result of get_optimizer_state_dict, which has names."
             )
         names = dict(zip(nodes.members(), self.parameters, strict=True))
         return nodes.renamed(lambda number: names[number])

@@ -164,8 +164,7 @@ class DeviceShare:
             raise CorruptionError(
                 f"{shown(wrong[0].box.name)}{more}: the copy to be published has other elements "
                 "than the tensor on its device has: the tensor changed during publish(), or the "
-                "copy missed a change. The version is not published; a later one has all "
-                "elements."
+                "copy missed a change. The version is not published; a later one has all elements."
             )
 
     def forget(self) -> None:

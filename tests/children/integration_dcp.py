@@ -1,8 +1,8 @@
 """Jobs that save and load with torch.distributed.checkpoint, through shardckpt, as test_dcp.py
 asks.
 
-What is trained has the same elements on every mesh: gradients are given, and AdamW works element by
-element.
+The trained tensors have the same elements on every mesh: gradients are given, and AdamW works
+element by element.
 """
 
 import warnings

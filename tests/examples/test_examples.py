@@ -24,7 +24,7 @@ LOSS = re.compile(
 )
 HF_EPOCH = 64
 """Steps in an epoch of trainer.py."""
-LINES, SECONDS = 96, 250
+LINES, SECONDS = 80, 250
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -63,11 +63,10 @@ _NOTES = {
         "with torch and, for the coordinator, the plans of all ranks."
     ),
     "A restore's plan beside DCP's": (
-        "*One rank of DCP*: `DefaultLoadPlanner.create_local_plan` with the metadata of the "
-        "save, onto half as many ranks. It goes through all stored boxes of each tensor. A "
-        "shardckpt host goes through the chunks of 8 devices. HSDP with 1,024 devices has the "
-        "same groups of 256 after halving, so one stored box of each tensor is read instead of "
-        "two."
+        "*One rank of DCP*: `DefaultLoadPlanner.create_local_plan` with the metadata of the save, "
+        "onto half as many ranks. It goes through all stored boxes of each tensor. A shardckpt "
+        "host goes through the chunks of 8 devices. HSDP with 1,024 devices has the same groups of "
+        "256 after halving, so one stored box of each tensor is read instead of two."
     ),
     "Metadata": (
         "The chunk table's header lists the data files, at least one per host, and 16 bytes per "

@@ -100,9 +100,8 @@ def _beginning(figures: dict[str, Any]) -> Iterator[str]:
     )
     yield "\n![Growth with devices and hosts](scale.svg)\n"
     yield (
-        "In the legends of the picture, a number after the name of a line says how the line "
-        "grows. It is the exponent of the power law that fits the line: 0 is constant, 1 is "
-        "linear."
+        "In the legends of the picture, a number after the name of a line says how the line grows. "
+        "It is the exponent of the power law that fits the line: 0 is constant, 1 is linear."
     )
 
 

@@ -277,9 +277,8 @@ def _overdue(process: int, missing: Sequence[int], late: Late) -> Steps[None]:
         return
     raise CoordinationError(
         f"process {process} waited {late.seconds:g} s for {named(missing)}, which did not answer. "
-        f"{ALL_MUST_CALL} See whether the missing ones run and make this call, or allow more "
-        "time: SaveOptions(commit_timeout=…) for saves, Coordinator.current(timeout=…) for other "
-        "calls."
+        f"{ALL_MUST_CALL} See whether the missing ones run and make this call, or allow more time: "
+        "SaveOptions(commit_timeout=…) for saves, Coordinator.current(timeout=…) for other calls."
     )
 
 

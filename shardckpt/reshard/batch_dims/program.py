@@ -53,9 +53,8 @@ class Program:
             ):
                 raise OptionError(
                     f"batch_dims: {node.name} ({node.target}) is not a functional ATen operator, "
-                    "so what it does to layouts cannot be followed; give what "
-                    "torch.export.export returns, or trace with "
-                    "make_fx(torch.func.functionalize(…))."
+                    "so what it does to layouts cannot be followed; give what torch.export.export "
+                    "returns, or trace with make_fx(torch.func.functionalize(…))."
                 )
             if node.op == "placeholder" and "val" not in node.meta:
                 raise OptionError(

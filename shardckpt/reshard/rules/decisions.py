@@ -8,9 +8,10 @@ own path, somewhere else in the tree:
     model/layers.0.w1.weight   optim/state.layers.0.w1.weight.exp_avg              (DCP, flattened)
 
 So a parameter's path is its name without the first component. A tensor belongs to the parameter
-whose path is the longest proper suffix of the tensor's name, or of the name directly above the
-tensor. If several parameters share a path, such as a model's weights and their moving averages, the
-first one that a rule matches is the parameter, wherever the others are in the tree.
+whose path is a proper suffix of the tensor's name, or of the name directly above the tensor. The
+longest such path counts. If several parameters share a path, such as a model's weights and their
+moving averages, the first one that a rule matches is the parameter, wherever the others are in the
+tree.
 """
 
 from __future__ import annotations

@@ -245,13 +245,14 @@ class Catalogue:
         after = position_of(cursor, (int if sort == "size" else str, str))
         sign, order = ("<", "DESC") if descending else (">", "ASC")
         rows = self._read(
-            f"SELECT *, {key} FROM (SELECT run, count(*), sum(state = 'committed'), sum(state = "  # noqa: S608
-            "'uncommitted'), "
+            f"SELECT *, {key} FROM ("  # noqa: S608
+            "SELECT run, count(*), sum(state = 'committed'), sum(state = 'uncommitted'), "
             "sum(state = 'unreadable'), min(nullif(step, -1)), max(nullif(step, -1)), "
             f"CAST(total(bytes) AS INTEGER), {_STORED} AS stored, {_UNFINISHED}, sum(pinned), "
-            f"max(created) AS created FROM checkpoints WHERE run LIKE ? ESCAPE '\\' AND {mine} "
-            f"GROUP BY run) {f'WHERE ({key}, run) {sign} (?, ?) ' if after else ''}ORDER BY {key} "
-            f"{order}, run {order} LIMIT ?",
+            "max(created) AS created "
+            f"FROM checkpoints WHERE run LIKE ? ESCAPE '\\' AND {mine} GROUP BY run) "
+            f"{f'WHERE ({key}, run) {sign} (?, ?) ' if after else ''}"
+            f"ORDER BY {key} {order}, run {order} LIMIT ?",
             (like(text), *names, *(after or ()), limit + 1),
         )
         keys = (
@@ -291,9 +292,8 @@ class Catalogue:
         mine, names = readable("id")
         rows = self._read(
             "SELECT id, nullif(step, -1), created, json_extract(entry, '$.metrics') FROM "  # noqa: S608
-            "checkpoints "
-            f"WHERE run = ? AND state = 'committed' AND NOT superseded AND {mine} ORDER BY step "
-            "DESC, id DESC LIMIT ?",
+            f"checkpoints WHERE run = ? AND state = 'committed' AND NOT superseded AND {mine} "
+            "ORDER BY step DESC, id DESC LIMIT ?",
             (run, *names, most),
         )
         keys = ("id", "step", "created", "metrics")

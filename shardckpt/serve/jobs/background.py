@@ -40,7 +40,7 @@ class BackgroundWork(ABC):
     def stop(self) -> None:
         """End, after at most some seconds.
 
-        What is left is done when the service is started again.
+        The next start of the service does the remaining work.
         """
         self._stopped.set()
         self._wake.set()

@@ -79,8 +79,8 @@ class JournalDatabase:
                 raise sqlite3.DatabaseError("its pages are malformed")
             with self._db as db:
                 ended = (
-                    "UPDATE jobs SET state = 'cancelled', ended = ? WHERE state IN ('queued', "
-                    "'running') AND cancelling"
+                    "UPDATE jobs SET state = 'cancelled', ended = ? "
+                    "WHERE state IN ('queued', 'running') AND cancelling"
                 )
                 db.execute(ended, (utc_now(),))
                 db.execute("UPDATE jobs SET state = 'queued' WHERE state = 'running'")

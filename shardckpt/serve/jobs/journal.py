@@ -224,8 +224,8 @@ class Journal(JournalDatabase):
             done, total = self._progress.get(number, (None, None))
             over = None if state == "queued" else utc_now()
             sql = (
-                "UPDATE jobs SET state = ?, ended = ?, result = ?, error = ?, done = coalesce(?, "
-                "done), total = coalesce(?, total) WHERE number = ?"
+                "UPDATE jobs SET state = ?, ended = ?, result = ?, error = ?, "
+                "done = coalesce(?, done), total = coalesce(?, total) WHERE number = ?"
             )
             self._write_with(
                 notice, sql, (state, over, _text(result), _text(error), done, total, number)
@@ -347,8 +347,8 @@ class Journal(JournalDatabase):
                 f"({','.join('?' * len(batch))}) GROUP BY id"
             )
             sql = (
-                "SELECT id, attempt, iif(error IS NULL, ended, '') FROM verifications WHERE "  # noqa: S608
-                f"number IN ({last})"
+                "SELECT id, attempt, iif(error IS NULL, ended, '') "  # noqa: S608
+                f"FROM verifications WHERE number IN ({last})"
             )
             attempts |= {ident: (attempt, ended) for ident, attempt, ended in self._all(sql, batch)}
         return attempts

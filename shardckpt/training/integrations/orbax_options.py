@@ -1,6 +1,6 @@
 """Orbax's policies, options and `args` as those of shardckpt.
 
-What is not supported is refused by name.
+A policy or option that shardckpt lacks is refused by name.
 """
 
 from __future__ import annotations
