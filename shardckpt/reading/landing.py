@@ -21,6 +21,7 @@ from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
 from shardckpt import frameworks
+from shardckpt.errors import StructureMismatchError
 from shardckpt.frameworks.base import InPlace
 from shardckpt.io.buffers import Arena, round_up
 from shardckpt.io.threads import collector_paused, read_ahead
@@ -30,7 +31,7 @@ from shardckpt.plan.cut import Order, cut
 from shardckpt.plan.pieces import batches
 from shardckpt.reading.locate import Request
 from shardckpt.reading.read_list import MadeTensor
-from shardckpt.reading.restoring.refusals import another_dtype, another_shape, refuse_shared_memory
+from shardckpt.reading.restoring.refusals import another_dtype, another_shape, share_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -464,9 +465,20 @@ def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:
     bounds = bounds[order]
     if (bounds[1:, 0] >= bounds[:-1, 1]).all():
         return
-    refuse_shared_memory(
-        [(*span, *arrays[i]) for span, i in zip(bounds.tolist(), order.tolist(), strict=True)]
-    )
+    open_until: list[tuple[int, Array, Landing]] = []
+    for (start, stop), i in zip(bounds.tolist(), order.tolist(), strict=True):
+        array, landing = arrays[i]
+        open_until = [other for other in open_until if other[0] > start]
+        for _, other, before in open_until:
+            same_view = landing.tensor is before.tensor and landing.view == before.view
+            if not same_view and share_memory(array, other):
+                raise StructureMismatchError(
+                    f"{landing.names[0]}: in `like` it shares memory with {before.names[0]}, so "
+                    "both cannot be restored in place; give each a tensor of its own. If they "
+                    "are one tied parameter that an imported file stored twice, import the file "
+                    "again with exclude= for one of the names, and restore with strict=False."
+                )
+        open_until.append((stop, array, landing))
 
 
 def _bounds(array: Array) -> tuple[int, int]:

@@ -1,16 +1,16 @@
-"""Refusals of leaves: another shape or dtype than the tensor's, or memory of another leaf."""
+"""Errors for leaves of another shape or dtype than the tensor's, and shared memory of leaves."""
 
 from __future__ import annotations
 
 from operator import ge
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.errors import DtypeMismatchError, ShapeMismatchError, StructureMismatchError
+from shardckpt.errors import DtypeMismatchError, ShapeMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -19,16 +19,6 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
 
     Array = NDArray[np.generic]
-
-
-class _Landing(Protocol):
-    """The parts of a `Landing` that are compared."""
-
-    tensor: TensorRecord
-    names: list[str]
-
-    @property
-    def view(self) -> list[object]: ...
 
 
 def another_shape(
@@ -70,28 +60,6 @@ def another_dtype(
         f"{name}: {location} has dtype {tensor.dtype.name}, which cannot be converted to "
         f"{sink.dtype.name}; restore it as it is."
     )
-
-
-def refuse_shared_memory(extents: Iterable[tuple[int, int, Array, _Landing]]) -> None:
-    """Raise if two destinations that are filled in place share memory.
-
-    Args:
-        extents: for each array in order, the address of its first byte, one past its last, the
-            array, and its landing.
-    """
-    open_until: list[tuple[int, Array, _Landing]] = []
-    for start, stop, array, landing in extents:
-        open_until = [other for other in open_until if other[0] > start]
-        for _, other, before in open_until:
-            same_view = landing.tensor is before.tensor and landing.view == before.view
-            if not same_view and share_memory(array, other):
-                raise StructureMismatchError(
-                    f"{landing.names[0]}: in `like` it shares memory with {before.names[0]}, so "
-                    "both cannot be restored in place; give each a tensor of its own. If they "
-                    "are one tied parameter that an imported file stored twice, import the file "
-                    "again with exclude= for one of the names, and restore with strict=False."
-                )
-        open_until.append((stop, array, landing))
 
 
 def share_memory(a: Array, b: Array) -> bool:
