@@ -92,6 +92,13 @@ class Source(Protocol):
         """
 
     @property
+    def address(self) -> int:
+        """The address of its elements, if they are one box that is contiguous in host memory.
+
+        0: they are not, or it is not known.
+        """
+
+    @property
     def copier(self) -> type | None:
         """The class that copies its elements straight from their device, if they are left there.
 
@@ -268,6 +275,11 @@ class HostSource:
     resident: ClassVar[bool] = False
 
     @property
+    def address(self) -> int:
+        """0: not known."""
+        return 0
+
+    @property
     def comparer(self) -> str | None:
         """None: nothing is compared on devices."""
         return None
@@ -283,6 +295,11 @@ class SourceOf:
     __slots__ = ()
     of: Source
     """The tensor's source by its adapter."""
+
+    @property
+    def address(self) -> int:
+        """0: not known."""
+        return 0
 
     @property
     def name(self) -> str:

@@ -63,6 +63,13 @@ class ArraySource(HostSource):
         """Bytes of a copy for arrays in the other byte order; else 0."""
         return 0 if self.array.dtype.isnative else self.array.nbytes
 
+    @property
+    def address(self) -> int:
+        """The array's own address."""
+        array = self.array
+        in_order = array.size and array.flags.c_contiguous and array.dtype.isnative
+        return _address(array) if in_order else 0
+
     @classmethod
     def fetch(
         cls, sources: Sequence[ArraySource], positions: Sequence[Sequence[int]]

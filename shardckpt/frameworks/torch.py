@@ -87,6 +87,7 @@ class TensorSource(HostSource):
     shape: tuple[int, ...]
     on_host: bool
     """Whether the elements are the tensor's own memory, on the host, and need no copy."""
+    address: int = 0
     holders: list[tuple[int, ...]] | None = None
     layout: ClassVar[None] = None
     own_pieces: ClassVar[bool] = False
@@ -262,7 +263,7 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa:
         # Nearly all of a state of many small tensors.
         if type(leaf) in CLASSES and device_type(leaf) == "cpu" and _is_complete(leaf):
             of_leaves[name] = TensorSource(
-                name, leaf, dtype_of_tensor(name, leaf), tuple(leaf.shape), True
+                name, leaf, dtype_of_tensor(name, leaf), tuple(leaf.shape), True, leaf.data_ptr()
             )
             continue
         check_kind(name, leaf)

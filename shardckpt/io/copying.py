@@ -7,6 +7,8 @@ arrays itself, because threads cost more.
 
 from __future__ import annotations
 
+import ctypes
+from collections import deque
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardckpt.io.cores import cores
@@ -27,6 +29,30 @@ part."""
 _LARGEST_PART = 32 << 20
 """Most bytes per part: numpy gives the interpreter lock up once for each, and a thread may wait
 long to have it back."""
+_SMALL_AT_A_TIME = 256
+"""Small copies between two looks of the interpreter for Ctrl-C and for threads that wait."""
+_memmove = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
+"""`ctypes.memmove` without giving the interpreter lock up, which takes longer than a small copy."""
+
+
+def copy_small(
+    target: NDArray[Any], begins: list[int], addresses: list[int], sizes: list[int]
+) -> None:
+    """Copy memory at many addresses, a few KB each.
+
+    Args:
+        target: where to; it has room for everything.
+        begins: the positions in it, in bytes.
+        addresses: where from. The memory must stay allocated.
+        sizes: bytes at each address.
+    """
+    start = target.ctypes.data
+    for i in range(0, len(begins), _SMALL_AT_A_TIME):
+        part = slice(i, i + _SMALL_AT_A_TIME)
+        copies = map(_memmove, [start + n for n in begins[part]], addresses[part], sizes[part])
+        deque(copies, maxlen=0)
 
 
 def copy_all(pairs: Sequence[_Pair]) -> None:

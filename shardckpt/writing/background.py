@@ -37,10 +37,12 @@ from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_
 from shardckpt.text import file_size
 from shardckpt.writing.attempt import Attempt
 from shardckpt.writing.handle import SaveHandle, SaveProgress
+from shardckpt.writing.late_elements import LateElements, late_bytes
 from shardckpt.writing.memory import AT_A_TIME, SaveMemory, Warming
 from shardckpt.writing.packed import object_buffers
 from shardckpt.writing.save import SaveReport, SaveTimes, is_short, report
-from shardckpt.writing.staging import LateElements, Stage, late_bytes
+from shardckpt.writing.small_blocks import SmallBlocks
+from shardckpt.writing.staging import Stage
 from shardckpt.writing.state_share import read, share_of
 
 if TYPE_CHECKING:
@@ -292,15 +294,16 @@ class _Save:
             and share.replicas.late_bytes()
         ):
             share.replicas.queue(sources, self._stage.copies, self._stage.late[late_bytes(share) :])
-        with collector_paused() if is_short(plan) and not self._stage.streamed else nullcontext():
-            for batch in read(
-                plan,
-                sources,
-                memory.room,
-                most=most,
-                kept=() if self._stage.streamed else memory.kept,
-            ):
-                self._stage.put(batch)
+        stage = self._stage
+        at_once = memory.is_in_place and not (stage.streamed or stage.proves)
+        with collector_paused() if is_short(plan) and not stage.streamed else nullcontext():
+            for group in plan.together if at_once else [None]:
+                if isinstance(group, SmallBlocks):
+                    stage.put_small(group, [sources[name].address for name in group.names])
+                    continue
+                kept = () if stage.streamed else memory.kept
+                for batch in read(plan, sources, memory.room, most=most, kept=kept, only=group):
+                    stage.put(batch)
         self._copied = time.monotonic()
         self._stage.close()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from shardckpt import frameworks
@@ -20,8 +21,9 @@ from shardckpt.io.cores import cores, free_memory
 from shardckpt.io.shutdown import start_background
 from shardckpt.io.threads import collector_paused
 from shardckpt.text import file_size
+from shardckpt.writing.late_elements import late_bytes
 from shardckpt.writing.save import thread_bytes, writing_threads
-from shardckpt.writing.staging import Stage, late_bytes
+from shardckpt.writing.staging import Stage
 from shardckpt.writing.state_share import MOST_COPIES, are_own, only_kept
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ class SaveMemory:
     """All blocks to copy, and whether each has memory of its own."""
     room: int
     """Bytes of copies that frameworks make at a time."""
+    is_in_place: bool
+    """`StateShare.is_in_place`: there are no copies besides those to the stage."""
     kept: set[str]
     """The tensors whose copies are kept, see `only_kept`."""
     in_flight: int
@@ -80,8 +84,9 @@ class SaveMemory:
             limit: most bytes of all saves together.
             compression: of the chunks, as memory must have room for it.
         """
-        plan = share.plan
-        room, kept = min(MOST_COPIES, limit // 4), only_kept(plan, sources)
+        plan, in_place = share.plan, share.is_in_place
+        room = min(MOST_COPIES, limit // 4)
+        kept = set() if in_place else only_kept(plan, sources)
         in_flight, threads, each = limit // 4, 1, thread_bytes(plan, compression, AT_A_TIME)
         if store.appends:
             in_flight = 0
@@ -95,23 +100,22 @@ class SaveMemory:
             return max(room, largest) if largest else 0
 
         sizes = {
-            "fetching": fetching(plan.blocks),
+            "fetching": 0 if in_place else fetching(plan.blocks),
             "keeping": fetching(plan.blocks.keys() - kept) if kept else None,
             "writing": in_flight + threads * each,
             "late": late_bytes(share)
             + (0 if share.replicas is None else share.replicas.late_bytes()),
         }
-        fetched = {
-            name: blocks_of_tensor
-            for name, blocks_of_tensor in plan.blocks.items()
-            if not sources[name].resident
-        }
-        blocks = [
-            pair
-            for name, blocks_of_tensor in fetched.items()
-            for pair in zip(blocks_of_tensor, are_own(blocks_of_tensor, sources[name]), strict=True)
-        ]
-        return cls(blocks, room, kept, in_flight, threads, sizes)
+        if in_place:
+            blocks = [(block, False) for block in chain.from_iterable(plan.blocks.values())]
+        else:
+            blocks = [
+                pair
+                for name, of_tensor in plan.blocks.items()
+                if not sources[name].resident
+                for pair in zip(of_tensor, are_own(of_tensor, sources[name]), strict=True)
+            ]
+        return cls(blocks, room, in_place, kept, in_flight, threads, sizes)
 
     @property
     def elements(self) -> int:

@@ -31,7 +31,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -41,25 +41,23 @@ import numpy as np
 from shardckpt import frameworks
 from shardckpt.errors import BudgetError, CorruptionError
 from shardckpt.io.buffers import BufferPool, round_up
-from shardckpt.io.copying import copy_all
+from shardckpt.io.copying import copy_all, copy_small
 from shardckpt.io.threads import InterruptibleCondition, map_on_threads
-from shardckpt.layout.dtypes import with_plain_bools
 from shardckpt.text import file_size
 from shardckpt.writing.replicas import checksum
 from shardckpt.writing.state_share import is_array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
-    from shardckpt.format.record import Contents
-    from shardckpt.frameworks.base import Source
     from shardckpt.frameworks.cuda import Arrival, DeviceCopies
     from shardckpt.io.buffers import Lease
     from shardckpt.plan.blocks import Block
     from shardckpt.writing.host import HostWriter, Portion
-    from shardckpt.writing.state_share import BlockElements, StateShare
+    from shardckpt.writing.small_blocks import SmallBlocks
+    from shardckpt.writing.state_share import BlockElements
 
 _BUFFER_BYTES = 32 << 20
 """Bytes of a part of the buffer, if the buffer does not hold everything."""
@@ -85,48 +83,21 @@ class _Part:
         default_factory=list
     )
     """Copies, and functions that say whether they have the elements of their tensors."""
+    small: list[tuple[int, SmallBlocks, int]] = field(default_factory=list)
+    """Small blocks that were copied together: how many of `blocks` come before them, and where in
+    the memory they are."""
     portions: int = 1
     """Portions that are drawn but not yet written, plus one while more may be drawn."""
 
-
-def late_bytes(share: StateShare) -> int:
-    """Bytes of memory for `LateElements`."""
-    return sum(round_up(share.plan.tensors[name].nbytes) for name in share.late)
-
-
-class LateElements:
-    """Small tensors on devices, on their way to the contents of a save."""
-
-    def __init__(
-        self,
-        share: StateShare,
-        sources: Mapping[str, Source],
-        copies: DeviceCopies,
-        memory: NDArray[np.uint8],
-    ) -> None:
-        """Queue their copies to `memory`."""
-        self._order = share.plan.small
-        self._arrays: dict[str, NDArray[np.generic]] = {}
-        pairs = []
-        for name in share.late:
-            tensor = share.plan.tensors[name]
-            array, memory = (
-                memory[: tensor.nbytes].view(tensor.dtype.storage).reshape(tensor.shape),
-                memory[round_up(tensor.nbytes) :],
-            )
-            self._arrays[name] = array
-            # None of a tensor without elements.
-            pairs += [(array, elements) for elements in frameworks.fetch([sources[name]])[0]]
-        self._arrival = copies.copy(pairs)
-
-    def added_to(self, contents: Contents) -> Contents:
-        """The contents with these tensors, as soon as they have arrived."""
-        self._arrival.wait()
-        small = {
-            **contents.small,
-            **{name: with_plain_bools(array).tobytes() for name, array in self._arrays.items()},
-        }
-        return replace(contents, small={name: small[name] for name in self._order})
+    def all_blocks(self) -> list[tuple[Block, NDArray[np.generic]]]:
+        """All blocks with their elements, in order."""
+        blocks: list[tuple[Block, NDArray[np.generic]]] = []
+        done = 0
+        for before, small, begin in self.small:
+            blocks += self.blocks[done:before]
+            blocks += small.arrays(self.memory[begin:].view(np.uint8))
+            done = before
+        return blocks + self.blocks[done:]
 
 
 class Stage:
@@ -314,6 +285,15 @@ class Stage:
             copies.append((copy, elements))
         self._copy(copies)
 
+    def put_small(self, small: SmallBlocks, addresses: list[int]) -> None:
+        """Copy small blocks, all of which have an address; the stage does not stream or prove."""
+        if self._filling is None:
+            self._filling = _Part(self._free_memory())
+        part = self._filling
+        begin, part.used = part.used, part.used + small.nbytes
+        copy_small(part.memory[begin : part.used], small.begins, addresses, small.sizes)
+        part.small.append((len(part.blocks), small, begin))
+
     def _copy(self, copies: list[tuple[NDArray[np.generic], NDArray[np.generic]]]) -> None:
         """Copy elements to the part that is being filled, or queue their copies."""
         if self.copies is not None and copies:
@@ -401,7 +381,7 @@ class Stage:
                 self._prove(part)
             if self.copies is not None and not self.streamed:  # all are in this part
                 self.copies.check()
-            for portion in writer.portions_of(part.blocks, at_a_time, partial(free, part)):
+            for portion in writer.portions_of(part.all_blocks(), at_a_time, partial(free, part)):
                 self._count_portions(part, 1)
                 yield portion
             self._count_portions(part, -1)
@@ -434,6 +414,7 @@ class Stage:
             part.portions += more
             if part.portions == 0:
                 part.blocks.clear()
+                part.small.clear()
                 self._free.append(part.memory)
                 self._changed.notify_all()
 

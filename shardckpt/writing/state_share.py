@@ -79,6 +79,12 @@ class StateShare:
     unused_local: Sequence[str] = ()
     """Patterns for values of each process that have selected nothing on this process."""
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether all elements to write are at known addresses in host memory."""
+        sources = self.sources
+        return all([sources[name].address for name in self.plan.blocks])  # noqa: C419  (faster than a generator)
+
 
 @collector_paused()
 def share_of(
@@ -141,7 +147,11 @@ def share_of(
         else [*{*frameworks.names_on_devices(sources)}.intersection(planned.small)]
     )
     contents = Contents(structure, small_elements(planned, sources, late), metadata)
-    written = {name: source for name, source in sources.items() if name not in planned.skipped}
+    written = (
+        {name: source for name, source in sources.items() if name not in planned.skipped}
+        if planned.skipped
+        else sources
+    )
     replicas = None
     if planned.replicated:  # empty if they are not to be compared
         replicas = ReplicaChecksums(
@@ -207,6 +217,7 @@ def read(
     *,
     most: int = sys.maxsize,
     kept: Container[str] = (),
+    only: Sequence[str] | None = None,
 ) -> Generator[Iterable[BlockElements]]:
     """All blocks of this process, in batches.
 
@@ -220,9 +231,12 @@ def read(
             own.
         most: most bytes of a block, unless one chunk has more.
         kept: tensors whose copies are counted elsewhere, see `only_kept`.
+        only: the tensors; None: all.
     """
     for names in batches(
-        plan.blocks, lambda name: (0 if name in kept else sources[name].staged_bytes,), (room,)
+        plan.blocks if only is None else only,
+        lambda name: (0 if name in kept else sources[name].staged_bytes,),
+        (room,),
     ):
         # This frame keeps no reference to the batch: when it is used up, its memory is free for the
         # next one.
