@@ -63,6 +63,13 @@ class IndexCheck:
         self._pieces = pieces
         self._groups = parent_groups(pieces)
         self._table = table
+        rows = table.find([*pieces], np.arange(len(pieces)), np.zeros(len(pieces), np.int64))
+        self._only = {
+            chunk_object_key(piece, 0): row
+            for piece, row in zip(pieces.values(), rows.tolist(), strict=True)
+            if piece.num_chunks == 1
+        }
+        """The rows of the only chunks of arrays, by their keys; -1: the table lacks it."""
 
     def packed(self, lanes: Sequence[str]) -> Iterator[Fault]:
         """Faults of the merged index and the lanes' own indexes, from which it can be rebuilt."""
@@ -165,10 +172,12 @@ class IndexCheck:
 
     def _find_misplaced(self, entries: Sequence[tuple[str, Place]]) -> Iterator[str]:
         """The faults of entries of chunks."""
-        chunks = [split_chunk_key(key, self._pieces) for key, _ in entries]
+        rows = np.array([self._only.get(key, -1) for key, _ in entries], np.int64)
+        others = np.flatnonzero(rows < 0)
+        chunks = [split_chunk_key(entries[i][0], self._pieces) for i in others.tolist()]
         paths = ["" if chunk is None else chunk[0].path for chunk in chunks]
         positions = np.array([-1 if chunk is None else chunk[1] for chunk in chunks], np.int64)
-        rows = self._table.find(paths, np.arange(len(paths)), positions)
+        rows[others] = self._table.find(paths, np.arange(len(paths)), positions)
         of_table = self._table.rows.take(rows[rows >= 0])
         places = zip(
             of_table.file.tolist(), of_table.offset.tolist(), of_table.length.tolist(), strict=True

@@ -109,7 +109,8 @@ class TensorRecord:
     @property
     def num_chunks(self) -> int:
         """Chunks over all pieces."""
-        return sum(p.num_chunks for p in self.pieces)
+        pieces = self.pieces
+        return pieces[0].num_chunks if len(pieces) == 1 else sum(p.num_chunks for p in pieces)
 
 
 @dataclass(slots=True)

@@ -111,6 +111,13 @@ class WholeTable:
             raise KeyError(int(np.argmax(row < 0)))
         return self.files, self.table.rows.take(row)
 
+    def has_only_chunk(self, piece: Piece) -> bool:
+        """Whether an array has one chunk, and the table has that and no other."""
+        if piece.num_chunks != 1:
+            return False
+        chunks = self.table.chunks_of(piece.path)
+        return len(chunks) == 1 and not chunks[0]
+
     def ranges(
         self, piece: Piece, begin: int, most: int
     ) -> Iterator[tuple[range, NDArray[np.int64]]]:
@@ -129,14 +136,6 @@ class WholeTable:
         chunk = self.table.chunks_of(piece.path)
         num_chunks = piece.num_chunks
         most = max(1, most)
-        if (
-            begin == 0
-            and num_chunks == len(chunk) <= most
-            and (num_chunks == 0 or chunk[-1] == num_chunks - 1)
-        ):
-            if num_chunks:  # of small tensors nearly all
-                yield range(num_chunks), np.arange(num_chunks)
-            return
         held = chunk[chunk < num_chunks].astype(np.int64)
         if begin:
             held = held[held >= begin]

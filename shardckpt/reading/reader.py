@@ -363,12 +363,23 @@ class ChunkReader:
         """
         if extension.moving is None or not self.source.place.has_paths:
             return False
-        return all(
-            part.request.convert_from is None
-            and len(part.piece.chunks) <= MOST_DIMS
-            and part.request.dtype.itemsize in KINDS
-            and as_readable(self.finder.source(part.request)).codec is raw
+        # Of a hundred thousand small tensors, one or two.
+        source_of = self.finder.source
+        kinds = {
+            (
+                len(part.piece.chunks),
+                part.request.dtype.itemsize,
+                part.request.convert_from,
+                source_of(part.request),
+            )
             for part in parts
+        }
+        return all(
+            convert_from is None
+            and ndim <= MOST_DIMS
+            and itemsize in KINDS
+            and as_readable(source).codec is raw
+            for ndim, itemsize, convert_from, source in kinds
         )
 
     def _joining(self, chunks: Located, at_once: int = 1) -> RunLimits:

@@ -99,6 +99,10 @@ def check(
     )
 
 
+_ONLY, _ONLY_POSITION = range(1), np.zeros(1, np.int64)
+"""The only chunk of an array."""
+
+
 @record
 class _Range:
     """Consecutive positions in the grid of an array, and those of them that the table has.
@@ -110,6 +114,8 @@ class _Range:
     chunks: range
     held: Ints
     end: int
+    nbytes: int
+    """Bytes of their elements in memory."""
 
 
 def _every(
@@ -131,21 +137,25 @@ def _every(
         for array in [
             RequestedArray(request, piece) for request in requests for piece in request.pieces
         ]:
-            table = tables[finder.source(array.request)]
+            table, of_chunk = tables[finder.source(array.request)], array.chunk_bytes
+            if passed >= after and table.has_only_chunk(array.piece):  # of small tensors nearly all
+                passed += 1
+                yield _Range(array, _ONLY, _ONLY_POSITION, passed, of_chunk)
+                continue
             for chunks, held in table.ranges(
-                array.piece, max(0, after - passed), min(most // array.chunk_bytes, MOST_CHUNKS)
+                array.piece, max(0, after - passed), min(most // of_chunk, MOST_CHUNKS)
             ):
-                yield _Range(array, chunks, held, passed + chunks.stop)
+                yield _Range(array, chunks, held, passed + chunks.stop, len(held) * of_chunk)
             passed += array.piece.num_chunks
 
     def groups() -> Iterator[tuple[int, Located]]:
         array, left = None, 0
         for group in batches(
-            ranges(),
-            lambda r: (len(r.held) * r.array.chunk_bytes, len(r.held)),
-            (most, MOST_CHUNKS),
+            ranges(), lambda one: (one.nbytes, len(one.held)), (most, MOST_CHUNKS)
         ):
             for stretch in group:
+                if stretch.chunks is _ONLY:
+                    continue
                 array, left = stretch.array, left if array is stretch.array else MOST_REPORTED
                 left -= _report_missing(finder, stretch, left, damaged)
             yield (
