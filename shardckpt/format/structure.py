@@ -90,13 +90,12 @@ class TensorRecord:
     def called(self, name: str) -> TensorRecord:
         """A tensor of another name that is stored in the same form; requires `is_one_array`."""
         (piece,) = self.pieces
-        pieces = (Piece(array_path(name), piece.start, piece.shape, piece.chunks),)
         return TensorRecord(
             name,
             self.shape,
             self.dtype,
             self.layout,
-            pieces,
+            (piece.at(array_path(name)),),
             difference=self.difference,
             array=self.array,
         )

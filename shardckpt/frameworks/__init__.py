@@ -169,6 +169,9 @@ def settle(leaves: Iterable[object]) -> None:
     """
     pending: dict[str, list[object]] = {}
     for leaf in leaves:
+        known = _BY_CLASS.get(type(leaf))
+        if known is not None and known[1](leaf):  # adapters with `CLASSES` have nothing to settle
+            continue
         framework = None if isinstance(leaf, Target) else framework_of(leaf)
         if framework is not None:
             pending.setdefault(framework, []).append(leaf)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
 from operator import add, gt
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,17 @@ class Piece:
                 f"{self.path}: start {self.start} and shape {self.shape} must be >= 0, chunks "
                 f"{self.chunks} >= 1."
             )
+
+    def at(self, path: str) -> Piece:
+        """The same box as an array of another path."""
+        other: Any = object.__new__(Piece)  # its numbers are checked already
+        other.path, other.start, other.shape, other.chunks = (
+            path,
+            self.start,
+            self.shape,
+            self.chunks,
+        )
+        return other  # type: ignore[no-any-return]
 
     @property
     def box(self) -> Box:
