@@ -432,8 +432,9 @@ def write_merged(
 
     They are written before the host's record, in the layout "packed".
 
-    If that fails, the host's data is complete all the same: `leaf` is written alone, and the
-    committer writes the index and the table.
+    If that fails, the host's data is complete all the same. The manifest is deleted, so that the
+    committer writes the index and the table. `nodes` has at least the leaf. If a bucket applies a
+    lost write of the manifest later, all that it refers to is there.
 
     Args:
         place: the attempt.
@@ -445,6 +446,8 @@ def write_merged(
         leaf: this leaf.
     """
     try:
+        # First: a committer that finds the index relies on the table.
+        write_table(place, TABLE, table)
         index.write_index(
             place,
             _places(table, structure),
@@ -453,10 +456,10 @@ def write_merged(
             nodes,
             leaf,
         )
-        write_table(place, TABLE, table)
     except Exception:  # noqa: BLE001  (whatever it is: after the host's record, the committer does this again, and raises it)
         place.delete(index.MANIFEST)
-        place.write(nodes, leaf)
+        if not place.exists(nodes):  # else they stay: a bucket may apply a lost write later
+            place.write(nodes, leaf)
 
 
 def _places(table: Table, structure: Structure) -> index.Chunks:

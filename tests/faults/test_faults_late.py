@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 
 STATE, OTHER = make_state(0), make_state(1)
 RECORD, HOST_RECORD = "*/checkpoint.json", "*/records/00000.json"
+INDEX = "*T??????-????????/manifest.ocdbt"
 LATE = Rule("late", kinds=("upload",), objects=RECORD)
 
 
@@ -153,6 +154,22 @@ def test_a_host_s_record_that_lands_after_its_saver_has_given_up_completes_the_a
     assert cloud.proxy.land() == [200]
     assert [outcome.state for outcome in shardckpt.commit(url)] == ["committed"]
     cloud.assert_whole(url, STATE)
+
+
+@pytest.mark.parametrize("lands", ["before the commit", "after it"])
+def test_a_merged_index_that_lands_after_its_host_went_on_without_it_is_complete(cloud, lands):
+    url = cloud.place()
+    late = (replace(LATE, objects=INDEX), refused(403, INDEX))
+    if lands == "after it":
+        late = (late[0], Rule("status", status=403, kinds=("upload",), objects=INDEX))
+    with cloud.breaking(*late):
+        error = cloud.attempt_save(url, STATE)
+    assert (error is None) == (lands == "after it"), error
+    assert cloud.proxy.land() == [200]
+    if lands == "before the commit":
+        assert [outcome.state for outcome in shardckpt.commit(url)] == ["committed"]
+    cloud.assert_whole(url, STATE)
+    assert shardckpt.open(url).verify().ok
 
 
 @pytest.mark.parametrize("status", [404, 412])
