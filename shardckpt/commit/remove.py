@@ -86,11 +86,11 @@ class StoredRecord:
 
     def attempt(self, store: Store) -> str | None:
         """The attempt that the record names; None for a tombstone. Raises FormatError."""
-        return (
-            None
-            if self.doc is None or "tombstone" in self.doc
-            else Fields(self.doc, store.path_of(RECORD)).string("attempt")
-        )
+        if self.doc is None or "tombstone" in self.doc:
+            return None
+        read = Fields(self.doc, store.path_of(RECORD))
+        read.mapping("totals")  # a host's record names an attempt, too
+        return read.string("attempt")
 
     @property
     def is_tombstone(self) -> bool:
@@ -184,9 +184,13 @@ def list_orphans(store: Store, grace: float) -> tuple[list[Collected], StoredRec
     if not names and RECORD not in children:
         return [], None
     record = StoredRecord.of(store, *store.read_versioned(RECORD))
-    orphans = [name for name in names if name != record.attempt(store)]
+    named = record.attempt(store)
+    orphans = [name for name in names if name != named]
     if not orphans:
         return [], record if record.is_tombstone else None
+    if named is not None and named not in names and not store.list_children(f"{named}/"):
+        why = f"the commit record names {named}, which is not there: it may be the wrong one"
+        return [Collected(store.location, name, "kept", reason=why) for name in orphans], record
     listing = []
     times = idle_seconds(
         store, [*(f"{name}/" for name in orphans), *([RECORD] if record.is_placeholder else [])]

@@ -429,6 +429,25 @@ def test_a_damaged_checkpoint_can_be_deleted_and_its_data_is_an_orphan_then(disk
     assert outcomes(delete(disk, reason="test", grace=0)) == {attempt: "removed"}
 
 
+@pytest.mark.parametrize("wrong", ["commit record", "host record"])
+def test_a_record_that_came_from_elsewhere_gets_no_data_removed(disk, wrong):
+    save(disk.sub("1"))
+    save(disk.sub("2"), 2)
+    record = disk.read("2/checkpoint.json")
+    (other,) = attempts_in(disk.sub("1"))
+    key = RECORD if wrong == "commit record" else f"{other}/records/00000.json"
+    disk.write("2/checkpoint.json", disk.read(f"1/{key}"))
+    if wrong == "commit record":
+        (kept,) = collect(disk.sub("2"), grace=0)
+        assert kept.outcome == "kept"
+        assert other in kept.reason
+    else:
+        with pytest.raises(FormatError, match=re.escape("2/checkpoint.json")):
+            collect(disk.sub("2"), grace=0)
+    disk.write("2/checkpoint.json", record)
+    np.testing.assert_array_equal(shardckpt.restore(disk.sub("2").location.url)["w"], np.full(9, 2))
+
+
 def test_a_newer_versions_checkpoint_is_not_deleted(disk):
     save(disk)
     disk.write(RECORD, disk.read(RECORD).replace(b'"version":[1,', b'"version":[9,'))
