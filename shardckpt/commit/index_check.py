@@ -25,6 +25,7 @@ from shardckpt.format.zarr_arrays import (
     parent_groups,
     split_chunk_key,
 )
+from shardckpt.io.failures import raise_if_unanswered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -118,6 +119,7 @@ class IndexCheck:
                 if not _same_json(self._attempt.read(key), document):
                     yield key, "the zarr document differs from the saved one"
             except ShardckptError as e:
+                raise_if_unanswered(e)
                 yield key, str(e)
 
     def _database(
@@ -155,6 +157,7 @@ class IndexCheck:
                 for fault in self._find_misplaced(chunks):
                     yield prefix + index.MANIFEST, fault
         except ShardckptError as e:
+            raise_if_unanswered(e)
             yield prefix + index.MANIFEST, str(e)
             return None
         for key in others:

@@ -170,6 +170,19 @@ def _lacks_inodes(place: str | bytes | int) -> bool:
     return False
 
 
+class UnansweredError(OSError):
+    """A service did not answer, or failed at each attempt of a request."""
+
+
+def raise_if_unanswered(error: ShardckptError) -> None:
+    """Raise the error if its cause is that a service did not answer: it is no damage of data."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, UnansweredError):
+            raise error
+        cause = cause.__cause__
+
+
 def is_denied(error: StorageError) -> bool:
     """Whether the storage refused an operation for lack of permission: a retry is useless."""
     text = str(error.__cause__ or error).lower()

@@ -421,6 +421,9 @@ class Checkpoint:
             file for metadata. The check covers every chunk and its position (also of tensors in
             bases), the host records, the chunk tables, and the metadata for zarr readers (the
             merged index, or the zarr.json documents).
+
+        Raises:
+            StorageError: the storage does not answer, so nothing is known of the data.
         """
         check_fork(self.location)  # its errors would be reported as damage
         with reading_takes_threads(self.location):

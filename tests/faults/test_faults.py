@@ -225,6 +225,29 @@ def test_a_restore_fails_with_the_url_of_the_object_that_cannot_be_read(cloud, f
 
 
 @ON_ONE_STORE
+@pytest.mark.parametrize(
+    "key",
+    [
+        "checkpoint.json",
+        "records/00000.json",
+        "table",
+        "contents.json",
+        "hosts/00000/0/d/00001",
+        "manifest.ocdbt",
+    ],
+)
+def test_a_bucket_that_does_not_answer_is_no_damage(cloud, key):
+    url = cloud.place()
+    shardckpt.save(url, STATE)
+    checkpoint = shardckpt.open(url)
+    outage = Rule("status", kinds=("read", "stat"), objects=f"*/{key}", times=None)
+    with cloud.breaking(outage), pytest.raises(StorageError, match="attempts failed") as failed:
+        checkpoint.verify()
+    assert key in str(failed.value)
+    assert checkpoint.verify().ok
+
+
+@ON_ONE_STORE
 def test_an_answer_that_claims_to_be_all_and_is_not_is_never_taken_for_data(cloud):
     url = cloud.place()
     shardckpt.save(url, STATE)

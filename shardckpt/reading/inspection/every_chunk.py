@@ -1,6 +1,7 @@
 """The comparison of every chunk of some tensors with the chunk table, group by group.
 
-Damage does not stop it: damaged and missing chunks are reported, each with its error.
+Damage does not stop it: damaged and missing chunks are reported, each with its error. A storage
+that does not answer stops it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError
+from shardckpt.io.failures import raise_if_unanswered
 from shardckpt.layout.records import record
 from shardckpt.plan.pieces import batches, chunk_boxes
 from shardckpt.reading.locate import MOST_CHUNKS, RequestedArray, RequestedChunks
@@ -69,11 +71,13 @@ def check(
     def check_task(task: ReadTask) -> None:
         try:
             reader.read_task(task)
-        except ShardckptError:
+        except ShardckptError as e:
+            raise_if_unanswered(e)
             for one in task.alone():
                 try:
                     reader.read_task(one)
                 except ShardckptError as e:
+                    raise_if_unanswered(e)
                     report(one.chunks, one.begin, e)
         # A chunk that is an object of its own is a task of its own.
         chunks, row = task.chunks, task.begin
