@@ -47,7 +47,7 @@ def required_server() -> Client:
     client = server()
     if client is None:
         raise OptionError(
-            "jobs are those of a service; name it: shardckpt jobs --server https://HOST:8470."
+            "only a service has jobs; name it, as in `shardckpt jobs --server https://HOST:8470`."
         )
     return client
 

@@ -270,10 +270,9 @@ class DeltaOptions(SafetensorsOptions):
         super().__post_init__()
         since: Any = self.since
         if isinstance(since, bool) or not isinstance(since, int) or since < 0:
-            advice = (
-                ": give the step of the version that receivers start from, for canonical-delta."
-            )
-            raise OptionError(Message(named("since", since), advice))
+            advice = ": give the step of the version that receivers start from, 0 or more."
+            needed = Message("canonical-delta needs ", named("since", ...), advice)
+            raise OptionError(needed if since is None else Message(named("since", since), advice))
         if self.ties == "copies":
             raise OptionError(
                 Message(

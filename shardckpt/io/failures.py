@@ -81,6 +81,8 @@ _ADVICE = {
     "file name too long": (
         "a name on the way is too long for the file system; choose a shorter path"
     ),
+    "symbolic links": "a link leads to itself; correct it, or give another path",
+    "is not a regular file": "remove what is there, or put the file back from a backup",
     "too many open files": "raise the limit of open files (ulimit -n)",
     "file too large": "the file system or ulimit -f allows no file of that size",
     "input/output error": "the device failed; check the device before you use its data",

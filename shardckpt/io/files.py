@@ -341,7 +341,7 @@ def _regular(fd: int, path: Path) -> os.stat_result:
     """The status of an open file; raises OSError for a special file, whose read may never end."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(f"{path} is not a regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return status
 
 

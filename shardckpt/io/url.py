@@ -140,17 +140,24 @@ class Location:
                 )
             if _CONTROL.search(self.path):
                 raise UrlError(
-                    f"{self.path!r} cannot be stored to: object stores have no control characters "
-                    "in names. Choose another name."
+                    f"{self._shown!r} cannot be used: object stores have no control characters in "
+                    "names. Choose another name."
                 )
         if self.scheme == "file" and not self.path.startswith("/"):
             raise UrlError(
                 f"{self.path!r}: a location on disk is an absolute path; go through parse()."
             )
+        if not self.path:
+            raise UrlError(f"{self._shown} names no place; write {self._shown}NAME.")
         why = unfit(self.path.removeprefix("/") if self.scheme == "file" else self.path)
         if why and self.path != "/":
-            raise UrlError(f"{self.path!r} cannot be stored to: {why}. Choose another name.")
+            raise UrlError(f"{self._shown!r} cannot be used: {why}. Choose another name.")
         object.__setattr__(self, "local_path", Path(self.path) if self.scheme == "file" else None)
+
+    @property
+    def _shown(self) -> str:
+        """The place as a user writes it, without escapes."""
+        return self.path if self.scheme == "file" else f"{self.scheme}://{self.path}"
 
     def join(self, *parts: str) -> Location:
         """The location below this one; each part is one or more names separated by slashes.

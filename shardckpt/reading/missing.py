@@ -72,7 +72,7 @@ def no_checkpoint(store: Store, tombstone: Tombstone | None) -> ShardckptError:
     if inside:
         return NotFoundError(
             f"{store}: no checkpoint there; did you mean "
-            f"{store}/{max(inside, key=naming.natural_key)}?"
+            f"{store.sub(max(inside, key=naming.natural_key))}?"
         )
     if other := other_format(names):
         return _foreign(store, other)

@@ -426,7 +426,10 @@ class Client:
         try:
             reply = self._http.request(method, path, **how)
         except self._failures as e:
-            raise _NoAnswerError(f"{self.url}{path}: the service does not answer ({e}).") from e
+            raise _NoAnswerError(
+                f"{self.url}{path}: the service does not answer ({e}); check the url, and that the "
+                "service runs."
+            ) from e
         if reply.status_code in (200, 202):
             return reply
         raise _error(reply, f"{self.url}{path}")

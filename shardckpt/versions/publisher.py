@@ -23,7 +23,7 @@ from shardckpt.runs.job import JOB
 from shardckpt.runs.retention import Latest
 from shardckpt.runs.steps import StepInfo, check_step, list_steps, steps_named
 from shardckpt.state.select import selector
-from shardckpt.text import shorten
+from shardckpt.text import numbered, shorten
 from shardckpt.versions.device import DeviceShare
 from shardckpt.versions.folding import DIFFERENCES, LONGEST, bases_after_folding, fold_chain
 from shardckpt.versions.version import Published, PublishedVersion, Selection
@@ -331,13 +331,11 @@ class Publisher:
                 )
         if passed := [info for info in later if info.state != "superseded"]:
             _log.warning(
-                "%s: version %d is published, so training went back: %d later versions are "
-                "superseded, up to %d. To keep them, publish a new training to a directory of "
-                "its own.",
+                "%s: training went back to version %d, which supersedes %s. To keep all versions, "
+                "publish a new training to a directory of its own.",
                 self._root,
                 step,
-                len(passed),
-                max(info.step for info in passed),
+                numbered("version", sorted(info.step for info in passed)),
             )
         for info in passed:
             mark(self._root.sub(str(info.step)), SUPERSEDED, info.attempt or "")

@@ -1,5 +1,6 @@
 """Errors of commands: one line or one document, and a status per kind."""
 
+import os
 import re
 import subprocess
 import sys
@@ -32,6 +33,9 @@ def places(tmp_path, saver):
     newer.write_bytes(newer.read_bytes().replace(b'"version":[1,', b'"version":[9,'))
     saver(tmp_path / "sound")
     (tmp_path / "file").write_text("x")
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "checkpoint.json")
+    (tmp_path / "loop").symlink_to("loop")
     return tmp_path
 
 
@@ -46,6 +50,15 @@ def places(tmp_path, saver):
         (["info", "sound", "model/embd"], "names", 5, "did you mean 'model/embed'"),
         (["info", "ftp://host/x"], "url", 2, "ftp://"),
         (["ls", "file"], "storage", 6, "a file stands where a directory is needed"),
+        (["verify", "pipe"], "storage", 6, "checkpoint.json: it is not a regular file; remove"),
+        (["info", "loop"], "storage", 6, "a link leads to itself"),
+        (["info", "memory://"], "url", 2, "memory:// names no place; write memory://NAME."),
+        (
+            ["export", "sound", "out", "--to", "canonical-delta"],
+            "option",
+            2,
+            "canonical-delta needs --since: give the step",
+        ),
         (["info"], "usage", 2, "Missing argument"),
         (["inof", "x"], "usage", 2, "Did you mean 'info'"),
         (["ls", "--frobnicate"], "usage", 2, "--frobnicate"),

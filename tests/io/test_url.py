@@ -192,7 +192,7 @@ def test_of_s3_bucket_names_we_take_those_that_aws_documents(name):
         ("", "empty"),
         ("a\0b", "NUL"),
         ("file:///a%00b", "NUL"),
-        ("memory://", "''"),
+        ("memory://", "names no place"),
         ("memory://a//b", "''"),
         ("memory://a/../b", "'..'"),
         (

@@ -56,7 +56,7 @@ class FileVersion:
             raise MissingDataError(f"{self} is missing; put it back from a backup.")
         with storage_errors("look at", self):
             if not stat.S_ISREG(now.st_mode):
-                raise OSError(f"{self._path} is not a file, but a directory, pipe or device")
+                raise OSError("it is not a regular file")
         self._known = _version(now)
 
     def __str__(self) -> str:

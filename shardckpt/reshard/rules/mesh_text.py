@@ -44,7 +44,7 @@ def parse_mesh(text: str) -> Mesh:
         if axis is None:
             raise OptionError(
                 f"mesh {clip(text)!r}: {shorten(part)} is not an axis; write name=size for each, "
-                "as in data=2,model=4."
+                "as in data=2,model=4, with sizes of at most nine digits."
             )
         axes.append(axis)
     names = [axis["name"] for axis in axes]
