@@ -309,7 +309,7 @@ def test_what_receivers_could_not_apply_is_refused(training, tmp_path):
     shardckpt.export(policy, out, **options)
     for more, error, message in [
         ({"since": 99}, NotFoundError, r"there is no version 99 .*the newest last"),
-        ({"since": None}, OptionError, "since=None: give the step"),
+        ({"since": None}, OptionError, "canonical-delta needs since=…: give the step"),
         ({"since": 30}, AlreadyExistsError, "version 0 there is step 40; continue with since=40"),
         ({"ties": "copies"}, OptionError, "receivers have tied tensors once"),
         ({"delta_encoding": "add"}, OptionError, 'use "xor" or "overwrite"'),
