@@ -24,7 +24,7 @@ from shardckpt.format.documents import document_digest
 from shardckpt.format.hf_files import CONFIG
 from shardckpt.format.record import CheckpointRecord
 from shardckpt.format.zarr_arrays import largest_chunk
-from shardckpt.io.failures import raise_if_unanswered, reading_takes_threads
+from shardckpt.io.failures import raise_if_unreadable, reading_takes_threads
 from shardckpt.io.store import kind_of
 from shardckpt.io.threads import Workers
 from shardckpt.io.url import parse
@@ -207,7 +207,7 @@ class ForeignSource(Checkpoint):
                 try:
                     run.check_all()
                 except ShardckptError as e:
-                    raise_if_unanswered(e)
+                    raise_if_unreadable(e)
                     damage.append(Damage(tensor.name, piece.box, str(run.span.file), str(e)))
         return compared, damage
 

@@ -176,11 +176,14 @@ class UnansweredError(OSError):
     """A service did not answer, or failed at each attempt of a request."""
 
 
-def raise_if_unanswered(error: ShardckptError) -> None:
-    """Raise the error if its cause is that a service did not answer: it is no damage of data."""
+def raise_if_unreadable(error: ShardckptError) -> None:
+    """Raise the error if it says nothing about the data, so that it is not damage.
+
+    Its cause is that a service did not answer, or that this user may not read a file.
+    """
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, UnansweredError):
+        if isinstance(cause, UnansweredError | PermissionError):
             raise error
         cause = cause.__cause__
 

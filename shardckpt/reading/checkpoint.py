@@ -423,7 +423,7 @@ class Checkpoint:
             merged index, or the zarr.json documents).
 
         Raises:
-            StorageError: the storage does not answer, so nothing is known of the data.
+            StorageError: the storage does not answer, or denies permission.
         """
         check_fork(self.location)  # its errors would be reported as damage
         with reading_takes_threads(self.location):

@@ -31,7 +31,7 @@ from shardckpt.errors import (
 from shardckpt.format.documents import envelope_digest, format_version
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 from shardckpt.format.zarr_arrays import document_encoder
-from shardckpt.io.failures import raise_if_unanswered
+from shardckpt.io.failures import raise_if_unreadable
 from shardckpt.io.threads import collector_paused, lasts_seconds
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import batches
@@ -128,7 +128,7 @@ def verify(
 
     Raises:
         OptionError: `after` is not a number of chunks of the checkpoint.
-        StorageError: the storage does not answer, so nothing is known of the data.
+        StorageError: the storage does not answer, or denies permission.
     """
     with (
         collector_paused()
@@ -242,7 +242,7 @@ class _Verification:
                 reader, requests, damaged, after=max(0, self.after - begin), most=self.group_bytes
             )
         except ShardckptError as e:
-            raise_if_unanswered(e)
+            raise_if_unreadable(e)
             if len(tensors) == 1:
                 self._report(Damage(tensors[0].name, Box.full(tensors[0].shape), place, str(e)))
                 yield end
@@ -271,7 +271,7 @@ class _Verification:
                 )
             return format_version(data, RECORD)
         except ShardckptError as e:
-            raise_if_unanswered(e)
+            raise_if_unreadable(e)
             self._damaged_record(str(e))
             return None
 
@@ -286,7 +286,7 @@ class _Verification:
         try:
             table = read_table(self.place, self.record.table)
         except ShardckptError as e:
-            raise_if_unanswered(e)
+            raise_if_unreadable(e)
             self._damaged_file(self.record.table.key, e)
             return own
         for path in _moved_arrays(own.table, table):
@@ -354,7 +354,7 @@ class _Verification:
         try:
             yield
         except ShardckptError as e:
-            raise_if_unanswered(e)
+            raise_if_unreadable(e)
             self._damaged_file(file, e)
 
     def _report(self, damage: Damage) -> None:
@@ -386,7 +386,7 @@ def longer_files(reader: ChunkReader) -> Iterator[tuple[str, ShardckptError]]:
                     ),
                 )
         except StorageError as e:
-            raise_if_unanswered(e)
+            raise_if_unreadable(e)
             yield file, e
 
 

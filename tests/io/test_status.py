@@ -120,9 +120,11 @@ def places():
     (top / "closed" / "in").mkdir(parents=True)
     (top / "mine").mkdir()
     (top / "mine").chmod(0o777)
-    for name in ("ok", "closed/c"):
+    for name in ("ok", "closed/c", "secret"):
         shardckpt.save(top / name, {"w": np.ones((3, 3), np.float32)})
     (top / "closed").chmod(0)
+    for file in (top / "secret").rglob("d/00000"):
+        file.chmod(0)
     yield top
     (top / "closed").chmod(0o700)
     shutil.rmtree(top)
@@ -149,6 +151,7 @@ COMMANDS = [
     ["ls", "CLOSED/c"],
     ["info", "CLOSED/c"],
     ["verify", "CLOSED/c"],
+    ["verify", "SECRET"],
     ["diff", "CLOSED/c", "OK"],
     ["fingerprint", "CLOSED/c"],
     ["plan", "OK", "CLOSED/y"],
@@ -180,7 +183,9 @@ COMMANDS = [
 def test_every_command_of_a_user_who_may_not_enter_a_directory_says_so(places):
     entries = [
         [
-            one.replace("CLOSED", str(places / "closed")).replace("OK", str(places / "ok"))
+            one.replace("CLOSED", str(places / "closed"))
+            .replace("OK", str(places / "ok"))
+            .replace("SECRET", str(places / "secret"))
             for one in each
         ]
         for each in COMMANDS

@@ -113,14 +113,16 @@ def plan(
 def _rates(
     given: str | None, checkpoint: Checkpoint, places: Places | None, destination: str | None
 ) -> Rates:
+    from shardckpt.errors import StorageError
     from shardckpt.reshard.forecast.rates import Rates, given_rates, measure_read, measure_write
 
     if given is not None:
         return given_rates(given)
-    return Rates(
-        measure_read(checkpoint, places),
-        measure_write(destination) if destination is not None else None,
-    )
+    try:
+        written = None if destination is None else measure_write(destination)
+    except StorageError as e:
+        raise StorageError(f"{e} To plan without a measurement, give --rate.") from e
+    return Rates(measure_read(checkpoint, places), written)
 
 
 def _write(path: Path, text: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError
-from shardckpt.io.failures import raise_if_unanswered
+from shardckpt.io.failures import raise_if_unreadable
 from shardckpt.layout.records import record
 from shardckpt.plan.pieces import batches, chunk_boxes
 from shardckpt.reading.locate import MOST_CHUNKS, RequestedArray, RequestedChunks
@@ -72,12 +72,12 @@ def check(
         try:
             reader.read_task(task)
         except ShardckptError as e:
-            raise_if_unanswered(e)
+            raise_if_unreadable(e)
             for one in task.alone():
                 try:
                     reader.read_task(one)
                 except ShardckptError as e:
-                    raise_if_unanswered(e)
+                    raise_if_unreadable(e)
                     report(one.chunks, one.begin, e)
         # A chunk that is an object of its own is a task of its own.
         chunks, row = task.chunks, task.begin
