@@ -39,6 +39,10 @@ BLOCK_BYTES = 1 << 24
 Sums = NDArray[np.uint32]
 """(blocks,) sums of a tensor's blocks, or of a part of their elements."""
 
+Pieces = tuple[NDArray[np.int64], Sums]
+"""Contiguous pieces of a tensor, each within one block: the bytes at which they end, and their
+sums."""
+
 _POLYNOMIAL = 0x82F63B78
 """CRC-32C's, reversed. RFC 3720, appendix B.4."""
 _ALL = 0xFFFFFFFF
@@ -100,6 +104,10 @@ class StateSums:
     def add_box(self, piece: Piece, start: Sequence[int], elements: NDArray[Any]) -> None:
         """Add the elements of a box, in the indices of the tensor that the piece belongs to."""
         self.add(self._of_path[piece.path].name, start, elements)
+
+    def add_pieces(self, piece: Piece, pieces: Pieces) -> None:
+        """Add a box of elements, of which `pieces` is the result of `sums_of_run`."""
+        _add_pieces(self._sums[self._of_path[piece.path].name], *pieces)
 
     def add_chunk(self, piece: Piece, position: int, raw: NDArray[np.uint8]) -> None:
         """Add the elements of a chunk of a piece from its stored form.
@@ -198,7 +206,34 @@ def add(sums: Sums, shape: Sequence[int], start: Sequence[int], elements: NDArra
     if elements.size == 0:
         return
     pieces = [*_pieces([*shape], [*start], elements)]
-    where, crcs = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    _add_pieces(sums, *(np.concatenate(column) for column in zip(*pieces, strict=True)))
+
+
+def sums_of_run(
+    shape: Sequence[int], start: Sequence[int], elements: NDArray[Any]
+) -> Pieces | None:
+    """The sums of a box whose elements are consecutive in the tensor and in memory.
+
+    They are equal for equal elements. None: the elements are not consecutive.
+
+    Args:
+        shape: as in `add`.
+        start: as in `add`.
+        elements: as in `add`.
+    """
+    begin, consecutive = 0, elements.size > 0 and elements.flags.c_contiguous
+    before = 1  # indices of the box in the dimensions so far
+    for n, first, side in zip(shape, start, elements.shape, strict=True):
+        consecutive = consecutive and (before == 1 or side == n)
+        before *= side
+        begin = begin * n + first
+    if not consecutive:
+        return None
+    data = with_plain_bools(elements).reshape(-1).view(np.uint8).data
+    return _row_sums(data, np.array([begin * elements.itemsize]), len(data))
+
+
+def _add_pieces(sums: Sums, where: NDArray[np.int64], crcs: Sums) -> None:
     for first in range(0, len(where), _SHIFTED):
         ends, crc = where[first : first + _SHIFTED], crcs[first : first + _SHIFTED]
         block = (ends - 1) // BLOCK_BYTES

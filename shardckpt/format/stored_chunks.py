@@ -82,6 +82,31 @@ def lay_out_all(
             parts[i, ...] = elements.view(kind)[inside].reshape(split)
 
 
+def chunks_in_place(
+    blocks: Sequence[NDArray[np.generic]], chunk_shape: tuple[int, ...]
+) -> list[NDArray[np.unsignedinteger[Any]]]:
+    """The chunks of blocks as boxes of these, in the order of `lay_out_all`, as unsigned numbers.
+
+    Empty if a chunk is cut off, or has more than 8 dimensions, or there are no such numbers.
+    """
+    shape, itemsize = blocks[0].shape, blocks[0].itemsize
+    if (
+        itemsize not in (1, 2, 4, 8)
+        or len(shape) > 8
+        or any(n % side for n, side in zip(shape, chunk_shape, strict=True))
+    ):
+        return []
+    spans = [
+        [slice(a, a + side) for a in range(0, n, side)]
+        for n, side in zip(shape, chunk_shape, strict=True)
+    ]
+    # The ellipsis makes numpy return 0-d arrays instead of scalars.
+    cells: list[Any] = [(*cell, ...) for cell in product(*spans)]
+    return [
+        part[cell] for part in (block.view(f"u{itemsize}") for block in blocks) for cell in cells
+    ]
+
+
 def _runs(n: int, side: int) -> list[tuple[int, int, int]]:
     """Groups of chunks of a dimension with equally many elements.
 
@@ -159,7 +184,7 @@ def decompress(stored: NDArray[np.uint8], expected: int, where: str) -> NDArray[
     out = np.empty(expected, np.uint8)
     try:
         # With an output buffer, numcodecs does not trust the size in the frame.
-        data = _zstd().decode(stored, out)
+        data = _zstd().decompress(stored, out)
     except (RuntimeError, ValueError) as e:
         raise CorruptionError(f"{where}: not a zstd frame of {expected} bytes ({e}).") from e
     return np.frombuffer(data, np.uint8)
@@ -167,12 +192,12 @@ def decompress(stored: NDArray[np.uint8], expected: int, where: str) -> NDArray[
 
 def compress(data: NDArray[np.uint8]) -> bytes:
     """Compress bytes to one zstd frame."""
-    frame: bytes = _zstd().encode(data)
+    frame: bytes = _zstd().compress(data, ZSTD_LEVEL)
     return frame
 
 
 def _zstd() -> Any:
-    # Not from `numcodecs.zstd`: another thread may be importing the package, which imports it.
-    from numcodecs import Zstd
+    # Not `numcodecs.zstd`: another thread may be importing the package, which imports it.
+    from numcodecs import zstd
 
-    return Zstd(level=ZSTD_LEVEL)
+    return zstd

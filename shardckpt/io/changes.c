@@ -10,7 +10,7 @@ aligned. */
 /* So that the size of an element is a constant. */
 #define INLINED __attribute__((always_inline)) static inline
 
-enum { LONG_GAP = 255, LISTED = 4096 };
+enum { LONG_GAP = 255, PORTION = 6 * STREAM, AHEAD = 2 << 10 };
 
 /* The result of one chunk's comparison; numpy reads it as three 64-bit numbers. */
 struct comparison {
@@ -66,7 +66,7 @@ struct writer {
 
 INLINED void add(const char *old, const char *new, int64_t i, int size, struct writer *w,
                  struct comparison *f) {
-    const uint64_t growth = load(new + i * size, size) - load(old + i * size, size);
+    const uint64_t growth = load(new, size) - load(old, size);
     /* The sign becomes the lowest bit. */
     const uint64_t folded = growth << 1 ^ (growth >> (8 * size - 1) & 1 ? ~UINT64_C(0) : 0);
     const int64_t gap = i - w->last - 1;
@@ -81,54 +81,76 @@ INLINED void add(const char *old, const char *new, int64_t i, int size, struct w
     w->last = i;
 }
 
-/* Compare `n` elements of `size` bytes, 64 bytes at a time. The elements that differ are listed
-   first: of most of these 64 bytes none does or one, and a branch between the two would be
-   mispredicted half of the time. */
-INLINED struct comparison compare(char *old, const char *new, int64_t n, int size, char *out) {
-    struct comparison f = {0, 0, 0};
-    char *longs = out + n;
-    struct writer w = {(uint8_t *)out, longs, longs + 4 * (n / (LONG_GAP + 1) + 1), n, -1};
-    uint16_t list[LISTED];
-    int64_t i = 0;
-    while (i + 64 / size <= n) {
-        const int64_t first = i;
-        int64_t listed = 0;
-        for (; i + 64 / size <= n && i - first < LISTED; i += 64 / size) {
-            uint64_t differ = differing(new + i * size, old + i * size);
-            for (int k = 1; k < size; k *= 2) /* to the lowest bit of each element */
-                differ |= differ >> k;
-            differ &= UINT64_MAX / (UINT64_MAX >> (64 - size));
-            do { /* what is written for none is written over */
-                list[listed] =
-                    (uint16_t)(i - first + __builtin_ctzll(differ | UINT64_C(1) << 63) / size);
-                listed += differ != 0;
-            } while (differ &= differ - 1);
-        }
-        for (int64_t k = 0; k < listed; k++) {
-            add(old, new, first + list[k], size, &w, &f);
-            memcpy(old + (first + list[k]) * size, new + (first + list[k]) * size, (size_t)size);
-        }
+/* Compare a portion of a chunk, `n` elements from number `first` on, 64 bytes at a time. The elements
+   that differ are listed first: of most of these 64 bytes none does or one, and a branch between
+   the two would be mispredicted half of the time. */
+INLINED void compare(char *old, const char *new, int64_t first, int64_t n, int size,
+                     struct writer *w, struct comparison *f) {
+    uint16_t list[PORTION];
+    int64_t i = 0, listed = 0;
+    for (; i + 64 / size <= n; i += 64 / size) {
+        __builtin_prefetch(old + i * size + AHEAD);
+        uint64_t differ = differing(new + i * size, old + i * size);
+        for (int k = 1; k < size; k *= 2) /* to the lowest bit of each element */
+            differ |= differ >> k;
+        differ &= UINT64_MAX / (UINT64_MAX >> (64 - size));
+        do { /* what is written for none is written over */
+            list[listed] = (uint16_t)(i + __builtin_ctzll(differ | UINT64_C(1) << 63) / size);
+            listed += differ != 0;
+        } while (differ &= differ - 1);
     }
-    for (int64_t k = i; k < n; k++)
-        if (load(new + k * size, size) != load(old + k * size, size))
-            add(old, new, k, size, &w, &f);
-    memcpy(old + i * size, new + i * size, (size_t)((n - i) * size));
+    for (; i < n; i++) {
+        list[listed] = (uint16_t)i;
+        listed += load(new + i * size, size) != load(old + i * size, size);
+    }
+    for (int64_t k = 0; k < listed; k++) {
+        add(old + list[k] * size, new + list[k] * size, first + list[k], size, w, f);
+        memcpy(old + list[k] * size, new + list[k] * size, (size_t)size);
+    }
+}
+
+/* The elements of a chunk: a box of any strides, the dimensions from the outermost. */
+struct box {
+    const char *data;
+    int ndim;
+    int64_t shape[MOST_DIMS], step[MOST_DIMS];
+};
+
+/* Write gaps, long gaps and planes of the growth of a chunk's elements to `out`
+   (shardckpt/format/differences.py has the form), and make the old elements the new ones, which are
+   brought together portion by portion and summed while the cache has them. `size`: bytes of an
+   element, 1, 2, 4 or 8. */
+static struct comparison changes(char *old, const struct box *new, int64_t n, int size, char *out) {
+    struct comparison f = {0, 0, 0};
+    char *longs = out + n, together[PORTION];
+    struct writer w = {(uint8_t *)out, longs, longs + 4 * (n / (LONG_GAP + 1) + 1), n, -1};
+    static const int64_t corner[MOST_DIMS];
+    struct slabs s;
+    uint32_t crc = 0;
+    int64_t first = 0;
+    if (n > 0) {
+        cut(&s, new->shape, new->ndim, size, PORTION);
+        do {
+            copy_common(&s, together, (char *)new->data, corner, new->shape, new->step, size, 1);
+            const int64_t count = s.nbytes / size;
+            char *const at = old + first * size;
+            if (size == 1)
+                compare(at, together, first, count, 1, &w, &f);
+            else if (size == 2)
+                compare(at, together, first, count, 2, &w, &f);
+            else if (size == 4)
+                compare(at, together, first, count, 4, &w, &f);
+            else
+                compare(at, together, first, count, 8, &w, &f);
+            crc = crc32c(crc, together, s.nbytes);
+            first += count;
+        } while (next_slab(&s));
+    }
+    f.crc = crc;
     /* The lists move together. */
     memmove(out + f.changed, w.longs, (size_t)(4 * f.long_gaps));
     for (int k = 0; k < size; k++)
         memmove(out + f.changed + 4 * f.long_gaps + k * f.changed, w.planes + k * n,
                 (size_t)f.changed);
-    return f;
-}
-
-/* Write gaps, long gaps and planes of the growth of a chunk's elements to `out`
-   (shardckpt/format/differences.py has the form), and make the old elements the new ones. `size`:
-   bytes of an element, 1, 2, 4 or 8. */
-static struct comparison changes(char *old, const char *new, int64_t nbytes, int size, char *out) {
-    struct comparison f = size == 1   ? compare(old, new, nbytes, 1, out)
-                          : size == 2 ? compare(old, new, nbytes / 2, 2, out)
-                          : size == 4 ? compare(old, new, nbytes / 4, 4, out)
-                                      : compare(old, new, nbytes / 8, 8, out);
-    f.crc = crc32c(0, new, nbytes);
     return f;
 }

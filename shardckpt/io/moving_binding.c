@@ -298,7 +298,7 @@ static PyObject *find_changes(PyObject *self, PyObject *arguments) {
     if (size != 1 && size != 2 && size != 4 && size != 8)
         return refuse("elements of other sizes are compared by Python"), NULL;
     struct call c = {0};
-    if (!prepare(&c, 2 * n + 2, 1))
+    if (!prepare(&c, 2 * n + 2, (size_t)(n + 1) * sizeof(struct box)))
         return leave(&c, NULL);
     const Py_buffer *written = take(&c, results, PyBUF_WRITABLE | PLAIN);
     const Py_buffer *out = written ? take(&c, room, PyBUF_WRITABLE | PLAIN) : NULL;
@@ -307,27 +307,38 @@ static PyObject *find_changes(PyObject *self, PyObject *arguments) {
          !refuse("another number of results")))
         return leave(&c, NULL);
     const Py_buffer *chunks = out + 1;
+    struct box *const boxes = c.memory;
     for (Py_ssize_t i = 0; i < n; i++) {
         const Py_buffer *old = take(&c, PyTuple_GetItem(olds, i), PyBUF_WRITABLE | PLAIN);
-        const Py_buffer *new = old ? take(&c, PyTuple_GetItem(news, i), PLAIN) : NULL;
+        const Py_buffer *new = old ? take(&c, PyTuple_GetItem(news, i), PyBUF_STRIDES) : NULL;
         if (!new || !apart(old, new) || !apart(old, out) || !apart(new, out) ||
             !apart(old, written) || !apart(new, written))
             return leave(&c, NULL);
-        if ((old->len != new->len || old->len % size || old->len / size > UINT32_MAX) &&
+        if ((new->itemsize != size && !refuse("new elements have another size")) ||
+            (new->ndim > MOST_DIMS && !refuse("too many dimensions")))
+            return leave(&c, NULL);
+        if ((old->len != new->len || old->len / size > UINT32_MAX) &&
             !refuse("a chunk has another length"))
             return leave(&c, NULL);
         if (room_for_changes(old->len / size, size) > out->len &&
             !refuse("too little room for what changed"))
             return leave(&c, NULL);
+        boxes[i].data = new->buf;
+        boxes[i].ndim = new->ndim;
+        for (int d = 0; d < new->ndim; d++) {
+            boxes[i].shape[d] = new->shape[d];
+            boxes[i].step[d] = new->strides[d];
+        }
     }
     c.thread = PyEval_SaveThread();
     int64_t used = 0, done = 0;
     struct comparison *to = written->buf;
     for (; done < n; done++) {
-        const Py_buffer *old = &chunks[2 * done], *new = old + 1;
-        if (room_for_changes(old->len / size, size) > out->len - used)
+        const Py_buffer *old = &chunks[2 * done];
+        const int64_t elements = old->len / size;
+        if (room_for_changes(elements, size) > out->len - used)
             break;
-        to[done] = changes(old->buf, new->buf, old->len, size, (char *)out->buf + used);
+        to[done] = changes(old->buf, &boxes[done], elements, size, (char *)out->buf + used);
         used += to[done].changed * (1 + size) + 4 * to[done].long_gaps;
     }
     PyEval_RestoreThread(c.thread);

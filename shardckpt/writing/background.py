@@ -221,7 +221,6 @@ class _Save:
         self._before_publish = before_publish or (lambda: None)
         self._progress = progress or (lambda _done, _total: None)
         self._stage = Stage(pool, self._start)
-        self._stage.proves = attempt.version is not None and attempt.version.proof
         self._thread: threading.Thread | None = None
         self._writes = threading.Event()
         """Set when this process has begun to write, or has ended without writing."""
@@ -240,6 +239,12 @@ class _Save:
             share = self.attempt.take(state, waits=False)
             self._planned = time.monotonic()
             self._share = share.contents, share.values, share.replicas
+            if self.attempt.version is not None and self.attempt.version.proof:
+                self._stage.proves = {
+                    piece.path: tensor.shape
+                    for tensor in share.plan.tensors.values()
+                    for piece in tensor.pieces
+                }
             self._tensors, self._nbytes = len(share.plan.tensors), share.plan.nbytes
             self.outcome.nbytes = self._nbytes
             self._copy(share)

@@ -18,11 +18,17 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from shardckpt.format.stored_chunks import close, lay_out_all, with_checksums
+from shardckpt.format.stored_chunks import (
+    chunks_in_place,
+    close,
+    lay_out_all,
+    with_checksums,
+)
 from shardckpt.format.zarr_arrays import (
     CHECKSUM_BYTES,
     chunk_object_key,
@@ -33,17 +39,18 @@ from shardckpt.io import extension
 from shardckpt.io.buffers import round_up
 from shardckpt.io.datafile import BlocksOut
 from shardckpt.layout.dtypes import with_plain_bools
+from shardckpt.plan.pieces import grid_shape
 from shardckpt.writing.packed import PackedWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from shardckpt.format.fingerprint import StateSums
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
-    from shardckpt.writing.kept import KeptChunks
+    from shardckpt.writing.kept import Chunks, KeptChunks
     from shardckpt.writing.plain import PlainWriter
 
     Array: TypeAlias = NDArray[np.generic]
@@ -76,12 +83,15 @@ class Encoder:
         *,
         thread: int = 0,
         kept: KeptChunks | None = None,
+        summed: Mapping[str, Sequence[Box]] | None = None,
     ) -> None:
         """Write with `writer`, as its thread of this number.
 
-        All elements are added to `sums`, and kept in `kept`.
+        All elements are added to `sums`, except those in boxes that are `summed` already, by their
+        arrays' paths. All are kept in `kept`.
         """
         self.sums = sums
+        self._summed = {} if summed is None else summed
         self.changed_bytes = 0
         """Bytes of elements that differ from the version before."""
         self._kept = kept
@@ -111,7 +121,9 @@ class Encoder:
             if elements.dtype == np.bool_:
                 elements = with_plain_bools(elements)
                 block = piece, box, elements  # noqa: PLW2901
-            if self.sums is not None:
+            if self.sums is not None and not any(
+                whole.contains(box) for whole in self._summed.get(piece.path, ())
+            ):
                 self.sums.add_box(piece, box.start, elements)
             alike.setdefault((piece.chunks, elements.shape, elements.dtype), []).append(block)
         for group in alike.values():
@@ -177,32 +189,38 @@ class Encoder:
 
         `numbers` are those of their arrays' paths.
         """
-        differences = self._compression == "difference"
-        # Words are compared, and aligned ones faster.
-        each = round_up(size) if differences else size
-        nbytes = len(keys) * each
-        memory = self._writer.room(nbytes) if self._compression is None else None
-        if memory is None:
-            if self._room.nbytes < nbytes:
-                self._room = np.empty(nbytes, np.uint8)
-            memory = self._room[:nbytes]
-        rows = memory.reshape(-1, each)[:, :size]
-        lay_out_all(elements, chunks, rows)
-        if differences:
+        if self._compression == "difference":
             assert self._kept is not None
             known = [*self._paths]
             paths = [known[number] for number in numbers]
-            stored, changed = self._kept.differences(
-                keys, paths, rows[:, :-CHECKSUM_BYTES], elements[0].itemsize
-            )
+            # Words are compared, and aligned ones faster.
+            parts: Chunks = chunks_in_place(elements, chunks) or [
+                *self._laid_out(elements, chunks, size, round_up(size))[:, :-CHECKSUM_BYTES]
+            ]
+            stored, changed = self._kept.differences(keys, paths, parts, elements[0].itemsize)
             data, lengths, crcs = with_checksums(stored)
             self.changed_bytes += changed
         else:
+            rows = self._laid_out(elements, chunks, size, size)
             if self._kept is not None:
                 self._kept.keep(keys, rows[:, :-CHECKSUM_BYTES])
             data, lengths, crcs = close(rows, self._compression)
         self._writer.append(keys, data, lengths, thread=self._thread)
         return crcs
+
+    def _laid_out(
+        self, elements: list[Array], chunks: tuple[int, ...], size: int, apart: int
+    ) -> NDArray[np.uint8]:
+        """(chunks, size) chunks in their stored form, without checksums, so many bytes apart."""
+        nbytes = len(elements) * prod(grid_shape(elements[0].shape, chunks)) * apart
+        memory = self._writer.room(nbytes) if self._compression is None else None
+        if memory is None:
+            if self._room.nbytes < nbytes:
+                self._room = np.empty(nbytes, np.uint8)
+            memory = self._room[:nbytes]
+        rows = memory.reshape(-1, apart)[:, :size]
+        lay_out_all(elements, chunks, rows)
+        return rows
 
     def append_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
         """Write chunks from elements in their stored form (`zarr_arrays.lay_out`).

@@ -38,10 +38,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from shardckpt.format.fingerprint import Pieces
     from shardckpt.format.record import Contents
     from shardckpt.format.replicas import Checksums
     from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.store import Store
+    from shardckpt.layout.box import Box
     from shardckpt.plan.blocks import Block
     from shardckpt.plan.pieces import Piece
     from shardckpt.writing.encoder import Array, Elements
@@ -161,6 +163,9 @@ class HostWriter:
                 in_flight_bytes=memory_limit,
                 drafts=None if run is None else f"{self.folder}/drafts",
             )
+        self._sums = None if summed is None else StateSums(summed)
+        """Sums of the blocks of `add_sums`."""
+        self._summed: dict[str, list[Box]] = {}
         self._encoders = [
             Encoder(
                 self._writer,
@@ -168,6 +173,7 @@ class HostWriter:
                 None if summed is None else StateSums(summed),
                 thread=i,
                 kept=kept,
+                summed=self._summed,
             )
             for i in range(several)
         ]
@@ -176,6 +182,12 @@ class HostWriter:
         so none of that may be deleted."""
         self.table: Table | None = None
         """The chunk table, once it is written."""
+
+    def add_sums(self, block: Block, pieces: Pieces) -> None:
+        """Add the sums of a block (`sums_of_run`): `append` does not sum it again."""
+        if self._sums is not None:
+            self._sums.add_pieces(block.piece, pieces)
+            self._summed.setdefault(block.piece.path, []).append(block.box)
 
     def append(self, portions: Iterable[Portion]) -> None:
         """Write portions on as many threads as the writer has.
@@ -360,13 +372,12 @@ class HostWriter:
 
     def _write_sums(self) -> FileReference | None:
         """Write what the chunks of all encoders add to the tensors' sums."""
-        first, *others = (encoder.sums for encoder in self._encoders)
-        if first is None:
+        if self._sums is None:
             return None
-        for other in others:
-            assert other is not None
-            first.merge(other)
-        return self._write_own("sums.json", seal({"sums": first.to_json()}))
+        for encoder in self._encoders:
+            assert encoder.sums is not None
+            self._sums.merge(encoder.sums)
+        return self._write_own("sums.json", seal({"sums": self._sums.to_json()}))
 
     def _write_replicas(self, checksums: Checksums) -> ReplicasReference:
         digests, data = seal_checksums(checksums)

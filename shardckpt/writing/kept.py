@@ -5,7 +5,7 @@ The process makes the differences of the next version from them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     Rows = NDArray[np.uint8]
     """(chunks, bytes) elements of chunks in their stored form."""
+    Chunks = Sequence[NDArray[Any]]
+    """The elements of chunks: boxes of any strides, whose elements have 1, 2, 4 or 8 bytes; or in
+    their stored form."""
 
 
 class SkippedError(CommitError):
@@ -120,7 +123,7 @@ class KeptChunks:
             self._version_of[key] = self._version
 
     def differences(
-        self, keys: Sequence[str], paths: Sequence[str], rows: Rows, itemsize: int
+        self, keys: Sequence[str], paths: Sequence[str], chunks: Chunks, itemsize: int
     ) -> tuple[list[bytes], int]:
         """The stored form of chunks without checksums, and the bytes of their changed elements.
 
@@ -131,39 +134,45 @@ class KeptChunks:
         Args:
             keys: one per chunk.
             paths: path of each chunk's array.
-            rows: their elements.
+            chunks: their elements.
             itemsize: bytes of an element.
         """
         stored, compared, changed = [b""] * len(keys), list[int](), 0
         for i, (key, path) in enumerate(zip(keys, paths, strict=True)):
-            kept, row = self._chunks.get(key), rows[i]
+            kept, chunk = self._chunks.get(key), chunks[i]
             if (
                 kept is not None
                 and path in self._differing
                 and self._version_of[key] == self._version - 1
-                and kept.nbytes == row.nbytes
+                and kept.nbytes == chunk.nbytes
             ):
                 compared.append(i)
                 self._version_of[key] = self._version
             else:
-                self.keep([key], rows[i : i + 1])
+                row = _laid_out(chunk)
+                self.keep([key], row[np.newaxis])
                 stored[i] = whole(row)
                 changed += row.nbytes
-        pairs = [(self._chunks[keys[i]], rows[i]) for i in compared]
-        for i, (chunk, count) in zip(compared, _differences(pairs, itemsize), strict=True):
-            stored[i] = chunk
+        pairs = [(self._chunks[keys[i]], chunks[i]) for i in compared]
+        for i, (encoded, count) in zip(compared, _differences(pairs, itemsize), strict=True):
+            stored[i] = encoded
             changed += count * itemsize
         return stored, changed
 
 
+def _laid_out(chunk: NDArray[Any]) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
+
+
 def _differences(
-    pairs: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]], itemsize: int
+    pairs: Sequence[tuple[NDArray[np.uint8], NDArray[Any]]], itemsize: int
 ) -> Iterator[tuple[bytes, int]]:
     """The `difference` of each old and new chunk; the extension compares many with one call."""
     if extension.moving is None or itemsize not in extension.COMPARED:
-        yield from (difference(old, new, itemsize) for old, new in pairs)
+        yield from (difference(old, _laid_out(new), itemsize) for old, new in pairs)
         return
-    olds, news = tuple(old for old, _ in pairs), tuple(new for _, new in pairs)
+    olds = tuple(old for old, _ in pairs)
+    news = tuple(new if new.itemsize == itemsize else new.view(f"u{itemsize}") for _, new in pairs)
     nbytes = max((new.nbytes for new in news), default=0)
     elements = nbytes // itemsize
     room = np.empty(
@@ -181,5 +190,5 @@ def _differences(
         ):
             body = room[at : (at := at + changed * (1 + itemsize) + 4 * long_gaps)]
             packed = pack_changes(body, changed, long_gaps, new.nbytes, crc) if changed else b""
-            yield whole(new) if packed is None else packed, changed
+            yield whole(_laid_out(new)) if packed is None else packed, changed
         done = ready

@@ -34,12 +34,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from shardckpt import frameworks
 from shardckpt.errors import BudgetError, CorruptionError
+from shardckpt.format.fingerprint import sums_of_run
 from shardckpt.io.buffers import BufferPool, round_up
 from shardckpt.io.copying import copy_all, copy_small
 from shardckpt.io.threads import InterruptibleCondition, map_on_threads
@@ -48,16 +49,20 @@ from shardckpt.writing.replicas import checksum
 from shardckpt.writing.state_share import is_array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
+    from shardckpt.format.fingerprint import Pieces
     from shardckpt.frameworks.cuda import Arrival, DeviceCopies
     from shardckpt.io.buffers import Lease
     from shardckpt.plan.blocks import Block
     from shardckpt.writing.host import HostWriter, Portion
     from shardckpt.writing.small_blocks import SmallBlocks
     from shardckpt.writing.state_share import BlockElements
+
+    Proof: TypeAlias = Callable[[NDArray[np.generic]], bool] | Pieces
+    """A function that says whether a copy has the elements of its tensor; or sums of these."""
 
 _BUFFER_BYTES = 32 << 20
 """Bytes of a part of the buffer, if the buffer does not hold everything."""
@@ -79,10 +84,8 @@ class _Part:
     blocks: list[tuple[Block, NDArray[np.generic]]] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
     """The copies from devices that must arrive before the memory is read or reused."""
-    proofs: list[tuple[NDArray[np.generic], Callable[[NDArray[np.generic]], bool]]] = field(
-        default_factory=list
-    )
-    """Copies, and functions that say whether they have the elements of their tensors."""
+    proofs: list[tuple[Block, NDArray[np.generic], Proof]] = field(default_factory=list)
+    """Blocks with their copies, which are compared with their tensors."""
     small: list[tuple[int, SmallBlocks, int]] = field(default_factory=list)
     """Small blocks that were copied together: how many of `blocks` come before them, and where in
     the memory they are."""
@@ -116,9 +119,9 @@ class Stage:
         """Seconds that the thread that saves has waited for the pool, or for a free part."""
         self.started = False
         """Whether the writing thread was started."""
-        self.proves = False
-        """Whether copies are compared with the tensors that they are made of, before they are
-        written."""
+        self.proves: Mapping[str, tuple[int, ...]] = {}
+        """Shapes of the tensors that copies are compared with before they are written, by the paths
+        of their pieces."""
         self.copies: DeviceCopies | None = None
         """Copies elements that are on devices; None: none are."""
         self.late: NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -262,7 +265,7 @@ class Stage:
         Raises:
             BaseException: the error of the writing thread.
         """
-        copies: list[tuple[NDArray[np.generic], NDArray[np.generic]]] = []
+        copies: list[tuple[Block, NDArray[np.generic], Any]] = []
         for block, elements, own, resident in batch:
             keep = resident or (own and not self.streamed)
             room = 0 if keep else round_up(elements.nbytes)
@@ -282,7 +285,7 @@ class Stage:
                 .reshape(elements.shape)
             )
             self._filling.blocks.append((block, copy))
-            copies.append((copy, elements))
+            copies.append((block, copy, elements))
         self._copy(copies)
 
     def put_small(self, small: SmallBlocks, addresses: list[int]) -> None:
@@ -294,18 +297,35 @@ class Stage:
         copy_small(part.memory[begin : part.used], small.begins, addresses, small.sizes)
         part.small.append((len(part.blocks), small, begin))
 
-    def _copy(self, copies: list[tuple[NDArray[np.generic], NDArray[np.generic]]]) -> None:
+    def _copy(self, copies: list[tuple[Block, NDArray[np.generic], Any]]) -> None:
         """Copy elements to the part that is being filled, or queue their copies."""
+        pairs = [(copy, elements) for _, copy, elements in copies]
         if self.copies is not None and copies:
             assert self._filling is not None
             self._filling.arrivals.append(
-                self.copies.copy(pair for pair in copies if not is_array(pair[1]))
+                self.copies.copy(pair for pair in pairs if not is_array(pair[1]))
             )
         if self.proves and copies:
             assert self._filling is not None
-            proofs = map_on_threads(_proof_of, [elements for _, elements in copies])
-            self._filling.proofs += zip([copy for copy, _ in copies], proofs, strict=True)
-        copy_all([pair for pair in copies if is_array(pair[1])])
+            self._filling.proofs += map_on_threads(self._proof_of, copies)
+        copy_all([pair for pair in pairs if is_array(pair[1])])
+
+    def _proof_of(
+        self, of: tuple[Block, NDArray[np.generic], Any]
+    ) -> tuple[Block, NDArray[np.generic], Proof]:
+        """The proof for a block, its copy and its elements, wherever these are.
+
+        A device sums its own: the host does not wait for that.
+        """
+        block, copy, elements = of
+        if not is_array(elements):
+            return block, copy, frameworks.sum_on_device(elements)
+        pieces = self._sums_of(block, elements)
+        total = checksum(elements) if pieces is None else 0
+        return block, copy, pieces or (lambda copy: checksum(copy) == total)
+
+    def _sums_of(self, block: Block, elements: NDArray[np.generic]) -> Pieces | None:
+        return sums_of_run(self.proves[block.piece.path], block.box.start, elements)
 
     def close(self) -> None:
         """Finish the copying side: everything is copied, or its copy is queued."""
@@ -378,7 +398,7 @@ class Stage:
             for arrival in part.arrivals:
                 arrival.wait()
             if part.proofs:
-                self._prove(part)
+                self._prove(part, writer)
             if self.copies is not None and not self.streamed:  # all are in this part
                 self.copies.check()
             for portion in writer.portions_of(part.all_blocks(), at_a_time, partial(free, part)):
@@ -388,25 +408,31 @@ class Stage:
         if self.copies is not None:
             self.copies.check()
 
-    def _prove(self, part: _Part) -> None:
-        """Compare copies with their tensors.
+    def _prove(self, part: _Part, writer: HostWriter) -> None:
+        """Compare copies with their tensors; the writer gets the sums that were made of them.
 
         Raises:
             CorruptionError: names the tensor.
         """
-        equal = map_on_threads(lambda proof: proof[1](proof[0]), part.proofs)
-        wrong = next(
-            (copy for (copy, _), is_equal in zip(part.proofs, equal, strict=True) if not is_equal),
-            None,
-        )
-        part.proofs.clear()
-        if wrong is not None:
-            path = next(block.piece.path for block, elements in part.blocks if elements is wrong)
-            raise CorruptionError(
-                f"{path}: the copy to be saved has other elements than the tensor has: the tensor "
-                "changed while it was copied, or the copy is damaged. Nothing was published; "
-                "save again, and change no tensor before the call has returned."
-            )
+
+        def check(of: tuple[Block, NDArray[np.generic], Proof]) -> bool:
+            block, copy, proof = of
+            if callable(proof):
+                return proof(copy)
+            pieces = self._sums_of(block, copy)
+            assert pieces is not None
+            return np.array_equal(pieces[1], proof[1])
+
+        equal, proofs, part.proofs = map_on_threads(check, part.proofs), part.proofs, []
+        for (block, _, proof), is_equal in zip(proofs, equal, strict=True):
+            if not is_equal:
+                raise CorruptionError(
+                    f"{block.piece.path}: the copy to be saved has other elements than the tensor "
+                    "has: the tensor changed while it was copied, or the copy is damaged. Nothing "
+                    "was published; save again, and change no tensor before the call has returned."
+                )
+            if not callable(proof):
+                writer.add_sums(block, proof)
 
     def _count_portions(self, part: _Part, more: int) -> None:
         """Count the portions of a part; when all are written, the part is free."""
@@ -451,14 +477,3 @@ class Stage:
         if lease is not None:
             arrived = self.copies is None or self.copies.drain()
             lease.give_back(keep=arrived and not self._interrupted)
-
-
-def _proof_of(elements: Any) -> Callable[[NDArray[np.generic]], bool]:
-    """A function that says whether a copy has these elements, wherever they are.
-
-    A device sums its own: the host does not wait for that.
-    """
-    if is_array(elements):
-        total = checksum(elements)
-        return lambda copy: checksum(copy) == total
-    return frameworks.sum_on_device(elements)

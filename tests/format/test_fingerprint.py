@@ -74,8 +74,16 @@ def test_the_sums_of_any_cut_are_those_of_the_whole(cut, random, dense):
             part = array[tuple(slice(a, b) for a, b in box)]
             if random.random() < 0.3 and part.ndim:
                 part = np.asfortranarray(part)
-            add(parts, array.shape, [a for a, _ in box], part)
+            start = [a for a, _ in box]
+            pieces = fingerprint.sums_of_run(array.shape, start, part)
+            by_itself = no_sums(array.nbytes)
+            add(by_itself, array.shape, start, part)
+            if pieces is not None:
+                fingerprint._add_pieces(by_itself, *pieces)
+                assert not by_itself.any()
+            add(parts, array.shape, start, part)
         assert parts.tolist() == whole.tolist()
+        assert array.size == 0 or fingerprint.sums_of_run(array.shape, [0] * array.ndim, array)
 
 
 @pytest.mark.parametrize(

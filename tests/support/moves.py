@@ -191,18 +191,22 @@ def check_changes(moving, seed):
     size = chance.choice([1, 2, 4, 8])
     olds, news, bodies = [], [], []
     for _ in range(chance.randint(0, 4)):
-        count, shift = (
-            chance.choice([0, 1, chance.randrange(300), chance.randrange(5000)]),
-            chance.choice([0, 0, 1]),
+        number, last, gaps, longs, folded = f"<u{size}", -1, [], [], []
+        shape = chance.choice(
+            [
+                (chance.choice([0, 1, chance.randrange(300), chance.randrange(20_000)]),),
+                (chance.randrange(40), chance.randrange(300)),
+                tuple(chance.randint(1, 4) for _ in range(chance.choice([0, 3, 8]))),
+            ]
         )
-        old = rng.integers(0, 256, count * size + shift, np.uint8)[shift:]
-        new = rng.integers(0, 256, count * size + shift, np.uint8)[shift:]
-        new[:] = old
+        box = laid_anyhow(chance, shape, np.dtype(number))
+        count, new = box.size, np.frombuffer(box.tobytes(), np.uint8)
+        old = np.empty(count * size + 1, np.uint8)[chance.choice([0, 1]) :][: count * size]
+        old[:] = new
         rows = rng.random(count) < chance.choice([0, 0.001, 0.02, 0.5, 1])
-        new.reshape(count, size)[rows, chance.randrange(size)] ^= rng.integers(
+        old.reshape(count, size)[rows, chance.randrange(size)] ^= rng.integers(
             1, 256, int(rows.sum()), np.uint8
         )
-        number, last, gaps, longs, folded = f"<u{size}", -1, [], [], []
         for i in np.flatnonzero(rows).tolist():
             gap, last = i - last - 1, i
             gaps.append(min(gap, 255))
@@ -221,7 +225,7 @@ def check_changes(moving, seed):
             )
         )
         olds.append(old)
-        news.append(new)
+        news.append(box)
     least = max(
         (old.size // size * (1 + size) + 4 * (old.size // size // 256 + 1) for old in olds),
         default=0,

@@ -213,9 +213,13 @@ def test_a_stale_or_torn_copy_of_a_device_fails_the_version_and_the_next_has_all
 
 
 @pytest.mark.parametrize("proof", [True, False])
-def test_a_stale_or_torn_copy_in_host_memory_fails_the_version(tmp_path, monkeypatch, proof):
+@pytest.mark.parametrize("transposed", [True, False])
+def test_a_stale_or_torn_copy_in_host_memory_fails_the_version(
+    tmp_path, monkeypatch, proof, transposed
+):
     """A thread changes the tensor while it is copied: the copy has some of both."""
     copy_all, w = staging.copy_all, torch.zeros(500, 500)
+    w = w.T if transposed else w
 
     def torn(pairs):
         pairs = [*pairs]

@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardckpt.format.differences import apply, difference, whole
+from shardckpt.format.stored_chunks import chunks_in_place, lay_out_all
+from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, room_for
 from shardckpt.writing.kept import KeptChunks
 
 
@@ -45,3 +47,34 @@ def test_many_chunks_are_stored_as_each_of_them_would_be(seed, itemsize, chunks,
         np.testing.assert_array_equal(before, after)
     kept.begin("third", {"w"})
     assert kept.differences(keys, paths, new, itemsize) == ([b""] * chunks, 0)
+
+
+@given(
+    seed=st.integers(0, 1 << 32),
+    kind=st.sampled_from(["u1", "f2", "f4", "c8"]),
+    grid=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 30)), max_size=3),
+    blocks=st.integers(1, 3),
+    transposed=st.booleans(),
+)
+def test_chunks_are_compared_in_place_as_if_they_were_laid_out(
+    seed, kind, grid, blocks, transposed
+):
+    rng = np.random.default_rng(seed)
+    shape, chunk = tuple(n * side for n, side in grid), tuple(side for _, side in grid)
+    old = [rng.integers(0, 9, shape).astype(kind) for _ in range(blocks)]
+    new = [np.where(rng.random(shape) < 0.1, block + 1, block).astype(kind) for block in old]
+    if transposed and shape:
+        new = [np.asfortranarray(block) for block in new]
+    count = blocks * int(np.prod([n for n, _ in grid], dtype=int))
+    results = []
+    for in_place in (True, False):
+        kept, keys = KeptChunks(), [f"w/c/{i}" for i in range(count)]
+        rows = np.empty((count, room_for(chunk, old[0].itemsize)), np.uint8)
+        lay_out_all(old, chunk, rows)
+        kept.begin("first", ())
+        kept.keep(keys, rows[:, :-CHECKSUM_BYTES])
+        kept.begin("second", {"w"})
+        lay_out_all(new, chunk, rows)
+        chunks = chunks_in_place(new, chunk) if in_place else [*rows[:, :-CHECKSUM_BYTES]]
+        results.append(kept.differences(keys, ["w"] * count, chunks, old[0].itemsize))
+    assert results[0] == results[1]
