@@ -6,6 +6,7 @@ Chunks at a tensor's edge are padded with zeros to full size, as zarr requires.
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -196,6 +197,7 @@ def compress(data: NDArray[np.uint8]) -> bytes:
     return frame
 
 
+@cache
 def _zstd() -> Any:
     # Not `numcodecs.zstd`: another thread may be importing the package, which imports it.
     from numcodecs import zstd

@@ -9,6 +9,7 @@ are written (`parts_of`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from shardckpt.plan.pieces import Piece
 
 Index: TypeAlias = "tuple[slice | EllipsisType, ...]"
+_BLOCKS = 1 << 12
+"""Most blocks whose parts are kept: they are the same from save to save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +122,15 @@ def parts_of(block: Block, most: int) -> Iterator[tuple[Box, Index]]:
     if block.padded_bytes <= most:
         yield block.box, (...,)
         return
-    for part in _cut(block, most):
-        yield part.box, _index(part.box.start, part.box.stop, block.box.start)
+    yield from _parts(block, most)
+
+
+@lru_cache(_BLOCKS)
+def _parts(block: Block, most: int) -> list[tuple[Box, Index]]:
+    return [
+        (part.box, _index(part.box.start, part.box.stop, block.box.start))
+        for part in _cut(block, most)
+    ]
 
 
 def _index(

@@ -5,6 +5,7 @@ The process makes the differences of the next version from them.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from shardckpt.errors import CommitError
 from shardckpt.format.differences import difference, pack_changes, whole
 from shardckpt.io import extension
+from shardckpt.io.buffers import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -85,6 +87,10 @@ class KeptChunks:
 
     def __init__(self) -> None:
         """Keep nothing yet."""
+        self._memory = Arena()  # in large pages chunks are compared faster
+        self._unused = 0
+        """Bytes of the memory that no chunk needs any more."""
+        self._allocating = threading.Lock()
         self._chunks: dict[str, NDArray[np.uint8]] = {}
         self._version_of: dict[str, int] = {}
         """Number of the version that each chunk is of."""
@@ -102,7 +108,12 @@ class KeptChunks:
                 version. A chunk that this process has not written in that version is stored whole.
         """
         for key in [key for key, version in self._version_of.items() if version != self._version]:
-            del self._chunks[key], self._version_of[key]
+            self._unused += self._chunks.pop(key).nbytes
+            del self._version_of[key]
+        if self._unused > sum(chunk.nbytes for chunk in self._chunks.values()):
+            self._memory, self._unused = Arena(), 0
+            for key, chunk in self._chunks.items():
+                self._chunks[key] = self._copy(chunk)
         self._version += 1
         self.attempt, self._differing = attempt, differing
 
@@ -110,6 +121,7 @@ class KeptChunks:
         """Forget all chunks: the version that has them was not published, or nothing follows it."""
         self._chunks.clear()
         self._version_of.clear()
+        self._memory, self._unused = Arena(), 0
         self.attempt = ""
 
     def keep(self, keys: Sequence[str], rows: Rows) -> None:
@@ -117,10 +129,18 @@ class KeptChunks:
         for key, row in zip(keys, rows, strict=True):
             kept = self._chunks.get(key)
             if kept is None or kept.nbytes != row.nbytes:
-                self._chunks[key] = row.copy()
+                self._chunks[key] = self._copy(row, 0 if kept is None else kept.nbytes)
             else:
                 kept[:] = row  # fresh memory costs more
             self._version_of[key] = self._version
+
+    def _copy(self, row: NDArray[np.uint8], unused: int = 0) -> NDArray[np.uint8]:
+        """A copy to keep, instead of one with so many bytes."""
+        with self._allocating:
+            self._unused += unused
+            kept = self._memory.array(row.shape, np.uint8).view(np.uint8)
+        kept[:] = row
+        return kept
 
     def differences(
         self, keys: Sequence[str], paths: Sequence[str], chunks: Chunks, itemsize: int

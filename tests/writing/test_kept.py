@@ -78,3 +78,19 @@ def test_chunks_are_compared_in_place_as_if_they_were_laid_out(
         chunks = chunks_in_place(new, chunk) if in_place else [*rows[:, :-CHECKSUM_BYTES]]
         results.append(kept.differences(keys, ["w"] * count, chunks, old[0].itemsize))
     assert results[0] == results[1]
+
+
+def test_memory_of_chunks_that_are_gone_is_freed_when_it_is_more_than_that_of_the_others():
+    kept, rows = KeptChunks(), np.random.default_rng(0).integers(0, 256, (6, 1000), np.uint8)
+    keys = [f"w/c/{i}" for i in range(6)]
+    kept.begin("first", ())
+    kept.keep(keys, rows)
+    for attempt, present in (("second", 4), ("third", 3), ("fourth", 2), ("fifth", 2)):
+        before = kept._chunks["w/c/0"]
+        kept.begin(attempt, {"w"})
+        # What the version before did not write has gone: 2 of 6 chunks, then 3 of 6.
+        assert np.shares_memory(before, kept._chunks["w/c/0"]) == (attempt != "fifth")
+        rows[:present, 5] += 1
+        stored, changed = kept.differences(keys[:present], ["w"] * present, rows[:present], 1)
+        assert changed == present
+        assert all(len(chunk) < 500 for chunk in stored)
