@@ -88,7 +88,7 @@ def test_memory_of_chunks_that_are_gone_is_freed_when_it_is_more_than_that_of_th
     for attempt, present in (("second", 4), ("third", 3), ("fourth", 2), ("fifth", 2)):
         before = kept._chunks["w/c/0"]
         kept.begin(attempt, {"w"})
-        # What the version before did not write has gone: 2 of 6 chunks, then 3 of 6.
+        # Chunks that the version before did not write have gone: 2 of 6, then 3, then 4.
         assert np.shares_memory(before, kept._chunks["w/c/0"]) == (attempt != "fifth")
         rows[:present, 5] += 1
         stored, changed = kept.differences(keys[:present], ["w"] * present, rows[:present], 1)
