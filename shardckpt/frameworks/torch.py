@@ -87,7 +87,8 @@ class TensorSource(HostSource):
     shape: tuple[int, ...]
     on_host: bool
     """Whether the elements are the tensor's own memory, on the host, and need no copy."""
-    address: int = 0
+    in_order: bool = False
+    """Whether that memory is known to be contiguous."""
     holders: list[tuple[int, ...]] | None = None
     layout: ClassVar[None] = None
     own_pieces: ClassVar[bool] = False
@@ -102,6 +103,11 @@ class TensorSource(HostSource):
     def staged_bytes(self) -> int:
         """Bytes of a copy; 0 for a tensor on the host without pending conjugation or negation."""
         return 0 if self.on_host else prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def address(self) -> int:
+        """The tensor's address now: its memory may be replaced before it is copied."""
+        return self.tensor.data_ptr() if self.in_order else 0
 
     @property
     def comparer(self) -> str | None:
@@ -263,7 +269,7 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa:
         # Nearly all of a state of many small tensors.
         if type(leaf) in CLASSES and device_type(leaf) == "cpu" and _is_complete(leaf):
             of_leaves[name] = TensorSource(
-                name, leaf, dtype_of_tensor(name, leaf), tuple(leaf.shape), True, leaf.data_ptr()
+                name, leaf, dtype_of_tensor(name, leaf), tuple(leaf.shape), True, in_order=True
             )
             continue
         check_kind(name, leaf)
