@@ -433,8 +433,8 @@ def write_merged(
     They are written before the host's record, in the layout "packed".
 
     If that fails, the host's data is complete all the same. The manifest is deleted, so that the
-    committer writes the index and the table. `nodes` has at least the leaf. If a bucket applies a
-    lost write of the manifest later, all that it refers to is there.
+    committer writes the index and the table. The file `nodes` has the leaf in any case. If a bucket
+    applies a lost write of the manifest later, all that it refers to is there.
 
     Args:
         place: the attempt.

@@ -25,7 +25,7 @@ from shardckpt.format.zarr_arrays import (
     parent_groups,
     split_chunk_key,
 )
-from shardckpt.io.failures import raise_if_unreadable
+from shardckpt.io.failures import raise_unless_damage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -119,7 +119,7 @@ class IndexCheck:
                 if not _same_json(self._attempt.read(key), document):
                     yield key, "the zarr document differs from the saved one"
             except ShardckptError as e:
-                raise_if_unreadable(e)
+                raise_unless_damage(e, self._attempt)
                 yield key, str(e)
 
     def _database(
@@ -157,7 +157,7 @@ class IndexCheck:
                 for fault in self._find_misplaced(chunks):
                     yield prefix + index.MANIFEST, fault
         except ShardckptError as e:
-            raise_if_unreadable(e)
+            raise_unless_damage(e, self._attempt)
             yield prefix + index.MANIFEST, str(e)
             return None
         for key in others:

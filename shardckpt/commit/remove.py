@@ -90,7 +90,7 @@ class StoredRecord:
             return None
         read = Fields(self.doc, store.path_of(RECORD))
         read.mapping("totals")  # a host's record names an attempt, too
-        return read.string("attempt")
+        return read.attempt()
 
     @property
     def is_tombstone(self) -> bool:
@@ -177,7 +177,8 @@ def list_orphans(store: Store, grace: float) -> tuple[list[Collected], StoredRec
 
     The record is None if there is nothing to collect.
 
-    A tombstone without attempts counts as something to collect.
+    A tombstone without attempts counts as something to collect. If the record names an attempt that
+    is not there, all are kept.
     """
     children = store.list_children()
     names = attempts(store, children)
@@ -189,7 +190,10 @@ def list_orphans(store: Store, grace: float) -> tuple[list[Collected], StoredRec
     if not orphans:
         return [], record if record.is_tombstone else None
     if named is not None and named not in names and not store.list_children(f"{named}/"):
-        why = f"the commit record names {named}, which is not there: it may be the wrong one"
+        why = (
+            f"the commit record names {named}, which is not there: put the right {RECORD} back, or "
+            "delete the checkpoint with `shardckpt rm`"
+        )
         return [Collected(store.location, name, "kept", reason=why) for name in orphans], record
     listing = []
     times = idle_seconds(

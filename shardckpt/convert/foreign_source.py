@@ -24,8 +24,8 @@ from shardckpt.format.documents import document_digest
 from shardckpt.format.hf_files import CONFIG
 from shardckpt.format.record import CheckpointRecord
 from shardckpt.format.zarr_arrays import largest_chunk
-from shardckpt.io.failures import raise_if_unreadable, reading_takes_threads
-from shardckpt.io.store import kind_of
+from shardckpt.io.failures import raise_unless_damage, reading_takes_threads
+from shardckpt.io.store import Store, kind_of
 from shardckpt.io.threads import Workers
 from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from shardckpt.convert.foreign import Foreign
     from shardckpt.format.structure import Structure
-    from shardckpt.io.store import Store
     from shardckpt.io.url import Location
     from shardckpt.plan.views import View
     from shardckpt.reading.zarr_store import CheckpointStore
@@ -207,7 +206,7 @@ class ForeignSource(Checkpoint):
                 try:
                     run.check_all()
                 except ShardckptError as e:
-                    raise_if_unreadable(e)
+                    raise_unless_damage(e, Store.open(self.location))
                     damage.append(Damage(tensor.name, piece.box, str(run.span.file), str(e)))
         return compared, damage
 

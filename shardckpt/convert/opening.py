@@ -58,7 +58,8 @@ def open(url: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  (shardckpt.o
             # Nothing known is there: the first error is more helpful.
             raise (e if Store.open(location).lists else other) from None
         except OptionError as several:
-            if RECORD in Store.open(snapshot).list_children():  # it is not a regular file
+            # It is there and could not be read, so the first error is the cause.
+            if RECORD in Store.open(snapshot).list_children():
                 raise e from None
             raise FormatError(
                 f"{several.message.without_stop()}; `shardckpt import --from` reads the one that "

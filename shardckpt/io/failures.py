@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from contextlib import contextmanager, suppress
@@ -27,6 +28,8 @@ from shardckpt.text import clip
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
+
+    from shardckpt.io.store import Store
 
 _LONGEST = 900
 """Most characters of a place, and of a storage's own text, in a message: a forged record may name a
@@ -176,16 +179,54 @@ class UnansweredError(OSError):
     """A service did not answer, or failed at each attempt of a request."""
 
 
-def raise_if_unreadable(error: ShardckptError) -> None:
-    """Raise the error if it says nothing about the data, so that it is not damage.
+_UNREADABLE = frozenset(
+    (
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.ETIMEDOUT,
+        errno.ENOTCONN,
+        errno.ESTALE,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETUNREACH,
+    )
+)
+"""Errors of the system that say nothing about a file's data, also those of a network mount."""
 
-    Its cause is that a service did not answer, or that this user may not read a file.
+
+def raise_unless_damage(error: ShardckptError, place: Store) -> None:
+    """Raise an error of a verification again, unless it says that data is damaged or missing.
+
+    Nothing is known of the data if this user may not read it, this process has too little memory or
+    too few files, or the storage does not answer. If it fails for this object alone, and answers
+    otherwise, the object counts as damaged.
+
+    Args:
+        error: an error of reading.
+        place: a place in that storage.
     """
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, UnansweredError | PermissionError):
-            raise error
-        cause = cause.__cause__
+    reasons = [*causes(error)]
+    if any(
+        isinstance(one, PermissionError | ConnectionError)
+        or (isinstance(one, OSError) and one.errno in _UNREADABLE)
+        for one in reasons
+    ):
+        raise error
+    if any(isinstance(one, UnansweredError) for one in reasons):
+        try:
+            place.exists("answers")  # or not: any answer will do
+        except StorageError:
+            raise error from None
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, the error that it was raised from, and so on."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # an error may be its own cause
+        seen.add(id(error))
+        yield error
+        error = error.__cause__
 
 
 def is_denied(error: StorageError) -> bool:

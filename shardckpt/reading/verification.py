@@ -5,8 +5,8 @@
 2. Every chunk is compared with the table; a chunk of a tensor in a base with the base's table.
 3. The metadata for stock zarr readers is compared with record and table.
 
-Damage does not stop the verification; all damage is reported. A storage that does not answer stops
-it.
+Damage does not stop the verification; all damage is reported. A storage that does not answer or
+denies permission stops it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardckpt.errors import (
 from shardckpt.format.documents import envelope_digest, format_version
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 from shardckpt.format.zarr_arrays import document_encoder
-from shardckpt.io.failures import raise_if_unreadable
+from shardckpt.io.failures import raise_unless_damage
 from shardckpt.io.threads import collector_paused, lasts_seconds
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import batches
@@ -39,6 +39,7 @@ from shardckpt.reading.inspection import every_chunk
 from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.reader import ChunkReader, ReadStats, open_chunks, open_reader
+from shardckpt.text import count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -164,6 +165,19 @@ class _Verification:
         """Format versions in the hosts' files, except those of their values."""
 
     def run(self) -> VerifyReport:
+        """The report; a storage that fails ends it, and its error has the damage up to there."""
+        try:
+            return self._checked()
+        except StorageError as e:
+            damage = self.report.damage
+            if not damage:
+                raise
+            raise StorageError(
+                f"{e} Before that, {count(len(damage), 'damaged part')} came to light, the first "
+                f"in {damage[0].file}: {damage[0].reason}"
+            ) from e
+
+    def _checked(self) -> VerifyReport:
         """Check the metadata first, then all chunks, then the metadata for stock readers."""
         total = sum(t.num_chunks for t in self.record.structure.tensors.values())
         if not 0 <= self.after <= total:
@@ -242,7 +256,7 @@ class _Verification:
                 reader, requests, damaged, after=max(0, self.after - begin), most=self.group_bytes
             )
         except ShardckptError as e:
-            raise_if_unreadable(e)
+            raise_unless_damage(e, self.place)
             if len(tensors) == 1:
                 self._report(Damage(tensors[0].name, Box.full(tensors[0].shape), place, str(e)))
                 yield end
@@ -271,7 +285,7 @@ class _Verification:
                 )
             return format_version(data, RECORD)
         except ShardckptError as e:
-            raise_if_unreadable(e)
+            raise_unless_damage(e, self.place)
             self._damaged_record(str(e))
             return None
 
@@ -286,7 +300,7 @@ class _Verification:
         try:
             table = read_table(self.place, self.record.table)
         except ShardckptError as e:
-            raise_if_unreadable(e)
+            raise_unless_damage(e, self.place)
             self._damaged_file(self.record.table.key, e)
             return own
         for path in _moved_arrays(own.table, table):
@@ -354,7 +368,7 @@ class _Verification:
         try:
             yield
         except ShardckptError as e:
-            raise_if_unreadable(e)
+            raise_unless_damage(e, self.place)
             self._damaged_file(file, e)
 
     def _report(self, damage: Damage) -> None:
@@ -386,7 +400,7 @@ def longer_files(reader: ChunkReader) -> Iterator[tuple[str, ShardckptError]]:
                     ),
                 )
         except StorageError as e:
-            raise_if_unreadable(e)
+            raise_unless_damage(e, place)
             yield file, e
 
 

@@ -331,7 +331,7 @@ class Publisher:
                 )
         if passed := [info for info in later if info.state != "superseded"]:
             _log.warning(
-                "%s: training went back to version %d, which supersedes %s. To keep all versions, "
+                "%s: training went back: the new version %d supersedes %s. To keep all versions, "
                 "publish a new training to a directory of its own.",
                 self._root,
                 step,

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 STATE, OTHER = make_state(0), make_state(1)
 RECORD, HOST_RECORD = "*/checkpoint.json", "*/records/00000.json"
 INDEX = "*T??????-????????/manifest.ocdbt"
+"""The attempt's own manifest, not a lane's."""
 LATE = Rule("late", kinds=("upload",), objects=RECORD)
 
 

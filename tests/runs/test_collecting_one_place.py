@@ -430,7 +430,7 @@ def test_a_damaged_checkpoint_can_be_deleted_and_its_data_is_an_orphan_then(disk
 
 
 @pytest.mark.parametrize("wrong", ["commit record", "host record"])
-def test_a_record_that_came_from_elsewhere_gets_no_data_removed(disk, wrong):
+def test_gc_removes_nothing_beside_a_record_from_elsewhere(disk, wrong):
     save(disk.sub("1"))
     save(disk.sub("2"), 2)
     record = disk.read("2/checkpoint.json")
@@ -446,6 +446,18 @@ def test_a_record_that_came_from_elsewhere_gets_no_data_removed(disk, wrong):
             collect(disk.sub("2"), grace=0)
     disk.write("2/checkpoint.json", record)
     np.testing.assert_array_equal(shardckpt.restore(disk.sub("2").location.url)["w"], np.full(9, 2))
+
+
+def test_gc_keeps_what_lies_beside_a_checkpoint_without_its_data_until_that_is_deleted(disk):
+    save(disk)
+    (attempt,) = attempts_in(disk)
+    leave_behind(disk)
+    disk.delete_prefix(f"{attempt}/")
+    (kept,) = collect(disk, grace=0)
+    assert kept.outcome == "kept"
+    assert "shardckpt rm" in kept.reason
+    delete(disk, reason="test", grace=0)
+    assert attempts_in(disk) == []
 
 
 def test_a_newer_versions_checkpoint_is_not_deleted(disk):

@@ -144,7 +144,7 @@ def test_a_publisher_that_goes_back_says_how_many_versions_it_supersedes(tmp_pat
         if "training went back" in record.getMessage()
     ]
     assert len(messages) == 1
-    assert "training went back to version 2, which supersedes versions 2-4" in messages[0]
+    assert "training went back: the new version 2 supersedes versions 2-4." in messages[0]
 
 
 def test_followers_are_told_that_training_went_back_when_the_newest_versions_were_deleted(tmp_path):

@@ -345,7 +345,8 @@ def refused(answer: Response) -> OSError:
         text = json.loads(text)["error"]["message"]
     except (ValueError, LookupError, TypeError):
         text = text[:200]
-    return OSError(f"{answer.status} {answer.reason}: {text}")
+    kind = PermissionError if answer.status in (401, 403) else OSError
+    return kind(f"{answer.status} {answer.reason}: {text}")
 
 
 def crc32c_of(parts: Iterable[memoryview], crc: int = 0) -> str:

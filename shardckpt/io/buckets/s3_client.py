@@ -90,6 +90,13 @@ class RefusedError(OSError):
         return self.status == 501 or self.code in _KNOWS_NO_CHECKSUM
 
 
+class DeniedError(RefusedError, PermissionError):
+    """The service does not let this user do that.
+
+    Without the right to list, it says the same of an object that is missing.
+    """
+
+
 class S3Bucket(Bucket):
     """The objects of a bucket of S3."""
 
@@ -237,9 +244,9 @@ class S3Bucket(Bucket):
                 **{key: value for key, value in options.items() if value},
             )
         except RefusedError as e:
-            raise (
-                NoBucketError(f"{self.service}/{self.name}", e) if e.status == _MISSING else e
-            ) from e
+            if e.status == _MISSING:
+                raise NoBucketError(f"{self.service}/{self.name}", e) from e
+            raise
         objects = [
             Listed(item["Key"], item["LastModified"].timestamp(), item["Size"])
             for item in page.get("Contents", ())
@@ -256,7 +263,9 @@ class S3Bucket(Bucket):
         try:
             S3Bucket(bucket).once("copy_object", new, CopySource={"Bucket": self.name, "Key": name})
         except RefusedError as e:
-            raise (NotImplementedError(str(e)) if e.status in cloud.UNKNOWN else e) from e
+            if e.status in cloud.UNKNOWN:
+                raise NotImplementedError(str(e)) from e
+            raise
 
     def ask(
         self,
@@ -310,7 +319,8 @@ class S3Bucket(Bucket):
             )
         except ClientError as e:
             note_answer(self.service)
-            refused = RefusedError(e)
+            denied = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode") in (401, 403)
+            refused = (DeniedError if denied else RefusedError)(e)
             if refused.code in _EXPIRED and cloud.aws_stamp() != stamp:
                 raise PassingError(f"the keys were rotated meanwhile ({e})") from e
             raise refused from e

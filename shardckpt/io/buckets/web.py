@@ -111,7 +111,8 @@ class HttpServer(Bucket):
             if not target:
                 if answer.status not in (200, 206, 416):
                     answer.close()
-                    raise OSError(f"{answer.status} {answer.reason}")
+                    kind = PermissionError if answer.status in (401, 403) else OSError
+                    raise kind(f"{answer.status} {answer.reason}")
                 return answer
             answer.close()
             before, url = url, urljoin(url, target)

@@ -1,7 +1,7 @@
 """The comparison of every chunk of some tensors with the chunk table, group by group.
 
 Damage does not stop it: damaged and missing chunks are reported, each with its error. A storage
-that does not answer stops it.
+that does not answer or denies permission stops it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.errors import CorruptionError, MissingDataError, ShardckptError
-from shardckpt.io.failures import raise_if_unreadable
+from shardckpt.io.failures import raise_unless_damage
 from shardckpt.layout.records import record
 from shardckpt.plan.pieces import batches, chunk_boxes
 from shardckpt.reading.locate import MOST_CHUNKS, RequestedArray, RequestedChunks
@@ -72,12 +72,12 @@ def check(
         try:
             reader.read_task(task)
         except ShardckptError as e:
-            raise_if_unreadable(e)
+            raise_unless_damage(e, reader.source.place)
             for one in task.alone():
                 try:
                     reader.read_task(one)
                 except ShardckptError as e:
-                    raise_if_unreadable(e)
+                    raise_unless_damage(e, reader.source.place)
                     report(one.chunks, one.begin, e)
         # A chunk that is an object of its own is a task of its own.
         chunks, row = task.chunks, task.begin

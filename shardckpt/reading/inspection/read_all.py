@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import ShardckptError
-from shardckpt.io.failures import raise_if_unreadable
+from shardckpt.io.failures import raise_unless_damage
 from shardckpt.plan.pieces import batches
 from shardckpt.reading.compare_values import MOST_BLOCKS, Pair, cut_pairs, read_blocks
 from shardckpt.reading.verification import Damage, VerifyReport
@@ -75,7 +75,7 @@ def _read(
     try:
         read_blocks(reader, batch, "a")
     except ShardckptError as e:
-        raise_if_unreadable(e)
+        raise_unless_damage(e, reader.source.place)
         if len(batch) == 1:
             report.damage.append(Damage(batch[0].pair.name, batch[0].box, where, str(e)))
             return
