@@ -64,16 +64,17 @@ class IndexCheck:
         self._pieces = pieces
         self._groups = parent_groups(pieces)
         self._table = table
-        rows = table.find([*pieces], np.arange(len(pieces)), np.zeros(len(pieces), np.int64))
-        self._only = {
-            chunk_object_key(piece, 0): row
-            for piece, row in zip(pieces.values(), rows.tolist(), strict=True)
-            if piece.num_chunks == 1
-        }
+        self._only: dict[str, int] = {}
         """The rows of the only chunks of arrays, by their keys; -1: the table lacks it."""
 
     def packed(self, lanes: Sequence[str]) -> Iterator[Fault]:
         """Faults of the merged index and the lanes' own indexes, from which it can be rebuilt."""
+        alone = [piece for piece in self._pieces.values() if piece.num_chunks == 1]
+        number = np.arange(len(alone))
+        rows = self._table.find([piece.path for piece in alone], number, 0 * number)
+        self._only = {
+            chunk_object_key(piece, 0): row for piece, row in zip(alone, rows.tolist(), strict=True)
+        }
         inline = self._inline_keys()
         chunks = len(self._table.rows) - len(inline)
         documents = {index.document_key(path): path for path in (*self._pieces, *self._groups)}

@@ -95,7 +95,7 @@ class TensorRecord:
             self.shape,
             self.dtype,
             self.layout,
-            (piece.at(array_path(name)),),
+            (piece.with_path(array_path(name)),),
             difference=self.difference,
             array=self.array,
         )

@@ -93,9 +93,9 @@ class Source(Protocol):
 
     @property
     def address(self) -> int:
-        """The address of its elements, if they are one box that is contiguous in host memory.
+        """Address of the complete tensor's elements: contiguous, row-major, in native byte order.
 
-        0: they are not, or it is not known.
+        0: they are not so in host memory, or that is not known.
         """
 
     @property

@@ -67,8 +67,8 @@ class ArraySource(HostSource):
     def address(self) -> int:
         """The array's own address."""
         array = self.array
-        in_order = array.size and array.flags.c_contiguous and array.dtype.isnative
-        return _address(array) if in_order else 0
+        is_contiguous = array.size and array.flags.c_contiguous and array.dtype.isnative
+        return _address(array) if is_contiguous else 0
 
     @classmethod
     def fetch(

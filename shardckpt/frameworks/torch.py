@@ -87,7 +87,7 @@ class TensorSource(HostSource):
     shape: tuple[int, ...]
     on_host: bool
     """Whether the elements are the tensor's own memory, on the host, and need no copy."""
-    in_order: bool = False
+    contiguous: bool = False
     """Whether that memory is known to be contiguous."""
     holders: list[tuple[int, ...]] | None = None
     layout: ClassVar[None] = None
@@ -107,7 +107,7 @@ class TensorSource(HostSource):
     @property
     def address(self) -> int:
         """The tensor's address now: its memory may be replaced before it is copied."""
-        return self.tensor.data_ptr() if self.in_order else 0
+        return self.tensor.data_ptr() if self.contiguous else 0
 
     @property
     def comparer(self) -> str | None:
@@ -269,7 +269,7 @@ def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:  # noqa:
         # Nearly all of a state of many small tensors.
         if type(leaf) in CLASSES and device_type(leaf) == "cpu" and _is_complete(leaf):
             of_leaves[name] = TensorSource(
-                name, leaf, dtype_of_tensor(name, leaf), tuple(leaf.shape), True, in_order=True
+                name, leaf, dtype_of_tensor(name, leaf), tuple(leaf.shape), True, contiguous=True
             )
             continue
         check_kind(name, leaf)
@@ -483,15 +483,9 @@ def _is_complete(leaf: Any) -> bool:
 
     If it is not known, `check_kind` looks closer.
     """
-    if (
-        leaf.is_nested
-        or leaf.layout is not torch.strided
-        or leaf.is_conj()
-        or leaf.is_neg()
-        or leaf._is_zerotensor()
-    ):
+    if leaf.is_nested or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
         return False
-    if not leaf.is_contiguous() or leaf.is_quantized:
+    if leaf._is_zerotensor() or not leaf.is_contiguous() or leaf.is_quantized:
         return False
     try:
         held: int = leaf.untyped_storage().nbytes()

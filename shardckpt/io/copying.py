@@ -31,10 +31,9 @@ _LARGEST_PART = 32 << 20
 long to have it back."""
 _SMALL_AT_A_TIME = 256
 """Small copies between two looks of the interpreter for Ctrl-C and for threads that wait."""
-_memmove = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
-)
-"""`ctypes.memmove` without giving the interpreter lock up, which takes longer than a small copy."""
+_memmove = ctypes.PyDLL(None).memmove
+"""It keeps the interpreter lock: to give it up takes longer than a small copy."""
+_memmove.argtypes, _memmove.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
 
 
 def copy_small(
@@ -48,6 +47,9 @@ def copy_small(
         addresses: where from. The memory must stay allocated.
         sizes: bytes at each address.
     """
+    assert len(begins) == len(addresses) == len(sizes)
+    assert all(addresses)
+    assert not begins or begins[-1] + sizes[-1] <= target.nbytes
     start = target.ctypes.data
     for i in range(0, len(begins), _SMALL_AT_A_TIME):
         part = slice(i, i + _SMALL_AT_A_TIME)

@@ -62,15 +62,13 @@ class Piece:
                 f"{self.chunks} >= 1."
             )
 
-    def at(self, path: str) -> Piece:
+    def with_path(self, path: str) -> Piece:
         """The same box as an array of another path."""
         other: Any = object.__new__(Piece)  # its numbers are checked already
-        other.path, other.start, other.shape, other.chunks = (
-            path,
-            self.start,
-            self.shape,
-            self.chunks,
-        )
+        other.path = path
+        other.start = self.start
+        other.shape = self.shape
+        other.chunks = self.chunks
         return other  # type: ignore[no-any-return]
 
     @property

@@ -363,7 +363,7 @@ class ChunkReader:
         """
         if extension.moving is None or not self.source.place.has_paths:
             return False
-        # Of a hundred thousand small tensors, one or two.
+        # A hundred thousand small tensors have one or two kinds.
         source_of = self.finder.source
         kinds = {
             (

@@ -300,11 +300,12 @@ class _Save:
         ):
             share.replicas.queue(sources, self._stage.copies, self._stage.late[late_bytes(share) :])
         stage = self._stage
-        at_once = memory.is_in_place and not (stage.streamed or stage.proves)
+        # Copies that are kept, and those from devices, come in one batch.
+        apart = memory.kept or stage.copies is not None or stage.streamed or stage.proves
         with collector_paused() if is_short(plan) and not stage.streamed else nullcontext():
-            for group in plan.together if at_once else [None]:
+            for group in [None] if apart else plan.copy_groups:
                 if isinstance(group, SmallBlocks):
-                    stage.put_small(group, [sources[name].address for name in group.names])
+                    stage.put_small(group, [sources[name] for name in group.names])
                     continue
                 kept = () if stage.streamed else memory.kept
                 for batch in read(plan, sources, memory.room, most=most, kept=kept, only=group):

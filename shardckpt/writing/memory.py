@@ -51,8 +51,6 @@ class SaveMemory:
     """All blocks to copy, and whether each has memory of its own."""
     room: int
     """Bytes of copies that frameworks make at a time."""
-    is_in_place: bool
-    """`StateShare.is_in_place`: there are no copies besides those to the stage."""
     kept: set[str]
     """The tensors whose copies are kept, see `only_kept`."""
     in_flight: int
@@ -115,7 +113,7 @@ class SaveMemory:
                 if not sources[name].resident
                 for pair in zip(of_tensor, are_own(of_tensor, sources[name]), strict=True)
             ]
-        return cls(blocks, room, in_place, kept, in_flight, threads, sizes)
+        return cls(blocks, room, kept, in_flight, threads, sizes)
 
     @property
     def elements(self) -> int:

@@ -32,7 +32,7 @@ from shardckpt.plan.writers import Part, deal
 from shardckpt.state.document import local_branches, parse
 from shardckpt.state.names import shown
 from shardckpt.state.select import matches, selector, unused_patterns
-from shardckpt.writing.small_blocks import SmallBlocks, in_order
+from shardckpt.writing.small_blocks import SmallBlocks, group_blocks
 from shardckpt.writing.tensor_storage import tensor_records
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class SavePlan:
     largest_chunk: int = field(init=False)
     """Bytes of the largest chunk."""
 
-    together: list[SmallBlocks | list[str]] = field(init=False, repr=False, compare=False)
+    copy_groups: list[SmallBlocks | list[str]] = field(init=False, repr=False, compare=False)
     """The tensors with blocks in order: small ones that are copied together, and others."""
     _structure: Structure = field(init=False, repr=False, compare=False)
     """The tensors without a tree."""
@@ -96,7 +96,7 @@ class SavePlan:
     def __post_init__(self) -> None:
         """Count bytes once: a plan is used for many saves."""
         object.__setattr__(self, "_structure", Structure({}, self.tensors))
-        object.__setattr__(self, "together", in_order(self.blocks, self.tensors))
+        object.__setattr__(self, "copy_groups", group_blocks(self.blocks, self.tensors))
         blocks = [*chain.from_iterable(self.blocks.values())]
         object.__setattr__(self, "nbytes", sum([block.nbytes for block in blocks]))
         object.__setattr__(

@@ -60,7 +60,7 @@ class SmallBlocks:
             yield block, memory[begin : begin + size].view(dtype).reshape(block.box.shape)
 
 
-def in_order(
+def group_blocks(
     blocks: Mapping[str, Sequence[Block]], tensors: Mapping[str, TensorRecord]
 ) -> list[SmallBlocks | list[str]]:
     """All tensors of a plan in order: small ones together, and the names of others."""

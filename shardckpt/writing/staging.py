@@ -49,11 +49,12 @@ from shardckpt.writing.replicas import checksum
 from shardckpt.writing.state_share import is_array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from shardckpt.format.fingerprint import Pieces
+    from shardckpt.frameworks.base import Source
     from shardckpt.frameworks.cuda import Arrival, DeviceCopies
     from shardckpt.io.buffers import Lease
     from shardckpt.plan.blocks import Block
@@ -288,14 +289,34 @@ class Stage:
             copies.append((block, copy, elements))
         self._copy(copies)
 
-    def put_small(self, small: SmallBlocks, addresses: list[int]) -> None:
-        """Copy small blocks, all of which have an address; the stage does not stream or prove."""
+    def put_small(self, small: SmallBlocks, sources: Sequence[Source]) -> None:
+        """Copy small blocks; the stage does not stream or prove.
+
+        Args:
+            small: the blocks.
+            sources: their tensors.
+        """
         if self._filling is None:
             self._filling = _Part(self._free_memory())
         part = self._filling
-        begin, part.used = part.used, part.used + small.nbytes
-        copy_small(part.memory[begin : part.used], small.begins, addresses, small.sizes)
+        begin = part.used
+        part.used += small.nbytes
+        assert part.used <= part.memory.nbytes
         part.small.append((len(part.blocks), small, begin))
+        memory = part.memory[begin : part.used].view(np.uint8)
+        addresses = [source.address for source in sources]
+        if all(addresses):
+            copy_small(memory, small.begins, addresses, small.sizes)
+            return
+        rows = [i for i, address in enumerate(addresses) if address]
+        copy_small(
+            memory,
+            *([column[i] for i in rows] for column in (small.begins, addresses, small.sizes)),
+        )
+        for source, (_, copy) in zip(sources, small.arrays(memory), strict=True):
+            if not source.address:
+                ((elements,),) = frameworks.fetch([source])
+                copy[...] = elements.view(copy.dtype)
 
     def _copy(self, copies: list[tuple[Block, NDArray[np.generic], Any]]) -> None:
         """Copy elements to the part that is being filled, or queue their copies."""

@@ -10,16 +10,15 @@ from shardckpt import SaveOptions
 from shardckpt.writing import shared_storage
 
 shared_storage._VISIBLE = 0.5
-# On a busy machine process 0 announces late, and these tests ask that nobody writes before.
-shared_storage._MOMENT = 20.0
 
 
 def _state():
     return {"w": np.arange(600_000, dtype=np.float32), "b": np.arange(3)}
 
 
-def save(coordinator, urls, how="save", timeout=60, replaces=()):
-    """Each process saves to its own url of `urls`."""
+def save(coordinator, urls, how="save", timeout=60, replaces=(), moment=shared_storage._MOMENT):
+    """Each process saves to its own url of `urls`; it waits `moment` for what process 0 says."""
+    shared_storage._MOMENT = moment
     url = urls[coordinator.world.process]
     if how == "save":
         shardckpt.save(

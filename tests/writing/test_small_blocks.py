@@ -3,6 +3,7 @@
 import sys
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,7 +61,7 @@ def test_a_background_save_of_small_and_other_tensors_has_the_bytes_of_one_in_th
     ]
     assert tables[0] == tables[1]
     assert [*tables[0]] == [*tables[1]]
-    checkpoints[1].verify()
+    assert checkpoints[1].verify().ok
 
 
 def test_the_chunks_of_a_background_save_are_in_the_order_of_the_tensors(tmp_path):
@@ -73,8 +74,16 @@ def test_the_chunks_of_a_background_save_are_in_the_order_of_the_tensors(tmp_pat
     assert begins == sorted(begins)
 
 
-def test_training_waits_for_a_few_calls_of_python_per_small_tensor(tmp_path):
+@pytest.mark.parametrize(
+    ("other", "most"),
+    [
+        pytest.param(torch.ones(3, 4), 36, id="all alike"),
+        pytest.param(torch.ones(3, 4).T, 48, id="one transposed"),
+    ],
+)
+def test_training_waits_for_few_calls_per_small_tensor(tmp_path, other, most):
     state = {f"{i}.weight": torch.full((50, 50), float(i)) for i in range(1000)}
+    state["other"] = other
     shardckpt.save_async(tmp_path / "first", state).wait()
     calls = 0
 
@@ -88,4 +97,4 @@ def test_training_waits_for_a_few_calls_of_python_per_small_tensor(tmp_path):
     finally:
         sys.setprofile(None)
     handle.wait()
-    assert calls <= 36 * len(state)
+    assert calls <= most * len(state), "with an array for each it is 63"
