@@ -9,7 +9,6 @@ are written (`parts_of`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from shardckpt.plan.pieces import Piece
 
 Index: TypeAlias = "tuple[slice | EllipsisType, ...]"
-_BLOCKS = 1 << 12
-"""Most blocks whose parts are kept: they are the same from save to save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +119,8 @@ def parts_of(block: Block, most: int) -> Iterator[tuple[Box, Index]]:
     if block.padded_bytes <= most:
         yield block.box, (...,)
         return
-    yield from _parts(block, most)
-
-
-@lru_cache(_BLOCKS)
-def _parts(block: Block, most: int) -> list[tuple[Box, Index]]:
-    return [
-        (part.box, _index(part.box.start, part.box.stop, block.box.start))
-        for part in _cut(block, most)
-    ]
+    for part in _cut(block, most):
+        yield part.box, _index(part.box.start, part.box.stop, block.box.start)
 
 
 def _index(
