@@ -43,7 +43,7 @@ from shardckpt.plan.pieces import grid_shape
 from shardckpt.writing.packed import PackedWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -83,15 +83,12 @@ class Encoder:
         *,
         thread: int = 0,
         kept: KeptChunks | None = None,
-        summed: Mapping[str, Sequence[Box]] | None = None,
     ) -> None:
         """Write with `writer`, as its thread of this number.
 
-        All elements are added to `sums`, except those in boxes that are `summed` already, by their
-        arrays' paths. All are kept in `kept`.
+        All elements are kept in `kept`.
         """
         self.sums = sums
-        self._summed = {} if summed is None else summed
         self.changed_bytes = 0
         """Bytes of elements that differ from the version before."""
         self._kept = kept
@@ -113,17 +110,18 @@ class Encoder:
         self._chunk = array("Q")
         self._crc = array("I")
 
-    def append(self, blocks: Iterable[Elements]) -> None:
-        """Write the chunks of boxes of arrays; their elements are copied before this returns."""
+    def append(self, blocks: Iterable[Elements], *, summed: bool = False) -> None:
+        """Write the chunks of boxes of arrays; their elements are copied before this returns.
+
+        They are added to `sums`, unless they are `summed` already.
+        """
         alike: dict[object, list[Elements]] = {}
         for block in blocks:
             piece, box, elements = block
             if elements.dtype == np.bool_:
                 elements = with_plain_bools(elements)
                 block = piece, box, elements  # noqa: PLW2901
-            if self.sums is not None and not any(
-                whole.contains(box) for whole in self._summed.get(piece.path, ())
-            ):
+            if self.sums is not None and not summed:
                 self.sums.add_box(piece, box.start, elements)
             alike.setdefault((piece.chunks, elements.shape, elements.dtype), []).append(block)
         for group in alike.values():

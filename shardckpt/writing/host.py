@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from shardckpt.format.replicas import Checksums
     from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.store import Store
-    from shardckpt.layout.box import Box
     from shardckpt.plan.blocks import Block
     from shardckpt.plan.pieces import Piece
     from shardckpt.writing.encoder import Array, Elements
@@ -165,7 +164,8 @@ class HostWriter:
             )
         self._sums = None if summed is None else StateSums(summed)
         """Sums of the blocks of `add_sums`."""
-        self._summed: dict[str, list[Box]] = {}
+        self._summed: set[tuple[str, tuple[int, ...]]] = set()
+        """Paths and first indices of these blocks."""
         self._encoders = [
             Encoder(
                 self._writer,
@@ -173,7 +173,6 @@ class HostWriter:
                 None if summed is None else StateSums(summed),
                 thread=i,
                 kept=kept,
-                summed=self._summed,
             )
             for i in range(several)
         ]
@@ -187,7 +186,7 @@ class HostWriter:
         """Add the sums of a block (`sums_of_run`): `append` does not sum it again."""
         if self._sums is not None:
             self._sums.add_pieces(block.piece, pieces)
-            self._summed.setdefault(block.piece.path, []).append(block.box)
+            self._summed.add((block.piece.path, block.box.start))
 
     def append(self, portions: Iterable[Portion]) -> None:
         """Write portions on as many threads as the writer has.
@@ -199,7 +198,7 @@ class HostWriter:
         """
 
         def write(encoder: Encoder, portion: Portion) -> None:
-            encoder.append(portion.blocks)
+            encoder.append(portion.blocks, summed=portion.summed)
             portion.written()
 
         run_on_threads(
@@ -212,6 +211,8 @@ class HostWriter:
         at_a_time: int,
         nbytes: int,
         written: Callable[[int], None] = lambda _: None,
+        *,
+        summed: bool = False,
     ) -> Iterator[Portion]:
         """Group blocks into portions.
 
@@ -222,14 +223,14 @@ class HostWriter:
             nbytes: bytes of all elements.
             written: called with the bytes of the elements of each portion that is written, on the
                 thread that has written it.
+            summed: as in `Portion`.
         """
         most = at_a_time
         if self._encoders[0].moves_blocks:  # larger portions, but still one for each thread
             most = max(at_a_time, min(extension.CALL_BYTES, nbytes // len(self._encoders)))
         for group in batches(blocks, lambda block: (_bytes_of_chunks(block),), (most,)):
-            yield Portion(
-                group, partial(written, sum([elements.nbytes for _, _, elements in group]))
-            )
+            nbytes = sum([elements.nbytes for _, _, elements in group])
+            yield Portion(group, partial(written, nbytes), summed)
 
     def portions_of(
         self,
@@ -241,12 +242,16 @@ class HostWriter:
 
         A box has at most `at_a_time` bytes with its padding, or is one chunk.
         """
-        return self.portions(
-            _cut_elements(blocks, at_a_time),
-            at_a_time,
-            sum([elements.nbytes for _, elements in blocks]),
-            written,
-        )
+        nbytes = sum([elements.nbytes for _, elements in blocks])
+        groups = {False: blocks}
+        if self._summed:
+            groups = {False: [], True: []}
+            for pair in blocks:
+                block = pair[0]
+                groups[(block.piece.path, block.box.start) in self._summed].append(pair)
+        for summed, of in groups.items():
+            parts = _cut_elements(of, at_a_time)
+            yield from self.portions(parts, at_a_time, nbytes, written, summed=summed)
 
     def append_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:
         """Write chunks of arrays by position from elements in their stored form.
@@ -408,6 +413,8 @@ class Portion(NamedTuple):
     blocks: list[Elements]
     written: Callable[[], None]
     """Called after these blocks are written."""
+    summed: bool = False
+    """Whether the sums of these blocks were given to `HostWriter.add_sums`."""
 
 
 def _bytes_of_chunks(block: Elements) -> int:
