@@ -1,16 +1,17 @@
 /* Compares chunks with those of an earlier version.
 
 This file knows no Python, allocates nothing and reaches no file: moving_binding.c checks all
-arguments. It uses `crc32c` of moving.c. Memory is accessed by memcpy, so that nothing need be
+arguments. It uses functions of moving.c. Memory is accessed by memcpy, so that nothing need be
 aligned. */
 
 #include <stdint.h>
 #include <string.h>
 
-/* So that the size of an element is a constant. */
-#define INLINED __attribute__((always_inline)) static inline
-
-enum { LONG_GAP = 255, PORTION = 6 * STREAM, AHEAD = 2 << 10 };
+enum {
+    LONG_GAP = 255,
+    PORTION = 6 * STREAM,
+    AHEAD = 2 << 10 /* bytes of the old elements that are fetched ahead */
+};
 
 /* The result of one chunk's comparison; numpy reads it as three 64-bit numbers. */
 struct comparison {
@@ -22,13 +23,6 @@ struct comparison {
 /* Bytes that a comparison needs at `out`, of so many elements of so many bytes. */
 static int64_t room_for_changes(int64_t elements, int64_t itemsize) {
     return elements * (1 + itemsize) + 4 * (elements / (LONG_GAP + 1) + 1);
-}
-
-/* A number of `size` bytes, 1, 2, 4 or 8, little-endian. */
-INLINED uint64_t load(const char *at, int size) {
-    uint64_t value = 0;
-    memcpy(&value, at, (size_t)size);
-    return value;
 }
 
 /* Which of 64 bytes differ: bit k for byte k. */
@@ -81,9 +75,9 @@ INLINED void add(const char *old, const char *new, int64_t i, int size, struct w
     w->last = i;
 }
 
-/* Compare a portion of a chunk, `n` elements from number `first` on, 64 bytes at a time. The elements
-   that differ are listed first: of most of these 64 bytes none does or one, and a branch between
-   the two would be mispredicted half of the time. */
+/* Compare a portion of a chunk, `n` elements from number `first` on, 64 bytes at a time. The
+   elements that differ are listed first: of most of these 64 bytes none does or one, and a branch
+   between the two would be mispredicted half of the time. */
 INLINED void compare(char *old, const char *new, int64_t first, int64_t n, int size,
                      struct writer *w, struct comparison *f) {
     uint16_t list[PORTION];
@@ -117,32 +111,31 @@ struct box {
 };
 
 /* Write gaps, long gaps and planes of the growth of a chunk's elements to `out`
-   (shardckpt/format/differences.py has the form), and make the old elements the new ones, which are
-   brought together portion by portion and summed while the cache has them. `size`: bytes of an
-   element, 1, 2, 4 or 8. */
+   (shardckpt/format/differences.py has the form). The new elements are copied to a small buffer
+   portion by portion. Each portion is compared and summed while it is in the cache. The old
+   elements become the new ones. `size`: bytes of an element, 1, 2, 4 or 8. */
 static struct comparison changes(char *old, const struct box *new, int64_t n, int size, char *out) {
     struct comparison f = {0, 0, 0};
-    char *longs = out + n, together[PORTION];
+    char *longs = out + n, portion[PORTION];
     struct writer w = {(uint8_t *)out, longs, longs + 4 * (n / (LONG_GAP + 1) + 1), n, -1};
-    static const int64_t corner[MOST_DIMS];
     struct slabs s;
     uint32_t crc = 0;
     int64_t first = 0;
     if (n > 0) {
         cut(&s, new->shape, new->ndim, size, PORTION);
         do {
-            copy_common(&s, together, (char *)new->data, corner, new->shape, new->step, size, 1);
+            copy_common(&s, portion, (char *)new->data, corner, new->shape, new->step, size, 1);
             const int64_t count = s.nbytes / size;
             char *const at = old + first * size;
             if (size == 1)
-                compare(at, together, first, count, 1, &w, &f);
+                compare(at, portion, first, count, 1, &w, &f);
             else if (size == 2)
-                compare(at, together, first, count, 2, &w, &f);
+                compare(at, portion, first, count, 2, &w, &f);
             else if (size == 4)
-                compare(at, together, first, count, 4, &w, &f);
+                compare(at, portion, first, count, 4, &w, &f);
             else
-                compare(at, together, first, count, 8, &w, &f);
-            crc = crc32c(crc, together, s.nbytes);
+                compare(at, portion, first, count, 8, &w, &f);
+            crc = crc32c(crc, portion, s.nbytes);
             first += count;
         } while (next_slab(&s));
     }

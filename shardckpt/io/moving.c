@@ -56,6 +56,16 @@ struct progress {
     int error; /* errno of a SYSTEM_ERROR */
 };
 
+/* So that the size of an element is a constant. */
+#define INLINED __attribute__((always_inline)) static inline
+
+/* A number of `size` bytes, 1, 2, 4 or 8, little-endian. */
+INLINED uint64_t load(const void *at, int size) {
+    uint64_t value = 0;
+    memcpy(&value, at, (size_t)size);
+    return value;
+}
+
 /* ---- crc32c (polynomial 0x1EDC6F41, reflected) */
 
 enum { STREAM = 2 << 10 };
@@ -92,26 +102,20 @@ static int has_crc_instruction(void) { return (getauxval(AT_HWCAP) >> 7 & 1) != 
 #endif
 
 #ifdef CRC_INSTRUCTION
-static uint64_t word_at(const uint8_t *at) {
-    uint64_t word;
-    memcpy(&word, at, sizeof word);
-    return word;
-}
-
 /* The instruction takes three cycles and one can begin in each: so three streams are summed at a
    time, and joined. */
 CRC_INSTRUCTION static uint32_t crc_by_instruction(uint32_t crc, const uint8_t *at, size_t n) {
     for (; n >= 3 * STREAM; n -= 3 * STREAM, at += 3 * STREAM) {
         uint32_t second = 0, third = 0;
         for (size_t i = 0; i < STREAM; i += 8) {
-            crc = CRC_8(crc, word_at(at + i));
-            second = CRC_8(second, word_at(at + STREAM + i));
-            third = CRC_8(third, word_at(at + 2 * STREAM + i));
+            crc = CRC_8(crc, load(at + i, 8));
+            second = CRC_8(second, load(at + STREAM + i, 8));
+            third = CRC_8(third, load(at + 2 * STREAM + i, 8));
         }
         crc = after_stream(after_stream(crc) ^ second) ^ third;
     }
     for (; n >= 8; n -= 8, at += 8)
-        crc = CRC_8(crc, word_at(at));
+        crc = CRC_8(crc, load(at, 8));
     for (; n; n--, at++)
         crc = CRC_1(crc, *at);
     return crc;
@@ -215,6 +219,8 @@ static void copy_box(char *to, const int64_t *to_step, const char *from, const i
             return;
     }
 }
+
+static const int64_t corner[MOST_DIMS]; /* of a chunk: zeros */
 
 /* The slabs of a chunk, one after another. */
 struct slabs {
@@ -387,7 +393,6 @@ static int move_out(const struct writing *w, struct progress *p) {
         const struct block *block = &w->blocks[number / each];
         char *box = block->data;
         int64_t position = number % each, shape[MOST_DIMS];
-        static const int64_t corner[MOST_DIMS];
         int cut_off = 0;
         for (int d = w->ndim - 1; d >= 0; d--) {
             const int64_t at = position % grid[d] * w->chunk[d], left = w->shape[d] - at;
@@ -525,7 +530,6 @@ static int read_chunk(struct window *w, const struct band *b, int64_t i, int64_t
     uint32_t crc = 0;
     int64_t offset = b->offset + i * (b->nbytes + CHECKSUM_BYTES);
     const int64_t payload_end = offset + b->nbytes;
-    int more;
     cut(&s, b->chunk, b->ndim, b->itemsize, w->room - CHECKSUM_BYTES);
     do {
         char *slab;
@@ -543,8 +547,7 @@ static int read_chunk(struct window *w, const struct band *b, int64_t i, int64_t
                         b->itemsize, 0);
         }
         offset += n;
-        more = next_slab(&s);
-    } while (more);
+    } while (next_slab(&s));
     return MOVED;
 }
 

@@ -311,17 +311,15 @@ static PyObject *find_changes(PyObject *self, PyObject *arguments) {
     for (Py_ssize_t i = 0; i < n; i++) {
         const Py_buffer *old = take(&c, PyTuple_GetItem(olds, i), PyBUF_WRITABLE | PLAIN);
         const Py_buffer *new = old ? take(&c, PyTuple_GetItem(news, i), PyBUF_STRIDES) : NULL;
+        /* `new` has complete elements of `size` bytes, and so has `old` if it is as long. */
         if (!new || !apart(old, new) || !apart(old, out) || !apart(new, out) ||
-            !apart(old, written) || !apart(new, written))
-            return leave(&c, NULL);
-        if ((new->itemsize != size && !refuse("new elements have another size")) ||
-            (new->ndim > MOST_DIMS && !refuse("too many dimensions")))
-            return leave(&c, NULL);
-        if ((old->len != new->len || old->len / size > UINT32_MAX) &&
-            !refuse("a chunk has another length"))
-            return leave(&c, NULL);
-        if (room_for_changes(old->len / size, size) > out->len &&
-            !refuse("too little room for what changed"))
+            !apart(old, written) || !apart(new, written) ||
+            (new->itemsize != size && !refuse("new elements have another size")) ||
+            (new->ndim > MOST_DIMS && !refuse("too many dimensions")) ||
+            ((old->len != new->len || old->len / size > UINT32_MAX) &&
+             !refuse("a chunk has another length")) ||
+            (room_for_changes(old->len / size, size) > out->len &&
+             !refuse("too little room for what changed")))
             return leave(&c, NULL);
         boxes[i].data = new->buf;
         boxes[i].ndim = new->ndim;

@@ -134,7 +134,6 @@ WRONG_COMPARISONS = {
     "another number of chunks": ((CHUNK,), (), 2, np.zeros(3, "i8"), ROOM),
     "another number of results": ((CHUNK,), (PAIRS,), 2, np.zeros(6, "i8"), ROOM),
     "a chunk of another length": ((CHUNK,), (PAIRS[:16],), 2, np.zeros(3, "i8"), ROOM),
-    "half an element": ((CHUNK[:63],), (PAIRS[:31],), 2, np.zeros(3, "i8"), ROOM),
     "elements of three bytes": ((CHUNK[:63],), (CHUNK[:63].copy(),), 3, np.zeros(3, "i8"), ROOM),
     "elements of another size": ((CHUNK,), (CHUNK.copy(),), 2, np.zeros(3, "i8"), ROOM),
     "too many dimensions": (
@@ -146,7 +145,7 @@ WRONG_COMPARISONS = {
     ),
     "too little room": ((CHUNK,), (PAIRS,), 2, np.zeros(3, "i8"), ROOM[:99]),
     "the same chunk twice": ((CHUNK,), (CHUNK.view("u2"),), 2, np.zeros(3, "i8"), ROOM),
-    "a chunk that overlaps itself": (
+    "the same chunk in reverse order": (
         (CHUNK,),
         (CHUNK.view("u2")[::-1],),
         2,
@@ -423,4 +422,4 @@ def test_the_core_knows_nothing_of_python_and_all_files_are_small():
         assert "Python.h" not in source.partition("*/")[2]
         assert "Py" not in re.sub(r"/\*.*?\*/", "", source, flags=re.DOTALL)
     assert f"MOST_DIMS = {extension.MOST_DIMS}," in core
-    assert core.count("\n") + comparing.count("\n") + binding.count("\n") <= 1130
+    assert core.count("\n") + comparing.count("\n") + binding.count("\n") <= 1114

@@ -200,6 +200,8 @@ def check_changes(moving, seed):
             ]
         )
         box = laid_anyhow(chance, shape, np.dtype(number))
+        if chance.random() < 0.1 and box.size:
+            box = np.broadcast_to(box[(slice(1),) * box.ndim], shape)
         count, new = box.size, np.frombuffer(box.tobytes(), np.uint8)
         old = np.empty(count * size + 1, np.uint8)[chance.choice([0, 1]) :][: count * size]
         old[:] = new
