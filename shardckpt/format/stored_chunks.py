@@ -84,16 +84,17 @@ def lay_out_all(
 
 
 def chunks_in_place(
-    blocks: Sequence[NDArray[np.generic]], chunk_shape: tuple[int, ...]
+    blocks: Sequence[NDArray[np.generic]], chunk_shape: tuple[int, ...], most_dims: int
 ) -> list[NDArray[np.unsignedinteger[Any]]]:
     """The chunks of blocks as boxes of these, in the order of `lay_out_all`, as unsigned numbers.
 
-    Empty if a chunk is cut off, or has more than 8 dimensions, or there are no such numbers.
+    Empty if a chunk is cut off, or has more than `most_dims` dimensions, or elements have another
+    size than 1, 2, 4 or 8 bytes.
     """
     shape, itemsize = blocks[0].shape, blocks[0].itemsize
     if (
         itemsize not in (1, 2, 4, 8)
-        or len(shape) > 8
+        or len(shape) > most_dims
         or any(n % side for n, side in zip(shape, chunk_shape, strict=True))
     ):
         return []
@@ -199,7 +200,7 @@ def compress(data: NDArray[np.uint8]) -> bytes:
 
 @cache
 def _zstd() -> Any:
-    # Not `numcodecs.zstd`: another thread may be importing the package, which imports it.
+    # Through the package: another thread may be in the middle of importing it.
     from numcodecs import zstd
 
     return zstd

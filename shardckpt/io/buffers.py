@@ -305,13 +305,18 @@ class Arena:
         """A new array, aligned like a pool's buffers, with undefined contents."""
         kind = np.dtype(dtype)
         size = prod(shape) * kind.itemsize
-        if size > BLOCK // 2:  # a block of its own; the rest of the current block stays in use
+        if not self.shares_block(size):  # the rest of the current block stays in use
             return _align(size, _LARGE_PAGE).view(kind).reshape(shape)
         if size > self._rest.nbytes:
             self._rest = _align(BLOCK, _LARGE_PAGE)
         array: NDArray[np.generic] = self._rest[:size].view(kind).reshape(shape)
         self._rest = self._rest[round_up(size) :]
         return array
+
+    @staticmethod
+    def shares_block(nbytes: int) -> bool:
+        """Whether an array of so many bytes lies in a block with others, and lives as long."""
+        return nbytes <= BLOCK // 2
 
 
 def touch(buffer: NDArray[np.uint8]) -> None:

@@ -191,32 +191,36 @@ class Encoder:
             assert self._kept is not None
             known = [*self._paths]
             paths = [known[number] for number in numbers]
-            # Words are compared, and aligned ones faster.
-            parts: Chunks = chunks_in_place(elements, chunks) or [
-                *self._laid_out(elements, chunks, size, round_up(size))[:, :-CHECKSUM_BYTES]
-            ]
+            parts: Chunks = chunks_in_place(elements, chunks, extension.MOST_DIMS)
+            if not parts:
+                # Rows begin at aligned addresses, which are compared faster.
+                rows = self._lay_out_rows(elements, chunks, size, round_up(size))
+                parts = [*rows[:, :-CHECKSUM_BYTES]]
             stored, changed = self._kept.differences(keys, paths, parts, elements[0].itemsize)
             data, lengths, crcs = with_checksums(stored)
             self.changed_bytes += changed
         else:
-            rows = self._laid_out(elements, chunks, size, size)
+            rows = self._lay_out_rows(elements, chunks, size, size)
             if self._kept is not None:
                 self._kept.keep(keys, rows[:, :-CHECKSUM_BYTES])
             data, lengths, crcs = close(rows, self._compression)
         self._writer.append(keys, data, lengths, thread=self._thread)
         return crcs
 
-    def _laid_out(
-        self, elements: list[Array], chunks: tuple[int, ...], size: int, apart: int
+    def _lay_out_rows(
+        self, elements: list[Array], chunks: tuple[int, ...], size: int, stride: int
     ) -> NDArray[np.uint8]:
-        """(chunks, size) chunks in their stored form, without checksums, so many bytes apart."""
-        nbytes = len(elements) * prod(grid_shape(elements[0].shape, chunks)) * apart
+        """(chunks, size) chunks in their stored form.
+
+        Rows begin every `stride` bytes; their last 4 bytes are room for the checksum.
+        """
+        nbytes = len(elements) * prod(grid_shape(elements[0].shape, chunks)) * stride
         memory = self._writer.room(nbytes) if self._compression is None else None
         if memory is None:
             if self._room.nbytes < nbytes:
                 self._room = np.empty(nbytes, np.uint8)
             memory = self._room[:nbytes]
-        rows = memory.reshape(-1, apart)[:, :size]
+        rows = memory.reshape(-1, stride)[:, :size]
         lay_out_all(elements, chunks, rows)
         return rows
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     Rows = NDArray[np.uint8]
     """(chunks, bytes) elements of chunks in their stored form."""
     Chunks = Sequence[NDArray[Any]]
-    """The elements of chunks: boxes of any strides, whose elements have 1, 2, 4 or 8 bytes; or in
-    their stored form."""
+    """Elements of chunks: arrays of any strides whose elements have 1, 2, 4 or 8 bytes, or rows of
+    bytes."""
 
 
 class SkippedError(CommitError):
@@ -89,7 +89,7 @@ class KeptChunks:
         """Keep nothing yet."""
         self._memory = Arena()  # in large pages chunks are compared faster
         self._unused = 0
-        """Bytes of the memory that no chunk needs any more."""
+        """Bytes of the memory's shared blocks that no chunk needs any more."""
         self._allocating = threading.Lock()
         self._chunks: dict[str, NDArray[np.uint8]] = {}
         self._version_of: dict[str, int] = {}
@@ -108,20 +108,25 @@ class KeptChunks:
                 version. A chunk that this process has not written in that version is stored whole.
         """
         for key in [key for key, version in self._version_of.items() if version != self._version]:
-            self._unused += self._chunks.pop(key).nbytes
+            gone = self._chunks.pop(key).nbytes
+            self._unused += gone if Arena.shares_block(gone) else 0
             del self._version_of[key]
-        if self._unused > sum(chunk.nbytes for chunk in self._chunks.values()):
-            self._memory, self._unused = Arena(), 0
-            for key, chunk in self._chunks.items():
-                self._chunks[key] = self._copy(chunk)
+        shared = [key for key, kept in self._chunks.items() if Arena.shares_block(kept.nbytes)]
+        if self._unused > sum(self._chunks[key].nbytes for key in shared):
+            self._memory = Arena()
+            self._unused = 0
+            for key in shared:
+                self._chunks[key] = self._allocate_copy(self._chunks[key], 0)
         self._version += 1
-        self.attempt, self._differing = attempt, differing
+        self.attempt = attempt
+        self._differing = differing
 
     def forget(self) -> None:
         """Forget all chunks: the version that has them was not published, or nothing follows it."""
         self._chunks.clear()
         self._version_of.clear()
-        self._memory, self._unused = Arena(), 0
+        self._memory = Arena()
+        self._unused = 0
         self.attempt = ""
 
     def keep(self, keys: Sequence[str], rows: Rows) -> None:
@@ -129,15 +134,15 @@ class KeptChunks:
         for key, row in zip(keys, rows, strict=True):
             kept = self._chunks.get(key)
             if kept is None or kept.nbytes != row.nbytes:
-                self._chunks[key] = self._copy(row, 0 if kept is None else kept.nbytes)
+                self._chunks[key] = self._allocate_copy(row, 0 if kept is None else kept.nbytes)
             else:
                 kept[:] = row  # fresh memory costs more
             self._version_of[key] = self._version
 
-    def _copy(self, row: NDArray[np.uint8], unused: int = 0) -> NDArray[np.uint8]:
-        """A copy to keep, instead of one with so many bytes."""
+    def _allocate_copy(self, row: NDArray[np.uint8], replaced_bytes: int) -> NDArray[np.uint8]:
+        """Copy a row to new memory; `replaced_bytes` of old memory become unused."""
         with self._allocating:
-            self._unused += unused
+            self._unused += replaced_bytes if Arena.shares_block(replaced_bytes) else 0
             kept = self._memory.array(row.shape, np.uint8).view(np.uint8)
         kept[:] = row
         return kept
@@ -169,7 +174,7 @@ class KeptChunks:
                 compared.append(i)
                 self._version_of[key] = self._version
             else:
-                row = _laid_out(chunk)
+                row = _contiguous_bytes(chunk)
                 self.keep([key], row[np.newaxis])
                 stored[i] = whole(row)
                 changed += row.nbytes
@@ -180,7 +185,7 @@ class KeptChunks:
         return stored, changed
 
 
-def _laid_out(chunk: NDArray[Any]) -> NDArray[np.uint8]:
+def _contiguous_bytes(chunk: NDArray[Any]) -> NDArray[np.uint8]:
     return np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
 
 
@@ -189,7 +194,7 @@ def _differences(
 ) -> Iterator[tuple[bytes, int]]:
     """The `difference` of each old and new chunk; the extension compares many with one call."""
     if extension.moving is None or itemsize not in extension.COMPARED:
-        yield from (difference(old, _laid_out(new), itemsize) for old, new in pairs)
+        yield from (difference(old, _contiguous_bytes(new), itemsize) for old, new in pairs)
         return
     olds = tuple(old for old, _ in pairs)
     news = tuple(new if new.itemsize == itemsize else new.view(f"u{itemsize}") for _, new in pairs)
@@ -210,5 +215,5 @@ def _differences(
         ):
             body = room[at : (at := at + changed * (1 + itemsize) + 4 * long_gaps)]
             packed = pack_changes(body, changed, long_gaps, new.nbytes, crc) if changed else b""
-            yield whole(_laid_out(new)) if packed is None else packed, changed
+            yield whole(_contiguous_bytes(new)) if packed is None else packed, changed
         done = ready

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from shardckpt.format.differences import apply, difference, whole
 from shardckpt.format.stored_chunks import chunks_in_place, lay_out_all
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, room_for
+from shardckpt.io import extension
+from shardckpt.io.buffers import BLOCK
 from shardckpt.writing.kept import KeptChunks
 
 
@@ -75,8 +77,15 @@ def test_chunks_are_compared_in_place_as_if_they_were_laid_out(
         kept.keep(keys, rows[:, :-CHECKSUM_BYTES])
         kept.begin("second", {"w"})
         lay_out_all(new, chunk, rows)
-        chunks = chunks_in_place(new, chunk) if in_place else [*rows[:, :-CHECKSUM_BYTES]]
+        chunks = (
+            chunks_in_place(new, chunk, extension.MOST_DIMS)
+            if in_place
+            else [*rows[:, :-CHECKSUM_BYTES]]
+        )
         results.append(kept.differences(keys, ["w"] * count, chunks, old[0].itemsize))
+        kept.begin("third", {"w"})
+        again = kept.differences(keys, ["w"] * count, chunks, old[0].itemsize)
+        assert again == ([b""] * count, 0)
     assert results[0] == results[1]
 
 
@@ -88,9 +97,22 @@ def test_memory_of_chunks_that_are_gone_is_freed_when_it_is_more_than_that_of_th
     for attempt, present in (("second", 4), ("third", 3), ("fourth", 2), ("fifth", 2)):
         before = kept._chunks["w/c/0"]
         kept.begin(attempt, {"w"})
-        # Chunks that the version before did not write have gone: 2 of 6, then 3, then 4.
+        # Unused chunks: 2, 3, 4; in use: 4, 3, 2.
         assert np.shares_memory(before, kept._chunks["w/c/0"]) == (attempt != "fifth")
         rows[:present, 5] += 1
         stored, changed = kept.differences(keys[:present], ["w"] * present, rows[:present], 1)
         assert changed == present
         assert all(len(chunk) < 500 for chunk in stored)
+
+
+def test_chunks_that_share_their_memory_with_none_cause_no_copies_when_they_are_gone():
+    kept, row = KeptChunks(), np.zeros(1000, np.uint8)
+    kept.begin("first", ())
+    kept.keep(["v/c/0"], np.empty((1, BLOCK // 2 + 1), np.uint8))
+    kept.keep(["w/c/0"], row[np.newaxis])
+    for attempt in ("second", "third"):
+        before = kept._chunks["w/c/0"]
+        kept.begin(attempt, {"w"})
+        kept.differences(["w/c/0"], ["w"], [row], 1)
+    assert kept._chunks.keys() == {"w/c/0"}
+    assert kept._chunks["w/c/0"] is before
