@@ -39,9 +39,8 @@ BLOCK_BYTES = 1 << 24
 Sums = NDArray[np.uint32]
 """(blocks,) sums of a tensor's blocks, or of a part of their elements."""
 
-Pieces = tuple[NDArray[np.int64], Sums]
-"""Contiguous pieces of a tensor, each within one block: the bytes at which they end, and their
-sums."""
+RunSums = tuple[NDArray[np.int64], Sums]
+"""Runs of a tensor's bytes, each within one block: where they end, and their sums."""
 
 _POLYNOMIAL = 0x82F63B78
 """CRC-32C's, reversed. RFC 3720, appendix B.4."""
@@ -105,9 +104,9 @@ class StateSums:
         """Add the elements of a box, in the indices of the tensor that the piece belongs to."""
         self.add(self._of_path[piece.path].name, start, elements)
 
-    def add_pieces(self, piece: Piece, pieces: Pieces) -> None:
-        """Add a box of elements, of which `pieces` is the result of `sums_of_run`."""
-        _add_pieces(self._sums[self._of_path[piece.path].name], *pieces)
+    def add_run_sums(self, piece: Piece, sums: RunSums) -> None:
+        """Add a box of elements, of which `sums` is the result of `sums_of_run`."""
+        _add_run_sums(self._sums[self._of_path[piece.path].name], *sums)
 
     def add_chunk(self, piece: Piece, position: int, raw: NDArray[np.uint8]) -> None:
         """Add the elements of a chunk of a piece from its stored form.
@@ -205,16 +204,17 @@ def add(sums: Sums, shape: Sequence[int], start: Sequence[int], elements: NDArra
     """
     if elements.size == 0:
         return
-    pieces = [*_pieces([*shape], [*start], elements)]
-    _add_pieces(sums, *(np.concatenate(column) for column in zip(*pieces, strict=True)))
+    runs = [*_run_sums([*shape], [*start], elements)]
+    _add_run_sums(sums, *(np.concatenate(column) for column in zip(*runs, strict=True)))
 
 
 def sums_of_run(
     shape: Sequence[int], start: Sequence[int], elements: NDArray[Any]
-) -> Pieces | None:
+) -> RunSums | None:
     """The sums of a box whose elements are consecutive in the tensor and in memory.
 
-    They are equal for equal elements. None: the elements are not consecutive.
+    Boxes with equal elements at the same place have equal sums. None: the elements are not
+    consecutive.
 
     Args:
         shape: as in `add`.
@@ -233,7 +233,7 @@ def sums_of_run(
     return _row_sums(data, np.array([begin * elements.itemsize]), len(data))
 
 
-def _add_pieces(sums: Sums, where: NDArray[np.int64], crcs: Sums) -> None:
+def _add_run_sums(sums: Sums, where: NDArray[np.int64], crcs: Sums) -> None:
     for first in range(0, len(where), _SHIFTED):
         ends, crc = where[first : first + _SHIFTED], crcs[first : first + _SHIFTED]
         block = (ends - 1) // BLOCK_BYTES
@@ -242,10 +242,8 @@ def _add_pieces(sums: Sums, where: NDArray[np.int64], crcs: Sums) -> None:
         np.bitwise_xor.at(sums, block, _shift(crc, (block + 1) * BLOCK_BYTES - ends))
 
 
-def _pieces(
-    shape: list[int], start: list[int], elements: NDArray[Any]
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint32]]]:
-    """(n,) ends, as bytes of the tensor, and sums of contiguous pieces, each within one block."""
+def _run_sums(shape: list[int], start: list[int], elements: NDArray[Any]) -> Iterator[RunSums]:
+    """The sums of a box's runs: each follows one another in the tensor, and is within one block."""
     itemsize = elements.itemsize
     # A row is what is contiguous in the tensor: the dimensions after the last one of which the box
     # has a part, and that one.
@@ -257,7 +255,7 @@ def _pieces(
             wide[
                 (*[slice(None)] * part, slice(start[part], start[part] + elements.shape[part]))
             ] = slab
-            yield from _pieces(
+            yield from _run_sums(
                 shape, [start[0] + first, *start[1:part], *[0] * (len(shape) - part)], wide
             )
         return
@@ -286,9 +284,7 @@ def _slabs(elements: NDArray[Any], growth: int) -> Iterator[tuple[int, NDArray[A
         yield first, elements[first : first + each]
 
 
-def _row_sums(
-    data: memoryview, offsets: NDArray[np.int64], length: int
-) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
+def _row_sums(data: memoryview, offsets: NDArray[np.int64], length: int) -> RunSums:
     """Ends and sums of rows that follow each other in `data`, and lie at `offsets` in the tensor.
 
     A row in several blocks is cut.
@@ -309,7 +305,7 @@ def _row_sums(
 
 
 def _shift(sums: Sums, distance: NDArray[np.int64]) -> Sums:
-    """Sums of the same pieces, each followed by so many zero bytes."""
+    """Sums of the same runs, each followed by so many zero bytes."""
     low, high = _tables()
     mask = (1 << _TABLE_BITS) - 1
     lows, highs = low[distance & mask], high[distance >> _TABLE_BITS]

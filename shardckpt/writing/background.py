@@ -240,7 +240,7 @@ class _Save:
             self._planned = time.monotonic()
             self._share = share.contents, share.values, share.replicas
             if self.attempt.version is not None and self.attempt.version.proof:
-                self._stage.proves = {
+                self._stage.shapes_to_prove = {
                     piece.path: tensor.shape
                     for tensor in share.plan.tensors.values()
                     for piece in tensor.pieces
@@ -301,7 +301,8 @@ class _Save:
             share.replicas.queue(sources, self._stage.copies, self._stage.late[late_bytes(share) :])
         stage = self._stage
         # Copies that are kept, and those from devices, come in one batch.
-        apart = memory.kept or stage.copies is not None or stage.streamed or stage.proves
+        streams_or_proves = stage.streamed or stage.shapes_to_prove
+        apart = memory.kept or stage.copies is not None or streams_or_proves
         with collector_paused() if is_short(plan) and not stage.streamed else nullcontext():
             for group in [None] if apart else plan.copy_groups:
                 if isinstance(group, SmallBlocks):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.format.fingerprint import Pieces
+    from shardckpt.format.fingerprint import RunSums
     from shardckpt.format.record import Contents
     from shardckpt.format.replicas import Checksums
     from shardckpt.format.structure import Structure, TensorRecord
@@ -182,10 +182,10 @@ class HostWriter:
         self.table: Table | None = None
         """The chunk table, once it is written."""
 
-    def add_sums(self, block: Block, pieces: Pieces) -> None:
+    def add_sums(self, block: Block, sums: RunSums) -> None:
         """Add the sums of a block (`sums_of_run`): `append` does not sum it again."""
         if self._sums is not None:
-            self._sums.add_pieces(block.piece, pieces)
+            self._sums.add_run_sums(block.piece, sums)
             self._summed.add((block.piece.path, block.box.start))
 
     def append(self, portions: Iterable[Portion]) -> None:
@@ -229,8 +229,8 @@ class HostWriter:
         if self._encoders[0].moves_blocks:  # larger portions, but still one for each thread
             most = max(at_a_time, min(extension.CALL_BYTES, nbytes // len(self._encoders)))
         for group in batches(blocks, lambda block: (_bytes_of_chunks(block),), (most,)):
-            nbytes = sum([elements.nbytes for _, _, elements in group])
-            yield Portion(group, partial(written, nbytes), summed)
+            grouped = sum([elements.nbytes for _, _, elements in group])
+            yield Portion(group, partial(written, grouped), summed)
 
     def portions_of(
         self,
@@ -245,12 +245,15 @@ class HostWriter:
         nbytes = sum([elements.nbytes for _, elements in blocks])
         groups = {False: blocks}
         if self._summed:
-            groups = {False: [], True: []}
-            for pair in blocks:
-                block = pair[0]
-                groups[(block.piece.path, block.box.start) in self._summed].append(pair)
-        for summed, of in groups.items():
-            parts = _cut_elements(of, at_a_time)
+            known = [(block.piece.path, block.box.start) in self._summed for block, _ in blocks]
+            groups = {
+                summed: [
+                    pair for pair, is_known in zip(blocks, known, strict=True) if is_known == summed
+                ]
+                for summed in (False, True)
+            }
+        for summed, group in groups.items():
+            parts = _cut_elements(group, at_a_time)
             yield from self.portions(parts, at_a_time, nbytes, written, summed=summed)
 
     def append_laid_out(self, chunks: Sequence[tuple[Piece, int, NDArray[np.uint8]]]) -> None:

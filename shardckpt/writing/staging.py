@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.format.fingerprint import Pieces
+    from shardckpt.format.fingerprint import RunSums
     from shardckpt.frameworks.base import Source
     from shardckpt.frameworks.cuda import Arrival, DeviceCopies
     from shardckpt.io.buffers import Lease
@@ -62,8 +62,9 @@ if TYPE_CHECKING:
     from shardckpt.writing.small_blocks import SmallBlocks
     from shardckpt.writing.state_share import BlockElements
 
-    Proof: TypeAlias = Callable[[NDArray[np.generic]], bool] | Pieces
-    """A function that says whether a copy has the elements of its tensor; or sums of these."""
+    Proof: TypeAlias = Callable[[NDArray[np.generic]], bool] | RunSums
+    """A function that says whether a copy has the elements of its tensor; or the sums of the
+    tensor's elements."""
 
 _BUFFER_BYTES = 32 << 20
 """Bytes of a part of the buffer, if the buffer does not hold everything."""
@@ -120,9 +121,8 @@ class Stage:
         """Seconds that the thread that saves has waited for the pool, or for a free part."""
         self.started = False
         """Whether the writing thread was started."""
-        self.proves: Mapping[str, tuple[int, ...]] = {}
-        """Shapes of the tensors that copies are compared with before they are written, by the paths
-        of their pieces."""
+        self.shapes_to_prove: Mapping[str, tuple[int, ...]] = {}
+        """Tensor shapes by array path; empty: copies are not proved."""
         self.copies: DeviceCopies | None = None
         """Copies elements that are on devices; None: none are."""
         self.late: NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -326,7 +326,7 @@ class Stage:
             self._filling.arrivals.append(
                 self.copies.copy(pair for pair in pairs if not is_array(pair[1]))
             )
-        if self.proves and copies:
+        if self.shapes_to_prove and copies:
             assert self._filling is not None
             self._filling.proofs += map_on_threads(self._proof_of, copies)
         copy_all([pair for pair in pairs if is_array(pair[1])])
@@ -341,12 +341,12 @@ class Stage:
         block, copy, elements = of
         if not is_array(elements):
             return block, copy, frameworks.sum_on_device(elements)
-        pieces = self._sums_of(block, elements)
-        total = checksum(elements) if pieces is None else 0
-        return block, copy, pieces or (lambda copy: checksum(copy) == total)
+        sums = self._sums_of(block, elements)
+        total = checksum(elements) if sums is None else 0
+        return block, copy, sums or (lambda copy: checksum(copy) == total)
 
-    def _sums_of(self, block: Block, elements: NDArray[np.generic]) -> Pieces | None:
-        return sums_of_run(self.proves[block.piece.path], block.box.start, elements)
+    def _sums_of(self, block: Block, elements: NDArray[np.generic]) -> RunSums | None:
+        return sums_of_run(self.shapes_to_prove[block.piece.path], block.box.start, elements)
 
     def close(self) -> None:
         """Finish the copying side: everything is copied, or its copy is queued."""
@@ -440,12 +440,13 @@ class Stage:
             block, copy, proof = of
             if callable(proof):
                 return proof(copy)
-            pieces = self._sums_of(block, copy)
-            assert pieces is not None
-            return np.array_equal(pieces[1], proof[1])
+            sums = self._sums_of(block, copy)
+            assert sums is not None
+            return np.array_equal(sums[1], proof[1])
 
-        equal, proofs, part.proofs = map_on_threads(check, part.proofs), part.proofs, []
-        for (block, _, proof), is_equal in zip(proofs, equal, strict=True):
+        for (block, _, proof), is_equal in zip(
+            part.proofs, map_on_threads(check, part.proofs), strict=True
+        ):
             if not is_equal:
                 raise CorruptionError(
                     f"{block.piece.path}: the copy to be saved has other elements than the tensor "
@@ -454,6 +455,7 @@ class Stage:
                 )
             if not callable(proof):
                 writer.add_sums(block, proof)
+        part.proofs.clear()
 
     def _count_portions(self, part: _Part, more: int) -> None:
         """Count the portions of a part; when all are written, the part is free."""

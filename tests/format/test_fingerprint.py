@@ -75,11 +75,11 @@ def test_the_sums_of_any_cut_are_those_of_the_whole(cut, random, dense):
             if random.random() < 0.3 and part.ndim:
                 part = np.asfortranarray(part)
             start = [a for a, _ in box]
-            pieces = fingerprint.sums_of_run(array.shape, start, part)
+            sums = fingerprint.sums_of_run(array.shape, start, part)
             by_itself = no_sums(array.nbytes)
             add(by_itself, array.shape, start, part)
-            if pieces is not None:
-                fingerprint._add_pieces(by_itself, *pieces)
+            if sums is not None:
+                fingerprint._add_run_sums(by_itself, *sums)
                 assert not by_itself.any()
             add(parts, array.shape, start, part)
         assert parts.tolist() == whole.tolist()
