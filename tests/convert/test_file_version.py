@@ -95,5 +95,5 @@ def test_a_link_is_what_it_points_to_and_a_pipe_is_refused(tmp_path):
     (tmp_path / "link").symlink_to("a")
     assert file_at(parse(tmp_path / "link")).read_whole(2) == b"01"
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(StorageError, match="not a file"):
+    with pytest.raises(StorageError, match="not a regular file"):
         file_at(parse(tmp_path / "pipe"))

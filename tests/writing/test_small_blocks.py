@@ -77,12 +77,12 @@ def test_the_chunks_of_a_background_save_are_in_the_order_of_the_tensors(tmp_pat
 @pytest.mark.parametrize(
     ("other", "most"),
     [
-        pytest.param(torch.ones(3, 4), 36, id="all alike"),
-        pytest.param(torch.ones(3, 4).T, 48, id="one transposed"),
+        pytest.param(np.ones((3, 4)), 48, id="all alike"),
+        pytest.param(np.ones((3, 4)).T, 58, id="one transposed"),
     ],
 )
 def test_training_waits_for_few_calls_per_small_tensor(tmp_path, other, most):
-    state = {f"{i}.weight": torch.full((50, 50), float(i)) for i in range(1000)}
+    state = {f"{i}.weight": np.full((50, 50), float(i)) for i in range(1000)}
     state["other"] = other
     shardckpt.save_async(tmp_path / "first", state).wait()
     calls = 0
@@ -97,4 +97,4 @@ def test_training_waits_for_few_calls_per_small_tensor(tmp_path, other, most):
     finally:
         sys.setprofile(None)
     handle.wait()
-    assert calls <= most * len(state), "with an array for each it is 63"
+    assert calls <= most * len(state), "with a view and a copy for each it is 69"
