@@ -80,7 +80,7 @@ static int apart(const Py_buffer *a, const Py_buffer *b) {
     uintptr_t a_low, a_high, b_low, b_high;
     range_of(a, &a_low, &a_high);
     range_of(b, &b_low, &b_high);
-    return a_high <= b_low || b_high <= a_low ? 1 : refuse("two buffers overlap");
+    return !a->len || !b->len || a_high <= b_low || b_high <= a_low || refuse("buffers overlap");
 }
 
 /* Bytes of a chunk's elements; -1, with an error: too many. */

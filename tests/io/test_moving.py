@@ -165,6 +165,15 @@ def test_a_comparison_that_cannot_be_right_is_refused(case):
 
 
 @with_extension
+def test_a_chunk_without_elements_overlaps_nothing_whatever_its_strides():
+    memory = np.zeros(2000, "u2")
+    empty = np.lib.stride_tricks.as_strided(memory, (0, 900), (1800, 2))
+    room, results = memory[:400].view("u1"), memory[400:412].view("i8")
+    assert moving.find_changes((memory[500:500].view("u1"),), (empty,), 2, results, room) == 1
+    assert results.tolist() == [0, 0, 0]
+
+
+@with_extension
 def test_a_chunk_that_cannot_be_written_does_not_become_the_new_one():
     constant = CHUNK.copy()
     constant.flags.writeable = False
