@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from shardckpt.io.store import Store
-
 _LONGEST = 900
 """Most characters of a place, and of a storage's own text, in a message: a forged record may name a
 file of any length."""
@@ -195,7 +193,7 @@ _UNREADABLE = frozenset(
 """Errors of the system that say nothing about a file's data, also those of a network mount."""
 
 
-def raise_unless_damage(error: ShardckptError, place: Store) -> None:
+def raise_unless_damage(error: ShardckptError, ask: Callable[[str], object]) -> None:
     """Raise an error of a verification again, unless it says that data is damaged or missing.
 
     Nothing is known of the data if this user may not read it, this process has too little memory or
@@ -204,7 +202,7 @@ def raise_unless_damage(error: ShardckptError, place: Store) -> None:
 
     Args:
         error: an error of reading.
-        place: a place in that storage.
+        ask: asks that storage for any object, as `Store.exists`.
     """
     reasons = [*causes(error)]
     if any(
@@ -215,7 +213,7 @@ def raise_unless_damage(error: ShardckptError, place: Store) -> None:
         raise error
     if any(isinstance(one, UnansweredError) for one in reasons):
         try:
-            place.exists("answers")  # or not: any answer will do
+            ask("answers")  # or not: any answer will do
         except StorageError:
             raise error from None
 

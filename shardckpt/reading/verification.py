@@ -256,7 +256,7 @@ class _Verification:
                 reader, requests, damaged, after=max(0, self.after - begin), most=self.group_bytes
             )
         except ShardckptError as e:
-            raise_unless_damage(e, self.place)
+            raise_unless_damage(e, self.place.exists)
             if len(tensors) == 1:
                 self._report(Damage(tensors[0].name, Box.full(tensors[0].shape), place, str(e)))
                 yield end
@@ -285,7 +285,7 @@ class _Verification:
                 )
             return format_version(data, RECORD)
         except ShardckptError as e:
-            raise_unless_damage(e, self.place)
+            raise_unless_damage(e, self.place.exists)
             self._damaged_record(str(e))
             return None
 
@@ -300,7 +300,7 @@ class _Verification:
         try:
             table = read_table(self.place, self.record.table)
         except ShardckptError as e:
-            raise_unless_damage(e, self.place)
+            raise_unless_damage(e, self.place.exists)
             self._damaged_file(self.record.table.key, e)
             return own
         for path in _moved_arrays(own.table, table):
@@ -368,7 +368,7 @@ class _Verification:
         try:
             yield
         except ShardckptError as e:
-            raise_unless_damage(e, self.place)
+            raise_unless_damage(e, self.place.exists)
             self._damaged_file(file, e)
 
     def _report(self, damage: Damage) -> None:
@@ -400,7 +400,7 @@ def longer_files(reader: ChunkReader) -> Iterator[tuple[str, ShardckptError]]:
                     ),
                 )
         except StorageError as e:
-            raise_unless_damage(e, place)
+            raise_unless_damage(e, place.exists)
             yield file, e
 
 

@@ -290,12 +290,7 @@ class Stage:
         self._copy(copies)
 
     def put_small(self, small: SmallBlocks, sources: Sequence[Source]) -> None:
-        """Copy small blocks; the stage does not stream or prove.
-
-        Args:
-            small: the blocks.
-            sources: their tensors.
-        """
+        """Copy small blocks of these tensors; the stage does not stream or prove."""
         if self._filling is None:
             self._filling = _Part(self._free_memory())
         part = self._filling

@@ -89,11 +89,11 @@ def test_differences_are_made_on_half_of_the_cores_wherever_they_go(store, monke
     second = {name: some_changed(array, 0.01, rng) for name, array in first.items()}
     both, met = threading.Barrier(2, timeout=60), set()
 
-    def append(encoder, blocks):
+    def append(encoder, *of, **how):
         if encoder._compression == "difference" and encoder._thread not in met:
             met.add(encoder._thread)
             both.wait()
-        real(encoder, blocks)
+        real(encoder, *of, **how)
 
     real = Encoder.append
     monkeypatch.setattr(Encoder, "append", append)

@@ -27,7 +27,9 @@ def writers(monkeypatch):
     monkeypatch.setattr(
         Encoder,
         "append",
-        lambda self, blocks: seen.append((self, threading.get_ident())) or append(self, blocks),
+        lambda self, *of, **how: (
+            seen.append((self, threading.get_ident())) or append(self, *of, **how)
+        ),
     )
     return seen
 
@@ -104,11 +106,11 @@ def test_an_error_of_any_thread_fails_the_save_and_its_memory_is_given_back(
 ):
     append, calls = Encoder.append, []
 
-    def failing(self, blocks):
+    def failing(self, *of, **how):
         calls.append(self)
         if len(calls) == 5:
             raise StorageError("the disk is full")
-        append(self, blocks)
+        append(self, *of, **how)
 
     monkeypatch.setattr(Encoder, "append", failing)
     saver, options = (

@@ -72,12 +72,12 @@ def check(
         try:
             reader.read_task(task)
         except ShardckptError as e:
-            raise_unless_damage(e, reader.source.place)
+            raise_unless_damage(e, reader.source.place.exists)
             for one in task.alone():
                 try:
                     reader.read_task(one)
                 except ShardckptError as e:
-                    raise_unless_damage(e, reader.source.place)
+                    raise_unless_damage(e, reader.source.place.exists)
                     report(one.chunks, one.begin, e)
         # A chunk that is an object of its own is a task of its own.
         chunks, row = task.chunks, task.begin
