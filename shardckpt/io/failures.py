@@ -218,13 +218,16 @@ def raise_unless_damage(error: ShardckptError, ask: Callable[[str], object]) -> 
             raise error from None
 
 
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, the error that it was raised from, and so on."""
+def causes(error: BaseException | None, *, implicit: bool = False) -> Iterator[BaseException]:
+    """Yield an error, the error that it was raised from, and so on.
+
+    `implicit`: or, where none is named, the error that was handled when it was raised.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:  # an error may be its own cause
         seen.add(id(error))
         yield error
-        error = error.__cause__
+        error = error.__cause__ or (error.__context__ if implicit else None)
 
 
 def is_denied(error: StorageError) -> bool:

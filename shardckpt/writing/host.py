@@ -243,15 +243,14 @@ class HostWriter:
         A box has at most `at_a_time` bytes with its padding, or is one chunk.
         """
         nbytes = sum([elements.nbytes for _, elements in blocks])
-        groups = {False: blocks}
+        groups: dict[bool, Sequence[tuple[Block, Array]]] = {False: blocks}
         if self._summed:
-            known = [(block.piece.path, block.box.start) in self._summed for block, _ in blocks]
-            groups = {
-                summed: [
-                    pair for pair, is_known in zip(blocks, known, strict=True) if is_known == summed
-                ]
-                for summed in (False, True)
-            }
+            others: list[tuple[Block, Array]] = []
+            known: list[tuple[Block, Array]] = []
+            for pair in blocks:
+                key = pair[0].piece.path, pair[0].box.start
+                (known if key in self._summed else others).append(pair)
+            groups = {False: others, True: known}
         for summed, group in groups.items():
             parts = _cut_elements(group, at_a_time)
             yield from self.portions(parts, at_a_time, nbytes, written, summed=summed)

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, TypeVar
 import tensorstore as ts
 
 from shardckpt.io.buckets import cloud
-from shardckpt.io.failures import UnansweredError
+from shardckpt.io.failures import UnansweredError, causes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 log = logging.getLogger("shardckpt.storage")
 T = TypeVar("T")
@@ -146,24 +146,12 @@ def _unreachable(error: BaseException) -> str | None:
 
     A resolver's temporary failure (EAI_AGAIN) does not count.
     """
-    for cause in _causes(error):
+    for cause in causes(error, implicit=True):
         if isinstance(cause, socket.gaierror) and cause.errno != socket.EAI_AGAIN:
             return f"the name does not resolve ({cause.strerror})"
         if isinstance(cause, ConnectionRefusedError):
             return "connections are refused"
     return None
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, the error that it was raised for, and so on.
-
-    An error may be its own cause.
-    """
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def storage_retries() -> int:

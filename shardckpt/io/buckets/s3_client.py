@@ -319,8 +319,9 @@ class S3Bucket(Bucket):
             )
         except ClientError as e:
             note_answer(self.service)
-            denied = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode") in (401, 403)
-            refused = (DeniedError if denied else RefusedError)(e)
+            refused = RefusedError(e)
+            if refused.status in (401, 403):
+                refused = DeniedError(e)
             if refused.code in _EXPIRED and cloud.aws_stamp() != stamp:
                 raise PassingError(f"the keys were rotated meanwhile ({e})") from e
             raise refused from e
