@@ -100,7 +100,8 @@ class OpenFile:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_held"):  # not if Ctrl-C came before the first line of __init__
+            self.close()
 
 
 def read(path: Path, start: int = 0, stop: int | None = None) -> bytes | None:

@@ -340,6 +340,25 @@ def test_files_that_may_not_grow_so_large_are_refused_with_what_to_do(tmp_path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
 
 
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_an_interrupt_while_torch_ends_its_archive_does_not_end_the_process(tmp_path, to):
+    source(tmp_path / "c")
+    code = (
+        "import gc, signal, sys, shardckpt, torch\n"
+        "writer = torch.serialization._open_zipfile_writer_buffer\n"
+        "end = writer.__exit__\n"
+        "def interrupted(*all): signal.raise_signal(signal.SIGINT); end(*all)\n"
+        "writer.__exit__ = interrupted\n"
+        "try: shardckpt.export(sys.argv[1], sys.argv[2], to=sys.argv[3])\n"
+        "except KeyboardInterrupt: print('interrupted')\n"
+        "gc.collect()  # torch's writer is destroyed, and writes once more"
+    )
+    command = [sys.executable, "-c", code, tmp_path / "c", tmp_path / "a", to]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert (finished.returncode, finished.stdout) == (0, "interrupted\n"), finished.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+
+
 def test_only_what_can_be_done_better_by_the_same_call_is_kept(tmp_path, small):
     source(tmp_path / "c")
 

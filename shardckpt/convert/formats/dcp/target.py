@@ -20,27 +20,22 @@ would store it in a form that `dcp_to_torch_save` cannot read.
 
 from __future__ import annotations
 
-import io
-import os
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import crc32c
-
 from shardckpt.convert.files.draft import Draft
 from shardckpt.convert.files.read_back import WrittenBlock
 from shardckpt.convert.files.replacement import sync_file
 from shardckpt.convert.formats.dcp.source import open_foreign
-from shardckpt.convert.formats.torch.target import torch_dtypes
+from shardckpt.convert.formats.torch.target import torch_dtypes, torch_save
 from shardckpt.convert.small_leaves import check_text_keys, describe_losses, find_unsupported
 from shardckpt.convert.state_writer import StateWriter
 from shardckpt.convert.tree_back import check_tree
 from shardckpt.errors import MissingDataError, NamesMismatchError, StructureMismatchError
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import sync_directory
-from shardckpt.io.threads import call_aside
 from shardckpt.io.url import parse as parse_url
 from shardckpt.plan.grids import SMALLEST, block_shape, one_grid
 from shardckpt.state import unflatten
@@ -111,7 +106,7 @@ class DcpDirectory(StateWriter):
         self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes, marks={METADATA})
         try:
             with storage_errors("create", self._where):
-                self._file = _SummedFile(self._draft.path / _FILE)
+                self._file = (self._draft.path / _FILE).open("xb")
         except BaseException:
             self._draft.abandon()
             raise
@@ -150,7 +145,8 @@ class DcpDirectory(StateWriter):
             if not _is_tensor(value)
         }
         with storage_errors("write", self._where):
-            self._file.sync()
+            self._file.close()
+            sync_file(self._draft.path / _FILE)
             self._write_metadata(values)
             # DCP's writer syncs it before its bytes leave Python's buffer.
             sync_file(self._draft.path / METADATA)
@@ -216,25 +212,14 @@ class DcpDirectory(StateWriter):
 
     def _append(self, name: str, value: Any) -> Any:
         """Write one item; return its place."""
-        import torch
         from torch.distributed.checkpoint.filesystem import _StorageInfo
 
         with storage_errors("write", self._where):
             offset = self._file.tell()
-            try:
-                if isinstance(value, torch.Tensor):
-                    call_aside(lambda: torch.save(value, self._file), "shardckpt-export")
-                else:
-                    item = io.BytesIO()
-                    torch.save(value, item)
-                    self._file.write(item.getbuffer())
-            finally:
-                self._file.check()
+            checksum = torch_save(value, self._file)
         place = _StorageInfo(_FILE, offset, self._file.tell() - offset)
         self._parts.append(
-            WrittenBlock(
-                name, self._draft.path / _FILE, [(offset, place.length)], self._file.take_checksum()
-            )
+            WrittenBlock(name, self._draft.path / _FILE, [(offset, place.length)], checksum)
         )
         return place
 
@@ -274,55 +259,6 @@ class DcpDirectory(StateWriter):
                 )
         writer = _metadata_writer(self._draft.path, self._draft.final)
         writer.finish(words.Metadata(entries, planner_data=self._paths), [results])
-
-
-class _SummedFile:
-    """A file that is written from front to back, with the crc32c of the written bytes.
-
-    It has the file methods that torch.save calls.
-
-    `write` keeps the first error for `check`, and writes nothing after it. torch's writer calls it
-    once more when it is destroyed, perhaps long after; an error would then end the process.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("xb")
-        self._crc = 0
-        self._failure: Exception | None = None
-
-    def write(self, data: Any) -> int:
-        if self._failure is None:
-            try:
-                self._crc = crc32c.crc32c(data, self._crc)
-                self._file.write(data)
-            except Exception as e:  # noqa: BLE001  (`check` raises it)
-                self._failure = e
-        return memoryview(data).nbytes
-
-    def check(self) -> None:
-        """Raise the error of an earlier `write`, if there is one."""
-        if self._failure is not None:
-            raise self._failure
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def take_checksum(self) -> int:
-        """Return the checksum of the bytes written since the last call, and reset it."""
-        crc, self._crc = self._crc, 0
-        return crc
-
-    def sync(self) -> None:
-        """Make the file durable, and close it."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _metadata_writer(path: Path, final: Path) -> Any:

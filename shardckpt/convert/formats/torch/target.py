@@ -22,10 +22,12 @@ import struct
 import warnings
 import zipfile
 import zlib
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
+import crc32c
 import numpy as np
 
 from shardckpt.convert.files.draft import Draft
@@ -38,6 +40,7 @@ from shardckpt.errors import BudgetError, DtypeError, MissingDataError, MissingE
 from shardckpt.io.buffers import gather_write
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.store import byte_view
+from shardckpt.io.threads import call_aside
 from shardckpt.state import unflatten
 from shardckpt.state.document import Tensor, Tied, leaves_of
 from shardckpt.state.names import shown
@@ -45,7 +48,7 @@ from shardckpt.streaming.stream import read_once_blocks
 from shardckpt.text import install_command
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -172,6 +175,70 @@ class TorchFileWriter(StateWriter):
         return records
 
 
+class _Output:
+    """A file with the methods that torch.save calls, of which none raises an error.
+
+    torch's writer is C++, and writes once more when it is destroyed, perhaps long after: an error
+    would then end the process. So the first error is kept, and nothing is written after it.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file: IO[bytes] | None = file
+        self._failure: Exception | None = None
+        self.checksum = 0
+
+    def write(self, data: Any) -> int:
+        self._do(lambda file: file.write(data))
+        self.checksum = crc32c.crc32c(data, self.checksum)
+        return memoryview(data).nbytes
+
+    def seek(self, offset: int, whence: int) -> None:
+        self._do(lambda file: file.seek(offset, whence))
+
+    def flush(self) -> None:
+        self._do(lambda file: file.flush())
+
+    def _do(self, work: Callable[[IO[bytes]], object]) -> None:
+        if self._file is not None:
+            try:
+                work(self._file)
+            except Exception as e:  # noqa: BLE001  (`end` raises it)
+                self._failure, self._file = e, None
+
+    def end(self) -> None:
+        """Leave the file alone from now on; raise the first error."""
+        self._file = None
+        if self._failure is not None:
+            raise self._failure
+
+
+def torch_save(value: object, file: IO[bytes], *, skip_data: bool = False) -> int:
+    """Call `torch.save` so that neither Ctrl-C nor a full disk ends the process.
+
+    Args:
+        value: the value.
+        file: an open file; written from where it stands.
+        skip_data: whether to leave out the bytes of tensors.
+
+    Returns:
+        The crc32c of the bytes that were written.
+    """
+    import torch
+
+    skip = torch.serialization.skip_data if skip_data else nullcontext
+    output = _Output(file)
+
+    def save() -> None:
+        with skip():
+            torch.save(value, output)
+
+    try:
+        call_aside(save, "shardckpt-export")
+    finally:
+        output.end()
+    return output.checksum
+
+
 def torch_dtypes(structure: Structure) -> dict[str, Any]:
     """The torch dtype of every tensor.
 
@@ -232,12 +299,8 @@ def _write_without_data(
         unflatten(tree, _without_memory(structure, dtypes), lambda name: name not in left)
     )
     # torch.save would store the file's temporary name if it got a path.
-    with (
-        storage_errors("write", draft.final),
-        draft.path.open("wb") as file,
-        torch.serialization.skip_data(),
-    ):
-        torch.save(state, file)
+    with storage_errors("write", draft.final), draft.path.open("wb") as file:
+        torch_save(state, file, skip_data=True)
 
 
 def _without_memory(structure: Structure, dtypes: dict[str, Any]) -> dict[str, Any]:
