@@ -84,19 +84,14 @@ def lay_out_all(
 
 
 def chunks_in_place(
-    blocks: Sequence[NDArray[np.generic]], chunk_shape: tuple[int, ...], most_dims: int
+    blocks: Sequence[NDArray[np.generic]], chunk_shape: tuple[int, ...]
 ) -> list[NDArray[np.unsignedinteger[Any]]]:
     """The chunks of blocks as boxes of these, in the order of `lay_out_all`, as unsigned numbers.
 
-    Empty if a chunk is cut off, or has more than `most_dims` dimensions, or elements have another
-    size than 1, 2, 4 or 8 bytes.
+    Empty if a chunk is cut off. Elements have 1, 2, 4 or 8 bytes.
     """
     shape, itemsize = blocks[0].shape, blocks[0].itemsize
-    if (
-        itemsize not in (1, 2, 4, 8)
-        or len(shape) > most_dims
-        or any(n % side for n, side in zip(shape, chunk_shape, strict=True))
-    ):
+    if any(n % side for n, side in zip(shape, chunk_shape, strict=True)):
         return []
     spans = [
         [slice(a, a + side) for a in range(0, n, side)]

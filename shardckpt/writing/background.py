@@ -304,7 +304,7 @@ class _Save:
         streams_or_proves = stage.streamed or stage.shapes_to_prove
         apart = memory.kept or stage.copies is not None or streams_or_proves
         with collector_paused() if is_short(plan) and not stage.streamed else nullcontext():
-            for group in [None] if apart else plan.copy_groups:
+            for group in [None] if apart else plan.copy_groups():
                 if isinstance(group, SmallBlocks):
                     stage.put_small(group, [sources[name] for name in group.names])
                     continue

@@ -191,7 +191,9 @@ class Encoder:
             assert self._kept is not None
             known = [*self._paths]
             paths = [known[number] for number in numbers]
-            parts: Chunks = chunks_in_place(elements, chunks, extension.MOST_DIMS)
+            parts: Chunks = []
+            if elements[0].itemsize in extension.COMPARED and len(chunks) <= extension.MOST_DIMS:
+                parts = chunks_in_place(elements, chunks)
             if not parts:
                 # Rows begin at aligned addresses, which are compared faster.
                 rows = self._lay_out_rows(elements, chunks, size, round_up(size))

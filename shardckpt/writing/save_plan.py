@@ -88,20 +88,28 @@ class SavePlan:
     largest_chunk: int = field(init=False)
     """Bytes of the largest chunk."""
 
-    copy_groups: list[SmallBlocks | list[str]] = field(init=False, repr=False, compare=False)
-    """The tensors with blocks in order: small ones that are copied together, and others."""
+    _copy_groups: list[SmallBlocks | list[str]] | None = field(
+        init=False, repr=False, compare=False, default=None
+    )
     _structure: Structure = field(init=False, repr=False, compare=False)
     """The tensors without a tree."""
 
     def __post_init__(self) -> None:
         """Count bytes once: a plan is used for many saves."""
         object.__setattr__(self, "_structure", Structure({}, self.tensors))
-        object.__setattr__(self, "copy_groups", group_blocks(self.blocks, self.tensors))
         blocks = [*chain.from_iterable(self.blocks.values())]
         object.__setattr__(self, "nbytes", sum([block.nbytes for block in blocks]))
         object.__setattr__(
             self, "largest_chunk", max([block.chunk_bytes for block in blocks], default=0)
         )
+
+    def copy_groups(self) -> list[SmallBlocks | list[str]]:
+        """The tensors with blocks in order: small ones that are copied together, and others."""
+        groups = self._copy_groups
+        if groups is None:
+            groups = group_blocks(self.blocks, self.tensors)
+            object.__setattr__(self, "_copy_groups", groups)
+        return groups
 
     def structure(self, tree: Tree, tensors: dict[str, TensorRecord]) -> Structure:
         """The structure of a state with these tensors, the plan's own or changed ones.

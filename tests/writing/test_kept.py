@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from shardckpt.format.differences import apply, difference, whole
 from shardckpt.format.stored_chunks import chunks_in_place, lay_out_all
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, room_for
-from shardckpt.io import extension
 from shardckpt.io.buffers import BLOCK
 from shardckpt.writing.kept import KeptChunks
 
@@ -77,11 +76,7 @@ def test_chunks_are_compared_in_place_as_if_they_were_laid_out(
         kept.keep(keys, rows[:, :-CHECKSUM_BYTES])
         kept.begin("second", {"w"})
         lay_out_all(new, chunk, rows)
-        chunks = (
-            chunks_in_place(new, chunk, extension.MOST_DIMS)
-            if in_place
-            else [*rows[:, :-CHECKSUM_BYTES]]
-        )
+        chunks = chunks_in_place(new, chunk) if in_place else [*rows[:, :-CHECKSUM_BYTES]]
         results.append(kept.differences(keys, ["w"] * count, chunks, old[0].itemsize))
         kept.begin("third", {"w"})
         again = kept.differences(keys, ["w"] * count, chunks, old[0].itemsize)

@@ -101,6 +101,8 @@ _AWS_SOURCES = ("aws_access_key_id", "role_arn", "credential_process")
 """Options of a profile with credentials; it needs one of them."""
 PASSING = {408, 429, 500, 502, 503, 504}
 """HTTP statuses of temporary refusals."""
+DENIED = {401, 403}
+"""HTTP statuses of a request that the user may not make."""
 UNKNOWN = {405, 501}
 """HTTP statuses for a request that a service does not know."""
 _RATES = {"read": "SHARDCKPT_READS_PER_SECOND", "write": "SHARDCKPT_WRITES_PER_SECOND"}

@@ -345,7 +345,7 @@ def refused(answer: Response) -> OSError:
         text = json.loads(text)["error"]["message"]
     except (ValueError, LookupError, TypeError):
         text = text[:200]
-    kind = PermissionError if answer.status in (401, 403) else OSError
+    kind = PermissionError if answer.status in cloud.DENIED else OSError
     return kind(f"{answer.status} {answer.reason}: {text}")
 
 

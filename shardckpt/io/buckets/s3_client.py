@@ -320,7 +320,7 @@ class S3Bucket(Bucket):
         except ClientError as e:
             note_answer(self.service)
             refused = RefusedError(e)
-            if refused.status in (401, 403):
+            if refused.status in cloud.DENIED:
                 refused = DeniedError(e)
             if refused.code in _EXPIRED and cloud.aws_stamp() != stamp:
                 raise PassingError(f"the keys were rotated meanwhile ({e})") from e

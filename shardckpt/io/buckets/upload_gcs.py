@@ -163,7 +163,7 @@ class GcsSession:
             # the session.
             uri = self.state.upload.replace("&ifGenerationMatch=0", "")
             answer = self._ask("DELETE", uri, headers={"Content-Length": "0"})
-            if answer.status in (401, 403):
+            if answer.status in cloud.DENIED:
                 raise refused(answer)
 
     def _is_ours_to_ask(self) -> bool:

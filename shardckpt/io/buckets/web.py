@@ -111,7 +111,7 @@ class HttpServer(Bucket):
             if not target:
                 if answer.status not in (200, 206, 416):
                     answer.close()
-                    kind = PermissionError if answer.status in (401, 403) else OSError
+                    kind = PermissionError if answer.status in cloud.DENIED else OSError
                     raise kind(f"{answer.status} {answer.reason}")
                 return answer
             answer.close()

@@ -273,7 +273,7 @@ class AzureContainer(Bucket):
                 raise _ChangedError(text) from e
             if status == 416:
                 raise EOFError("the object is shorter than that") from e
-            if status in (401, 403) and not tokens:
+            if status in cloud.DENIED and not tokens:
                 raise PermissionError(text) from e
             if (status in cloud.PASSING or "HTTP error" in text) and (
                 not tokens or has_answered(self.service)
