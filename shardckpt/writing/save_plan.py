@@ -55,32 +55,19 @@ MOST_SMALL_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
-    """Some chunks of a piece, all in one box that this process holds."""
-
-    box: int
-    """Index of the source's box."""
-    piece: Piece
-    chunks: range
-    """The piece's chunks in that box, counted in grid order."""
-
-
-@dataclass(frozen=True, slots=True)
 class SavePlan:
     """One process's share of a save."""
 
     tensors: dict[str, TensorRecord]
     """Storage of every tensor of this process: its array or pieces."""
-    writes: dict[str, list[Write]]
-    """Runs of chunks that this process writes, by tensor, in the order of the tensors; tensors
-    without any are left out."""
     small: list[str]
     """Small plain tensors; their elements go into the host's contents."""
     replicated: dict[str, list[tuple[int, ...]]]
     """For tensors of which other processes write a part of a box of this process, too: the holders
     of each box."""
     blocks: dict[str, list[Block]]
-    """The same chunks as `writes`, cut into blocks that are copied at once."""
+    """The chunks that this process writes, in blocks that are copied at once: by tensor, in the
+    order of the tensors; tensors without any are left out."""
     skipped: frozenset[str] = frozenset()
     """Tensors that stay in the base; their records get the base's pieces later."""
     nbytes: int = field(init=False)
@@ -172,7 +159,6 @@ def plan_save(
             f"stores at most {MOST_SMALL_BYTES:,}; stack them into larger ones, or lay them out "
             "over devices."
         )
-    writes: dict[str, list[Write]] = {}
     blocks: dict[str, list[Block]] = {}
     shares = (
         deal(parts, world.process)
@@ -183,13 +169,12 @@ def plan_save(
         if share:
             tensor = tensors[name]
             piece = tensor.pieces[part.piece]
-            writes.setdefault(name, []).append(Write(part.held, piece, share))
             cut, itemsize = blocks.setdefault(name, []), tensor.dtype.storage.itemsize
             if len(share) == part.chunks:
                 cut.append(Block(part.held, part.corner, piece, part.box, itemsize))
             else:
                 cut.extend(blocks_of(part.held, part.corner, piece, part.box, share, itemsize))
-    return SavePlan(tensors, writes, small, replicated, blocks, skipped)
+    return SavePlan(tensors, small, replicated, blocks, skipped)
 
 
 def _to_compare(

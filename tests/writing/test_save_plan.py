@@ -34,15 +34,12 @@ def written_chunks(hosts: Hosts, tensors):
             for piece in tensor.pieces:
                 counts.setdefault(piece.path, np.zeros(piece.num_chunks, int))
                 assert pieces.setdefault(piece.path, piece) == piece
-        for name, writes in plan.writes.items():
-            for write in writes:
-                part = sources[name].boxes[write.box].overlap(write.piece.box)
-                positions, boxes = chunks_inside(write.piece, part)
-                mine = slice(write.chunks.start, write.chunks.stop)
-                counts[write.piece.path][positions[mine]] += 1
-                per_host[host] += (
-                    boxes.sizes()[mine].sum() * plan.tensors[name].dtype.storage.itemsize
-                )
+        for name, blocks in plan.blocks.items():
+            for block in blocks:
+                assert sources[name].boxes[block.held].overlap(block.box) == block.box
+                positions, boxes = chunks_inside(block.piece, block.box)
+                counts[block.piece.path][positions] += 1
+                per_host[host] += boxes.sizes().sum() * plan.tensors[name].dtype.storage.itemsize
     return counts, per_host
 
 
@@ -99,9 +96,9 @@ def test_small_plain_tensors_are_told_of_and_not_written_where_there_are_several
     tensors = {"small": ((SMALL_BYTES // 4 - 1,), None), "large": ((SMALL_BYTES // 4,), None)}
     many, one = Hosts(2, 1), Hosts(1, 1)
     plan = plan_save(many.sources(1, tensors), SaveOptions(), many.world(1))
-    assert (plan.small, "small" in plan.writes) == (["small"], False)
+    assert (plan.small, "small" in plan.blocks) == (["small"], False)
     plan = plan_save(one.sources(0, tensors), SaveOptions(), one.world(0))
-    assert (plan.small, set(plan.writes)) == ([], {"small", "large"})
+    assert (plan.small, set(plan.blocks)) == ([], {"small", "large"})
 
 
 def test_more_small_plain_tensors_than_can_be_told_of_are_refused():
@@ -122,8 +119,8 @@ def test_local_plain_tensors_are_written_whole_by_whoever_has_them():
             hosts.world(host),
         )
         assert plan.small == []
-        (write,) = plan.writes[f"{host}"]
-        assert len(write.chunks) == write.piece.num_chunks
+        (block,) = plan.blocks[f"{host}"]
+        assert block.box == block.piece.box
 
 
 def test_what_other_plain_tensors_a_process_knows_does_not_change_how_one_is_cut():
@@ -163,7 +160,7 @@ def test_a_scalar_is_written_by_who_holds_it_whatever_other_scalars_others_hold(
         source.name: source for source in ((outside, held) if outside_first else (held, outside))
     }
     plan = plan_save(sources, SaveOptions(), hosts.world(0))
-    assert [*plan.writes] == ["held"]
+    assert [*plan.blocks] == ["held"]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=20))

@@ -39,7 +39,7 @@ from shardckpt.frameworks.base import HostSource
 from shardckpt.layout.box import BoxArray, distinct_boxes
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.layout.world import DeviceOwners, World
-from shardckpt.plan.pieces import overlaps, touched
+from shardckpt.plan.pieces import count_chunks, overlaps, touched
 from shardckpt.plan.writers import box_holders
 from shardckpt.state import flatten
 from shardckpt.writing.save_plan import SavePlan, plan_save
@@ -150,11 +150,12 @@ def save(job: Job) -> Callable[[], dict[str, int]]:
 
     def run() -> dict[str, int]:
         plan = job.planned()
+        blocks = plan.blocks.values()
         return {
             "tensors": len(state),
-            "boxes": sum(len(writes) for writes in plan.writes.values()),
-            "blocks": sum(map(len, plan.blocks.values())),
-            "chunks": sum(len(write.chunks) for writes in plan.writes.values() for write in writes),
+            "boxes": sum(len({(block.held, block.piece.path) for block in of}) for of in blocks),
+            "blocks": sum(map(len, blocks)),
+            "chunks": sum(count_chunks(block.piece, block.box) for of in blocks for block in of),
             "bytes": plan.nbytes,
         }
 
