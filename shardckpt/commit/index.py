@@ -273,14 +273,6 @@ def plain_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, byt
     }
 
 
-def dump_index(attempt: Store) -> dict[str, Place]:
-    """Every chunk of the merged index: key → place.
-
-    Some 400 bytes of memory per chunk; see `index_entries`.
-    """
-    return dict(index_entries(attempt))
-
-
 def index_entries(attempt: Store) -> Iterator[tuple[str, Place]]:
     """The chunks of an index that are in files.
 

@@ -260,17 +260,6 @@ Layout: TypeAlias = Sharding | OpSharding
 """A layout that has `num_devices`, `parts`, `tile`, `tiling` and `device_boxes`."""
 
 
-def layout_from_json(doc: object, meshes: Sequence[Mesh] = ()) -> Layout:
-    """Parse the output of `Sharding.to_json` or `OpSharding.to_json`.
-
-    Raises:
-        FormatError: The document is neither.
-    """
-    if isinstance(doc, Mapping) and "hlo" in doc:
-        return OpSharding.from_json(doc)
-    return Sharding.from_json(doc, meshes)
-
-
 @lru_cache(maxsize=64)
 def _tiling(sharding: Sharding, ndim: int) -> Tiling:
     parts = sharding.parts(ndim)

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 Array = NDArray[np.generic]
 Ints = NDArray[np.int64]
 Index = tuple[slice | EllipsisType, ...]
-CopyTarget = tuple[Array, Index, Index]
-"""Destination of a part of a chunk: the buffer, the index in the buffer, the index in the chunk."""
 MOST_CHUNKS = 1 << 14
 """Number of chunks that are looked up, sorted and read at a time."""
 _FARTHEST = 1 << 62
@@ -149,18 +147,6 @@ class CopyTargets:
         )
         return CopyTargets(self.buffers, first, count, self.box[pairs], in_chunk, in_box)
 
-    def target(self, pair: int, ndim: int) -> CopyTarget:
-        """The target of a pair, for a tensor with `ndim` dimensions."""
-        own = slice(self.in_box.start.shape[1] - ndim, None)
-
-        def index(boxes: BoxArray) -> Index:
-            return (
-                *map(slice, boxes.start[pair, own].tolist(), boxes.stop[pair, own].tolist()),
-                ...,
-            )
-
-        return self.buffers[int(self.box[pair])], index(self.in_box), index(self.in_chunk)
-
 
 @record
 class RequestedChunks:
@@ -258,14 +244,6 @@ class RequestedChunks:
     def where(self, row: int) -> str:
         """Tensor name and index range of a chunk, for messages."""
         return f"{self.part_of(row).request.name}{self.box(row)}"
-
-    def targets_of(self, row: int) -> list[CopyTarget]:
-        """The destinations of a chunk's elements."""
-        first, ndim = int(self.targets.first[row]), len(self.part_of(row).piece.shape)
-        return [
-            self.targets.target(pair, ndim)
-            for pair in range(first, first + int(self.targets.count[row]))
-        ]
 
 
 def _together(boxes: Sequence[BoxArray]) -> BoxArray:

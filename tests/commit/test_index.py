@@ -15,7 +15,6 @@ import zarr
 
 from shardckpt.commit.index import (
     Chunks,
-    dump_index,
     index_entries,
     stock_spec,
     stock_url,
@@ -255,7 +254,7 @@ NONE = Chunks([], [], np.empty((0, 3), np.int64))
 
 def test_a_state_without_arrays_has_an_index_all_the_same(store):
     write_index(store, NONE, [], {})
-    assert dump_index(store) == {}
+    assert dict(index_entries(store)) == {}
 
 
 def test_the_merged_index_refers_to_the_very_places_where_hosts_put_their_chunks(store):
@@ -281,7 +280,7 @@ def test_the_merged_index_refers_to_the_very_places_where_hosts_put_their_chunks
         encoded({"w": array_json((20, 3), DTYPES["uint8"], (1, 1))}),
         {},
     )
-    assert dump_index(store) == expected
+    assert dict(index_entries(store)) == expected
     assert [key for key, _ in index_entries(store)] == sorted(expected)
 
 
@@ -320,7 +319,11 @@ def test_an_index_of_several_leaves_is_what_one_leaf_is(
             key for key in values if key.startswith(b"a/")
         )
         contents.append(
-            (values, dump_index(store), root["root"]["statistics"]["num_indirect_value_bytes"])
+            (
+                values,
+                dict(index_entries(store)),
+                root["root"]["statistics"]["num_indirect_value_bytes"],
+            )
         )
     assert contents[0] == contents[1]
     assert {key.encode(): b"%d" % i for i, key in enumerate(keys)}.items() <= contents[0][0].items()
@@ -358,7 +361,7 @@ def test_a_document_that_is_too_large_for_a_node_is_beside_it(store):
     }
     documents["u"] = array_json((), DTYPES["uint8"], ())
     write_index(store, placed([["w/c"]], [extents]), encoded(documents), {})
-    assert dump_index(store)["w/c"] == ("hosts/00000/0/d/00000", 0, 5)
+    assert dict(index_entries(store))["w/c"] == ("hosts/00000/0/d/00000", 0, 5)
     database = ts.KvStore.open(
         {"driver": "ocdbt", "base": store.kvstore().spec()}, context=store.context()
     ).result()
@@ -368,4 +371,4 @@ def test_a_document_that_is_too_large_for_a_node_is_beside_it(store):
 
 def test_an_attempt_without_an_index_says_so(store):
     with pytest.raises(MissingDataError, match=r"manifest\.ocdbt"):
-        dump_index(store)
+        dict(index_entries(store))

@@ -12,7 +12,7 @@ from shardckpt.errors import FormatError, ShardingError
 from shardckpt.layout.mesh import Mesh
 from shardckpt.layout.op_sharding import Kind, OpSharding
 from shardckpt.layout.partition_spec import PartitionSpec
-from shardckpt.layout.sharding import Sharding, layout_from_json
+from shardckpt.layout.sharding import Sharding
 
 P = PartitionSpec
 MESH = Mesh((4, 2), ("data", "model"))
@@ -282,15 +282,15 @@ def test_json_brings_the_same_sharding_back(case):
     assert Sharding.from_json(json.loads(json.dumps(sharding.to_json()))) == sharding
     other = Mesh((3,), ("z",))
     assert (
-        layout_from_json(json.loads(json.dumps(sharding.to_json(mesh=1))), [other, sharding.mesh])
+        Sharding.from_json(json.loads(json.dumps(sharding.to_json(mesh=1))), [other, sharding.mesh])
         == sharding
     )
 
 
 def test_layouts_of_both_kinds_come_back_from_json():
     op_sharding = OpSharding.replicated([4, 9])
-    assert layout_from_json(op_sharding.to_json()) == op_sharding
-    assert layout_from_json(Sharding(MESH, P("data")).to_json()) == Sharding(MESH, P("data"))
+    assert OpSharding.from_json(op_sharding.to_json()) == op_sharding
+    assert Sharding.from_json(Sharding(MESH, P("data")).to_json()) == Sharding(MESH, P("data"))
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_layouts_of_both_kinds_come_back_from_json():
 )
 def test_json_that_is_no_sharding_is_a_format_error(doc):
     with pytest.raises(FormatError):
-        layout_from_json(doc, [MESH])
+        Sharding.from_json(doc, [MESH])
 
 
 json_values = st.recursive(
@@ -334,9 +334,12 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_any_json_is_a_layout_or_a_format_error(doc):
+@pytest.mark.parametrize(
+    "parse", [lambda doc: Sharding.from_json(doc, [MESH]), OpSharding.from_json]
+)
+def test_any_json_is_a_layout_or_a_format_error(parse, doc):
     try:
-        layout_from_json(doc, [MESH])
+        parse(doc)
     except FormatError:
         pass
     else:
