@@ -80,11 +80,13 @@ class KeptBuffers:
         return np.empty(nbytes, np.uint8)
 
     def give_back(self, buffer: NDArray[np.uint8]) -> None:
-        """Keep a buffer that its user no longer needs; drop older ones if there are too many."""
+        """Keep a buffer that its user no longer needs, unless enough are kept.
+
+        Those that were kept before have all of their memory; of a new one, a part may be unused.
+        """
         with self._lock:
-            self._free.append(buffer)
-            while sum(free.nbytes for free in self._free) > self._most:
-                del self._free[0]
+            if buffer.nbytes + sum(free.nbytes for free in self._free) <= self._most:
+                self._free.append(buffer)
 
     def clear(self) -> None:
         """Free all buffers that nobody uses."""

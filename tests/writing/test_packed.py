@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
@@ -174,6 +174,18 @@ def test_on_an_object_store_a_file_is_one_request_and_what_is_sent_again(proxied
     }
     assert sent == {"00000": 8, "00001": 8, "00002": 16, "00003": 16, "00004": 8}
     assert sum(e.operation.kind == "upload" for e in proxy.traffic.exchanges()) == 5 + 2 + 2
+
+
+def test_the_memory_of_a_file_that_has_arrived_is_used_for_the_next_one():
+    store, memory = Store.open(f"memory://{uuid.uuid4().hex}"), set()
+    writer = PackedWriter(store, 0, data_file_bytes=1000)
+    (files,) = writer._files
+    for i in range(8):
+        writer.append([f"w/c/{i}"], [bytes(1000)])
+        memory.add(files._buffer.ctypes.data)
+        wait([future for future, _, _ in files._waiting])
+    writer.finish()
+    assert len(memory) == 2, "one is filled, the one before it is on its way"
 
 
 def test_files_are_on_their_way_while_the_next_one_fills(proxied):
