@@ -12,7 +12,9 @@ even after the file is deleted.
 To delete a checkpoint, a tombstone replaces its record under the same condition (`bury`), unless it
 is pinned or tagged (`commit.markers`). Then its attempt is removed, then the tombstone. If the
 process stops in between, the checkpoint is either intact or gone, and the next collection removes
-the remaining attempts and the tombstone. `runs.collecting` says in which order a collection calls
+the remaining attempts and the tombstone. On a disk without room for a tombstone an empty file takes
+the record's place first, and the removed data makes the room. Only another deletion goes on from
+that; a collection keeps what is beside it. `runs.collecting` says in which order a collection calls
 these functions, and publishes what is complete.
 """
 
@@ -25,7 +27,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.assemble import finished_hosts, read_host_record
-from shardckpt.commit.attempts import attempts
+from shardckpt.commit.attempts import attempts, is_attempt
 from shardckpt.commit.dependants import check_unprotected
 from shardckpt.commit.publish import RECORD, clear_place, put_tombstone
 from shardckpt.commit.small_tensors import SMALL_TABLE
@@ -33,6 +35,7 @@ from shardckpt.errors import FormatError, NotFoundError, ReplacedError, StorageE
 from shardckpt.format.documents import Fields, open_envelope, seal, utc_now
 from shardckpt.format.record import Tombstone
 from shardckpt.io.ages import idle_seconds
+from shardckpt.io.failures import is_full
 from shardckpt.io.status import is_link
 from shardckpt.io.threads import map_on_threads
 
@@ -145,6 +148,8 @@ def bury(store: Store, reason: str, first: str | None) -> str | None:
     Return the attempt that the record named, None if that is not known.
 
     If `first` is an attempt, a record that names another one stays.
+
+    On a full disk the attempt is removed, too.
     """
     for _ in range(ROUNDS):
         data, generation = store.read_versioned(RECORD)
@@ -156,7 +161,8 @@ def bury(store: Store, reason: str, first: str | None) -> str | None:
         except VersionError:
             raise
         except FormatError:
-            record, named = StoredRecord(data, generation, {}), None  # its data becomes an orphan
+            record = StoredRecord(data, generation, {})
+            named = None if data else first  # what an unreadable record named becomes an orphan
         if record.is_placeholder:
             raise NotFoundError(NO_CHECKPOINT.format(store))
         if record.is_tombstone:
@@ -167,9 +173,26 @@ def bury(store: Store, reason: str, first: str | None) -> str | None:
             )
         check_unprotected(store, named, "deleted")
         first = named
-        if store.replace(RECORD, _tombstone(reason), generation):
+        if _put_tombstone(store, reason, generation, named if data else None):
             return first
     raise StorageError(f"cannot delete {store}: {CONTENDED}; try again.")
+
+
+def _put_tombstone(store: Store, reason: str, generation: bytes, attempt: str | None) -> bool:
+    """Replace a record of that generation by a tombstone; False: the record has changed.
+
+    On a full disk the attempt, if it is known, is removed first: an empty file, which takes no
+    room, replaces the record, and the caller tries again.
+    """
+    try:
+        return store.replace(RECORD, _tombstone(reason), generation)
+    except StorageError as e:
+        if attempt is None or not is_attempt(store, attempt) or not is_full(e):
+            raise
+        removed = Collected(store.location, attempt, "removed")
+        if store.replace(RECORD, b"", generation) and remove_attempt(store, removed).reason:
+            raise
+        return False
 
 
 def list_orphans(store: Store, grace: float) -> tuple[list[Collected], StoredRecord | None]:

@@ -236,6 +236,14 @@ def is_denied(error: StorageError) -> bool:
     return any(part in text for part in _DENIED)
 
 
+def is_full(error: StorageError) -> bool:
+    """Whether a disk has no room for what was written, or this user has used up the quota."""
+    return any(
+        isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT)
+        for one in causes(error)
+    )
+
+
 # --- threads
 
 

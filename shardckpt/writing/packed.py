@@ -381,10 +381,10 @@ class _DataFiles:
     def _current(self) -> DataFile:
         """The data file for the next chunk."""
         if self._file is None:
+            while self._waiting and self._waiting[0][0].done():  # its buffer is free
+                self._settle_one()
             self._number, lane, name = self._lanes.new_file()
             if not self._store.appends:
-                while self._waiting and self._waiting[0][0].done():  # its buffer is free
-                    self._settle_one()
                 self._buffer = object_buffers.take(self._most_bytes)
             self._file, self._size = create_data_file(lane, name, self._buffer), 0
         return self._file

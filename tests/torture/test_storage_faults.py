@@ -12,6 +12,7 @@ import subprocess
 from collections import Counter
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from aftermath import LAYOUTS, attempts, contents, prepare, value_of
 
@@ -169,3 +170,27 @@ def test_a_place_that_is_no_directory_is_an_error_for_all(tmp_path, jobs):
         assert issubclass(getattr(errors, answer["error"]), errors.ShardckptError)
         assert str(tmp_path / "file") in answer["message"]
     assert (tmp_path / "file").read_text() == "in the way"
+
+
+@needs_root
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_is_deleted_from_a_disk_without_any_room(disk, layout):
+    options = shardckpt.SaveOptions(layout=layout)
+    for step in (1, 2):
+        shardckpt.save(disk / str(step), {"w": np.full((64, 64), step)}, options=options)
+    with leaving(disk, 0):
+        assert collecting.delete(disk / "1") == []
+        with pytest.raises(errors.NotFoundError):
+            shardckpt.restore(disk / "1")
+        assert (shardckpt.restore(disk / "2")["w"] == 2).all()
+    assert collecting.collect(disk, grace=0) == []
+
+
+def test_a_deletion_that_was_killed_on_a_full_disk_is_finished_by_the_next_one_alone(tmp_path):
+    shardckpt.save(tmp_path / "c", {"w": np.ones(3)})
+    attempt = shardckpt.open(tmp_path / "c").record.attempt
+    (tmp_path / "c" / "checkpoint.json").write_bytes(b"")  # and the data was not removed yet
+    (outcome,) = collecting.collect(tmp_path / "c", grace=0)
+    assert (outcome.outcome, attempts(tmp_path / "c")) == ("kept", [attempt])
+    collecting.delete(tmp_path / "c", grace=0)
+    assert not (tmp_path / "c" / attempt).exists()
