@@ -43,7 +43,7 @@ def copy_small(
 
     Args:
         target: where to; it has room for everything.
-        begins: the positions in it, in bytes.
+        begins: the positions in it, in bytes, ascending.
         addresses: where from. The memory must stay allocated.
         sizes: bytes at each address.
     """

@@ -302,14 +302,17 @@ class _Save:
         stage = self._stage
         # Copies that are kept, and those from devices, come in one batch.
         streams_or_proves = stage.streamed or stage.shapes_to_prove
-        apart = memory.kept or stage.copies is not None or streams_or_proves
+        in_one = memory.kept or stage.copies is not None or streams_or_proves
+        groups = [[*plan.blocks]] if in_one else plan.copy_groups()
         with collector_paused() if is_short(plan) and not stage.streamed else nullcontext():
-            for group in [None] if apart else plan.copy_groups():
-                if isinstance(group, SmallBlocks):
-                    stage.put_small(group, [sources[name] for name in group.names])
+            for group in groups:
+                names = group.names if isinstance(group, SmallBlocks) else group
+                if isinstance(group, SmallBlocks) and stage.put_small(
+                    group, [sources[name] for name in names]
+                ):
                     continue
                 kept = () if stage.streamed else memory.kept
-                for batch in read(plan, sources, memory.room, most=most, kept=kept, only=group):
+                for batch in read(plan, sources, memory.room, most=most, kept=kept, only=names):
                     stage.put(batch)
         self._copied = time.monotonic()
         self._stage.close()

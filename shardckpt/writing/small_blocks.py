@@ -9,10 +9,12 @@ sizes and of places in the buffer, and a save adds only the addresses.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain, compress, groupby
 from typing import TYPE_CHECKING
 
+from shardckpt import frameworks
 from shardckpt.io.buffers import round_up
+from shardckpt.io.copying import copy_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +23,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.format.structure import TensorRecord
+    from shardckpt.frameworks.base import Source
     from shardckpt.plan.blocks import Block
 
 _MOST_BYTES = 32 << 10
 """Most bytes of such a tensor: a larger one takes longer to copy than its array takes to make."""
 _LEAST_TENSORS = 64
-"""Least number of them, one after another, that is worth a list."""
+"""Fewest consecutive small tensors that are grouped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,37 @@ class SmallBlocks:
             self.blocks, self.begins, self.sizes, self.dtypes, strict=True
         ):
             yield block, memory[begin : begin + size].view(dtype).reshape(block.box.shape)
+
+    def copy(
+        self, sources: Sequence[Source], addresses: list[int], memory: NDArray[np.uint8]
+    ) -> None:
+        """Copy the elements of these tensors, with their `addresses_of`, to such a buffer."""
+        columns = [self.begins, addresses, self.sizes]
+        without = [i for i, address in enumerate(addresses) if not address]
+        if without:
+            copies = [*self.arrays(memory)]
+            views = frameworks.fetch([sources[i] for i in without])
+            for i, (elements,) in zip(without, views, strict=True):
+                copies[i][1][...] = elements.view(self.dtypes[i])
+            columns = [[*compress(column, addresses)] for column in columns]
+        copy_small(memory, *columns)
+
+
+def addresses_of(sources: Sequence[Source]) -> list[int] | None:
+    """The address of each tensor, 0 if its elements are not in order there.
+
+    None if some of them are fetched into memory of their own, which must not be copied again.
+    """
+    addresses = [source.address for source in sources]
+    return (
+        None
+        if any(
+            source.private or source.resident or source.staged_bytes
+            for source, address in zip(sources, addresses, strict=True)
+            if not address
+        )
+        else addresses
+    )
 
 
 def group_blocks(

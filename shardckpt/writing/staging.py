@@ -42,10 +42,11 @@ from shardckpt import frameworks
 from shardckpt.errors import BudgetError, CorruptionError
 from shardckpt.format.fingerprint import sums_of_run
 from shardckpt.io.buffers import BufferPool, round_up
-from shardckpt.io.copying import copy_all, copy_small
+from shardckpt.io.copying import copy_all
 from shardckpt.io.threads import InterruptibleCondition, map_on_threads
 from shardckpt.text import file_size
 from shardckpt.writing.replicas import checksum
+from shardckpt.writing.small_blocks import SmallBlocks, addresses_of
 from shardckpt.writing.state_share import is_array
 
 if TYPE_CHECKING:
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
     from shardckpt.io.buffers import Lease
     from shardckpt.plan.blocks import Block
     from shardckpt.writing.host import HostWriter, Portion
-    from shardckpt.writing.small_blocks import SmallBlocks
     from shardckpt.writing.state_share import BlockElements
 
     Proof: TypeAlias = Callable[[NDArray[np.generic]], bool] | RunSums
@@ -289,29 +289,22 @@ class Stage:
             copies.append((block, copy, elements))
         self._copy(copies)
 
-    def put_small(self, small: SmallBlocks, sources: Sequence[Source]) -> None:
-        """Copy small blocks of these tensors; the stage does not stream or prove."""
+    def put_small(self, small: SmallBlocks, sources: Sequence[Source]) -> bool:
+        """Copy small blocks of these tensors; the stage does not stream or prove.
+
+        False, and nothing is done, if some of them are fetched into memory of their own.
+        """
+        addresses = addresses_of(sources)
+        if addresses is None:
+            return False
         if self._filling is None:
             self._filling = _Part(self._free_memory())
         part = self._filling
         begin = part.used
         part.used += small.nbytes
-        assert part.used <= part.memory.nbytes
         part.small.append((len(part.blocks), small, begin))
-        memory = part.memory[begin : part.used].view(np.uint8)
-        addresses = [source.address for source in sources]
-        if all(addresses):
-            copy_small(memory, small.begins, addresses, small.sizes)
-            return
-        rows = [i for i, address in enumerate(addresses) if address]
-        copy_small(
-            memory,
-            *([column[i] for i in rows] for column in (small.begins, addresses, small.sizes)),
-        )
-        for source, (_, copy) in zip(sources, small.arrays(memory), strict=True):
-            if not source.address:
-                ((elements,),) = frameworks.fetch([source])
-                copy[...] = elements.view(copy.dtype)
+        small.copy(sources, addresses, part.memory[begin : part.used].view(np.uint8))
+        return True
 
     def _copy(self, copies: list[tuple[Block, NDArray[np.generic], Any]]) -> None:
         """Copy elements to the part that is being filled, or queue their copies."""

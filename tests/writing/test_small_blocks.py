@@ -64,6 +64,21 @@ def test_a_background_save_of_small_and_other_tensors_has_the_bytes_of_one_in_th
     assert checkpoints[1].verify().ok
 
 
+def test_small_tensors_that_are_fetched_into_more_memory_than_they_have_are_published(tmp_path):
+    # Views with a pending negation: a copy of float32 is made, and from it one of bfloat16.
+    state = {
+        f"{i:03d}": torch.imag(torch.full((5,), complex(1, i), dtype=torch.complex64).conj())
+        for i in range(100)
+    }
+    with shardckpt.Publisher(tmp_path, dtype="bfloat16", proof=False) as publisher:
+        publisher.publish(1, state)
+    (step,) = [one for one in tmp_path.iterdir() if one.name.isdigit()]
+    checkpoint = shardckpt.open(step)
+    assert [checkpoint.read(f"{i:03d}").tolist() for i in range(100)] == [
+        [float(-i)] * 5 for i in range(100)
+    ]
+
+
 def test_the_chunks_of_a_background_save_are_in_the_order_of_the_tensors(tmp_path):
     sizes = [10] * 100 + [300_000] + [10] * 100
     state = {f"{i:03d}": torch.full((n,), i + 1) for i, n in enumerate(sizes)}
