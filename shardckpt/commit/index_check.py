@@ -65,13 +65,13 @@ class IndexCheck:
         self._groups = parent_groups(pieces)
         self._table = table
         self._only: dict[str, int] = {}
-        """The rows of the only chunks of arrays, by their keys; -1: the table lacks it."""
+        """Key of the chunk → table row, for arrays of one chunk; -1: the table lacks it."""
 
     def packed(self, lanes: Sequence[str]) -> Iterator[Fault]:
         """Faults of the merged index and the lanes' own indexes, from which it can be rebuilt."""
         alone = [piece for piece in self._pieces.values() if piece.num_chunks == 1]
         number = np.arange(len(alone))
-        rows = self._table.find([piece.path for piece in alone], number, 0 * number)
+        rows = self._table.find([piece.path for piece in alone], number, np.zeros_like(number))
         self._only = {
             chunk_object_key(piece, 0): row for piece, row in zip(alone, rows.tolist(), strict=True)
         }

@@ -243,7 +243,7 @@ def _add_run_sums(sums: Sums, where: NDArray[np.int64], crcs: Sums) -> None:
 
 
 def _run_sums(shape: list[int], start: list[int], elements: NDArray[Any]) -> Iterator[RunSums]:
-    """The sums of a box's runs: each follows one another in the tensor, and is within one block."""
+    """Sums of the box's runs, each contiguous in the tensor and within one block."""
     itemsize = elements.itemsize
     # A row is what is contiguous in the tensor: the dimensions after the last one of which the box
     # has a part, and that one.

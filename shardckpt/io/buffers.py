@@ -297,7 +297,7 @@ class BufferPool:
 
 
 class Arena:
-    """Cuts arrays from blocks; used by one thread."""
+    """Cuts arrays from blocks; for one thread at a time."""
 
     def __init__(self) -> None:
         """Nothing is allocated yet."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -39,7 +38,6 @@ from shardckpt.io import extension
 from shardckpt.io.buffers import round_up
 from shardckpt.io.datafile import BlocksOut
 from shardckpt.layout.dtypes import with_plain_bools
-from shardckpt.plan.pieces import grid_shape
 from shardckpt.writing.packed import PackedWriter
 
 if TYPE_CHECKING:
@@ -86,7 +84,7 @@ class Encoder:
     ) -> None:
         """Write with `writer`, as its thread of this number.
 
-        All elements are kept in `kept`.
+        All elements are kept in `kept`, and their sums added to `sums`.
         """
         self.sums = sums
         self.changed_bytes = 0
@@ -196,13 +194,13 @@ class Encoder:
                 parts = chunks_in_place(elements, chunks)
             if not parts:
                 # Rows begin at aligned addresses, which are compared faster.
-                rows = self._lay_out_rows(elements, chunks, size, round_up(size))
+                rows = self._lay_out_rows(elements, chunks, len(keys), size, round_up(size))
                 parts = [*rows[:, :-CHECKSUM_BYTES]]
             stored, changed = self._kept.differences(keys, paths, parts, elements[0].itemsize)
             data, lengths, crcs = with_checksums(stored)
             self.changed_bytes += changed
         else:
-            rows = self._lay_out_rows(elements, chunks, size, size)
+            rows = self._lay_out_rows(elements, chunks, len(keys), size, size)
             if self._kept is not None:
                 self._kept.keep(keys, rows[:, :-CHECKSUM_BYTES])
             data, lengths, crcs = close(rows, self._compression)
@@ -210,13 +208,13 @@ class Encoder:
         return crcs
 
     def _lay_out_rows(
-        self, elements: list[Array], chunks: tuple[int, ...], size: int, stride: int
+        self, elements: list[Array], chunks: tuple[int, ...], count: int, size: int, stride: int
     ) -> NDArray[np.uint8]:
-        """(chunks, size) chunks in their stored form.
+        """(count, size) chunks in their stored form.
 
         Rows begin every `stride` bytes; their last 4 bytes are room for the checksum.
         """
-        nbytes = len(elements) * prod(grid_shape(elements[0].shape, chunks)) * stride
+        nbytes = count * stride
         memory = self._writer.room(nbytes) if self._compression is None else None
         if memory is None:
             if self._room.nbytes < nbytes:

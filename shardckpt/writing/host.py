@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -243,15 +244,12 @@ class HostWriter:
         A box has at most `at_a_time` bytes with its padding, or is one chunk.
         """
         nbytes = sum([elements.nbytes for _, elements in blocks])
-        groups: dict[bool, Sequence[tuple[Block, Array]]] = {False: blocks}
-        if self._summed:
-            others: list[tuple[Block, Array]] = []
-            known: list[tuple[Block, Array]] = []
-            for pair in blocks:
-                key = pair[0].piece.path, pair[0].box.start
-                (known if key in self._summed else others).append(pair)
-            groups = {False: others, True: known}
-        for summed, group in groups.items():
+
+        def is_summed(pair: tuple[Block, Array]) -> bool:
+            block, _ = pair
+            return bool(self._summed) and (block.piece.path, block.box.start) in self._summed
+
+        for summed, group in groupby(blocks, is_summed):
             parts = _cut_elements(group, at_a_time)
             yield from self.portions(parts, at_a_time, nbytes, written, summed=summed)
 
@@ -433,7 +431,7 @@ def _bytes_of_chunks(block: Elements) -> int:
     return max(nbytes, _LEAST_BYTES)
 
 
-def _cut_elements(blocks: Sequence[tuple[Block, Array]], most: int) -> Iterator[Elements]:
+def _cut_elements(blocks: Iterable[tuple[Block, Array]], most: int) -> Iterator[Elements]:
     """The parts of blocks, see `plan.blocks.parts_of`: the array, the box, and the elements.
 
     Those of small blocks are not indexed.
