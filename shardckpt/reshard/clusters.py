@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from shardckpt._version import __version__
 from shardckpt.errors import CoordinationError, MissingExtraError, OptionError
+from shardckpt.io.failures import causes
 from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
@@ -137,11 +138,8 @@ class ClusterExecutor(Executor, ABC):
 
     def _explain(self, error: BaseException) -> BaseException:
         """The error to raise: the task's own, or one that explains to a user how to proceed."""
-        cause: BaseException | None = error
-        while cause is not None:
-            if "No module named 'shardckpt" in str(cause):
-                return self.absent()
-            cause = cause.__cause__
+        if any("No module named 'shardckpt" in str(cause) for cause in causes(error)):
+            return self.absent()
         return self.translate(error)
 
 

@@ -19,6 +19,7 @@ from paths import CHILDREN
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
+from shardckpt.reshard.clusters import ClusterExecutor
 
 CHILD = CHILDREN / "reshard_job.py"
 JOB = {"mesh": "x=3", "rules": ["*=(None,x)"], "task_bytes": 256 << 10, "memory_limit": "64MiB"}
@@ -289,6 +290,23 @@ def lose(cluster, node):
     """A machine with all its processes."""
     for pid in [cluster.nodes[node], *children(cluster.nodes[node])]:
         os.kill(pid, signal.SIGKILL)
+
+
+def test_an_error_that_is_its_own_cause_fails_the_call():
+    class Cluster(ClusterExecutor):
+        def start(self, fn, args, kwargs):
+            error = ValueError("refused")
+            error.__cause__ = error
+            raise error
+
+        def count(self):
+            return 1
+
+        def translate(self, error):
+            return error
+
+    with pytest.raises(ValueError, match="refused"):
+        Cluster("dask://auto").submit(print).result()
 
 
 @pytest.mark.parametrize(
