@@ -120,7 +120,7 @@ class IndexCheck:
                 if not _same_json(self._attempt.read(key), document):
                     yield key, "the zarr document differs from the saved one"
             except ShardckptError as e:
-                raise_unless_damage(e, self._attempt.exists)
+                raise_unless_damage(e, self._attempt.read_versioned)
                 yield key, str(e)
 
     def _database(
@@ -158,7 +158,7 @@ class IndexCheck:
                 for fault in self._find_misplaced(chunks):
                     yield prefix + index.MANIFEST, fault
         except ShardckptError as e:
-            raise_unless_damage(e, self._attempt.exists)
+            raise_unless_damage(e, self._attempt.read_versioned)
             yield prefix + index.MANIFEST, str(e)
             return None
         for key in others:

@@ -206,7 +206,7 @@ class ForeignSource(Checkpoint):
                 try:
                     run.check_all()
                 except ShardckptError as e:
-                    raise_unless_damage(e, Store.open(self.location).exists)
+                    raise_unless_damage(e, Store.open(self.location).read_versioned)
                     damage.append(Damage(tensor.name, piece.box, str(run.span.file), str(e)))
         return compared, damage
 

@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING
 # Saves in the background need it, and it cannot be imported during the shutdown.
 import shardckpt.io.shutdown
 import shardckpt.io.streams  # noqa: F401  (guards the logger)
-from shardckpt.errors import CommitError, CoordinationError, ShardckptError, StorageError
+from shardckpt.errors import (
+    CommitError,
+    CoordinationError,
+    CorruptionError,
+    FormatError,
+    NotFoundError,
+    ShardckptError,
+    StorageError,
+)
 from shardckpt.io.threads import prompt_turns
 from shardckpt.text import clip
 
@@ -32,15 +40,11 @@ if TYPE_CHECKING:
 _LONGEST = 900
 """Most characters of a place, and of a storage's own text, in a message: a forged record may name a
 file of any length."""
-_DENIED = (
-    "permission denied",
-    "permission_denied",
-    "read-only file system",
-    "forbidden",
-    "accessdenied",
-)
-"""Parts of storages' messages about missing permissions, in lower case."""
-
+_DENIED = ("PERMISSION_DENIED", "Forbidden")
+"""Starts of messages about missing permissions, of clients that raise no PermissionError for them:
+TensorStore, gcsfs."""
+_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors of the system that say that this process, or all, have too many files or no memory."""
 _FULL = "no space left"
 _ADVICE = {
     "has no locks": (
@@ -173,49 +177,24 @@ def _lacks_inodes(place: str | bytes | int) -> bool:
     return False
 
 
-class UnansweredError(OSError):
-    """A service did not answer, or failed at each attempt of a request."""
-
-
-_UNREADABLE = frozenset(
-    (
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOMEM,
-        errno.ETIMEDOUT,
-        errno.ENOTCONN,
-        errno.ESTALE,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETUNREACH,
-    )
-)
-"""Errors of the system that say nothing about a file's data, also those of a network mount."""
-
-
-def raise_unless_damage(error: ShardckptError, ask: Callable[[str], object]) -> None:
+def raise_unless_damage(error: ShardckptError, read: Callable[[str], object]) -> None:
     """Raise an error of a verification again, unless it says that data is damaged or missing.
 
-    Nothing is known of the data if this user may not read it, this process has too little memory or
-    too few files, or the storage does not answer. If it fails for this object alone, and answers
-    otherwise, the object counts as damaged.
+    Nothing is known of the data if this user may not read it, this process lacks files or memory,
+    or the storage does not answer. If it fails for this object alone, and answers otherwise, the
+    object counts as damaged.
 
     Args:
         error: an error of reading.
-        ask: asks that storage for any object, as `Store.exists`.
+        read: reads an object of the storage that failed, as `Store.read_versioned`.
     """
-    reasons = [*causes(error)]
-    if any(
-        isinstance(one, PermissionError | ConnectionError)
-        or (isinstance(one, OSError) and one.errno in _UNREADABLE)
-        for one in reasons
-    ):
-        raise error
-    if any(isinstance(one, UnansweredError) for one in reasons):
-        try:
-            ask("answers")  # or not: any answer will do
-        except StorageError:
-            raise error from None
+    if isinstance(error, CorruptionError | FormatError | NotFoundError):
+        return
+    if isinstance(error, StorageError) and not (is_denied(error) or _has_number(error, *_LACKING)):
+        with suppress(StorageError):
+            read("shardckpt-answers")  # no such object is an answer, too
+            return
+    raise error
 
 
 def causes(error: BaseException | None, *, implicit: bool = False) -> Iterator[BaseException]:
@@ -232,16 +211,19 @@ def causes(error: BaseException | None, *, implicit: bool = False) -> Iterator[B
 
 def is_denied(error: StorageError) -> bool:
     """Whether the storage refused an operation for lack of permission: a retry is useless."""
-    text = str(error.__cause__ or error).lower()
-    return any(part in text for part in _DENIED)
+    return _has_number(error, errno.EROFS) or any(
+        isinstance(one, PermissionError) or str(one).startswith(_DENIED) for one in causes(error)
+    )
 
 
 def is_full(error: StorageError) -> bool:
     """Whether a disk has no room for what was written, or this user has used up the quota."""
-    return any(
-        isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT)
-        for one in causes(error)
-    )
+    return _has_number(error, errno.ENOSPC, errno.EDQUOT)
+
+
+def _has_number(error: StorageError, *numbers: int) -> bool:
+    """Whether an error of the system with one of these numbers is among the causes."""
+    return any(isinstance(one, OSError) and one.errno in numbers for one in causes(error))
 
 
 # --- threads

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardckpt.commit.base_places import base_location
 from shardckpt.commit.index_check import IndexCheck
 from shardckpt.commit.publish import RECORD
 from shardckpt.commit.table_reading import merge_tables, read_host_files, read_table
@@ -32,6 +33,7 @@ from shardckpt.format.documents import envelope_digest, format_version
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
 from shardckpt.format.zarr_arrays import document_encoder
 from shardckpt.io.failures import raise_unless_damage
+from shardckpt.io.store import Store
 from shardckpt.io.threads import collector_paused, lasts_seconds
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.pieces import batches
@@ -48,7 +50,6 @@ if TYPE_CHECKING:
     from shardckpt.format.documents import FileReference
     from shardckpt.format.structure import TensorRecord
     from shardckpt.format.table import Table
-    from shardckpt.io.store import Store
 
     Progress = Callable[[int, int, int], None]
     """Called with chunks checked so far and in all, and bytes of chunks that were read."""
@@ -221,14 +222,14 @@ class _Verification:
         readers = [own] if based is own else [own, based]
         begin = 0
         for base, of_base in held.items():
-            reader, place = (own, self.record.attempt) if base is None else (based, base.url)
+            reader = own if base is None else based
             for tensors in batches(of_base, lambda _tensor: (1,), (_GROUP_TENSORS,)):
-                for done in self._check(reader, place, tensors, begin):
+                for done in self._check(reader, base, tensors, begin):
                     yield done, sum(one.stats.bytes_read for one in readers)
                 begin += sum(t.num_chunks for t in tensors)
 
     def _check(
-        self, reader: ChunkReader, place: str, tensors: Sequence[TensorRecord], begin: int
+        self, reader: ChunkReader, base: Base | None, tensors: Sequence[TensorRecord], begin: int
     ) -> Iterator[int]:
         """Compare the chunks of tensors that one checkpoint holds, in groups.
 
@@ -238,13 +239,14 @@ class _Verification:
 
         Args:
             reader: reads them.
-            place: the checkpoint, for the names of files.
+            base: the checkpoint; None: this one.
             tensors: the tensors.
             begin: number of chunks before theirs.
         """
         end = begin + sum(t.num_chunks for t in tensors)
         if end <= self.after:
             return
+        place = self.record.attempt if base is None else base.url
 
         def damaged(name: str, box: Box, file: str, error: ShardckptError) -> None:
             self._report(Damage(name, box, f"{place}/{file}", str(error)))
@@ -256,17 +258,21 @@ class _Verification:
                 reader, requests, damaged, after=max(0, self.after - begin), most=self.group_bytes
             )
         except ShardckptError as e:
-            raise_unless_damage(e, self.place.exists)
+            raise_unless_damage(e, lambda key: self._store_of(base).read_versioned(key))
             if len(tensors) == 1:
                 self._report(Damage(tensors[0].name, Box.full(tensors[0].shape), place, str(e)))
                 yield end
                 return
             for tensor in tensors:  # perhaps only some of them
-                yield from self._check(reader, place, [tensor], begin)
+                yield from self._check(reader, base, [tensor], begin)
                 begin += tensor.num_chunks
             return
         for done in groups:
             yield begin + done
+
+    def _store_of(self, base: Base | None) -> Store:
+        """The place of a base; None: of this checkpoint."""
+        return self.store if base is None else Store.open(base_location(self.store.location, base))
 
     def _record(self) -> tuple[int, int] | None:
         """Compare the current commit record with the opened one; return its format version.
@@ -285,7 +291,7 @@ class _Verification:
                 )
             return format_version(data, RECORD)
         except ShardckptError as e:
-            raise_unless_damage(e, self.place.exists)
+            raise_unless_damage(e, self.place.read_versioned)
             self._damaged_record(str(e))
             return None
 
@@ -300,7 +306,7 @@ class _Verification:
         try:
             table = read_table(self.place, self.record.table)
         except ShardckptError as e:
-            raise_unless_damage(e, self.place.exists)
+            raise_unless_damage(e, self.place.read_versioned)
             self._damaged_file(self.record.table.key, e)
             return own
         for path in _moved_arrays(own.table, table):
@@ -368,7 +374,7 @@ class _Verification:
         try:
             yield
         except ShardckptError as e:
-            raise_unless_damage(e, self.place.exists)
+            raise_unless_damage(e, self.place.read_versioned)
             self._damaged_file(file, e)
 
     def _report(self, damage: Damage) -> None:
@@ -400,7 +406,7 @@ def longer_files(reader: ChunkReader) -> Iterator[tuple[str, ShardckptError]]:
                     ),
                 )
         except StorageError as e:
-            raise_unless_damage(e, place.exists)
+            raise_unless_damage(e, place.read_versioned)
             yield file, e
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardckpt
 from shardckpt.convert.foreign import (
     ROWS_BYTES,
     ForeignPart,
@@ -13,7 +16,8 @@ from shardckpt.convert.foreign import (
     row_chunks,
     structure_of,
 )
-from shardckpt.errors import FormatError
+from shardckpt.errors import BudgetError, FormatError
+from shardckpt.io import foreign_arrays
 from shardckpt.layout.dtypes import by_name
 from shardckpt.state import alias_map
 
@@ -57,3 +61,11 @@ def test_parts_that_do_not_make_a_tensor_are_refused_by_name() -> None:
     half = ForeignTensor((4, 6), F32, (ForeignPart((0, 0), (4, 3), (4, 3)),))
     with pytest.raises(FormatError, match=r"the file: 'b/w': .*\(4, 6\).* 12 elements of 24"):
         structure_of({"b": {"w": half}}, "the file")
+
+
+def test_verify_does_not_report_a_chunk_as_damaged_because_memory_is_short(tmp_path, monkeypatch):
+    zarr.open_group(tmp_path, mode="w").create_array("a", data=np.arange(8.0))
+    monkeypatch.setattr(foreign_arrays, "_LARGE", 0)
+    monkeypatch.setattr(foreign_arrays, "free_memory", lambda: 1)
+    with pytest.raises(BudgetError, match="memory are free"):
+        shardckpt.open(tmp_path).verify()

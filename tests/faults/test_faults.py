@@ -15,6 +15,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+import zarr
 from fault_saver import save_value
 from faults import NOT_LISTINGS, TORTURE, TRANSIENT, Rule, make_state, patience_of, random_rules
 from paths import CHILDREN
@@ -22,6 +23,7 @@ from placeholders import put_placeholder
 
 import shardckpt
 from shardckpt.errors import CorruptionError, NotFoundError, StorageError
+from shardckpt.io.store import Store
 
 pytestmark = pytest.mark.slow
 
@@ -235,12 +237,18 @@ KEYS = [
 
 
 @ON_ONE_STORE
-@pytest.mark.parametrize("key", KEYS)
-def test_verify_reports_an_object_that_the_bucket_always_fails_for_as_damaged(cloud, key):
+@pytest.mark.parametrize(
+    ("key", "fault", "layout"),
+    [(key, "status", "packed") for key in KEYS]
+    + [("hosts/00000/0/d/00001", "reset", "packed"), ("w/c/0/0", "status", "zarr")],
+)
+def test_verify_reports_an_object_that_the_bucket_always_fails_for_as_damaged(
+    cloud, key, fault, layout
+):
     url = cloud.place()
-    shardckpt.save(url, STATE)
+    shardckpt.save(url, STATE, options=shardckpt.SaveOptions(layout=layout))
     checkpoint = shardckpt.open(url)
-    fails = Rule("status", kinds=("read", "stat"), objects=f"*/{key}", times=None)
+    fails = Rule(fault, kinds=("read", "stat"), objects=f"*/{key}", times=None)
     with cloud.breaking(fails):
         report = checkpoint.verify()
     assert {key in damage.file or key in damage.reason for damage in report.damage} == {True}
@@ -269,6 +277,37 @@ def test_verify_of_a_bucket_that_does_not_answer_or_denies_permission_ends_with_
     with cloud.breaking(rule), pytest.raises(StorageError, match=why):
         checkpoint.verify()
     assert checkpoint.verify().ok
+
+
+@ON_ONE_STORE
+@pytest.mark.parametrize(
+    "objects", [["*"], ["*/d/*", "*/shardckpt-answers"]], ids=["all", "after opening"]
+)
+def test_verify_ends_with_an_error_if_the_bucket_of_a_base_does_not_answer(cloud, objects):
+    base, url = cloud.place(), cloud.place()
+    shardckpt.save(base, STATE)
+    shardckpt.save(url, STATE, options=shardckpt.SaveOptions(base=base), skip="w")
+    checkpoint = shardckpt.open(url)
+    bucket = base.split("/")[2]
+    rules = [Rule("status", objects=f"{bucket}/{pattern}", times=None) for pattern in objects]
+    with cloud.breaking(*rules), pytest.raises(StorageError, match="attempts failed"):
+        checkpoint.verify()
+    assert checkpoint.verify().ok
+
+
+@ON_ONE_STORE
+def test_verify_of_another_format_in_a_bucket_that_does_not_answer_ends_with_an_error(
+    cloud, tmp_path
+):
+    zarr.open_group(tmp_path, mode="w").create_array("a", data=STATE["w"])
+    url = cloud.place()
+    for file in (f for f in tmp_path.rglob("*") if f.is_file()):
+        Store.open(url).write(file.relative_to(tmp_path).as_posix(), file.read_bytes())
+    checkpoint = shardckpt.open(url)
+    outage = Rule("status", kinds=("read", "stat"), times=None)
+    with cloud.breaking(outage), pytest.raises(StorageError, match="a/c/"):
+        checkpoint.verify()
+    assert checkpoint.verify().complete
 
 
 @ON_ONE_STORE

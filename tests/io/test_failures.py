@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +14,22 @@ import pytest
 from interrupting import interrupted
 
 import shardckpt
-from shardckpt.errors import CorruptionError, StorageError
-from shardckpt.io.failures import is_shutting_down, storage_errors
+from shardckpt.errors import (
+    BudgetError,
+    CoordinationError,
+    CorruptionError,
+    FormatError,
+    MissingDataError,
+    MissingExtraError,
+    NotFoundError,
+    StorageError,
+)
+from shardckpt.io.failures import (
+    is_denied,
+    is_shutting_down,
+    raise_unless_damage,
+    storage_errors,
+)
 
 
 def message(error, place="/data/c"):
@@ -54,6 +69,65 @@ def test_an_answer_without_a_field_says_so():
         "cannot write s3://bucket/c: the storage's answer lacks 'ContentLength'; its service "
         "does not follow the protocol; check the endpoint."
     )
+
+
+def caused(cause, kind=StorageError):
+    error = kind("cannot read it")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("cause", "denied"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), True),
+        (OSError(errno.EROFS, "Read-only file system", "/x"), True),
+        (ValueError("PERMISSION_DENIED: Error reading gs://b/x"), True),
+        (caused(PermissionError("403 Forbidden")), True),
+        (OSError("Forbidden: https://storage.example/b/x"), True),
+        (ValueError('UNAVAILABLE: Error reading "gs://b/forbidden/x"'), False),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), False),
+    ],
+)
+def test_a_lack_of_permission_is_recognised_whatever_client_says_so(cause, denied):
+    error = caused(cause)
+    assert is_denied(error) == denied
+    with pytest.raises(StorageError) if denied else nullcontext():
+        raise_unless_damage(error, lambda _key: None)
+
+
+def refuse(_key):
+    raise StorageError("no answer")
+
+
+@pytest.mark.parametrize("kind", [CorruptionError, MissingDataError, FormatError, NotFoundError])
+def test_missing_and_wrong_bytes_are_damage_and_nothing_is_asked(kind):
+    raise_unless_damage(caused(PermissionError(), kind), refuse)
+
+
+@pytest.mark.parametrize("cause", [ConnectionResetError(), TimeoutError(), ValueError("UNKNOWN")])
+def test_an_error_of_any_client_is_damage_only_if_the_storage_answers(cause):
+    error = caused(cause)
+    raise_unless_damage(error, lambda _key: None)
+    with pytest.raises(StorageError) as raised:
+        raise_unless_damage(error, refuse)
+    assert raised.value is error
+    assert error.__cause__ is cause, "the reason stays"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BudgetError("no memory"),
+        MissingExtraError("a package is not installed"),
+        CoordinationError("forked"),
+        caused(OSError(errno.EMFILE, "Too many open files")),
+    ],
+)
+def test_an_error_of_this_process_is_no_damage(error):
+    with pytest.raises(type(error)) as raised:
+        raise_unless_damage(error, lambda _key: None)
+    assert raised.value is error
 
 
 @pytest.fixture

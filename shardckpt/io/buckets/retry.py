@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 import tensorstore as ts
 
 from shardckpt.io.buckets import cloud
-from shardckpt.io.failures import UnansweredError, causes
+from shardckpt.io.failures import causes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +94,7 @@ class Retry:
             service: the service, for messages; `note_answer` knows it by this name.
 
         Raises:
-            UnansweredError: it failed with a temporary error, and no attempts or no time are left.
+            OSError: it failed with a temporary error, and no attempts or no time are left.
             Exception: an error of `once` that is not temporary.
         """
         global _retries  # noqa: PLW0603  (of this process)
@@ -109,12 +109,10 @@ class Retry:
                     raise
                 seconds, why = time.monotonic() - began, _reason(e)
                 if pause is None or seconds >= longest:
-                    raise UnansweredError(
-                        f"{made + 1} attempts failed, the last one because {why}"
-                    ) from e
+                    raise OSError(f"{made + 1} attempts failed, the last one because {why}") from e
                 new = service not in _answered and _unreachable(e) is not None
                 if new and seconds + pause > _FIRST_SECONDS:
-                    raise UnansweredError(
+                    raise OSError(
                         f"{why}, and nothing there has answered this process before"
                     ) from e
                 if seconds + pause > _SAY_SECONDS and service not in _failing:
@@ -126,7 +124,7 @@ class Retry:
                         _FIRST_SECONDS if new else longest,
                     )
                 if self._given_up.wait(pause * random.uniform(0.5, 1)):  # noqa: S311  (to spread, not to hide)
-                    raise UnansweredError(f"retries were given up because {why}") from e
+                    raise OSError(f"retries were given up because {why}") from e
                 with _counting:
                     _retries += 1
         raise AssertionError("unreachable: the last try returns or raises")

@@ -69,25 +69,17 @@ def check(
         )
 
     def check_task(task: ReadTask) -> None:
+        read = task.source.place.read_versioned
         try:
-            reader.read_task(task)
+            _compare(reader, task)
         except ShardckptError as e:
-            raise_unless_damage(e, reader.source.place.exists)
+            raise_unless_damage(e, read)
             for one in task.alone():
                 try:
-                    reader.read_task(one)
+                    _compare(reader, one)
                 except ShardckptError as e:
-                    raise_unless_damage(e, reader.source.place.exists)
+                    raise_unless_damage(e, read)
                     report(one.chunks, one.begin, e)
-        # A chunk that is an object of its own is a task of its own.
-        chunks, row = task.chunks, task.begin
-        place = task.source.place
-        if chunks.is_own_object(row) and place.is_longer(task.file, chunks.stop(row)):
-            longer = (
-                f"{chunks.requested.where(row)}: {place}/{task.file} is longer than what was "
-                "written."
-            )
-            report(chunks, row, CorruptionError(longer))
 
     def check_groups(groups: Iterator[tuple[int, Located]]) -> Iterator[int]:
         for done, chunks in groups:
@@ -101,6 +93,16 @@ def check(
     return check_groups(
         _every(finder, reader.source.resolve(requests), damaged, after=after, most=most)
     )
+
+
+def _compare(reader: ChunkReader, task: ReadTask) -> None:
+    """Read a task, and compare the length of a chunk that is an object, and a task, of its own."""
+    reader.read_task(task)
+    chunks, row, place = task.chunks, task.begin, task.source.place
+    if chunks.is_own_object(row) and place.is_longer(task.file, chunks.stop(row)):
+        raise CorruptionError(
+            f"{chunks.requested.where(row)}: {place}/{task.file} is longer than what was written."
+        )
 
 
 _ONLY, _ONLY_POSITION = range(1), np.zeros(1, np.int64)

@@ -75,7 +75,7 @@ def _read(
     try:
         read_blocks(reader, batch, "a")
     except ShardckptError as e:
-        raise_unless_damage(e, reader.source.place.exists)
+        raise_unless_damage(e, reader.source.place.read_versioned)
         if len(batch) == 1:
             report.damage.append(Damage(batch[0].pair.name, batch[0].box, where, str(e)))
             return
