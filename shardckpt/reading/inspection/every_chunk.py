@@ -160,7 +160,7 @@ def _every(
             ranges(), lambda one: (one.nbytes, len(one.held)), (most, MOST_CHUNKS)
         ):
             for stretch in group:
-                if stretch.chunks is _ONLY:
+                if len(stretch.held) == stretch.chunks.stop - stretch.chunks.start:
                     continue
                 array, left = stretch.array, left if array is stretch.array else MOST_REPORTED
                 left -= _report_missing(finder, stretch, left, damaged)
@@ -183,8 +183,6 @@ def _report_missing(finder: ChunkFinder, stretch: _Range, most: int, damaged: Da
     """
     request, piece, chunks = stretch.array.request, stretch.array.piece, stretch.chunks
     missing = chunks.stop - chunks.start - len(stretch.held)
-    if not missing:
-        return 0
     # The first missing chunks lie within this range, even if the rest of the grid is missing
     # too.
     positions = np.arange(chunks.start, min(chunks.stop, chunks.start + len(stretch.held) + most))
