@@ -161,7 +161,8 @@ class HostWriter:
             self._writer = PlainWriter(
                 place,
                 in_flight_bytes=memory_limit,
-                drafts=None if run is None else f"{self.folder}/drafts",
+                drafts=f"{self.folder}/drafts",
+                shared=run is not None,
             )
         self._sums = None if summed is None else StateSums(summed)
         """Sums of the blocks of `add_sums`."""

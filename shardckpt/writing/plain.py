@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import CommitError, ShardckptError
+from shardckpt.errors import CommitError, ShardckptError, StorageError
 from shardckpt.format.zarr_arrays import plain_key
 from shardckpt.io.datafile import BlocksOut, DataFile, create_data_file
 from shardckpt.io.store import Store, byte_view
@@ -50,7 +50,8 @@ class PlainWriter:
         store: Store,
         *,
         in_flight_bytes: int = 64 << 20,
-        drafts: str | None = None,
+        drafts: str = "drafts",
+        shared: bool = False,
         place: Callable[[str], str] = plain_key,
     ) -> None:
         """Write below `store`, the attempt; nothing is created before the first chunk.
@@ -59,12 +60,17 @@ class PlainWriter:
             store: the attempt's place.
             in_flight_bytes: see the module's docstring; a larger chunk is sent alone.
             drafts: directory, relative to the attempt, where chunks are written on a local disk
-                before they replace any file of their names; None: no such file may exist.
+                before they replace any file of their names.
+            shared: other writers may have written the same chunks, so every chunk goes to `drafts`
+                first. Otherwise only a chunk does whose file another process of the job has
+                written: the committer refuses both, and says why.
             place: the object of each key, relative to `store`.
         """
         self._store = store
         self._limit = in_flight_bytes
         self._drafts = drafts
+        self._shared = shared
+        self._drafted = shared
         self._place = place
         self._log = ExtentLog()
         self._most_open = most_open()
@@ -103,8 +109,7 @@ class PlainWriter:
             self._in_flight + chunk.nbytes > self._limit or len(self._waiting) >= self._most_open
         ):
             self._settle_one()
-        draft = None if self._drafts is None else f"{self._drafts}/{len(self._log)}"
-        file = create_data_file(self._store, self._place(key), draft=draft)
+        file = self._create(self._place(key))
         try:
             file.append(chunk)
             file.seal()
@@ -114,6 +119,22 @@ class PlainWriter:
         self._waiting.append((self._pool.submit(file.wait), file, chunk.nbytes))
         self._in_flight += chunk.nbytes
         self._failed = False
+
+    def _create(self, name: str) -> DataFile:
+        if not self._shared:
+            try:
+                return create_data_file(self._store, name)
+            except StorageError as e:
+                if not isinstance(e.__cause__, (FileExistsError, NotADirectoryError)):
+                    raise
+                path = self._store.local_path(name)
+                if path is None or not path.is_file():
+                    raise CommitError(
+                        f"{self._store}: another process has written chunks of other dimensions "
+                        f"where {name} belongs; give tensors that differ names of their own."
+                    ) from e
+        self._drafted = True
+        return create_data_file(self._store, name, draft=f"{self._drafts}/{len(self._log)}")
 
     def finish(self) -> Extents:
         """Wait until everything is durable.
@@ -148,7 +169,7 @@ class PlainWriter:
             self._remove_drafts()
 
     def _remove_drafts(self) -> None:
-        if self._drafts is not None:
+        if self._drafted:
             self._store.delete_prefix(f"{self._drafts}/")
 
     def _begin(self) -> None:

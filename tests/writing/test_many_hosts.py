@@ -171,20 +171,26 @@ def failing(job, url, states, options=None):
     return answers[0]["message"]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_large_plain_tensor_that_a_process_lacks_is_an_error_with_its_name_and_the_option(
-    tmp_path, job
+    tmp_path, job, layout
 ):
-    message = failing(job, tmp_path / "c", [{"w": array(1)}, {}, {"w": array(1)}])
+    states = [{"w": array(1)}, {}, {"w": array(1)}]
+    message = failing(job, tmp_path / "c", states, {"layout": layout})
     assert "'w'" in message
     assert "'w' is missing from process 1" in message
     assert "host_tensors='local'" in message
 
 
-def test_where_a_process_lacks_one_plain_tensor_that_one_is_named_whichever_has_gaps(tmp_path, job):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_where_a_process_lacks_one_plain_tensor_that_one_is_named_whichever_has_gaps(
+    tmp_path, job, layout
+):
     """Process 0 deals out "w" alone, the others "w" and "y": their shares of "w" do not fit."""
     for i, lacking in enumerate((0, 1, 2)):
         states = [{"w": array(1), **({} if p == lacking else {"y": array(2)})} for p in range(3)]
-        assert f"'y' is missing from process {lacking}" in failing(job, tmp_path / str(i), states)
+        message = failing(job, tmp_path / str(i), states, {"layout": layout})
+        assert f"'y' is missing from process {lacking}" in message
 
 
 def test_unequal_small_leaves_are_an_error_with_their_name_and_the_processes(tmp_path, job):
@@ -218,19 +224,32 @@ def test_unequal_small_plain_tensors_are_an_error_with_their_name_and_the_proces
     assert "on process 0 than on process 1" in message
 
 
-def test_one_tensor_with_two_shapes_is_an_error(tmp_path, job):
-    message = failing(
-        job, tmp_path / "c", [{"w": array(1, [200, 300])}, {"w": array(1, [300, 200])}]
-    )
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_tensor_with_two_shapes_is_an_error(tmp_path, job, layout):
+    states = [{"w": array(1, [200, 300])}, {"w": array(1, [300, 200])}]
+    message = failing(job, tmp_path / "c", states, {"layout": layout})
     assert "'w': its shape is (200, 300) on process 0 and (300, 200) on process 1" in message
 
 
-def test_two_processes_with_local_tensors_of_one_name_are_an_error_with_the_name(tmp_path, job):
-    message = failing(
-        job, tmp_path / "c", [{"w": array(1)}, {"w": array(2)}], {"host_tensors": "local"}
-    )
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_processes_with_local_tensors_of_one_name_are_an_error_with_the_name(
+    tmp_path, job, layout
+):
+    options = {"host_tensors": "local", "layout": layout}
+    message = failing(job, tmp_path / "c", [{"w": array(1)}, {"w": array(2)}], options)
     assert "more than one host wrote the same chunks of 'w'" in message
     assert "missing" not in message
+
+
+def test_two_processes_with_one_name_for_other_dimensions_are_an_error_in_layout_zarr(
+    tmp_path, job
+):
+    options = {"host_tensors": "local", "layout": "zarr"}
+    states = [{"w": array(1, [300, 200])}, {"w": array(1, [60_000])}]
+    for i, pair in enumerate((states, states[::-1])):
+        answers = job.run("save_different", 2, tmp_path / str(i), pair, options)
+        assert {answer["error"] for answer in answers} == {"CommitError"}
+        assert "give tensors that differ names of their own" in answers[0]["message"]
 
 
 def test_options_that_differ_are_an_error(tmp_path, job):
