@@ -24,7 +24,7 @@ from shardckpt.serve.health import damaged_checkpoints
 from shardckpt.serve.jobs import endpoints as jobs
 from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.jobs.rows import STATES
-from shardckpt.serve.openapi import Endpoint, Parameter, document, posted
+from shardckpt.serve.openapi import PATH, Endpoint, Parameter, document, posted
 from shardckpt.serve.pool import on_thread
 from shardckpt.serve.problems import DocumentResponse
 from shardckpt.serve.sources import ByteSource, SourceResponse
@@ -72,14 +72,14 @@ def application(service: Service, options: ServeOptions) -> Guard:
         Route("/v1/jobs/{job}/events", partial(jobs.events, service)),
         *(Route(one.path, _Endpoint(service, one)) for one in jobs.ENDPOINTS),
         *(Route(one.path, _Endpoint(service, one)) for one in api.ENDPOINTS if "{" not in one.path),
-        Route("/v1/checkpoints/{path:path}", partial(_of_checkpoint, service)),
+        Route(f"/v1/checkpoints/{PATH}", partial(_of_checkpoint, service)),
         *(
-            Route(one.path.replace("{path}", "{path:path}"), _Endpoint(service, one))
+            Route(one.path.replace("{path}", PATH), _Endpoint(service, one))
             for one in files.ENDPOINTS
         ),
         *ui.routes(service),
-        Route("/api/models/{path:path}", partial(_hub_api, service)),
-        Route("/{ident:path}/resolve/{rest:path}", partial(_hub_file, service)),
+        Route(f"/api/models/{PATH}", partial(_hub_api, service)),
+        Route("/{ident:lines}/resolve/{rest:lines}", partial(_hub_file, service)),
     ]
     of_error = partial(problems.of_request, service.roots, service.scanner.watch)
     handlers: dict[Any, Any] = {

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import parse_qsl
 
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.datastructures import QueryParams
 
 from shardckpt._version import __version__
@@ -25,7 +26,17 @@ if TYPE_CHECKING:
 LONGEST_TEXT = 1000
 """Most characters of a text parameter."""
 MOST_TEXTS = 100
+PATH = "{path:lines}"
+"""A path in a route, with all of its line breaks. Starlette's own `path` matches none of them, and
+drops one at the end: another name."""
 _INTEGER = re.compile(r"-?\d{1,18}", re.ASCII)
+
+
+class _Lines(PathConvertor):
+    regex = r"[\s\S]*"
+
+
+register_url_convertor("lines", _Lines())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from shardckpt.serve.health import damaged_checkpoints, health, verifications
 from shardckpt.serve.jobs import endpoints
 from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.jobs.rows import STATES
-from shardckpt.serve.openapi import Parameter
+from shardckpt.serve.openapi import PATH, Parameter
 from shardckpt.serve.pages.actions import actions_section, import_form, reshard_section
 from shardckpt.serve.pages.checkpoint import (
     checkpoint_page,
@@ -78,10 +78,10 @@ def routes(service: Service) -> list[Route]:
         "/ui/jobs": _jobs,
         "/ui/job/{job}": _job,
         "/ui/health": _health,
-        "/ui/run/{path:path}": _run,
-        "/ui/checkpoint/{path:path}": _checkpoint,
-        "/ui/tensor/{path:path}": _tensor,
-        "/ui/plan/{path:path}": _plan,
+        f"/ui/run/{PATH}": _run,
+        f"/ui/checkpoint/{PATH}": _checkpoint,
+        f"/ui/tensor/{PATH}": _tensor,
+        f"/ui/plan/{PATH}": _plan,
     }
     return [
         Route("/static/{name}", _static),

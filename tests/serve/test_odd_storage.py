@@ -4,6 +4,7 @@ others are served."""
 import os
 import shutil
 import sqlite3
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -43,6 +44,28 @@ def metric(service, name, **headers):
     return [
         float(line.split()[-1]) for line in lines if line.startswith(f"shardckpt_serve_{name} ")
     ]
+
+
+def test_names_with_line_breaks_are_other_names_at_every_address(tmp_path):
+    for number, run in enumerate(("run", "run\n", "r\nun")):
+        state = {"w": np.full(2, number), "w\n": np.full(3, number), "w\n\n": np.full(4, number)}
+        shardckpt.save(tmp_path / run / "1", state)
+        shardckpt.save(tmp_path / run / "last\n", state)
+    with serving(("lab", tmp_path)) as service:
+        for number, run in enumerate(("run", "run%0A", "r%0Aun")):
+            assert service.ask(f"/ui/run/lab/{run}").status == 200, run
+            for name in ("1", "last%0A"):
+                ident = f"lab/{run}/{name}"
+                url = service.get(f"/v1/checkpoints/{ident}")["url"]
+                assert url == str(tmp_path / unquote(ident).removeprefix("lab/"))
+                assert service.ask(f"/ui/checkpoint/{ident}").status == 200, ident
+                for length, tensor in enumerate(("w", "w%0A", "w%0A%0A"), 2):
+                    path = f"/v1/checkpoints/{ident}/tensors/{tensor}"
+                    assert service.get(path)["shape"] == [length], path
+                    elements = np.frombuffer(service.ask(f"{path}?format=raw").body, np.int64)
+                    np.testing.assert_array_equal(elements, np.full(length, number), path)
+                assert service.ask(f"/raw/{ident}/checkpoint.json").status == 200, ident
+                assert service.ask(f"/raw/{ident}/checkpoint.json%0A").status == 404, ident
 
 
 def test_odd_rows_hide_no_other_checkpoint_and_no_page_fails(tmp_path):

@@ -60,21 +60,21 @@ LISTS = {
 }
 """Routes of all roots together."""
 PLACES = {
-    "/v1/checkpoints/{path:path}": [],  # OF_CHECKPOINT
-    "/files/{path:path}": ["/files/{id}/", "/files/{id}/model.safetensors"],
-    "/zarr/{path:path}": ["/zarr/{id}/zarr.json"],
-    "/raw/{path:path}": ["/raw/{id}/checkpoint.json"],
+    "/v1/checkpoints/{path:lines}": [],  # OF_CHECKPOINT
+    "/files/{path:lines}": ["/files/{id}/", "/files/{id}/model.safetensors"],
+    "/zarr/{path:lines}": ["/zarr/{id}/zarr.json"],
+    "/raw/{path:lines}": ["/raw/{id}/checkpoint.json"],
     "/v1/diff": ["/v1/diff?a={id}&b={id}"],
     "/ui/diff": ["/ui/diff?a={id}&b={id}"],
-    "/ui/run/{path:path}": ["/ui/run/{root}/{root}run"],
-    "/ui/checkpoint/{path:path}": ["/ui/checkpoint/{id}", "/ui/checkpoint/{id}?text=w"],
-    "/ui/tensor/{path:path}": ["/ui/tensor/{id}?name=w", "/ui/tensor/{id}?name=w&values=read"],
-    "/ui/plan/{path:path}": ["/ui/plan/{id}?mesh=data=2"],
-    "/api/models/{path:path}": [
+    "/ui/run/{path:lines}": ["/ui/run/{root}/{root}run"],
+    "/ui/checkpoint/{path:lines}": ["/ui/checkpoint/{id}", "/ui/checkpoint/{id}?text=w"],
+    "/ui/tensor/{path:lines}": ["/ui/tensor/{id}?name=w", "/ui/tensor/{id}?name=w&values=read"],
+    "/ui/plan/{path:lines}": ["/ui/plan/{id}?mesh=data=2"],
+    "/api/models/{path:lines}": [
         "/api/models/{root}/{root}run",
         "/api/models/{root}/{root}run/tree/main",
     ],
-    "/{ident:path}/resolve/{rest:path}": ["/{root}/{root}run/resolve/main/model.safetensors"],
+    "/{ident:lines}/resolve/{rest:lines}": ["/{root}/{root}run/resolve/main/model.safetensors"],
 }
 """Routes of a place in a root."""
 OF_CHECKPOINT = {
