@@ -301,6 +301,13 @@ def _threads_or(as_error: Callable[[str], ShardckptError]) -> Iterator[None]:
         ) from e
 
 
+PROCESS_ADVICE = (
+    "Allow this user more processes (ulimit -u, the container's limit of pids), or end some, and "
+    "try again."
+)
+"""Advice where a process cannot be started."""
+
+
 # --- forks
 
 _used = False

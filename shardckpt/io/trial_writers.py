@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from shardckpt.errors import ShardckptError, StorageError
 from shardckpt.io import locks
+from shardckpt.io.failures import PROCESS_ADVICE
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:
@@ -120,9 +121,20 @@ def open_other_writer(store: Store) -> Iterator[OtherWriter]:
             yield _OnThread(store, pool)
         return
     command = [sys.executable, "-c", _PEER, store.location.url]
-    with subprocess.Popen(  # noqa: S603
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+    try:
+        started = subprocess.Popen(  # noqa: S603
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    except OSError as e:
+        raise StorageError(
+            f"{store}: another process, to write there too, cannot be started ({e}). "
+            f"{PROCESS_ADVICE}"
+        ) from e
+    with started as process:
         try:
             yield _InProcess(process)
         finally:

@@ -25,6 +25,8 @@ from queue import SimpleQueue
 from threading import Lock, Thread, local
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from shardckpt.io.failures import PROCESS_ADVICE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -69,7 +71,12 @@ class LocalProcesses(Executor):
             with self._changing:
                 if self._ended:
                     raise BrokenExecutor("The worker processes are shutting down.")
-                process = self._of_thread.process = _Process()
+                try:
+                    process = self._of_thread.process = _Process()
+                except OSError as e:
+                    raise BrokenExecutor(
+                        f"A worker process could not be started ({e}). {PROCESS_ADVICE}"
+                    ) from e
                 self._all.add(process)
         try:
             succeeded, result = process.ask(fn, args, kwargs)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.exceptions import HTTPException
 
 from shardckpt.errors import BudgetError, ShardckptError, by_code
+from shardckpt.io.failures import PROCESS_ADVICE
 from shardckpt.reading import documents
 from shardckpt.reading.compare import compare
 from shardckpt.reading.inspection.statistics import tensor_statistics
@@ -51,6 +52,7 @@ _AT_ONCE, _WAIT = 2, 30.0
 LARGEST_DIFF = 64 << 30
 _STACK = 1 << 20
 _BUG = "bug"
+_RETRY = {"Retry-After": "5"}
 _LATE = "this takes longer than {:.0f} s; use the command line on a machine near the data."
 _context = multiprocessing.get_context("forkserver")
 
@@ -86,7 +88,14 @@ class Calculations:
                 args=(sender, given, (SECONDS, _MEMORY), name, path, asked),
                 daemon=True,
             )
-            process.start()
+            try:
+                process.start()
+            except (EOFError, OSError) as e:
+                receiver.close()
+                sender.close()
+                raise HTTPException(
+                    503, f"no process can be started for it ({e}). {PROCESS_ADVICE}", _RETRY
+                ) from e
             try:
                 sender.close()
                 if not receiver.poll(SECONDS):
@@ -118,7 +127,7 @@ class Calculations:
                 left = end - time.monotonic()
                 if left <= 0:
                     detail = "other comparisons, plans and statistics are at work; try again."
-                    raise HTTPException(503, detail, {"Retry-After": "5"})
+                    raise HTTPException(503, detail, _RETRY)
                 self._changed.wait(left)
             self._at_work[who] += 1
         try:

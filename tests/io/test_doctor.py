@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import shardckpt
 from shardckpt.cli.app import app
+from shardckpt.errors import StorageError
 from shardckpt.io import trial_writers
 from shardckpt.io.doctor import PROMISES, examine
 from shardckpt.io.store import Store
@@ -179,6 +180,16 @@ def test_an_error_of_the_other_process_is_told(tmp_path, monkeypatch):
     assert "the other process ended" in next(
         trial.detail for trial in examine(tmp_path).trials if trial.name == "create"
     )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_process_that_cannot_be_started_is_told(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(trial_writers.subprocess, "Popen", fail)
+    with pytest.raises(StorageError, match=r"cannot be started .*ulimit -u"):
+        examine(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

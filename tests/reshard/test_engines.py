@@ -19,6 +19,7 @@ from paths import CHILDREN
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding, errors
+from shardckpt.reshard import processes
 from shardckpt.reshard.clusters import ClusterExecutor
 
 CHILD = CHILDREN / "reshard_job.py"
@@ -122,6 +123,28 @@ def test_processes_of_this_machine_do_it(start, source, tmp_path):
     go_on.touch()
     report = finish(job)
     assert (report["tasks"], report["committed"]) == (TASKS, True)
+    check(source, tmp_path / "b")
+
+
+@pytest.mark.parametrize("failing", [2, None])
+def test_a_process_that_cannot_be_started_is_tried_again_or_told(
+    source, tmp_path, monkeypatch, failing
+):
+    start, starts = subprocess.Popen, []
+
+    def fail(*args, **kwargs):
+        starts.append(args)
+        if failing is None or len(starts) <= failing:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(processes.subprocess, "Popen", fail)
+    options = JOB | {"mesh": Mesh((3,), ("x",)), "workers": 2}
+    if failing is None:
+        with pytest.raises(errors.CommitError, match=r"could not be started .*ulimit -u"):
+            shardckpt.reshard(source, tmp_path / "b", **options)
+        monkeypatch.undo()
+    shardckpt.reshard(source, tmp_path / "b", **options)
     check(source, tmp_path / "b")
 
 

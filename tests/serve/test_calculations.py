@@ -91,3 +91,16 @@ def test_a_calculation_ends_with_the_errors_of_the_library(lab):
     ):
         reply = lab.ask(path)
         assert (reply.status, reply.json["code"]) == (status, code), reply
+
+
+def test_a_process_that_cannot_be_started_is_no_failure_of_the_service(lab, monkeypatch):
+    def fail(process):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(calculations._context.Process, "start", fail)
+    for _ in range(3):
+        reply = lab.ask("/v1/diff?a=lab/run/10&b=lab/run/20")
+        assert (reply.status, reply.headers["retry-after"]) == (503, "5"), reply
+        assert "ulimit -u" in reply.json["detail"]
+    monkeypatch.undo()
+    assert lab.ask("/v1/diff?a=lab/run/10&b=lab/run/20").status == 200
