@@ -85,7 +85,7 @@ class CommitterWord:
         while (waited := time.monotonic() - began) < (
             timeout := self.timeout + (0 if silent else _COMMITTING)
         ):
-            if (reason := self._why_none(waited, stopped())) is not None:
+            if (reason := self._why_none(attempt, waited, stopped())) is not None:
                 raise CommitError(
                     f"{self._store}: process {COMMITTER} has not committed yet, and {reason}"
                 )
@@ -140,7 +140,7 @@ class CommitterWord:
             )
         return True
 
-    def _why_none(self, waited: float, stopped: str) -> str | None:
+    def _why_none(self, attempt: str, waited: float, stopped: str) -> str | None:
         """The reason for which no announcement will come, or is not awaited.
 
         None if there is none.
@@ -148,7 +148,13 @@ class CommitterWord:
         if stopped:
             return stopped
         closed = self._turns.why_closed() if waited > _LAST_LOOK else None
-        return None if closed is None else f"it has given up another save to this place: {closed}"
+        if closed is None:
+            return None
+        # It announces an attempt's end before it closes the series: this may be why it has.
+        with suppress(CoordinationError):
+            if self.heard(attempt):
+                return None
+        return f"it has given up another save to this place: {closed}"
 
     def _tell_in_vain(self, attempt: str) -> None:
         """Announce that this process has stopped waiting.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import uuid
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
+
+from shardckpt.errors import CommitError
+from shardckpt.io.store import Store
+from shardckpt.writing.committer import CommitterWord
 
 RANKS, SAVES = 3, 7
 
@@ -69,3 +74,22 @@ def test_processes_that_fail_while_process_0_misses_a_save_meet_in_one_and_the_s
     for answer in answers:
         assert answer["came"][5:] == ["saved"] * 2
         assert answer["names"] == answers[0]["names"]
+
+
+def test_a_save_that_closes_the_series_while_a_process_waits_is_told_as_its_own():
+    class ClosedMeanwhile:
+        """Turns and announcements: process 0 gives up the attempt between two looks."""
+
+        word = None
+
+        def why_closed(self):
+            self.word = {"error": "host 1 did not finish", "process": 0}
+            return "host 1 did not finish"
+
+        def heard(self, kind, attempt):
+            return self.word
+
+    job = ClosedMeanwhile()
+    word = CommitterWord(Store.open(f"memory://{uuid.uuid4().hex}"), 2, job, job, 60)
+    with pytest.raises(CommitError, match="process 0 did not commit the save: host 1 did not"):
+        word.wait("attempt", stopped=lambda: "", look=lambda: None)
