@@ -2,7 +2,8 @@
 
     python fork_server.py <module file> …
 
-Everything is imported first and nothing used, so that forks are clean. Each line on stdin asks for
+Everything is imported first, also what shardckpt imports with its first use, and nothing used, so
+that forks are clean. Each line on stdin asks for
 one run, as JSON: {"function": "module:name", "processes": n, "arguments": […], "timeout": seconds}.
 Each of n forks calls function(coordinator, *arguments), with a coordinator over a directory. The
 answer is one line: per process what it returned, or the error that it raised as {"error": type,
@@ -12,6 +13,7 @@ answer is one line: per process what it returned, or the error that it raised as
 import importlib.util
 import json
 import os
+import pkgutil
 import signal
 import sys
 import tempfile
@@ -19,10 +21,21 @@ import time
 import traceback
 from pathlib import Path
 
+import numcodecs  # noqa: F401
 import numpy as np  # noqa: F401
 import tensorstore as ts  # noqa: F401
 
+import shardckpt
 from shardckpt.frameworks.coordination import Coordinator
+
+PACKAGES = "commit", "io", "plan", "reading", "runs", "state", "writing"
+MODULES = {
+    "shardckpt": ("convert.opening", "frameworks.numpy", "training.manager"),
+    "torch": ("frameworks.composites", "frameworks.torch"),
+    "torch.distributed.tensor": ("frameworks.coordination.torch_store", "frameworks.dtensor"),
+    "jax": ("frameworks.coordination.jax_client", "frameworks.jax"),
+}
+"""A module → modules of shardckpt that are imported with their first use, where that one is."""
 
 
 class DirectoryCoordinator(Coordinator):
@@ -51,6 +64,18 @@ def load(file):
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def preload():
+    """Import what saves and restores import with their first use: each fork would do so again."""
+    for name in PACKAGES:
+        folder = f"{shardckpt.__path__[0]}/{name}"
+        for module in pkgutil.walk_packages([folder], f"shardckpt.{name}."):
+            if module.name != "shardckpt.reading.zarr_store":  # imports zarr
+                importlib.import_module(module.name)
+    for needed, names in MODULES.items():
+        for name in names if needed in sys.modules else ():
+            importlib.import_module(f"shardckpt.{name}")
 
 
 def act(function, directory, process, request, answer):
@@ -98,6 +123,7 @@ def run(function, request):
 
 def main():
     modules = {Path(file).stem: load(file) for file in sys.argv[1:]}
+    preload()
     for line in sys.stdin:
         request = json.loads(line)
         module, name = request["function"].split(":")

@@ -10,15 +10,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 
+from forks import Forked
+
 
 class Processes:
     """Runs functions of a module in forks of a process that has imported everything."""
 
     def __init__(self, *modules: str, env: dict[str, str] | None = None) -> None:
         files = [spec.origin for spec in map(find_spec, modules) if spec and spec.origin]
+        # Where a module imports torch, it is itself a fork that has torch already.
         command = [sys.executable, Path(__file__).with_name("fork_server.py"), *files]
         self.module = modules[0]
-        self.server = subprocess.Popen(
+        self.server = Forked(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
