@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import numpy as np
 import pytest
 from paths import CHILDREN
@@ -33,7 +34,7 @@ def place(tmp_path):
 
 
 def fates(place, how, act):
-    finished = subprocess.run(
+    finished = forks.run(
         [sys.executable, CHILD, place, how, act],
         capture_output=True,
         text=True,

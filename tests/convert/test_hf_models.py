@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import forks
 import ml_dtypes
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, fl
     folder = tmp_path_factory.mktemp("models")
     environment = {**os.environ, "USE_TORCH_XLA": "0", "TRANSFORMERS_VERBOSITY": "error"}
     command = [sys.executable, ROOT / "tests" / "children" / "convert_hf.py", folder]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = forks.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, json.loads(done.stdout.splitlines()[-1])
 

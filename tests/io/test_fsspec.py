@@ -148,7 +148,7 @@ def test_a_run_keeps_all_its_steps(written):
 
 @pytest.mark.parametrize("protocol", ["gs", "s3"])
 def test_several_processes_save_and_of_two_jobs_one_commits(request, protocol):
-    with opened(request, protocol) as bucket, Processes("many_hosts") as job:
+    with opened(request, protocol) as bucket, Processes("many_hosts", "fsspec_clients") as job:
         url = f"fsspec+{protocol}://{bucket}"
         assert job.run("save", 3, f"{url}/1", timeout=250) == ["saved"] * 3
         assert shardckpt.open(f"{url}/1").verify().ok

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from emulators import environment, gcs_emulator
 from faults import patience_of
+from forks import Forked
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from interrupting import interrupted as interrupted_at
@@ -55,7 +56,9 @@ def trained(tmp_path_factory):
     running = {}
     for framework in FRAMEWORKS:
         command = [sys.executable, CHILDREN / "async_frameworks.py", framework, root / framework]
-        running[framework] = subprocess.Popen(
+        # A fork has torch, by which shardckpt decides.
+        start = subprocess.Popen if framework == "JAX" else Forked
+        running[framework] = start(
             command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
