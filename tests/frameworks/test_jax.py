@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from math import prod
 
 import pytest
+from forks import Forked
 from paths import CHILDREN
 
 from shardckpt.layout.dtypes import DTYPES, by_name
@@ -432,7 +433,7 @@ def test_a_state_of_torch_xla_tensors_does_not_make_jax_look_for_devices(togethe
 
 
 def started(script, *arguments, **environment_variables):
-    return subprocess.Popen(
+    return Forked(
         [sys.executable, CHILDREN / script, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
