@@ -3,11 +3,11 @@
     python fork_server.py <module file> …
 
 Everything is imported first, also what shardckpt imports with its first use, and nothing used, so
-that forks are clean. Each line on stdin asks for
-one run, as JSON: {"function": "module:name", "processes": n, "arguments": […], "timeout": seconds}.
-Each of n forks calls function(coordinator, *arguments), with a coordinator over a directory. The
-answer is one line: per process what it returned, or the error that it raised as {"error": type,
-"message": …}, or {"signal": n} of what ended it.
+that forks are clean. Each line on stdin asks for one run, as JSON: {"function": "module:name",
+"processes": n, "arguments": […], "timeout": seconds}. Each of n forks calls function(coordinator,
+*arguments), with a coordinator over a directory. The answer is one line: per process what it
+returned, or the error that it raised as {"error": type, "message": …}, or {"signal": n} of what
+ended it.
 """
 
 import importlib.util
