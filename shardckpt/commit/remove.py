@@ -13,8 +13,8 @@ To delete a checkpoint, a tombstone replaces its record under the same condition
 is pinned or tagged (`commit.markers`). Then its attempt is removed, then the tombstone. If the
 process stops in between, the checkpoint is either intact or gone, and the next collection removes
 the remaining attempts and the tombstone. On a disk without room for a tombstone an empty file takes
-the record's place first, and the removed data makes the room. Only another deletion goes on from
-that; a collection keeps what is beside it. `runs.collecting` says in which order a collection calls
+the record's place for a moment; a collection keeps what is beside such a file, and another deletion
+removes it. `runs.collecting` says in which order a collection calls
 these functions, and publishes what is complete.
 """
 
@@ -27,7 +27,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.assemble import finished_hosts, read_host_record
-from shardckpt.commit.attempts import attempts, is_attempt
+from shardckpt.commit.attempts import attempts
 from shardckpt.commit.dependants import check_unprotected
 from shardckpt.commit.publish import RECORD, clear_place, put_tombstone
 from shardckpt.commit.small_tensors import SMALL_TABLE
@@ -148,8 +148,6 @@ def bury(store: Store, reason: str, first: str | None) -> str | None:
     Return the attempt that the record named, None if that is not known.
 
     If `first` is an attempt, a record that names another one stays.
-
-    On a full disk the attempt is removed, too.
     """
     for _ in range(ROUNDS):
         data, generation = store.read_versioned(RECORD)
@@ -173,25 +171,23 @@ def bury(store: Store, reason: str, first: str | None) -> str | None:
             )
         check_unprotected(store, named, "deleted")
         first = named
-        if _put_tombstone(store, reason, generation, named if data else None):
+        if _replace_by_tombstone(store, reason, data, generation):
             return first
     raise StorageError(f"cannot delete {store}: {CONTENDED}; try again.")
 
 
-def _put_tombstone(store: Store, reason: str, generation: bytes, attempt: str | None) -> bool:
-    """Replace a record of that generation by a tombstone; False: the record has changed.
+def _replace_by_tombstone(store: Store, reason: str, data: bytes, generation: bytes) -> bool:
+    """Replace a record of that generation by a tombstone; False: read the record again.
 
-    On a full disk the attempt, if it is known, is removed first: an empty file, which takes no
-    room, replaces the record, and the caller tries again.
+    On a full disk an empty file, which takes no room, replaces it first. Then there is as much room
+    as the record took.
     """
     try:
         return store.replace(RECORD, _tombstone(reason), generation)
     except StorageError as e:
-        if attempt is None or not is_attempt(store, attempt) or not is_full(e):
+        if not data or not is_full(e):
             raise
-        removed = Collected(store.location, attempt, "removed")
-        if store.replace(RECORD, b"", generation) and remove_attempt(store, removed).reason:
-            raise
+        store.replace(RECORD, b"", generation)
         return False
 
 

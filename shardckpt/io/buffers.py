@@ -82,7 +82,8 @@ class KeptBuffers:
     def give_back(self, buffer: NDArray[np.uint8]) -> None:
         """Keep a buffer that its user no longer needs, unless enough are kept.
 
-        Those that were kept before have all of their memory; of a new one, a part may be unused.
+        Those that were kept before have been filled, so the kernel has given them all pages; a new
+        one may have few.
         """
         with self._lock:
             if buffer.nbytes + sum(free.nbytes for free in self._free) <= self._most:

@@ -45,6 +45,9 @@ _DENIED = ("PERMISSION_DENIED", "Forbidden")
 TensorStore, gcsfs."""
 _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors of the system that say that this process, or all, have too many files or no memory."""
+PROBE = "shardckpt-answers"
+"""Key of an object that nobody has. That there is none, or that this user may not know, are answers
+of a storage that works."""
 _FULL = "no space left"
 _ADVICE = {
     "has no locks": (
@@ -191,9 +194,12 @@ def raise_unless_damage(error: ShardckptError, read: Callable[[str], object]) ->
     if isinstance(error, CorruptionError | FormatError | NotFoundError):
         return
     if isinstance(error, StorageError) and not (is_denied(error) or _has_number(error, *_LACKING)):
-        with suppress(StorageError):
-            read("shardckpt-answers")  # no such object is an answer, too
-            return
+        try:
+            read(PROBE)
+        except StorageError as e:
+            if not is_denied(e):
+                raise error from error.__cause__
+        return
     raise error
 
 
@@ -301,11 +307,14 @@ def _threads_or(as_error: Callable[[str], ShardckptError]) -> Iterator[None]:
         ) from e
 
 
-PROCESS_ADVICE = (
-    "Allow this user more processes (ulimit -u, the container's limit of pids), or end some, and "
-    "try again."
-)
-"""Advice where a process cannot be started."""
+def process_advice(error: OSError | EOFError) -> str:
+    """Advice where a process cannot be started."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return "Raise the limit of open files (ulimit -n), and try again."
+    return (
+        "Allow this user more processes (ulimit -u, the container's limit of pids), or end some, "
+        "and try again."
+    )
 
 
 # --- forks

@@ -419,12 +419,13 @@ def open_locked(target: Path) -> LockedFile:
                     f"{lock} was another file at each of {looks} looks: this file system has no "
                     "locks that hold, or other processes write the same file without a pause"
                 )
-        except (BlockingIOError, PermissionError) as e:
+        except (BlockingIOError, PermissionError):
             if time.monotonic() >= deadline:
+                # Not from an error that says that this user has no permission.
                 raise TimeoutError(
                     f"waited {_LOCK_SECONDS:g} s for the lock on {lock}, which another process "
                     "holds; if that process is stopped, continue or end it"
-                ) from e
+                ) from None
             looks = 0
             time.sleep(pause)
             pause = min(2 * pause, _MOST_PAUSE)

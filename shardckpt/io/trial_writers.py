@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from shardckpt.errors import ShardckptError, StorageError
 from shardckpt.io import locks
-from shardckpt.io.failures import PROCESS_ADVICE
+from shardckpt.io.failures import process_advice
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def open_other_writer(store: Store) -> Iterator[OtherWriter]:
     except OSError as e:
         raise StorageError(
             f"{store}: another process, to write there too, cannot be started ({e}). "
-            f"{PROCESS_ADVICE}"
+            f"{process_advice(e)}"
         ) from e
     with started as process:
         try:

@@ -18,6 +18,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
@@ -25,7 +26,8 @@ from queue import SimpleQueue
 from threading import Lock, Thread, local
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from shardckpt.io.failures import PROCESS_ADVICE
+from shardckpt.io.failures import process_advice
+from shardckpt.reshard.clusters import WorkerLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,6 +37,8 @@ T = TypeVar("T")
 
 _END_TIMEOUT = 10
 """Timeout in seconds for the end of an idle process."""
+_PAUSE = 1
+"""Seconds until a process that could not be started beside others is tried again."""
 
 
 class LocalProcesses(Executor):
@@ -68,16 +72,7 @@ class LocalProcesses(Executor):
     def _call(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         process: _Process | None = getattr(self._of_thread, "process", None)
         if process is None:
-            with self._changing:
-                if self._ended:
-                    raise BrokenExecutor("The worker processes are shutting down.")
-                try:
-                    process = self._of_thread.process = _Process()
-                except OSError as e:
-                    raise BrokenExecutor(
-                        f"A worker process could not be started ({e}). {PROCESS_ADVICE}"
-                    ) from e
-                self._all.add(process)
+            process = self._start()
         try:
             succeeded, result = process.ask(fn, args, kwargs)
         except (EOFError, OSError) as e:
@@ -89,6 +84,28 @@ class LocalProcesses(Executor):
             raise result
         answer: T = result
         return answer
+
+    def _start(self) -> _Process:
+        """Start this thread's process.
+
+        If that fails while others work, the task goes back to them, and no worker counts as lost.
+        """
+        with self._changing:
+            if self._ended:
+                raise BrokenExecutor("The worker processes are shutting down.")
+            try:
+                process = self._of_thread.process = _Process()
+            except OSError as e:
+                others, error = bool(self._all), e
+            else:
+                self._all.add(process)
+                return process
+        if others:
+            time.sleep(_PAUSE)
+        raise WorkerLostError(
+            f"A worker process could not be started ({error}). {process_advice(error)}",
+            times=0 if others else 1,
+        ) from error
 
 
 def _module_paths() -> Iterator[str]:

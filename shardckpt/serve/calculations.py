@@ -16,14 +16,14 @@ import threading
 import time
 import traceback
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 
 from shardckpt.errors import BudgetError, ShardckptError, by_code
-from shardckpt.io.failures import PROCESS_ADVICE
+from shardckpt.io.failures import process_advice
 from shardckpt.reading import documents
 from shardckpt.reading.compare import compare
 from shardckpt.reading.inspection.statistics import tensor_statistics
@@ -81,21 +81,24 @@ class Calculations:
             ShardckptError: as the function.
         """
         with self._place(WHO.get().name):
-            receiver, sender = _context.Pipe(duplex=False)
             given = self._roots.given, self._roots.given_bases, WHO.get()
-            process = _context.Process(
-                target=_calculate,
-                args=(sender, given, (SECONDS, _MEMORY), name, path, asked),
-                daemon=True,
-            )
-            try:
-                process.start()
-            except (EOFError, OSError) as e:
-                receiver.close()
-                sender.close()
-                raise HTTPException(
-                    503, f"no process can be started for it ({e}). {PROCESS_ADVICE}", _RETRY
-                ) from e
+            with ExitStack() as unless_started:
+                try:
+                    receiver, sender = map(
+                        unless_started.enter_context, _context.Pipe(duplex=False)
+                    )
+                    process = _context.Process(
+                        target=_calculate,
+                        args=(sender, given, (SECONDS, _MEMORY), name, path, asked),
+                        daemon=True,
+                    )
+                    process.start()
+                except (EOFError, OSError) as e:
+                    advice = process_advice(e)
+                    raise HTTPException(
+                        503, f"no process can be started for it ({e}). {advice}", _RETRY
+                    ) from e
+                unless_started.pop_all()
             try:
                 sender.close()
                 if not receiver.poll(SECONDS):

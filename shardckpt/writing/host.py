@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from functools import partial
-from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -242,15 +241,19 @@ class HostWriter:
     ) -> Iterator[Portion]:
         """Cut blocks into boxes and group these; see `portions`.
 
-        A box has at most `at_a_time` bytes with its padding, or is one chunk.
+        A box has at most `at_a_time` bytes with its padding, or is one chunk. Blocks whose sums are
+        known come last, so that the portions are not smaller where the two kinds alternate.
         """
         nbytes = sum([elements.nbytes for _, elements in blocks])
-
-        def is_summed(pair: tuple[Block, Array]) -> bool:
-            block, _ = pair
-            return bool(self._summed) and (block.piece.path, block.box.start) in self._summed
-
-        for summed, group in groupby(blocks, is_summed):
+        groups: dict[bool, Sequence[tuple[Block, Array]]] = {False: blocks}
+        if self._summed:
+            others: list[tuple[Block, Array]] = []
+            known: list[tuple[Block, Array]] = []
+            for pair in blocks:
+                key = pair[0].piece.path, pair[0].box.start
+                (known if key in self._summed else others).append(pair)
+            groups = {False: others, True: known}
+        for summed, group in groups.items():
             parts = _cut_elements(group, at_a_time)
             yield from self.portions(parts, at_a_time, nbytes, written, summed=summed)
 

@@ -50,7 +50,7 @@ class PlainWriter:
         store: Store,
         *,
         in_flight_bytes: int = 64 << 20,
-        drafts: str = "drafts",
+        drafts: str | None = None,
         shared: bool = False,
         place: Callable[[str], str] = plain_key,
     ) -> None:
@@ -60,17 +60,16 @@ class PlainWriter:
             store: the attempt's place.
             in_flight_bytes: see the module's docstring; a larger chunk is sent alone.
             drafts: directory, relative to the attempt, where chunks are written on a local disk
-                before they replace any file of their names.
-            shared: other writers may have written the same chunks, so every chunk goes to `drafts`
-                first. Otherwise only a chunk does whose file another process of the job has
-                written: the committer refuses both, and says why.
+                before they replace any file of their names; None: no such file may exist.
+            shared: whether all chunks go to `drafts`, because other writers may have written the
+                same ones. If not, only those do that another process has written, against the
+                plan: the committer refuses both, and says why.
             place: the object of each key, relative to `store`.
         """
         self._store = store
         self._limit = in_flight_bytes
         self._drafts = drafts
-        self._shared = shared
-        self._drafted = shared
+        self._all_drafted = self._any_drafted = shared
         self._place = place
         self._log = ExtentLog()
         self._most_open = most_open()
@@ -121,11 +120,12 @@ class PlainWriter:
         self._failed = False
 
     def _create(self, name: str) -> DataFile:
-        if not self._shared:
+        if not self._all_drafted:
             try:
                 return create_data_file(self._store, name)
             except StorageError as e:
-                if not isinstance(e.__cause__, (FileExistsError, NotADirectoryError)):
+                exists = isinstance(e.__cause__, FileExistsError | NotADirectoryError)
+                if self._drafts is None or not exists or not self._is_there(name):
                     raise
                 path = self._store.local_path(name)
                 if path is None or not path.is_file():
@@ -133,8 +133,23 @@ class PlainWriter:
                         f"{self._store}: another process has written chunks of other dimensions "
                         f"where {name} belongs; give tensors that differ names of their own."
                     ) from e
-        self._drafted = True
+        self._any_drafted = True
         return create_data_file(self._store, name, draft=f"{self._drafts}/{len(self._log)}")
+
+    def _is_there(self, name: str) -> bool:
+        """Whether an existing file, or a part of its path, has that name to the letter.
+
+        Where file systems ignore case, it may be the chunk of another tensor.
+        """
+        folder = ""
+        for part in name.split("/"):
+            children = self._store.list_children(folder)
+            if part in children:  # a file
+                return True
+            if f"{part}/" not in children:
+                return False
+            folder += f"{part}/"
+        return True
 
     def finish(self) -> Extents:
         """Wait until everything is durable.
@@ -169,7 +184,7 @@ class PlainWriter:
             self._remove_drafts()
 
     def _remove_drafts(self) -> None:
-        if self._drafted:
+        if self._any_drafted:
             self._store.delete_prefix(f"{self._drafts}/")
 
     def _begin(self) -> None:

@@ -5,8 +5,8 @@
 2. A `Stage` receives the blocks on the thread that saves. It keeps blocks that have memory of their
    own, such as XLA's pinned memory beside an accelerator (all of them come in one batch), and
    copies the others into a pooled buffer, many bytes at once (`copying`).
-3. The writing thread, and threads that help it, receive them in the same order, cut and grouped for
-   the writer (`Stage.portions`).
+3. The writing thread, and threads that help it, receive them cut and grouped for the writer
+   (`Stage.portions`), in the same order except for blocks whose sums are known.
 
 The writing thread starts when everything is copied. Before that, the two would share the machine's
 memory bandwidth, and training waits for the copies. The buffer has the size of all blocks that are

@@ -23,6 +23,7 @@ from placeholders import put_placeholder
 
 import shardckpt
 from shardckpt.errors import CorruptionError, NotFoundError, StorageError
+from shardckpt.io.failures import PROBE
 from shardckpt.io.store import Store
 
 pytestmark = pytest.mark.slow
@@ -280,9 +281,7 @@ def test_verify_of_a_bucket_that_does_not_answer_or_denies_permission_ends_with_
 
 
 @ON_ONE_STORE
-@pytest.mark.parametrize(
-    "objects", [["*"], ["*/d/*", "*/shardckpt-answers"]], ids=["all", "after opening"]
-)
+@pytest.mark.parametrize("objects", [["*"], ["*/d/*", f"*/{PROBE}"]], ids=["all", "after opening"])
 def test_verify_ends_with_an_error_if_the_bucket_of_a_base_does_not_answer(cloud, objects):
     base, url = cloud.place(), cloud.place()
     shardckpt.save(base, STATE)

@@ -24,12 +24,14 @@ from shardckpt.errors import (
     NotFoundError,
     StorageError,
 )
+from shardckpt.io import files
 from shardckpt.io.failures import (
     is_denied,
     is_shutting_down,
     raise_unless_damage,
     storage_errors,
 )
+from shardckpt.io.store import Store
 
 
 def message(error, place="/data/c"):
@@ -181,3 +183,14 @@ def test_ctrl_c_amid_the_question_whether_python_shuts_down_leaves_the_main_thre
         )
         assert threading.main_thread().is_alive()
         assert not is_shutting_down()
+
+
+def test_a_lock_that_another_process_holds_is_no_lack_of_permission(tmp_path, monkeypatch):
+    def held(*_):
+        raise PermissionError(errno.EACCES, "as some file systems report a lock that is held")
+
+    monkeypatch.setattr(files, "_LOCK_SECONDS", 0)
+    monkeypatch.setattr(files, "lock_file", held)
+    with pytest.raises(StorageError, match="another process holds") as raised:
+        Store.open(tmp_path).create("key", b"")
+    assert not is_denied(raised.value)

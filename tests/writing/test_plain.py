@@ -5,9 +5,11 @@ from __future__ import annotations
 import uuid
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardckpt.errors import StorageError
 from shardckpt.io.store import Store
 from shardckpt.writing.plain import PlainWriter
 
@@ -41,3 +43,29 @@ def test_buffers_may_be_used_again_at_once(store):
         writer.append([f"w/c/{i}"], [buffer])
     writer.finish()
     assert [store.read(f"zarr/w/c/{i}") for i in range(20)] == [bytes([i]) * 100 for i in range(20)]
+
+
+def test_a_file_that_another_writer_has_written_is_written_again_but_none_of_a_name_like_it(
+    tmp_path,
+):
+    store = Store.open(tmp_path)
+    PlainWriter(store).append(["w/c/0"], [b"first"])
+    with pytest.raises(StorageError, match="File exists"):
+        PlainWriter(store).append(["w/c/0"], [b"second"])
+    writer = PlainWriter(store, drafts="hosts/0/drafts")
+    writer.append(["w/c/0"], [b"second"])
+    writer.finish()
+    assert store.read("zarr/w/c/0") == b"second"
+    # As where a file system ignores case, "W" leads to what "w" has written.
+    (tmp_path / "zarr" / "W").symlink_to("w")
+    listed = type(store).list_children
+    writer = PlainWriter(store, drafts="hosts/0/drafts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(store),
+            "list_children",
+            lambda store, prefix="": [name for name in listed(store, prefix) if name[0] != "W"],
+        )
+        with pytest.raises(StorageError, match="File exists"):
+            writer.append(["W/c/0"], [b"third"])
+    assert store.read("zarr/w/c/0") == b"second"

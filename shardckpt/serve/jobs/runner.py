@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import ShardckptError, StorageError
+from shardckpt.io.failures import process_advice
 from shardckpt.serve.access.audit import AuditLog
 from shardckpt.serve.jobs.background import BackgroundWork
 from shardckpt.serve.jobs.operations import OPERATIONS
@@ -100,12 +101,16 @@ class JobProcess:
         with self._lock:
             if self._ended:
                 return JobEnd(again=True)
-            process = self._process = subprocess.Popen(  # noqa: S603  (this interpreter, and a path of the service's own)
-                [sys.executable, "-m", "shardckpt.serve.jobs.worker", str(lock)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
+            try:
+                process = self._process = subprocess.Popen(  # noqa: S603  (this interpreter, and a path of the service's own)
+                    [sys.executable, "-m", "shardckpt.serve.jobs.worker", str(lock)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,
+                )
+            except OSError as e:
+                message = f"it cannot be run now ({e}). {process_advice(e)}"
+                return JobEnd(error={"code": "storage", "message": message}, again=True)
         assert process.stdin is not None
         assert process.stdout is not None
         end = JobEnd()
@@ -326,7 +331,7 @@ class JobRunner(BackgroundWork):
                 note=verification.note if verification is not None else lambda _: None,
             )
         except (OSError, ValueError, StorageError) as e:
-            # No process started, its output is not a valid message, or the journal failed.
+            # The process's output is not a valid message, or the journal failed.
             process.end()
             end = JobEnd(
                 error={"code": "storage", "message": f"it cannot be run now ({e})."}, again=True

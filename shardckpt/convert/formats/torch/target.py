@@ -188,8 +188,11 @@ class _Output:
         self.checksum = 0
 
     def write(self, data: Any) -> int:
-        self._do(lambda file: file.write(data))
-        self.checksum = crc32c.crc32c(data, self.checksum)
+        def append(file: IO[bytes]) -> None:
+            file.write(data)
+            self.checksum = crc32c.crc32c(data, self.checksum)
+
+        self._do(append)
         return memoryview(data).nbytes
 
     def seek(self, offset: int, whence: int) -> None:
