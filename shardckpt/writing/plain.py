@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CommitError, ShardckptError, StorageError
 from shardckpt.format.zarr_arrays import plain_key
 from shardckpt.io.datafile import BlocksOut, DataFile, create_data_file
+from shardckpt.io.status import is_file
 from shardckpt.io.store import Store, byte_view
 from shardckpt.writing.packed import ExtentLog, Extents
 
@@ -128,7 +129,7 @@ class PlainWriter:
                 if self._drafts is None or not exists or not self._is_there(name):
                     raise
                 path = self._store.local_path(name)
-                if path is None or not path.is_file():
+                if path is None or not is_file(path):
                     raise CommitError(
                         f"{self._store}: another process has written chunks of other dimensions "
                         f"where {name} belongs; give tensors that differ names of their own."

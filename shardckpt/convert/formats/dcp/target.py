@@ -212,6 +212,7 @@ class DcpDirectory(StateWriter):
 
     def _append(self, name: str, value: Any) -> Any:
         """Write one item; return its place."""
+        import torch  # noqa: F401  (before a module of it, for other threads that import it)
         from torch.distributed.checkpoint.filesystem import _StorageInfo
 
         with storage_errors("write", self._where):
