@@ -18,7 +18,7 @@ class Processes:
 
     def __init__(self, *modules: str, env: dict[str, str] | None = None) -> None:
         files = [spec.origin for spec in map(find_spec, modules) if spec and spec.origin]
-        # Where a module imports torch, it is itself a fork that has torch already.
+        # Where a module imports torch, the server is a fork of a process that has it already.
         command = [sys.executable, Path(__file__).with_name("fork_server.py"), *files]
         self.module = modules[0]
         self.server = Forked(

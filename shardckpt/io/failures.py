@@ -197,9 +197,10 @@ def raise_unless_damage(error: ShardckptError, read: Callable[[str], object]) ->
         try:
             read(PROBE)
         except StorageError as e:
-            if not is_denied(e):
-                raise error from error.__cause__
-        return
+            if is_denied(e):
+                return
+        else:
+            return
     raise error
 
 
