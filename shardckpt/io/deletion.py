@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from shardckpt.io.files import (
     LOCK_SUFFIX,
+    OpenFile,
     generation_now,
     is_locked,
     open_locked,
@@ -91,16 +91,16 @@ def remove_tree(path: Path) -> None:
         path.unlink()
         return
     try:
-        shutil.rmtree(path)
+        _remove(path)
     except FileNotFoundError:
         # It is gone already; or another process is deleting it too, and a second pass removes the
         # rest.
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path, ignore_errors=True)
     except OSError as e:
         if e.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
             raise
         for _ in range(_TRIES):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path, ignore_errors=True)
             if not exists(path):
                 return
             time.sleep(_PAUSE)
@@ -110,7 +110,26 @@ def remove_tree(path: Path) -> None:
         # The last file is gone by now; or an empty directory cannot be removed, because it is a
         # mount.
         if not left:
-            shutil.rmtree(path)
+            _remove(path)
+
+
+def _remove(path: str | Path, parent: int | None = None, *, ignore_errors: bool = False) -> None:
+    """Do as `shutil.rmtree`, which leaves a directory open if Ctrl-C comes right after `os.open`.
+
+    Args:
+        path: the directory; relative to `parent`, if that is given.
+        parent: an open directory.
+        ignore_errors: whether to go on where something cannot be removed.
+    """
+    with suppress(OSError) if ignore_errors else nullcontext():
+        with OpenFile(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, parent) as directory:
+            for entry in [*os.scandir(directory)]:
+                if entry.is_dir(follow_symlinks=False):
+                    _remove(entry.name, directory, ignore_errors=ignore_errors)
+                else:
+                    with suppress(OSError) if ignore_errors else nullcontext():
+                        os.unlink(entry.name, dir_fd=directory)
+        os.rmdir(path, dir_fd=parent)
 
 
 def delete_objects(keys: Iterable[str], delete: Callable[[str], object]) -> None:

@@ -26,6 +26,7 @@ import stat
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -69,14 +70,15 @@ class OpenFile:
 
     __slots__ = ("__weakref__", "_held")
 
-    def __init__(self, path: str | Path, flags: int) -> None:
-        """Open as `os.open` does.
+    def __init__(self, path: str | Path, flags: int, directory: int | None = None) -> None:
+        """Open as `os.open` does, a relative path from the open directory, if one is given.
 
         A new file gets the mode 0o666, and started processes do not inherit the descriptor.
         """
         self._held: list[int] = []
         # C code alone, which no signal interrupts.
-        self._held.extend(map(os.open, (path,), (flags | os.O_CLOEXEC,), (0o666,)))
+        opening = partial(os.open, dir_fd=directory)
+        self._held.extend(map(opening, (path,), (flags | os.O_CLOEXEC,), (0o666,)))
 
     def fileno(self) -> int:
         """The descriptor; -1 if the file is closed."""

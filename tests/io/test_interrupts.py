@@ -7,12 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 from paths import CHILDREN
 
 import shardckpt
+from shardckpt.io.deletion import remove_tree
 from shardckpt.io.files import OpenFile
 
 
@@ -41,6 +44,47 @@ def test_an_interrupt_right_after_a_lock_was_taken_leaves_the_name_free(tmp_path
             shardckpt.export(tmp_path / "c", tmp_path / "o.safetensors", to=to)
     shardckpt.export(tmp_path / "c", tmp_path / "o.safetensors", to=to)
     assert kept.type is KeyboardInterrupt
+
+
+def interrupted_after_each_call(work):
+    """Call `work` with Ctrl-C after its first call of C code, its second, … and last without."""
+    calls, interrupted = 0, True
+    while interrupted:
+        calls += 1
+        interrupted, left = False, calls
+
+        def interrupt(_frame, event, _called):
+            nonlocal left
+            left -= event == "c_return"
+            if left == 0:
+                raise KeyboardInterrupt
+
+        sys.setprofile(interrupt)
+        try:
+            work()
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.setprofile(None)
+        yield
+    assert calls > 3
+
+
+@pytest.mark.filterwarnings("ignore:unclosed scandir iterator")  # which is closed thereby
+def test_an_interrupt_after_any_call_of_a_deletion_leaves_no_directory_open(tmp_path):
+    tree = tmp_path / "tree"
+    (tree / "a" / "b").mkdir(parents=True)
+    (tree / "a" / "file").touch()
+    for _ in interrupted_after_each_call(lambda: remove_tree(tree)):
+        targets = [str(one.resolve()) for one in Path("/proc/self/fd").iterdir()]
+        assert not [target for target in targets if str(tree) in target]
+    assert not tree.exists()
+
+
+def test_an_interrupt_after_any_call_leaves_the_coordinator_to_the_next():
+    join = partial(shardckpt.Coordinator.current, timeout=1)
+    for _ in interrupted_after_each_call(join):
+        join()
 
 
 def test_an_open_file_is_closed_with_its_object(tmp_path):

@@ -12,7 +12,6 @@ import errno
 import os
 import re
 import secrets
-import shutil
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -29,6 +28,7 @@ from shardckpt.convert.files.replacement import (
 )
 from shardckpt.errors import AlreadyExistsError, OptionError, StorageError
 from shardckpt.io.datafile import lack_of_space
+from shardckpt.io.deletion import remove_tree
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import DurableDirectories, OpenFile, sync_directory, sync_open_directory
 from shardckpt.io.locks import lock_whole
@@ -136,7 +136,8 @@ class Draft:
             if self._marks is not None and exists(self.final, follow=False):
                 self._replacing = True
                 old = replace_directory(self.path, self.final, self._marks)
-                shutil.rmtree(old, ignore_errors=True)
+                with suppress(OSError):
+                    remove_tree(old)
             elif self._marks is not None:
                 self.path.rename(self.final)
             elif self._overwrite:
@@ -253,7 +254,7 @@ class Draft:
             if self._marks is None:
                 path.unlink()
             else:
-                shutil.rmtree(path)
+                remove_tree(path)
 
 
 def check_export_space(store: Store, place: Path, nbytes: int) -> None:

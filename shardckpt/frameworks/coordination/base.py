@@ -400,12 +400,15 @@ def _current(
     global _round  # noqa: PLW0603
     given = given_devices(devices) if devices else {}
     lock = _lock
-    if not lock.acquire(timeout=joining):
-        raise CoordinationError(
-            f"another thread of this process has waited {joining:g} s for the other processes of "
-            f"the job. {ALL_MUST_CALL}"
-        )
+    is_ours: list[bool] = []
     try:
+        # C code alone: Ctrl-C comes before the lock is taken, or after that is noted.
+        is_ours.extend(map(lock.acquire, (True,), (joining,)))
+        if not is_ours[0]:
+            raise CoordinationError(
+                f"another thread of this process has waited {joining:g} s for the other processes "
+                f"of the job. {ALL_MUST_CALL}"
+            )
         kind = _kind()
         if _round is None or type(_round.coordinator) is not kind or not _is_current(_round):
             made = kind(devices=given, timeout=joining)
@@ -419,7 +422,8 @@ def _current(
             )
         return _round.coordinator
     finally:
-        lock.release()
+        if is_ours == [True]:
+            lock.release()
 
 
 def _is_current(agreed: _Round) -> bool:
