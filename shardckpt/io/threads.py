@@ -26,9 +26,10 @@ from itertools import chain, islice
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from shardckpt.io.pool_calls import PoolCall
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-    from concurrent.futures import Future
 
 SWITCH_SECONDS = 0.0005
 """Seconds for which a thread that is busy in Python may keep the interpreter from a thread of ours.
@@ -349,7 +350,11 @@ def map_on_threads(read: Callable[[T], R], items: Iterable[T]) -> list[R]:
     if len(listed) < 2:
         return [read(item) for item in listed]
     with ThreadPoolExecutor(min(AT_ONCE, len(listed)), "shardckpt-together") as pool:
-        return list(pool.map(read, listed))
+        calls = [PoolCall(pool, read, item) for item in listed]
+        try:
+            return [call.result() for call in calls]
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def clocks() -> tuple[float, float]:
@@ -425,7 +430,7 @@ class _Ahead(Generic[T, R]):
         self, batches: Iterable[T], lend: Callable[[T, bool], R | None], read: Callable[[T], object]
     ) -> None:
         self.at_work = _AtWork()
-        self.under_way: deque[tuple[T, R, Future[None]]] = deque()
+        self.under_way: deque[tuple[T, R, PoolCall[None]]] = deque()
         self._rest = iter(batches)
         self.waiting = deque(islice(self._rest, 2))
         self._lend = lend
@@ -444,7 +449,7 @@ class _Ahead(Generic[T, R]):
             if lent is None:
                 break
             batch = self.waiting.popleft()
-            self.under_way.append((batch, lent, pool.submit(self._read_noted, batch)))
+            self.under_way.append((batch, lent, PoolCall(pool, self._read_noted, batch)))
 
     def read_here(self) -> tuple[T, R]:
         """Read a batch on this thread."""

@@ -25,6 +25,7 @@ import numpy as np
 from shardckpt import errors
 from shardckpt.errors import ShardckptError
 from shardckpt.io.buffers import round_up
+from shardckpt.io.pool_calls import PoolCall
 from shardckpt.layout.box import BoxArray
 from shardckpt.plan.shares import Region, SharedBoxes, rounds
 from shardckpt.reading.locate import Request
@@ -87,14 +88,14 @@ class SharedReading:
         planned = rounds(tensors, len(self.members), self.limit)
         with ThreadPoolExecutor(1, "shardckpt-share") as ahead:
             shares = next(planned, None)
-            coming = None if shares is None else ahead.submit(self._read, batch, shares[me])
+            coming = None if shares is None else PoolCall(ahead, self._read, batch, shares[me])
             while shares is not None:
                 assert coming is not None
                 coming.result()
                 parts = self._pack(batch, shares, me)
                 following = next(planned, None)
                 coming = (
-                    None if following is None else ahead.submit(self._read, batch, following[me])
+                    None if following is None else PoolCall(ahead, self._read, batch, following[me])
                 )
                 self._all_are_ready()
                 self.interconnect.all_gather(

@@ -26,7 +26,7 @@ import contextlib
 from array import array
 from bisect import bisect_right
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -40,6 +40,7 @@ from shardckpt.errors import CommitError, ShardckptError
 from shardckpt.io import ocdbt
 from shardckpt.io.buffers import KeptBuffers
 from shardckpt.io.datafile import BlocksOut, DataFile, create_data_file
+from shardckpt.io.pool_calls import PoolCall
 from shardckpt.io.store import Store, byte_view
 from shardckpt.io.threads import map_on_threads
 
@@ -328,7 +329,7 @@ class _DataFiles:
         self._buffer: NDArray[np.uint8] | None = None
         """The memory of the file that is filled, if it is an object."""
         self._background = ThreadPoolExecutor(most_waiting, "shardckpt-packed")
-        self._waiting: deque[tuple[Future[None], DataFile, NDArray[np.uint8] | None]] = deque()
+        self._waiting: deque[tuple[PoolCall[None], DataFile, NDArray[np.uint8] | None]] = deque()
 
     def room(self, nbytes: int) -> NDArray[np.uint8] | None:
         """Memory of the current file for the next chunks.
@@ -396,7 +397,7 @@ class _DataFiles:
                 self._settle_one()
             (file, self._file), (buffer, self._buffer) = (self._file, None), (self._buffer, None)
             file.seal()
-            self._waiting.append((self._background.submit(file.wait), file, buffer))
+            self._waiting.append((PoolCall(self._background, file.wait), file, buffer))
 
     def _settle_one(self) -> None:
         """Wait for the file that has waited longest, and raise its error."""

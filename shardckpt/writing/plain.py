@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import resource
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import CommitError, ShardckptError, StorageError
 from shardckpt.format.zarr_arrays import plain_key
 from shardckpt.io.datafile import BlocksOut, DataFile, create_data_file
+from shardckpt.io.pool_calls import PoolCall
 from shardckpt.io.status import is_file
 from shardckpt.io.store import Store, byte_view
 from shardckpt.writing.packed import ExtentLog, Extents
@@ -75,7 +76,7 @@ class PlainWriter:
         self._log = ExtentLog()
         self._most_open = most_open()
         self._pool = ThreadPoolExecutor(min(_THREADS, self._most_open), "shardckpt-plain")
-        self._waiting: deque[tuple[Future[None], DataFile, int]] = deque()
+        self._waiting: deque[tuple[PoolCall[None], DataFile, int]] = deque()
         self._in_flight = 0
         self._failed = False
 
@@ -116,7 +117,7 @@ class PlainWriter:
         except BaseException:
             file.abandon()
             raise
-        self._waiting.append((self._pool.submit(file.wait), file, chunk.nbytes))
+        self._waiting.append((PoolCall(self._pool, file.wait), file, chunk.nbytes))
         self._in_flight += chunk.nbytes
         self._failed = False
 

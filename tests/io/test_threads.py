@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import chain, count
 from threading import Event
@@ -21,6 +22,7 @@ import pytest
 from interrupting import interrupted
 
 import shardckpt
+from shardckpt.io.pool_calls import PoolCall
 from shardckpt.io.threads import (
     SWITCH_SECONDS,
     Workers,
@@ -422,3 +424,39 @@ def test_a_save_and_a_restore_of_many_small_tensors_begin_no_full_collection(tmp
         shardckpt.save(tmp_path / str(i), state)
         shardckpt.restore(tmp_path / str(i), state)
     assert gc.get_stats()[2]["collections"] == before
+
+
+def test_a_call_returns_or_raises_what_its_work_did_and_frees_it():
+    class Held:
+        pass
+
+    with ThreadPoolExecutor(1) as pool:
+        assert PoolCall(pool, divmod, 7, 2).result() == (3, 1)
+        held = Held()
+        gone = weakref.ref(held)
+        failing = PoolCall(pool, lambda one: 1 / (one is None), held)
+        del held
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                failing.result()
+        assert failing.done()
+        gc.disable()
+        try:
+            del failing
+            assert gone() is None
+        finally:
+            gc.enable()
+
+
+def test_an_interrupt_of_a_wait_for_a_call_leaves_the_call_to_its_thread():
+    go_on = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        call = PoolCall(pool, go_on.wait)
+        threading.Timer(
+            0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+        ).start()
+        with pytest.raises(KeyboardInterrupt):
+            call.result()
+        assert not call.done()
+        go_on.set()
+        assert call.result()

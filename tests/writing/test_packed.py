@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -183,7 +183,8 @@ def test_the_memory_of_a_file_that_has_arrived_is_used_for_the_next_one():
     for i in range(8):
         writer.append([f"w/c/{i}"], [bytes(1000)])
         memory.add(files._buffer.ctypes.data)
-        wait([future for future, _, _ in files._waiting])
+        for call, _, _ in files._waiting:
+            call.result()
     writer.finish()
     assert len(memory) == 2, "one is filled, the one before it is on its way"
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import crc32c
@@ -22,6 +22,7 @@ from shardckpt.errors import StorageError
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import OpenFile
 from shardckpt.io.locks import is_at, lock_whole
+from shardckpt.io.pool_calls import PoolCall
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +54,7 @@ class Notes:
         self._log = log
         self._fd = log.fileno()
         self._thread = ThreadPoolExecutor(1, "shardckpt-notes")
-        self._adding: Future[None] | None = None
+        self._adding: PoolCall[None] | None = None
 
     def read(self, identity: bytes) -> tuple[list[int], bool] | None:
         """Read the checksums of all durable blocks, and whether the files have their names.
@@ -109,7 +110,7 @@ class Notes:
                 os.fdatasync(fd)
             self.add(checks)
 
-        self._adding = self._thread.submit(add)
+        self._adding = PoolCall(self._thread, add)
 
     def wait(self) -> None:
         """Wait for the note that is being added."""

@@ -12,12 +12,12 @@ the rate limit of writes.
 
 from __future__ import annotations
 
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from itertools import islice
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardckpt.io.buckets.bucket import open_bucket
 from shardckpt.io.failures import storage_errors
+from shardckpt.io.threads import run_on_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 AT_ONCE = 16
 """Copies in progress at a time."""
-_LISTED = 1000
-"""Copies that are submitted before their results are awaited."""
 
 
 def can_copy(source: Store, target: Store) -> bool:
@@ -50,19 +48,11 @@ def copy_objects(source: Store, target: Store, keys: Iterable[tuple[str, str]]) 
         NotImplementedError: the service cannot copy.
         StorageError: the storage failed or refused.
     """
-    with ThreadPoolExecutor(AT_ONCE, "shardckpt-copy") as pool:
-        pairs = iter(keys)
-        while batch := list(islice(pairs, _LISTED)):
-            copies = [pool.submit(_copy, source, target, old, new) for old, new in batch]
-            try:
-                wait(copies, return_when=FIRST_EXCEPTION)
-            finally:
-                begun = [copy for copy in copies if not copy.cancel()]
-            for copy in begun:
-                copy.result()
+    run_on_threads(keys, [partial(_copy, source, target)] * AT_ONCE, "shardckpt-copy")
 
 
-def _copy(source: Store, target: Store, old: str, new: str) -> None:
+def _copy(source: Store, target: Store, keys: tuple[str, str]) -> None:
+    old, new = keys
     cannot: NotImplementedError | None = None
     with storage_errors("copy", f"{source.path_of(old)} to {target.path_of(new)}"):
         names = source.location.object_prefix + old, target.location.object_prefix + new

@@ -19,7 +19,7 @@ times the part size.
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
 
@@ -29,6 +29,7 @@ from shardckpt.errors import BudgetError
 from shardckpt.io.buckets import cloud
 from shardckpt.io.buffers import BufferPool, Lease
 from shardckpt.io.failures import storage_errors
+from shardckpt.io.pool_calls import PoolCall
 from shardckpt.io.store import byte_view
 from shardckpt.text import Message, file_size, mebibytes_above, named_size
 
@@ -158,7 +159,7 @@ class StreamingUpload:
         threads = min(session.parallel, buffers - 1)
         self._pool = BufferPool((threads + 1) * self._part_bytes)
         self._workers = ThreadPoolExecutor(threads, thread_name_prefix="shardckpt-upload")
-        self._sending: deque[Future[None]] = deque()
+        self._sending: deque[PoolCall[None]] = deque()
         self._lease: Lease | None = None
         self._part = memoryview(b"")
         self._filled = 0
@@ -271,7 +272,7 @@ class StreamingUpload:
         self._settle(0)
         assert self._lease is not None
         self._sending.append(
-            self._workers.submit(self._send_part, self._lease, self._offset, self._part)
+            PoolCall(self._workers, self._send_part, self._lease, self._offset, self._part)
         )
         self._offset += self._filled
         self._lease, self._part, self._filled = None, memoryview(b""), 0
