@@ -25,16 +25,15 @@ class PoolCall(Generic[R]):
         """Begin to call `work` once a thread is free."""
         self._results: list[R] = []
         self._errors: list[BaseException] = []
-        self._work = partial(work, *args)
         self._under_way = threading.Lock()
         self._under_way.acquire()
-        pool.submit(self._run, [self])
+        pool.submit(self._run, [(self, partial(work, *args))])
 
     @staticmethod
-    def _run(calls: list[PoolCall[R]]) -> None:
-        self = calls.pop()  # a reference cycle would keep an error, and its frames' memory
+    def _run(calls: list[tuple[PoolCall[R], Callable[[], R]]]) -> None:
+        self, work = calls.pop()  # a reference cycle would keep an error, and its frames' memory
         try:
-            self._results.append(self._work())
+            self._results.append(work())
         except BaseException as e:  # noqa: BLE001  (raised by `result`)
             self._errors.append(e)
         finally:
