@@ -26,8 +26,6 @@ from itertools import chain, islice
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from shardckpt.io.pool_calls import PoolCall
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
@@ -116,9 +114,8 @@ _switching = _Setting(
 class InterruptibleCondition(threading.Condition):
     """A condition in whose waits Ctrl-C does no harm.
 
-    Enter its `lock`: entering the condition itself runs Python code.
-
-    Ctrl-C in that code would leave the lock locked.
+    Enter its `lock`: entering the condition itself runs Python code, in which Ctrl-C would leave
+    the lock locked.
     """
 
     def __init__(self) -> None:
@@ -162,12 +159,10 @@ def collector_paused() -> Iterator[None]:
 
 @contextmanager
 def prompt_turns() -> Iterator[None]:
-    """Limit the time for which a busy thread keeps the interpreter lock to `SWITCH_SECONDS`.
-
-    The thread is busy in Python, and keeps the lock from another thread.
+    """Limit the time for which a thread busy in Python keeps the interpreter's lock.
 
     A save releases the lock at every system call, some 300 times whatever its size; by default, a
-    busy thread may then keep it for 5 ms each time (docs/decisions/0043).
+    busy thread may then keep it for 5 ms each time, not `SWITCH_SECONDS` (docs/decisions/0043).
     """
     with _switching.changed():
         yield
@@ -176,10 +171,8 @@ def prompt_turns() -> Iterator[None]:
 def lasts_seconds(nbytes: int) -> bool:
     """Whether a task that reads so many bytes from a disk is a matter of seconds.
 
-    The collector may then pause during all of the task.
-
-    After each of several pauses, the collector would visit all objects that have been created in
-    it.
+    The collector may then pause during all of the task; after each of several pauses, it would
+    visit all objects that have been created meanwhile.
     """
     return nbytes <= SHORT
 
@@ -311,6 +304,47 @@ def call_aside(work: Callable[[], R], name: str) -> R:
 def _starter(name: str) -> Callable[[Callable[[], None]], None]:
     """A function that calls another one on a new thread of that name."""
     return lambda work: threading.Thread(target=work, name=name, daemon=True).start()
+
+
+class PoolCall(Generic[R]):
+    """A call on a thread of a pool, for whose end one waits in C code alone.
+
+    Ctrl-C in a future's Python code may leave it locked, and then its thread waits for good.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, work: Callable[..., R], *args: object) -> None:
+        """Begin to call `work` once a thread is free."""
+        self._results: list[R] = []
+        self._errors: list[BaseException] = []
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
+        pool.submit(self._run, [(self, partial(work, *args))])
+
+    @staticmethod
+    def _run(calls: list[tuple[PoolCall[R], Callable[[], R]]]) -> None:
+        self, work = calls.pop()  # a reference cycle would keep an error, and its frames' memory
+        try:
+            self._results.append(work())
+        except BaseException as e:  # noqa: BLE001  (raised by `result`)
+            self._errors.append(e)
+        finally:
+            self._under_way.release()
+            del self
+
+    def done(self) -> bool:
+        """Whether the call has ended."""
+        return not self._under_way.locked()
+
+    def result(self) -> R:
+        """Wait for the end, and return or raise what it did; not if the pool cancelled it."""
+        with self._under_way:
+            pass
+        try:
+            if self._errors:
+                raise self._errors[0]
+            return self._results[0]
+        finally:
+            del self  # as above
 
 
 class Workers:

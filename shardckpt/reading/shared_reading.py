@@ -25,7 +25,7 @@ import numpy as np
 from shardckpt import errors
 from shardckpt.errors import ShardckptError
 from shardckpt.io.buffers import round_up
-from shardckpt.io.pool_calls import PoolCall
+from shardckpt.io.threads import PoolCall
 from shardckpt.layout.box import BoxArray
 from shardckpt.plan.shares import Region, SharedBoxes, rounds
 from shardckpt.reading.locate import Request

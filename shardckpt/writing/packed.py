@@ -40,9 +40,8 @@ from shardckpt.errors import CommitError, ShardckptError
 from shardckpt.io import ocdbt
 from shardckpt.io.buffers import KeptBuffers
 from shardckpt.io.datafile import BlocksOut, DataFile, create_data_file
-from shardckpt.io.pool_calls import PoolCall
 from shardckpt.io.store import Store, byte_view
-from shardckpt.io.threads import map_on_threads
+from shardckpt.io.threads import PoolCall, map_on_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import CommitError, ShardckptError, StorageError
 from shardckpt.format.zarr_arrays import plain_key
 from shardckpt.io.datafile import BlocksOut, DataFile, create_data_file
-from shardckpt.io.pool_calls import PoolCall
 from shardckpt.io.status import is_file
 from shardckpt.io.store import Store, byte_view
+from shardckpt.io.threads import PoolCall
 from shardckpt.writing.packed import ExtentLog, Extents
 
 if TYPE_CHECKING:

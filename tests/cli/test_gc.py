@@ -3,7 +3,6 @@
 import os
 import pty
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -104,7 +103,7 @@ def test_what_the_storage_refuses_is_told_and_the_status_is_the_storages(run, ru
     def refuse(*_, **__):
         raise OSError("Input/output error")
 
-    monkeypatch.setattr(shutil, "rmtree", refuse)
+    monkeypatch.setattr(os, "unlink", refuse)
     answer = run("gc", runs)
     assert answer.status == 6
     assert "failed" in answer.out

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -299,7 +300,7 @@ def test_a_save_that_fails_before_its_data_is_durable_leaves_nothing(tmp_path, m
 def test_an_old_attempt_that_cannot_be_removed_does_not_undo_the_new_one(tmp_path, monkeypatch):
     shardckpt.save(tmp_path / "c", state(1))
     monkeypatch.setattr(
-        shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(OSError("Input/output error"))
+        os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(OSError("Input/output error"))
     )
     with pytest.raises(errors.StorageError, match="new checkpoint is committed"):
         shardckpt.save(tmp_path / "c", state(2), options=SaveOptions(overwrite=True))

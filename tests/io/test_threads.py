@@ -22,9 +22,9 @@ import pytest
 from interrupting import interrupted
 
 import shardckpt
-from shardckpt.io.pool_calls import PoolCall
 from shardckpt.io.threads import (
     SWITCH_SECONDS,
+    PoolCall,
     Workers,
     _Setting,
     collector_paused,

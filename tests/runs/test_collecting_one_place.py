@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import shutil
 import threading
 import time
 
@@ -199,7 +198,7 @@ def test_a_tombstone_stays_with_its_reason_as_long_as_data_cannot_be_removed(dis
     leave_behind(disk)
     with monkeypatch.context() as refusing:
         refusing.setattr(
-            shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(OSError("Input/output error"))
+            os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(OSError("Input/output error"))
         )
         assert set(outcomes(delete(disk, reason="superseded", grace=0)).values()) == {"failed"}
     with pytest.raises(NotFoundError, match=r"deleted \(20\d\d-.*: superseded\)"):
@@ -291,14 +290,14 @@ def test_nothing_is_removed_if_the_record_cannot_be_read(disk, damage):
 def test_a_storage_that_refuses_to_delete_says_so_and_keeps_no_other_from_going(disk, monkeypatch):
     leave_behind(disk)
     leave_behind(disk, OTHER)
-    remove = shutil.rmtree
+    remove = os.rmdir
 
     def refuse(path, **options):
         if ORPHAN in str(path):
             raise OSError("Input/output error")
         remove(path, **options)
 
-    monkeypatch.setattr(shutil, "rmtree", refuse)
+    monkeypatch.setattr(os, "rmdir", refuse)
     by_attempt = {one.attempt: one for one in collect(disk, grace=0)}
     assert outcomes(by_attempt.values()) == {ORPHAN: "failed", OTHER: "removed"}
     assert "Input/output error" in by_attempt[ORPHAN].reason

@@ -22,7 +22,7 @@ from shardckpt.errors import StorageError
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import OpenFile
 from shardckpt.io.locks import is_at, lock_whole
-from shardckpt.io.pool_calls import PoolCall
+from shardckpt.io.threads import PoolCall
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -29,8 +29,8 @@ from shardckpt.errors import BudgetError
 from shardckpt.io.buckets import cloud
 from shardckpt.io.buffers import BufferPool, Lease
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.pool_calls import PoolCall
 from shardckpt.io.store import byte_view
+from shardckpt.io.threads import PoolCall
 from shardckpt.text import Message, file_size, mebibytes_above, named_size
 
 if TYPE_CHECKING:
