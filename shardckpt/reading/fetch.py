@@ -226,7 +226,7 @@ class ReadableChunks:
             raise damaged_chunk(task, task.begin + int(np.argmax(wrong)))
 
 
-def as_readable(source: ChunkSource) -> ReadableChunks:
+def as_readable(source: ChunkSource | None) -> ReadableChunks:
     """The source of chunks that were found, to read them."""
     assert isinstance(source, ReadableChunks)
     return source

@@ -326,32 +326,35 @@ class ChunkFinder:
         assert source is not None
         return source
 
-    def check_table(self, request: Request) -> None:
+    def check_table(self, requests: Sequence[Request]) -> None:
         """Raise MissingDataError unless the table has every chunk of the pieces.
 
         A commit makes sure that the table has every chunk.
 
         This check comes first: a record that claims a trillion chunks must not make the process
         enumerate them.
+
+        Args:
+            requests: of one source; at least one.
         """
-        table = self.source(request).table
-        for piece in request.pieces:
-            lost = table.first_missing(piece.path, piece.num_chunks)
-            if lost is not None:
-                raise self.lost_error(request, chunk_boxes(piece, np.array([lost]))[0])
+        first_missing = self.source(requests[0]).table.first_missing
+        for request in requests:
+            for piece in request.pieces:
+                lost = first_missing(piece.path, piece.num_chunks)
+                if lost is not None:
+                    raise self.lost_error(request, chunk_boxes(piece, np.array([lost]))[0])
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Read the tables' rows for the chunks of all requests, and check the tables.
 
-        The rows for all requests are read together. Then `check_table` is called for each request.
+        The rows for all requests of one source are read together.
         """
         for source in dict.fromkeys([request.source for request in requests]):
             of_source = [request for request in requests if request.source is source]
             self.source(of_source[0]).table.prepare(
                 [(piece, r.boxes) for r in of_source for piece in touched(r.pieces, r.boxes)]
             )
-        for request in requests:
-            self.check_table(request)
+            self.check_table(of_source)
 
     def needed(self, requests: Sequence[Request]) -> Iterator[Located]:
         """Yield batches of the chunks that the requests' boxes touch.

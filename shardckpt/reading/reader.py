@@ -300,7 +300,7 @@ class ChunkReader:
             request: for one array, as `source.resolve` gives it; boxes and buffers are not used.
             position: the chunk's position in grid order.
         """
-        self.finder.check_table(request)
+        self.finder.check_table([request])
         chunks = self.finder.located(
             RequestedChunks.of_positions([(request, request.pieces[0], np.array([position]))])
         )
@@ -364,13 +364,12 @@ class ChunkReader:
         if extension.moving is None or not self.source.place.has_paths:
             return False
         # A hundred thousand small tensors have one or two kinds.
-        source_of = self.finder.source
         kinds = {
             (
                 len(part.piece.chunks),
                 part.request.dtype.itemsize,
                 part.request.convert_from,
-                source_of(part.request),
+                part.request.source or self._own,
             )
             for part in parts
         }

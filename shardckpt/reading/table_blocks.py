@@ -24,7 +24,7 @@ Another 32 MiB are kept of hosts' tables.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -235,43 +235,29 @@ class TableBlocks:
             )
         return self._instead
 
-    def _units_of(self, piece: Piece, boxes: BoxArray) -> Iterable[int]:
-        """Units with the rows of the chunks that the boxes touch.
-
-        A unit may occur more than once.
-        """
-        num_chunks, rows = piece.num_chunks, self._source.rows
-        if not 0 < num_chunks <= self._source.header.counts.get(piece.path, 0):
-            return ()
-        first = self._first[piece.path]
-        low, high = first // rows, (first + num_chunks - 1) // rows
-        if high - low < 2:
-            return (low, high)
-        starts, stops = chunk_runs(piece, boxes)
-        units: list[int] = _spread(
-            (first + starts) // self._source.rows, (first + stops - 1) // self._source.rows + 1
-        ).tolist()
-        return units
-
     def _units_to_read(self, pieces: Iterable[tuple[Piece, BoxArray]]) -> list[int]:
         """Units with the rows of all chunks that the boxes touch.
 
         Rows that are known from hosts' tables are left out.
         """
-        if self._hosts is None:
-            return sorted(set(chain.from_iterable(self._units_of(*pair) for pair in pieces)))
-        counts = self._source.header.counts
+        counts, per_unit = self._source.header.counts, self._source.rows
+        few: set[int] = set()
         runs = [np.empty((2, 0), np.int64)]
         for piece, boxes in pieces:
-            if 0 < piece.num_chunks <= counts.get(piece.path, 0):
-                runs.append(self._first[piece.path] + np.stack(chunk_runs(piece, boxes)))
+            num_chunks = piece.num_chunks
+            if not 0 < num_chunks <= counts.get(piece.path, 0):
+                continue
+            first = self._first[piece.path]
+            low, high = first // per_unit, (first + num_chunks - 1) // per_unit
+            if self._hosts is None and high - low < 2:  # all small tensors
+                few.add(low)
+                few.add(high)
+            else:
+                runs.append(first + np.stack(chunk_runs(piece, boxes)))
         starts, stops = np.concatenate(runs, axis=1)
-        if (stops - starts).sum() <= MOST_ROWS:
+        if self._hosts is not None and (stops - starts).sum() <= MOST_ROWS:
             return self._ask_hosts(np.unique(_spread(starts, stops)), self._hosts)
-        units: list[int] = np.unique(
-            _spread(starts // self._source.rows, (stops - 1) // self._source.rows + 1)
-        ).tolist()
-        return units
+        return sorted(few.union(_spread(starts // per_unit, (stops - 1) // per_unit + 1).tolist()))
 
     def _ask_hosts(self, number: NDArray[np.int64], host_rows: HostRows) -> list[int]:
         """Read hosts' tables as long as that pays off.
