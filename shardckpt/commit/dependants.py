@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.commit.attempts import places
+from shardckpt.commit.attempts import places, step_of
 from shardckpt.commit.markers import is_superseded, protection
 from shardckpt.commit.publish import RECORD
-from shardckpt.errors import FormatError, OptionError, StorageError, VersionError
+from shardckpt.errors import FormatError, OptionError, StorageError
 from shardckpt.format.bases import bases_of, names_beside
 from shardckpt.format.documents import Fields, open_envelope
 from shardckpt.io.failures import reading_takes_threads
@@ -28,7 +28,7 @@ from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     Verb = Literal["deleted", "replaced"]
@@ -67,8 +67,8 @@ class _Neighbour:
     """Names of its bases in the same directory → the attempts there; "": any attempt with the same
     contents."""
     unread: bytes = b""
-    """Its record, if a newer version has written it: a record contains the names of the attempts of
-    its bases."""
+    """Its record, if that cannot be read: a record contains the names of the attempts of its
+    bases."""
     closed: bool = False
     """Whether this user may not enter it, so that nothing is known of it."""
 
@@ -163,27 +163,23 @@ def _stores_in(neighbour: _Neighbour, name: str, attempt: str | None) -> bool:
     return any(attempt is None or base in ("", attempt) for base in neighbour.bases.get(name, ()))
 
 
-def used_beside(root: Store, names: Iterable[str]) -> set[tuple[str, str]]:
-    """The bases below a root, as (name, attempt), with tensors of checkpoints of these names.
+def users_beside(root: Store, also: Iterable[str] = ()) -> Callable[[int, str | None], bool]:
+    """A function that says whether a checkpoint beside the steps of a run stores tensors in a step.
 
-    The checkpoints of these names lie below the root as well.
+    It is called with the step, and its attempt, or None if that is not known: then any counts.
 
-    The attempt is "" for a base that its contents identify. Superseded checkpoints do not count.
+    Args:
+        root: the place of the steps.
+        also: names of steps that count as such checkpoints, too.
     """
-    listed = [*names]
-    with reading_takes_threads(root):
-        uses = map_on_threads(lambda name: _look(root.sub(name), None), listed)
-    using = [
-        one
-        for name, one in zip(listed, uses, strict=True)
-        if one.bases and not is_superseded(root.sub(name), one.attempt)
+    names = [
+        name
+        for name, _ in places(root, root.list_children())
+        if name != "." and step_of(name) is None
     ]
-    return {
-        (name, attempt)
-        for one in using
-        for name, attempts in one.bases.items()
-        for attempt in attempts
-    }
+    with reading_takes_threads(root):
+        users = map_on_threads(lambda name: _look(root.sub(name), None), [*names, *also])
+    return lambda step, attempt: any(_stores_in(user, str(step), attempt) for user in users)
 
 
 def _look(place: Store, known: _Neighbour | None) -> _Neighbour:
@@ -196,19 +192,20 @@ def _look(place: Store, known: _Neighbour | None) -> _Neighbour:
         return known
     try:
         data, generation = place.read_versioned(RECORD)
-        token = token if place.near else generation
-        if data is None:
-            return _Neighbour(token)
+    except FormatError:  # too large to be a record
+        return _Neighbour(token)
+    token = token if place.near else generation
+    if data is None:
+        return _Neighbour(token)
+    try:
         document = open_envelope(data, where)
         bases: dict[str, frozenset[str]] = {}
         for base in bases_of(document, where):
             for name in names_beside([base]):
                 bases[name] = bases.get(name, frozenset()) | {base.attempt}
         attempt = Fields(document, where).string("attempt") if bases else ""
-    except VersionError:
-        return _Neighbour(token, unread=data or b"")
-    except FormatError:  # it cannot be read, with or without its bases
-        return _Neighbour(token)
+    except FormatError:  # damaged, or of a newer version
+        return _Neighbour(token, unread=data)
     return _Neighbour(token, attempt, bases)
 
 

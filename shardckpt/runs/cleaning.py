@@ -4,7 +4,8 @@
 2. Ask the retention rule which live steps to keep. Six kinds of step stay in any case: the newest
    live step, the steps that this process is reading, pinned and tagged steps (the deletion itself
    finds them), steps with a lease (`leases`), the steps that running saves name as their base, and
-   the bases of all existing steps (`skipping`). A base is deleted after the steps that name it.
+   the bases of all existing steps, and of checkpoints beside them (`skipping`). A base is deleted
+   after the steps that name it.
 3. Superseded steps are deleted once training has passed them: until then a rollback can be undone.
 4. Each deletion replaces the commit record with a tombstone before it removes data, and removes the
    tombstone at the end (`commit.remove`). Leftovers of a killed process or of an earlier version
@@ -23,6 +24,7 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from shardckpt.commit.dependants import users_beside
 from shardckpt.errors import FormatError, NotFoundError, OptionError, StorageError
 from shardckpt.reading.checkpoint import open_in_this_process
 from shardckpt.runs.collecting import collect_place, delete_place
@@ -31,7 +33,7 @@ from shardckpt.runs.steps import StepInfo, list_steps, step_numbers
 from shardckpt.text import few
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from shardckpt.io.store import Store
     from shardckpt.runs.retention import Retention, SavedStep
@@ -57,7 +59,6 @@ class Cleaner:
         """Nothing is deleted before `clean`.
 
         Args:
-            root: of the run.
             root: the root of the run.
             rule: which steps to keep; None: all, so that only the leftovers of unfinished saves are
                 removed.
@@ -131,16 +132,12 @@ class Cleaner:
                 )
             if self._rule is not None:
                 named, due = self._names_needed(steps), doomed(steps, self._rule, committed.step)
-                try:
-                    held = leased_steps(self._root) if due else frozenset()
-                except StorageError as e:
-                    self._note_failure(e)
-                    due = []
                 if due:
                     self._miss_metrics(self._rule, steps.values())
-                for step in sorted(due, key=named.__contains__):
-                    if step not in self._names_needed(steps) and step not in held:
-                        self._delete(step, steps)
+                    try:
+                        self._delete_due(sorted(due, key=named.__contains__), steps)
+                    except StorageError as e:
+                        self._note_failure(e)
             with self._guard:
                 self._steps = steps
             if self._collected is None or time.monotonic() >= self._collected + self._grace:
@@ -164,6 +161,19 @@ class Cleaner:
                 f", only {few(sorted(recorded), 3)}" if recorded else "",
                 unknown[0],
             )
+
+    def _delete_due(self, due: Iterable[int], steps: dict[int, StepInfo]) -> None:
+        """Delete the steps that no reader holds, and that store no tensors of others."""
+        held = leased_steps(self._root)
+        unread = [str(info.step) for info in steps.values() if info.state == "unreadable"]
+        is_used = users_beside(self._root, unread)
+        for step in due:
+            if not (
+                step in held
+                or step in self._names_needed(steps)
+                or is_used(step, steps[step].attempt)
+            ):
+                self._delete(step, steps)
 
     def _names_needed(self, steps: dict[int, StepInfo]) -> frozenset[int]:
         """The steps that hold tensors of other steps, existing or being saved."""

@@ -23,8 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import errors
-from shardckpt.commit.attempts import places, step_of
-from shardckpt.commit.dependants import used_beside
+from shardckpt.commit.dependants import users_beside
 from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.errors import (
     CorruptionError,
@@ -268,17 +267,8 @@ def _choose(
             for base in s.bases
             if base > chosen_step
         }
-        others = [
-            name
-            for name, _ in places(root, root.list_children())
-            if name != "." and step_of(name) is None
-        ]
-        used = used_beside(root, others)
-        kept |= {
-            s.step
-            for s in later
-            if not used.isdisjoint([(str(s.step), s.attempt), (str(s.step), "")])
-        }
+        is_used = users_beside(root)
+        kept |= {s.step for s in later if is_used(s.step, s.attempt)}
     return {
         "step": chosen_step,
         "attempt": known[chosen_step].attempt,

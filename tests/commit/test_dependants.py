@@ -150,10 +150,12 @@ def test_a_checkpoint_with_an_unreadable_record_is_a_base_whatever_its_attempt(r
         save(root)
 
 
-def test_a_neighbour_of_a_newer_version_is_believed_to_need_the_base_that_it_names(root):
+@pytest.mark.parametrize("part", [b'"version":[2,', b'"created":"2'])
+def test_a_neighbour_that_cannot_be_read_is_believed_to_need_the_base_that_it_names(root, part):
+    """Because it is of a newer version, or damaged."""
     save_with_base(root / "lora", root / "c")
     record = root / "lora" / "checkpoint.json"
-    record.write_bytes(record.read_bytes().replace(b'"version":[2,', b'"version":[99,', 1))
+    record.write_bytes(record.read_bytes().replace(part, part.replace(b"2", b"99"), 1))
     with pytest.raises(
         errors.OptionError,
         match=r"/c is the base of checkpoints beside it, .*: lora; so it is not deleted",

@@ -83,6 +83,34 @@ def test_the_base_of_the_saves_to_come_stays_before_any_names_it(run):
     assert holds(run, 2)
 
 
+def test_a_step_that_a_checkpoint_beside_the_steps_needs_stays_until_that_is_gone(run):
+    with run.manager(keep=1) as manager:
+        train(manager, 1)
+        base = SaveOptions(base=run.root / "1", skip="frozen")
+        shardckpt.save(run.root / "adapter", state(7), options=base)
+        train(manager, 2)
+        assert manager.all_steps() == [1, 2]
+        assert np.array_equal(shardckpt.restore(run.root / "adapter")["frozen"], FROZEN)
+        shutil.rmtree(run.root / "adapter")
+        train(manager, 3)
+        assert manager.all_steps() == [3]
+
+
+@pytest.mark.parametrize("reason", ["damaged", "newer"])
+def test_the_base_of_a_step_that_cannot_be_read_stays(run, reason):
+    with run.manager(**options(run)) as manager:
+        train(manager, 0, 1)
+    file = run.root / "1" / "checkpoint.json"
+    whole = file.read_bytes()
+    broken = {"damaged": (b'"frozen"', b'"frozfn"'), "newer": (b'"version":[2', b'"version":[99')}
+    file.write_bytes(whole.replace(*broken[reason]))
+    with run.manager(keep=1) as manager:
+        train(manager, 2, 3)
+        assert [info.step for info in manager.steps()] == [0, 1, 3]
+    file.write_bytes(whole)
+    assert holds(run, 1)
+
+
 def test_a_base_outside_of_the_run_is_none_of_its_business(run, tmp_path):
     shardckpt.save(tmp_path / "pretrained", state(7))
     with run.manager(
