@@ -34,6 +34,8 @@ SUPERSEDED = "superseded.json"
 """Marker after training went back to an earlier step and no longer includes this one; key relative
 to the checkpoint."""
 
+MARKERS = frozenset({PINNED, SUPERSEDED})
+
 
 def mark(store: Store, marker: str, attempt: str) -> None:
     """Set a marker for an attempt.

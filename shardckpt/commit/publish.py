@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit.attempts import attempts, is_attempt
-from shardckpt.commit.markers import PINNED, SUPERSEDED, unmark
+from shardckpt.commit.markers import MARKERS
 from shardckpt.errors import (
     AlreadyExistsError,
     CommitError,
@@ -231,15 +231,16 @@ def put_tombstone(
 
 
 def clear_place(store: Store, generation: bytes) -> None:
-    """Remove a tombstone or placeholder that has no attempt beside it.
+    """Remove a tombstone or placeholder that has no attempt beside it, and all markers.
 
     The directory is then removed if it is empty.
 
-    If the storage has no conditional deletion, the tombstone stays.
+    If the storage has no conditional deletion, all stay.
 
     Args:
         store: the checkpoint's place.
-        generation: generation of the tombstone; another version stays.
+        generation: generation of the tombstone, or of the missing record; where another version is
+            there, it and the markers of its checkpoint stay.
 
     Raises:
         StorageError: the storage failed.
@@ -247,9 +248,13 @@ def clear_place(store: Store, generation: bytes) -> None:
     children = store.list_children()
     if attempts(store, children):
         return
-    for marker in {PINNED, SUPERSEDED}.intersection(children):
-        unmark(store, marker)
-    if store.remove(RECORD, generation):
+    markers = {name: store.read_versioned(name)[1] for name in MARKERS.intersection(children)}
+    # A checkpoint that has taken the place since that check has changed what it marks.
+    if markers and store.read_versioned(RECORD)[1] != generation:
+        return
+    for marker, of_marker in markers.items():
+        store.remove(marker, of_marker)
+    if RECORD not in children or store.remove(RECORD, generation):
         store.remove_empty()
 
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardckpt.commit.assemble import finished_hosts, read_host_record
 from shardckpt.commit.attempts import attempts
 from shardckpt.commit.dependants import check_unprotected
+from shardckpt.commit.markers import MARKERS
 from shardckpt.commit.publish import RECORD, clear_place, put_tombstone
 from shardckpt.commit.small_tensors import SMALL_TABLE
 from shardckpt.errors import FormatError, NotFoundError, ReplacedError, StorageError, VersionError
@@ -196,18 +197,18 @@ def list_orphans(store: Store, grace: float) -> tuple[list[Collected], StoredRec
 
     The record is None if there is nothing to collect.
 
-    A tombstone without attempts counts as something to collect. If the record names an attempt that
-    is not there, all are kept.
+    A tombstone without attempts counts as something to collect, and so do markers alone. If the
+    record names an attempt that is not there, all are kept.
     """
     children = store.list_children()
     names = attempts(store, children)
-    if not names and RECORD not in children:
+    if not names and not {RECORD, *MARKERS}.intersection(children):
         return [], None
     record = StoredRecord.of(store, *store.read_versioned(RECORD))
     named = record.attempt(store)
     orphans = [name for name in names if name != named]
     if not orphans:
-        return [], record if record.is_tombstone else None
+        return [], record if record.doc is None or record.is_tombstone else None
     if named is not None and named not in names and not store.list_children(f"{named}/"):
         why = (
             f"the commit record names {named}, which is not there: put the right {RECORD} back, or "
@@ -238,12 +239,13 @@ def list_orphans(store: Store, grace: float) -> tuple[list[Collected], StoredRec
 
 
 def clear_tombstone(store: Store, record: StoredRecord, grace: float) -> None:
-    """Delete a tombstone, or a placeholder older than `grace`, that has no attempts beside it.
+    """Clear a place that has a tombstone, a placeholder older than `grace`, or no record.
 
-    On a storage error it stays for later.
+    On a storage error all stays for later.
     """
-    old = record.is_tombstone and (
-        not record.is_placeholder or is_idle(idle_seconds(store, [RECORD])[RECORD], grace)
+    old = record.doc is None or (
+        record.is_tombstone
+        and (not record.is_placeholder or is_idle(idle_seconds(store, [RECORD])[RECORD], grace))
     )
     if old:
         with suppress(StorageError):

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit.attempts import is_attempt, places, step_of
 from shardckpt.commit.dependants import Dependants
-from shardckpt.commit.markers import PINNED, SUPERSEDED, unmark
 from shardckpt.commit.publish import RECORD, published_attempt
 from shardckpt.commit.remove import (
     CONTENDED,
@@ -251,8 +250,6 @@ def delete_place(
         StorageError: the storage failed.
     """
     named = bury(store, reason, attempt)
-    for marker in (PINNED, SUPERSEDED):
-        unmark(store, marker)
     left = []
     if named is not None and f"{named}/" in store.list_children():
         data = Collected(store.location, named, "removed")

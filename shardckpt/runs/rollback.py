@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shardckpt.commit.attempts import step_of
 from shardckpt.commit.markers import SUPERSEDED, mark, unmark
+from shardckpt.commit.publish import RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,4 +73,6 @@ class Rollback:
         if self.revived:
             unmark(root.sub(str(self.step)), SUPERSEDED)
         for step, attempt in sorted(self.later.items()):
-            mark(root.sub(str(step)), SUPERSEDED, attempt or "")
+            place = root.sub(str(step))
+            if place.exists(RECORD):
+                mark(place, SUPERSEDED, attempt or "")

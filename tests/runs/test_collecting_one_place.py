@@ -15,6 +15,7 @@ import pytest
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.commit.attempts import attempts, is_attempt, places
+from shardckpt.commit.markers import PINNED, SUPERSEDED, mark
 from shardckpt.commit.publish import RECORD, clear_place, hold_place, publish, read_prior
 from shardckpt.errors import (
     AlreadyExistsError,
@@ -26,6 +27,7 @@ from shardckpt.errors import (
 )
 from shardckpt.format.documents import open_envelope, seal
 from shardckpt.format.record import Tombstone, parse_checkpoint
+from shardckpt.io.status import exists
 from shardckpt.io.store import Store
 from shardckpt.runs.collecting import collect_place as collect
 from shardckpt.runs.collecting import delete_place as delete
@@ -418,6 +420,14 @@ def test_where_no_checkpoint_is_there_is_nothing_to_delete(disk):
             delete(disk, reason="test", grace=0)
         assert attempts_in(disk) == [ORPHAN]
         hold(disk)
+
+
+@pytest.mark.parametrize("markers", [[PINNED], [SUPERSEDED], [PINNED, SUPERSEDED]])
+def test_markers_of_a_checkpoint_that_is_gone_are_collected(disk, markers):
+    for marker in markers:
+        mark(disk, marker, ORPHAN)
+    assert collect(disk, grace=0) == []
+    assert not exists(disk.local_path(""))
 
 
 def test_a_damaged_checkpoint_can_be_deleted_and_its_data_is_an_orphan_then(disk):

@@ -12,7 +12,14 @@ from interleaving import VERSIONS, Stage, finish
 
 import shardckpt
 from shardckpt import SaveOptions
-from shardckpt.commit.markers import MOST_TAGS, PINNED, Protection, protection
+from shardckpt.commit.markers import (
+    MOST_TAGS,
+    PINNED,
+    SUPERSEDED,
+    Protection,
+    mark,
+    protection,
+)
 from shardckpt.errors import (
     AlreadyExistsError,
     FormatError,
@@ -249,6 +256,35 @@ def test_a_slow_pin_does_not_undo_that_of_the_checkpoint_which_took_the_place(or
         assert slow.outcome is None or isinstance(slow.outcome, NotFoundError)
         assert ("new" in marks.tags) == (other.outcome is None)
         assert other.outcome is None or isinstance(other.outcome, AlreadyExistsError | OptionError)
+
+
+@pytest.mark.parametrize("versions", VERSIONS)
+@pytest.mark.parametrize("marker", [None, SUPERSEDED])
+def test_a_slow_deletion_does_not_undo_the_pin_of_the_checkpoint_which_took_the_place(
+    versions, marker
+):
+    saved_anew = 0
+    for operations in range(30):
+        with Stage.set(versions) as stage:
+            stage.begin(lambda stage=stage: save(stage.url)).finish()
+            if marker:
+                mark(stage.store, marker, stage.named)
+            slow = stage.begin(lambda stage=stage: collecting.delete(stage.url))
+            for _ in range(operations):
+                slow.step()
+            other = stage.begin(lambda stage=stage: save(stage.url))
+            other.finish()
+            if other.outcome is None:
+                saved_anew += 1
+                stage.begin(lambda stage=stage: pinning.pin(stage.url)).finish()
+            slow.finish()
+            assert isinstance(slow.outcome, list)
+            if other.outcome is None:
+                assert protection(stage.store, stage.named).pinned
+            else:
+                assert isinstance(other.outcome, AlreadyExistsError)
+                stage.check_end()
+    assert saved_anew > 3
 
 
 def test_the_pin_of_a_damaged_checkpoint_can_be_removed_so_that_it_can_be_deleted(url):

@@ -37,7 +37,7 @@ import tensorstore as ts
 
 from shardckpt.commit import remove, waiting
 from shardckpt.commit.attempts import is_attempt
-from shardckpt.commit.markers import PINNED, SUPERSEDED
+from shardckpt.commit.markers import MARKERS
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import ShardckptError
 from shardckpt.format.record import Tombstone, parse_checkpoint
@@ -50,7 +50,7 @@ from shardckpt.writing import attempt, committer
 __all__ = ["GRACE", "VERSIONS", "Actor", "Host", "Stage", "finish"]
 
 GRACE = 100
-MARKERS = (PINNED, SUPERSEDED)
+
 VERSIONS = ("contents", "numbers")
 """By what a storage knows versions."""
 LONG = 1e9

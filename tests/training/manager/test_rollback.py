@@ -8,7 +8,7 @@ from training_runs import state
 import shardckpt
 from shardckpt import errors
 from shardckpt.frameworks.coordination.base import SingleProcess
-from shardckpt.runs import pinning
+from shardckpt.runs import collecting, pinning
 from shardckpt.training.policies import OnPreemption, any_of
 
 
@@ -54,6 +54,13 @@ def test_a_superseded_step_is_replaced_when_training_reaches_it_again(run, rolle
     assert {path.name for path in (run.root / "1000").iterdir() if path.is_file()} == {
         "checkpoint.json"
     }
+
+
+def test_a_later_step_that_is_deleted_meanwhile_leaves_nothing(run, rolled_back):
+    collecting.delete(run.root / "1000")
+    rolled_back.save(950, state(950))
+    rolled_back.wait()
+    assert not (run.root / "1000").exists()
 
 
 def test_a_later_run_may_replace_it_as_well(run, rolled_back):
