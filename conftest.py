@@ -11,6 +11,7 @@ import gc
 import itertools
 import os
 import signal
+import tempfile
 import uuid
 
 import crc32c
@@ -38,6 +39,12 @@ def pytest_configure(config):
     os.environ["PYTHONPATH"] = os.pathsep.join(
         str(config.rootpath / folder) for folder in config.getini("pythonpath")
     )
+    # A training that resumes compiles what it compiled before. One directory for each worker, as
+    # JAX may read a program while another process writes it.
+    compiled = tempfile.TemporaryDirectory(prefix="shardckpt-jax-")
+    config.add_cleanup(compiled.cleanup)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 
 @pytest.hookimpl(wrapper=True)
