@@ -70,6 +70,8 @@ class ReaderLease:
         }
         self._writes = root.writable
         """Whether this process writes it, and not the service."""
+        self._writing = threading.Lock()
+        """Held while it is written: a slow renewal would undo what was written meanwhile."""
         self._over = threading.Event()
         self._renewing: threading.Thread | None = None
 
@@ -135,15 +137,16 @@ class ReaderLease:
         return True
 
     def _write(self) -> None:
-        if self._writes:
-            self._root.write(f"{LEASES}{self._id}.json", seal(self._document))
-        elif self._service is None:
-            raise StorageError(
-                f"{self._root.location} is read only, and {VARIABLE} names no service that could "
-                "write a lease."
-            )
-        else:
-            self._ask(self._document)
+        with self._writing:
+            if self._writes:
+                self._root.write(f"{LEASES}{self._id}.json", seal(self._document))
+            elif self._service is None:
+                raise StorageError(
+                    f"{self._root.location} is read only, and {VARIABLE} names no service that "
+                    "could write a lease."
+                )
+            else:
+                self._ask(self._document)
 
     def _ask(self, document: dict[str, Any] | None) -> None:
         """Have the service write the lease; or remove it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 
 import numpy as np
@@ -93,6 +94,30 @@ def test_a_lease_is_renewed_while_it_is_held(tmp_path, monkeypatch):
             pass
     assert len({*written}) == 1
     assert store.list() == []
+
+
+def test_a_slow_renewal_does_not_undo_a_lease_on_other_steps(tmp_path, monkeypatch):
+    store, renews, goes_on = Store.open(tmp_path), threading.Event(), threading.Event()
+    write = type(store).write
+
+    def slow_in_the_background(self, key, data):
+        if threading.current_thread() is not threading.main_thread() and not renews.is_set():
+            renews.set()
+            goes_on.wait(60)
+        write(self, key, data)
+
+    monkeypatch.setattr(leases, "SECONDS", 0.03)
+    monkeypatch.setattr(type(store), "write", slow_in_the_background)
+    lease = leases.ReaderLease(store)
+    with lease.holding([]):
+        pass
+    assert renews.wait(60)
+    monkeypatch.undo()
+    threading.Timer(0.2, goes_on.set).start()
+    with lease.holding([1]):
+        assert goes_on.wait(60)
+        assert leased_steps(store) == {1}
+    lease.close()
 
 
 def test_where_no_lease_can_be_written_it_is_told_once(tmp_path, caplog):
