@@ -95,13 +95,14 @@ def collect(
     if not children and not exists(store.local_path("")):
         raise NotFoundError(f"{location}: no such directory.")
 
-    held = leased_steps(store)
+    below, own, held = leased_steps(store), location.resolved, False
+    if (step := step_of(own.name)) is not None and own.parent is not None:
+        held = step in leased_steps(Store.open(own.parent))
 
     def at(place: Store) -> list[Collected]:
+        is_held = held if place is store else step_of(place.location.name) in below
         try:
-            return collect_place(
-                place, grace=grace, dry_run=dry_run, held=step_of(place.location.name) in held
-            )
+            return collect_place(place, grace=grace, dry_run=dry_run, held=is_held)
         except FormatError as e:
             return [Collected(place.location, None, "kept", reason=str(e))]
         except StorageError as e:

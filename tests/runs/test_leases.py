@@ -171,6 +171,10 @@ def test_an_attempt_that_a_fold_replaced_is_not_collected_while_a_reader_holds_i
             for one in collect(tmp_path, grace=0)
             if one.location.name == "6"
         } == {("6", "kept", "a reader holds a lease on it")}
+        (tmp_path / "latest").symlink_to("6")
+        for url in (tmp_path / "6", tmp_path / "latest"):
+            assert [one.outcome for one in collect(url, grace=0)] == ["kept"]
+        (tmp_path / "latest").unlink()
     assert {one.outcome for one in collect(tmp_path, grace=0)} == {"removed"}
     assert len(catalog(tmp_path)) == 12
 
