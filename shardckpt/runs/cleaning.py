@@ -22,18 +22,22 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardckpt.commit.dependants import users_beside
+from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError, NotFoundError, OptionError, StorageError
+from shardckpt.io.ages import idle_seconds
 from shardckpt.reading.checkpoint import open_in_this_process
 from shardckpt.runs.collecting import collect_place, delete_place
 from shardckpt.runs.leases import leased_steps
+from shardckpt.runs.retention import Best, EveryKth, KeepAnyOf, Latest
 from shardckpt.runs.steps import StepInfo, list_steps, step_numbers
 from shardckpt.text import few
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from shardckpt.io.store import Store
     from shardckpt.runs.retention import Retention, SavedStep
@@ -131,13 +135,10 @@ class Cleaner:
                     later,
                 )
             if self._rule is not None:
-                named, due = self._names_needed(steps), doomed(steps, self._rule, committed.step)
-                if due:
-                    self._miss_metrics(self._rule, steps.values())
-                    try:
-                        self._delete_due(sorted(due, key=named.__contains__), steps)
-                    except StorageError as e:
-                        self._note_failure(e)
+                try:
+                    self._delete_due(self._rule, steps, committed.step)
+                except StorageError as e:
+                    self._note_failure(e)
             with self._guard:
                 self._steps = steps
             if self._collected is None or time.monotonic() >= self._collected + self._grace:
@@ -162,12 +163,24 @@ class Cleaner:
                 unknown[0],
             )
 
-    def _delete_due(self, due: Iterable[int], steps: dict[int, StepInfo]) -> None:
-        """Delete the steps that no reader holds, and that store no tensors of others."""
+    def _delete_due(self, rule: Retention, steps: dict[int, StepInfo], committed: int) -> None:
+        """Delete the steps that are given up, that no reader holds and no checkpoint needs."""
+        due = doomed(steps, rule, committed)
+        if not due:
+            return
+        self._miss_metrics(rule, steps.values())
+        if has_ages(rule):  # this machine's clock may have jumped
+            idle = idle_seconds(self._root, [f"{step}/{RECORD}" for step in due])
+
+            def saved(info: StepInfo) -> SavedStep:
+                one, stored = info.saved(), idle.get(f"{info.step}/{RECORD}")
+                return one if stored is None else replace(one, age=min(one.age, stored))
+
+            due = sorted({*due}.intersection(doomed(steps, rule, committed, saved=saved)))
         held = leased_steps(self._root)
         unread = [str(info.step) for info in steps.values() if info.state == "unreadable"]
         is_used = users_beside(self._root, unread)
-        for step in due:
+        for step in sorted(due, key=self._names_needed(steps).__contains__):
             if not (
                 step in held
                 or step in self._names_needed(steps)
@@ -276,3 +289,12 @@ def doomed(
         info.step for info in steps.values() if info.state == "superseded" and info.step < newest
     }
     return sorted(({info.step for info in live} - kept | passed) - {committed})
+
+
+def has_ages(rule: Retention) -> bool:
+    """Whether a rule may look at ages, which take a request per step."""
+    return (
+        any(map(has_ages, rule.rules))
+        if isinstance(rule, KeepAnyOf)
+        else not isinstance(rule, Latest | EveryKth | Best)
+    )

@@ -29,7 +29,6 @@ from shardckpt.runs.measured import METRICS, decode_metrics
 from shardckpt.runs.retention import (
     Best,
     EveryKth,
-    KeepAnyOf,
     Latest,
     Retention,
     SavedStep,
@@ -228,7 +227,7 @@ def _survey(
         if (step := step_of(name)) is not None and entry.attempt is not None
     }
     ages: dict[str, float | None] = {}
-    if _has_ages(rule):
+    if cleaning.has_ages(rule):
         ages = idle_seconds(root, [f"{step}/{RECORD}" for step in steps])
 
     def saved(info: StepInfo) -> SavedStep:
@@ -285,15 +284,6 @@ def _bases(entry: CatalogEntry) -> frozenset[str]:
     """Names of the checkpoints beside this one that hold tensors of it."""
     return frozenset(
         unquote(url.removeprefix(BESIDE)) for url in entry.bases if url.startswith(BESIDE)
-    )
-
-
-def _has_ages(rule: Retention) -> bool:
-    """Whether a rule may look at ages, which take a request per step."""
-    return (
-        any(map(_has_ages, rule.rules))
-        if isinstance(rule, KeepAnyOf)
-        else not isinstance(rule, Latest | EveryKth | Best)
     )
 
 

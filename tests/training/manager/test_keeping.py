@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from paths import CHILDREN
@@ -65,6 +66,23 @@ def test_old_steps_go_by_their_age(run):
     assert run.manager().all_steps() == [1, 2]
     run.train(3, keep=Younger(1e-9))
     assert run.manager().all_steps() == [3]
+
+
+def test_a_clock_that_jumps_forward_makes_no_step_old(run, monkeypatch):
+    with run.manager(keep=Younger(7 * 86400)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+            manager.wait()
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + 30 * 86400)
+        manager.save(4, state(4))
+        manager.wait()
+        assert manager.all_steps() == [1, 2, 3, 4]
+        for step in (1, 2):  # these have become old
+            os.utime(run.root / f"{step}/checkpoint.json", (1, 1))
+        manager.save(5, state(5))
+        manager.wait()
+        assert manager.all_steps() == [3, 4, 5]
 
 
 def test_a_pinned_step_stays_until_it_is_unpinned(run):
