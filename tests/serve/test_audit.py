@@ -17,6 +17,7 @@ from serving import save_run, serving
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.errors import StorageError
+from shardckpt.io.store import Store
 from shardckpt.serve.access.audit import AuditLog
 from shardckpt.serve.access.tokens import add_token
 from shardckpt.serve.rhythm import rhythm_of
@@ -174,9 +175,11 @@ def test_the_webhook_tells_of_failed_jobs(tmp_path, webhook_receiver):
     assert str(tmp_path) not in json.dumps(bodies)
 
 
-def test_the_webhook_tells_once_of_a_run_that_stopped_saving(tmp_path, webhook_receiver):
+def test_the_webhook_tells_once_of_a_run_that_stopped_saving(
+    tmp_path, webhook_receiver, monkeypatch
+):
     bodies, webhook = webhook_receiver
-    for run in ("stops", "ends", "old"):
+    for run in ("stops", "ends", "old", "closed"):
         save_run(tmp_path / "lab" / run, (1, 2, 3))
     begin = dt.datetime.now(dt.UTC) - dt.timedelta(minutes=12)
     with operated(tmp_path, ("lab", tmp_path / "lab"), webhook=webhook) as lab:
@@ -197,7 +200,14 @@ def test_the_webhook_tells_once_of_a_run_that_stopped_saving(tmp_path, webhook_r
         )
         silence.look()
         lab.done("end", run="lab/ends")
-        assert lab.service.upkeep.journal.saving() == {"lab/stops", "lab/ends"}
+        assert lab.service.upkeep.journal.saving() == {"lab/closed", "lab/stops", "lab/ends"}
+
+        def denied(store, key, exists=Store.exists):
+            if store.location.name == "closed":
+                raise StorageError("403 Forbidden")
+            return exists(store, key)
+
+        monkeypatch.setattr(Store, "exists", denied)
         times = [one - dt.timedelta(minutes=30) for one in times]
         silence.look()
         silence.look()

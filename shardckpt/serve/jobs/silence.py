@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from shardckpt.errors import ShardckptError
 from shardckpt.io.store import Store
 from shardckpt.runs.ended import ENDED
 from shardckpt.serve.jobs.background import BackgroundWork
@@ -56,7 +57,12 @@ class SilenceWatch(BackgroundWork):
                 continue
             # The scanner may not have seen yet that an operator has marked the run as ended.
             notice = None
-            if rhythm.silent and not Store.open(self._roots.locate(run)).exists(ENDED):
+            try:
+                ended = rhythm.silent and Store.open(self._roots.locate(run)).exists(ENDED)
+            except ShardckptError as e:
+                _log.warning("%s: it is not known whether the run has ended: %s", run, e)
+                continue
+            if rhythm.silent and not ended:
                 notice = {
                     "event": "silent",
                     "run": run,
