@@ -4,8 +4,10 @@ import json
 import os
 import signal
 import sqlite3
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -301,6 +303,56 @@ def test_a_job_whose_process_dies_is_started_again_and_then_fails(lab):
         "message": "its process ended with signal 9; the log has more.",
     }
     assert job["tries"] == 3
+
+
+def test_a_job_that_the_service_is_killed_by_again_and_again_fails(
+    tmp_path,
+):
+    with closing(Journal(tmp_path)) as jobs:
+        number = jobs.add("pin", {}, {}, subject="a/b", destination=None, who="ann", key=None)[
+            0
+        ].number
+    for starts in range(1, 11):
+        with closing(Journal(tmp_path)) as jobs:
+            assert (jobs.job(number).state, jobs.job(number).tries) == ("queued", starts - 1)
+            assert jobs.begin(number)
+    with closing(Journal(tmp_path)) as jobs:
+        failed = jobs.job(number)
+        assert (failed.state, failed.error["code"]) == ("failed", "internal")
+        assert "the service was killed while it ran" in failed.error["message"]
+
+
+def test_a_job_that_runs_when_the_service_stops_is_queued(tmp_path):
+    save_run(tmp_path / "runs" / "llama", (10,))
+    with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
+        lab.root = tmp_path / "runs"
+        number = lab.post("verify", checkpoint="lab/llama/10").json["number"]
+        frozen(lab, number)
+    with closing(Journal(tmp_path / "state")) as jobs:
+        assert (jobs.job(number).state, jobs.job(number).tries) == ("queued", 1)
+
+
+def test_a_job_waits_while_no_thread_can_be_started(lab, monkeypatch):
+    start = threading.Thread.start
+
+    def refused(thread):
+        if thread.name.startswith("shardckpt-job-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        number = lab.post("pin", checkpoint="lab/llama/10").json["number"]
+        lab.service.wait_until(
+            lambda: "no thread can be started" in (lab.job(number)["waits_for"] or "")
+        )
+    assert lab.wait(number)["state"] == "done"
+
+
+def test_slashes_at_the_ends_of_ids_are_left_out(lab):
+    assert lab.done("pin", checkpoint="/lab/llama/10/")["pinned"]
+    lab.done("copy", checkpoint="lab/llama/10/", to="lab/copies/slash/")
+    same(lab.root / "copies" / "slash", lab.root / "llama" / "10")
 
 
 def test_events_tell_the_progress_until_the_end(lab):

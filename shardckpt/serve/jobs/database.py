@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import threading
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 _EPOCH = 1_767_225_600
 """Start of 2026. Numbers of rows are hundredths of a second since then."""
 _VERSION = 1
+_MOST_TRIES = 10
+_DEADLY = {
+    "code": "internal",
+    "message": f"the service was killed while it ran, after {_MOST_TRIES} starts or more; it may "
+    "need more memory than there is. Start it anew if that is not so.",
+}
 COMPLETE = "ended IS NOT NULL AND (error IS NULL OR damaged > 0)"
 """Verifications that have read everything, or found damage before they could not go on."""
 _SCHEMA = f"""
@@ -83,6 +90,11 @@ class JournalDatabase:
                     "WHERE state IN ('queued', 'running') AND cancelling"
                 )
                 db.execute(ended, (utc_now(),))
+                failed = (
+                    "UPDATE jobs SET state = 'failed', ended = ?, error = ? "
+                    "WHERE state = 'running' AND tries >= ?"
+                )
+                db.execute(failed, (utc_now(), json.dumps(_DEADLY), _MOST_TRIES))
                 db.execute("UPDATE jobs SET state = 'queued' WHERE state = 'running'")
             with storage_errors("open", self._path):
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)

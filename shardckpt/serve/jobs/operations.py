@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 _COMPARED = 8 << 20
 _MOST_LEFT = 100
 
+_SUBJECTS = ("checkpoint", "run", "from")
+"""The parameters for the id that an operation is about; each has one of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:
@@ -86,7 +89,9 @@ class Operation:
             raise OptionError(
                 f"{self.name} has no parameter {shorten(odd)}; there are {', '.join(names)}."
             )
-        return {parameter.name: parameter.of_json(given) for parameter in self.parameters}
+        values = {parameter.name: parameter.of_json(given) for parameter in self.parameters}
+        ids = {name: values[name] for name in (*_SUBJECTS, "to") if values.get(name) is not None}
+        return values | {name: str(ident).strip("/") for name, ident in ids.items()}
 
     def needs(self, arguments: Mapping[str, Any]) -> str:
         """The scope that starting it with these arguments needs."""
@@ -120,13 +125,7 @@ class Operation:
 
     def idents(self, arguments: Mapping[str, Any]) -> tuple[str, str | None]:
         """The ids of `places`, not checked."""
-        subject = next(
-            str(arguments[name]).strip("/")
-            for name in ("checkpoint", "run", "from")
-            if name in arguments
-        )
-        to = arguments.get("to")
-        return subject, None if to is None else str(to).strip("/")
+        return next(arguments[name] for name in _SUBJECTS if name in arguments), arguments.get("to")
 
     def check(self, arguments: Mapping[str, Any]) -> None:
         """Check what can be checked at once.

@@ -221,8 +221,11 @@ class JobRunner(BackgroundWork):
         running = list(self._running.values())
         for _, process, _ in running:
             process.end()
-        for _, _, thread in running:
+        for job, _, thread in running:
             thread.join(_END_SECONDS)
+            with suppress(StorageError):  # then it counts as one that the service died of
+                if self._journal.job(job.number).state == "running":
+                    self._journal.end(job.number, "queued")
 
     def look(self) -> float:
         """End and start what is to be, and wait for a change of a job. Raises StorageError."""
@@ -261,8 +264,13 @@ class JobRunner(BackgroundWork):
                     name=f"shardckpt-job-{job.number}",
                     daemon=True,
                 )
-                self._running[job.number] = job, process, thread
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as e:  # too many threads, or no memory for one
+                    self._journal.end(job.number, "queued")
+                    waits[job.number] = f"no thread can be started ({e})"
+                else:
+                    self._running[job.number] = job, process, thread
         self.waits_for = waits
 
     def _why_not(self, job: JobRow) -> str | None:
