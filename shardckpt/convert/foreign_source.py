@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.arrangement import Arrangement
 from shardckpt.convert.detect import module_of
+from shardckpt.convert.files.file_version import identity_below
+from shardckpt.convert.foreign import ForeignArrays
 from shardckpt.convert.foreign_chunks import ForeignChunks
 from shardckpt.convert.options import NameOptions
 from shardckpt.convert.strict_json import is_json
-from shardckpt.errors import FormatError, ShardckptError, out_of_memory_is_typed
+from shardckpt.errors import FormatError, ReplacedError, ShardckptError, out_of_memory_is_typed
 from shardckpt.format.documents import document_digest
 from shardckpt.format.hf_files import CONFIG
 from shardckpt.format.record import CheckpointRecord
@@ -169,6 +171,17 @@ class ForeignSource(Checkpoint):
         """See `Checkpoint`. Each file is checked for changes whenever it is opened."""
         with reading_takes_threads(self.location):
             yield
+
+    def check_unchanged(self) -> None:
+        """See `Source`. Files that are no arrays are checked whenever they are opened."""
+        place = Store.open(self.location)
+        if not isinstance(self.foreign, ForeignArrays) or not place.lists:
+            return
+        if identity_below(place) != self.foreign.identity:
+            raise ReplacedError(
+                f"{self.location} was changed, replaced or deleted while it was being read; try "
+                "again when no process writes there."
+            )
 
     def process_values(self, process: int) -> dict[str, Any]:
         """An empty dict: no other format has per-process values."""

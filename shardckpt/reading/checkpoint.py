@@ -305,6 +305,9 @@ class Checkpoint:
                 raise
             raise replaced from e
 
+    def check_unchanged(self) -> None:
+        """See `Source`; an attempt's data never change."""
+
     def bases(self) -> list[str]:
         """Paths or urls of the checkpoints that hold tensors of this one.
 

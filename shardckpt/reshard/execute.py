@@ -335,6 +335,7 @@ def _lost_error(task: Task, times: int, error: BaseException) -> CommitError:
 def _commit(opened: OpenJob, dependants: Dependants) -> None:
     """Publish the output of all tasks."""
     store, prior = opened.store, opened.prior
+    opened.checkpoint.check_unchanged()
     try:
         contents, _ = opened.contents.seal()
         with data_stays(store):

@@ -61,6 +61,13 @@ class OpenSource(Protocol):
             ReplacedError: an error inside was caused by a replacement or deletion.
         """
 
+    def check_unchanged(self) -> None:
+        """Check that everything that was read is of one version of the source.
+
+        Raises:
+            ReplacedError: the source has changed since it was opened.
+        """
+
     def process_values(self, process: int) -> dict[str, Any]:
         """A process's own values from the save (`PerProcess`), by name, not decoded."""
 

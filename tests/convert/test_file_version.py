@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from shardckpt.convert.files.file_version import FileVersion, file_at, identity_of
+from shardckpt.convert.files.file_version import FileVersion, file_at, identity_below, identity_of
 from shardckpt.errors import (
     CorruptionError,
     FormatError,
@@ -97,3 +97,26 @@ def test_a_link_is_what_it_points_to_and_a_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(StorageError, match="not a regular file"):
         file_at(parse(tmp_path / "pipe"))
+
+
+def test_any_change_below_a_place_changes_its_identity(store):
+    identities = [identity_below(store)]
+    for key, data in (("a/b", b"0"), ("a/b", b"1"), ("a/b", b"10"), ("c", b"10")):
+        store.write(key, data)
+        identities.append(identity_below(store))
+        assert identity_below(store) == identities[-1]
+    assert len(set(identities)) == 5
+    store.delete("c")
+    assert identity_below(store) == identities[3]
+
+
+def test_links_to_directories_are_followed_once(tmp_path):
+    for name in ("here", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "circle").symlink_to(tmp_path / "here")
+    (tmp_path / "here" / "broken").symlink_to(tmp_path / "nothing")
+    place = Store.open(tmp_path / "here")
+    before = identity_below(place)
+    (tmp_path / "elsewhere" / "chunk").write_bytes(b"0")
+    assert identity_below(place) != before

@@ -380,6 +380,17 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_an_error(written, cop
         contents(foreign)
 
 
+def test_a_checkpoint_whose_chunk_changes_during_its_import_is_an_error(copied, tmp_path):
+    path = copied("zarr 2")
+    with pytest.raises(ReplacedError, match="was changed, replaced or deleted"):
+        import_checkpoint(
+            path,
+            tmp_path / "imported",
+            workers=1,
+            progress=lambda done, total: os.utime(path / "params.both" / "0.0"),
+        )
+
+
 @pytest.mark.parametrize("name", ["ocdbt, zarr 3", "zarr 2"])
 def test_an_import_keeps_layouts_and_restores_as_orbax_does(written, tmp_path, name):
     report = import_checkpoint(written[0] / name, tmp_path / "imported")

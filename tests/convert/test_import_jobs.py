@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import zarr
 from paths import CHILDREN
 from safetensors.numpy import save, save_file
+from web_server import web_server
 
 import shardckpt
 from shardckpt import Mesh, errors
@@ -193,3 +195,70 @@ def test_a_bucket_is_read_by_ranges_and_a_file_that_was_replaced_there_is_an_err
     for begin, end in ((0, 8), (8 * MiB, 8 * MiB + 1)):
         with pytest.raises(errors.ReplacedError, match="changed, replaced or deleted"):
             version.read(begin, end)
+
+
+def zarr_group(place: Path, value: float) -> None:
+    """Write all chunks of an array; after the first time, only chunks change."""
+    exists = (place / "zarr.json").exists()
+    group = zarr.open_group(place, mode="a")
+    chunks = (128, 1024)
+    array = (
+        group["w"]
+        if exists
+        else group.create_array("w", shape=(1024, 1024), chunks=chunks, dtype="f4")
+    )
+    array[:] = value
+
+
+class StoppedError(Exception):
+    pass
+
+
+def test_a_zarr_group_whose_chunks_changed_is_imported_anew(tmp_path: Path) -> None:
+    group, target = tmp_path / "group", tmp_path / "out"
+    zarr_group(group, 1.0)
+    shardckpt.import_checkpoint(group, target, workers=1)
+    again = shardckpt.import_checkpoint(group, target, workers=1)
+    assert (again.done_before, again.read_bytes) == (again.tasks, 0)
+    zarr_group(group, 2.0)
+    with pytest.raises(errors.AlreadyExistsError, match="another checkpoint"):
+        shardckpt.import_checkpoint(group, target, workers=1)
+    shardckpt.import_checkpoint(group, target, workers=1, overwrite=True)
+    assert (shardckpt.restore(target)["w"] == 2.0).all()
+
+
+def test_a_stopped_import_of_a_zarr_group_that_changes_starts_again(tmp_path: Path) -> None:
+    group, target = tmp_path / "group", tmp_path / "out"
+    zarr_group(group, 1.0)
+
+    def stop(done: int, total: int) -> None:
+        if done >= total // 4:
+            raise StoppedError
+
+    options: dict[str, Any] = {"workers": 1, "task_bytes": "512KiB"}
+    with pytest.raises(StoppedError):
+        shardckpt.import_checkpoint(group, target, progress=stop, **options)
+    assert records(target)
+    zarr_group(group, 2.0)
+    report = shardckpt.import_checkpoint(group, target, **options)
+    assert report.done_before == 0
+    assert (shardckpt.restore(target)["w"] == 2.0).all()
+
+
+def test_a_zarr_group_that_changes_during_its_import_is_an_error(tmp_path: Path) -> None:
+    group, target = tmp_path / "group", tmp_path / "out"
+    zarr_group(group, 1.0)
+    with pytest.raises(errors.ReplacedError, match="group was changed, replaced or deleted"):
+        shardckpt.import_checkpoint(
+            group, target, workers=1, progress=lambda done, total: zarr_group(group, 2.0)
+        )
+    with pytest.raises(errors.UncommittedError):
+        shardckpt.open(target)
+
+
+def test_a_note_says_that_chunks_on_a_web_server_are_not_compared(tmp_path: Path) -> None:
+    zarr_group(tmp_path / "group", 1.0)
+    with web_server(tmp_path) as server:
+        report = shardckpt.import_checkpoint(f"{server.url}/group/w", tmp_path / "out")
+    assert "a change of them goes unnoticed" in report.notes[-1]
+    assert (shardckpt.restore(tmp_path / "out") == 1.0).all()

@@ -9,13 +9,20 @@ bytes, and gets its former time, is not detected.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.errors import CorruptionError, FormatError, MissingDataError, ReplacedError
+from shardckpt.errors import (
+    CorruptionError,
+    FormatError,
+    MissingDataError,
+    ReplacedError,
+    StorageError,
+)
 from shardckpt.format.documents import document_digest
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import OpenFile
@@ -194,6 +201,39 @@ def file_at(location: Location) -> FileVersion | None:
 def identity_of(location: Location, files: Iterable[FileVersion]) -> str:
     """A digest of 64 hex digits that changes whenever one of the files at a location changes."""
     return document_digest([str(location), *(file.identity for file in files)])
+
+
+def identity_below(store: Store) -> str:
+    """A digest of 64 hex digits that changes whenever any file below a location changes.
+
+    Links to directories are followed. Where no times are kept, the contents are hashed.
+
+    Raises:
+        StorageError: there is a pipe or device, or the storage does not list its files.
+    """
+    files: list[tuple[str, object]] = []
+    folders, linked = [""], set[str]()
+    while folders:
+        for key, time in store.modification_times(folders.pop()):
+            path = store.local_path(key)
+            now = status(path)
+            if path is None or now is None:
+                known = time if store.keeps_times else hashlib.sha256(store.read(key)).hexdigest()
+                files.append((key, known))
+            elif stat.S_ISREG(now.st_mode):
+                files.append((key, _version(now)))
+            elif not stat.S_ISDIR(now.st_mode):
+                raise StorageError(
+                    f"{path} is a pipe or device, not a file, and TensorStore would wait for it; "
+                    "remove it."
+                )
+            elif (target := os.path.realpath(path)) not in linked:
+                linked.add(target)
+                folders.append(f"{key}/")
+    digest = hashlib.sha256(str(store).encode())
+    for file in sorted(files):
+        digest.update(f"{file}\n".encode())
+    return digest.hexdigest()
 
 
 def _version(entry: os.stat_result) -> tuple[int, int]:

@@ -11,15 +11,14 @@ directories cannot be renamed (`gs://`, `s3://`), if the file that is written la
 
 from __future__ import annotations
 
-import hashlib
 import re
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.convert.files.file_version import identity_below
 from shardckpt.convert.foreign import ForeignArrays, structure_of, tensors_of
 from shardckpt.convert.formats.orbax.metadata import parse_json
 from shardckpt.convert.formats.orbax.tree import METADATA, MSGPACK, read_tree
-from shardckpt.errors import FormatError, NotFoundError, StorageError, UncommittedError
-from shardckpt.io.status import exists, is_directory, is_file
+from shardckpt.errors import FormatError, NotFoundError, UncommittedError
 from shardckpt.io.store import Store
 from shardckpt.state.names import natural_key
 
@@ -93,7 +92,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
     place = Store.open(location)
     names = place.list_children()
     _check_finished(place, names)
-    identity = _identity(place)
+    identity = identity_below(place)
     if not _is_checkpoint(place, names):
         steps = _steps(place, names)
         if steps:
@@ -205,21 +204,3 @@ def _metadata(place: Store, names: list[str]) -> dict[str, Any]:
     if f"{_METRICS}/" in names and place.exists(key):
         further["metrics"] = parse_json(place.read(key), place.path_of(key))
     return {name: value for name, value in further.items() if value}
-
-
-def _identity(place: Store) -> str:
-    """A digest over the names and modification times of all files.
-
-    Raises StorageError for a pipe or device.
-    """
-    digest = hashlib.sha256(str(place).encode())
-    for key, time in sorted(place.modification_times()):
-        path = place.local_path(key)
-        if exists(path) and not is_file(path) and not is_directory(path):
-            raise StorageError(
-                f"{path} is a pipe or device, not a file, and TensorStore would wait for it; "
-                "remove it."
-            )
-        # Without times of the last write, the contents are hashed.
-        digest.update(f"{key} {time!r}\n".encode() if place.keeps_times else place.read(key))
-    return digest.hexdigest()

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.convert.files.file_version import FileVersion, identity_of
+from shardckpt.convert.files.file_version import FileVersion, identity_below, identity_of
 from shardckpt.convert.foreign import (
     ForeignArrays,
     ForeignPart,
@@ -210,6 +210,8 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
         StorageError: the storage failed or refused, or does not list members.
     """
     members = _Members(Store.open(location))
+    listed = members.place.lists
+    identity = identity_below(members.place) if listed else ""
     members.find()
     arrays: dict[str, ForeignArray] = {}
     for driver in ("zarr", "zarr3"):
@@ -227,7 +229,9 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
         if isinstance(tensor.identity, str)
     }
     metadata = {"attributes": members.attributes} if members.attributes else {}
-    identity = identity_of(location, members.files)
+    if not listed:
+        identity = identity_of(location, members.files)
+        members.notes.append("its chunks are not listed here, so a change of them goes unnoticed")
     return ForeignArrays(
         "zarr",
         location,
