@@ -286,6 +286,16 @@ def test_an_interrupted_export_is_kept_though_somebody_else_has_put_a_file_there
     assert shardckpt.export(tmp_path / "c", to, overwrite=True).resumed_bytes >= 150 * KiB
 
 
+def test_a_refused_export_leaves_the_progress_of_another_one(tmp_path, small):
+    source(tmp_path / "c")
+    to = tmp_path / "a.safetensors"
+    to.write_bytes(b"old")
+    stopped(tmp_path / "c", to, 300 * KiB, overwrite=True)
+    with pytest.raises(errors.AlreadyExistsError):
+        shardckpt.export(tmp_path / "c", to, dtype="bfloat16")
+    assert shardckpt.export(tmp_path / "c", to, overwrite=True).resumed_bytes >= 150 * KiB
+
+
 def test_a_file_that_was_named_and_removed_before_all_was_tidied_up_is_made_again(
     tmp_path, small, monkeypatch
 ):

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 import shardckpt
 from shardckpt import errors
+from shardckpt.convert.files import local_files
 from shardckpt.convert.formats.safetensors.hf_configs import LARGEST_FILE
 from shardckpt.views.model_view import ModelView
 
@@ -128,6 +129,24 @@ def test_an_export_that_was_interrupted_goes_on_with_its_configuration(imported,
     with pytest.raises(KeyboardInterrupt):
         shardckpt.export_safetensors(imported, tmp_path / "out", progress=stop)
     shardckpt.export_safetensors(imported, tmp_path / "out")
+    assert names(tmp_path / "out") == ["config.json", "generation_config.json", "model.safetensors"]
+
+
+def test_an_interrupted_export_goes_on_beside_a_configuration_that_was_there(
+    imported, tmp_path, monkeypatch
+):
+    def stop(done, total):
+        if done == total:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(local_files, "_NOTE_BYTES", 1)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    with pytest.raises(KeyboardInterrupt):
+        shardckpt.export_safetensors(imported, tmp_path / "out", progress=stop)
+    report = shardckpt.export_safetensors(imported, tmp_path / "out")
+    assert report.resumed_bytes == report.nbytes > 0
+    assert report.notes[-1] == "config.json is there already, and stays as it is."
     assert names(tmp_path / "out") == ["config.json", "generation_config.json", "model.safetensors"]
 
 

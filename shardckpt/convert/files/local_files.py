@@ -29,7 +29,7 @@ import crc32c
 
 from shardckpt.convert.files.destination import already_exists
 from shardckpt.convert.files.draft import check_export_space, link_or_rename, link_over
-from shardckpt.convert.files.notes import Notes
+from shardckpt.convert.files.notes import Notes, begun_files
 from shardckpt.convert.files.read_back import WrittenBlock, read_back
 from shardckpt.errors import AlreadyExistsError, StorageError
 from shardckpt.io.buffers import gather_write
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from shardckpt.convert.files.destination import FileWrite, WritePlan
 
+_LOG = "notes"
 _NOTE_BYTES = 256 << 20
 """Bytes after which written data is made durable and recorded."""
 
@@ -69,7 +70,7 @@ class LocalFiles:
         """
         self._directory = directory
         self._paths = [directory / name for name in names]
-        self._partial = directory / f".{names[-1]}.partial"
+        self._partial = _partial(directory, names[-1])
         self._drafts = [self._partial / str(number) for number in range(len(names))]
         self._overwrite = overwrite
         self._obsolete = [directory / name for name in obsolete]
@@ -97,7 +98,7 @@ class LocalFiles:
             DurableDirectories(self._directory).make(self._directory)
             self._partial.mkdir(exist_ok=True)
         try:
-            self._notes = Notes(self._partial / "notes")
+            self._notes = Notes(self._partial / _LOG)
         except StorageError:
             with suppress(OSError):
                 remove_directory(self._partial)  # if this call made it
@@ -136,7 +137,7 @@ class LocalFiles:
         for draft, nbytes in zip(self._drafts, self._plan.sizes, strict=True):
             with storage_errors("create", draft), draft.open("xb") as file:
                 file.truncate(nbytes)
-        notes.begin(self._plan.identity)
+        notes.begin(self._plan.identity, [path.name for path in self._paths])
 
     def write(self, writes: Sequence[FileWrite], checks: Sequence[int]) -> None:
         """See `Destination`."""
@@ -198,8 +199,9 @@ class LocalFiles:
         with suppress(StorageError):  # the caller reports the error that made it abort
             self._notes.wait()
         self._close_file(durable=False)  # no thread uses it any more
-        if not (keep and self._noted):
-            with suppress(StorageError):
+        with suppress(StorageError):
+            # They may be those of another interrupted export, which stay if this one is refused.
+            if not (keep and self._notes.has_blocks()):
                 self._remove(self._notes)
         self._notes.close()
 
@@ -282,7 +284,7 @@ class LocalFiles:
         """Remove the partial files, except the log."""
         with storage_errors("remove", self._partial):
             for path in self._partial.iterdir():
-                if path.name != "notes" and not HIDDEN.fullmatch(path.name):
+                if path.name != _LOG and not HIDDEN.fullmatch(path.name):
                     path.unlink(missing_ok=True)
 
     def _remove(self, notes: Notes) -> None:
@@ -294,6 +296,19 @@ class LocalFiles:
         notes.close(remove=True)
         with storage_errors("remove", self._partial):
             remove_directory(self._partial)
+
+
+def begun_here(directory: Path, last: str) -> list[str]:
+    """Files that an interrupted export was writing there.
+
+    `last` is the file that would complete it.
+    """
+    return begun_files(_partial(directory, last) / _LOG)
+
+
+def _partial(directory: Path, last: str) -> Path:
+    """The directory of partial files."""
+    return directory / f".{last}.partial"
 
 
 def _size(path: Path) -> int | None:

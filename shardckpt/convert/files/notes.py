@@ -1,10 +1,10 @@
 """A log of how far a file is written, with checksums, to continue an export that was killed.
 
-The log lies beside the files. It begins with the plan's identity. Each note adds the crc32c of the
-blocks that became durable since the last note, in the order of writing; an empty note says that the
-files have their final names. A note that was truncated, or never became durable, does not match its
-own checksum and is ignored: its blocks are written again. The writer holds a lock on the log while
-it lives.
+The log lies beside the files. It begins with the plan's identity, and a note with the names of the
+files. Each further note adds the crc32c of the blocks that became durable since the last note, in
+the order of writing; an empty note says that the files have their final names. A note that was
+truncated, or never became durable, does not match its own checksum and is ignored: its blocks are
+written again. The writer holds a lock on the log while it lives.
 """
 
 from __future__ import annotations
@@ -64,32 +64,30 @@ class Notes:
         Returns None if the log is empty or belongs to another plan.
         """
         with storage_errors("read", self._path):
-            # `np.fromfile` makes a SystemError of a Ctrl-C while it opens a path.
-            data = np.frombuffer(self._path.read_bytes(), np.uint8)
-        if data[:_IDENTITY_BYTES].tobytes() != identity:
+            data = self._path.read_bytes()
+        if data[:_IDENTITY_BYTES] != identity:
             return None
-        words = data[_IDENTITY_BYTES : len(data) - (len(data) - _IDENTITY_BYTES) % _WORD].view(
-            "<u4"
-        )
-        at, checksums, named = 0, list[int](), False
-        while at < len(words):
-            end = at + int(words[at]) + 1
-            if end >= len(words) or crc32c.crc32c(words[at:end].tobytes()) != words[end]:
-                break
-            named = end == at + 1
-            checksums += words[at + 1 : end].tolist()
-            at = end + 1
+        notes, end = _parse(data)
         with storage_errors("write", self._path):
-            os.ftruncate(self._fd, _IDENTITY_BYTES + at * _WORD)
+            os.ftruncate(self._fd, end)
             os.lseek(self._fd, 0, os.SEEK_END)
-        return checksums, named
+        blocks = notes[1:]
+        return [check for note in blocks for check in note], bool(blocks) and not blocks[-1]
 
-    def begin(self, identity: bytes) -> None:
-        """Discard all notes, and begin the log of a plan."""
+    def has_blocks(self) -> bool:
+        """Whether the log records blocks, of any plan."""
+        with storage_errors("read", self._path):
+            return any(_parse(self._path.read_bytes())[0][1:])
+
+    def begin(self, identity: bytes, names: Sequence[str]) -> None:
+        """Discard all notes, and begin the log of a plan that writes files of these names."""
         with storage_errors("write", self._path):
             os.ftruncate(self._fd, 0)
             os.lseek(self._fd, 0, os.SEEK_SET)
             self._append(identity)
+        text = "\0".join(names).encode()
+        padded = text + bytes(-len(text) % _WORD)
+        self.add(np.frombuffer(padded, "<u4").tolist())
 
     def add(self, checks: Sequence[int]) -> None:
         """Record durable blocks; an empty list records that the files have their names."""
@@ -147,6 +145,34 @@ class Notes:
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(self._fd, rest) :]
+
+
+def begun_files(path: Path) -> list[str]:
+    """Names of the files that the export with this log writes; empty if there is no log.
+
+    Raises:
+        StorageError: the log cannot be read.
+    """
+    with storage_errors("read", path):
+        try:
+            names = _parse(path.read_bytes())[0][:1]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+    return [name for name in np.array(names, "<u4").tobytes().decode().split("\0") if name]
+
+
+def _parse(data: bytes) -> tuple[list[list[int]], int]:
+    """The valid notes of a log, the names of the files first; and the offset of their end."""
+    whole = len(data) - len(data) % _WORD
+    words = np.frombuffer(data[_IDENTITY_BYTES:whole], "<u4")
+    at, notes = 0, list[list[int]]()
+    while at < len(words):
+        end = at + int(words[at]) + 1
+        if end >= len(words) or crc32c.crc32c(words[at:end].tobytes()) != words[end]:
+            break
+        notes.append(words[at + 1 : end].tolist())
+        at = end + 1
+    return notes, _IDENTITY_BYTES + at * _WORD
 
 
 def _open_log(path: Path) -> OpenFile | None:

@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardckpt.convert.files.local_files import begun_here
 from shardckpt.convert.files.object_files import begun
 from shardckpt.errors import CorruptionError, OptionError
 from shardckpt.format.hf_files import BYTES, CONFIGS, ENTRY, LARGEST_FILE
@@ -142,8 +143,7 @@ def without_others(
         The files to write, and the names of the others.
     """
     store = Store.open(directory)
-    own = begun(directory, last) if store.uploads_in_parts else []
-    if is_directory(store.local_path(f".{last}.partial")):
-        own = list(files)
+    path = directory.local_path
+    own = begun(directory, last) if path is None else begun_here(path, last)
     others = [name for name in files if name not in own and store.exists(name)]
     return {name: data for name, data in files.items() if name not in others}, others
