@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from convert_states import random, saved, sharded
 from faults import faulty_cloud
+from safetensors.numpy import save_file
 
 import shardckpt
 from shardckpt import errors
+from shardckpt.convert.files.object_files import ObjectTarget
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 
@@ -99,3 +101,23 @@ def test_several_files_are_gone_on_with_and_the_index_comes_last(tmp_path, place
     assert contents(store) == on_disk(place, tmp_path / "out", max_shard_size=SPLIT)
     files = json.loads(store.read("model.safetensors.index.json"))["weight_map"].values()
     assert {*files, "model.safetensors.index.json"} == set(store.list())
+
+
+def test_an_empty_file_that_was_about_to_appear_is_written_by_the_next_call(
+    tmp_path, there, monkeypatch
+):
+    url, store = there
+    (tmp_path / "hf").mkdir()
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "chat_template.jinja").touch()
+    shardckpt.import_checkpoint(tmp_path / "hf", tmp_path / "imported", workers=1)
+
+    def interrupt(target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectTarget, "finish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            shardckpt.export(tmp_path / "imported", url, **OPTIONS)
+    shardckpt.export(tmp_path / "imported", url, **OPTIONS)
+    assert store.list() == ["chat_template.jinja", "model.safetensors"]
