@@ -12,6 +12,7 @@ from convert_states import saved
 
 import shardckpt
 from shardckpt import errors
+from shardckpt.convert.files import draft
 
 STATE = {"a": np.arange(24, dtype=np.float32).reshape(4, 6), "b": np.ones(3, np.float32)}
 
@@ -117,16 +118,37 @@ def test_a_directory_that_was_replaced_goes_when_its_successor_is_there(tmp_path
 
 
 def test_the_draft_of_a_living_writer_and_what_it_replaces_stay(tmp_path, place):
-    replaced, draft = tmp_path / ".d.0123abcd.replaced", tmp_path / ".d.0123abcd.partial"
+    replaced, partial = tmp_path / ".d.0123abcd.replaced", tmp_path / ".d.0123abcd.partial"
     replaced.mkdir()
-    draft.mkdir()
-    fd = os.open(draft, os.O_RDONLY)
+    partial.mkdir()
+    fd = os.open(partial, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         shardckpt.export(place, tmp_path / "d", to="dcp")
     finally:
         os.close(fd)
-    assert names(tmp_path) == sorted([replaced.name, draft.name, "c", "d"])
+    assert names(tmp_path) == sorted([replaced.name, partial.name, "c", "d"])
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+@pytest.mark.parametrize("moment", ["before it", "while it looks"])
+def test_an_export_keeps_its_draft_though_another_one_starts_before_it_is_locked(
+    tmp_path, place, monkeypatch, to, moment
+):
+    lock = draft.lock_whole
+    calls = []
+
+    def lock_late(fd, path):
+        calls.append(path)
+        if len(calls) == 1 and moment == "while it looks":
+            raise BlockingIOError
+        if len(calls) == 1:  # the other export looks for drafts now, and finds this one unlocked
+            shardckpt.export(place, tmp_path / "d", to=to, overwrite=True)
+        lock(fd, path)
+
+    monkeypatch.setattr(draft, "lock_whole", lock_late)
+    shardckpt.export(place, tmp_path / "d", to=to, overwrite=True)
+    assert names(tmp_path) == ["c", "d"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import errno
 import os
 import re
 import secrets
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from shardckpt.convert.files.destination import OVERWRITE, already_exists
@@ -31,13 +31,13 @@ from shardckpt.io.datafile import lack_of_space
 from shardckpt.io.deletion import remove_tree
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import DurableDirectories, OpenFile, sync_directory, sync_open_directory
-from shardckpt.io.locks import lock_whole
+from shardckpt.io.locks import is_at, lock_whole
 from shardckpt.io.status import exists, is_directory, is_file, is_link
 from shardckpt.io.store import Store
 from shardckpt.text import Message, file_size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
     from shardckpt.io.url import Location
@@ -98,25 +98,39 @@ class Draft:
         self._check_final()
         check_export_space(Store.open(location), self.final, nbytes)
         for draft in leftovers:
-            for suffix in (PARTIAL, REPLACED, COPY):
-                self._remove(draft.with_suffix(suffix))
+            self._remove(draft.with_suffix(REPLACED))
         with storage_errors("make a directory for", self.final):
             DurableDirectories(self.final.parent).make(self.final.parent)
+        while not self._create():
+            pass
+
+    def _create(self) -> bool:
+        """Make and lock a draft of a new name.
+
+        False: another export, which removes leftovers, has met it before it was locked.
+        """
         self.path: Path = self.final.with_name(
             f".{self.final.name}.{secrets.token_hex(_RANDOM_BYTES)}{PARTIAL}"
         )
         with storage_errors("create", self.path):
-            if marks is None:
+            if self._marks is None:
                 self._open = OpenFile(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             else:
                 self.path.mkdir()
-                self._open = OpenFile(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    self._open = OpenFile(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                except FileNotFoundError:
+                    return False
             self.fd = self._open.fileno()
+            is_mine = False
             try:
-                lock_whole(self.fd, self.path)
-            except BaseException:
-                self.abandon()
-                raise
+                with suppress(BlockingIOError):
+                    lock_whole(self.fd, self.path)
+                    is_mine = is_at(self.fd, self.path) is not False
+            finally:
+                if not is_mine:
+                    self.abandon()
+        return is_mine
 
     def publish(self) -> None:
         """Give the draft its final name, after making it durable.
@@ -212,21 +226,17 @@ class Draft:
             for entry in entries
             if named.fullmatch(entry.stem) and entry.suffix in SUFFIXES
         )
-        drafts = [self.final.with_name(stem + PARTIAL) for stem in stems]
-        ended = [
-            draft
-            for draft in drafts
-            if not _is_locked(draft) and not _is_locked(draft.with_suffix(COMPLETE))
-        ]
-        for draft in ended:
-            self._settle(draft)
-        return ended
+        settled = []
+        for draft in (self.final.with_name(stem + PARTIAL) for stem in stems):
+            with _try_lock(draft) as one, _try_lock(draft.with_suffix(COMPLETE)) as other:
+                if one and other:
+                    self._settle(draft)
+                    settled.append(draft)
+        return settled
 
     def _settle(self, draft: Path) -> None:
-        if self._marks is None:
-            return
         try:
-            named = settle(draft, self.final, self._marks)
+            named = self._marks is not None and settle(draft, self.final, self._marks)
         except OSError as e:
             raise neither_is_named(draft, self.final, e) from e
         for suffix in (PARTIAL, COPY):
@@ -311,18 +321,22 @@ def _holds_any(directory: Path, names: Collection[str]) -> bool:
     return not there or not there.isdisjoint(names)
 
 
-def _is_locked(path: Path) -> bool:
-    """Whether a running writer has the file locked."""
+@contextmanager
+def _try_lock(path: Path) -> Iterator[bool]:
+    """Lock a draft, if it exists; False if a running writer has it locked."""
     try:
         try:
             # NFS locks no file that is open for reading only.
             opened = OpenFile(path, os.O_RDWR | os.O_NOFOLLOW)
         except IsADirectoryError:
             opened = OpenFile(path, os.O_RDONLY | os.O_NOFOLLOW)
-        with opened as fd:
+    except OSError as e:
+        yield isinstance(e, FileNotFoundError)
+        return
+    with opened as fd:
+        try:
             lock_whole(fd, path)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
+        except OSError:
+            yield False
+        else:
+            yield True
