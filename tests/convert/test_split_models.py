@@ -45,6 +45,15 @@ def test_a_split_model_without_an_index_is_imported_whole_or_refused_with_the_mi
         import_checkpoint(tmp_path, tmp_path / "again")
 
 
+@pytest.mark.parametrize("content", [torch.ones(2), [torch.ones(2)], 5])
+def test_a_part_that_holds_something_else_than_a_dict_is_refused_by_name(tmp_path, content):
+    first = "pytorch_model-00001-of-00002.bin"
+    write(tmp_path / "pytorch_model-00002-of-00002.bin", "w")
+    torch.save(content, tmp_path / first)
+    with pytest.raises(FormatError, match=f"{first} has no dict of tensors"):
+        import_checkpoint(tmp_path, tmp_path / "new")
+
+
 def test_a_part_of_a_split_model_that_is_named_as_a_file_is_imported_with_a_note(tmp_path):
     for name in ("model-00001-of-00002.safetensors", "pytorch_model-00001-of-00002.bin"):
         write(tmp_path / name, "w")

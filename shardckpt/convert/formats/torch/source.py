@@ -153,6 +153,11 @@ def _join_parts(location: Location, versions: Sequence[FileVersion]) -> Foreign:
     state: dict[str, Any] = {}
     states, left = _states(versions)
     for version, part in zip(versions, states.values(), strict=True):
+        if not isinstance(part, dict):
+            raise FormatError(
+                f"{version} has no dict of tensors, as each file of a split model has; get new "
+                "copies of all files."
+            )
         again = next((name for name in part if name in state), None)
         if again is not None:
             raise FormatError(
