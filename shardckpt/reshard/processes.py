@@ -22,6 +22,7 @@ import time
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from threading import Lock, Thread, local
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -180,4 +181,10 @@ def serve(pipe: int) -> None:
             answer = True, function(*args, **kwargs)
         except BaseException as e:  # noqa: BLE001  (the caller raises it)
             answer = False, e
-        connection.send(answer)
+        try:
+            data = ForkingPickler.dumps(answer)
+            ForkingPickler.loads(data)
+        except Exception as e:  # noqa: BLE001  (classes may raise anything)
+            error = RuntimeError(f"{answer[1]!r} cannot be sent to another process: {e!r}")
+            data = ForkingPickler.dumps((False, error))
+        connection.send_bytes(data)

@@ -148,6 +148,25 @@ def test_a_process_that_cannot_be_started_is_tried_again_or_told(
     check(source, tmp_path / "b")
 
 
+@pytest.mark.parametrize(
+    ("call", "code", "words"),
+    [
+        (eval, "lambda: 0", "function <lambda>"),
+        (exec, "raise type('OwnError', (Exception,), {})('of a library')", "of a library"),
+        (
+            exec,
+            "import urllib.error; raise urllib.error.HTTPError('', 404, 'absent', None, None)",
+            "absent",
+        ),
+    ],
+)
+def test_an_answer_that_is_not_picklable_is_an_error_and_no_lost_worker(call, code, words):
+    with processes.LocalProcesses(1) as one:
+        with pytest.raises(RuntimeError, match=f"{words}.* cannot be sent to another process"):
+            one.submit(call, code).result()
+        assert one.submit(abs, -1).result() == 1
+
+
 def test_threads_of_a_user_do_it(source, tmp_path):
     with ThreadPoolExecutor(3) as engine:
         options = {**JOB, "mesh": Mesh((3,), ("x",))}
