@@ -238,6 +238,29 @@ def test_of_two_that_begin_at_the_same_moment_one_is_told(cloud, place, monkeypa
     assert stored(place) == content().tobytes()
 
 
+def test_an_upload_that_cannot_be_recorded_is_ended(place, monkeypatch):
+    uploads = []
+
+    def begin(*args, **options):
+        uploads.append(uploading.open_upload(*args, **options))
+        return uploads[-1]
+
+    def fail(*_):
+        raise StorageError("refused")
+
+    monkeypatch.setattr(object_files, "open_upload", begin)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "replace", fail)
+        with pytest.raises(StorageError, match="refused"):
+            open_target(place)
+    (upload,) = uploads
+    with pytest.raises(StorageError, match="was closed"):
+        upload.write(b"0")
+    with uploading.open_upload(place, part_bytes=MiB, resume=upload.state) as another:
+        assert another.state != upload.state, "the service does not know the first one"
+        another.abort()
+
+
 def test_an_outage_ends_one_process_and_the_next_one_goes_on(cloud, place):
     with open_target(place) as target:
         with (

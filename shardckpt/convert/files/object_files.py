@@ -180,10 +180,16 @@ class ObjectTarget:
             if note is not None:
                 store.delete(key)
             raise
-        if upload.state != resume and not store.replace(
-            key, _UploadNote(digest, upload.state).seal(), generation
-        ):
-            upload.abort()
+        is_noted = upload.state == resume
+        try:
+            is_noted = is_noted or store.replace(
+                key, _UploadNote(digest, upload.state).seal(), generation
+            )
+        finally:
+            if not is_noted:
+                with suppress(ShardckptError):
+                    upload.abort()
+        if not is_noted:
             raise StorageError(
                 f"cannot upload {place}: another process started to upload there at the same "
                 "moment; let only one of them do it."
