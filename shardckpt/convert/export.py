@@ -423,7 +423,7 @@ def _destination(
 ) -> Destination:
     if (path := directory.local_path) is not None:
         return LocalFiles(path, names, overwrite=options.overwrite, obsolete=obsolete)
-    memory = 1 << ((options.budget // 4).bit_length() - 1)
+    memory = 1 << max(0, (options.budget // 4).bit_length() - 1)
     return ObjectFiles(
         directory, names, overwrite=options.overwrite, memory=memory, obsolete=obsolete
     )

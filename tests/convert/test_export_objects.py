@@ -121,3 +121,10 @@ def test_an_empty_file_that_was_about_to_appear_is_written_by_the_next_call(
             shardckpt.export(tmp_path / "imported", url, **OPTIONS)
     shardckpt.export(tmp_path / "imported", url, **OPTIONS)
     assert store.list() == ["chat_template.jinja", "model.safetensors"]
+
+
+def test_a_limit_of_a_few_bytes_is_refused_with_one_that_suffices(place, there):
+    url, store = there
+    with pytest.raises(errors.BudgetError, match=r"memory_limit=3 B .*raise it to \d+ MiB"):
+        shardckpt.export(place, url, memory_limit=3)
+    assert contents(store) == {}
