@@ -11,6 +11,7 @@ import pytest
 from convert_states import MiB, saved, sharded
 from paths import CHILDREN
 
+import shardckpt
 from shardckpt.streaming.memory import PROCESS_BYTES
 
 CHILD = CHILDREN / "export_memory.py"
@@ -47,3 +48,33 @@ def test_a_tensor_much_larger_than_the_limit_is_exported_within_it(tmp_path, spe
     assert took["peak"] <= 48 * MiB + PROCESS_BYTES
     assert took["read"] <= 1.01 * 128 * MiB
     assert (tmp_path / "a.safetensors").stat().st_size > took["bytes"]
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_differences_of_a_version_are_written_within_the_limit(tmp_path, encoding):
+    rng = np.random.default_rng(0)
+    with shardckpt.Publisher(tmp_path / "policy") as publisher:
+        for step in (1, 2):
+            publisher.publish(
+                step, {f"w{i:02d}": rng.integers(0, 256, MiB, np.uint8) for i in range(64)}
+            )
+            publisher.wait()
+    asked = {
+        "src": str(tmp_path / "policy"),
+        "dst": str(tmp_path / "out"),
+        "to": "canonical-delta",
+        "since": 1,
+        "delta_encoding": encoding,
+        "memory_limit": 16 * MiB,
+    }
+    finished = subprocess.run(
+        [sys.executable, CHILD, json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+
+    assert finished.returncode == 0, finished.stderr
+    model = 64 * MiB
+    assert json.loads(finished.stdout)["peak"] <= 2 * model + 16 * MiB + PROCESS_BYTES

@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
+from collections import deque
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
@@ -74,7 +75,11 @@ if TYPE_CHECKING:
 _LARGEST = 1 << 32
 """Bytes of a tensor from which on positions of `overwrite` do not fit into 32 bits."""
 _FILE_BYTES = 1 << 30
-"""Bytes of compressed tensors from which on a version gets another file."""
+"""Bytes of compressed tensors from which on a version gets another file; less by the budget."""
+_PARTS = {"xor": 4, "overwrite": 16}
+"""Encoding → budget by bytes of a batch: new bytes, differences, entries, frames, and a file."""
+_SLICE = 1 << 20
+"""Bytes of which the positions are found at a time."""
 _PAUSE = 0.5
 """Seconds between two looks for a new version."""
 
@@ -103,7 +108,6 @@ class WrittenVersion:
             "step": self.step,
             "tensors": self.tensors,
             "bytes": self.nbytes,
-        } | {
             "read_bytes": self.read_bytes,
             "written_bytes": self.written_bytes,
         }
@@ -359,8 +363,9 @@ class _Writer:
                 "there."
             )
         place.delete_prefix()  # what a killed call left
-        files, nbytes = _Files(place), 0
-        for batch in batches(outputs, lambda output: (output.nbytes,), (options.budget // 4,)):
+        files, nbytes = _Files(place, min(_FILE_BYTES, options.budget // 4)), 0
+        room = options.budget // _PARTS[options.delta_encoding]
+        for batch in batches(outputs, lambda output: (output.nbytes,), (room,)):
             new = {output.name: np.empty(output.nbytes, np.uint8) for output in batch}
             with version.reading():
                 _read(version.checkpoint, [(output, new[output.name]) for output in batch])
@@ -414,18 +419,28 @@ class _Writer:
                 raise OptionError(
                     Message(f"{shown(output.name)}{advice}", named("delta_encoding", "xor"), ".")
                 )
-            at = np.flatnonzero(difference).astype("<u4")
-            difference = np.concatenate(
-                [np.array([len(at)], "<u4").view(np.uint8), at.view(np.uint8), new[at]]
-            )
+            difference = _overwrite(difference, new)
         return compress(difference), self._digest(new)
+
+
+def _overwrite(difference: Bytes, new: Bytes) -> Bytes:
+    """The number of bytes that differ, their positions, and their new values."""
+    count = np.count_nonzero(difference)
+    entry = np.empty(4 + 5 * count, np.uint8)
+    numbers, values = entry[: 4 + 4 * count].view("<u4"), entry[4 + 4 * count :]
+    numbers[0], end = count, 0
+    for start in range(0, difference.size, _SLICE):
+        at = np.flatnonzero(difference[start : start + _SLICE]) + start
+        begin, end = end, end + at.size
+        numbers[1 + begin : 1 + end], values[begin:end] = at, new[at]
+    return entry
 
 
 class _Files:
     """The files of one version."""
 
-    def __init__(self, place: Store) -> None:
-        self._place = place
+    def __init__(self, place: Store, file_bytes: int) -> None:
+        self._place, self._file_bytes = place, file_bytes
         self.weight_map: dict[str, str] = {}
         """Tensor → file."""
         self.sizes: dict[str, int] = {}
@@ -437,7 +452,7 @@ class _Files:
         """Add a tensor; write a file if there are enough."""
         self._entries[name] = frame, digest
         self._held += len(frame)
-        if self._held >= _FILE_BYTES:
+        if self._held >= self._file_bytes:
             self.flush()
 
     def flush(self) -> None:
@@ -456,10 +471,12 @@ class _Files:
             }
             at += len(frame)
             self.weight_map[key] = name
-        data = b"".join([header_of(header), *(frame for frame, _ in self._entries.values())])
+        data, frames = bytearray(header_of(header)), deque(self._entries.values())
+        self._entries.clear()
+        while frames:  # each is freed when it is copied
+            data += frames.popleft()[0]
         self._place.write(name, data)
         self.sizes[name] = len(data)
-        self._entries.clear()
         self._held = 0
 
 
