@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.convert.formats.torch.crc32 import combine
+from shardckpt.convert.formats.torch.crc32 import PartsCrc
 from shardckpt.convert.options import StateOptions
 from shardckpt.convert.whole_state import write_state
 from shardckpt.io.url import parse
@@ -205,8 +205,20 @@ def test_it_is_written_to_a_local_disk_only_and_only_where_there_is_room(
     assert not list(tmp_path.iterdir())
 
 
-@given(st.binary(max_size=300), st.lists(st.integers(0, 300)))
-def test_the_crc_of_parts_is_that_of_the_whole(data, cuts):
-    cuts = sorted(min(cut, len(data)) for cut in cuts)
-    parts = [data[a:b] for a, b in pairwise([0, *cuts, len(data)])]
-    assert combine((zlib.crc32(part), len(part)) for part in parts) == zlib.crc32(data)
+@given(st.data(), st.binary(max_size=300), st.lists(st.integers(0, 300)))
+def test_the_crc_of_parts_in_any_order_is_that_of_the_whole(draw, data, cuts):
+    cuts = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
+    crc = PartsCrc()
+    for begin, end in draw.draw(st.permutations([*pairwise(cuts)])):
+        crc.add(begin, end - begin, zlib.crc32(data[begin:end]))
+    assert (crc.value, crc.nbytes, crc.parts) == (zlib.crc32(data), len(data), {})
+
+
+def test_of_a_row_of_blocks_one_part_is_held_for_each_row():
+    data, crc, most = bytes(range(240)), PartsCrc(), 0
+    for row in range(0, 240, 80):  # two rows of 40 bytes, in blocks of 10 bytes each
+        for block in range(0, 40, 10):
+            for at in (row + block, row + 40 + block):
+                crc.add(at, 10, zlib.crc32(data[at : at + 10]))
+                most = max(most, len(crc.parts))
+    assert (crc.value, crc.nbytes, most) == (zlib.crc32(data), 240, 1)

@@ -8,10 +8,6 @@ is read again. (zlib's `crc32_combine`, which Python does not offer.)
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _POLYNOMIAL = 0xEDB88320
 """Polynomial of CRC-32, as in zip files and zlib: bit-reversed, so the highest bit is the
@@ -19,20 +15,45 @@ coefficient of 1."""
 _ONE = 1 << 31
 
 
-def combine(parts: Iterable[tuple[int, int]]) -> int:
-    """The CRC-32 of adjacent parts.
-
-    Args:
-        parts: in order, the CRC-32 of each part and its length in bytes.
+class PartsCrc:
+    """The CRC-32 of bytes that arrive in parts; adjacent parts are held as one.
 
     >>> import zlib
-    >>> combine([(zlib.crc32(b"check"), 5), (zlib.crc32(b"point"), 5)]) == zlib.crc32(b"checkpoint")
-    True
+    >>> crc = PartsCrc()
+    >>> crc.add(5, 5, zlib.crc32(b"point"))
+    >>> crc.add(0, 5, zlib.crc32(b"check"))
+    >>> crc.nbytes, crc.value == zlib.crc32(b"checkpoint")
+    (10, True)
     """
-    crc = 0
-    for part, length in parts:
-        crc = _times(_shift(length), crc) ^ part
-    return crc
+
+    __slots__ = ("_ends", "nbytes", "parts", "value")
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        """Bytes from the beginning without a gap."""
+        self.value = 0
+        """The CRC-32 of these bytes."""
+        self.parts: dict[int, tuple[int, int]] = {}
+        """Parts after a gap: offset → length and CRC-32."""
+        self._ends: dict[int, int] = {}
+        """End of each of these parts → its offset."""
+
+    def add(self, offset: int, nbytes: int, crc: int) -> None:
+        """Add a part that is not empty, by its CRC-32."""
+        start = self._ends.pop(offset, offset)
+        before, known = self.parts.pop(start, (0, 0))
+        self.parts[start] = before + nbytes, _append(known, nbytes, crc)
+        self._ends[offset + nbytes] = start
+        while self.nbytes in self.parts:
+            length, following = self.parts.pop(self.nbytes)
+            self.value = _append(self.value, length, following)
+            self.nbytes += length
+            del self._ends[self.nbytes]
+
+
+def _append(crc: int, nbytes: int, following: int) -> int:
+    """The CRC-32 of two adjacent parts; `nbytes` are those of the second."""
+    return (_times(_shift(nbytes), crc) if crc else 0) ^ following
 
 
 @lru_cache(maxsize=64)

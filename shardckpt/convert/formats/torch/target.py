@@ -32,7 +32,7 @@ import numpy as np
 
 from shardckpt.convert.files.draft import Draft
 from shardckpt.convert.files.read_back import WrittenBlock
-from shardckpt.convert.formats.torch.crc32 import combine
+from shardckpt.convert.formats.torch.crc32 import PartsCrc
 from shardckpt.convert.small_leaves import describe_losses, find_unsupported
 from shardckpt.convert.span import find_runs
 from shardckpt.convert.state_writer import StateWriter
@@ -78,12 +78,8 @@ class _Record:
     nbytes: int
     crc_at: tuple[int, ...]
     """Offsets at which its CRC-32 is written."""
-    written: int = 0
-    """Bytes written so far."""
-    crc: int | None = None
-    """CRC-32 of the complete record; None until it is complete; 0 for an empty one."""
-    parts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Parts written so far: offset in the record → CRC-32 and length."""
+    crc: PartsCrc = field(default_factory=PartsCrc)
+    """CRC-32 of the bytes written so far."""
 
 
 class TorchFileWriter(StateWriter):
@@ -135,27 +131,24 @@ class TorchFileWriter(StateWriter):
             run = data[at : at + length]
             with storage_errors("write", self._draft.final):
                 gather_write(self._draft.fd, record.offset + offset, [run])
-            record.parts[offset] = zlib.crc32(run), length
-        record.written += data.nbytes
-        if record.written == record.nbytes:
-            record.crc = combine(part for _, part in sorted(record.parts.items()))
-            record.parts.clear()
+            record.crc.add(offset, length, zlib.crc32(run))
 
     def complete(self) -> list[WrittenBlock]:
         """Write the records' CRC-32."""
         for name, record in self._records.items():
-            if record.crc is None:
+            if record.crc.nbytes < record.nbytes:
                 raise MissingDataError(
                     f"{self._draft.final}: not all of {shown(name)} was written; nothing was "
                     "published. Export again."
                 )
             with storage_errors("write", self._draft.final):
                 for at in record.crc_at:
-                    gather_write(self._draft.fd, at, [memoryview(struct.pack("<I", record.crc))])
+                    crc = memoryview(struct.pack("<I", record.crc.value))
+                    gather_write(self._draft.fd, at, [crc])
         with storage_errors("write", self._draft.final):
             os.fsync(self._draft.fd)
         return [
-            WrittenBlock(name, self._draft.path, [(r.offset, r.nbytes)], r.crc or 0)
+            WrittenBlock(name, self._draft.path, [(r.offset, r.nbytes)], r.crc.value)
             for name, r in self._records.items()
         ]
 
@@ -371,8 +364,6 @@ def _records(draft: Draft) -> dict[int, _Record]:
                     else info.header_offset + 14
                 )
                 assert info.compress_type == zipfile.ZIP_STORED, "torch compresses no tensors"
-                by_number[int(number)] = _Record(
-                    offset, info.file_size, (at + 16, trailing), crc=None if info.file_size else 0
-                )
+                by_number[int(number)] = _Record(offset, info.file_size, (at + 16, trailing))
             at += _CENTRAL_HEADER.size + sum(central[10:13])
     return by_number
