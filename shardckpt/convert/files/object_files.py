@@ -206,11 +206,6 @@ class ObjectTarget:
         """Bytes from the beginning that survive this process."""
         return self._nbytes if self._upload.published else self._upload.durable
 
-    @property
-    def memory(self) -> int:
-        """Bytes of buffers, at most."""
-        return self._upload.memory
-
     def write_at(self, offset: int, data: Data) -> None:
         """Write the next bytes; the caller may reuse the buffer when this returns.
 

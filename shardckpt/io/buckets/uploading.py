@@ -157,7 +157,8 @@ class StreamingUpload:
         self._offset = self.resume_at
         """Offset of the part that is being filled."""
         threads = min(session.parallel, buffers - 1)
-        self._pool = BufferPool((threads + 1) * self._part_bytes)
+        self.pool = BufferPool((threads + 1) * self._part_bytes)
+        """The memory of the parts in progress."""
         self._workers = ThreadPoolExecutor(threads, thread_name_prefix="shardckpt-upload")
         self._sending: deque[PoolCall[None]] = deque()
         self._lease: Lease | None = None
@@ -183,16 +184,6 @@ class StreamingUpload:
         """The state that another process needs to resume from here."""
         return self._session.state
 
-    @property
-    def memory(self) -> int:
-        """Most bytes of buffers."""
-        return self._pool.limit
-
-    @property
-    def most_memory(self) -> int:
-        """Most bytes of buffers that existed at once until now."""
-        return self._pool.high_water
-
     def write(self, data: Data) -> None:
         """Write the bytes that follow; the caller may reuse the buffer when this returns.
 
@@ -205,7 +196,7 @@ class StreamingUpload:
                 self._send()
             if self._lease is None:
                 self._check_open()
-                self._lease = self._pool.take(self._part_bytes)
+                self._lease = self.pool.take(self._part_bytes)
                 self._part = byte_view(self._lease.array((self._part_bytes,), np.uint8))  # type: ignore[arg-type]
             copied = min(len(view), self._part_bytes - self._filled)
             self._part[self._filled : self._filled + copied] = view[:copied]
@@ -252,7 +243,7 @@ class StreamingUpload:
         if self._lease is not None:
             self._lease.give_back()
             self._lease = None
-        self._pool.clear()
+        self.pool.clear()
 
     def __enter__(self) -> Self:
         """The upload itself."""

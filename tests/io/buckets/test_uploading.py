@@ -132,7 +132,7 @@ def test_memory_is_that_of_a_few_parts_however_slow_the_storage_is(cloud, place,
             one.write(data[at : at + 50_000])
         one.finish()
         expected = 2 if cloud.emulator.scheme == "gs" else buffers
-        assert one.most_memory == one.memory == expected * PART
+        assert one.pool.high_water == one.pool.limit == expected * PART
     assert stored(place) == data.tobytes()
 
 
