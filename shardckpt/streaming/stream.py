@@ -50,9 +50,6 @@ Blocks = Callable[[OutputTensor, Sequence[Piece], int], Sequence[Piece]]
 """Chooses the blocks of an output, as the chunks of arrays that together are the output (see
 `plan.grids`). Arguments: the output, which has elements; the arrays from which it is made, in the
 output's indices; the most bytes of a block."""
-Put = Callable[[OutputTensor, Box, "NDArray[Any]"], object]
-"""Receives a block: its output, its box in it, and its elements, in row-major order, as the dtype's
-storage type."""
 _BATCH = 16 << 20
 """Bytes of one read batch from a local disk, if work can be cut that small: each batch is planned
 and passed between threads, which costs more than smaller batches would gain from caches."""
@@ -251,31 +248,6 @@ def read_once_blocks(output: OutputTensor, stored: Sequence[Piece], room: int) -
     return cut_into_grids(
         output.name, output.shape, stored, output.dtype.itemsize, room, Order.OPEN
     )
-
-
-def stream(
-    checkpoint: Checkpoint,
-    outputs: Sequence[OutputTensor],
-    blocks: Blocks,
-    limit: int,
-    put: Put,
-    *,
-    beside: int = 0,
-    in_order: bool = False,
-) -> None:
-    """Make outputs of a checkpoint, and pass each block to `put` once.
-
-    See `Stream` for arguments and errors.
-
-    `put` is called in one thread, while other threads read the next blocks; its arguments are valid
-    during the call only.
-    """
-    with closing(
-        Stream(checkpoint, outputs, blocks, limit=limit, beside=beside, in_order=in_order).read()
-    ) as batches:
-        for batch in batches:
-            for block in batch:
-                put(block.output, block.box, block.elements)
 
 
 def _after(planned: Iterator[PlannedStep], skip: int) -> tuple[Iterator[PlannedStep], int]:

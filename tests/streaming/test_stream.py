@@ -4,6 +4,8 @@ read once."""
 from __future__ import annotations
 
 import uuid
+from contextlib import closing
+from itertools import chain
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +19,7 @@ from shardckpt.layout.dtypes import by_name
 from shardckpt.plan.grids import one_grid
 from shardckpt.plan.views import View
 from shardckpt.reading.naming.outputs import OutputTensor, identity
-from shardckpt.streaming.stream import Stream, read_once_blocks, row_blocks, stream
+from shardckpt.streaming.stream import Stream, read_once_blocks, row_blocks
 
 
 def grid_of(output, chunks):
@@ -30,14 +32,14 @@ def made(checkpoint, outputs, how=row_blocks, limit=64 * MiB, **options):
     times = {output.name: np.zeros(output.shape, np.int8) for output in outputs}
     came = []
 
-    def put(output, box, elements):
-        assert elements.flags.c_contiguous
-        assert elements.dtype == output.dtype.storage
-        arrays[output.name][(*box.slices, ...)] = elements
-        times[output.name][(*box.slices, ...)] += 1
-        came.append((output.name, box))
-
-    stream(checkpoint, outputs, how, limit, put, **options)
+    with closing(Stream(checkpoint, outputs, how, limit=limit, **options).read()) as batches:
+        for block in chain.from_iterable(batches):
+            name, at = block.output.name, (*block.box.slices, ...)
+            assert block.elements.flags.c_contiguous
+            assert block.elements.dtype == block.output.dtype.storage
+            arrays[name][at] = block.elements
+            times[name][at] += 1
+            came.append((name, block.box))
     assert all((count == 1).all() for count in times.values()), "each element comes once"
     return {output.name: arrays[output.name].view(output.dtype.numpy) for output in outputs}, came
 
@@ -239,28 +241,27 @@ def test_what_cannot_be_made_is_refused_by_name(tmp_path):
         errors.DtypeMismatchError,
         match="'w' has dtype complex64, which cannot be converted to float32",
     ):
-        stream(
-            checkpoint, [identity(checkpoint.tensor("w"), dtype=f32)], row_blocks, 64 * MiB, print
+        Stream(
+            checkpoint, [identity(checkpoint.tensor("w"), dtype=f32)], row_blocks, limit=64 * MiB
         )
     with pytest.raises(errors.ShapeMismatchError, match="lies outside its shape"):
-        stream(checkpoint, [_outside()], row_blocks, 64 * MiB, print)
+        Stream(checkpoint, [_outside()], row_blocks, limit=64 * MiB)
     with pytest.raises(
         errors.BudgetError,
         match=r"memory_limit=8 MiB is too little to read chunks of [\d.]+ [KM]iB; raise it to \d+ "
         r"MiB",
     ):
-        stream(checkpoint, [identity(checkpoint.tensor("v"))], row_blocks, 8 * MiB, print)
+        Stream(checkpoint, [identity(checkpoint.tensor("v"))], row_blocks, limit=8 * MiB)
     with pytest.raises(
         errors.BudgetError,
         match=r"memory_limit=24 MiB is too little to make 'v' in blocks of 16 MiB; raise it to \d+ "
         r"MiB",
     ):
-        stream(
+        Stream(
             checkpoint,
             [identity(checkpoint.tensor("v"))],
             lambda output, *_: grid_of(output, output.shape),
-            24 * MiB,
-            print,
+            limit=24 * MiB,
         )
 
 
