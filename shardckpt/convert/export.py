@@ -349,11 +349,8 @@ def _write_safetensors(
     kept: list[str] = []
     if single is None:
         configs = dict(model.configs)
-        configs, kept = (
-            (configs, [])
-            if options.overwrite
-            else without_others(configs, directory, file_names[-1])
-        )
+        if not options.overwrite:
+            configs, kept = without_others(configs, directory, file_names[-1])
     file_names = [*configs, *file_names]
     obsolete = (
         [] if single is not None else _obsolete(directory, file_names, overwrite=options.overwrite)

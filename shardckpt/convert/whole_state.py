@@ -20,7 +20,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.optimizer_states import with_optimizers_as
-from shardckpt.errors import NamesMismatchError, OptionError
+from shardckpt.errors import NamesMismatchError
 from shardckpt.format.structure import Structure
 from shardckpt.reading.naming.outputs import identity
 from shardckpt.reshard.dtype_rules import plan_dtypes
@@ -28,7 +28,7 @@ from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.state import meanings, select
 from shardckpt.state.select import check_selection, selector
 from shardckpt.streaming.stream import Stream
-from shardckpt.text import Message, given, named
+from shardckpt.text import Message, given
 
 if TYPE_CHECKING:
     from shardckpt.convert.options import StateOptions
@@ -75,8 +75,7 @@ def write_state(
         options: selection, dtypes, form of optimizers, and limits.
 
     Raises:
-        OptionError: an unknown format, a pattern that matches nothing, or a location that is not on
-            a local disk.
+        OptionError: a pattern that matches nothing, or a location that is not on a local disk.
         NamesMismatchError: nothing is selected; or the format has no names for parts of it.
         StructureMismatchError, DtypeError, DtypeMismatchError: the format cannot hold the selected
             state.
@@ -87,10 +86,6 @@ def write_state(
         StorageError: the files cannot be written. MissingExtraError: the format's library is not
             installed.
     """
-    if to not in FORMATS:
-        raise OptionError(
-            Message(named("to", to), f": states are exported to {', '.join(map(repr, FORMATS))}.")
-        )
     structure, outputs, conversions = _select(checkpoint, options)
     form = options.optimizer or _OPTIMIZERS.get(to)
     notes: tuple[str, ...] = ()

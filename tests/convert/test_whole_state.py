@@ -82,16 +82,6 @@ def test_a_limit_that_does_not_suffice_is_refused_and_nothing_is_left(checkpoint
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unknown_format_is_refused_by_name(checkpoint, tmp_path):
-    with pytest.raises(errors.OptionError, match=r"'onnx'.*'torch', 'dcp', 'orbax'"):
-        write_state(
-            Checkpoint(checkpoint),
-            parse(tmp_path / "state"),
-            "onnx",
-            StateOptions(memory_limit=64 * MiB),
-        )
-
-
 @pytest.mark.parametrize("to", FORMATS)
 def test_the_public_function_and_the_command_do_the_same(checkpoint, tmp_path, to):
     report = shardckpt.export(

@@ -21,6 +21,7 @@ import numpy as np
 
 from shardckpt._version import __version__
 from shardckpt.convert.files.destination import FileWrite, WritePlan
+from shardckpt.convert.options import ignore_progress
 from shardckpt.convert.span import find_runs
 from shardckpt.errors import StorageError
 from shardckpt.streaming.stream import Stream, read_once_blocks, row_blocks
@@ -59,7 +60,7 @@ def write_safetensors(
     verify: bool = True,
     first: Sequence[bytes] = (),
     last: bytes | None = None,
-    progress: Callable[[int, int], None] = lambda _done, _total: None,
+    progress: Callable[[int, int], None] = ignore_progress,
 ) -> FilesWritten:
     """Write files, and publish them.
 
