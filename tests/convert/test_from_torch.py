@@ -29,6 +29,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardckpt
+from shardckpt.convert.formats.torch import file as torch_file
 from shardckpt.convert.formats.torch.source import looks_like, open_foreign
 from shardckpt.convert.importing import import_checkpoint
 from shardckpt.errors import (
@@ -196,6 +197,20 @@ def test_large_views_are_read_in_chunks(tmp_path):
     expect(path, state)
     chunks = {name: tensor.num_chunks for name, tensor in opened(path).structure.tensors.items()}
     assert min(chunks.values()) > 1
+
+
+def test_the_header_of_a_storage_is_read_once_for_all_chunks_and_views(tmp_path, monkeypatch):
+    base = torch.arange(3 << 20, dtype=torch.int32).reshape(1 << 10, 3 << 10)
+    path = saved(tmp_path, {"transposed": base.t(), "columns": base[:, ::7]})
+    find, entries = torch_file._start, []
+
+    def count(span, info, head):
+        entries.append(info.filename)
+        return find(span, info, head)
+
+    monkeypatch.setattr(torch_file, "_start", count)
+    expect(path, {"transposed": base.t(), "columns": base[:, ::7]})
+    assert entries.count("state/data/0") == 1
 
 
 def test_what_is_the_same_memory_is_stored_once_and_other_views_are_not(tmp_path):

@@ -21,7 +21,7 @@ import io
 import struct
 import zipfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -59,6 +59,8 @@ class TorchFile:
     span: Span
     """All bytes of the file."""
     _storages: Mapping[str, zipfile.ZipInfo]
+    _runs: dict[str, StoredRun] = field(default_factory=dict)
+    """Runs of storages whose headers are read."""
 
     def storage(self, storage: Storage) -> StoredRun:
         """The stored run of a storage.
@@ -67,6 +69,9 @@ class TorchFile:
             FormatError: there is no such entry.
             CorruptionError, MissingDataError: the file ends before the entry's header.
         """
+        run = self._runs.get(storage.key)
+        if run is not None:
+            return run
         info = self._storages.get(storage.key)
         if info is None:
             raise FormatError(
@@ -74,7 +79,9 @@ class TorchFile:
                 "not in the file; replace it with a backup."
             )
         start = _start(self.span, info, b"")
-        return StoredRun(self.span.part(start, start + info.file_size), info.CRC or None)
+        run = StoredRun(self.span.part(start, start + info.file_size), info.CRC or None)
+        self._runs[storage.key] = run
+        return run
 
 
 def is_torch_file(beginning: bytes) -> bool:
