@@ -10,6 +10,7 @@ come from the storage.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from pathlib import Path
@@ -72,7 +73,10 @@ def storage_now(store: Store) -> float:
     store.write(key, b"")
     try:
         with storage_errors("look at", store.path_of(key)):
-            return dict(store.modification_times(key))[key]
+            times = dict(store.modification_times(key))
+            if key not in times:
+                raise FileNotFoundError(errno.ENOENT, "it was removed meanwhile", key)
+            return times[key]
     finally:
         store.delete(key)
 

@@ -20,6 +20,7 @@ blocks that begin at a large page. A block lives as long as any of its arrays.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -28,6 +29,7 @@ from contextlib import closing
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Self
+from weakref import WeakSet
 
 import numpy as np
 
@@ -106,6 +108,8 @@ class Lease:
         self._buffer: NDArray[np.uint8] | None = buffer
         self.nbytes = nbytes
         """Bytes of the buffer that may be used."""
+        self.leased = buffer.nbytes + beside
+        """Bytes of the pool's limit that it takes."""
         self._beside = beside
         self._used = 0
 
@@ -130,7 +134,7 @@ class Lease:
         """Record that `nbytes` of the bytes counted beside the buffer have been freed."""
         assert nbytes <= self._beside, "more released than was counted"
         self._beside -= nbytes
-        self._pool._take_back(None, nbytes)  # noqa: SLF001  (pool and lease are one thing)
+        self._pool._take_back(self, None, nbytes)  # noqa: SLF001  (pool and lease are one thing)
 
     def give_back(self, *, keep: bool = True) -> None:
         """End the lease; its arrays must no longer be used.
@@ -139,7 +143,8 @@ class Lease:
         """
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
-            self._pool._take_back(buffer, self._beside, keep=keep and self._pin is self._pool.pin)  # noqa: SLF001
+            keep = keep and self._pin is self._pool.pin
+            self._pool._take_back(self, buffer, self.leased, keep=keep)  # noqa: SLF001
 
     def __enter__(self) -> Self:
         """The lease itself."""
@@ -168,8 +173,8 @@ class BufferPool:
         self.copying: set[int] = set()
         """Threads that are filling a lease, by their identifiers: a signal handler on such a thread
         must not wait for another lease."""
-        self._leased = 0
-        """Bytes that are leased, or counted beside leases."""
+        self._leases: WeakSet[Lease] = WeakSet()
+        """Those that exist. One that Ctrl-C keeps from its user takes nothing any more."""
         self._kept: list[NDArray[np.uint8]] = []
         self._unpin: dict[int, Callable[[], object]] = {}
         """For each pinned buffer, by its address, the function that unpins it."""
@@ -246,6 +251,11 @@ class BufferPool:
         with self._changed.lock:
             return sorted(buffer.ctypes.data for buffer in self._kept)
 
+    @property
+    def _leased(self) -> int:
+        """Bytes that are leased, or counted beside leases."""
+        return sum([lease.leased for lease in self._leases])
+
     def _fits(self, nbytes: int) -> bool:
         return not self._leased or self._leased + nbytes <= self.limit
 
@@ -259,9 +269,10 @@ class BufferPool:
             buffer = _align(size, ALIGNMENT if self.pin is None else _LARGE_PAGE)
             if self.pin is not None:
                 self._unpin[buffer.ctypes.data] = self.pin(buffer, partial(touched, buffer))
-        self._leased += total
+        lease = Lease(self, buffer, nbytes, beside)
+        self._leases.add(lease)
         self.high_water = max(self.high_water, self._allocated_bytes())
-        return Lease(self, buffer, nbytes, beside)
+        return lease
 
     def _reuse(self, size: int, room: int) -> NDArray[np.uint8] | None:
         """The smallest kept buffer that is large enough and not wastefully larger.
@@ -284,12 +295,11 @@ class BufferPool:
         return self._leased + sum(b.nbytes for b in self._kept)
 
     def _take_back(
-        self, buffer: NDArray[np.uint8] | None, beside: int, *, keep: bool = True
+        self, lease: Lease, buffer: NDArray[np.uint8] | None, nbytes: int, *, keep: bool = True
     ) -> None:
         with self._changed.lock:
-            self._leased -= beside
+            lease.leased -= nbytes
             if buffer is not None:
-                self._leased -= buffer.nbytes
                 if keep and self._allocated_bytes() + buffer.nbytes <= self.limit:
                     self._kept.append(buffer)
                 else:
@@ -367,8 +377,25 @@ def gather_write(fd: int, offset: int, vectors: Sequence[memoryview]) -> None:
     """Write all vectors, one after another, to a place in a file."""
     while vectors:
         written = os.pwritev(fd, vectors[:MOST_VECTORS], offset)
+        if not written and any(vectors):
+            raise _stuck()
         offset += written
         vectors = after(vectors, written)
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
+    """Write all bytes at a file's position."""
+    rest = memoryview(data)
+    while rest:
+        written = os.write(fd, rest)
+        if not written:
+            raise _stuck()
+        rest = rest[written:]
+
+
+def _stuck() -> OSError:
+    """The error where a system call writes nothing and gives no reason, as it might do for ever."""
+    return OSError(errno.EIO, "the file system accepts no bytes")
 
 
 def round_up(nbytes: int) -> int:

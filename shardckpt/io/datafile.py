@@ -24,7 +24,7 @@ import numpy as np
 from shardckpt.errors import StorageError
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.io import extension
-from shardckpt.io.buffers import MOST_VECTORS, after
+from shardckpt.io.buffers import MOST_VECTORS, after, write_all
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import OpenFile
 from shardckpt.io.store import Data, byte_view
@@ -234,13 +234,11 @@ class _LocalDataFile:
                 for part in after(views, written):
                     self.append(part)
         else:
-            rest = byte_view(data)
-            nbytes = rest.nbytes
+            view = byte_view(data)
             with storage_errors("write", self._path):
                 self._go_to_end()
-                while rest:
-                    rest = rest[os.write(self._fd, rest) :]
-            self._note_appended(nbytes)
+                write_all(self._fd, view)
+            self._note_appended(view.nbytes)
 
     def _go_to_end(self) -> None:
         if self._position != self._size:

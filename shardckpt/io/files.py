@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from shardckpt.errors import FormatError
+from shardckpt.io.buffers import write_all
 from shardckpt.io.locks import GONE, HIDDEN, is_at, lock_file
 from shardckpt.io.status import is_directory
 
@@ -177,9 +178,7 @@ def replace(
                 return False
             os.ftruncate(lock.fd, 0)
             os.lseek(lock.fd, 0, os.SEEK_SET)
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(lock.fd, rest) :]
+            write_all(lock.fd, data)
             os.fsync(lock.fd)
             if not is_at(lock.fd, lock.path) and read(lock.path) != data:
                 raise FileNotFoundError(

@@ -348,6 +348,8 @@ def read_manifest(encoded: bytes) -> list[Version]:
         read.bytes(4)  # compression level
     files = read.files()
     count = read.varint()
+    if not count:
+        raise ValueError("DATA_LOSS: it has no version")
     read.varints(count)  # generations
     read.bytes(count)  # heights
     places = read.places(files, count)

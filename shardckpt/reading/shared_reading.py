@@ -15,7 +15,7 @@ works.
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ import numpy as np
 from shardckpt import errors
 from shardckpt.errors import ShardckptError
 from shardckpt.io.buffers import round_up
-from shardckpt.io.threads import PoolCall
+from shardckpt.io.threads import read_ahead
 from shardckpt.layout.box import BoxArray
 from shardckpt.plan.shares import Region, SharedBoxes, rounds
 from shardckpt.reading.locate import Request
@@ -86,17 +86,13 @@ class SharedReading:
         ]
         me = self.members.index(self.coordinator.world.process)
         planned = rounds(tensors, len(self.members), self.limit)
-        with ThreadPoolExecutor(1, "shardckpt-share") as ahead:
-            shares = next(planned, None)
-            coming = None if shares is None else PoolCall(ahead, self._read, batch, shares[me])
-            while shares is not None:
-                assert coming is not None
-                coming.result()
+
+        def read(shares: Sequence[Sequence[Region]]) -> None:
+            self._read(batch, shares[me])
+
+        with closing(read_ahead(planned, lambda *_: (), read, ahead=1, copies=False)) as coming:
+            for shares, _ in coming:
                 parts = self._pack(batch, shares, me)
-                following = next(planned, None)
-                coming = (
-                    None if following is None else PoolCall(ahead, self._read, batch, following[me])
-                )
                 self._all_are_ready()
                 self.interconnect.all_gather(
                     self.members, self.coordinator.world.process, [part.memory for part in parts]
@@ -104,7 +100,6 @@ class SharedReading:
                 for m, part in enumerate(parts):
                     if m != me:
                         part.unpack()
-                shares = following
 
     def give_up(self, error: BaseException) -> None:
         """Announce that this process takes part in no further round."""

@@ -289,7 +289,7 @@ class _Fold:
                     columns.append((needed.piece.path, needed.positions, crcs))
                 self._finish(place, old, writer, columns)
             except BaseException:
-                writer.abort()
+                writer.stop()  # a record that may exist goes before the data
                 raise
         new = assemble(place)
         if (

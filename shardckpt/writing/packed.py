@@ -149,10 +149,8 @@ class ExtentLog:
 
 
 def _twice(key: str) -> CommitError:
-    return CommitError(
-        f"chunk {key} was put twice by one host; two tensors, or two boxes of one, claim the same "
-        "chunk."
-    )
+    claims = "two tensors, or two boxes of one, claim the same chunk."
+    return CommitError(f"chunk {key} was put twice by one host; {claims}")
 
 
 class PackedWriter:
@@ -295,14 +293,18 @@ class PackedWriter:
         self._lanes.seal([*self._files[0].log.keys], extents, write_first)
         self._failed = False
 
+    def stop(self) -> None:
+        """Stop writing; the files stay."""
+        self._failed = True
+        for files in self._files:
+            files.abandon()
+
     def abort(self) -> None:
         """Stop writing and delete this host's files.
 
         Files that cannot be deleted are removed with the attempt.
         """
-        self._failed = True
-        for files in self._files:
-            files.abandon()
+        self.stop()
         # The caller reports the error that made it give up.
         with contextlib.suppress(ShardckptError):
             for lane in self.lanes:
@@ -335,12 +337,14 @@ class _DataFiles:
 
         None if it has no room for so many bytes.
         """
+        self._settle_ended()
         if nbytes > self._most_bytes - (0 if self._file is None else self._size):
             return None
         return self._current().room(nbytes)
 
     def append(self, keys: Sequence[str], data: Output, lengths: Sequence[int]) -> None:
         """See `PackedWriter.append`."""
+        self._settle_ended()
         ends = list(accumulate(lengths))
         first = begin = 0
         while first < len(keys):
@@ -381,8 +385,6 @@ class _DataFiles:
     def _current(self) -> DataFile:
         """The data file for the next chunk."""
         if self._file is None:
-            while self._waiting and self._waiting[0][0].done():  # its buffer is free
-                self._settle_one()
             self._number, lane, name = self._lanes.new_file()
             if not self._store.appends:
                 self._buffer = object_buffers.take(self._most_bytes)
@@ -398,10 +400,16 @@ class _DataFiles:
             file.seal()
             self._waiting.append((PoolCall(self._background, file.wait), file, buffer))
 
+    def _settle_ended(self) -> None:
+        """Give back buffers of files that have arrived; not while bytes in them are appended."""
+        while self._waiting and self._waiting[0][0].done():
+            self._settle_one()
+
     def _settle_one(self) -> None:
         """Wait for the file that has waited longest, and raise its error."""
-        waiting, _, buffer = self._waiting.popleft()
-        waiting.result()
+        waiting, _, buffer = self._waiting[0]
+        waiting.result()  # after Ctrl-C here, `abandon` ends it, too
+        self._waiting.popleft()
         if buffer is not None:
             object_buffers.give_back(buffer)
 

@@ -199,6 +199,7 @@ class PlainWriter:
         self._failed = True
 
     def _settle_one(self) -> None:
-        waiting, _, length = self._waiting.popleft()
+        waiting, _, length = self._waiting[0]
+        waiting.result()  # after Ctrl-C here, `abort` ends it, too
+        self._waiting.popleft()
         self._in_flight -= length
-        waiting.result()

@@ -19,6 +19,7 @@ import crc32c
 import numpy as np
 
 from shardckpt.errors import StorageError
+from shardckpt.io.buffers import write_all
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import OpenFile
 from shardckpt.io.locks import is_at, lock_whole
@@ -84,7 +85,7 @@ class Notes:
         with storage_errors("write", self._path):
             os.ftruncate(self._fd, 0)
             os.lseek(self._fd, 0, os.SEEK_SET)
-            self._append(identity)
+            write_all(self._fd, identity)
         text = "\0".join(names).encode()
         padded = text + bytes(-len(text) % _WORD)
         self.add(np.frombuffer(padded, "<u4").tolist())
@@ -93,7 +94,7 @@ class Notes:
         """Record durable blocks; an empty list records that the files have their names."""
         note = np.array([len(checks), *checks], "<u4").tobytes()
         with storage_errors("write", self._path):
-            self._append(note + crc32c.crc32c(note).to_bytes(_WORD, "little"))
+            write_all(self._fd, note + crc32c.crc32c(note).to_bytes(_WORD, "little"))
             os.fdatasync(self._fd)
 
     def add_later(self, checks: Sequence[int], path: Path, fd: int) -> None:
@@ -140,11 +141,6 @@ class Notes:
         if remove:
             with storage_errors("remove", ended):
                 ended.unlink(missing_ok=True)  # another export that has begun there removes it, too
-
-    def _append(self, data: bytes) -> None:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(self._fd, rest) :]
 
 
 def begun_files(path: Path) -> list[str]:
