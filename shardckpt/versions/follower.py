@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shardckpt.commit.attempts import unfolded
 from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.errors import CorruptionError, NotFoundError, OptionError, UncommittedError
 from shardckpt.format.bases import names_beside
-from shardckpt.frameworks.coordination import Coordinator, check_coordinator
+from shardckpt.frameworks.coordination import Coordinator, check_coordinator, on_all_processes
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from shardckpt.versions.cache import Needed
     from shardckpt.versions.finding import Mode
 
-_log = logging.getLogger("shardckpt")
 _FIRST_LOOK, _LAST_LOOK = 0.05, 2.0
 """Seconds between two looks for a new version: least and most; the pause doubles."""
 _LOOK_BESIDE_EVENTS = 10.0
@@ -145,32 +143,45 @@ class Follower:
     def poll(self) -> FollowedVersion | None:
         """The next version; None if there is none now.
 
-        All processes of an engine call it, and get the same one.
+        All processes of an engine call it, and get the same one. If they find that it was replaced
+        meanwhile, they get None, and the next call gives what is there now.
 
         Raises:
             StorageError: the place cannot be listed.
+            CoordinationError: another process of the engine does not answer.
         """
         if self._closed:
             raise OptionError(f"{self.root}: this follower is closed.")
-        alone = self.coordinator.world.processes == 1
-        find = self._finder.next
-        choice = find() if alone else self.coordinator.agree("followed version", find)
+        find = self._finder.next if self._leads else lambda: None
+        choice = on_all_processes(self.coordinator, "followed version", find)[0]
         if choice is None:
             return None
-        try:
-            return self.at(choice[0], went_back=choice[1])
-        except (NotFoundError, UncommittedError):  # deleted since the listing
-            if alone:
-                return None
-            raise
+        step, went_back = choice
+        checkpoints: list[Checkpoint] = []
 
-    def at(self, step: int, *, went_back: bool = False) -> FollowedVersion:
-        """The version of a step; `poll` continues from there.
+        def open_version() -> str | None:
+            with suppress(NotFoundError, UncommittedError):  # deleted since the listing
+                checkpoints.append(self._open(step))
+                return unfolded(checkpoints[0].record.attempt)
+            return None
+
+        attempts = on_all_processes(self.coordinator, "opened version", open_version)
+        if attempts[0] is None or len({*attempts}) > 1:  # deleted or replaced since the listing
+            return None
+        return self._give(step, checkpoints[0], went_back=went_back)
+
+    def at(self, step: int) -> FollowedVersion:
+        """The version of a step, in an engine of one process; `poll` continues from there.
 
         Raises:
             NotFoundError, UncommittedError: it is not there.
         """
-        checkpoint = Checkpoint(self.root.sub(str(step)).location)
+        return self._give(step, self._open(step), went_back=False)
+
+    def _open(self, step: int) -> Checkpoint:
+        return Checkpoint(self.root.sub(str(step)).location)
+
+    def _give(self, step: int, checkpoint: Checkpoint, *, went_back: bool) -> FollowedVersion:
         self._finder.gave(step, unfolded(checkpoint.record.attempt))
         return FollowedVersion(self, step, checkpoint, went_back=went_back)
 
@@ -275,37 +286,29 @@ class FollowedVersion:
 
         Raises:
             MismatchError: names, shape or dtype differ from the tensors; nothing was read.
-            CorruptionError, MissingDataError, StorageError: the version cannot be read. The tensors
-                are as they were.
-            CoordinationError: another process of the engine could not prepare it.
+            CorruptionError, MissingDataError, StorageError: a process of the engine cannot read the
+                version. The tensors are as they were.
+            CoordinationError: another process of the engine failed with an error that is not a
+                ShardckptError, or does not answer.
         """
-        follower = self._follower
-        failed: Exception | None = None
         try:
-            with follower.holding(self), reading_takes_threads(self.checkpoint.location):
-                self._needed = follower.needed(self.checkpoint)
-                path = path_between(follower.cache.contents, self.checkpoint, MOST_VERSIONS)
-                self.changed = frozenset(
-                    follower.cache.update(self.checkpoint, path, self._needed, _READING)
-                )
-                follower.stale |= self.changed
-                self._applying = self._plan() if follower.fills else None
-                self._recorded = recorded_fingerprint(self.checkpoint.place, self.checkpoint.record)
-        except Exception as e:  # noqa: BLE001  (raised below, after the others know)
-            failed = e
-        if follower.coordinator.world.processes > 1:
-            failures = follower.coordinator.share(
-                "prepared version", None if failed is None else f"{type(failed).__name__}: {failed}"
-            )
-            if failed is None and (errors := [error for error in failures if error is not None]):
-                self._needed = None
-                raise CorruptionError(
-                    f"{self.checkpoint.location}: another process could not prepare this version: "
-                    f"{errors[0]}"
-                )
-        if failed is not None:
-            raise failed
+            on_all_processes(self._follower.coordinator, "prepared version", self._prepare)
+        except BaseException:
+            self._needed = None
+            raise
         return self
+
+    def _prepare(self) -> None:
+        follower = self._follower
+        with follower.holding(self), reading_takes_threads(self.checkpoint.location):
+            self._needed = follower.needed(self.checkpoint)
+            path = path_between(follower.cache.contents, self.checkpoint, MOST_VERSIONS)
+            self.changed = frozenset(
+                follower.cache.update(self.checkpoint, path, self._needed, _READING)
+            )
+            follower.stale |= self.changed
+            self._applying = self._plan() if follower.fills else None
+            self._recorded = recorded_fingerprint(self.checkpoint.place, self.checkpoint.record)
 
     def apply(self) -> Any:
         """Copy what has changed from host memory to the tensors.

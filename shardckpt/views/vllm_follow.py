@@ -43,9 +43,17 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta, to_meta_tensor
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
-from shardckpt.errors import CorruptionError, NamesMismatchError, OptionError, ShardckptError
+from shardckpt.commit.attempts import unfolded
+from shardckpt.errors import (
+    CorruptionError,
+    NamesMismatchError,
+    OptionError,
+    ReplacedError,
+    ShardckptError,
+)
 from shardckpt.frameworks.coordination import SingleProcess
 from shardckpt.versions.cache import chunks_of
+from shardckpt.versions.finding import VersionFinder
 from shardckpt.versions.follower import Follower
 from shardckpt.views.model_view import ModelView
 from shardckpt.views.placeholders import Recorder
@@ -97,6 +105,10 @@ class _ModelFollower(Follower):
         """Name, shape and dtype of the tensors, for which the boxes hold."""
         self.boxes: set[tuple[int, Box]] = set()
         """Position in `ModelView.arrays()` and box."""
+
+    def forget(self) -> None:
+        """Let `poll` give the version given last once more."""
+        self._finder = VersionFinder(self.root, "newest", {})
 
     def view(self, checkpoint: Checkpoint) -> ModelView:
         """The model's files as a version has them."""
@@ -283,8 +295,9 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
         Raises:
             OptionError: there is no version; or an earlier update failed while it changed the
                 model.
-            CorruptionError, MissingDataError, ReplacedError, StorageError: a rank could not prepare
-            it; all keep what they have.
+            CorruptionError, MissingDataError, StorageError: a rank could not prepare it; all keep
+                what they have.
+            ReplacedError: the same, or the version was replaced while the ranks opened it.
         """
         follower = self._check()
         failed: Exception | None = None
@@ -299,16 +312,23 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
             self.is_ready()
         except Exception as e:  # noqa: BLE001  (raised below, after the others know)
             failed = e
-        failures = of_all_ranks(None if failed is None else str(failed))
+        version = self._version
+        attempt = None if version is None else unfolded(version.checkpoint.record.attempt)
+        outcomes = of_all_ranks((attempt, None if failed is None else str(failed)))
         if failed is not None:
             raise failed
-        if any(failures):
+        if failures := [failure for _, failure in outcomes if failure is not None]:
             raise CorruptionError(
-                f"{follower.root}: another rank could not prepare the version: "
-                f"{next(filter(None, failures))}"
+                f"{follower.root}: another rank could not prepare the version: {failures[0]}"
             )
-        version, self._version = self._version, None
+        self._version = None
         assert version is not None
+        if len({attempt for attempt, _ in outcomes}) > 1:
+            follower.forget()
+            raise ReplacedError(
+                f"{version.checkpoint.location}: the version was replaced while the ranks opened "
+                "it; all keep what they have. Ask for the next version."
+            )
         view = follower.view(version.checkpoint)
         proof = ReadProof(view)
         self._is_broken = True

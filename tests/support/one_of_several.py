@@ -1,10 +1,17 @@
 """A process that takes itself for one of several, none of which is running: enough to restore,
-where nobody is waited for."""
+where nobody is waited for; and threads that take themselves for the processes of a job."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
 from shardckpt import Coordinator
+from shardckpt.errors import ShardckptError
 from shardckpt.layout.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class OneOfSeveral(Coordinator):
@@ -19,3 +26,33 @@ class OneOfSeveral(Coordinator):
 
     def _get(self, key: str) -> bytes | None:
         raise AssertionError(f"{key} is asked of nobody")
+
+
+class OneOfThreads(Coordinator):
+    """The coordinator of one of several threads that take themselves for processes; they share a
+    dict of keys."""
+
+    def __init__(self, keys: dict[str, bytes], process: int, processes: int) -> None:
+        self.keys = keys
+        super().__init__(process, processes, timeout=20)
+
+    def _set(self, key: str, value: bytes) -> None:
+        self.keys[key] = value
+
+    def _get(self, key: str) -> bytes | None:
+        return self.keys.get(key)
+
+
+def on_threads(processes: int, action: Callable[[Coordinator], Any]) -> list[Any]:
+    """What an action returns, or raises as a ShardckptError, in each of several threads that take
+    themselves for the processes of a job."""
+    keys: dict[str, bytes] = {}
+
+    def act(process: int) -> Any:
+        try:
+            return action(OneOfThreads(keys, process, processes))
+        except ShardckptError as error:
+            return error
+
+    with ThreadPoolExecutor(processes) as pool:
+        return [*pool.map(act, range(processes))]

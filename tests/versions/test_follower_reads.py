@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from numcodecs import Zstd
+from one_of_several import on_threads
 
 import shardckpt
-from shardckpt.errors import CorruptionError, OptionError, ShapeMismatchError
+from shardckpt.errors import CorruptionError, OptionError, ShapeMismatchError, StorageError
 from shardckpt.runs.collecting import delete
+from shardckpt.versions.follower import FollowedVersion, Follower
 from shardckpt.writing.encoder import Encoder
 
 SHAPES = [(512, 512)] * 8 + [(1376, 512)] * 4 + [(4096, 512)]
@@ -251,3 +253,83 @@ def test_an_engine_with_a_padded_vocabulary_follows(tmp_path):
         like["norm"][3] = 0
         with pytest.raises(CorruptionError, match="norm"):
             padded.applied.prove()
+
+
+def test_processes_of_an_engine_never_apply_two_versions_of_one_step(tmp_path, monkeypatch):
+    """The publisher goes back and publishes the step anew between their two openings."""
+    publish(tmp_path, [{"w": np.full(1000, float(step))} for step in range(3)])
+    opens, one_at_a_time = Follower._open, threading.Lock()
+    opened = []
+
+    def open_in_turn(follower, step):
+        with one_at_a_time:
+            checkpoint = opens(follower, step)
+            opened.append(step)
+            if len(opened) == 1:
+                with shardckpt.Publisher(tmp_path) as publisher:
+                    publisher.publish(2, {"w": np.full(1000, 99.0)})
+            return checkpoint
+
+    monkeypatch.setattr(Follower, "_open", open_in_turn)
+
+    def follow(coordinator):
+        like = {"w": np.zeros(1000)}
+        with shardckpt.follow(tmp_path, like, coordinator=coordinator) as follower:
+            assert follower.poll() is None
+            version = follower.poll()
+            version.prepare().apply()
+            version.prove()
+        return version.step, like["w"][0]
+
+    assert on_threads(2, follow) == [(2, 99.0), (2, 99.0)]
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_version_that_one_process_of_an_engine_finds_gone_is_no_version_for_all(
+    tmp_path, monkeypatch, process
+):
+    publish(tmp_path, [{"w": np.full(1000, float(step))} for step in range(3)])
+    opens = Follower._open
+
+    def open_or_not(follower, step):
+        if follower.coordinator.world.process == process and step == 2:
+            shutil.rmtree(tmp_path / "2", ignore_errors=True)
+        return opens(follower, step)
+
+    monkeypatch.setattr(Follower, "_open", open_or_not)
+
+    def follow(coordinator):
+        with shardckpt.follow(tmp_path, {"w": np.zeros(1000)}, coordinator=coordinator) as follower:
+            assert follower.poll() is None
+            return follower.poll().prepare().step
+
+    assert on_threads(2, follow) == [1, 1]
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_version_that_one_process_of_an_engine_cannot_prepare_fails_alike_on_all(
+    tmp_path, monkeypatch, process
+):
+    publish(tmp_path, [{"w": np.full(1000, float(step))} for step in range(2)])
+    prepares, failed = FollowedVersion._prepare, []
+
+    def prepare_or_fail(version):
+        if version._follower.coordinator.world.process == process and not failed:
+            failed.append(version)
+            raise StorageError("the network is down")
+        prepares(version)
+
+    monkeypatch.setattr(FollowedVersion, "_prepare", prepare_or_fail)
+
+    def follow(coordinator):
+        like = {"w": np.zeros(1000)}
+        with shardckpt.follow(tmp_path, like, coordinator=coordinator) as follower:
+            version = follower.poll()
+            with pytest.raises(StorageError, match="the network is down"):
+                version.prepare()
+            with pytest.raises(OptionError, match="not prepared"):
+                version.apply()
+            version.prepare().apply()
+        return like["w"][0]
+
+    assert on_threads(2, follow) == [1.0, 1.0]

@@ -1,5 +1,5 @@
-"""A publisher, its pruning, a fold and a follower at once, one storage operation at a time, in an
-order that a seed draws.
+"""A publisher, its pruning, a fold and an engine of two processes that follows at once, one storage
+operation or word between the two processes at a time, in an order that a seed draws.
 
 The actors run the product's own code over `memory://`, threads that they start included; any of
 them may be killed between two operations. Faults that are planted in the product must be found:
@@ -12,20 +12,25 @@ import random
 import threading
 import uuid
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import numpy as np
 import pytest
 import tensorstore as ts
 from interleaving import Actor
+from one_of_several import OneOfThreads
 
 import shardckpt
 from shardckpt.commit.publish import read_prior
 from shardckpt.errors import MissingDataError, NotFoundError, ShardckptError, UncommittedError
 from shardckpt.format.documents import open_envelope
+from shardckpt.frameworks.coordination import executing, on_all_processes
 from shardckpt.runs.catalog import catalog
 from shardckpt.runs.cleaning import Cleaner
 from shardckpt.versions import folding, follower, publisher
 
+ENGINE = "follow", "follow too"
+"""The actors that are processes of one engine."""
 FIRST = 11
 """Versions that are there before: a fold makes two of them anew."""
 LIVES = (
@@ -54,6 +59,11 @@ class Places:
         begun."""
         self.folded = False
         """Whether a fold has written version 6 anew."""
+        self.keys = {}
+        """Words between the processes of the engine."""
+        self.applied = {}
+        """Number of a poll → step, and what its states have more, of the version that a process of
+        the engine has applied then."""
         self.wrong = []
 
     @classmethod
@@ -82,14 +92,12 @@ class Places:
 
             patch.setattr(threading.Thread, "start", inherits)
             patch.setattr(Cleaner, "clean", noted)
+            patch.setattr(executing, "_LONGEST_PAUSE", 0)
             yield places
 
     def _gated(self, name, original):
         def operation(kv, *arguments, **options):
-            actor = getattr(self.local, "actor", None)
-            if actor is not None:
-                with actor.one_at_a_time:
-                    actor.wait_for_turn()
+            actor = self.gate()
             self.operations += 1
             path = (
                 (kv.path + arguments[0])
@@ -106,6 +114,14 @@ class Places:
             return original(kv, *arguments, **options)
 
         return operation
+
+    def gate(self):
+        """Wait for the turn of this thread's actor, if it is one's."""
+        actor = getattr(self.local, "actor", None)
+        if actor is not None:
+            with actor.one_at_a_time:
+                actor.wait_for_turn()
+        return actor
 
     def _note_lease(self, path, data):
         if data is None:
@@ -155,10 +171,26 @@ def publish(places, steps, more):
             places.published[step] = more, more
 
 
-def follow(places, rounds):
+class OneOfEngine(OneOfThreads):
+    """One of the two processes of an engine; it says and hears nothing before its turn."""
+
+    def __init__(self, places, process):
+        self.places = places
+        super().__init__(places.keys, process, 2)
+
+    def _set(self, key, value):
+        self.places.gate()
+        super()._set(key, value)
+
+    def _get(self, key):
+        self.places.gate()
+        return super()._get(key)
+
+
+def follow(places, process, rounds):
     like = {name: np.zeros_like(array) for name, array in state_of(0, 0).items()}
-    with follower.follow(places.url, like) as one:
-        for _ in range(rounds):
+    with follower.follow(places.url, like, coordinator=OneOfEngine(places, process)) as one:
+        for number in range(rounds):
             version = one.poll()
             if version is None:
                 continue
@@ -167,8 +199,14 @@ def follow(places, rounds):
             except (MissingDataError, NotFoundError, UncommittedError):
                 continue  # it has gone; the next look finds what is there
             version.apply()
-            if not any(equal(like, version.step, more) for more in places.expected[version.step]):
+            have = [
+                more for more in places.expected[version.step] if equal(like, version.step, more)
+            ]
+            if not have:
                 places.wrong.append(f"a follower has another state than {version.step}'s")
+            applied = version.step, have
+            if places.applied.setdefault(number, applied) != applied:
+                places.wrong.append(f"processes of one engine have two versions {version.step}")
             version.prove()
 
 
@@ -210,7 +248,10 @@ def run(seed):
 
         actors = {
             "publish": places.begin(lives),
-            "follow": places.begin(lambda: follow(places, 6)),
+            **{
+                name: places.begin(partial(follow, places, process, 6))
+                for process, name in enumerate(ENGINE)
+            },
             "fold": places.begin(lambda: fold(places, 3)),
         }
         stopped = draw.choice([None, "follow", "fold"])
@@ -221,7 +262,8 @@ def run(seed):
         }
         if stopped is not None:
             while not (actors[stopped].done or bad[stopped]()):
-                actors[stopped].step()
+                for name in ENGINE if stopped in ENGINE else (stopped,):
+                    actors[name].step()
             for _ in range(draw.randrange(16)):
                 actors[stopped].step()
         victim, at = draw.choice([*actors, None, None]), draw.randrange(20, 200)
@@ -234,7 +276,8 @@ def run(seed):
             for _ in range(draw.choice([1, 1, 2, 5, 20, 60, 200])):
                 actors[name].step()
             if victim is not None and places.operations > at and not actors[victim].done:
-                actors[victim].kill()
+                for name in ENGINE if victim in ENGINE else (victim,):
+                    actors[name].kill()
                 victim = None
         assert not places.wrong, places.wrong
         for name, actor in actors.items():
@@ -268,6 +311,11 @@ def _any_base(contents, checkpoint, most):
     )
 
 
+def _unasked(coordinator, key, act):
+    """Follow: each process takes the version that it has opened itself."""
+    return [act()] if key == "opened version" else on_all_processes(coordinator, key, act)
+
+
 def _unconditional(store, record, prior):
     """Fold: publishes, whatever has become the checkpoint meanwhile."""
     return publish_it(store, record, read_prior(store, overwrite=True))
@@ -278,6 +326,10 @@ PLANTED = {
     "the follower applies differences to any base": (
         "shardckpt.versions.follower.path_between",
         _any_base,
+    ),
+    "processes of an engine do not compare what they have opened": (
+        "shardckpt.versions.follower.on_all_processes",
+        _unasked,
     ),
     "the fold replaces whatever is there": ("shardckpt.versions.folding.publish", _unconditional),
     "the pruning asks for no leases": (

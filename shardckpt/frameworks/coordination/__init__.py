@@ -14,6 +14,7 @@ from shardckpt.frameworks.coordination.base import (
     SingleProcess,
     check_coordinator,
     coordinator_of,
+    on_all_processes,
 )
 from shardckpt.frameworks.coordination.calls import SilentStoreError
 from shardckpt.frameworks.coordination.waiting import ALL_MUST_CALL, WaitNotice
@@ -26,4 +27,5 @@ __all__ = [
     "WaitNotice",
     "check_coordinator",
     "coordinator_of",
+    "on_all_processes",
 ]
