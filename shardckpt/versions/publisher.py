@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -155,7 +156,7 @@ class Publisher:
         self._folded = set[int]()
         """Steps of the present chain that need no folding any more, on process 0."""
         self._newest: int | None = None
-        """The newest step there, on process 0; None: not looked at yet."""
+        """The step that was published last, on process 0; None: nothing was published yet."""
         self._version: PublishedVersion | None = None
         """The version of the last call."""
         self._unheard: list[PublishedVersion] = []
@@ -212,6 +213,7 @@ class Publisher:
                 state,
                 self._options,
                 coordinator=self._coordinator,
+                before_publish=partial(self._before_publish, version),
                 version=version,
             )
         except BaseException as e:
@@ -299,23 +301,23 @@ class Publisher:
 
     # --- in the background, on process 0
 
-    def _decide(self, step: int, before: PublishedVersion | None) -> Published | None:
+    def _decide(
+        self, version: PublishedVersion, before: PublishedVersion | None
+    ) -> Published | None:
         """The base of a version after `before`, which has ended; None: it stores all elements.
 
         Raises:
             OptionError: the place belongs to a manager; or a pinned or tagged version needs what
                 would be replaced.
         """
-        if self._newest is not None and step > self._newest:
-            self._newest = step
+        if self._newest is not None and version.step > self._newest:
             base = None if before is None else before.outcome
             return None if base is None or len(base.chain) + 1 >= self._anchor_every else base
-        self._supersede(step)
-        self._newest = step
+        version.supersedes = self._later(version.step)
         return None
 
-    def _supersede(self, step: int) -> None:
-        """Mark the versions from a step on as superseded, if there are any."""
+    def _later(self, step: int) -> dict[str, str | None]:
+        """Name → attempt of the versions from a step on that are not superseded yet."""
         if self._newest is None and self._root.exists(JOB):
             raise OptionError(
                 f"{self._root}: a CheckpointManager keeps its run there; publish to a directory "
@@ -329,17 +331,22 @@ class Publisher:
                     "which it needs, would be replaced; unpin and untag it, or publish a step "
                     f"after {max(other.step for other in later)}. Nothing was changed."
                 )
-        if passed := [info for info in later if info.state != "superseded"]:
+        return {str(info.step): info.attempt for info in later if info.state != "superseded"}
+
+    def _before_publish(self, version: PublishedVersion) -> None:
+        """Mark the versions that this one supersedes."""
+        if version.supersedes:
             _log.warning(
                 "%s: training went back: the new version %d supersedes %s. To keep all versions, "
                 "publish a new training to a directory of its own.",
                 self._root,
-                step,
-                numbered("version", sorted(info.step for info in passed)),
+                version.step,
+                numbered("version", sorted(map(int, version.supersedes))),
             )
-        for info in passed:
-            mark(self._root.sub(str(info.step)), SUPERSEDED, info.attempt or "")
-        self._cleaner.forget()
+            self._cleaner.forget()
+        for name, attempt in version.supersedes.items():
+            mark(self._root.sub(name), SUPERSEDED, attempt or "")
+        self._newest = version.step
 
     def _settle(self, published: Published) -> None:
         """Delete the versions that are no longer kept, and fold one that is due."""

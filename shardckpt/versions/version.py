@@ -30,7 +30,7 @@ from shardckpt.versions.device import DeviceSource, comparable
 from shardckpt.writing.kept import SkippedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from shardckpt.format.record import CheckpointRecord, Contents
     from shardckpt.frameworks.base import Source
@@ -162,7 +162,7 @@ class PublishedVersion:
         share: DeviceShare | None,
         proof: bool,
         before: PublishedVersion | None,
-        decide: Callable[[int, PublishedVersion | None], Published | None],
+        decide: Callable[[PublishedVersion, PublishedVersion | None], Published | None],
         settle: Callable[[Published], None],
         timeout: float,
     ) -> None:
@@ -178,7 +178,7 @@ class PublishedVersion:
             share: the copies on this process's devices; None: tensors are staged in host memory.
             proof: see `VersionToWrite`.
             before: the version of the call before.
-            decide: called on process 0 with the step and the last version before that was not
+            decide: called on process 0 with this version and the last one before that was not
                 skipped, which has ended; returns the base, None for an anchor.
             settle: called on process 0 after the version is published and announced.
             timeout: seconds to wait for process 0.
@@ -187,6 +187,8 @@ class PublishedVersion:
         self.kept = kept
         self.selection = selection
         self.proof = proof
+        self.supersedes: Mapping[str, str | None] = {}
+        """See `VersionToWrite`."""
         self.outcome: Published | None = None
         """The version when it is published; on process 0 only."""
         self.handle: SaveHandle | None = None
@@ -349,7 +351,7 @@ class PublishedVersion:
             if self._skip:
                 return {"skipped": True}
             self._started = True
-        base = self._decide(self.step, before)
+        base = self._decide(self, before)
         return {"base": None if base is None else base.to_json(), "began": utc_now()}
 
     def _hear(self, coordinator: Coordinator, where: str) -> dict[str, Any]:

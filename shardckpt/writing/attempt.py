@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from shardckpt.commit.assemble import assemble
+from shardckpt.commit.attempts import unfolded
 from shardckpt.commit.base_places import base_location, check_base, check_bases
 from shardckpt.commit.dependants import Dependants
 from shardckpt.commit.publish import (
@@ -56,7 +57,7 @@ from shardckpt.writing.turns import turns_at
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from shardckpt.format.documents import FileReference, TableReference
@@ -361,6 +362,10 @@ class Attempt:
         """
         assert self.prior is not None
         with data_stays(self.store):
+            if self.version is not None and self.prior.attempt is not None:
+                now = read_prior(self.store, overwrite=True)
+                if unfolded(now.attempt or "") == unfolded(self.prior.attempt):
+                    self.prior = now  # a fold may have replaced it with the same contents
             self._check_replaceable(self.prior)
 
     def _check_replaceable(self, prior: Prior) -> None:
@@ -370,13 +375,15 @@ class Attempt:
         """
         if prior.is_checkpoint:
             if self._dependants is None:
-                rollback = (
-                    Rollback.of(self.options.metadata) if RUN in self.options.metadata else None
-                )
-                self._dependants = Dependants(
-                    self.store, {} if rollback is None else rollback.neighbours
-                )
+                self._dependants = Dependants(self.store, self._superseded())
             self._dependants.check_replaceable(prior.attempt)
+
+    def _superseded(self) -> Mapping[str, str | None]:
+        """Checkpoints beside this one that it supersedes, perhaps without a marker yet."""
+        if self.version is not None:
+            return self.version.supersedes
+        rollback = Rollback.of(self.options.metadata) if RUN in self.options.metadata else None
+        return {} if rollback is None else rollback.neighbours
 
     def publish(self, record: CheckpointRecord) -> None:
         """Make the attempt the checkpoint, and announce that."""

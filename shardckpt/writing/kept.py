@@ -16,7 +16,7 @@ from shardckpt.io import extension
 from shardckpt.io.buffers import Arena
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -49,6 +49,9 @@ class VersionToWrite(Protocol):
     kept: KeptChunks
     proof: bool
     """Whether the staged copies are compared with the tensors that they were made of."""
+    supersedes: Mapping[str, str | None]
+    """Checkpoints beside it that it supersedes, on the committing process: name → attempt. Their
+    markers are written just before it is published."""
 
     def selected(self, flat: Flat) -> Flat:
         """The part of a state to write."""

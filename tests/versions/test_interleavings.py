@@ -346,7 +346,7 @@ PLANTED = {
     ),
     "a version is a base though it was not published": (
         "shardckpt.versions.publisher.Publisher._decide",
-        lambda self, step, before: None if self._last is None else self._last,
+        lambda self, version, before: None if self._last is None else self._last,
     ),
 }
 

@@ -396,6 +396,29 @@ def test_a_version_that_cannot_be_published_supersedes_nothing(tmp_path):
     assert not any(entry.superseded for entry in catalog(tmp_path))
 
 
+def test_a_version_that_fails_before_it_is_published_supersedes_and_deletes_nothing(
+    tmp_path, monkeypatch
+):
+    def fails(*_arguments):
+        raise StorageError("the disk is full")
+
+    publish_all(tmp_path, [(step, {"w": np.full(10, float(step))}) for step in (1, 2, 3)])
+    publisher = shardckpt.Publisher(tmp_path)
+    for _ in range(2):
+        with monkeypatch.context() as full:
+            full.setattr(attempt, "assemble", fails)
+            publisher.publish(1, {"w": np.zeros(10)})
+            with pytest.raises(StorageError, match="is full"):
+                publisher.wait()
+        assert not any(entry.superseded for entry in catalog(tmp_path))
+        assert shardckpt.follow(tmp_path, {"w": np.zeros(10)}).poll().step == 3
+    finish(publisher, 4, {"w": np.zeros(10)})
+    publisher.close()
+    assert sorted(published(tmp_path)) == [1, 2, 3, 4]
+    for step in (1, 2, 3):
+        assert (shardckpt.restore(tmp_path / str(step))["w"] == step).all()
+
+
 def test_a_manager_does_not_take_over_a_directory_of_versions(tmp_path):
     with shardckpt.Publisher(tmp_path) as publisher:
         for step in range(3):
