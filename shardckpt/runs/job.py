@@ -1,7 +1,7 @@
 """The lease of a root: the one job that saves there.
 
 Two jobs that save to one root would disturb each other, for example after a restart while the old
-job still lives. `job.json` in the root names the run that saves there.
+job still lives. `job.json` in the root names the run that saves, or publishes versions, there.
 
 1. A run writes its id there with its first save, by compare-and-swap, in place of any earlier id.
 2. Before it publishes or deletes anything, it checks that its id is still there. If another id is
@@ -25,7 +25,7 @@ import gc
 import logging
 import socket
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
 from shardckpt.commit.publish import RECORD
@@ -50,7 +50,7 @@ RUN = "run_id"
 """The member of a checkpoint's metadata that names its run."""
 PUBLISHED = "published"
 """The member of a version's metadata that its `Publisher` writes: an object with `began`, the time
-at which process 0 began it."""
+at which process 0 began it. And a member of `job.json`: a `Publisher` has claimed the root."""
 _ROUNDS = 10
 _log = logging.getLogger("shardckpt")
 _claims: WeakValueDictionary[tuple[str, str, int], ProcessClaim] = WeakValueDictionary()
@@ -65,7 +65,7 @@ def holder(root: Store) -> str | None:
     """
     data, _ = root.read_versioned(JOB)
     claim = None if data is None else _read(root, data)
-    return None if claim is None else claim[0]
+    return None if claim is None else claim.run_id
 
 
 def of_other_job(root: Store, step: int, run_id: str, error: BaseException) -> OtherJobError | None:
@@ -102,9 +102,11 @@ def of_other_job(root: Store, step: int, run_id: str, error: BaseException) -> O
 class JobFence:
     """One run's claim on a root; used by its leader alone."""
 
-    def __init__(self, root: Store, run_id: str) -> None:
+    def __init__(self, root: Store, run_id: str, *, publishes: bool = False) -> None:
+        """Nothing is claimed yet; `publishes`: for a `Publisher`, and not for a manager."""
         self._root = root
         self._run_id = run_id
+        self._publishes = publishes
         self._claimed = False
 
     def check(self) -> None:
@@ -120,24 +122,16 @@ class JobFence:
 
         Raises:
             OtherJobError: another run has claimed it since; the message names both.
-            OptionError: a `Publisher` publishes there.
+            OptionError: a `Publisher` publishes there, and this is a manager, or the reverse.
             StorageError: the storage failed.
         """
         for _ in range(_ROUNDS):
             data, generation = self._root.read_versioned(JOB)
-            if data is not None and (claim := _read(self._root, data)) is not None:
-                run_id, where_from = claim
-                if run_id == self._run_id:
-                    self._claimed = True
-                    return
-                if self._claimed:
-                    raise OtherJobError(
-                        f"{self._root}: run {run_id} ({where_from}) saves there now, and took "
-                        f"over from run {self._run_id}, which is this job; end one of the two, or "
-                        "give it a root of its own. Nothing more is published here, and what is "
-                        "there stays."
-                    )
-            if data is None:
+            claim = None if data is None else _read(self._root, data)
+            if claim is not None and self._is_own(claim):
+                self._claimed = True
+                return
+            if claim is None and not self._publishes:
                 check_root(self._root)
             document = self._document()
             if (
@@ -148,7 +142,7 @@ class JobFence:
                 self._claimed = True
                 if data is None:
                     _log.info(
-                        "%s: a new run begins there; no manager has saved there before.", self._root
+                        "%s: a new run begins there; none has saved there before.", self._root
                     )
                 return
         raise StorageError(
@@ -156,9 +150,28 @@ class JobFence:
             "job save there."
         )
 
+    def _is_own(self, claim: _Claim) -> bool:
+        """Whether a claim is this run's; if not, this run may still claim the root."""
+        if claim.publishes and not self._publishes:
+            raise _publishes_there(self._root)
+        if self._publishes and not claim.publishes:
+            raise OptionError(
+                f"{self._root}: a CheckpointManager keeps its run there; publish to a directory "
+                "of its own."
+            )
+        if claim.run_id != self._run_id and self._claimed:
+            raise OtherJobError(
+                f"{self._root}: run {claim.run_id} ({claim.where_from}) saves there now, and took "
+                f"over from run {self._run_id}, which is this job; end one of the two, or "
+                "give it a root of its own. Nothing more is published here, and what is "
+                "there stays."
+            )
+        return claim.run_id == self._run_id
+
     def _document(self) -> bytes:
-        since = utc_now()
-        return seal({"run": self._run_id, "machine": socket.gethostname(), "since": since})
+        kind = {PUBLISHED: True} if self._publishes else {}
+        machine = {"machine": socket.gethostname(), "since": utc_now()}
+        return seal({"run": self._run_id, **machine, **kind})
 
 
 class ProcessClaim:
@@ -220,10 +233,7 @@ def check_root(root: Store) -> None:
             record = None if data is None else parse_checkpoint(data, place.path_of(RECORD))
             if isinstance(record, CheckpointRecord):
                 if PUBLISHED in record.metadata:
-                    raise OptionError(
-                        f"{root}: a Publisher keeps its versions there; save to a directory of "
-                        "its own. Nothing was published or deleted."
-                    )
+                    raise _publishes_there(root)
                 return
 
 
@@ -238,14 +248,30 @@ def _check_own(root: Store, place: Store) -> None:
         )
 
 
-def _read(root: Store, data: bytes) -> tuple[str, str] | None:
-    """The run that a file names, and details for people.
+def _publishes_there(root: Store) -> OptionError:
+    return OptionError(
+        f"{root}: a Publisher keeps its versions there; save to a directory of its own. Nothing "
+        "was published or deleted."
+    )
 
-    None: the file is damaged, and claims nothing.
-    """
+
+class _Claim(NamedTuple):
+    """What `job.json` says."""
+
+    run_id: str
+    where_from: str
+    """Details for people."""
+    publishes: bool
+    """Whether a `Publisher` has claimed the root."""
+
+
+def _read(root: Store, data: bytes) -> _Claim | None:
+    """The claim of a file; None: the file is damaged, and claims nothing."""
     where = root.path_of(JOB)
     try:
-        read = Fields(open_envelope(data, where), where)
-        return read.string("run"), f"on {read.string('machine')}, since {read.string('since')}"
+        document = open_envelope(data, where)
+        read = Fields(document, where)
+        where_from = f"on {read.string('machine')}, since {read.string('since')}"
+        return _Claim(read.string("run"), where_from, PUBLISHED in document)
     except FormatError:
         return None

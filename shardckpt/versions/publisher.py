@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -20,7 +21,7 @@ from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, SaveOptions, check_whole
 from shardckpt.runs.announcing import Announcer, server
 from shardckpt.runs.cleaning import Cleaner
-from shardckpt.runs.job import JOB
+from shardckpt.runs.job import RUN, JobFence
 from shardckpt.runs.retention import Latest
 from shardckpt.runs.steps import StepInfo, check_step, list_steps, steps_named
 from shardckpt.state.select import selector
@@ -136,6 +137,7 @@ class Publisher:
         self._selection = Selection(include, exclude, to)
         self._anchor_every = anchor_every
         self._coordinator = coordinator_of(coordinator, commit_timeout)
+        self._fence = JobFence(self._root, self._coordinator.run_id, publishes=True)
         self._leads = self._coordinator.world.process == 0
         self._saver = Saver(memory_limit=self._options.budget, coordinator=self._coordinator)
         self._kept = KeptChunks()
@@ -211,7 +213,7 @@ class Publisher:
             version.handle = self._saver.begin(
                 str(self._root.sub(str(step))),
                 state,
-                self._options,
+                replace(self._options, metadata={RUN: self._coordinator.run_id}),
                 coordinator=self._coordinator,
                 before_publish=partial(self._before_publish, version),
                 version=version,
@@ -309,7 +311,9 @@ class Publisher:
         Raises:
             OptionError: the place belongs to a manager; or a pinned or tagged version needs what
                 would be replaced.
+            OtherJobError: a publisher of another job has begun to publish there.
         """
+        self._fence.hold()  # first, so that no other job adds to what is listed below
         if self._newest is not None and version.step > self._newest:
             base = None if before is None else before.outcome
             return None if base is None or len(base.chain) + 1 >= self._anchor_every else base
@@ -318,11 +322,6 @@ class Publisher:
 
     def _later(self, step: int) -> dict[str, str | None]:
         """Name → attempt of the versions from a step on that are not superseded yet."""
-        if self._newest is None and self._root.exists(JOB):
-            raise OptionError(
-                f"{self._root}: a CheckpointManager keeps its run there; publish to a directory "
-                "of its own."
-            )
         later = [info for info in list_steps(self._root) if info.step >= step]
         for info in later:
             if info.protected and (info.step == step or step in info.bases):
@@ -334,7 +333,8 @@ class Publisher:
         return {str(info.step): info.attempt for info in later if info.state != "superseded"}
 
     def _before_publish(self, version: PublishedVersion) -> None:
-        """Mark the versions that this one supersedes."""
+        """Check that the place is still this job's, and mark the versions that are superseded."""
+        self._fence.hold()
         if version.supersedes:
             _log.warning(
                 "%s: training went back: the new version %d supersedes %s. To keep all versions, "

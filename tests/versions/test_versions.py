@@ -25,9 +25,11 @@ from shardckpt.errors import (
     MissingDataError,
     NamesMismatchError,
     OptionError,
+    OtherJobError,
     StorageError,
 )
 from shardckpt.io.store import Store
+from shardckpt.runs import committing
 from shardckpt.runs.catalog import catalog
 from shardckpt.runs.pinning import pin
 from shardckpt.runs.steps import list_steps
@@ -429,6 +431,40 @@ def test_a_manager_does_not_take_over_a_directory_of_versions(tmp_path):
     with pytest.raises(OptionError, match="a Publisher keeps its versions"):
         manager.close()
     assert [info.step for info in list_steps(Store.open(tmp_path))] == [0, 1, 2]
+
+
+def test_a_publisher_whose_job_was_replaced_publishes_nothing_more(tmp_path, monkeypatch):
+    """The first version of the later job comes just before the earlier job publishes its third."""
+    assembles = attempt.assemble
+    later = shardckpt.Publisher(tmp_path, coordinator=shardckpt.SingleProcess())
+    earlier = shardckpt.Publisher(tmp_path, coordinator=shardckpt.SingleProcess())
+
+    def publish(publisher, *steps):
+        for step in steps:
+            publisher.publish(step, {"w": np.full(1000, float(step)) + (publisher is later)})
+            publisher.wait()
+
+    def later_job_begins(*arguments):
+        monkeypatch.setattr(attempt, "assemble", assembles)
+        publish(later, 4)
+        return assembles(*arguments)
+
+    publish(earlier, 1, 2)
+    monkeypatch.setattr(attempt, "assemble", later_job_begins)
+    with pytest.raises(OtherJobError, match="took over"):
+        publish(earlier, 3)
+    assert [outcome.state for outcome in committing.commit(tmp_path)] == ["refused"]
+    publish(later, 5)
+    for step in (4, 5, 6):
+        with pytest.raises(OtherJobError, match="took over"):
+            publish(earlier, step)
+    publish(later, 6)
+    earlier.close()
+    later.close()
+    assert sorted(published(tmp_path)) == [1, 2, 4, 5, 6]
+    for step in (4, 5, 6):
+        assert (shardckpt.restore(tmp_path / str(step))["w"] == step + 1).all()
+        assert len(shardckpt.open(tmp_path / str(step)).record.structure.chain) == step - 4
 
 
 def test_a_version_of_a_few_bytes_needs_little_room(tmp_path, monkeypatch):
