@@ -198,7 +198,7 @@ class Publisher:
         version = PublishedVersion(
             self._root,
             step,
-            f"{self._key}/{self._calls}",
+            self._key,
             self._kept,
             self._selection,
             number=self._calls,

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from shardckpt.writing.handle import SaveHandle
     from shardckpt.writing.kept import KeptChunks
 
+_KEYS = 16
+"""Number of keys of a publisher's decisions, each of which names a chain."""
 _LOOK = 0.01
 """Seconds between two looks for the end of the version before, or for the decision of process 0."""
 
@@ -171,7 +173,7 @@ class PublishedVersion:
         Args:
             root: the place of all versions.
             step: of this version.
-            key: names the call of `publish`, alike on all processes.
+            key: names the publisher, alike on all processes.
             kept: the elements that this process wrote last.
             selection: what is published.
             number: number of the call of `publish`.
@@ -195,7 +197,7 @@ class PublishedVersion:
         self.base: Published | None = None
         """The version that this one differs from."""
         self._root = root
-        self._key = key
+        self._key = f"{key}/{number % _KEYS}"
         self._number = number
         self._share = share
         self._before = before
@@ -237,7 +239,7 @@ class PublishedVersion:
         """Tell the other processes, as process 0, that this version is not begun."""
         if coordinator.world.process == 0 and coordinator.world.processes > 1:
             with suppress(ShardckptError):  # they wait for a limited time
-                coordinator.announce(self._key, {"failed": str(error) or type(error).__name__})
+                self._announce(coordinator, {"failed": str(error) or type(error).__name__})
 
     # --- asked by the save
 
@@ -321,7 +323,7 @@ class PublishedVersion:
                 self.fail(coordinator, e)
                 raise
             if coordinator.world.processes > 1:
-                coordinator.announce(self._key, decision)
+                self._announce(coordinator, decision)
         if "skipped" in decision:
             if self._share is not None:
                 self._share.skip(self._number)
@@ -336,6 +338,9 @@ class PublishedVersion:
             )
         self._began = decision["began"]
         return None if decision["base"] is None else Published.from_json(decision["base"])
+
+    def _announce(self, coordinator: Coordinator, decision: dict[str, Any]) -> None:
+        coordinator.announce(self._key, {"number": self._number, **decision})
 
     def _decide_now(self) -> dict[str, Any]:
         before = self._before
@@ -356,7 +361,9 @@ class PublishedVersion:
 
     def _hear(self, coordinator: Coordinator, where: str) -> dict[str, Any]:
         began, notice = time.monotonic(), WaitNotice(where)
-        while (decision := coordinator.peek(self._key)) is None:
+        while (decision := coordinator.peek(self._key)) is None or (
+            decision["number"] < self._number
+        ):
             notice.look(lambda: "process 0 to begin this version")
             if time.monotonic() - began > self._timeout:
                 raise CommitError(
@@ -365,4 +372,5 @@ class PublishedVersion:
                 )
             time.sleep(_LOOK)
         document: dict[str, Any] = decision
-        return document
+        # A version that this process has not written is not published: process 0 has gone on.
+        return document if document["number"] == self._number else {"skipped": True}

@@ -333,3 +333,38 @@ def test_a_version_that_one_process_of_an_engine_cannot_prepare_fails_alike_on_a
         return like["w"][0]
 
     assert on_threads(2, follow) == [1.0, 1.0]
+
+
+def test_an_engine_of_several_processes_keeps_few_keys_however_long_it_follows(tmp_path):
+    def follow(coordinator):
+        like, counts = {"w": np.zeros(1000)}, []
+        with shardckpt.follow(tmp_path, like, coordinator=coordinator) as follower:
+            for step in range(40):
+                if coordinator.world.process == 0:
+                    with shardckpt.Publisher(tmp_path) as publisher:
+                        publisher.publish(step, {"w": np.full(1000, float(step))})
+                version = follower.poll()
+                version.prepare().apply()
+                version.prove()
+                assert like["w"][0] == step
+                assert follower.poll() is None
+                counts.append(len(coordinator.keys))
+        return counts
+
+    for counts in on_threads(2, follow):
+        assert counts[-1] == counts[20]
+
+
+def test_a_publisher_of_several_processes_keeps_few_keys_however_long_it_publishes(tmp_path):
+    def publish(coordinator):
+        counts = []
+        with shardckpt.Publisher(tmp_path, coordinator=coordinator) as publisher:
+            for step in range(40):
+                publisher.publish(step, {"w": np.full(100_000, float(step))})
+                publisher.wait()
+                counts.append(sum("/version/" in key for key in [*coordinator.keys]))
+        return counts
+
+    for counts in on_threads(2, publish):
+        assert 0 < counts[-1] == counts[20]
+    assert shardckpt.follow(tmp_path, {"w": np.zeros(100_000)}).poll().step == 39

@@ -134,7 +134,7 @@ def join(process: int, value: bytes, nonce: str) -> Steps[tuple[str, list[Any]]]
         if run_id is not None:
             values = yield Get(f"{run_id}/start/all")
             if values is not None:
-                return run_id, decode(values)
+                return run_id, decode(values)[1]
         late = yield Wait()
         if late is not None:
             missing = None if run_id is None else (yield Get(f"{run_id}/start/missing"))
@@ -178,30 +178,41 @@ def lead(processes: int, value: bytes, run_id: str) -> Steps[list[Any]]:
             return [values[p] for p in range(processes)]
 
 
-def gather(key: str, process: int, processes: int, value: bytes) -> Steps[list[Any]]:
+def gather(
+    key: str, process: int, processes: int, value: bytes, number: int = 0
+) -> Steps[list[Any]]:
     """The values of all processes, by process: process 0 collects them and publishes them as one.
 
+    A process may be a question ahead of others only if it has declined that one: so an older number
+    is no answer yet, and a process with a newer one has declined.
+
     Args:
-        key: a key under the run id that was not used before.
+        key: a key under the run id.
         process: the number of this process.
         processes: the number of processes.
         value: the value of this process, encoded.
+        number: greater than in all earlier uses of the key.
 
     Raises:
-        CoordinationError: the time is up; names the missing processes.
+        CoordinationError: the time is up; names the missing processes. Or process 0 has gone on.
     """
     if process:
-        yield Set(f"{key}/{process}", value)
-        answer: list[Any] = yield from await_answer(key, process)
+        yield Set(f"{key}/{process}", numbered(number, value))
+        answer: list[Any] = yield from await_answer(key, process, number)
         return answer
     values: dict[int, Any] = {0: decode(value)}
     while True:
         for p in range(1, processes):
             data = None if p in values else (yield Get(f"{key}/{p}"))
-            if data is not None:
-                values[p] = decode(data)
-        if (yield from _publish(key, values, processes)):
+            if data is not None and (answered := decode(data))[0] >= number:
+                values[p] = answered[1] if answered[0] == number else None
+        if (yield from _publish(key, values, processes, number)):
             return [values[p] for p in range(processes)]
+
+
+def numbered(number: int, value: bytes) -> bytes:
+    """An encoded value with the number of its question, encoded."""
+    return b"[%d,%b]" % (number, value)
 
 
 def listen(key: str, process: int, processes: Sequence[int]) -> Steps[list[Any]]:
@@ -229,44 +240,54 @@ def listen(key: str, process: int, processes: Sequence[int]) -> Steps[list[Any]]
             yield from _overdue(process, silent, late)
 
 
-def await_answer(key: str, process: int) -> Steps[Any]:
-    """The value that process 0 publishes under a key.
+def await_answer(key: str, process: int, number: int = 0) -> Steps[Any]:
+    """The value that process 0 publishes under a key, for the question of a number.
 
     Raises:
-        CoordinationError: the time is up; names the missing processes.
+        CoordinationError: the time is up; names the missing processes. Or process 0 has gone on.
     """
-    while (answer := (yield Get(f"{key}/all"))) is None:
+    while True:
+        data = yield Get(f"{key}/all")
+        answered, answer = (-1, None) if data is None else decode(data)
+        if answered == number:
+            return answer
+        if answered > number:
+            raise CoordinationError(
+                f"process 0 has failed several times, and gone on without process {process}; see "
+                "its log."
+            )
         late = yield Wait()
         if late is not None:
             yield from _overdue(
-                process, _without_answer(process, (yield Get(f"{key}/missing"))), late
+                process, _without_answer(process, (yield Get(f"{key}/missing")), number), late
             )
-    return decode(answer)
 
 
-def _publish(key: str, values: dict[int, Any], processes: int) -> Steps[bool]:
+def _publish(key: str, values: dict[int, Any], processes: int, number: int = 0) -> Steps[bool]:
     """Publish the values of all processes, or the numbers of the missing ones.
 
     Return whether all are there.
     """
     if len(values) == processes:
-        yield Set(f"{key}/all", encode([values[p] for p in range(processes)]))
+        answer = encode([values[p] for p in range(processes)])
+        yield Set(f"{key}/all", numbered(number, answer))
         return True
     missing = [p for p in range(processes) if p not in values]
     # So that the other processes can name them too, without their own search.
-    yield Set(f"{key}/missing", encode(missing))
+    yield Set(f"{key}/missing", numbered(number, encode(missing)))
     late = yield Wait()
     if late is not None:
         yield from _overdue(0, missing, late)
     return False
 
 
-def _without_answer(process: int, missing: bytes | None) -> Sequence[int]:
-    """The processes that process 0 waits for, by its last word.
+def _without_answer(process: int, missing: bytes | None, number: int = 0) -> Sequence[int]:
+    """The processes that process 0 waits for, by its last word on the question of a number.
 
     Process 0 itself if it waits for no other.
     """
-    others = [] if missing is None else [p for p in decode(missing) if p != process]
+    about, processes = (number, []) if missing is None else decode(missing)
+    others = [p for p in processes if p != process and about == number]
     return others or [0]
 
 

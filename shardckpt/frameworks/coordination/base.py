@@ -40,6 +40,9 @@ T = TypeVar("T")
 
 _PREFIX = "shardckpt/"
 """The prefix of all keys, because other programs use the store, too."""
+_SHARED = 8
+"""Number of questions of one name in `share` that have keys of their own. A process may decline so
+many in a row while another one still looks for the answer to the one before."""
 _TIMEOUT = 600.0
 """Default seconds to wait for other processes."""
 
@@ -130,8 +133,9 @@ class Coordinator(ABC):
         Raises:
             CoordinationError: not all processes called it in time; names the missing ones.
         """
-        question = self._question("share", key)
-        steps = agreement.gather(question, self.world.process, self.world.processes, encode(value))
+        question, number = self._shared(key)
+        world = self.world
+        steps = agreement.gather(question, world.process, world.processes, encode(value), number)
         values = self._run(steps, timeout)
         self._asked["share", key] += 1
         return values
@@ -147,14 +151,14 @@ class Coordinator(ABC):
         Raises:
             CoordinationError: the store is gone, or silent.
         """
-        question, world = self._question("share", key), self.world
+        (question, number), world = self._shared(key), self.world
         whose, value = (
             (world.process, encode(None))
             if world.process
             else ("all", encode([None] * world.processes))
         )
         self._asked["share", key] += 1
-        self._set(f"{_PREFIX}{question}/{whose}", value)
+        self._set(f"{_PREFIX}{question}/{whose}", agreement.numbered(number, value))
 
     def agree(self, key: str, propose: Callable[[], Any], *, timeout: float | None = None) -> Any:
         """The value that process 0 proposes. The others block until it has: for the start of a job.
@@ -168,7 +172,7 @@ class Coordinator(ABC):
         Raises:
             CoordinationError: process 0 did not call it in time, or failed to propose.
         """
-        question = self._question("agree", key)
+        question = f"{self.run_id}/agree/{key}#{self._asked['agree', key]}"
         if self.world.process == 0:
             try:
                 published = encode({"value": propose()})
@@ -177,7 +181,8 @@ class Coordinator(ABC):
                 raise
             finally:
                 seconds = self._timeout if timeout is None else timeout
-                until(seconds, lambda: self._set(f"{_PREFIX}{question}/all", published))
+                answer = agreement.numbered(0, published)
+                until(seconds, lambda: self._set(f"{_PREFIX}{question}/all", answer))
                 self._asked["agree", key] += 1
             return decode(published)["value"]
         answer = self._run(agreement.await_answer(question, self.world.process), timeout)
@@ -273,12 +278,13 @@ class Coordinator(ABC):
     def _get(self, key: str) -> bytes | None:
         """The value of a key; None, at once, if the key is missing."""
 
-    def _question(self, kind: str, key: str) -> str:
-        """The key of the current question.
+    def _shared(self, key: str) -> tuple[str, int]:
+        """The key and the number of the current question for `share`.
 
-        After its answer, the next question of the same name gets a new key.
+        Few keys serve all questions of a name, so that a job of any length keeps few.
         """
-        return f"{self.run_id}/{kind}/{key}#{self._asked[kind, key]}"
+        number = self._asked["share", key]
+        return f"{self.run_id}/share/{key}#{number % _SHARED}", number
 
     def _run(
         self,

@@ -20,6 +20,7 @@ from shardckpt.frameworks.coordination.agreement import (
     join,
     lead,
     listen,
+    numbered,
 )
 
 PATIENCE = 200
@@ -214,6 +215,49 @@ def test_a_gathered_value_is_everybodys_on_all_processes_and_costs_each_but_one_
             sets[p] += 1
     assert results == dict.fromkeys(range(processes), values)
     assert all(n == 1 for n in sets[1:])
+
+
+@given(
+    processes=st.integers(2, 4),
+    declined=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 5))),
+    order=st.lists(st.integers(0, 3), max_size=200),
+)
+def test_questions_that_share_two_keys_are_never_taken_for_each_other(processes, declined, order):
+    store, answers = {}, {}
+
+    def ask(p):
+        for number in range(6):
+            key = f"question#{number % 2}"
+            if (p, number) in declined:
+                whose, value = (p, None) if p else ("all", [None] * processes)
+                yield Set(f"{key}/{whose}", numbered(number, encode(value)))
+                continue
+            value = encode([p, number])
+            try:
+                answers[p, number] = yield from gather(key, p, processes, value, number)
+            except CoordinationError:  # process 0 has declined several questions since
+                assert p
+                assert {(0, n) for n in range(number + 1, number + 3)} & declined
+
+    steps = {p: ask(p) for p in range(processes)}
+    replies = dict.fromkeys(steps)
+    for p in [*order, *list(range(processes)) * PATIENCE * 6]:
+        if p not in steps:
+            continue
+        try:
+            operation = steps[p].send(replies[p])
+        except StopIteration:
+            del steps[p]
+            continue
+        replies[p] = store.get(operation.key) if isinstance(operation, Get) else None
+        if isinstance(operation, Set):
+            store[operation.key] = operation.value
+    assert not steps
+    for (_, number), answer in answers.items():
+        nothing = (0, number) in declined
+        assert answer == [
+            None if nothing or (p, number) in declined else [p, number] for p in range(processes)
+        ]
 
 
 @pytest.mark.parametrize("came", [[1], [1, 2], [1, 3, 4]])
