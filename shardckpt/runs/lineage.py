@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 class Resumed:
     """The step that the processes agreed on, and its restored state."""
 
-    step: int
+    step: int | None
+    """None: there is none, and training starts from the beginning."""
     state: Any
     metadata: dict[str, Any]
     was_superseded: bool
@@ -65,8 +66,10 @@ class Lineage:
         """The rollback that is not recorded in the storage yet."""
 
     def resume(self, restored: Resumed) -> None:
-        """Continue after a step that was restored."""
+        """Continue after a step that was restored, or from the beginning."""
         self.later, self._kept = dict(restored.later), restored.kept
+        if restored.step is None:  # all that is later is superseded already, or pending
+            return
         self._pending = (
             Rollback(restored.step, restored.was_superseded, restored.later)
             if restored.was_superseded or restored.later

@@ -424,11 +424,11 @@ class CheckpointManager(OpenRun):
             ),
         )
         self._background.resumed()
-        if restored is None:
+        self._lineage.resume(restored)
+        if restored.step is None:
             check_root(self._root)
             return None
         self._last, self._owed = restored.step, False
-        self._lineage.resume(restored)
         self._background.cleaner.forget()
         self._decisions.restart(restored.step)
         self._warm_once(restored.step, restored.state)

@@ -83,7 +83,7 @@ def resume(
     fell_back: Callable[[int, str], None],
     check: bool = False,
     only: Only | None = None,
-) -> Resumed | None:
+) -> Resumed:
     """Agree on a step, and restore it.
 
     Args:
@@ -100,7 +100,7 @@ def resume(
         only: the names that `read` restores.
 
     Returns:
-        The restored step; None if there is no step to restore.
+        The restored step; without a step if there is none to restore.
 
     Raises:
         NotFoundError: there is no such step.
@@ -120,8 +120,10 @@ def resume(
                 raise NotFoundError(chosen["error"])
             damaged.add_note("No earlier step could be restored instead.")
             raise damaged
+        later = {int(s): attempt for s, attempt in chosen["later"]}
+        kept = frozenset(chosen["kept"])
         if chosen["step"] is None:
-            return None
+            return Resumed(None, None, {}, was_superseded=False, later=later, kept=kept)
         url = str(root.location.join(str(chosen["step"])))
         checkpoint, failure = _try(partial(_open, url, chosen["attempt"]))
         worst = _first_failure(coordinator, failure) if together else None
@@ -137,7 +139,6 @@ def resume(
             state, adaptation = restored
             if check:
                 check_restored(checkpoint, state, coordinator, adaptation, only)
-            later = {int(s): attempt for s, attempt in chosen["later"]}
             notes = () if adaptation is None else tuple(adaptation.notes())
             return Resumed(
                 chosen["step"],
@@ -145,7 +146,7 @@ def resume(
                 checkpoint.metadata,
                 chosen["superseded"],
                 later,
-                frozenset(chosen["kept"]),
+                kept,
                 notes,
             )
         error, all_damage = failure or worst[0], worst[1]
@@ -245,13 +246,9 @@ def _choose(
     known = {s.step: s for s in steps}
     if step is None or below is not None:
         live = [n for n in known if n not in superseded and (below is None or n < below)]
-        if not live:
-            return (
-                {"error": f"{root}: there is no step before {below}."}
-                if below is not None
-                else {"step": None}
-            )
-        chosen_step = max(live)
+        if not live and below is not None:
+            return {"error": f"{root}: there is no step before {below}."}
+        chosen_step = max(live, default=-1)
     elif step in known:
         chosen_step = step
     else:
@@ -270,8 +267,8 @@ def _choose(
         is_used = users_beside(root)
         kept |= {s.step for s in later if is_used(s.step, s.attempt)}
     return {
-        "step": chosen_step,
-        "attempt": known[chosen_step].attempt,
+        "step": None if chosen_step < 0 else chosen_step,
+        "attempt": None if chosen_step < 0 else known[chosen_step].attempt,
         "superseded": chosen_step in superseded,
         "later": [[s.step, s.attempt] for s in later],
         "kept": sorted(kept),

@@ -1,6 +1,8 @@
 """Training goes back to an earlier step; what came after it is superseded, and replaced when
 training gets there again."""
 
+import shutil
+
 import pytest
 from placeholders import undo_commit
 from training_runs import state
@@ -69,6 +71,20 @@ def test_a_later_run_may_replace_it_as_well(run, rolled_back):
     with run.manager(every=50) as manager:
         assert manager.restore().step == 950
         manager.save(1000, {**state(1000), "again": True})
+    assert shardckpt.restore(run.root / "1000")["again"]
+
+
+def test_it_is_replaced_by_a_training_that_begins_anew_because_no_other_step_is_left(
+    run, rolled_back
+):
+    rolled_back.save(950, state(950))
+    rolled_back.close()
+    for step in (800, 900, 950):
+        shutil.rmtree(run.root / str(step))
+    with run.manager(every=50) as manager:
+        assert manager.restore() is None
+        manager.save(1000, {**state(1000), "again": True})
+    assert run.manager().all_steps() == [1000]
     assert shardckpt.restore(run.root / "1000")["again"]
 
 
