@@ -223,6 +223,7 @@ def refusals(coordinator, directory):
     damaged = Path(directory, "run", "3", "checkpoint.json")
     damaged.write_bytes(damaged.read_bytes().replace(b"model", b"modul"))
     attempt("damaged", lambda: callback.resume(trainer))
+    attempt("fallback", lambda: ShardckptCallback(Path(directory, "run"), fallback=True))
     return errors
 
 

@@ -89,9 +89,18 @@ class ShardckptCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             keep: which steps to keep, as for `shardckpt.CheckpointManager`; by default the latest
                 `save_total_limit` ones.
             **options: other options of the manager: `options`, `coordinator`, `on_event`,
-                `on_failure`, `fallback`, … With `every` or `preemption` it also saves at the steps
-                that these choose; after a notice of preemption, training stops.
+                `on_failure`, … With `every` or `preemption` it also saves at the steps that these
+                choose; after a notice of preemption, training stops.
+
+        Raises:
+            OptionError: `fallback` is set.
         """
+        if options.get("fallback"):
+            raise OptionError(
+                "ShardckptCallback(fallback=True): the Trainer begins at the step that resume() "
+                "has chosen before its model is read, so no earlier one can be restored then; "
+                "leave it out. If a step is damaged, delete it (`shardckpt rm`) and resume again."
+            )
         self._root = root
         self._keep = keep
         self._options = options

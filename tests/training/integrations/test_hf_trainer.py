@@ -170,6 +170,7 @@ def test_refusals_have_their_types_and_say_what_is_wrong(job, tmp_path):
         "another's": ("OptionError", "callbacks=[callback]"),
         "not passed on": ("OptionError", "resume_from_checkpoint="),
         "damaged": ("FormatError", "digest"),
+        "fallback": ("OptionError", "`shardckpt rm`"),
     }
     for case, (kind, words) in expected.items():
         assert answer[case][0] == kind, (case, answer)
