@@ -134,8 +134,10 @@ class OrbaxCheckpointer(OrbaxSteps):
 
     @property
     def checkpoints(self) -> list[Any]:
-        """Orbax's `CheckpointMetadata` of each step, ascending, with metrics and commit time."""
-        live = [info for info in self._manager.steps() if info.live]
+        """Orbax's `CheckpointMetadata` of each step, ascending, with metrics and commit time.
+
+        Damaged steps are left out.
+        """
         return [
             v1.training.CheckpointMetadata(
                 info.step,
@@ -144,7 +146,8 @@ class OrbaxCheckpointer(OrbaxSteps):
                 metrics=dict(info.metrics) or None,
                 commit_timestamp_nsecs=int(datetime.fromisoformat(info.created).timestamp() * 1e9),
             )
-            for info in live
+            for info in self._manager.steps()
+            if info.state == "committed"
         ]
 
     def save(self, step: int, state: Any, **choices: Any) -> bool:

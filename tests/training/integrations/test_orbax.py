@@ -115,6 +115,19 @@ def test_states_by_name_and_their_metadata(tmp_path, ours):
         assert not manager.delete(0, missing_ok=True)
 
 
+def test_a_step_whose_record_is_damaged_is_not_listed(tmp_path, ours):
+    import numpy as np
+
+    with ours.OrbaxCheckpointer(tmp_path) as manager:
+        for step in range(2):
+            manager.save(step, {"w": np.ones(2)}, force=True)
+        (tmp_path / "1" / "checkpoint.json").write_bytes(b"{}")
+        assert [checkpoint.step for checkpoint in manager.checkpoints] == [0]
+        assert manager.latest.step == manager.checkpointables_metadata().step == 0
+        with pytest.raises(NotFoundError):
+            manager.checkpointables_metadata(1)
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [
