@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -103,7 +104,7 @@ def _list_directory(root: str, *, everything: bool, as_json: bool) -> None:
         ]
         documents = [entry.to_json() for entry in entries]
         write_json(
-            {"checkpoints": documents, "runs": [one.to_json() for one in runs], "foreign": foreign}
+            {"checkpoints": documents, "runs": [asdict(one) for one in runs], "foreign": foreign}
         )
         return
     if not (entries or runs or others):
@@ -116,7 +117,7 @@ def _list_directory(root: str, *, everything: bool, as_json: bool) -> None:
     screen = Screen()
     tables = [
         _lines(screen, entries, root) if entries else (),
-        _run_lines(screen, [cast("RunEntry", one.to_json()) for one in runs]) if runs else (),
+        _run_lines(screen, [cast("RunEntry", asdict(one)) for one in runs]) if runs else (),
         _other_lines(screen, others) if others else (),
     ]
     for i, table in enumerate(table for table in tables if table):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardckpt.commit.attempts import is_attempt_name
 from shardckpt.errors import ShardckptError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A directory of checkpoints in short."""
+    """A directory of checkpoints in short; as JSON it has the keys of a service's runs."""
 
     run: str
     """Name relative to the root."""
@@ -35,17 +35,6 @@ class RunSummary:
     """Bytes of all chunks of all checkpoints."""
     created: str | None
     """Time of the newest commit."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The summary as JSON, with the keys that a service has for its runs."""
-        return {
-            "run": self.run,
-            "checkpoints": self.checkpoints,
-            "last_step": self.last_step,
-            "last_name": self.last_name,
-            "stored_bytes": self.stored_bytes,
-            "created": self.created,
-        }
 
 
 def runs_below(root: str | os.PathLike[str], known: Collection[str] = ()) -> list[RunSummary]:

@@ -186,6 +186,10 @@ class PublishedVersion:
             timeout: seconds to wait for process 0.
         """
         self.step = step
+        self.before = before
+        """The version that it waits for."""
+        self.is_skipped = False
+        """Whether it is skipped; known to process 0."""
         self.kept = kept
         self.selection = selection
         self.proof = proof
@@ -200,14 +204,12 @@ class PublishedVersion:
         self._key = f"{key}/{number % _KEYS}"
         self._number = number
         self._share = share
-        self._before = before
         self._decide = decide
         self._settle = settle
         self._timeout = timeout
         self._changed = InterruptibleCondition()
         self._began = ""
         """Time at which process 0 began it."""
-        self._skip = False
         self._started = False
 
     @property
@@ -215,25 +217,15 @@ class PublishedVersion:
         """Whether it has ended: published, failed or skipped."""
         return self.handle is not None and self.handle.done()
 
-    @property
-    def before(self) -> PublishedVersion | None:
-        """The version that it waits for."""
-        return self._before
-
     def skip(self) -> bool:
         """Skip it, unless it has started; return whether it is skipped.
 
         Process 0 alone decides that.
         """
         with self._changed.lock:
-            self._skip = not self._started
+            self.is_skipped = not self._started
             self._changed.notify_all()
-            return self._skip
-
-    @property
-    def is_skipped(self) -> bool:
-        """Whether it is skipped; known to process 0."""
-        return self._skip
+            return self.is_skipped
 
     def fail(self, coordinator: Coordinator, error: BaseException) -> None:
         """Tell the other processes, as process 0, that this version is not begun."""
@@ -264,7 +256,7 @@ class PublishedVersion:
         self.base = self._agree_on_base(str(place), coordinator)
         # Here an earlier version may still be at work that process 0 has given up, and would change
         # the kept elements.
-        before, self._before = self._before, None
+        before, self.before = self.before, None
         while before is not None:
             while not before.done:
                 time.sleep(_LOOK)
@@ -343,17 +335,17 @@ class PublishedVersion:
         coordinator.announce(self._key, {"number": self._number, **decision})
 
     def _decide_now(self) -> dict[str, Any]:
-        before = self._before
+        before = self.before
         while before is not None and (not before.done or before.is_skipped):
             if before.done:
                 before = before.before
                 continue
             with self._changed.lock:
-                if self._skip:
+                if self.is_skipped:
                     return {"skipped": True}
                 self._changed.wait(_LOOK)
         with self._changed.lock:
-            if self._skip:
+            if self.is_skipped:
                 return {"skipped": True}
             self._started = True
         base = self._decide(self, before)
