@@ -256,7 +256,7 @@ def _publishes_there(root: Store) -> OptionError:
 
 
 class _Claim(NamedTuple):
-    """What `job.json` says."""
+    """The contents of `job.json`."""
 
     run_id: str
     where_from: str

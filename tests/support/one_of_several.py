@@ -44,7 +44,7 @@ class OneOfThreads(Coordinator):
 
 
 def on_threads(processes: int, action: Callable[[Coordinator], Any]) -> list[Any]:
-    """What an action returns, or raises as a ShardckptError, in each of several threads that take
+    """The results of an action, or its ShardckptErrors, in each of several threads that take
     themselves for the processes of a job."""
     keys: dict[str, bytes] = {}
 

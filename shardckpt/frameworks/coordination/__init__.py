@@ -3,10 +3,10 @@
 `base` has the public `Coordinator`, the coordinator of a single process, and the search for the
 job's store. `agreement` is the protocol by which processes agree through any key-value store, and
 `devices` is the information that they exchange. `executing` carries the protocol out with a store.
-`torch_store` and `jax_client` are the stores that a job already has. `calls` limits the wait for a
-store that does not answer, and `waiting` has the log message of long waits. This package imports
-torch or jax only if the program has. The saving and restoring layers import this package; it
-imports only `world` and `errors`.
+`outcomes` has a call that all processes make. `torch_store` and `jax_client` are the stores that a
+job already has. `calls` limits the wait for a store that does not answer, and `waiting` has the log
+message of long waits. This package imports torch or jax only if the program has. The saving and
+restoring layers import this package; it imports only `world` and `errors`.
 """
 
 from shardckpt.frameworks.coordination.base import (
@@ -14,9 +14,9 @@ from shardckpt.frameworks.coordination.base import (
     SingleProcess,
     check_coordinator,
     coordinator_of,
-    on_all_processes,
 )
 from shardckpt.frameworks.coordination.calls import SilentStoreError
+from shardckpt.frameworks.coordination.outcomes import on_all_processes
 from shardckpt.frameworks.coordination.waiting import ALL_MUST_CALL, WaitNotice
 
 __all__ = [

@@ -21,7 +21,7 @@ from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from shardckpt.errors import CoordinationError, OptionError, by_code
+from shardckpt.errors import CoordinationError, OptionError
 from shardckpt.frameworks.coordination import agreement
 from shardckpt.frameworks.coordination.agreement import decode, encode
 from shardckpt.frameworks.coordination.devices import given_devices, report, world_of
@@ -336,36 +336,6 @@ def check_coordinator(coordinator: object) -> None:
         "coordinator; give an instance of shardckpt.Coordinator, such as Coordinator.current(), "
         "or nothing."
     )
-
-
-def on_all_processes(coordinator: Coordinator, key: str, act: Callable[[], T]) -> list[T]:
-    """The results of a call that all processes make, by process.
-
-    If it fails on one process, an error of the same class is raised on all.
-
-    Args:
-        coordinator: connects the processes.
-        key: the name of the call, as in `Coordinator.share`.
-        act: the call; returns JSON.
-
-    Raises:
-        CoordinationError: not all processes made the call in time; or it failed on another process
-            with an exception that is not a ShardckptError.
-    """
-    failed: Exception | None = None
-    outcome: dict[str, Any] = {}
-    try:
-        outcome["result"] = act()
-    except Exception as e:  # noqa: BLE001  (raised below, after the others know)
-        failed = e
-        outcome |= {"code": getattr(e, "code", None), "message": f"{type(e).__name__}: {e}"}
-    outcomes = coordinator.share(key, outcome)
-    if failed is not None:
-        raise failed
-    for process, one in enumerate(outcomes):
-        if "result" not in one:
-            raise by_code(one["code"])(f"process {process} failed with {one['message']}")
-    return [one["result"] for one in outcomes]
 
 
 class SingleProcess(Coordinator):
