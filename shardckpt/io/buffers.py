@@ -194,16 +194,18 @@ class BufferPool:
         """
         turn = object()
         with self._changed.lock:
-            self._waiting.append(turn)
             try:
-                self._changed.wait_for(
-                    lambda: self._waiting[0] is turn and self._fits(_size(nbytes) + beside)
-                )
-                room = (self.limit - self._leased - beside) // ALIGNMENT * ALIGNMENT
-                return self._lend(max(nbytes, min(most, room)), beside)
+                try:
+                    self._waiting.append(turn)
+                    self._changed.wait_for(
+                        lambda: self._waiting[0] is turn and self._fits(_size(nbytes) + beside)
+                    )
+                    room = (self.limit - self._leased - beside) // ALIGNMENT * ALIGNMENT
+                    return self._lend(max(nbytes, min(most, room)), beside)
+                finally:
+                    self._end_turn(turn)
             finally:
-                self._waiting.remove(turn)
-                self._changed.notify_all()
+                self._end_turn(turn)  # Ctrl-C may have kept the first call from its end
 
     def take_at_once(self, nbytes: int, *, beside: int = 0) -> Lease | None:
         """Like `take`, but return None instead of waiting."""
@@ -270,9 +272,18 @@ class BufferPool:
             if self.pin is not None:
                 self._unpin[buffer.ctypes.data] = self.pin(buffer, partial(touched, buffer))
         lease = Lease(self, buffer, nbytes, beside)
-        self._leases.add(lease)
-        self.high_water = max(self.high_water, self._allocated_bytes())
-        return lease
+        try:
+            self._leases.add(lease)
+            self.high_water = max(self.high_water, self._allocated_bytes())
+            return lease  # noqa: TRY300  (an interrupt of it counts, too)
+        except BaseException:  # whose traceback keeps the lease
+            lease.leased = 0
+            raise
+
+    def _end_turn(self, turn: object) -> None:
+        if turn in self._waiting:
+            self._waiting.remove(turn)
+        self._changed.notify_all()
 
     def _reuse(self, size: int, room: int) -> NDArray[np.uint8] | None:
         """The smallest kept buffer that is large enough and not wastefully larger.

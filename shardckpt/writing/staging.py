@@ -256,9 +256,10 @@ class Stage:
                 "CheckpointManager: `preemption=OnPreemption()`); or raise memory_limit."
             )
         began = time.monotonic()
-        lease = self._pool.take(nbytes, most=most, beside=beside)
-        self.blocked += time.monotonic() - began
-        return lease
+        try:
+            return self._pool.take(nbytes, most=most, beside=beside)
+        finally:
+            self.blocked += time.monotonic() - began
 
     def put(self, batch: Iterable[BlockElements]) -> None:
         """Keep or copy blocks: their tensors may change when this returns.

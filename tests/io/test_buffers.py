@@ -1,13 +1,18 @@
 """Host buffers stay inside their budget and are used again."""
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupting import interrupted
 
+from shardckpt.io import buffers
 from shardckpt.io.buffers import BufferPool, KeptBuffers, round_up
 
 
@@ -42,6 +47,38 @@ def test_threads_that_share_a_pool_stay_inside_its_limit(requests):
         list(threads.map(use, requests))
     assert pool.high_water <= pool.limit
     assert pool.take_at_once(pool.limit) is not None  # all was given back
+
+
+def test_ctrl_c_that_keeps_a_lease_from_its_user_leaves_nothing_leased():
+    for at in count():
+        pool = BufferPool(1 << 20)
+        outcome = interrupted(
+            at,
+            buffers.__file__,
+            lambda _code: False,
+            lambda pool=pool: pool.take(1 << 20),
+            lambda pool=pool: pool.take_at_once(1 << 20) is not None,
+        )
+        if outcome is None:
+            break
+        assert outcome, f"interrupt {at}"
+    assert at > 20
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda fd: buffers.write_all(fd, b"abc"),
+        lambda fd: buffers.gather_write(fd, 0, [memoryview(b"abc"), memoryview(b"")]),
+    ],
+)
+def test_a_file_system_that_accepts_no_bytes_and_gives_no_reason_is_an_error(
+    tmp_path, monkeypatch, write
+):
+    monkeypatch.setattr(os, "write", lambda *_: 0)
+    monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    with (tmp_path / "f").open("wb") as file, pytest.raises(OSError, match="accepts no bytes"):
+        write(file.fileno())
 
 
 def test_a_buffer_that_was_given_back_is_used_again():

@@ -252,3 +252,10 @@ def test_a_damaged_manifest_is_refused():
         encoded[i] ^= 1
     with pytest.raises(ValueError, match="not such a file"):
         read_manifest(b"")
+
+
+def test_a_manifest_without_versions_is_refused():
+    body = bytes(ocdbt._unframe(ocdbt._MANIFEST_MAGIC, manifest("d/tree", 100, 2, 10)))
+    config = body[: body.index(b"\1\6\0d/tree")]  # then come its files and versions: none
+    with pytest.raises(ValueError, match="it has no version"):
+        read_manifest(ocdbt._frame(ocdbt._MANIFEST_MAGIC, config + bytes(9)))

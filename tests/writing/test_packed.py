@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from hypothesis import strategies as st
 from shardckpt.errors import CommitError, StorageError
 from shardckpt.io.store import Store
 from shardckpt.writing.packed import PackedWriter
+from shardckpt.writing.plain import PlainWriter
 
 chunks = st.dictionaries(
     st.text("abc/12", min_size=1, max_size=8), st.binary(min_size=1, max_size=40), max_size=30
@@ -187,6 +191,19 @@ def test_the_memory_of_a_file_that_has_arrived_is_used_for_the_next_one():
             call.result()
     writer.finish()
     assert len(memory) == 2, "one is filled, the one before it is on its way"
+
+
+@pytest.mark.parametrize("kind", [partial(PackedWriter, host=0), PlainWriter])
+def test_ctrl_c_in_the_wait_for_uploads_lets_each_of_them_be_ended(proxied, kind):
+    proxy, store = proxied
+    with proxy.rules.during(Rule("latency", seconds=3600, times=None, kinds=("upload",))):
+        writer = kind(store)
+        writer.append(["w/c/0"], [bytes(1 << 14)])
+        main = threading.main_thread().ident
+        threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            writer.finish()
+        writer.abort()
 
 
 def test_files_are_on_their_way_while_the_next_one_fills(proxied):
