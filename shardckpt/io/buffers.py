@@ -20,7 +20,6 @@ blocks that begin at a large page. A block lives as long as any of its arrays.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import threading
@@ -34,6 +33,7 @@ from weakref import WeakSet
 import numpy as np
 
 from shardckpt.io.cores import cores
+from shardckpt.io.files import check_written
 from shardckpt.io.threads import InterruptibleCondition, read_ahead, run_on_threads
 
 if TYPE_CHECKING:
@@ -388,25 +388,10 @@ def gather_write(fd: int, offset: int, vectors: Sequence[memoryview]) -> None:
     """Write all vectors, one after another, to a place in a file."""
     while vectors:
         written = os.pwritev(fd, vectors[:MOST_VECTORS], offset)
-        if not written and any(vectors):
-            raise _stuck()
+        if any(vectors):
+            check_written(written)
         offset += written
         vectors = after(vectors, written)
-
-
-def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
-    """Write all bytes at a file's position."""
-    rest = memoryview(data)
-    while rest:
-        written = os.write(fd, rest)
-        if not written:
-            raise _stuck()
-        rest = rest[written:]
-
-
-def _stuck() -> OSError:
-    """The error where a system call writes nothing and gives no reason, as it might do for ever."""
-    return OSError(errno.EIO, "the file system accepts no bytes")
 
 
 def round_up(nbytes: int) -> int:

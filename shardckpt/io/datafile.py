@@ -24,9 +24,9 @@ import numpy as np
 from shardckpt.errors import StorageError
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.io import extension
-from shardckpt.io.buffers import MOST_VECTORS, after, write_all
+from shardckpt.io.buffers import MOST_VECTORS, after
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.files import OpenFile
+from shardckpt.io.files import OpenFile, write_all
 from shardckpt.io.store import Data, byte_view
 from shardckpt.text import file_size
 

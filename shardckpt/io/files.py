@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from shardckpt.errors import FormatError
-from shardckpt.io.buffers import write_all
 from shardckpt.io.locks import GONE, HIDDEN, is_at, lock_file
 from shardckpt.io.status import is_directory
 
@@ -50,8 +49,7 @@ _LOCK_SECONDS = 60.0
 _LEAST_PAUSE, _MOST_PAUSE = 0.001, 0.1
 """Least and most seconds between two tries to lock a file."""
 _MOST_LOOKS = 100
-"""Most times in a row that the file at the name of a lock may be another one than the locked
-file."""
+"""Most times in a row that another file than the locked one may be at the name of a lock."""
 _ABSENT = b"absent"
 """The generation of a missing file."""
 _NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
@@ -61,9 +59,7 @@ _log = logging.getLogger("shardckpt")
 
 
 class OpenFile:
-    """An open file or directory, which is closed with this object at the latest.
-
-    Ctrl-C cannot leak it.
+    """An open file or directory, closed with this object at the latest: Ctrl-C cannot leak it.
 
     Python may raise KeyboardInterrupt between the call of `os.open` and the statement that keeps
     its result. Nobody can close the file then, and a lock on it lasts as long as the process.
@@ -433,6 +429,20 @@ def open_locked(target: Path) -> LockedFile:
         finally:
             if not keep:
                 file.close()
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
+    """Write all bytes at a file's position."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[check_written(os.write(fd, rest)) :]
+
+
+def check_written(nbytes: int) -> int:
+    """The bytes that a system call wrote; an error if none, as it might write none for ever."""
+    if not nbytes:
+        raise OSError(errno.EIO, "the file system accepts no bytes")
+    return nbytes
 
 
 def _mark(fd: int, lock: Path, target: Path) -> bytes | None:

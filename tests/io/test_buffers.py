@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupting import interrupted
 
-from shardckpt.io import buffers
+from shardckpt.io import buffers, files
 from shardckpt.io.buffers import BufferPool, KeptBuffers, round_up
 
 
@@ -68,7 +68,7 @@ def test_ctrl_c_that_keeps_a_lease_from_its_user_leaves_nothing_leased():
 @pytest.mark.parametrize(
     "write",
     [
-        lambda fd: buffers.write_all(fd, b"abc"),
+        lambda fd: files.write_all(fd, b"abc"),
         lambda fd: buffers.gather_write(fd, 0, [memoryview(b"abc"), memoryview(b"")]),
     ],
 )

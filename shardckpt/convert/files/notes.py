@@ -19,9 +19,8 @@ import crc32c
 import numpy as np
 
 from shardckpt.errors import StorageError
-from shardckpt.io.buffers import write_all
 from shardckpt.io.failures import storage_errors
-from shardckpt.io.files import OpenFile
+from shardckpt.io.files import OpenFile, write_all
 from shardckpt.io.locks import is_at, lock_whole
 from shardckpt.io.threads import PoolCall
 
