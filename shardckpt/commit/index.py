@@ -273,16 +273,6 @@ def plain_documents(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, byt
     }
 
 
-def index_entries(attempt: Store) -> Iterator[tuple[str, Place]]:
-    """The chunks of an index that are in files.
-
-    They are as in `index_values`, without the values that are in the index itself.
-
-    A document that is too large for a node is included, because it has a place like a chunk.
-    """
-    return ((key, value) for key, value in index_values(attempt) if not isinstance(value, bytes))
-
-
 def index_values(attempt: Store) -> Iterator[tuple[str, Place | bytes]]:
     """The values of an index (merged or a host's own), or their places in files.
 

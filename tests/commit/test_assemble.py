@@ -265,7 +265,7 @@ def test_one_leaf_says_what_many_say(left, tmp_path, monkeypatch):
         contents.append(
             (
                 {key: database.read(key).result().value for key in keys},
-                dict(index.index_entries(saved.place)),
+                dict(index.index_values(saved.place)),
             )
         )
     assert contents[0] == contents[1]

@@ -15,7 +15,7 @@ import zarr
 
 from shardckpt.commit.index import (
     Chunks,
-    index_entries,
+    index_values,
     stock_spec,
     stock_url,
     write_index,
@@ -249,12 +249,17 @@ def test_the_merged_index_adds_a_manifest_and_one_directory(tmp_path, write, ran
     ]
 
 
+def entries(attempt):
+    """The values of an index that are in files."""
+    return [(key, value) for key, value in index_values(attempt) if not isinstance(value, bytes)]
+
+
 NONE = Chunks([], [], np.empty((0, 3), np.int64))
 
 
 def test_a_state_without_arrays_has_an_index_all_the_same(store):
     write_index(store, NONE, [], {})
-    assert dict(index_entries(store)) == {}
+    assert dict(entries(store)) == {}
 
 
 def test_the_merged_index_refers_to_the_very_places_where_hosts_put_their_chunks(store):
@@ -280,8 +285,8 @@ def test_the_merged_index_refers_to_the_very_places_where_hosts_put_their_chunks
         encoded({"w": array_json((20, 3), DTYPES["uint8"], (1, 1))}),
         {},
     )
-    assert dict(index_entries(store)) == expected
-    assert [key for key, _ in index_entries(store)] == sorted(expected)
+    assert dict(entries(store)) == expected
+    assert [key for key, _ in entries(store)] == sorted(expected)
 
 
 @pytest.mark.parametrize("leaves", ["of few keys", "of few bytes"])
@@ -321,7 +326,7 @@ def test_an_index_of_several_leaves_is_what_one_leaf_is(
         contents.append(
             (
                 values,
-                dict(index_entries(store)),
+                dict(entries(store)),
                 root["root"]["statistics"]["num_indirect_value_bytes"],
             )
         )
@@ -335,7 +340,7 @@ def test_an_index_of_tens_of_thousands_of_keys_is_walked_whole(store):
     for key in keys:
         writer.append([key], [b"x"])
     write_index(store, placed([keys], [writer.finish()]), [], {})
-    assert [key for key, _ in index_entries(store)] == keys
+    assert [key for key, _ in entries(store)] == keys
 
 
 def test_a_key_of_two_arrays_fails_the_commit(store):
@@ -361,7 +366,7 @@ def test_a_document_that_is_too_large_for_a_node_is_beside_it(store):
     }
     documents["u"] = array_json((), DTYPES["uint8"], ())
     write_index(store, placed([["w/c"]], [extents]), encoded(documents), {})
-    assert dict(index_entries(store))["w/c"] == ("hosts/00000/0/d/00000", 0, 5)
+    assert dict(entries(store))["w/c"] == ("hosts/00000/0/d/00000", 0, 5)
     database = ts.KvStore.open(
         {"driver": "ocdbt", "base": store.kvstore().spec()}, context=store.context()
     ).result()
@@ -371,4 +376,4 @@ def test_a_document_that_is_too_large_for_a_node_is_beside_it(store):
 
 def test_an_attempt_without_an_index_says_so(store):
     with pytest.raises(MissingDataError, match=r"manifest\.ocdbt"):
-        dict(index_entries(store))
+        dict(entries(store))
