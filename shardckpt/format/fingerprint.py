@@ -162,7 +162,7 @@ class StateSums:
             try:
                 dtype, shape, text = entry
                 sums = np.frombuffer(base64.b64decode(text, validate=True), "<u4").astype(np.uint32)
-                fits = len(sums) == len(no_sums(prod(shape) * by_name(dtype).itemsize))
+                fits = len(sums) == _number_of_sums(prod(shape) * by_name(dtype).itemsize)
             except (DtypeError, TypeError, ValueError) as e:
                 raise FormatError(f"{where}: {name} has no dtype, shape and sums: {e}.") from e
             if not fits:
@@ -181,7 +181,11 @@ class StateSums:
 
 def no_sums(nbytes: int) -> Sums:
     """The sums of no elements, of a tensor of so many stored bytes."""
-    return np.zeros(-(-nbytes // BLOCK_BYTES), np.uint32)
+    return np.zeros(_number_of_sums(nbytes), np.uint32)
+
+
+def _number_of_sums(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_BYTES)
 
 
 def digest(dtype: str, shape: Sequence[int], sums: Sums) -> str:

@@ -166,6 +166,7 @@ def test_explain_says_which_rule_decides_and_why(run, source):
     assert doc["rule"] == "embed=(None,model)"
     assert doc["target_layout"] == {"axes": {"data": 2, "model": 3}, "spec": [None, "model"]}
     assert run("plan", source, *OPTIONS, "--explain", "embod").status == 5
+    assert run("plan", source, *OPTIONS, "--explain", "embed", "--html", "x.html").status == 2
     assert "its recorded spec" in run("plan", source, "--mesh", "data=2", "--explain", "embed").out
 
 

@@ -9,8 +9,17 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardckpt.errors import FormatError
 from shardckpt.format import fingerprint
-from shardckpt.format.fingerprint import BLOCK_BYTES, Fingerprint, add, digest, multiply, no_sums
+from shardckpt.format.fingerprint import (
+    BLOCK_BYTES,
+    Fingerprint,
+    StateSums,
+    add,
+    digest,
+    multiply,
+    no_sums,
+)
 
 DTYPES = (np.uint8, np.uint16, np.float32, np.complex128)
 
@@ -161,3 +170,8 @@ def test_fingerprints_name_what_differs():
     assert one.differing(other) == other.differing(one) == ["a", "c", "d"]
     assert one.total != other.total
     assert one.total == Fingerprint({"c": "3", "b": "2", "a": "1"}).total
+
+
+def test_sums_that_do_not_fit_a_huge_shape_are_refused_without_memory_for_them():
+    with pytest.raises(FormatError, match="x has 0 sums, which do not fit"):
+        StateSums.from_json({"x": ["float32", [1 << 50, 1 << 10], ""]}, "sums")

@@ -95,6 +95,11 @@ def test_a_file_may_name_what_the_checkpoint_does_or_what_became_of_it() -> None
             NamesMismatchError,
             "'model/norm' and 'step' would both be called 'model.norm'",
         ),
+        (
+            {"prefix": "model/", "file": {"model/norm": "a", "norm": "b"}},
+            OptionError,
+            "'norm' and another name mean one tensor, 'model/norm'",
+        ),
         ({"rules": ["s/step//"]}, NamesMismatchError, "'step' would have no name"),
         (
             {"names": ["a.b", "a/b"]},

@@ -105,6 +105,28 @@ def test_forms_are_those_of_torch_itself():
         assert shape(unflatten(write(FORMS[form](nodes)), Anything())) == shape(theirs), form
 
 
+def test_state_of_no_parameter_is_in_every_form():
+    named = {
+        "state": {"a.b": {"step": 1}, "seen": 7},
+        "param_groups": {"a.b": {"lr": 0.1}},
+        "group_of": {"a.b": "a.b"},
+    }
+    nodes = read_optimizer(node_of(named))
+    for form in FORMS.values():
+        again = read_optimizer(parse(write(form(nodes))))
+        assert value_of(again.renamed(lambda _: "a.b").named()) == named
+
+
+def test_names_that_two_parameters_share_do_not_name_them():
+    """As where an optimizer was made of two modules' `named_parameters()`."""
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    optimizer = torch.optim.Adam([{"params": one.named_parameters()} for one in model.values()])
+    sum(p.sum() for p in model.parameters()).backward()
+    optimizer.step()
+    nodes = read_optimizer(node_of(optimizer.state_dict()))
+    assert (nodes.form, nodes.members(), [*nodes.state]) == ("numbered", [0, 1, 2, 3], [0, 1, 2, 3])
+
+
 class Anything(dict):
     """Has a tensor under every name."""
 

@@ -9,6 +9,7 @@ import typer
 
 from shardckpt.cli.options import takes
 from shardckpt.cli.screen import Screen, write_json
+from shardckpt.errors import OptionError
 from shardckpt.reshard.options import ReshardOptions
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ def plan(
         check_destination(place)
     planned = plan_reshard(checkpoint, options, place)
     if explain is not None:
+        if html is not None:
+            raise OptionError("--explain is of one tensor, and --html of all; give one of them.")
         explained = plan_lines.explained(planned, checkpoint, explain)
         write_json(explained) if as_json else Screen().show(
             plan_lines.explanation(planned, options, explained)

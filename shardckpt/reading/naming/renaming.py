@@ -92,6 +92,11 @@ class NameTable:
                     f"{self.origin}: there is no tensor "
                     f"{shown(old)}{did_you_mean(old, [*sources, *present])}."
                 )
+            if source in changed:
+                raise OptionError(
+                    f"{self.origin}: {shown(old)} and another name mean one tensor, "
+                    f"{shown(source)}; leave one of them out."
+                )
             changed[source] = new
         return changed
 

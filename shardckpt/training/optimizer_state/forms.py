@@ -143,7 +143,10 @@ class OptimizerNodes:
         """The form of `get_optimizer_state_dict` with `flatten_optimizer_state_dict=True`."""
         nodes: dict[PathKey, Node] = dict(self.rest)
         for member, of_one in self.state.items():
-            nodes |= {f"{_STATE}.{member}.{key}": node for key, node in _items(of_one)}
+            if _is_dict(of_one):
+                nodes |= {f"{_STATE}.{member}.{key}": node for key, node in _items(of_one)}
+            else:  # state of no parameter
+                nodes[f"{_STATE}.{member}"] = of_one
         for group in self.groups:
             nodes |= {
                 f"{_GROUPS}.{member}.{key}": node
@@ -239,7 +242,7 @@ def _read_listed(node: Node | None) -> OptimizerNodes | None:
     )
     if (
         nodes.form == "numbered"
-        and len(names) == len(members_of_all)
+        and len(set(map(str, names))) == len(members_of_all)  # of two modules, they may be equal
         and all(isinstance(name, str) for name in names)
     ):
         known = dict(zip(members_of_all, names, strict=True))
@@ -252,6 +255,7 @@ def _read_flat(node: Node | None) -> OptimizerNodes | None:
         return None
     assert isinstance(node, Branch)
     state: dict[PathKey, dict[PathKey, Node]] = {}
+    of_none: dict[PathKey, Node] = {}
     settings: dict[str, dict[PathKey, Node]] = {}
     rest: dict[PathKey, Node] = {}
     for key, below in _items(node):
@@ -263,6 +267,8 @@ def _read_flat(node: Node | None) -> OptimizerNodes | None:
                 of_group[last] = below
         elif kind == _STATE and member:
             state.setdefault(member, {})[last] = below
+        elif kind == _STATE and last:
+            of_none[last] = below
         else:
             rest[key] = below
     if not settings:
@@ -275,7 +281,7 @@ def _read_flat(node: Node | None) -> OptimizerNodes | None:
         member: _branch(f"{node.name}/{_STATE}.{member}", of_member)
         for member, of_member in state.items()
     }
-    return OptimizerNodes(node.name, "flat", states, groups, rest)
+    return OptimizerNodes(node.name, "flat", {**states, **of_none}, groups, rest)
 
 
 def map_schedules(node: Node, change: Callable[[Branch, Branch], Node | None]) -> Node:
