@@ -28,7 +28,7 @@ from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     Verb = Literal["deleted", "replaced"]
@@ -110,12 +110,7 @@ class Dependants:
         naming = self._naming(attempt)
         closed = [name for name, neighbour in self._known.items() if neighbour.closed]
         if closed:
-            raise StorageError(
-                f"{self._location} may be the base of "
-                f"{', '.join(closed[:_NAMED])}{', …' if len(closed) > _NAMED else ''} beside it, "
-                f"which this user may not enter; so it is not {verb}. Allow this user to enter "
-                "that directory (chmod +x), or move it elsewhere."
-            )
+            raise StorageError(f"{_may_be_base(str(self._location), closed)} it is not {verb}.")
         if verb == "replaced":
             naming = [name for name in naming if not self._is_superseded(name)]
         if naming:
@@ -163,7 +158,18 @@ def _stores_in(neighbour: _Neighbour, name: str, attempt: str | None) -> bool:
     return any(attempt is None or base in ("", attempt) for base in neighbour.bases.get(name, ()))
 
 
-def users_beside(root: Store, also: Iterable[str] = ()) -> Callable[[int, str | None], bool]:
+def _may_be_base(which: str, closed: Sequence[str]) -> str:
+    return (
+        f"{which} may be the base of "
+        f"{', '.join(closed[:_NAMED])}{', …' if len(closed) > _NAMED else ''} beside it, which "
+        "this user may not enter: allow this user to enter that directory (chmod +x), or move it "
+        "elsewhere. Until then"
+    )
+
+
+def users_beside(
+    root: Store, also: Iterable[str] = (), *, deletes: bool = False
+) -> Callable[[int, str | None], bool]:
     """A function that says whether a checkpoint beside the steps of a run stores tensors in a step.
 
     It is called with the step, and its attempt, or None if that is not known: then any counts.
@@ -171,6 +177,8 @@ def users_beside(root: Store, also: Iterable[str] = ()) -> Callable[[int, str | 
     Args:
         root: the place of the steps.
         also: names of steps that count as such checkpoints, too.
+        deletes: whether steps that none uses are deleted; StorageError if this user may not enter
+            a directory that may be such a checkpoint.
     """
     names = [
         name
@@ -179,6 +187,9 @@ def users_beside(root: Store, also: Iterable[str] = ()) -> Callable[[int, str | 
     ]
     with reading_takes_threads(root):
         users = map_on_threads(lambda name: _look(root.sub(name), None), [*names, *also])
+    closed = [name for name, user in zip(names, users, strict=False) if user.closed]
+    if closed and deletes:
+        raise StorageError(f"{_may_be_base(f'a step at {root}', closed)} no step is deleted.")
     return lambda step, attempt: any(_stores_in(user, str(step), attempt) for user in users)
 
 

@@ -18,7 +18,7 @@ from shardckpt.state import Flat, flatten
 from shardckpt.state.names import array_path, piece_path, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -148,6 +148,8 @@ class ForeignArrays:
     notes: Sequence[str]
     elements: Mapping[str, Elements]
     """Tensor name → its elements."""
+    identify: Callable[[], str]
+    """Computes the identity anew."""
 
     def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun | None:
         """None: chunks of zarr arrays are encoded."""

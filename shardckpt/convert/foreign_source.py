@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.arrangement import Arrangement
 from shardckpt.convert.detect import module_of
-from shardckpt.convert.files.file_version import identity_below
 from shardckpt.convert.foreign import ForeignArrays
 from shardckpt.convert.foreign_chunks import ForeignChunks
 from shardckpt.convert.options import NameOptions
@@ -173,11 +172,10 @@ class ForeignSource(Checkpoint):
             yield
 
     def check_unchanged(self) -> None:
-        """See `Source`. Files that are no arrays are checked whenever they are opened."""
-        place = Store.open(self.location)
-        if not isinstance(self.foreign, ForeignArrays) or not place.lists:
+        """See `Source`. Formats without zarr arrays check each file when they open it."""
+        if not isinstance(self.foreign, ForeignArrays):
             return
-        if identity_below(place) != self.foreign.identity:
+        if self.foreign.identify() != self.foreign.identity:
             raise ReplacedError(
                 f"{self.location} was changed, replaced or deleted while it was being read; try "
                 "again when no process writes there."

@@ -55,6 +55,8 @@ _LARGE_PAGE = 2 << 20
 """Bytes of the smallest large page of x86-64, and of arm64 with 4 KiB pages."""
 _TOUCHED = 16 << 20
 """Bytes whose pages a thread touches at a time."""
+_LOOK = 1.0
+"""Seconds between two looks of a waiting thread whether there is room."""
 MOST_VECTORS = 1000
 """Memory pieces per system call, below the kernel's IOV_MAX of 1024."""
 
@@ -197,9 +199,11 @@ class BufferPool:
             try:
                 try:
                     self._waiting.append(turn)
-                    self._changed.wait_for(
-                        lambda: self._waiting[0] is turn and self._fits(_size(nbytes) + beside)
-                    )
+                    while not self._changed.wait_for(
+                        lambda: self._waiting[0] is turn and self._fits(_size(nbytes) + beside),
+                        _LOOK,
+                    ):
+                        pass  # a lease that was lost notifies nobody
                     room = (self.limit - self._leased - beside) // ALIGNMENT * ALIGNMENT
                     return self._lend(max(nbytes, min(most, room)), beside)
                 finally:
@@ -388,7 +392,7 @@ def gather_write(fd: int, offset: int, vectors: Sequence[memoryview]) -> None:
     """Write all vectors, one after another, to a place in a file."""
     while vectors:
         written = os.pwritev(fd, vectors[:MOST_VECTORS], offset)
-        if any(vectors):
+        if any(vectors[:MOST_VECTORS]):
             check_written(written)
         offset += written
         vectors = after(vectors, written)

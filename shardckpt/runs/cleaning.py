@@ -138,7 +138,7 @@ class Cleaner:
                 try:
                     self._delete_due(self._rule, steps, committed.step)
                 except StorageError as e:
-                    self._note_failure(e)
+                    self._note_failure(StorageError(f"no step can be deleted now: {e}"))
             with self._guard:
                 self._steps = steps
             if self._collected is None or time.monotonic() >= self._collected + self._grace:
@@ -179,7 +179,7 @@ class Cleaner:
             due = sorted({*due}.intersection(doomed(steps, rule, committed, saved=saved)))
         held = leased_steps(self._root)
         unread = [str(info.step) for info in steps.values() if info.state == "unreadable"]
-        is_used = users_beside(self._root, unread)
+        is_used = users_beside(self._root, unread, deletes=True)
         for step in sorted(due, key=self._names_needed(steps).__contains__):
             if not (
                 step in held

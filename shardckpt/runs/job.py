@@ -50,7 +50,7 @@ RUN = "run_id"
 """The member of a checkpoint's metadata that names its run."""
 PUBLISHED = "published"
 """The member of a version's metadata that its `Publisher` writes: an object with `began`, the time
-at which process 0 began it. And a member of `job.json`: a `Publisher` has claimed the root."""
+at which process 0 began it. In `job.json`, `true` if a `Publisher` has claimed the root."""
 _ROUNDS = 10
 _log = logging.getLogger("shardckpt")
 _claims: WeakValueDictionary[tuple[str, str, int], ProcessClaim] = WeakValueDictionary()

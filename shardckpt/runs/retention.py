@@ -40,8 +40,8 @@ class SavedStep:
     step: int
     """The number of the step."""
     age: float = 0.0
-    """Seconds since the commit: the leader's clock minus the committer's clock, or since the last
-    write of its record by the storage's clock, if that is less."""
+    """Seconds since the commit: the leader's clock minus the committer's clock. Before a step is
+    deleted, its age is at most that of its record by the storage's clock."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The metrics of `CheckpointManager.save(metrics=…)`."""
 

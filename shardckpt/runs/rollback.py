@@ -72,7 +72,20 @@ class Rollback:
         """
         if self.revived:
             unmark(root.sub(str(self.step)), SUPERSEDED)
-        for step, attempt in sorted(self.later.items()):
-            place = root.sub(str(step))
-            if place.exists(RECORD):
-                mark(place, SUPERSEDED, attempt or "")
+        supersede(root, self.neighbours)
+
+
+def supersede(root: Store, steps: Mapping[str, str | None]) -> None:
+    """Mark the steps that are still there as superseded, in ascending order.
+
+    Args:
+        root: their place.
+        steps: name → the attempt that the record names, None if the record is unreadable.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    for name in sorted(steps, key=int):
+        place = root.sub(name)
+        if place.exists(RECORD):
+            mark(place, SUPERSEDED, steps[name] or "")

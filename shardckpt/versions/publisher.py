@@ -9,7 +9,6 @@ from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from shardckpt.commit.markers import SUPERSEDED, mark
 from shardckpt.errors import OptionError, ShardckptError
 from shardckpt.format.bases import names_beside
 from shardckpt.format.documents import utc_now
@@ -23,6 +22,7 @@ from shardckpt.runs.announcing import Announcer, server
 from shardckpt.runs.cleaning import Cleaner
 from shardckpt.runs.job import RUN, JobFence
 from shardckpt.runs.retention import Latest
+from shardckpt.runs.rollback import supersede
 from shardckpt.runs.steps import StepInfo, check_step, list_steps, steps_named
 from shardckpt.state.select import selector
 from shardckpt.text import numbered, shorten
@@ -158,7 +158,7 @@ class Publisher:
         self._folded = set[int]()
         """Steps of the present chain that need no folding any more, on process 0."""
         self._newest: int | None = None
-        """The step that was published last, on process 0; None: nothing was published yet."""
+        """The step whose publication began last, on process 0; None: none has begun yet."""
         self._version: PublishedVersion | None = None
         """The version of the last call."""
         self._unheard: list[PublishedVersion] = []
@@ -344,8 +344,7 @@ class Publisher:
                 numbered("version", sorted(map(int, version.supersedes))),
             )
             self._cleaner.forget()
-        for name, attempt in version.supersedes.items():
-            mark(self._root.sub(name), SUPERSEDED, attempt or "")
+        supersede(self._root, version.supersedes)
         self._newest = version.step
 
     def _settle(self, published: Published) -> None:

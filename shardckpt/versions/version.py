@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from shardckpt.writing.kept import KeptChunks
 
 _KEYS = 16
-"""Number of keys of a publisher's decisions, each of which names a chain."""
+"""Number of keys of a publisher's decisions: few, as each decision lists a whole chain."""
 _LOOK = 0.01
 """Seconds between two looks for the end of the version before, or for the decision of process 0."""
 

@@ -31,7 +31,7 @@ from shardckpt.io.store import Store
 from shardckpt.reading.fetch import scatter_read
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -203,10 +203,14 @@ def identity_of(location: Location, files: Iterable[FileVersion]) -> str:
     return document_digest([str(location), *(file.identity for file in files)])
 
 
-def identity_below(store: Store) -> str:
+def identity_below(store: Store, within: Container[str] = ("",)) -> str:
     """A digest of 64 hex digits that changes whenever any file below a location changes.
 
     Links to directories are followed. Where no times are kept, the contents are hashed.
+
+    Args:
+        store: the location.
+        within: the directories, relative to it, whose files count.
 
     Raises:
         StorageError: there is a pipe or device, or the storage does not list its files.
@@ -217,23 +221,32 @@ def identity_below(store: Store) -> str:
         for key, time in store.modification_times(folders.pop()):
             path = store.local_path(key)
             now = status(path)
-            if path is None or now is None:
+            if path is not None and now is not None and stat.S_ISDIR(now.st_mode):  # a link
+                if (target := os.path.realpath(path)) not in linked:
+                    linked.add(target)
+                    folders.append(f"{key}/")
+            elif not any(key[:end] in within for end in _ends_of_parents(key)):
+                continue
+            elif path is None or now is None:
                 known = time if store.keeps_times else hashlib.sha256(store.read(key)).hexdigest()
                 files.append((key, known))
             elif stat.S_ISREG(now.st_mode):
                 files.append((key, _version(now)))
-            elif not stat.S_ISDIR(now.st_mode):
+            else:
                 raise StorageError(
                     f"{path} is a pipe or device, not a file, and TensorStore would wait for it; "
                     "remove it."
                 )
-            elif (target := os.path.realpath(path)) not in linked:
-                linked.add(target)
-                folders.append(f"{key}/")
     digest = hashlib.sha256(str(store).encode())
     for file in sorted(files):
         digest.update(f"{file}\n".encode())
     return digest.hexdigest()
+
+
+def _ends_of_parents(key: str) -> Iterator[int]:
+    """The length of the path of each directory that a key lies in, the location's own first."""
+    yield 0
+    yield from (i for i, character in enumerate(key) if character == "/")
 
 
 def _version(entry: os.stat_result) -> tuple[int, int]:

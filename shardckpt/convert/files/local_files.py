@@ -131,13 +131,14 @@ class LocalFiles:
     def _start_anew(self, notes: Notes) -> None:
         """Remove files of another plan, and create files of the final sizes."""
         self._checks, self._noted, self._complete, self._renamed = [], 0, False, set()
-        self._remove_drafts()
         # A file that an earlier plan has named no longer counts as work in progress.
         self._refuse_to_replace()
+        # First: the blocks of an earlier plan must not be taken for those of empty drafts.
+        notes.begin(self._plan.identity, [path.name for path in self._paths])
+        self._remove_drafts()
         for draft, nbytes in zip(self._drafts, self._plan.sizes, strict=True):
             with storage_errors("create", draft), draft.open("xb") as file:
                 file.truncate(nbytes)
-        notes.begin(self._plan.identity, [path.name for path in self._paths])
 
     def write(self, writes: Sequence[FileWrite], checks: Sequence[int]) -> None:
         """See `Destination`."""

@@ -153,7 +153,11 @@ def begun_files(path: Path) -> list[str]:
             names = _parse(path.read_bytes())[0][:1]
         except (FileNotFoundError, NotADirectoryError):
             return []
-    return [name for name in np.array(names, "<u4").tobytes().decode().split("\0") if name]
+    try:
+        text = np.array(names, "<u4").tobytes().decode()
+    except UnicodeDecodeError:  # the first note of an earlier release has checksums
+        return []
+    return [name for name in text.split("\0") if name]
 
 
 def _parse(data: bytes) -> tuple[list[list[int]], int]:

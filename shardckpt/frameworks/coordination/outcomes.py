@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardckpt.errors import by_code
+from shardckpt.errors import CoordinationError, by_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,10 +35,15 @@ def on_all_processes(coordinator: Coordinator, key: str, act: Callable[[], T]) -
     except Exception as e:  # noqa: BLE001  (raised below, after the others know)
         failed = e
         outcome |= {"code": getattr(e, "code", None), "message": f"{type(e).__name__}: {e}"}
+    except BaseException:  # Ctrl-C: the others do not wait
+        coordinator.decline(key)
+        raise
     outcomes = coordinator.share(key, outcome)
     if failed is not None:
         raise failed
     for process, one in enumerate(outcomes):
+        if one is None:
+            raise CoordinationError(f"process {process} was interrupted")
         if "result" not in one:
             raise by_code(one["code"])(f"process {process} failed with {one['message']}")
     return [one["result"] for one in outcomes]

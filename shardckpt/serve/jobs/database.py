@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 _EPOCH = 1_767_225_600
 """Start of 2026. Numbers of rows are hundredths of a second since then."""
 _VERSION = 1
-_MOST_TRIES = 10
+_LATER = {"roots": "TEXT", "kills": "INTEGER NOT NULL DEFAULT 0"}
+"""Columns of jobs that a journal of an earlier version lacks. `kills`: how often in a row the
+service was killed while the job ran."""
+_MOST_KILLS = 10
 _DEADLY = {
     "code": "internal",
-    "message": f"the service was killed while it ran, after {_MOST_TRIES} starts or more; it may "
-    "need more memory than there is. Start it anew if that is not so.",
+    "message": f"the service was killed while it ran, {_MOST_KILLS} times in a row; it may need "
+    "more memory than there is. Start it anew if that is not so.",
 }
 COMPLETE = "ended IS NOT NULL AND (error IS NULL OR damaged > 0)"
 """Verifications that have read everything, or found damage before they could not go on."""
@@ -37,7 +40,7 @@ CREATE TABLE IF NOT EXISTS jobs (
   arguments TEXT NOT NULL, subject TEXT NOT NULL, destination TEXT, who TEXT NOT NULL, key TEXT,
   state TEXT NOT NULL, cancelling INTEGER NOT NULL DEFAULT 0, tries INTEGER NOT NULL DEFAULT 0,
   done INTEGER, total INTEGER, created TEXT NOT NULL, started TEXT, ended TEXT, result TEXT,
-  error TEXT, roots TEXT
+  error TEXT, roots TEXT, kills INTEGER NOT NULL DEFAULT 0
 );
 CREATE UNIQUE INDEX IF NOT EXISTS by_key ON jobs (who, key) WHERE key IS NOT NULL;
 CREATE INDEX IF NOT EXISTS by_state ON jobs (state, number);
@@ -79,9 +82,10 @@ class JournalDatabase:
                     "one, or move it away."
                 )
             self._db.executescript(_SCHEMA)
-            # Of 0.2.
-            if "roots" not in {row[1] for row in self._db.execute("PRAGMA table_info(jobs)")}:
-                self._db.execute("ALTER TABLE jobs ADD COLUMN roots TEXT")
+            columns = {row[1] for row in self._db.execute("PRAGMA table_info(jobs)")}
+            for name, kind in _LATER.items():
+                if name not in columns:
+                    self._db.execute(f"ALTER TABLE jobs ADD COLUMN {name} {kind}")
             if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("its pages are malformed")
             with self._db as db:
@@ -90,11 +94,12 @@ class JournalDatabase:
                     "WHERE state IN ('queued', 'running') AND cancelling"
                 )
                 db.execute(ended, (utc_now(),))
+                db.execute("UPDATE jobs SET kills = kills + 1 WHERE state = 'running'")
                 failed = (
                     "UPDATE jobs SET state = 'failed', ended = ?, error = ? "
-                    "WHERE state = 'running' AND tries >= ?"
+                    "WHERE state = 'running' AND kills >= ?"
                 )
-                db.execute(failed, (utc_now(), json.dumps(_DEADLY), _MOST_TRIES))
+                db.execute(failed, (utc_now(), json.dumps(_DEADLY), _MOST_KILLS))
                 db.execute("UPDATE jobs SET state = 'queued' WHERE state = 'running'")
             with storage_errors("open", self._path):
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)

@@ -224,7 +224,7 @@ class Journal(JournalDatabase):
             done, total = self._progress.get(number, (None, None))
             over = None if state == "queued" else utc_now()
             sql = (
-                "UPDATE jobs SET state = ?, ended = ?, result = ?, error = ?, "
+                "UPDATE jobs SET state = ?, ended = ?, result = ?, error = ?, kills = 0, "
                 "done = coalesce(?, done), total = coalesce(?, total) WHERE number = ?"
             )
             self._write_with(

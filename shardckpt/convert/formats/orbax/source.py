@@ -12,6 +12,7 @@ directories cannot be renamed (`gs://`, `s3://`), if the file that is written la
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.file_version import identity_below
@@ -115,7 +116,14 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
     structure = structure_of(state, str(location))
     elements = {name: sources[tensor] for name, tensor in tensors_of(state).items()}
     return ForeignArrays(
-        "orbax", location, structure, identity, _metadata(place, names), tuple(notes), elements
+        "orbax",
+        location,
+        structure,
+        identity,
+        _metadata(place, names),
+        tuple(notes),
+        elements,
+        partial(identity_below, place),
     )
 
 

@@ -16,7 +16,7 @@ _ONE = 1 << 31
 
 
 class PartsCrc:
-    """The CRC-32 of bytes that arrive in parts; adjacent parts are held as one.
+    """The CRC-32 of bytes that arrive in parts; a part is joined to the one before it.
 
     >>> import zlib
     >>> crc = PartsCrc()

@@ -23,6 +23,7 @@ from shardckpt.convert.foreign import (
     tensors_of,
 )
 from shardckpt.errors import DtypeError, FormatError, NotFoundError
+from shardckpt.format.documents import document_digest
 from shardckpt.io.foreign_arrays import open_arrays
 from shardckpt.io.store import Store
 from shardckpt.layout.dtypes import by_name
@@ -210,8 +211,6 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
         StorageError: the storage failed or refused, or does not list members.
     """
     members = _Members(Store.open(location))
-    listed = members.place.lists
-    identity = identity_below(members.place) if listed else ""
     members.find()
     arrays: dict[str, ForeignArray] = {}
     for driver in ("zarr", "zarr3"):
@@ -229,17 +228,24 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
         if isinstance(tensor.identity, str)
     }
     metadata = {"attributes": members.attributes} if members.attributes else {}
-    if not listed:
-        identity = identity_of(location, members.files)
+    documents = identity_of(location, members.files)
+
+    def identify() -> str:
+        if not members.place.lists:
+            return documents
+        return document_digest([documents, identity_below(members.place, members.arrays)])
+
+    if not members.place.lists:
         members.notes.append("its chunks are not listed here, so a change of them goes unnoticed")
     return ForeignArrays(
         "zarr",
         location,
         structure_of(state, str(location)),
-        identity,
+        identify(),
         metadata,
         tuple(members.notes),
         by_tensor,
+        identify,
     )
 
 
