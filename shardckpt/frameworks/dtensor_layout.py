@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardckpt.errors import ShardingError
 from shardckpt.layout.mesh import Mesh
 from shardckpt.layout.placements import Placement, Placements
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -37,7 +38,7 @@ def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> P
         ndim: number of dimensions of the tensor, for placements with negative dimensions.
 
     Raises:
-        ShardingError: a placement does not determine where data is.
+        ShardingError: the placements do not determine where data is.
     """
     names = from_device_mesh(mesh).axis_names
     converted = []
@@ -51,6 +52,7 @@ def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> P
         if type(placement) is Replicate:
             converted.append(Placement())
         elif type(placement) in (Shard, _StridedShard):
+            _check_ascending(mesh, name)
             dim = placement.dim + ndim if placement.dim < 0 else placement.dim
             converted.append(Placement(dim, getattr(placement, "split_factor", 1)))
         else:
@@ -62,6 +64,34 @@ def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> P
 
 
 _cached_placements = lru_cache(maxsize=1024)(Placements)
+
+
+def _check_ascending(mesh: DeviceMesh, name: str) -> None:
+    """Raise ShardingError for a dimension along which torch has two orders of the shards.
+
+    FSDP2 and torch's collectives go by the sorted ranks of its process group, and
+    `distribute_tensor` without a source rank by the position in the mesh.
+    """
+    ranks = _first_unordered(mesh).get(name)
+    if ranks is not None:
+        raise ShardingError(
+            f"along its sharded dimension {name!r} the mesh has ranks {shorten(ranks)}, which do "
+            "not ascend, so torch does not say in one way which rank has which shard; make the "
+            "mesh with ascending ranks along this dimension."
+        )
+
+
+@lru_cache(maxsize=256)
+def _first_unordered(mesh: DeviceMesh) -> dict[str, list[int]]:
+    """Ranks that do not ascend along a mesh dimension, by the name of the dimension."""
+    whole = from_device_mesh(mesh)
+    unordered = {}
+    for dim, name in enumerate(whole.axis_names):
+        lines = np.moveaxis(whole.devices, dim, -1).reshape(-1, whole.shape[dim])
+        descends = (np.diff(lines) < 0).any(axis=1)
+        if descends.any():
+            unordered[name] = lines[descends][0].tolist()
+    return unordered
 
 
 def widest_meshes(meshes: Iterable[DeviceMesh]) -> dict[DeviceMesh, DeviceMesh]:

@@ -35,6 +35,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import shardckpt
 from shardckpt import frameworks
 from shardckpt.errors import ShardckptError
 from shardckpt.frameworks.base import Target
@@ -294,6 +295,48 @@ def outside(_):
     leaf = distribute_tensor(numbered((4, 2)), own[1], [Shard(0)], src_data_rank=None)
     stage = distribute_tensor(numbered((4, 2)), own[rank], [Shard(0)], src_data_rank=None)
     return {"submesh": facts_of(leaf, numbered((4, 2))), "stage": facts_of(stage, numbered((4, 2)))}
+
+
+def descending(folder):
+    """Saves and restores on meshes whose ranks do not ascend along one of the dimensions."""
+    stored, line, pairs = Path(folder, "stored"), mesh_of((4,), (3, 2, 1, 0)), (2, 2)
+    shardckpt.save(stored, {"a": torch.ones(8), "w": numbered((8, 2))})
+    crossed = mesh_of(pairs, (1, 0, 3, 2), ("dp", "tp"))
+    tensor_parallel = parallelize_module(nn.Linear(2, 8), crossed["tp"], ColwiseParallel())
+    leaves = {
+        "distributed": distribute_tensor(numbered((8, 2)), line, [Shard(0)]),
+        "FSDP2": fully_shard(nn.Linear(2, 8), mesh=line).weight,
+        "HSDP": fully_shard(nn.Linear(2, 8), mesh=crossed).weight,
+        "FSDP2 and TP": fully_shard(tensor_parallel, mesh=crossed["dp"]).weight,
+    }
+    refused = {}
+    for kind, leaf in leaves.items():
+        before, state = local_of(leaf).clone(), {"a": torch.zeros(8), "w": leaf}
+        meta = DTensor.from_local(
+            local_of(leaf).to("meta"), leaf.device_mesh, leaf.placements, run_check=False
+        )
+        new = Target((leaf.device_mesh, leaf.placements))
+        refused[kind] = {
+            "saved": error(shardckpt.save, Path(folder, kind), state),
+            "restored": error(shardckpt.restore, stored, state),
+            "meta": error(shardckpt.restore, stored, state | {"w": meta}),
+            "new": error(shardckpt.restore, stored, state | {"w": new}),
+        }
+        dist.barrier()
+        refused[kind]["written"] = Path(folder, kind).exists()
+        refused[kind]["read"] = bool(state["a"].any()) or not torch.equal(before, local_of(leaf))
+    whole, swapped = numbered((5, 4)), mesh_of(pairs, (2, 3, 0, 1))
+    replicas = {
+        "all": distribute_tensor(whole.clone(), line, [Replicate()]),
+        "of slices": distribute_tensor(whole.clone(), swapped, [Replicate(), Shard(0)]),
+    }
+    return {
+        "refused": refused,
+        "replicas": {
+            kind: facts_of(leaf, whole) | {"gathered": leaf.full_tensor().tolist()}
+            for kind, leaf in replicas.items()
+        },
+    }
 
 
 def tied(_):
@@ -577,6 +620,7 @@ TOPICS = {
         partial,
         from_local,
         outside,
+        descending,
         tied,
         autograd,
         modules,

@@ -98,8 +98,8 @@ CASES = {
     4: [
         *plain([4], ROWS),
         *plain([2, 2], ROWS),
-        *plain([2, 2], (5, 7), ids=[3, 1, 0, 2]),
-        *plain([2], (3, 4), ids=[2, 0]),  # ranks 1 and 3 are not in the mesh
+        *plain([2, 2], (5, 7), ids=[0, 2, 1, 3], gather=True),
+        *plain([2], (3, 4), ids=[1, 3]),  # ranks 0 and 2 are not in the mesh
         *plain([2, 2], (7, 8), gather=True),
         *strided([2, 2]),
         *uneven([2, 2]),
@@ -112,7 +112,7 @@ CASES = {
         *plain([6], ROWS),
         *plain([2, 3], ROWS),
         *plain([3, 2], ROWS),
-        *plain([1, 2, 3], (7, 13), ids=[5, 3, 1, 0, 2, 4]),
+        *plain([1, 2, 3], (7, 13), ids=[0, 2, 4, 1, 3, 5]),
     ]
     + [
         case for mesh in ([2, 3], [3, 2], [1, 2, 3], [3, 1, 2], [3, 2, 1]) for case in strided(mesh)
@@ -138,6 +138,7 @@ JOBS = [
             "fsdp_over_tp": [[2, 2]],
             "hsdp": [[2, 2]],
             "trained": None,
+            "descending": None,
         },
     },
     {
@@ -149,8 +150,9 @@ JOBS = [
 
 
 @pytest.fixture(scope="module")
-def answers():
+def answers(tmp_path_factory):
     """By the number of ranks and topic: what each rank answered."""
+    JOBS[1]["topics"]["descending"] = str(tmp_path_factory.mktemp("descending"))
     command = [sys.executable, CHILD]
     child = forks.run(command, input=json.dumps(JOBS), capture_output=True, text=True, timeout=250)
     assert child.returncode == 0, child.stderr[-4000:]
@@ -387,6 +389,33 @@ def test_ranks_with_layers_of_their_own_each_hold_theirs(answers):
     stages = [rank["stage"] for rank in answers[2, "outside"]]
     assert [stage["holders"] for stage in stages] == [[[0]], [[1]]]
     assert all(stage["right"] and stage["filled"] for stage in stages)
+
+
+def test_a_mesh_whose_ranks_descend_along_a_sharded_dimension_is_refused_before_any_byte_moves(
+    answers,
+):
+    for rank in answers[4, "descending"]:
+        for kind, line in (
+            ("distributed", "'dim0' the mesh has ranks [3, 2, 1, 0]"),
+            ("FSDP2", "'dim0' the mesh has ranks [3, 2, 1, 0]"),
+            ("HSDP", "'tp' the mesh has ranks [1, 0]"),
+            ("FSDP2 and TP", "'tp' the mesh has ranks [1, 0]"),
+        ):
+            refused = rank["refused"][kind]
+            for call in ("saved", "restored", "meta", "new"):
+                assert refused[call][0] == "ShardingError"
+                assert refused[call][1].startswith(f"'w': along its sharded dimension {line}, ")
+                assert "make the mesh with ascending ranks" in refused[call][1]
+            assert not refused["written"]
+            assert not refused["read"]
+
+
+def test_ranks_of_replicas_may_descend(answers):
+    for kind in ("all", "of slices"):
+        ranks = [rank["replicas"][kind] for rank in answers[4, "descending"]]
+        check_whole(ranks, kind)
+        assert all(rank["filled"] and rank["made"] for rank in ranks)
+        assert all(rank["gathered"] == np.arange(20.0).reshape(5, 4).tolist() for rank in ranks)
 
 
 def test_ranks_that_are_not_the_processes_are_refused_by_name(answers):
