@@ -3,7 +3,8 @@
 A DTensor of such a tensor is stored as DTensors of its parts, with the same placements. Each
 sharded dimension of a part must be in a fixed ratio to that dimension of the tensor (packed or
 block-wise data). A part without dimensions, and a one-dimensional part of a tensor that is not
-sharded along its first dimension, gets one element or row for each shard.
+sharded along its first dimension, gets one element or row for each shard. The stored context says
+which shards these are, since the elements have no meaning for others.
 
 The register entries of this module are for classes of other libraries, and do not import these.
 """
@@ -17,6 +18,7 @@ import torch
 
 from shardckpt.errors import LeafError, ShardingError, StructureMismatchError
 from shardckpt.state.composites import (
+    SHARDS,
     CompositeTensor,
     TensorType,
     plain_context,
@@ -93,6 +95,11 @@ def place(
             "call shardckpt.register_tensor for its class."
         )
     context: Any = assemble(of.context, {})
+    if isinstance(context, dict) and SHARDS in context:
+        raise ShardingError(
+            f"{shown(name)}: a part of it has one element or row for each of {context[SHARDS]}; "
+            "restore after one step of the optimizer."
+        )
     local = getattr(beside, "_local_tensor", None)
     if local is None or tuple(beside.shape) != of.shape:
 
@@ -219,6 +226,8 @@ def _as(leaf: Any, made: Any) -> Any:
 
 
 def _split_sharded(name: str, leaf: Any, local: Any) -> CompositeTensor | None:
+    from shardckpt.frameworks.dtensor import describe_shards
+
     contents = _inner(name, local)
     if contents is None:
         return None
@@ -244,7 +253,9 @@ def _split_sharded(name: str, leaf: Any, local: Any) -> CompositeTensor | None:
         )
 
     document = _document(plain_context(context, name, local=tuple(local.shape), shape=shape), name)
-    return CompositeTensor(kind.name, shape, document, parts, rebuild)
+    by_shard = any(part.dim() > inner[key].dim() for key, part in parts.items())
+    shards = describe_shards(name, leaf.device_mesh, leaf.placements, shape) if by_shard else None
+    return CompositeTensor(kind.name, shape, document, parts, rebuild, shards)
 
 
 def _wrap(name: str, key: str, part: Any, leaf: Any, *, shared: bool) -> Any:

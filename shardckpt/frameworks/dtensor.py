@@ -27,9 +27,11 @@ only function here that communicates with other ranks.
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -173,6 +175,23 @@ def local_shape(
 ) -> tuple[int, ...] | None:
     """Shape of this rank's part of a tensor; None for a rank outside the mesh."""
     return _held_of(name, mesh, placements, shape).local_shape
+
+
+def describe_shards(
+    name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: tuple[int, ...]
+) -> str:
+    """Text that is equal for equal shards of a tensor in equal order, on any mesh."""
+    _held_of(name, mesh, placements, shape)  # refuses by name
+    return _shards_text(from_placements(mesh, placements, len(shape)), shape)
+
+
+@lru_cache(maxsize=4096)
+def _shards_text(layout: Placements, shape: tuple[int, ...]) -> str:
+    one_copy = tuple(0 if p.dim is None else slice(None) for p in layout.placements)
+    held = [layout.rank_boxes(shape, r) for r in layout.mesh.devices[one_copy].ravel().tolist()]
+    texts = [[str(boxes[i]) for i in range(len(boxes))] for boxes in held]
+    digest = sha256(json.dumps(texts).encode()).hexdigest()
+    return f"{len(held)} shards from {' and '.join(texts[0][:2])} on ({digest[:16]})"
 
 
 def _local(name: str, leaf: Any, wide: DeviceMesh | None = None) -> tuple[Any, _Held]:

@@ -46,6 +46,19 @@ class CompositeTensor:
     rebuild: Callable[[Sequence[Any]], Any]
     """Makes a tensor of the same class from new parts; returns the tensor itself for its own
     parts."""
+    shards: str | None = None
+    """The shards that a part has one element or row for, in order; None if no part does."""
+
+    @property
+    def document(self) -> JSON:
+        """The context to store, with the shards; earlier versions stored the context alone."""
+        return (
+            self.context if self.shards is None else {"context": self.context, SHARDS: self.shards}
+        )
+
+
+SHARDS = "shards of the parts"
+"""Key of the shards in a stored context."""
 
 
 # --- the register

@@ -189,7 +189,7 @@ class _Walk:
                 self.visit(part, names.child_name(name, component), depth + 1)
                 for component, part in zip(components, made.parts.values(), strict=True)
             ]
-        return write_composite(made.type_name, made.shape, made.context, [*made.parts], nodes)
+        return write_composite(made.type_name, made.shape, made.document, [*made.parts], nodes)
 
     def tensor(self, value: object, name: str) -> JSON:
         self.refuse_in_leaf(value)

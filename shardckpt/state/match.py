@@ -302,8 +302,8 @@ class _Walk:
                 node,
                 f"{what} of shape {made.shape}; make the tensor there as the saved one was made",
             )
-        if not same_document(context, made.context):
-            contrast = first_difference(context, made.context)
+        if not any(same_document(context, own) for own in (made.document, made.context)):
+            contrast = first_difference(context, made.document)
             raise structure_mismatch(
                 node,
                 f"{what} with another context: {contrast}; make the tensor there as the saved one "

@@ -1,6 +1,8 @@
 """Composite tensors in DTensors, and values that each rank has for itself, in ranks of a gloo
 job."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from composites import Code, CodedSGD, Scaled, register_code, scaled, train
@@ -11,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardckpt
+from shardckpt import frameworks
 
 
 def mesh(ranks):
@@ -95,6 +98,42 @@ def one_scale_each(coordinator, url):
         local.data_.float().mean().item(),
         torch.equal(like["r"]._local_tensor.data_, scaled(1).data_),
     ]
+
+
+def other_shards(coordinator, url):
+    """One scale on each rank, of other elements than in the checkpoint, or of the same ones."""
+    join(coordinator)
+    rank, names = dist.get_rank(), ("a", "b")
+
+    def made(placements, shape, pairs, fill):
+        local = Scaled(torch.full(shape, fill + rank, dtype=torch.int8), torch.tensor(fill + 0.5))
+        on = init_device_mesh("cpu", (2, 2), mesh_dim_names=names) if pairs else mesh(4)
+        return DTensor.from_local(
+            local, on, placements, run_check=False, shape=torch.Size([8, 8]), stride=(8, 1)
+        )
+
+    rows = [Shard(0)], (2, 8), False
+    shardckpt.save(url, {"w": made(*rows, rank)})
+    earlier = replace(frameworks.composite(made(*rows, rank), "w"), shards=None)
+    shardckpt.save(f"{url}-earlier", {"w": earlier})
+    refused = [
+        attempt(lambda case=case: shardckpt.restore(url, {"w": made(*case, 9)}))
+        for case in (
+            ([Shard(1)], (8, 2), False),
+            ([Shard(0), Shard(1)], (4, 4), True),
+            ([Replicate(), Shard(0)], (4, 8), True),
+        )
+    ]
+    scales = [
+        shardckpt.restore(of, {"w": made(*case, 9)})["w"]._local_tensor.scale.item()
+        for of, case in (
+            (url, rows),
+            (url, ([Shard(0), Shard(0)], (2, 8), True)),
+            (f"{url}-earlier", rows),
+        )
+    ]
+    leave(coordinator)
+    return [refused, scales]
 
 
 def net():

@@ -58,6 +58,22 @@ def test_parts_without_the_sharded_dimension_are_kept_for_each_shard(ranks, tmp_
     assert ranks("one_scale_each", 2, tmp_path / "c") == [[5.0, 5.0, True], [6.0, 6.0, True]]
 
 
+def test_parts_with_one_element_per_shard_are_restored_for_the_same_shards_and_refused_for_others(
+    ranks, tmp_path
+):
+    for rank, (refused, scales) in enumerate(ranks("other_shards", 4, tmp_path / "c")):
+        assert [kind for kind, _ in refused] == ["StructureMismatchError"] * 3
+        for (_, message), shards in zip(
+            refused,
+            ("4 shards from [0:8, 0:2]", "4 shards from [0:4, 0:4]", "2 shards from [0:4, 0:8]"),
+            strict=True,
+        ):
+            assert "'w'" in message
+            assert 'the context/shards of the parts is "4 shards from [0:2, 0:8] on (' in message
+            assert f'there and "{shards} on (' in message
+        assert scales == [rank + 0.5] * 3
+
+
 def test_8_bit_moments_in_dtensors_resume_before_the_first_step(ranks, tmp_path):
     saved = ranks("train_8_bit", 2, tmp_path / "c", 1)
     resumed = ranks("train_8_bit", 2, tmp_path / "c", 0)
