@@ -142,17 +142,21 @@ def _place_part(name: str, key: str, part: Any, beside: Any, *, shared: bool) ->
     return _shard(part.new_empty(local), beside, beside.placements, tuple(part.shape))
 
 
-def _with_shape(context: Any, shape: tuple[int, ...], local: tuple[int, ...]) -> Any:
-    """A context with the shape of a shard in the place of the complete tensor's."""
-    if isinstance(context, tuple | list) and tuple(context) == shape:
-        return type(context)(local)
+def _with_shape(
+    context: Any, old: tuple[int, ...], new: tuple[int, ...], name: str = "shape"
+) -> Any:
+    """A plain context with the shape of a shard in the place of the complete tensor's, or back.
+
+    What has another name than a shape is left alone: a block may be as large as a shard.
+    """
     if isinstance(context, dict):
-        return {key: _with_shape(value, shape, local) for key, value in context.items()}
-    return (
-        type(context)(_with_shape(value, shape, local) for value in context)
-        if type(context) in (tuple, list)
-        else context
-    )
+        return {key: _with_shape(value, old, new, str(key)) for key, value in context.items()}
+    if not isinstance(context, tuple | list):
+        return context
+    is_shape = isinstance(context, torch.Size) or name.endswith("shape") or name == "size"
+    if is_shape and tuple(context) == old:
+        return type(context)(new)
+    return type(context)(_with_shape(value, old, new, name) for value in context)
 
 
 def _split_dims(leaf: Any) -> set[int]:
@@ -252,7 +256,8 @@ def _split_sharded(name: str, leaf: Any, local: Any) -> CompositeTensor | None:
             leaf, _shard(kind.make(new, context, tuple(local.shape)), leaf, leaf.placements, shape)
         )
 
-    document = _document(plain_context(context, name, local=tuple(local.shape), shape=shape), name)
+    whole = _with_shape(plain_context(context, name), tuple(local.shape), shape)
+    document = _document(whole, name)
     by_shard = any(part.dim() > inner[key].dim() for key, part in parts.items())
     shards = describe_shards(name, leaf.device_mesh, leaf.placements, shape) if by_shard else None
     return CompositeTensor(kind.name, shape, document, parts, rebuild, shards)

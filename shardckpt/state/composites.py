@@ -143,27 +143,20 @@ def tensor_type_named(name: str) -> TensorType | None:
 # --- contexts
 
 
-def plain_context(
-    context: object, where: str, *, local: Sequence[int] = (), shape: Sequence[int] = ()
-) -> Any:
+def plain_context(context: object, where: str) -> Any:
     """A context as plain data that can be compared, and decoded if it was plain data before.
 
     Args:
         context: the context.
         where: the tensor's name, for messages.
-        local: shape of the shard that has the context. A shape in the context that is equal to it
-            is written as `shape`.
-        shape: shape of the complete tensor.
 
     Raises:
         LeafError: a part of the context is not plain data.
     """
-    return _plain(context, where, tuple(local), tuple(shape), "the context")
+    return _plain(context, where, "the context")
 
 
-def _plain(
-    value: Any, where: str, local: tuple[int, ...], shape: tuple[int, ...], path: str
-) -> Any:
+def _plain(value: Any, where: str, path: str) -> Any:
     """A part of a context, of small leaves, dicts, lists and tuples."""
     kind, of_torch = type(value), type(value).__module__.startswith("torch")
     fields = _fields(value)
@@ -174,23 +167,17 @@ def _plain(
         plain = f"{kind.__qualname__}.{value.name}"
     elif of_torch and kind.__name__ in {"layout", "memory_format"}:
         plain = str(value)
-    elif local and isinstance(value, tuple | list) and tuple(value) == local:
-        plain = kind(shape)
     elif leaves.is_small(value):
         plain = value
     elif fields is not None:
         plain = {
             "class": kind.__qualname__,
-            **{key: _plain(of, where, local, shape, f"{path}.{key}") for key, of in fields.items()},
+            **{key: _plain(of, where, f"{path}.{key}") for key, of in fields.items()},
         }
     elif kind in (list, tuple):
-        plain = kind(
-            [_plain(of, where, local, shape, f"{path}[{i}]") for i, of in enumerate(value)]
-        )
+        plain = kind([_plain(of, where, f"{path}[{i}]") for i, of in enumerate(value)])
     elif isinstance(value, dict) and all(isinstance(key, str | int | None) for key in value):
-        plain = {
-            key: _plain(of, where, local, shape, f"{path}[{key!r}]") for key, of in value.items()
-        }
+        plain = {key: _plain(of, where, f"{path}[{key!r}]") for key, of in value.items()}
     else:
         raise LeafError(
             f"{shown(where)}: {path} of this composite tensor is a "

@@ -20,10 +20,11 @@ def mesh(ranks):
     return init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
 
 
-def sharded(seed, rows=8):
+def sharded(seed, block):
     """Rows of a quantized tensor, of which each rank has some."""
-    whole, ranks, rank = scaled(seed, (rows, 4)), dist.get_world_size(), dist.get_rank()
-    local = Scaled(whole.data_.chunk(ranks)[rank].clone(), whole.scale.chunk(ranks)[rank].clone())
+    whole, ranks, rank = scaled(seed), dist.get_world_size(), dist.get_rank()
+    rows = (of.chunk(ranks)[rank].clone() for of in (whole.data_, whole.scale))
+    local = Scaled(*rows, tuple(block))
     return DTensor.from_local(
         local, mesh(ranks), [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
     )
@@ -37,18 +38,18 @@ def attempt(act):
     return None
 
 
-def save_sharded(coordinator, url):
+def save_sharded(coordinator, url, block=(1, 4)):
     join(coordinator)
-    shardckpt.save(url, {"w": sharded(3)})
+    shardckpt.save(url, {"w": sharded(3, block)})
     leave(coordinator)
 
 
-def restore_sharded(coordinator, url):
+def restore_sharded(coordinator, url, block=(1, 4)):
     join(coordinator)
-    like = sharded(4)
+    like, saved = sharded(4, block), sharded(3, block)
     back = shardckpt.restore(url, {"w": like})["w"]
-    equal = back is like and torch.equal(like._local_tensor.data_, sharded(3)._local_tensor.data_)
-    equal = equal and torch.equal(like._local_tensor.scale, sharded(3)._local_tensor.scale)
+    equal = back is like and torch.equal(like._local_tensor.data_, saved._local_tensor.data_)
+    equal = equal and torch.equal(like._local_tensor.scale, saved._local_tensor.scale)
     leave(coordinator)
     return bool(equal)
 

@@ -41,6 +41,12 @@ def test_shards_of_a_composite_tensor_are_shards_of_its_parts_on_any_mesh(ranks,
         assert ranks("restore_sharded", count, url) == [True] * count
 
 
+def test_a_block_as_large_as_a_shard_stays_as_it_is_on_any_mesh(ranks, tmp_path):
+    ranks("save_sharded", 2, tmp_path / "c", [4, 4])
+    for count in (2, 4):
+        assert ranks("restore_sharded", count, tmp_path / "c", [4, 4]) == [True] * count
+
+
 def test_a_part_that_is_not_sharded_as_its_tensor_is_refused_by_name(ranks, tmp_path):
     answers = ranks("uneven", 2, tmp_path / "c")
     assert answers[0][0] == "ShardingError"
