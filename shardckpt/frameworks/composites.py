@@ -289,7 +289,8 @@ def _wrap(name: str, key: str, part: Any, leaf: Any, *, shared: bool) -> Any:
         return _shard(part.unsqueeze(0), leaf, placements, (shards, *part.shape))
     whole = [*part.shape]
     for dim in split_dims:
-        whole[dim] = part.shape[dim] * shape[dim] // max(local[dim], 1)
+        # An empty shard does not show the ratio. If it is not 1, the save fails.
+        whole[dim] = part.shape[dim] * shape[dim] // local[dim] if local[dim] else shape[dim]
     if local_shape(name, leaf.device_mesh, leaf.placements, tuple(whole)) != tuple(part.shape):
         raise ShardingError(
             f"{shown(name)}: {key} of shape {tuple(part.shape)} belongs to a shard of shape "

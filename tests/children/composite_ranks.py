@@ -137,6 +137,34 @@ def other_shards(coordinator, url):
     return [refused, scales]
 
 
+def empty_shards(coordinator, url):
+    """Two rows over four ranks, and codes whose number a rank without rows does not know."""
+    join(coordinator)
+    rank, shape = dist.get_rank(), torch.Size([2, 4])
+
+    def over_ranks(local):
+        return DTensor.from_local(
+            local, mesh(4), [Shard(0)], run_check=False, shape=shape, stride=(4, 1)
+        )
+
+    def made(seed):
+        whole = scaled(seed, shape)
+        rows = slice(rank, rank + 1)
+        return over_ranks(Scaled(whole.data_[rows].clone(), whole.scale[rows].clone()))
+
+    shardckpt.save(url, {"w": made(3)})
+    like = made(4)
+    shardckpt.restore(url, {"w": like})
+    code = Code.zeros((int(rank < 2), 4))
+    options = shardckpt.SaveOptions(commit_timeout=60)
+    refused = attempt(
+        lambda: shardckpt.save(f"{url}-codes", {"w": over_ranks(code)}, options=options)
+    )
+    equal = torch.equal(like._local_tensor.dequantize(), made(3)._local_tensor.dequantize())
+    leave(coordinator)
+    return [equal, refused]
+
+
 def net():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False))

@@ -80,6 +80,20 @@ def test_parts_with_one_element_per_shard_are_restored_for_the_same_shards_and_r
         assert scales == [rank + 0.5] * 3
 
 
+def test_ranks_without_a_row_of_a_composite_tensor_save_and_restore_with_the_others(
+    ranks, tmp_path
+):
+    answers = ranks("empty_shards", 4, tmp_path / "c")
+    assert [equal for equal, _ in answers] == [True] * 4
+    for _, (kind, message) in answers:
+        assert kind == "ShardingError"
+        assert "use sizes that the mesh divides" in message
+    whole = scaled(3, (2, 4))
+    parts = shardckpt.restore(tmp_path / "c")["w"]
+    assert (parts["data_"] == whole.data_.numpy()).all()
+    assert (parts["scale"] == whole.scale.numpy()).all()
+
+
 def test_8_bit_moments_in_dtensors_resume_before_the_first_step(ranks, tmp_path):
     saved = ranks("train_8_bit", 2, tmp_path / "c", 1)
     resumed = ranks("train_8_bit", 2, tmp_path / "c", 0)
