@@ -103,7 +103,9 @@ def identity(leaf: Any) -> Hashable | None:
     So detached aliases of one parameter have the same key.
 
     It uses the memory's owner, not its address: a rank with an empty shard must find the same
-    tensors tied as other ranks do.
+    tensors tied as other ranks do. In a buffer of several tensors all empty shards may look alike,
+    so there each DTensor is itself only. (FSDP2's memory is never empty, nor larger than the
+    complete tensor.)
     """
     local = leaf._local_tensor
     if (
@@ -113,6 +115,9 @@ def identity(leaf: Any) -> Hashable | None:
         or leaf.numel() == 0
     ):
         return None
+    memory = local.untyped_storage()
+    if local.numel() == 0 and not 0 < memory.nbytes() <= leaf.nbytes:
+        return ("dtensor", id(leaf))
     seen = (
         tuple(local.shape),
         local.stride(),
@@ -123,7 +128,7 @@ def identity(leaf: Any) -> Hashable | None:
     )
     return (
         "dtensor",
-        local.untyped_storage()._cdata,
+        memory._cdata,
         *seen,
         tuple(leaf.shape),
         leaf.device_mesh,

@@ -364,7 +364,26 @@ def tied(_):
     meta = DTensor.from_local(
         torch.empty(1, 3, device="meta"), mesh_of((2,)), [Shard(0)], run_check=False
     )
+    held = 1 - dist.get_rank()
+    in_buffers = [
+        [
+            DTensor.from_local(
+                buffer[k * held : (k + 1) * held],
+                mesh_of((2,)),
+                [Shard(0)],
+                run_check=False,
+                shape=torch.Size((1,)),
+                stride=(1,),
+            )
+            for k in range(2)
+        ]
+        for buffer in (torch.ones(2 * held), torch.ones(9))
+    ]
     return {
+        "in buffers": [
+            len({frameworks.identity(leaf) for leaf in (first, first, second)})
+            for first, second in in_buffers
+        ],
         "held": [len(frameworks.source("w", leaf, world()).boxes) for leaf in (same[0], apart[1])],
         "same": len({frameworks.identity(leaf) for leaf in same}),
         "apart": [len({frameworks.identity(leaf) for leaf in apart}), len(apart)],

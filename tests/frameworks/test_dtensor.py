@@ -442,6 +442,10 @@ def test_tied_parameters_are_found_on_ranks_that_hold_nothing_of_them_too(answer
         assert rank["targets"]
 
 
+def test_empty_shards_in_one_buffer_are_two_tensors_as_on_the_ranks_with_elements(answers):
+    assert [rank["in buffers"] for rank in answers[2, "tied"]] == [[2, 2], [2, 2]]
+
+
 # Ways to make a DTensor
 
 
