@@ -133,7 +133,8 @@ def restore(
             error if both have tensors and share none, or if no stored name is left to restore.
         cast: whether to convert tensors to the dtype of their leaf, as `numpy.astype` does: floats
             round to the nearest, integers wrap. Complex to real is an error, and so are dtypes
-            without a conversion.
+            without a conversion. Without it, a stored Python number fits a tensor without
+            dimensions whose dtype has it; a float is rounded, but not to infinity.
         memory_limit: bytes of host staging; at least this process's shards of one tensor.
         cooperative: whether processes that need the same bytes read a part each and send it to the
             others, so that the storage serves each byte once. All processes of the job must then
@@ -368,7 +369,8 @@ def restoring(
         _log.warning("%s: restore(strict=False): %s", checkpoint.location, matched.skipped())
     numbers = arrays_for_numbers(checkpoint, matched, record) if matched.numbers else {}
     filled = {
-        name: sink_of_number(name, leaf, number) for name, (leaf, number) in matched.filled.items()
+        name: sink_of_number(name, leaf, number, cast=cast)
+        for name, (leaf, number) in matched.filled.items()
     }
     places = {
         **matched.tensors,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from shardckpt.errors import DtypeMismatchError
 from shardckpt.state.names import shown
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -56,23 +58,35 @@ def in_form_of(like: object, stored: object) -> object:
     return number_like(np.asarray(stored), like)
 
 
-def array_of_number(number: Any, dtype: np.dtype[Any], where: str) -> NDArray[Any]:
+def array_of_number(number: Any, dtype: np.dtype[Any], where: str, *, cast: bool) -> NDArray[Any]:
     """An array without dimensions of a number; floats are rounded to the dtype.
+
+    With `cast`, other numbers are converted, too, as `numpy.astype` does.
 
     Raises:
         DtypeMismatchError: the dtype does not have this number; names the leaf.
     """
-    exact = dtype.kind in "biu" or isinstance(number, complex | np.complexfloating)
+    cast = cast and (dtype.kind == "c" or not isinstance(number, complex | np.complexfloating))
     with (
         suppress(TypeError, ValueError, OverflowError),
         np.errstate(all="ignore"),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        array: NDArray[Any] = np.asarray(np.asarray(number).astype(dtype))
-        if not exact or array.item() == number:
+        natural = np.asarray(number)
+        array: NDArray[Any] = np.asarray(natural.astype(dtype))
+        if cast or _is_rounded(natural.item(), array.item()):
             return array
     raise DtypeMismatchError(
-        f"{shown(where)} is the number {number!r} in the checkpoint, which {dtype.name} in `like` "
-        "does not have; pass a tensor of another dtype there, or a Python number."
+        f"{shown(where)} is the number {shorten(number)} in the checkpoint, which {dtype.name} in "
+        "`like` does not have; pass a tensor of another dtype there, a Python number, or cast=True "
+        "to convert real numbers."
     )
+
+
+def _is_rounded(number: complex, converted: complex) -> bool:
+    """Whether a converted number is the same, or a finite float rounded to another."""
+    if isinstance(number, float) and isinstance(converted, float) and number != converted:
+        finite = math.isfinite(number) and math.isfinite(converted)
+        return finite or (math.isnan(number) and math.isnan(converted))
+    return number == converted

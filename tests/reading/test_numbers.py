@@ -63,21 +63,56 @@ def test_a_number_of_any_form_is_restored_into_any_other_and_the_form_is_like_s(
         assert str(restored.dtype) == str(like["step"].dtype)
 
 
+ABSENT = [
+    (2**40, np.int32),
+    (-1, np.uint8),
+    (0.5, np.int64),
+    (0.5, ml_dtypes.int4),
+    (2**70, np.int64),
+    (2**24 + 1, np.float32),
+    (np.int16(1001), ml_dtypes.bfloat16),
+    (300000.0, np.float16),
+    (np.float64(1e300), np.float32),
+    (1000.0, ml_dtypes.float8_e4m3fn),
+    (-np.inf, ml_dtypes.float8_e4m3fn),
+    (np.nan, ml_dtypes.float4_e2m1fn),
+    (1j, np.float32),
+    pytest.param(10**400, np.float32, id="400 digits"),
+    pytest.param(10**5000, np.float64, id="5000 digits"),
+]
+
+
+@pytest.mark.parametrize(("number", "dtype"), ABSENT)
 @pytest.mark.parametrize(
-    ("number", "dtype"),
-    [(2**40, np.int32), (-1, np.uint8), (0.5, np.int64), (1j, np.float32), (2**70, np.int64)],
+    "form", [lambda dtype: np.zeros((), dtype), lambda dtype: Target(None, (), dtype)]
 )
 def test_a_number_that_the_dtype_does_not_have_is_refused_by_name_before_anything_is_read(
-    tmp_path, number, dtype
+    tmp_path, number, dtype, form
 ):
     shardckpt.save(tmp_path / "c", {"layer": {"step": number}, "w": np.ones(3)})
-    like = {"layer": {"step": np.zeros((), dtype)}, "w": np.zeros(3)}
+    like = {"layer": {"step": form(np.dtype(dtype).name)}, "w": np.zeros(3)}
     with pytest.raises(
         errors.DtypeMismatchError,
         match=r"'layer/step' is the number .* which \w+ in `like` does not have",
-    ):
+    ) as refused:
         shardckpt.restore(tmp_path / "c", like)
+    assert len(str(refused.value)) < 300
     assert like["w"].tolist() == [0, 0, 0]
+
+
+def test_with_cast_a_number_is_converted_as_a_tensor_is_and_complex_to_real_is_refused(tmp_path):
+    for number, dtype in ((2**24 + 1, np.float32), (1e300, np.float16), (-1, np.uint8)):
+        shardckpt.save(
+            tmp_path / "c",
+            {"a": number, "b": np.array(number)},
+            options=shardckpt.SaveOptions(overwrite=True),
+        )
+        like = {"a": np.zeros((), dtype), "b": np.zeros((), dtype)}
+        shardckpt.restore(tmp_path / "c", like, cast=True)
+        assert like["a"].item() == like["b"].item()
+    shardckpt.save(tmp_path / "z", {"a": 1j})
+    with pytest.raises(errors.DtypeMismatchError, match="'a' is the number 1j"):
+        shardckpt.restore(tmp_path / "z", {"a": np.zeros(())}, cast=True)
 
 
 def test_a_float_is_rounded_and_a_value_that_the_form_lacks_keeps_its_own(tmp_path):

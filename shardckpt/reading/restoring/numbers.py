@@ -44,10 +44,10 @@ def arrays_for_numbers(
     return arrays
 
 
-def sink_of_number(name: str, leaf: object, number: object) -> tuple[Sink, Array]:
+def sink_of_number(name: str, leaf: object, number: object, *, cast: bool) -> tuple[Sink, Array]:
     """The place of a tensor for which a number is stored, and what goes there."""
     natural = np.asarray(number).dtype
     sink = frameworks.target(
         name, leaf, (), by_name("int64") if natural.kind == "O" else of_numpy(natural)
     )
-    return sink, array_of_number(number, sink.dtype.numpy, name)
+    return sink, array_of_number(number, sink.dtype.numpy, name, cast=cast)
