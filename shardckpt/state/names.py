@@ -9,7 +9,8 @@
 3. Classes in the pytree registry of torch or JAX: by the registry's keys. The registries are looked
    up, never imported: an object of a registered class exists only if its framework is imported.
 4. Dataclasses: by field. They come after the registries, because a registered dataclass (a flax
-   TrainState, say) keeps functions and other constants out of the tree.
+   TrainState, say) keeps functions and other constants out of the tree. A dataclass that is also a
+   dict, list, text or number, or a torch module, has more than its fields, and does not count.
 
 A container of any class is stored in one of three plain forms: dict, list or tuple.
 
@@ -178,6 +179,8 @@ def container_of(value: object, where: str) -> Container | None:
 
 _DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
 _SEQUENCES = frozenset({list, tuple, deque})
+_CONTENTS = (dict, list, tuple, deque, set, frozenset, str, bytes, bytearray, int, float, complex)
+"""Classes whose objects have contents beside their attributes."""
 _KEYS = frozenset({str, int, bool, type(None)})
 
 
@@ -219,6 +222,8 @@ def _of_sequence(value: list[object] | tuple[object, ...] | deque[object]) -> Co
 
 def _of_dataclass(value: object) -> Container | None:
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    if isinstance(value, _CONTENTS) or hasattr(value, "named_parameters"):
         return None
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 

@@ -216,6 +216,62 @@ def test_a_node_that_gives_two_children_one_key_is_refused():
         tree_of({"a": Twice()})
 
 
+@pytest.mark.parametrize(
+    ("base", "content", "advice"),
+    [
+        (dict, {"w": W}, r"Convert it with dict\(…\)"),
+        (list, [W], r"Convert it with list\(…\)"),
+        (tuple, [W], r"Convert it with tuple\(…\)"),
+        (float, 0.5, r"Convert it with float\(…\)"),
+        (str, "text", r"Convert it with str\(…\)"),
+        (set, {1}, r"store sorted\(…\) of it"),
+        (deque, [W], "call shardckpt.register_leaf"),
+    ],
+)
+def test_a_dataclass_that_has_contents_beside_its_fields_is_refused(base, content, advice):
+    kind = dataclass(type("Kind", (base,), {"__annotations__": {"rate": float}, "rate": 0.1}))
+    value = kind.__new__(kind, content)
+    if base in (dict, list, set, deque):
+        base.__init__(value, content)
+    with pytest.raises(LeafError, match=rf"'a' is a .*Kind, which cannot be stored.*{advice}"):
+        tree_of({"a": value})
+
+
+def test_a_torch_module_that_is_a_dataclass_is_refused_as_any_module():
+    @dataclass(eq=False)
+    class Net(torch.nn.Module):
+        width: int = 4
+
+        def __post_init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(self.width, 1)
+
+    with pytest.raises(LeafError, match=r"'a' is a .*Net, .* Store its state_dict\(\)"):
+        tree_of({"a": Net()})
+
+
+def test_a_dataclass_that_is_a_registered_dict_is_stored_by_its_keys():
+    from torch.utils import _pytree as pytree
+
+    @dataclass
+    class Output(OrderedDict):  # as in transformers
+        w: object
+
+        def __post_init__(self):
+            self["w"] = self.w
+
+    pytree.register_pytree_node(
+        Output,
+        lambda node: (list(node.values()), None),
+        lambda children, _context: Output(*children),
+        flatten_with_keys_fn=lambda node: (
+            [(pytree.MappingKey(key), child) for key, child in node.items()],
+            None,
+        ),
+    )
+    assert through_json(Output(W)) == {"w": W}
+
+
 def test_frameworks_are_looked_for_and_not_imported():
     code = """
 import sys
