@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from shardckpt.errors import BudgetError, DtypeError, LeafError
+from shardckpt.errors import BudgetError, DtypeError, DtypeMismatchError, LeafError
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from shardckpt.frameworks.jax_layout import JaxShards
     from shardckpt.layout.dtypes import DType
 
@@ -85,3 +87,24 @@ def probe(dtype: np.dtype[Any], device: Any, what: str) -> Any:
             "returns as `like`."
         )
     return array
+
+
+def array_of(elements: NDArray[Any], what: str, instead: str, device: Any = None) -> Any:
+    """A `jax.Array` of the elements, on a device or on JAX's default device.
+
+    Args:
+        elements: the elements; they may have 64 bits each.
+        what: the array, for messages.
+        instead: what the user may do to restore no such array, for messages.
+        device: the device.
+
+    Raises:
+        DtypeMismatchError: JAX would silently replace the dtype with a smaller one.
+    """
+    made = jax.dtypes.canonicalize_dtype(elements.dtype)
+    if made != elements.dtype:
+        raise DtypeMismatchError(
+            f"{what} is an array of {elements.dtype}, and JAX makes it {made} here; call "
+            f'jax.config.update("jax_enable_x64", True) first, or {instead}.'
+        )
+    return jax.device_put(elements, device)

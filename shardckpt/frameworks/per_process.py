@@ -36,7 +36,6 @@ import numpy as np
 from shardckpt import frameworks
 from shardckpt.errors import (
     DtypeError,
-    DtypeMismatchError,
     FormatError,
     LeafError,
     MismatchError,
@@ -353,12 +352,9 @@ def _to_torch(read: Fields, array: NDArray[Any], dtype: DType) -> object:
 def _to_jax(read: Fields, array: NDArray[Any], leaf: Tensor) -> object:
     import jax
 
-    made = jax.device_put(array)
-    if made.dtype != array.dtype:
-        raise DtypeMismatchError(
-            f"{read.where} is a jax.Array of {array.dtype}, and JAX makes it {made.dtype} here; "
-            f'call jax.config.update("jax_enable_x64", True) first, or leave it out with only=.'
-        )
+    from shardckpt.frameworks.jax_arrays import array_of
+
+    made = array_of(array, read.where, "leave it out with only=")
     if leaf.meaning is None:
         return made
     try:

@@ -9,7 +9,7 @@ import numpy as np
 from shardckpt.convert.formats.safetensors.layout import DTYPES
 from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.layout.dtypes import by_name
-from shardckpt.state.names import did_you_mean
+from shardckpt.state.names import did_you_mean, shown
 from shardckpt.text import shorten
 from shardckpt.views.model_view import ModelView
 
@@ -96,6 +96,7 @@ class safe_open:  # noqa: N801  (the name in safetensors)
 
         Raises:
             NamesMismatchError: there is no such tensor.
+            DtypeMismatchError: JAX would silently return 32 bits of elements of 64 bits.
             CorruptionError, MissingDataError, StorageError: stored bytes are damaged or missing, or
                 cannot be read.
         """
@@ -141,13 +142,10 @@ class TensorSlice:
         if self._framework == "np":
             return elements
         if self._framework == "jax":
-            import jax
+            from shardckpt.frameworks.jax_arrays import array_of
 
-            return (
-                jax.device_put(elements)
-                if self._device == "cpu"
-                else jax.device_put(elements, self._device)
-            )
+            device = None if self._device == "cpu" else self._device
+            return array_of(elements, shown(self._array.name), 'open with framework="np"', device)
         from shardckpt.frameworks.torch import tensor_of
 
         return tensor_of(elements, by_name(self._array.dtype_name)).to(self._device)

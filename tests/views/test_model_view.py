@@ -9,6 +9,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from convert_states import layouts, random, saved, sharded
@@ -18,7 +19,7 @@ from safetensors import safe_open as stock_open
 from safetensors.numpy import load
 
 import shardckpt
-from shardckpt.errors import CorruptionError, NotFoundError, OptionError
+from shardckpt.errors import CorruptionError, DtypeMismatchError, NotFoundError, OptionError
 from shardckpt.streaming.elements import AHEAD_BYTES
 from shardckpt.views.model_view import ModelView, safetensors_view
 
@@ -228,3 +229,15 @@ def test_safe_open_is_as_safetensors_has_it(tmp_path, framework):
             shardckpt.errors.NamesMismatchError, match=r"no tensor 'aa' \(did you mean 'a'"
         ):
             ours.get_tensor("aa")
+
+
+@pytest.mark.parametrize("elements", [np.array([2**40 + 5]), np.array([1e300])])
+def test_safe_open_refuses_elements_that_jax_would_make_shorter(tmp_path, elements):
+    saved(tmp_path / "c", {"a": elements})
+    with shardckpt.safe_open(tmp_path / "c", framework="jax") as f:
+        with pytest.raises(
+            DtypeMismatchError, match=r"'a' is .*64, and JAX makes it .*32 here; .*jax_enable_x64"
+        ):
+            f.get_tensor("a")
+        with jax.enable_x64(True):
+            assert np.asarray(f.get_tensor("a")).tobytes() == elements.tobytes()
