@@ -184,7 +184,8 @@ def gather(
     """The values of all processes, by process: process 0 collects them and publishes them as one.
 
     A process may be a question ahead of others only if it has declined that one: so an older number
-    is no answer yet, and a process with a newer one has declined.
+    is no answer yet, and a process with a newer one has declined. A process whose call has failed
+    sets `WITHDRAWN`, and may call again with another value, so every look reads all values.
 
     Args:
         key: a key under the run id.
@@ -200,10 +201,10 @@ def gather(
         yield Set(f"{key}/{process}", numbered(number, value))
         answer: list[Any] = yield from await_answer(key, process, number)
         return answer
-    values: dict[int, Any] = {0: decode(value)}
     while True:
+        values: dict[int, Any] = {0: decode(value)}
         for p in range(1, processes):
-            data = None if p in values else (yield Get(f"{key}/{p}"))
+            data = yield Get(f"{key}/{p}")
             if data is not None and (answered := decode(data))[0] >= number:
                 values[p] = answered[1] if answered[0] == number else None
         if (yield from _publish(key, values, processes, number)):
@@ -213,6 +214,10 @@ def gather(
 def numbered(number: int, value: bytes) -> bytes:
     """An encoded value with the number of its question, encoded."""
     return b"[%d,%b]" % (number, value)
+
+
+WITHDRAWN = numbered(-1, encode(None))
+"""The value of a process for `gather` whose call has failed: no answer to any question."""
 
 
 def listen(key: str, process: int, processes: Sequence[int]) -> Steps[list[Any]]:

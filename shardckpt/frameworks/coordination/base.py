@@ -18,13 +18,19 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from shardckpt.errors import CoordinationError, OptionError
 from shardckpt.frameworks.coordination import agreement
 from shardckpt.frameworks.coordination.agreement import decode, encode
-from shardckpt.frameworks.coordination.devices import given_devices, report, world_of
+from shardckpt.frameworks.coordination.devices import (
+    framework_of_several,
+    given_devices,
+    report,
+    world_of,
+)
 from shardckpt.frameworks.coordination.executing import execute, until
 from shardckpt.frameworks.coordination.waiting import ALL_MUST_CALL
 from shardckpt.layout.world import World
@@ -136,7 +142,12 @@ class Coordinator(ABC):
         question, number = self._shared(key)
         world = self.world
         steps = agreement.gather(question, world.process, world.processes, encode(value), number)
-        values = self._run(steps, timeout)
+        try:
+            values = self._run(steps, timeout)
+        except BaseException:
+            with suppress(CoordinationError):
+                self._set(f"{_PREFIX}{question}/{world.process}", agreement.WITHDRAWN)
+            raise
         self._asked["share", key] += 1
         return values
 
@@ -469,7 +480,7 @@ def _kind() -> type[TorchStore | JaxClient | SingleProcess]:
     # Scripts often make a process group of one: if another store knows of more processes, it is the
     # job's.
     processes, kind = next((f for f in stores if f[0] > 1), (stores or [(1, SingleProcess)])[0])
-    others = _others() if processes == 1 else None
+    others = framework_of_several() if processes == 1 else None
     if others:
         raise CoordinationError(
             f"{others} and has no store in which they could meet; call "
@@ -477,21 +488,3 @@ def _kind() -> type[TorchStore | JaxClient | SingleProcess]:
             "or jax.distributed.initialize first."
         )
     return kind
-
-
-def _others() -> str | None:
-    """A description of the framework that runs in more than one process; None if there is none."""
-    if "torch_xla" in sys.modules:
-        import torch_xla  # noqa: F401  (before a module of it, for other threads that import it)
-        import torch_xla.runtime as xr
-        from torch_xla import _XLAC
-
-        if (xr.is_spmd() or _XLAC._xla_runtime_is_initialized()) and xr.process_count() > 1:
-            return f"this torch_xla job runs in {xr.process_count()} processes"
-    if "jax" in sys.modules:
-        import jax
-        from jax._src import xla_bridge
-
-        if xla_bridge.backends_are_initialized() and jax.process_count() > 1:
-            return f"this JAX job runs in {jax.process_count()} processes"
-    return None

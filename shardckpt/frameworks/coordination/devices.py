@@ -149,3 +149,21 @@ def sharing(process: int, reports: Sequence[Sequence[str]]) -> int:
     """
     host, own = reports[process]
     return sum(name == host and bool(int(mask, 16) & int(own, 16)) for name, mask in reports)
+
+
+def framework_of_several() -> str | None:
+    """A description of the framework that runs in more than one process; None if there is none."""
+    if "torch_xla" in sys.modules:
+        import torch_xla  # noqa: F401  (before a module of it, for other threads that import it)
+        import torch_xla.runtime as xr
+        from torch_xla import _XLAC
+
+        if (xr.is_spmd() or _XLAC._xla_runtime_is_initialized()) and xr.process_count() > 1:
+            return f"this torch_xla job runs in {xr.process_count()} processes"
+    if "jax" in sys.modules:
+        import jax
+        from jax._src import xla_bridge
+
+        if xla_bridge.backends_are_initialized() and jax.process_count() > 1:
+            return f"this JAX job runs in {jax.process_count()} processes"
+    return None

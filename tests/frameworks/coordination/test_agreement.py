@@ -2,14 +2,18 @@
 every order."""
 
 import json
+import time
 from itertools import count
+from threading import Barrier
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from one_of_several import on_threads
 
 from shardckpt.errors import CoordinationError
 from shardckpt.frameworks.coordination.agreement import (
+    WITHDRAWN,
     Get,
     Late,
     Report,
@@ -258,6 +262,61 @@ def test_questions_that_share_two_keys_are_never_taken_for_each_other(processes,
         assert answer == [
             None if nothing or (p, number) in declined else [p, number] for p in range(processes)
         ]
+
+
+@given(
+    processes=st.integers(2, 4),
+    events=st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=120),
+)
+@example(processes=3, events=[(False, p) for p in (1, 0, 0, 0, 0)] + [(True, 1)])
+def test_a_value_that_is_withdrawn_before_process_0_looks_is_in_no_answer(processes, events):
+    store, calls, answers, steps, replies = {}, dict.fromkeys(range(processes), 0), {}, {}, {}
+    between_looks = True
+
+    def call(p):
+        calls[p] += 1
+        steps[p] = gather("question", p, processes, encode([p, calls[p]]))
+        replies[p] = None
+
+    for p in range(processes):
+        call(p)
+    for fails, number in [*events, *((False, p) for p in list(range(processes)) * PATIENCE)]:
+        p = number % processes
+        if p in answers:
+            continue
+        if fails:
+            if between_looks:
+                store[f"question/{p}"] = WITHDRAWN
+                call(p)
+            continue
+        try:
+            operation = steps[p].send(replies[p])
+        except StopIteration as end:
+            answers[p] = end.value
+            continue
+        replies[p] = store.get(operation.key) if isinstance(operation, Get) else None
+        if isinstance(operation, Set):
+            store[operation.key] = operation.value
+        if not p:
+            between_looks = isinstance(operation, Wait)
+    expected = [[p, calls[p]] for p in range(processes)]
+    assert [answers[p] for p in range(processes)] == [expected] * processes
+
+
+def test_a_value_of_a_call_that_timed_out_is_not_in_the_answer_to_the_next():
+    failed = Barrier(3)
+
+    def share(coordinator):
+        process = coordinator.world.process
+        if process < 2:
+            with pytest.raises(CoordinationError, match="for process 2,"):
+                coordinator.share("key", f"first-{process}", timeout=0.2)
+        failed.wait()
+        if process == 1:
+            time.sleep(0.2)  # the others come first
+        return coordinator.share("key", f"second-{process}")
+
+    assert on_threads(3, share) == [["second-0", "second-1", "second-2"]] * 3
 
 
 @pytest.mark.parametrize("came", [[1], [1, 2], [1, 3, 4]])
