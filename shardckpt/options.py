@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
+from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
 from shardckpt.errors import OptionError, ShardckptError
@@ -447,13 +448,17 @@ def check_whole(value: object, what: str, least: int = 1) -> None:
 
 
 def check_seconds(value: object, what: str) -> None:
-    """Refuse a value that is not a positive and finite number.
+    """Refuse a value that is not a positive number, or longer than Python can wait.
 
     Raises:
         OptionError: names the argument, `what`, as for `check_whole`.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise OptionError(f"{what}={shorten(value)}): give a positive number of seconds.")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value <= TIMEOUT_MAX:  # type: ignore[operator]
+        raise OptionError(
+            f"{what}={shorten(value)}): give a positive number of seconds, at most "
+            f"{TIMEOUT_MAX:.2g}."
+        )
 
 
 def _patterns(skip: object, base: object) -> tuple[str, ...]:

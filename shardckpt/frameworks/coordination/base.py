@@ -34,6 +34,7 @@ from shardckpt.frameworks.coordination.devices import (
 from shardckpt.frameworks.coordination.executing import execute, until
 from shardckpt.frameworks.coordination.waiting import ALL_MUST_CALL
 from shardckpt.layout.world import World
+from shardckpt.options import check_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -90,8 +91,9 @@ class Coordinator(ABC):
 
         Raises:
             CoordinationError: not all processes joined in time; names the missing ones.
-            OptionError: two processes own the same device.
+            OptionError: two processes own the same device, or the timeout is invalid.
         """
+        check_seconds(timeout, f"{type(self).__name__}(timeout")
         self.world = World(process, processes)
         self._timeout = timeout
         self._asked: Counter[tuple[str, str]] = Counter()
@@ -120,9 +122,10 @@ class Coordinator(ABC):
         Raises:
             CoordinationError: not all processes joined in time; or there are several processes and
                 no common store; or this process was forked from a process of the job.
-            OptionError: two processes own the same device, or `devices` differs from the first
-                call's.
+            OptionError: two processes own the same device, `devices` differs from the first call's,
+                or the timeout is invalid.
         """
+        check_seconds(timeout, "Coordinator.current(timeout")
         return _current(devices, timeout, timeout)
 
     def share(self, key: str, value: Any, *, timeout: float | None = None) -> list[Any]:

@@ -1,5 +1,8 @@
 """A process without torch.distributed and without jax.distributed is alone."""
 
+import math
+from threading import TIMEOUT_MAX
+
 import pytest
 
 import shardckpt
@@ -49,3 +52,25 @@ def test_what_is_no_coordinator_is_refused_by_kind(given, named):
             OptionError, match=f"coordinator=…: {named} is not a coordinator; give an instance"
         ):
             call()
+
+
+@pytest.mark.parametrize("seconds", [math.inf, math.nan, 1e12, -5, -1, 0, None, "x", True])
+def test_a_time_limit_that_cannot_be_waited_for_is_refused_by_name(seconds):
+    for name, call in (
+        ("Coordinator.current(timeout", lambda: Coordinator.current(timeout=seconds)),
+        ("SingleProcess(timeout", lambda: shardckpt.SingleProcess(timeout=seconds)),
+        (
+            "SaveOptions(commit_timeout",
+            lambda: shardckpt.SaveOptions(commit_timeout=seconds),
+        ),
+    ):
+        with pytest.raises(OptionError) as refused:
+            call()
+        assert str(refused.value).startswith(f"{name}={seconds!r}): give a positive number")
+
+
+def test_the_longest_time_limit_is_that_of_python(tmp_path):
+    assert Coordinator.current(timeout=TIMEOUT_MAX).world.processes == 1
+    options = shardckpt.SaveOptions(commit_timeout=TIMEOUT_MAX)
+    shardckpt.save_async(tmp_path / "c", {"a": 1}, options=options).wait()
+    assert shardckpt.restore(tmp_path / "c") == {"a": 1}
