@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from functools import cache, lru_cache
 from importlib import import_module
+from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardckpt.errors import LeafError
@@ -232,12 +233,13 @@ def _own(source: Any, world: World) -> Source:
     """The source of a tensor that this process alone has."""
     if hasattr(source, "of"):  # on a CUDA device
         return replace(source, of=_own(source.of, world))  # type: ignore[no-any-return]
-    if source.layout is not None or source.holders is not None:
+    own = [(world.process,)] * len(source.boxes)
+    if source.boxes.elements != prod(source.shape) or source.holders not in (None, own):
         raise LeafError(
             f"{shown(source.name)} is laid out over several processes, so it does not belong to "
-            "one of them; let the patterns of local= select plain tensors only."
+            "one of them; let the patterns of local= select tensors of one process only."
         )
-    return replace(source, holders=[(world.process,)] * len(source.boxes))  # type: ignore[no-any-return]
+    return replace(source, holders=own) if source.holders is None else source  # type: ignore[no-any-return]
 
 
 def source(name: str, leaf: object, world: World = ALONE) -> Source:

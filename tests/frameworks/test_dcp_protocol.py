@@ -132,6 +132,17 @@ def test_only_what_has_elements_is_a_shard():
     assert frameworks.target("w", nothing, (6, 3), F32).place([]) is nothing
 
 
+def test_a_tensor_belongs_to_one_process_if_all_its_shards_are_there():
+    world, half = World(1, 2), Table([torch.ones(3, 3)], [(0, 0)], (6, 3))
+    with pytest.raises(LeafError, match="'w/1' is laid out over several processes"):
+        frameworks.sources({"w/1": half}, world, local={"w/1"})
+    both = Table([torch.ones(3, 3)] * 2, [(0, 0), (3, 0)], (6, 3))
+    nothing = Table([], [], (0, 3))
+    for leaf, shards in ((both, 2), (nothing, 0)):
+        (source,) = frameworks.sources({"w/1": leaf}, world, local={"w/1"}).values()
+        assert source.holders == [(1,)] * shards
+
+
 def test_a_scalar_is_one_shard():
     leaf = Table([torch.tensor(3.0)], [()], ())
     source = frameworks.source("w", leaf)

@@ -7,9 +7,12 @@ import sys
 from collections import Counter
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from one_of_several import on_threads
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from trained import groups, net, steps
@@ -301,6 +304,24 @@ assert other.values["weights"]["w"].tolist() == [0, 1, 2] and other.step == 4
 assert not {{"torch", "jax"}} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_local_pattern_may_select_an_array_on_a_device_of_the_process(tmp_path, processes):
+    device = jax.devices()[0]
+
+    def resume(coordinator):
+        def state(fill):
+            array = jax.device_put(jnp.full(4, fill), device)
+            return shardckpt.train_state(a=array, rng=False, local="a")
+
+        number = coordinator.world.process + 3
+        shardckpt.save(tmp_path / "c", state(number), coordinator=coordinator)
+        fresh = state(0)
+        shardckpt.restore(tmp_path / "c", fresh, coordinator=coordinator)
+        return fresh.values["a"].tolist()
+
+    assert on_threads(processes, resume) == [[3] * 4, [4] * 4][:processes]
 
 
 def test_a_local_pattern_that_selects_nothing_is_refused_by_the_first_save_in_which_it_could(
