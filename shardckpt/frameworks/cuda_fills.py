@@ -23,6 +23,7 @@ from shardckpt.errors import BudgetError
 from shardckpt.frameworks import cuda_runtime
 from shardckpt.frameworks.cuda import Arrival, SideStreams
 from shardckpt.frameworks.cuda_runtime import host_tensor, pin, within_slices
+from shardckpt.frameworks.numpy import address_of
 from shardckpt.frameworks.torch import TensorSink, array_of
 from shardckpt.layout.box import Box, BoxArray
 
@@ -143,13 +144,13 @@ def _spread(run: list[tuple[NDArray[Any], Any]], stream: Any) -> None:
     """Queue one copy of these adjacent buffers to the device, and from there to their tensors."""
     if len(run) > 1:
         (first, _), (last, _) = run[0], run[-1]
-        begin, end = _address(first), _address(last) + last.nbytes
+        begin, end = address_of(first), address_of(last) + last.nbytes
         memory: Any = first.base
-        region = memory[begin - _address(memory) : end - _address(memory)]
+        region = memory[begin - address_of(memory) : end - address_of(memory)]
         if next(within_slices(region, region))[0] is region:
             # One by one they need no memory, if they are contiguous.
             with suppress(torch.OutOfMemoryError):
-                starts = [_address(buffer) - begin for buffer, _ in run]
+                starts = [address_of(buffer) - begin for buffer, _ in run]
                 cuda_runtime.runtime.spread(
                     [view for _, view in run], starts, torch.from_numpy(region), stream
                 )
@@ -160,18 +161,13 @@ def _spread(run: list[tuple[NDArray[Any], Any]], stream: Any) -> None:
 def _runs(pairs: list[tuple[NDArray[Any], Any]]) -> Iterator[list[tuple[NDArray[Any], Any]]]:
     """Group buffers that lie side by side in one memory of bytes."""
     run: list[tuple[NDArray[Any], Any]] = []
-    for buffer, view in sorted(pairs, key=lambda pair: _address(pair[0])):
+    for buffer, view in sorted(pairs, key=lambda pair: address_of(pair[0])):
         if run:
             before, _ = run[-1]
             together = buffer.base is not None and buffer.base is before.base
-            if not together or _address(buffer) - _address(before) - before.nbytes >= _BETWEEN:
+            if not together or address_of(buffer) - address_of(before) - before.nbytes >= _BETWEEN:
                 yield run
                 run = []
         run.append((buffer, view))
     if run:
         yield run
-
-
-def _address(array: Any) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address

@@ -68,7 +68,7 @@ class ArraySource(HostSource):
         """The array's own address."""
         array = self.array
         is_contiguous = array.size and array.flags.c_contiguous and array.dtype.isnative
-        return _address(array) if is_contiguous else 0
+        return address_of(array) if is_contiguous else 0
 
     @classmethod
     def fetch(
@@ -124,7 +124,7 @@ class ArraySink(PlainSink):
     def place(self, buffers: Sequence[Array]) -> object:
         """Copy the buffers that are not the array's own memory into it."""
         for buffer in buffers:
-            if _address(buffer) != _address(self.array):
+            if address_of(buffer) != address_of(self.array):
                 self.array[...] = buffer
         return self.leaf
 
@@ -155,7 +155,7 @@ def identity(leaf: Array) -> Hashable | None:
     """
     if leaf.size == 0:
         return None
-    return "numpy", _address(leaf), leaf.shape, leaf.strides, *dtype_names(leaf.dtype)
+    return "numpy", address_of(leaf), leaf.shape, leaf.strides, *dtype_names(leaf.dtype)
 
 
 @lru_cache(maxsize=256)
@@ -222,7 +222,8 @@ def overlaps_itself(array: Array) -> bool:
     return False
 
 
-def _address(array: Array) -> int:
+def address_of(array: Array) -> int:
+    """The address of an array's first element."""
     address: int = array.__array_interface__["data"][0]
     return address
 

@@ -40,11 +40,6 @@ class DeviceOwners:
         ids = np.array(sorted(owners), np.int64)
         return cls(ids, np.array([owners[i] for i in ids.tolist()], np.int64))
 
-    @classmethod
-    def identity(cls, processes: int) -> DeviceOwners:
-        """One device per process, with the process's number, like torch.distributed's ranks."""
-        return cls(np.arange(processes), np.arange(processes))
-
     def of_devices(self, device_ids: ArrayLike) -> NDArray[np.int64]:
         """The process of each of some devices.
 
