@@ -37,6 +37,10 @@ def become_nobody():
 
     shardckpt.save("warm", {"w": np.ones(3)}, options=shardckpt.SaveOptions(overwrite=True))
     shardckpt.restore("warm")
+    run = f"run {os.getpid()}"
+    with shardckpt.CheckpointManager(run, every=1, keep=1) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": np.ones(3)})
     del os.environ["HOME"]
     os.setgroups([])
     os.setgid(USER)

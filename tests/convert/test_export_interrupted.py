@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 
+import crc32c
+import numpy as np
 import pytest
 from convert_states import random, saved, sharded
 from paths import CHILDREN
@@ -18,6 +20,7 @@ from paths import CHILDREN
 import shardckpt
 from shardckpt import errors
 from shardckpt.convert.files import local_files
+from shardckpt.convert.files.notes import Notes
 from shardckpt.plan import grids
 from shardckpt.streaming import stream as streaming
 
@@ -294,6 +297,40 @@ def test_a_refused_export_leaves_the_progress_of_another_one(tmp_path, small):
     with pytest.raises(errors.AlreadyExistsError):
         shardckpt.export(tmp_path / "c", to, dtype="bfloat16")
     assert shardckpt.export(tmp_path / "c", to, overwrite=True).resumed_bytes >= 150 * KiB
+
+
+def test_an_export_that_is_interrupted_as_it_begins_leaves_no_blocks_of_another_one(
+    tmp_path, small, monkeypatch
+):
+    """Else the next call took its empty drafts for what the other one had written."""
+    source(tmp_path / "c")
+    source(tmp_path / "other")
+    to, begin = tmp_path / "a.safetensors", Notes.begin
+
+    def interrupted(notes, identity, names):
+        if notes.has_blocks():
+            raise KeyboardInterrupt
+        begin(notes, identity, names)
+
+    stopped(tmp_path / "c", to, 300 * KiB)
+    with monkeypatch.context() as patch:
+        patch.setattr(Notes, "begin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            shardckpt.export(tmp_path / "other", to)
+    shardckpt.export(tmp_path / "c", to, verify=False)
+    shardckpt.export(tmp_path / "c", tmp_path / "b.safetensors")
+    assert to.read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+def test_the_log_of_an_earlier_release_is_no_list_of_files(tmp_path, small):
+    source(tmp_path / "c")
+    partial = tmp_path / "out" / ".model.safetensors.partial"
+    partial.mkdir(parents=True)
+    note = np.array([1, 0xFFFFFFFF], "<u4").tobytes()
+    checked = note + crc32c.crc32c(note).to_bytes(4, "little")
+    (partial / "notes").write_bytes(bytes(32) + checked)
+    shardckpt.export(tmp_path / "c", tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_a_file_that_was_named_and_removed_before_all_was_tidied_up_is_made_again(

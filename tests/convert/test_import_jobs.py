@@ -256,6 +256,21 @@ def test_a_zarr_group_that_changes_during_its_import_is_an_error(tmp_path: Path)
         shardckpt.open(target)
 
 
+def test_an_import_may_lie_below_its_source_and_other_files_there_do_not_count(
+    tmp_path: Path,
+) -> None:
+    group = tmp_path / "group"
+    zarr_group(group, 1.0)
+    target, log = group / "imported", group / "import.log"
+
+    def progress(done: int, total: int) -> None:
+        log.write_text(f"{done} of {total}")
+
+    shardckpt.import_checkpoint(group, target, workers=1, progress=progress)
+    again = shardckpt.import_checkpoint(group, target, workers=1)
+    assert (again.done_before, again.read_bytes) == (again.tasks, 0)
+
+
 def test_a_note_says_that_chunks_on_a_web_server_are_not_compared(tmp_path: Path) -> None:
     zarr_group(tmp_path / "group", 1.0)
     with web_server(tmp_path) as server:

@@ -229,6 +229,14 @@ def test_a_checkpoint_beside_a_directory_that_may_not_be_entered_is_neither_repl
         places, [["rm", "--yes", str(places / "ok")], save]
     )
     assert (code, kind) == (6, "StorageError")
+    keep = (
+        "import os, numpy, shardckpt; os.mkdir('kept'); os.mkdir('kept/closed', 0);"
+        "manager = shardckpt.CheckpointManager('kept', every=1, keep=1);"
+        "[manager.save(step, {'w': numpy.ones(3)}) for step in (1, 2)]; manager.close()"
+    )
+    ((kept_kind, kept),) = as_another_user(places, [keep])
+    assert kept_kind == "StorageError"
+    assert "no step is deleted" in kept
     for text in (removed, replaced):
         assert "may be the base of closed beside it, which this user may not enter" in " ".join(
             text.split()
