@@ -12,7 +12,6 @@ from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.options import takes
 from shardckpt.cli.screen import Screen, transfer_bar, write_json
 from shardckpt.cli.text import conversion_lines
-from shardckpt.errors import OptionError
 from shardckpt.reshard.options import ReshardOptions
 from shardckpt.text import count, file_size, visible
 
@@ -52,11 +51,6 @@ def reshard(
     those of --rule, then --rules, --preset and --like.
     """
     if source == COMMIT:
-        if ReshardOptions.arguments(given):
-            raise OptionError(
-                f"{COMMIT} takes no options of a reshard; for a checkpoint of that name give "
-                f"./{COMMIT}."
-            )
         commit(destination, as_json=as_json)
         return
     # The imports take long enough to be interrupted.

@@ -143,7 +143,13 @@ class _Process:
         EOFError or OSError if the process ends instead.
         """
         self._pipe.send(call)
-        answer: tuple[bool, Any] = self._pipe.recv()
+        text = self._pipe.recv()
+        try:
+            answer: tuple[bool, Any] = self._pipe.recv()
+        except (EOFError, OSError):
+            raise
+        except Exception as e:  # noqa: BLE001  (the error's class may not make it anew)
+            return False, _not_sent(text, e)
         return answer
 
     def kill(self) -> None:
@@ -181,10 +187,14 @@ def serve(pipe: int) -> None:
             answer = True, function(*args, **kwargs)
         except BaseException as e:  # noqa: BLE001  (the caller raises it)
             answer = False, e
+        text = "" if answer[0] else repr(answer[1])
         try:
             data = ForkingPickler.dumps(answer)
-            ForkingPickler.loads(data)
         except Exception as e:  # noqa: BLE001  (classes may raise anything)
-            error = RuntimeError(f"{answer[1]!r} cannot be sent to another process: {e!r}")
-            data = ForkingPickler.dumps((False, error))
+            data = ForkingPickler.dumps((False, _not_sent(text or repr(answer[1]), e)))
+        connection.send(text)
         connection.send_bytes(data)
+
+
+def _not_sent(text: str, error: Exception) -> RuntimeError:
+    return RuntimeError(f"{text} cannot be sent to another process: {error!r}")

@@ -30,12 +30,6 @@ def test_what_is_complete_becomes_a_checkpoint(run, saver, tmp_path):
     assert shardckpt.open(tmp_path / "2").verify().ok
 
 
-def test_a_reshard_of_the_name_commit_is_not_taken_for_the_command(run, saver, tmp_path):
-    answer = run("reshard", "commit", saver(tmp_path / "1"), "--mesh", "data=4")
-    assert answer.status == 2
-    assert "give ./commit" in answer.err
-
-
 def test_where_nothing_can_be_committed_the_status_is_1(run, tmp_path):
     begin(tmp_path / "1")
     answer = run("commit", tmp_path / "1")

@@ -22,7 +22,7 @@ import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.commit import index
 from shardckpt.commit.assemble import assemble
-from shardckpt.commit.index import index_entries, index_values, packed_documents
+from shardckpt.commit.index import index_values, packed_documents
 from shardckpt.commit.publish import discard, publish, read_prior
 from shardckpt.errors import CommitError, NotFoundError, StorageError
 from shardckpt.format.documents import open_envelope, seal
@@ -103,7 +103,7 @@ def index_of(url):
     keys = dict(
         packed_documents(encoded_documents(opened.record.structure, opened.record.compression))
     )
-    return dict(index_entries(place)), {
+    return {key: value for key, value in index_values(place) if not isinstance(value, bytes)}, {
         key: value for key, value in index_values(place) if key in keys
     }
 

@@ -483,7 +483,8 @@ def _kind() -> type[TorchStore | JaxClient | SingleProcess]:
     # Scripts often make a process group of one: if another store knows of more processes, it is the
     # job's.
     processes, kind = next((f for f in stores if f[0] > 1), (stores or [(1, SingleProcess)])[0])
-    others = framework_of_several() if processes == 1 else None
+    may_be_several = processes == 1 and not {"torch_xla", "jax"}.isdisjoint(sys.modules)
+    others = framework_of_several() if may_be_several else None
     if others:
         raise CoordinationError(
             f"{others} and has no store in which they could meet; call "
