@@ -341,7 +341,7 @@ PLANTED = {
         lambda self, steps: frozenset(),
     ),
     "a publisher that goes back marks nothing": (
-        "shardckpt.versions.publisher.mark",
+        "shardckpt.versions.publisher.supersede",
         lambda *a: None,
     ),
     "a version is a base though it was not published": (
