@@ -125,6 +125,9 @@ def test_names_that_two_parameters_share_do_not_name_them():
     optimizer.step()
     nodes = read_optimizer(node_of(optimizer.state_dict()))
     assert (nodes.form, nodes.members(), [*nodes.state]) == ("numbered", [0, 1, 2, 3], [0, 1, 2, 3])
+    for group, names in zip(optimizer.param_groups, (["a", "b", "c"], ["d", "a"]), strict=True):
+        group["param_names"] = names  # more names than parameters, of which as many are distinct
+    assert read_optimizer(node_of(optimizer.state_dict())).form == "numbered"
 
 
 class Anything(dict):

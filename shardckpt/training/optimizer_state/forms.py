@@ -242,7 +242,8 @@ def _read_listed(node: Node | None) -> OptimizerNodes | None:
     )
     if (
         nodes.form == "numbered"
-        and len(set(map(str, names))) == len(members_of_all)  # of two modules, they may be equal
+        # Those of an optimizer that was made of two modules' `named_parameters()` may be equal.
+        and len(set(map(str, names))) == len(names) == len(members_of_all)
         and all(isinstance(name, str) for name in names)
     ):
         known = dict(zip(members_of_all, names, strict=True))
