@@ -258,6 +258,14 @@ def by_code(code: object) -> type[ShardckptError]:
     return next((kind for kind in kinds if kind.code == code), CoordinationError)
 
 
+def error_document(error: BaseException) -> dict[str, str | None]:
+    """An error as a document for other processes, which raise it by `by_code`."""
+    return {
+        "code": error.code if isinstance(error, ShardckptError) else None,
+        "message": str(error) or type(error).__name__,
+    }
+
+
 def out_of_memory_is_typed(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function to raise BudgetError when the system gives this process no memory."""
 

@@ -36,7 +36,7 @@ from shardckpt.io.store import kind_of
 from shardckpt.plan.bandwidths import Bandwidths, Estimate
 from shardckpt.plan.shares import peers_sharing_reads
 from shardckpt.reading.read_list import MadeTensor
-from shardckpt.reading.shared_reading import SharedReading, error_document
+from shardckpt.reading.shared_reading import SharedReading
 from shardckpt.text import file_size, shorten
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Meeting:
             try:
                 connection = self._connection()
                 if not isinstance(connection, str):
-                    connection[0].share("cooperative", {"failure": error_document(error)})
+                    connection[0].share("cooperative", {"failure": errors.error_document(error)})
             except ShardckptError as e:
                 _log.debug("%s: the others have not heard of the failure: %s", self.location, e)
 

@@ -45,14 +45,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("shardckpt")
 
 
-def error_document(error: BaseException) -> dict[str, Any]:
-    """An error as a document for other processes."""
-    return {
-        "code": error.code if isinstance(error, ShardckptError) else None,
-        "message": str(error) or type(error).__name__,
-    }
-
-
 @dataclass(slots=True)
 class SharedReading:
     """One process's part in the shared read of a group."""
@@ -104,7 +96,7 @@ class SharedReading:
     def give_up(self, error: BaseException) -> None:
         """Announce that this process takes part in no further round."""
         try:
-            self._announce(error_document(error))
+            self._announce(errors.error_document(error))
         except ShardckptError:
             _log.debug("%s: the job's store is gone, too", self.checkpoint.location)
 

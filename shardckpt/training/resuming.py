@@ -308,11 +308,7 @@ def _first_failure(
     """
     mine = None
     if failure is not None:
-        mine = {
-            "code": getattr(failure, "code", None),
-            "message": f"{failure}",
-            "damage": _is_damage(failure),
-        }
+        mine = errors.error_document(failure) | {"damage": _is_damage(failure)}
     failures = coordinator.share("resumed", mine)
     failed = [(process, what) for process, what in enumerate(failures) if what is not None]
     if not failed:

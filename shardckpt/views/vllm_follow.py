@@ -50,6 +50,7 @@ from shardckpt.errors import (
     ReplacedError,
     ShardckptError,
     by_code,
+    error_document,
 )
 from shardckpt.frameworks.coordination import SingleProcess
 from shardckpt.versions.cache import chunks_of
@@ -203,12 +204,14 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
                 error = e
             version = newer or self._version
             chosen = None if version is None else (version.step, newer is not None)
-        decided, failure = of_all_ranks((chosen, _described(error)))[0]
+        described = None if error is None else error_document(error)
+        decided, failure = of_all_ranks((chosen, described))[0]
         if error is not None:
             raise error
         if failure is not None:
-            code, message = failure
-            raise by_code(code)(f"{follower.root}: the first rank found no version: {message}")
+            raise by_code(failure["code"])(
+                f"{follower.root}: the first rank found no version: {failure['message']}"
+            )
         return decided
 
     def _begin(self, follower: _ModelFollower, step: int, is_new: bool) -> None:
@@ -315,12 +318,12 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
             failed = e
         version = self._version
         attempt = None if version is None else unfolded(version.checkpoint.record.attempt)
-        outcomes = of_all_ranks((attempt, _described(failed)))
+        outcomes = of_all_ranks((attempt, None if failed is None else error_document(failed)))
         if failed is not None:
             raise failed
-        for code, message in (failure for _, failure in outcomes if failure is not None):
-            raise by_code(code)(
-                f"{follower.root}: another rank could not prepare the version: {message}"
+        for failure in (failure for _, failure in outcomes if failure is not None):
+            raise by_code(failure["code"])(
+                f"{follower.root}: another rank could not prepare the version: {failure['message']}"
             )
         self._version = None
         assert version is not None
@@ -376,11 +379,6 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
         if self._follower is not None:
             self._follower.close()
         self._follower = self._version = self._failed = self._applied = None
-
-
-def _described(error: Exception | None) -> tuple[str | None, str] | None:
-    """The code and the message of an error, for other ranks."""
-    return None if error is None else (getattr(error, "code", None), str(error))
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardckpt.errors import CoordinationError, by_code
+from shardckpt.errors import CoordinationError, by_code, error_document
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ def on_all_processes(coordinator: Coordinator, key: str, act: Callable[[], T]) -
         outcome["result"] = act()
     except Exception as e:  # noqa: BLE001  (raised below, after the others know)
         failed = e
-        outcome |= {"code": getattr(e, "code", None), "message": f"{type(e).__name__}: {e}"}
+        outcome |= error_document(e) | {"message": f"{type(e).__name__}: {e}"}
     except BaseException:  # Ctrl-C: the others do not wait
         coordinator.decline(key)
         raise
