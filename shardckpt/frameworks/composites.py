@@ -147,7 +147,7 @@ def _with_shape(
 ) -> Any:
     """A plain context with the shape of a shard in the place of the complete tensor's, or back.
 
-    What has another name than a shape is left alone: a block may be as large as a shard.
+    Values with other names than a shape's stay: a block may be as large as a shard.
     """
     if isinstance(context, dict):
         return {key: _with_shape(value, old, new, str(key)) for key, value in context.items()}

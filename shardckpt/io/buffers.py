@@ -391,8 +391,9 @@ def after(vectors: Sequence[memoryview], nbytes: int) -> list[memoryview]:
 def gather_write(fd: int, offset: int, vectors: Sequence[memoryview]) -> None:
     """Write all vectors, one after another, to a place in a file."""
     while vectors:
-        written = os.pwritev(fd, vectors[:MOST_VECTORS], offset)
-        if any(vectors[:MOST_VECTORS]):
+        part = vectors[:MOST_VECTORS]
+        written = os.pwritev(fd, part, offset)
+        if any(part):
             check_written(written)
         offset += written
         vectors = after(vectors, written)

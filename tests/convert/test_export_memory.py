@@ -17,6 +17,20 @@ from shardckpt.streaming.memory import PROCESS_BYTES
 CHILD = CHILDREN / "export_memory.py"
 
 
+def exported(asked):
+    """The figures of an export in a process of its own."""
+    finished = subprocess.run(
+        [sys.executable, CHILD, json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout)
+
+
 @pytest.mark.parametrize(
     ("spec", "options"),
     [(("a", "b"), {}), (("", "ab"), {"dtype": "float64"})],
@@ -34,16 +48,7 @@ def test_a_tensor_much_larger_than_the_limit_is_exported_within_it(tmp_path, spe
         "memory_limit": 48 * MiB,
         **options,
     }
-    finished = subprocess.run(
-        [sys.executable, CHILD, json.dumps(asked)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-
-    assert finished.returncode == 0, finished.stderr
-    took = json.loads(finished.stdout)
+    took = exported(asked)
     assert took["bytes"] == (256 if options else 128) * MiB
     assert took["peak"] <= 48 * MiB + PROCESS_BYTES
     assert took["read"] <= 1.01 * 128 * MiB
@@ -67,14 +72,5 @@ def test_differences_of_a_version_are_written_within_the_limit(tmp_path, encodin
         "delta_encoding": encoding,
         "memory_limit": 16 * MiB,
     }
-    finished = subprocess.run(
-        [sys.executable, CHILD, json.dumps(asked)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-
-    assert finished.returncode == 0, finished.stderr
     model = 64 * MiB
-    assert json.loads(finished.stdout)["peak"] <= 2 * model + 16 * MiB + PROCESS_BYTES
+    assert exported(asked)["peak"] <= 2 * model + 16 * MiB + PROCESS_BYTES

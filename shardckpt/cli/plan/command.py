@@ -70,6 +70,8 @@ def plan(
     the same options. To measure rates, at most 64 MiB of SRC are read, and 32 MiB are written
     beside DST and deleted.
     """
+    if explain is not None and html is not None:
+        raise OptionError("--explain is of one tensor, and --html of all; give one of them.")
     from shardckpt.cli.opening import open_checkpoint
     from shardckpt.cli.plan import lines as plan_lines
     from shardckpt.io.url import parse
@@ -84,8 +86,6 @@ def plan(
         check_destination(place)
     planned = plan_reshard(checkpoint, options, place)
     if explain is not None:
-        if html is not None:
-            raise OptionError("--explain is of one tensor, and --html of all; give one of them.")
         explained = plan_lines.explained(planned, checkpoint, explain)
         write_json(explained) if as_json else Screen().show(
             plan_lines.explanation(planned, options, explained)

@@ -143,7 +143,7 @@ class Notes:
 
 
 def begun_files(path: Path) -> list[str]:
-    """Names of the files that the export with this log writes; empty if there is no log.
+    """Names of the files that the export with this log writes; empty without a log.
 
     Raises:
         StorageError: the log cannot be read.
