@@ -34,6 +34,7 @@ __all__ = [
     "Options",
     "SaveOptions",
     "check_flag",
+    "check_function",
     "check_seconds",
     "check_whole",
     "checked_options",
@@ -64,7 +65,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-Kind = Literal["text", "texts", "integer", "boolean", "size", "python"]
+Kind = Literal["text", "texts", "integer", "boolean", "size", "function", "python"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ class Option:
     """Meaning of the option."""
     default: Any
     kind: Kind
-    """"size": a number of bytes; "python": an object, which no front end can read."""
+    """"size": a number of bytes; "function" and "python": objects, which no front end can read."""
     metavar: str | None = None
     """Name of the value in the help of the command line. None: no flag, except for booleans."""
     flags: tuple[str, ...] = ()
@@ -107,6 +108,8 @@ class Option:
         """
         if self.kind == "boolean":
             check_flag(value, name)
+        elif self.kind == "function":
+            check_function(value, name)
         elif self.kind == "size" and not (value is None and self.default is None):
             return parse_bytes(value, name)
         elif self.choices and value != self.default and value not in self.choices:
@@ -155,7 +158,7 @@ class Options:
                 one.parts.declared()
                 if one.parts is not None
                 else {name: one}
-                if one.kind != "python"
+                if one.kind not in ("function", "python")
                 else {}
             )
         return options
@@ -367,14 +370,8 @@ def leaves_out_with(option: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             except ShardckptError as e:
                 if e.of_one_tensor:
                     e.of_one_tensor = False  # a function that calls this one has nothing to add
-                    e.args = (
-                        Message(
-                            e.message.without_stop(),
-                            ", or leave the tensor out with ",
-                            named(option),
-                            ".",
-                        ),
-                    )
+                    advice = (", or leave the tensor out with ", named(option), ".")
+                    e.args = (Message(e.message.without_stop(), *advice),)
                 raise
 
         return advised
@@ -401,11 +398,8 @@ def parse_bytes(value: int | str, what: str) -> int:
             match[2].upper() or " "
         )
     if math.isinf(size):  # a float of too many digits is infinite
-        raise OptionError(
-            Message(
-                named(what, value), ': give bytes as a whole number, or as text such as "512MiB".'
-            )
-        )
+        advice = ': give bytes as a whole number, or as text such as "512MiB".'
+        raise OptionError(Message(named(what, value), advice))
     return int(size)
 
 
@@ -435,6 +429,12 @@ def check_flag(value: object, what: str) -> None:
     """
     if not isinstance(value, bool):
         raise OptionError(Message(named(what, value), ": give True or False."))
+
+
+def check_function(value: object, what: str) -> None:
+    """Refuse, by an OptionError, a value that is neither a function nor None."""
+    if value is not None and not callable(value):
+        raise OptionError(Message(named(what, value), ": give a function, or None."))
 
 
 def check_whole(value: object, what: str, least: int = 1) -> None:

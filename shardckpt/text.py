@@ -14,7 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from reprlib import Repr
 from typing import NamedTuple, Self
 
-_SHORT = Repr()
+
+class _Short(Repr):
+    """Shows an array or a tensor by its kind and shape: its elements may be on a device."""
+
+    def repr_instance(self, x: object, level: int) -> str:
+        shape = getattr(x, "shape", None)
+        if isinstance(shape, tuple) and shape and not isinstance(x, type):
+            return f"a {type(x).__name__} of shape {shape_text(shape)}"
+        return super().repr_instance(x, level)
+
+
+_SHORT = _Short()
 _SHORT.maxlevel = 3
 _SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxdict = _SHORT.maxset = 8
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 60

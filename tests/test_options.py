@@ -1,10 +1,13 @@
 """Options of a save that are refused, and the messages of their errors."""
 
+import inspect
+
+import numpy as np
 import pytest
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
-from shardckpt.errors import OptionError
+from shardckpt.errors import OptionError, ShardckptError
 from shardckpt.options import parse_bytes
 
 LAYOUT = Sharding(Mesh((2,), ("x",)), PartitionSpec("x"))
@@ -88,3 +91,45 @@ def test_a_size_that_is_none_is_refused_in_a_short_message(size):
     with pytest.raises(OptionError, match=r"limit=.*: give bytes as a whole number") as raised:
         parse_bytes(size, "limit")
     assert len(str(raised.value)) < 200
+
+
+CALLS = {
+    "save": (shardckpt.save, ("url", "state")),
+    "save_async": (shardckpt.save_async, ("url", "state")),
+    "open": (shardckpt.open, ("url",)),
+    "restore": (shardckpt.restore, ("source", "like")),
+    "diff": (shardckpt.diff, ("a", "b")),
+    "export_safetensors": (shardckpt.export_safetensors, ("src", "dst")),
+    "import_checkpoint": (shardckpt.import_checkpoint, ("src", "dst")),
+    "reshard": (shardckpt.reshard, ("src", "dst")),
+    "CheckpointManager": (shardckpt.CheckpointManager, ("root",)),
+    "Publisher": (shardckpt.Publisher, ("url",)),
+    "SaveOptions": (SaveOptions, ()),
+}
+TAKE_ANYTHING = {"state", "like"}
+
+
+def mistaken_arguments():
+    for name, (call, needed) in CALLS.items():
+        for argument, parameter in inspect.signature(call).parameters.items():
+            if argument not in TAKE_ANYTHING and parameter.kind not in (
+                parameter.VAR_KEYWORD,
+                parameter.VAR_POSITIONAL,
+            ):
+                yield pytest.param(call, needed, argument, id=f"{name}-{argument}")
+
+
+@pytest.mark.parametrize(("call", "needed", "mistaken"), [*mistaken_arguments()])
+def test_a_state_in_the_place_of_another_argument_is_refused_in_few_words(
+    tmp_path, call, needed, mistaken
+):
+    """As after `save(state, url)`, in the order of torch.save."""
+    saved = tmp_path / "saved"
+    shardckpt.save(saved, {"w": np.zeros(3)})
+    places = dict.fromkeys(("source", "src", "a", "b"), saved)
+    arguments = {name: places.get(name, tmp_path / name) for name in needed}
+    state = {"layers": [{f"w{i}": np.arange(1000.0)} for i in range(100)]}
+    with pytest.raises(ShardckptError) as refused:
+        call(**(arguments | {"like": None} if "like" in needed else arguments) | {mistaken: state})
+    assert len(str(refused.value)) < 400
+    assert "\n" not in str(refused.value)

@@ -93,7 +93,7 @@ def module_of(name: str) -> FormatModule:
     Raises:
         OptionError: there is no such format.
     """
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise OptionError(
             Message(
                 named("from_", name), f": use {', '.join(repr(one) for one in (AUTO, *FORMATS))}."

@@ -206,7 +206,7 @@ class ExportOptions(Options):
         "Read back what was written to a disk; an object store compares checksums by itself.", True
     )
     progress: Callable[[int, int], None] | None = option(
-        "Called with the bytes of elements written so far, and the total.", kind="python"
+        "Called with the bytes of elements written so far, and the total.", kind="function"
     )
 
     @property
@@ -262,7 +262,7 @@ class DeltaOptions(SafetensorsOptions):
         choices=("adler32", "xxh3-128", "blake3"),
     )
     on_version: Callable[[Any], None] | None = option(
-        "Called with each `WrittenVersion` when its directory is complete.", kind="python"
+        "Called with each `WrittenVersion` when its directory is complete.", kind="function"
     )
 
     def __post_init__(self) -> None:
@@ -347,7 +347,7 @@ class ForeignOptions(Options):
         False,
     )
     on_note: Callable[[str], None] | None = option(
-        "Called with each note of the report before anything is written.", kind="python"
+        "Called with each note of the report before anything is written.", kind="function"
     )
 
 

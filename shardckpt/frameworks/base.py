@@ -18,6 +18,7 @@ import numpy as np
 from shardckpt.errors import OptionError
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.layout.dtypes import DType, by_name, of_numpy
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
@@ -385,7 +386,8 @@ class Target:
                 shape = (-1,)
             if any(n < 0 for n in shape):
                 raise OptionError(
-                    f"Target(shape={self.shape!r}): give a tuple of sizes, none of them negative."
+                    f"Target(shape={shorten(self.shape)}): give a tuple of sizes, none of them "
+                    "negative."
                 )
             object.__setattr__(self, "shape", shape)
         if self.dtype is not None:
@@ -416,10 +418,10 @@ def dtype_of(dtype: object) -> DType:
         return by_name(str(dtype).removeprefix("torch."))
     try:
         return of_numpy(np.dtype(dtype))  # type: ignore[call-overload]
-    except TypeError as e:
+    except (TypeError, ValueError) as e:
         raise OptionError(
-            f"{dtype!r} is not a dtype; give one of numpy, ml_dtypes or torch, or a name such as "
-            "'bfloat16'."
+            f"{shorten(dtype)} is not a dtype; give one of numpy, ml_dtypes or torch, or a name "
+            "such as 'bfloat16'."
         ) from e
 
 

@@ -8,14 +8,15 @@ The formats disagree about duplicate keys; here a duplicate key is an error.
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import OptionError
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
 
 _NAMES = {".toml": "TOML", ".yaml": "YAML", ".yml": "YAML", ".json": "JSON"}
@@ -33,6 +34,8 @@ def read_file(path: str | os.PathLike[str], what: str, kinds: Sequence[str]) -> 
         OptionError: the file has another ending, cannot be read, or cannot be parsed; the message
             names the file.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise OptionError(f"{shorten(path)} is not the path of a {what}.")
     file = Path(path)
     kind = file.suffix.lower()
     if kind not in kinds:

@@ -27,6 +27,7 @@ from urllib.parse import quote, unquote
 from shardckpt.errors import StorageError, UrlError
 from shardckpt.format.documents import unfit
 from shardckpt.io.buckets import cloud
+from shardckpt.text import shorten
 
 SCHEMES = {
     "file": ("shardckpt.io.stores.disk", "DiskStore"),
@@ -269,7 +270,9 @@ def parse(url: str | os.PathLike[str] | Location) -> Location:
         return url
     text = _text_of(url)
     if not isinstance(text, str):
-        raise UrlError(f"{url!r} is not a url; give a str or a pathlib.Path.")
+        raise UrlError(
+            f"{shorten(url)} is not a url; give a str or a pathlib.Path, as in save(url, state)."
+        )
     if not text:
         raise UrlError(
             "The url is empty; give a path, or gs://bucket/…, s3://bucket/… or file:///…."

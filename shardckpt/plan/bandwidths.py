@@ -20,6 +20,7 @@ import math
 from dataclasses import dataclass, fields
 
 from shardckpt.errors import OptionError
+from shardckpt.text import shorten
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,9 @@ class Bandwidths:
                 or not isinstance(value, int | float)
                 or not (0 < value < math.inf or least)
             ):
-                raise OptionError(f"Bandwidths({field.name}={value!r}): give a positive number.")
+                raise OptionError(
+                    f"Bandwidths({field.name}={shorten(value)}): give a positive number."
+                )
 
     def estimate(self, *, nbytes: int, readers: int, processes: int, rounds: int) -> Estimate:
         """Estimate the seconds of reading alone and of reading together.

@@ -22,7 +22,7 @@ from shardckpt.errors import OptionError, ShardingError
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.placements import Placements
-from shardckpt.options import parse_bytes
+from shardckpt.options import check_flag, check_function, parse_bytes
 from shardckpt.reading.compare_values import DEFAULT_MEMORY_LIMIT, Pair, ValueChange, compare_values
 from shardckpt.state.document import (
     Branch,
@@ -150,10 +150,12 @@ def compare(
         progress: Called with bytes compared so far and in all.
 
     Raises:
-        OptionError: The memory limit is too low.
+        OptionError: The memory limit is too low, or another option is invalid.
         FormatError: A tree is invalid.
         CorruptionError: Stored bytes are damaged or missing; `verify` lists them.
     """
+    check_flag(values, "values")
+    check_function(progress, "progress")
     limit = parse_bytes(memory_limit, "memory_limit")
     if limit < LEAST_MEMORY_LIMIT:
         raise OptionError(

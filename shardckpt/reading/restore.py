@@ -33,7 +33,13 @@ from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import kind_of
 from shardckpt.io.threads import collector_paused, lasts_seconds
 from shardckpt.io.url import parse
-from shardckpt.options import DEFAULT_MEMORY_LIMIT, check_flag, leaves_out_with, parse_bytes
+from shardckpt.options import (
+    DEFAULT_MEMORY_LIMIT,
+    check_flag,
+    check_function,
+    leaves_out_with,
+    parse_bytes,
+)
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.cooperative import Choice, Meeting, check_choice, exchange_bytes
 from shardckpt.reading.landing import (
@@ -229,6 +235,7 @@ def restore_adapted(
             if not callable(strict) and strict != "like":
                 check_flag(strict, "strict")
             check_flag(cast, "cast")
+            check_function(progress, "progress")
             limit = parse_bytes(memory_limit, "memory_limit")
             if limit <= 0:
                 raise OptionError(f"restore(memory_limit={limit}): must be positive.")

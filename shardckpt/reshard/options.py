@@ -211,7 +211,7 @@ class ReshardOptions(Options):
     verify: bool = option("Read back and check what was written.", True)
     progress: Callable[[int, int], None] | None = option(
         "Called with the bytes of elements done, and the total, of this call's share.",
-        kind="python",
+        kind="function",
     )
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.state.document import Branch, Node, Tensor, Tied, ends, leaves_of, parse, write
 from shardckpt.state.glob import compile_glob, is_glob
-from shardckpt.text import Message, few, named
+from shardckpt.text import Message, few, named, shorten
 
 if TYPE_CHECKING:
     from shardckpt.state.document import Tree
@@ -60,7 +60,7 @@ def selector(only: Only | None) -> Callable[[str], bool]:
         isinstance(pattern, str) for pattern in patterns
     ):
         raise OptionError(
-            f"only= takes a pattern, a list of patterns or a function of a name, not {only!r}."
+            f"only={shorten(only)}: give a pattern, a list of patterns, or a function of a name."
         )
     exact = frozenset(pattern for pattern in patterns if not is_glob(pattern))
     globs = [compile_glob(pattern) for pattern in patterns if pattern not in exact]

@@ -13,7 +13,7 @@ from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.frameworks.coordination.names import Agreement
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
-from shardckpt.options import check_flag, checked_options
+from shardckpt.options import check_flag, check_function, checked_options
 from shardckpt.reading.restore import adaptation_of, restore_adapted
 from shardckpt.runs.job import RUN, check_root
 from shardckpt.runs.measured import METRICS, decode_metrics, encode_metrics
@@ -123,6 +123,8 @@ class CheckpointManager(OpenRun):
                 f'CheckpointManager(in_flight={shorten(in_flight)}): use "wait" or "skip".'
             )
         check_flag(fallback, "fallback")
+        check_function(on_event, "on_event")
+        check_function(on_failure, "on_failure")
         if (
             isinstance(lead_time, bool)
             or not isinstance(lead_time, int | float)

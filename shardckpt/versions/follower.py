@@ -23,7 +23,7 @@ from shardckpt.runs.announcing import Listener, server
 from shardckpt.runs.leases import ReaderLease
 from shardckpt.runs.steps import steps_named
 from shardckpt.state.names import shown
-from shardckpt.text import file_size
+from shardckpt.text import file_size, shorten
 from shardckpt.versions.applying import memory_of, plan_apply
 from shardckpt.versions.cache import ChunkCache, chunks_of, path_between, requests_of
 from shardckpt.versions.finding import VersionFinder
@@ -81,7 +81,7 @@ class Follower:
         """
         check_coordinator(coordinator)
         if mode not in ("newest", "each"):
-            raise OptionError(f'follow(mode={mode!r}): use "newest" or "each".')
+            raise OptionError(f'follow(mode={shorten(mode)}): use "newest" or "each".')
         self.like = like
         """The state; its leaves are those of the version applied last."""
         self.cache = ChunkCache()

@@ -17,7 +17,7 @@ from shardckpt.frameworks.coordination import check_coordinator, coordinator_of
 from shardckpt.io.failures import check_fork
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
-from shardckpt.options import DEFAULT_MEMORY_LIMIT, SaveOptions, check_whole
+from shardckpt.options import DEFAULT_MEMORY_LIMIT, SaveOptions, check_flag, check_whole
 from shardckpt.runs.announcing import Announcer, server
 from shardckpt.runs.cleaning import Cleaner
 from shardckpt.runs.job import RUN, JobFence
@@ -118,7 +118,8 @@ class Publisher:
         check_coordinator(coordinator)
         selector(include), selector(exclude)
         if snapshot not in ("device", "host"):
-            raise OptionError(f'Publisher(snapshot={snapshot!r}): use "device" or "host".')
+            raise OptionError(f'Publisher(snapshot={shorten(snapshot)}): use "device" or "host".')
+        check_flag(proof, "proof")
         if keep is not None:
             check_whole(keep, "Publisher(keep")
         self._root = Store.open(parse(url))

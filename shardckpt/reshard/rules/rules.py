@@ -82,7 +82,9 @@ class Rules:
                     f"Rules: {shorten(entry)} is not a rule; use Rules.parse(['pattern=spec', …])."
                 )
         if self.unmatched not in ("replicate", "error"):
-            raise OptionError(f'Rules(unmatched={self.unmatched!r}): use "replicate" or "error".')
+            raise OptionError(
+                f'Rules(unmatched={shorten(self.unmatched)}): use "replicate" or "error".'
+            )
         if self.mesh is not None and not isinstance(self.mesh, Mesh):
             raise OptionError(
                 f"Rules(mesh={shorten(self.mesh)}): give a shardckpt.Mesh, or use parse_mesh on "
