@@ -24,7 +24,7 @@ from shardckpt.text import shorten, visible
 from shardckpt.training import events
 from shardckpt.training.open_run import OpenRun
 from shardckpt.training.policies import EveryCall, Policy, any_of, as_policy
-from shardckpt.training.resuming import Restored, resume
+from shardckpt.training.resuming import Restored, newest_step, resume
 
 if TYPE_CHECKING:
     import os
@@ -364,12 +364,8 @@ class CheckpointManager(OpenRun):
             MismatchError, LeafError, ReplacedError, StorageError: as for `shardckpt.restore`.
             CoordinationError: another process failed with another error, or does not answer.
         """
-        self._check_open()
-        self._join_late()
         step = None if step is None else check_step(step)
-        # Waits for deletions, too: they do not know yet where training continues.
-        self._background.join()
-        self._background.raise_failures(self._on_failure)
+        self._settle()
 
         adapted = partial(
             adaptation_of, rename=rename, mapping=mapping, invert_mapping=invert_mapping, fit=fit
@@ -435,6 +431,24 @@ class CheckpointManager(OpenRun):
         self._decisions.restart(restored.step)
         self._warm_once(restored.step, restored.state)
         return Restored(restored.state, restored.step, restored.metadata, restored.notes)
+
+    def _settle(self) -> None:
+        """Wait for the work in flight before a step is chosen, and raise its failures.
+
+        Also for deletions: they do not know yet where training continues.
+        """
+        self._check_open()
+        self._join_late()
+        self._background.join()
+        self._background.raise_failures(self._on_failure)
+
+    def _newest_step(self) -> int | None:
+        """The step that `restore` takes by itself, for integrations that look at it before.
+
+        The step is published, and the same on all processes; all of them call this.
+        """
+        self._settle()
+        return newest_step(self._root, self._coordinator, self._lineage.later)
 
     @property
     def last_report(self) -> SaveReport | None:

@@ -161,6 +161,18 @@ def resume(
         damaged, below = damaged or error, chosen["step"]
 
 
+def newest_step(
+    root: Store, coordinator: Coordinator, rolled_back: dict[int, str | None]
+) -> int | None:
+    """The step that `resume` restores without a `step`; None if there is none.
+
+    Complete attempts are committed first. All processes call this, and get the same step.
+    """
+    propose = partial(_choose, root, None, None, rolled_back, commits=True)
+    newest: int | None = coordinator.agree("newest", propose)["step"]
+    return newest
+
+
 def check_restored(
     checkpoint: Checkpoint,
     state: Any,

@@ -334,7 +334,13 @@ class OrbaxCheckpointManager(OrbaxSteps):
         del item_names
         self._options = given = options or ocp.CheckpointManagerOptions()
         check_options(given)
-        super().__init__(directory, decision_of(given), retention_of(given), save_options)
+        super().__init__(
+            directory,
+            decision_of(given),
+            retention_of(given),
+            save_options,
+            reads_only=given.read_only,
+        )
 
     def save(
         self,

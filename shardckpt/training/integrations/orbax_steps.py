@@ -40,11 +40,23 @@ class OrbaxSteps(AbstractContextManager[Any]):
         when: Any,
         keep: Retention | None,
         options: SaveOptions | None,
+        *,
+        reads_only: bool = False,
     ) -> None:
+        """Publish what an earlier run left complete, unless nothing is to be written.
+
+        A program asks for the latest step before it restores that step.
+        """
         every = policy_of(when, lambda: self.all_steps())  # noqa: PLW0108  (the manager is made below)
         self._manager = CheckpointManager(root, every=every, keep=keep, options=options)
         self.directory = epath.Path(root)
         """The root directory."""
+        if not reads_only:
+            try:
+                self._manager._newest_step()  # noqa: SLF001
+            except BaseException:
+                self._manager.close()
+                raise
 
     def all_steps(self, read: bool = False) -> list[int]:
         """The committed steps, ascending.
@@ -132,7 +144,7 @@ class OrbaxSteps(AbstractContextManager[Any]):
         The value None in `like` restores an item as it is stored.
         """
         self._manager.wait()
-        at = self.latest_step() if step is None else step
+        at = self._manager._newest_step() if step is None else step  # noqa: SLF001
         if at is None:
             raise NotFoundError(f"{self.directory}: there is no checkpoint to load.")
         stored = self._items(at)

@@ -124,7 +124,8 @@ class TorchtitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # to
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _load(self, step: int = -1) -> bool:
-        at = self._manager.latest_step() if step == -1 else step
+        newest = self._manager._newest_step()  # noqa: SLF001  (which also publishes a given step)
+        at = newest if step == -1 else step
         if at is None:
             if self._config.initial_load_path is None:
                 return False

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import pytest
 from paths import CHILDREN, DOCS
+from placeholders import undo_commit
 
 import shardckpt
 from shardckpt.errors import AlreadyExistsError, NotFoundError, OptionError
@@ -236,6 +237,32 @@ def test_random_keys_of_jax_come_back_as_keys(tmp_path, ours, ocp):
     again = restored["all"]["more"][0]
     assert again.dtype == keys["more"][0].dtype
     assert (jax.random.key_data(again) == jax.random.key_data(keys["more"][0])).all()
+
+
+@pytest.mark.parametrize("steps", [[1, 2], [2]])
+def test_a_complete_step_that_a_killed_run_has_not_published_is_the_latest(
+    tmp_path, ours, ocp, steps
+):
+    import numpy as np
+
+    def left(root):
+        with ours.OrbaxCheckpointer(root) as manager:
+            for step in steps:
+                manager.save(step, {"w": np.full(2, step)}, force=True)
+        undo_commit(root / "2")
+
+    left(tmp_path / "load")
+    with ours.OrbaxCheckpointer(tmp_path / "load") as manager:
+        assert (manager.load()["w"] == 2).all()
+        assert manager.save(3, {"w": np.full(2, 3)}, force=True)
+        assert manager.all_steps() == [*steps, 3]
+    left(tmp_path / "latest")
+    with ours.OrbaxCheckpointer(tmp_path / "latest") as manager:
+        assert manager.latest.step == 2
+    left(tmp_path / "read")
+    reading = ocp.CheckpointManagerOptions(read_only=True)
+    with ours.OrbaxCheckpointManager(tmp_path / "read", options=reading) as manager:
+        assert manager.all_steps() == steps[:-1]
 
 
 def test_names_of_items_are_not_patterns(tmp_path, ours, ocp):

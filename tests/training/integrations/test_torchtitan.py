@@ -18,6 +18,7 @@ from importlib.util import find_spec
 
 import pytest
 from paths import CHILDREN
+from placeholders import undo_commit
 
 import shardckpt
 
@@ -136,6 +137,15 @@ def test_a_killed_training_of_two_goes_on_in_four_processes_with_tensor_parallel
                 pytest.approx(norm, rel=1e-4),
                 rest,
             ]
+
+
+def test_a_complete_step_that_the_killed_training_has_not_published_is_resumed(trained, tmp_path):
+    folder, whole = trained(1)
+    shutil.copytree(folder / "killed", tmp_path / "killed")
+    undo_commit(tmp_path / "killed" / "checkpoint" / str(SAVED))
+    (resumed,) = resume(tmp_path, tmp_path / "resumed", 1, 1)
+    assert (resumed["loaded"], resumed["first"]) == (True, SAVED)
+    assert resumed["digests"][str(SAVED)] == whole[0]["digests"][str(SAVED)]
 
 
 def test_an_export_by_the_mapping_has_what_torchtitans_own_adapter_makes(trained, tmp_path):
