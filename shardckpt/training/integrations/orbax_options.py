@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import v1
 
@@ -293,19 +294,24 @@ def below(items: Iterable[str]) -> Callable[[str], bool]:
     return lambda name: any(name == root or name.startswith(f"{root}/") for root in roots)
 
 
+_REFUSED = (
+    *("transforms", "legacy_transform_fn", "partial_restore"),
+    *("support_layout", "fallback_sharding"),
+)
+"""Fields of Orbax's `args` of restores that are refused."""
+
+
 def restore_target(name: str, args: Any) -> Any:
     """The abstract value to restore under a name; None: as stored."""
     if not isinstance(args, _RESTORED):
         raise _refusal(name, args, "restore")
-    odd = [
-        key
-        for key in ("transforms", "legacy_transform_fn", "partial_restore")
-        if getattr(args, key, None)
-    ]
+    odd = [key for key in _REFUSED if getattr(args, key, None)]
+    if not getattr(args, "strict", True):
+        odd.append("strict=False")
     if odd:
         raise OptionError(
             f"restore(args=…): {name!r} has {odd[0]}, which is not supported; see "
-            "shardckpt.restore(rename=…, only=…)."
+            "shardckpt.restore(rename=…, only=…, fit=…)."
         )
     item, restore_args = (
         without_placeholders(getattr(args, "item", None)),
@@ -318,18 +324,42 @@ def restore_target(name: str, args: Any) -> Any:
             f"restore(args=…): {name!r} has restore_args without an item; give the abstract state "
             "as the item."
         )
+    return jax.tree.map(lambda leaf, of: _leaf_target(name, leaf, of), item, restore_args)
 
-    def placed(leaf: Any, of: Any) -> Any:
-        sharding = getattr(of, "sharding", None)
-        if sharding is None and getattr(of, "mesh", None) is not None:
-            sharding = jax.sharding.NamedSharding(of.mesh, of.mesh_axes)
-        return (
-            leaf
-            if sharding is None
-            else jax.ShapeDtypeStruct(leaf.shape, of.dtype or leaf.dtype, sharding=sharding)
+
+def _leaf_target(name: str, leaf: Any, of: ocp.RestoreArgs) -> Any:
+    """The abstract value of a leaf, changed as its `restore_args` say.
+
+    Raises:
+        OptionError: a field of the `restore_args` that is not supported, by name.
+    """
+    sharding = getattr(of, "sharding", None)
+    if sharding is None and getattr(of, "mesh", None) is not None:
+        sharding = jax.sharding.NamedSharding(of.mesh, of.mesh_axes)
+    is_array, kind = hasattr(leaf, "shape"), of.restore_type
+    kinds = (None, type(leaf), jax.Array, np.ndarray) if is_array else (None, type(leaf))
+    supported = {
+        "strict": getattr(of, "strict", True),
+        "global_shape": getattr(of, "global_shape", None) in (None, getattr(leaf, "shape", None)),
+        "sharding": sharding is None or (is_array and isinstance(sharding, jax.sharding.Sharding)),
+        "dtype": is_array or of.dtype is None,
+        "restore_type": kind in kinds,
+    }
+    if odd := [field for field, is_supported in supported.items() if not is_supported]:
+        raise OptionError(
+            f"restore(args=…): {name!r} has restore_args with {odd[0]}="
+            f"{getattr(of, odd[0], None)!r:.100} for a {type(leaf).__name__}, which is not "
+            "supported; leave it out, and give the item the value that you need."
         )
-
-    return jax.tree.map(placed, item, restore_args)
+    if not is_array:
+        return leaf
+    dtype = leaf.dtype if of.dtype is None else of.dtype
+    if sharding is None and dtype == leaf.dtype and kind in (None, type(leaf)):
+        return leaf
+    if kind is np.ndarray or (kind is sharding is None and isinstance(leaf, np.ndarray)):
+        return np.empty(leaf.shape, dtype)
+    sharding = getattr(leaf, "sharding", None) if sharding is None else sharding
+    return Abstract(leaf.shape, dtype, sharding=sharding)
 
 
 def check_options(given: ocp.CheckpointManagerOptions) -> None:

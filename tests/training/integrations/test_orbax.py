@@ -239,6 +239,62 @@ def test_random_keys_of_jax_come_back_as_keys(tmp_path, ours, ocp):
     assert (jax.random.key_data(again) == jax.random.key_data(keys["more"][0])).all()
 
 
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_restore_args_do_what_orbax_does_or_are_refused_by_name(tmp_path, ours, ocp):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    item = {
+        "w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding),
+        "n": np.zeros(3, np.float32),
+        "i": 0,
+    }
+    plain, of_array = ocp.RestoreArgs, ocp.ArrayRestoreArgs
+    usual = {"w": of_array(sharding=sharding), "n": plain(), "i": plain()}
+    managers = ocp.CheckpointManager, ours.OrbaxCheckpointManager
+    for kind in managers:
+        with kind(tmp_path / kind.__name__) as manager:
+            saved = {"w": jnp.arange(8.0), "n": np.arange(3, dtype=np.float32), "i": 3}
+            manager.save(0, args=ocp.args.PyTreeSave(saved))
+            manager.wait_until_finished()
+
+    def restore(kind, restore_args):
+        with kind(tmp_path / kind.__name__) as manager:
+            args = ocp.args.PyTreeRestore(item, restore_args={**usual, **restore_args})
+            values = manager.restore(0, args=args)
+        return [(type(one), getattr(one, "dtype", None), np.sum(one)) for one in values.values()]
+
+    construct = ocp.checkpoint_utils.construct_restore_args
+    for restore_args in (
+        {"w": plain(dtype=jnp.bfloat16)},
+        {"w": of_array(sharding=sharding, dtype=jnp.bfloat16)},
+        {"w": plain(restore_type=np.ndarray)},
+        {"w": of_array(sharding=sharding, global_shape=(8,))},
+        {"n": of_array(sharding=sharding)},
+        {"n": plain(dtype=np.float64)},
+        construct(item),
+        construct({**item, "w": jax.ShapeDtypeStruct((8,), jnp.float32)}),
+    ):
+        theirs, answer = (restore(kind, restore_args) for kind in managers)
+        assert answer == theirs, restore_args
+    for restore_args, word in [
+        ({"w": of_array(sharding=sharding, global_shape=(4,), strict=False)}, "strict=False"),
+        ({"w": of_array(sharding=sharding, global_shape=(4,))}, "global_shape"),
+        ({"w": plain(restore_type=float)}, "restore_type"),
+        ({"i": plain(dtype=np.float32)}, "dtype"),
+        ({"i": of_array(sharding=sharding)}, "sharding"),
+    ]:
+        with pytest.raises(OptionError, match=word):
+            restore(ours.OrbaxCheckpointManager, restore_args)
+    with (
+        ours.OrbaxCheckpointManager(tmp_path / "OrbaxCheckpointManager") as manager,
+        pytest.raises(OptionError, match="strict"),
+    ):
+        manager.restore(0, args=ocp.args.StandardRestore(item, strict=False))
+
+
 @pytest.mark.parametrize("steps", [[1, 2], [2]])
 def test_a_complete_step_that_a_killed_run_has_not_published_is_the_latest(
     tmp_path, ours, ocp, steps
