@@ -40,7 +40,6 @@ class Notices:
         """
         self._policies = tuple(policies)
         self._source: str | None = None
-        self._before: dict[int, Any] = {}
         self._closed = False
         self._process = os.getpid()
         numbers = sorted({number for policy in policies for number in policy.signals})
@@ -51,10 +50,15 @@ class Notices:
             )
         # Kept as one object: each look-up of a method creates a new one.
         self._handler = self._take_note
-        for number in numbers:
-            self._before[number] = signal.signal(number, self._handler)
+        self._before: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
+        self.install()
         if numbers:
             _installed.add(self)
+
+    def install(self) -> None:
+        """Install the handlers, also in place of those that other code has installed since."""
+        for number in self._before:
+            signal.signal(number, self._handler)
 
     def look(self) -> str | None:
         """The source of the notice; None if there is none."""

@@ -4,6 +4,7 @@ test_lightning_sharded.py asks."""
 import logging
 import os
 import signal
+from pathlib import Path
 
 import gcsfs  # noqa: F401 - what Lightning imports in each process, in seconds
 import lightning
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shardckpt import ShardckptError
 from shardckpt.training.integrations.lightning import ShardedRun
+from shardckpt.training.policies import OnPreemption
 
 xla._XLA_AVAILABLE = False  # nor look for a TPU
 ROWS, BATCH = 24, 6
@@ -69,17 +71,58 @@ class Killed(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(coordinator, directory, data, tensor, epochs, dies_at=None, strategy=None):
+class Noticed(Callback):
+    """Notice the last process of its preemption in the second step."""
+
+    def __init__(self, notice, rank):
+        self.notice, self.rank = notice, rank
+
+    def on_train_batch_start(self, trainer, *_rest):
+        if trainer.global_step == 1 and trainer.global_rank == self.rank:
+            if self.notice is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                self.notice.touch()
+
+
+def preempted(coordinator, directory, epochs, by_signal):
+    """Train until the notice of one process; the steps that were trained."""
+    notice = None if by_signal else Path(directory, f"notice{coordinator.world.process}")
+    policy = OnPreemption() if by_signal else OnPreemption(signals=(), file=notice)
+    return train(
+        coordinator,
+        directory,
+        coordinator.world.processes,
+        1,
+        epochs,
+        preemption=policy,
+        notifier=Noticed(notice, coordinator.world.processes - 1),
+    )
+
+
+def train(
+    coordinator,
+    directory,
+    data,
+    tensor,
+    epochs,
+    dies_at=None,
+    strategy=None,
+    *,
+    preemption=None,
+    notifier=None,
+):
     ranks = launch(coordinator)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    run = ShardedRun(directory, every=ROWS // BATCH, keep=2)
+    every = ROWS // BATCH if preemption is None else None
+    run = ShardedRun(directory, every=every, keep=2, preemption=preemption)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=ranks,
         strategy=strategy
         or ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensor),
         max_epochs=epochs,
-        callbacks=[run, Killed(run, dies_at)],
+        callbacks=[run, notifier or Killed(run, dies_at)],
         enable_checkpointing=False,
         logger=False,
         enable_progress_bar=False,

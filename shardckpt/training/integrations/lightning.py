@@ -208,7 +208,7 @@ class ShardedRun(Callback):
         Args:
             root: the run's directory, a path or url.
             options: as for `shardckpt.CheckpointManager`, for example `every` in optimizer steps,
-                and `keep`.
+                and `keep`. After a notice of `preemption` training stops.
         """
         self._root = root
         self._options = options
@@ -239,8 +239,17 @@ class ShardedRun(Callback):
         if restored:
             trainer.fit_loop.load_state_dict(state.values["loops"])
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
+        """Handle the signals of `preemption` instead of Lightning.
+
+        Its handler of SIGTERM, which it has installed since `on_fit_start`, ends training before
+        the processes have saved.
+        """
+        assert self._manager is not None, "fit has started"
+        self._manager._notices.install()  # noqa: SLF001
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Save if an optimizer step has ended that is due.
+        """Save if an optimizer step has ended that is due; after a notice of preemption, stop.
 
         Raises:
             ShardckptError: as in `CheckpointManager.save`.
@@ -249,6 +258,7 @@ class ShardedRun(Callback):
         if trainer.global_step > self._saved and self._manager.should_save(trainer.global_step):
             self._saved = trainer.global_step
             self._manager.save(trainer.global_step, self._state(trainer, pl_module))
+        trainer.should_stop |= self._manager.reached_preemption
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
         """Wait for the save in flight.
