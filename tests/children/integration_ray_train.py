@@ -7,6 +7,7 @@ $RAY_TMPDIR.
 
 import json
 import os
+import shutil
 import signal
 import sys
 import warnings
@@ -121,7 +122,8 @@ def made(root):
 
 
 def save_with_a_failure(root):
-    """Save three steps, of which the second cannot be saved."""
+    """Save three steps, of which the second cannot be saved; then go back, and the third cannot be
+    saved again."""
     with RayTrainManager(root, every=1, on_failure=lambda *_: "continue") as mgr:
         for step in (1, 2, 3):
             mgr.wait()
@@ -129,6 +131,13 @@ def save_with_a_failure(root):
                 (root / "2").write_text("a file where a directory is needed")
             torch.distributed.barrier()
             mgr.save(step, {"x": torch.ones(2)}, {"step": step})
+        mgr.wait()
+        mgr.restore(step=1)
+        if ray.train.get_context().get_world_rank() == 0:
+            shutil.rmtree(root / "3")
+            (root / "3").write_text("a file where a directory is needed")
+        torch.distributed.barrier()
+        mgr.save(3, {"x": torch.ones(2)}, {"step": 3})
 
 
 def refused(directory):

@@ -204,10 +204,7 @@ class RayTrainManager(CheckpointManager):
         unreported, self._unreported = self._unreported, None
         if unreported is not None:
             step, metrics = unreported
-            report = self.last_report
-            self._report(
-                step, metrics, committed=report is not None and report.url == self.url(step)
-            )
+            self._report(step, metrics, committed=step != self._background.lost)
 
     def _report(self, step: int, metrics: dict[str, float], *, committed: bool = True) -> None:
         """Report a step, on all workers at once; the first one makes Ray's checkpoint."""
