@@ -414,7 +414,7 @@ class CheckpointManager(OpenRun):
             step=step,
             together=cooperative is not False,
             rolled_back=self._lineage.later,
-            fallback=self._fallback if fallback is None else fallback,
+            fallback=(self._fallback or None) if fallback is None else fallback,
             check=check,
             only=only,
             fell_back=lambda damaged, reason: self._background.emit(

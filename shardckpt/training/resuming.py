@@ -79,7 +79,7 @@ def resume(
     step: int | None = None,
     together: bool = False,
     rolled_back: dict[int, str | None],
-    fallback: bool = False,
+    fallback: bool | None = None,
     fell_back: Callable[[int, str], None],
     check: bool = False,
     only: Only | None = None,
@@ -94,7 +94,8 @@ def resume(
         together: whether `read` waits for the other processes, so that all of them must reach it.
         rolled_back: steps that this run has superseded without recording it in the storage, with
             their attempts.
-        fallback: whether to try earlier steps where one is damaged.
+        fallback: whether to try earlier steps where one is damaged. None does not, and an error
+            advises it; after False it advises what else can be done.
         fell_back: called with each damaged step and a description of the damage.
         check: compare the restored tensors with the recorded fingerprint.
         only: the names that `read` restores.
@@ -153,10 +154,13 @@ def resume(
         if not all_damage:
             raise error
         if not fallback:
-            raise type(error)(
-                f"{error} Step {chosen['step']} is damaged: restore(fallback=True) restores the "
-                "newest sound step before it, restore(step=…) a step of your choice."
-            ) from error
+            advice = (
+                "restore(fallback=True) restores the newest sound step before it, restore(step=…) "
+                "a step of your choice."
+                if fallback is None
+                else f"delete it (`shardckpt rm {url}`) to go on from the step before it."
+            )
+            raise type(error)(f"{error} Step {chosen['step']} is damaged: {advice}") from error
         fell_back(chosen["step"], str(error))
         damaged, below = damaged or error, chosen["step"]
 

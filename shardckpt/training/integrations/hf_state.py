@@ -80,7 +80,8 @@ class CompleteState:
 
 def read_values(manager: CheckpointManager, step: int | None = None) -> Restored | None:
     """Restore the Trainer's own values of a step (None: the latest), and nothing else."""
-    return manager.restore({"trainer": PerProcess(None, choose=_first)}, step, only="trainer")
+    like = {"trainer": PerProcess(None, choose=_first)}
+    return manager.restore(like, step, only="trainer", fallback=False)
 
 
 def _first(values: list[Any]) -> Any:

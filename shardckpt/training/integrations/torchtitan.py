@@ -152,6 +152,7 @@ class TorchtitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # to
             at,
             only=[f"{key}/**" for key in keys if key != DATALOADER]
             + [DATALOADER] * (DATALOADER in keys),
+            fallback=False,
         )
         assert restored is not None, "the step is there"
         self._put(restored.state, keys)

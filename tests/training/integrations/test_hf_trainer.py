@@ -169,7 +169,7 @@ def test_refusals_have_their_types_and_say_what_is_wrong(job, tmp_path):
     expected = {
         "another's": ("OptionError", "callbacks=[callback]"),
         "not passed on": ("OptionError", "resume_from_checkpoint="),
-        "damaged": ("FormatError", "digest"),
+        "damaged": ("FormatError", f"delete it (`shardckpt rm {tmp_path}/run/3`) to go on"),
         "fallback": ("OptionError", "`shardckpt rm`"),
     }
     for case, (kind, words) in expected.items():
