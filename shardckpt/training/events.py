@@ -11,8 +11,9 @@ A callback is any function of one event; it distinguishes events by class, as in
 
 1. Every event has the checkpoint's location (`url`) and the training step (`step`).
 2. `Events` passes each event to the log and then to every callback, one event at a time, in the
-   order of emission. Most events come from a background thread: a slow callback delays the next
-   save, never the training step.
+   order of emission. Most events come from a background thread, where a slow callback delays the
+   next save. Training waits for the callbacks of its own events, such as `SaveStarted` and
+   `SaveSkipped`, and for a callback that is running then.
 3. An exception in a callback is logged with its traceback, and the save goes on: observing a
    checkpoint never loses one.
 """
@@ -174,7 +175,10 @@ class PreemptionNoticed(_Event):
 
     level: ClassVar[int] = logging.WARNING
     source: str
-    """The source of the notice: "SIGTERM", or the path of a file."""
+    """The source of the notice: a signal's name, the path of a file, or a function's name.
+
+    If another process than the first one got it, its number follows: "SIGTERM, process 3".
+    """
 
     @property
     def what(self) -> str:
