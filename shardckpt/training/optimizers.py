@@ -36,6 +36,7 @@ from shardckpt.errors import LeafError, StructureMismatchError
 from shardckpt.frameworks.base import Target
 from shardckpt.frameworks.dcp_protocol import described_like, describes_itself
 from shardckpt.state.document import Branch, Tensor, Tied, child, leaves_of
+from shardckpt.state.moving import ends_by_place
 from shardckpt.state.names import child_name, shown
 from shardckpt.text import shorten
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, fitting, mirror, new_tensor
@@ -185,7 +186,8 @@ class NamedOptimizer:
 
         Raises:
             StructureMismatchError: parameters go by numbers, and the groups have other lengths than
-                here; or state cannot be joined.
+                here, or the names beside the numbers are those in a part of the module; or state
+                cannot be joined.
         """
         nodes = read_optimizer(node)
         if nodes is None:
@@ -203,13 +205,16 @@ class NamedOptimizer:
                 else nodes
             )
         if nodes.form != "numbered":
-            return nodes.renamed(
+            nodes = nodes.renamed(
                 lambda name: (
                     name
                     if name in self.parameters
                     else self._own_name(self.current_name(str(name)))
                 )
             )
+            if nodes.beside_numbers:
+                self._check_complete(nodes, state)
+            return nodes
         if adaptation is not None:
             from shardckpt.training.optimizer_state.moments import place_of
 
@@ -237,6 +242,33 @@ class NamedOptimizer:
             )
         names = dict(zip(nodes.members(), self.parameters, strict=True))
         return nodes.renamed(lambda number: names[number])
+
+    def _check_complete(self, nodes: OptimizerNodes, state: Node) -> None:
+        """Refuse `param_names` that are parameters here, and are names in a part of the module.
+
+        Torch has what `named_parameters()` of any module returned.
+        """
+        from shardckpt.training.optimizer_state.moments import place_of
+
+        names = {str(name) for name in nodes.members()}
+        if names == self.parameters.keys() or names.isdisjoint(self.parameters):
+            return
+        places = ends_by_place(state)
+        strange = next(
+            (
+                name
+                for name in sorted(names - self.parameters.keys())
+                if place_of(self._prefix + name, self._modules) not in places
+            ),
+            None,
+        )
+        if strange is not None:
+            raise StructureMismatchError(
+                f"{shown(nodes.name)}: its param_names have {strange!r}, which is not the name of "
+                "a stored parameter, so they may be names in a part of the module, and not those "
+                "here; leave it out with only=, or save the result of get_optimizer_state_dict, "
+                "which has the names in the complete module."
+            )
 
     def arranged(self, node: Node, state: Node, adaptation: Adaptation | None = None) -> Node:
         """The stored state in the form that `collect` makes.

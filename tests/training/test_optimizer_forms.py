@@ -182,6 +182,43 @@ def test_numbers_with_names_beside_them_go_by_names(tmp_path):
     assert steps(*fresh, 2, 4) == steps(model, optimizer, 2, 4)
 
 
+def test_names_in_a_part_of_the_module_give_no_parameter_the_moments_of_another(tmp_path):
+    """ "1.weight" is the name of one parameter in the module, and of another one in its part."""
+
+    def made():
+        inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        model = torch.nn.Sequential(inner, torch.nn.Linear(2, 2))
+        last = [(f"last.{name}", of) for name, of in model[1].named_parameters()]
+        groups = [{"params": inner.named_parameters()}, {"params": last}]
+        return model, torch.optim.Adam(groups)
+
+    model, optimizer = made()
+    model(torch.ones(2)).square().sum().backward()
+    optimizer.step()
+    shardckpt.save(
+        tmp_path / "c", {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    )
+    fresh = made()
+    for strict in (True, False):
+        with pytest.raises(StructureMismatchError, match=r"param_names have '0\.bias'"):
+            shardckpt.restore(tmp_path / "c", state_of(*fresh), strict=strict)
+    assert not fresh[1].state
+    shardckpt.restore(tmp_path / "c", state_of(*fresh), only="model/**")
+
+
+def test_names_beside_numbers_of_which_a_few_remain_go_by_names(tmp_path):
+    model, other = net(), net()
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+    steps(model, optimizer, 0, 2)
+    shardckpt.save(
+        tmp_path / "c", {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    )
+    fewer = torch.optim.AdamW([other.last.weight], lr=0.01)
+    shardckpt.restore(tmp_path / "c", state_of(other, fewer), strict=False)
+    (moments,) = fewer.state.values()
+    assert torch.equal(moments["exp_avg"], optimizer.state[model.last.weight]["exp_avg"])
+
+
 def test_numbers_in_groups_of_other_lengths_are_refused_and_the_weights_can_be_had(tmp_path):
     model, optimizer = made()
     steps(model, optimizer, 0, 1)

@@ -66,6 +66,9 @@ class OptimizerNodes:
     groups: tuple[Group, ...]
     rest: Mapping[PathKey, Node]
     """Other entries that the optimizer stores."""
+    beside_numbers: bool = False
+    """Whether the names stood beside numbers (`param_names`): they may be names in a part of the
+    module."""
 
     def firsts(self) -> list[str]:
         """The name of each group."""
@@ -247,7 +250,7 @@ def _read_listed(node: Node | None) -> OptimizerNodes | None:
         and all(isinstance(name, str) for name in names)
     ):
         known = dict(zip(members_of_all, names, strict=True))
-        return nodes.renamed(lambda number: str(known[number]))
+        return replace(nodes.renamed(lambda number: str(known[number])), beside_numbers=True)
     return nodes
 
 
