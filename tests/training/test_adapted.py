@@ -225,6 +225,30 @@ def test_the_names_of_averaged_weights_follow_a_rule_that_matches_them(tmp_path)
     assert torch.equal(averaged.module.tokens.weight, padded(old.model.embed.weight, 8))
 
 
+def test_a_mapping_that_renames_both_names_of_a_tied_parameter_moves_its_moments(tmp_path):
+    def made(first, second):
+        layer = nn.Linear(2, 2)
+        model = nn.ModuleDict({first: layer, second: layer})
+        return model, torch.optim.Adam(model.parameters())
+
+    model, optimizer = made("a", "b")
+    model["b"](torch.ones(2)).sum().backward()
+    optimizer.step()
+    shardckpt.save(tmp_path / "c", shardckpt.train_state(model=model, optimizer=optimizer))
+    (tmp_path / "map.toml").write_text(
+        "".join(
+            f'[[map]]\nfrom = "{old}.{{of}}"\nto = "{new}.{{of}}"\n'
+            for old, new in (("a", "c"), ("b", "d"))
+        )
+    )
+    fresh, its_own = made("c", "d")
+    state = shardckpt.train_state(model=fresh, optimizer=its_own)
+    shardckpt.restore(tmp_path / "c", state, mapping=tmp_path / "map.toml")
+    assert torch.equal(fresh["d"].weight, model["b"].weight)
+    moments = its_own.state[fresh["c"].weight]["exp_avg"]
+    assert torch.equal(moments, optimizer.state[model["a"].weight]["exp_avg"])
+
+
 def test_experts_with_other_numbers_of_steps_are_not_joined(tmp_path):
     old, new = Run(), Run(1, stacked=True)
     old.steps(2)

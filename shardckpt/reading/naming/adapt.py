@@ -216,7 +216,7 @@ class Adaptation:
             if sources and output.sources == (
                 View.whole(sources[0], self._checkpoint.tensor(sources[0]).shape),
             ):
-                moves[before] = place
+                moves.setdefault(before, place)  # of a tied tensor the first name
             else:
                 outputs[place] = End(Tensor(self.make(place, output)), outputs[place].path)
         for old, place in list(self.moved.items()):
