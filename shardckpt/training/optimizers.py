@@ -82,7 +82,7 @@ class NamedOptimizer:
             earlier: parameter names, by the name that 0.2.0 gave, where these differ.
 
         Raises:
-            LeafError: a parameter has no name.
+            LeafError: a parameter has no name, or two have the same.
         """
         self.optimizer = optimizer
         self.key = key
@@ -106,7 +106,14 @@ class NamedOptimizer:
                         "give train_state the module that has it, such as model=…, so that it "
                         "has a name."
                     )
-                self.parameters[name] = parameter
+                if self.parameters.setdefault(name, parameter) is not parameter:
+                    first = next(n for n, names in enumerate(self.groups) if name in names)
+                    raise LeafError(
+                        f"{shown(key)}: parameter {self.groups[first].index(name)} of group "
+                        f"{first} and parameter {position} of group {number} are both called "
+                        f"{name!r}: one module has the keyword that another one, model=…, uses "
+                        "for a part of itself; give train_state another keyword for it."
+                    )
                 self.groups[-1].append(name)
         self._prefix = next(
             (

@@ -75,6 +75,15 @@ def test_training_goes_on_bit_by_bit_in_a_new_optimizer(tmp_path, kind, order):
         assert torch.equal(parameter, fresh.state_dict()[name]), name
 
 
+def test_two_parameters_of_one_name_are_refused_and_both_are_given():
+    model = nn.ModuleDict({"head": nn.Linear(2, 2, bias=False), "z": nn.Linear(2, 2, bias=False)})
+    head = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.Adam([model["head"].weight, head.weight, model["z"].weight])
+    message = r"parameter 0 of group 0 and parameter 1 of group 0 .* 'head\.weight'"
+    with pytest.raises(LeafError, match=message):
+        state_of(model, optimizer, head=head).state_dict()
+
+
 def test_an_optimizer_whose_state_is_one_for_all_parameters_goes_on(tmp_path):
     model = net()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
