@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import OptionError
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
-from shardckpt.frameworks.coordination.names import Agreement
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import check_flag, check_function, checked_options
@@ -24,12 +23,13 @@ from shardckpt.text import shorten, visible
 from shardckpt.training import events
 from shardckpt.training.open_run import OpenRun
 from shardckpt.training.policies import EveryCall, Policy, any_of, as_policy
-from shardckpt.training.resuming import Restored, newest_step, resume
+from shardckpt.training.resuming import Restored, newest_step, raise_together, resume
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
+    from shardckpt.frameworks.coordination.names import Agreement
     from shardckpt.options import SaveOptions
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reading.cooperative import Choice
@@ -371,7 +371,9 @@ class CheckpointManager(OpenRun):
             adaptation_of, rename=rename, mapping=mapping, invert_mapping=invert_mapping, fit=fit
         )
 
-        def read(checkpoint: Checkpoint) -> tuple[Any, Adaptation | None]:
+        def read(
+            checkpoint: Checkpoint, agreement: Agreement
+        ) -> tuple[Any, Adaptation | None]:
             read_step = int(checkpoint.location.name)
             with self._background.cleaner.reading(read_step):
                 self._background.emit(events.RestoreStarted, read_step)
@@ -381,8 +383,6 @@ class CheckpointManager(OpenRun):
                     "coordinator": self._coordinator,
                 }
                 progress = self._events.progress("restore", self.url(read_step), read_step)
-                # Also where this process has no need of it: the others may.
-                agreement = Agreement(self._coordinator)
                 given = {
                     "only": only,
                     "strict": agreement if strict is True else strict,
@@ -392,7 +392,7 @@ class CheckpointManager(OpenRun):
                     **options,
                 }
                 try:
-                    with agreement:
+                    with agreement:  # also where this process has no need of it: the others may
                         adaptation = adapted()
                         state = restore_adapted(checkpoint, like, adaptation, **given)
                 except BaseException as e:
@@ -433,14 +433,16 @@ class CheckpointManager(OpenRun):
         return Restored(restored.state, restored.step, restored.metadata, restored.notes)
 
     def _settle(self) -> None:
-        """Wait for the work in flight before a step is chosen, and raise its failures.
+        """Wait for the work in flight before a step is chosen, and raise its failures on all.
 
         Also for deletions: they do not know yet where training continues.
         """
         self._check_open()
         self._join_late()
         self._background.join()
-        self._background.raise_failures(self._on_failure)
+        raise_together(
+            self._coordinator, partial(self._background.raise_failures, self._on_failure)
+        )
 
     def _newest_step(self) -> int | None:
         """The step that `restore` takes by itself, for integrations that look at it before.

@@ -34,6 +34,7 @@ from shardckpt.errors import (
     ShardckptError,
     VersionError,
 )
+from shardckpt.frameworks.coordination.names import Agreement
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.runs.committing import commit_places
 from shardckpt.runs.lineage import Resumed
@@ -74,7 +75,7 @@ class Restored:
 def resume(
     root: Store,
     coordinator: Coordinator,
-    read: Callable[[Checkpoint], tuple[Any, Adaptation | None]],
+    read: Callable[[Checkpoint, Agreement], tuple[Any, Adaptation | None]],
     *,
     step: int | None = None,
     together: bool = False,
@@ -89,7 +90,8 @@ def resume(
     Args:
         root: the root of the run.
         coordinator: connects all processes; all of them call this.
-        read: restores the open checkpoint; returns the state, and what changed on the way.
+        read: restores the open checkpoint, and may agree on its names; returns the state, and what
+            changed on the way.
         step: the step to restore; None: the latest.
         together: whether `read` waits for the other processes, so that all of them must reach it.
         rolled_back: steps that this run has superseded without recording it in the storage, with
@@ -126,20 +128,19 @@ def resume(
         if chosen["step"] is None:
             return Resumed(None, None, {}, was_superseded=False, later=later, kept=kept)
         url = str(root.location.join(str(chosen["step"])))
-        checkpoint, failure = _try(partial(_open, url, chosen["attempt"]))
+        opened, failure = _try(partial(_open, url, chosen["attempt"], check=check))
         worst = _first_failure(coordinator, failure) if together else None
         restored = None
-        if failure is None and worst is None:
-            assert checkpoint is not None
+        if worst is None:
             # The state, and what changed on the way.
-            restored, failure = _try(partial(read, checkpoint))
+            restored, failure = _try(partial(_read, coordinator, opened, failure, read))
         worst = worst or _first_failure(coordinator, failure)
         if worst is None:
-            assert checkpoint is not None
+            assert opened is not None
             assert restored is not None
-            state, adaptation = restored
+            (checkpoint, recorded), (state, adaptation) = opened, restored
             if check:
-                check_restored(checkpoint, state, coordinator, adaptation, only)
+                check_restored(checkpoint, recorded, state, coordinator, adaptation, only)
             notes = () if adaptation is None else tuple(adaptation.notes())
             return Resumed(
                 chosen["step"],
@@ -179,6 +180,7 @@ def newest_step(
 
 def check_restored(
     checkpoint: Checkpoint,
+    recorded: dict[str, str],
     state: Any,
     coordinator: Coordinator,
     adaptation: Adaptation | None = None,
@@ -192,16 +194,9 @@ def check_restored(
     out, and those that were made of others or fitted, are not compared.
 
     Raises:
-        OptionError: the save recorded no fingerprint.
         CorruptionError: tensors differ; names them.
         CoordinationError: another process does not answer.
     """
-    recorded = recorded_fingerprint(checkpoint.place, checkpoint.record)
-    if not recorded:
-        raise OptionError(
-            f"{checkpoint.location} has no fingerprint, as check= needs: save with "
-            "SaveOptions(fingerprint=True), or leave out check=."
-        )
     if only is not None:
         left_out = set(stored_names(checkpoint.parsed_tree)).difference(
             stored_names(checkpoint.parsed_tree, selector(only))
@@ -231,15 +226,35 @@ def _try(act: Callable[[], T]) -> tuple[T, None] | tuple[None, Exception]:
         return None, e
 
 
-def _open(url: str, attempt: str | None) -> Checkpoint:
-    """The checkpoint that the processes agreed on."""
+def _open(url: str, attempt: str | None, *, check: bool) -> tuple[Checkpoint, dict[str, str]]:
+    """The checkpoint that the processes agreed on, and with `check` its recorded fingerprint."""
     checkpoint = Checkpoint(url)
     if checkpoint.record.attempt != attempt:
         raise ReplacedError(
             f"{url}: the checkpoint was replaced after the job agreed to resume from it; restart "
             "the job."
         )
-    return checkpoint
+    recorded = recorded_fingerprint(checkpoint.place, checkpoint.record) if check else {}
+    if check and not recorded:
+        raise OptionError(
+            f"{checkpoint.location} has no fingerprint, as check= needs: save with "
+            "SaveOptions(fingerprint=True), or leave out check=."
+        )
+    return checkpoint, recorded
+
+
+def _read(
+    coordinator: Coordinator,
+    opened: tuple[Checkpoint, dict[str, str]] | None,
+    failure: Exception | None,
+    read: Callable[[Checkpoint, Agreement], T],
+) -> T:
+    """The result of `read`. The others do not wait for the names of a process that cannot open."""
+    with Agreement(coordinator) as agreement:
+        if opened is None:
+            assert failure is not None
+            raise failure
+        return read(opened[0], agreement)
 
 
 def _choose(
@@ -313,6 +328,14 @@ def commit_left(root: Store, steps: Sequence[int]) -> bool:
             outcome.reason,
         )
     return any(outcome.state == "committed" for outcome in outcomes)
+
+
+def raise_together(coordinator: Coordinator, act: Callable[[], object]) -> None:
+    """Call a function on all processes; if it fails on one of them, raise an error on all."""
+    _, failure = _try(act)
+    worst = _first_failure(coordinator, failure)
+    if worst is not None:
+        raise failure or worst[0]
 
 
 def _first_failure(

@@ -4,8 +4,10 @@ Each goes at its own pace: nothing but the manager holds them together.
 """
 
 import os
+import shutil
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import tensorstore as ts
@@ -173,6 +175,39 @@ def restore_own(coordinator, root, fallback):
     with shardckpt.CheckpointManager(root, coordinator=coordinator, on_event=on_event) as mgr:
         restored = mgr.restore(only=f"p{coordinator.world.process}", fallback=fallback)
         return [restored.step, damaged]
+
+
+class KeepsNothingItKnows(retention.Retention):
+    """A rule with a mistake, which the leader alone meets."""
+
+    def kept(self, _steps):
+        raise KeyError("loss of the rule")
+
+
+def restore_where_one_fails(coordinator, root, damaged):
+    """Process 1 restores from a copy with a damaged file, or the leader's rule has failed; the
+    error's class, and what it says."""
+    coordinator._timeout = 600
+    options = {"coordinator": coordinator, "options": SaveOptions(fingerprint=True)}
+    rule = None if damaged else KeepsNothingItKnows()
+    with shardckpt.CheckpointManager(root, every=1, keep=rule, **options) as mgr:
+        mgr.save(1, {"w": np.full(40_000, 1, np.float32)})
+        if damaged is None:
+            return _error_of(mgr.restore)
+    coordinator.share("saved", None)
+    if coordinator.world.process == 1:
+        root = shutil.copytree(root, f"{root}-copy")
+        next(Path(root).rglob(damaged)).write_bytes(b"damaged")
+    with shardckpt.CheckpointManager(root, **options) as mgr:
+        return _error_of(lambda: mgr.restore(check=True))
+
+
+def _error_of(act):
+    try:
+        act()
+    except (shardckpt.ShardckptError, KeyError) as e:
+        return [type(e).__name__, str(e)]
+    return None
 
 
 def roll_back(coordinator, root, step, steps):

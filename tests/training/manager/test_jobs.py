@@ -195,3 +195,17 @@ def test_a_process_that_fails_before_it_compares_names_keeps_nobody_waiting(tmp_
     answers = job.run("restore_stages", 2, tmp_path, ["a", "b"], ["ab", "wrong"])
     assert "`like`: 'step'" in answers[0]["message"]
     assert answers[1]["error"] == "LeafError"
+
+
+@pytest.mark.parametrize("damaged", ["checkpoint.json", "fingerprint.json", None])
+def test_a_process_that_fails_before_it_restores_keeps_nobody_waiting(tmp_path, job, damaged):
+    answers = job.run("restore_where_one_fails", 2, tmp_path / "run", damaged, timeout=60)
+    if damaged is None:
+        assert answers[0] == ["KeyError", "'loss of the rule'"]
+        assert answers[1] == [
+            "CoordinationError",
+            "process 0 could not restore: 'loss of the rule'",
+        ]
+    else:
+        assert [kind for kind, _ in answers] == ["FormatError"] * 2
+        assert answers[0][1].startswith("process 1 could not restore: ")
