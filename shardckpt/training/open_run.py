@@ -60,7 +60,11 @@ class OpenRun(RunSteps):
         self._lead_time = lead_time
         self._on_event = on_event
         self._progress = progress
-        self._join(coordinator_of(coordinator, self.options.commit_timeout))
+        try:
+            self._join(coordinator_of(coordinator, self.options.commit_timeout))
+        except BaseException:
+            self._notices.close()
+            raise
         self._joins_later = coordinator is None and self._coordinator.world.processes == 1
         """Whether the processes of the job may meet before the first save, and this manager is to
         join them then."""

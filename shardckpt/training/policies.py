@@ -219,6 +219,10 @@ class OnPreemption(Policy):
                 f"OnPreemption(signals={shorten(self.signals)}): {e}; give signals, as in "
                 "(signal.SIGTERM,)."
             ) from e
+        if unseen := {signal.SIGKILL, signal.SIGSTOP}.intersection(self.signals):
+            raise OptionError(
+                f"OnPreemption(signals=…): no process can handle {min(unseen).name}; leave it out."
+            )
         if self.when is not None and not callable(self.when):
             raise OptionError(
                 f"OnPreemption(when={shorten(self.when)}): expected a function without "

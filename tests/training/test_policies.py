@@ -109,6 +109,7 @@ def test_none_never_saves_by_itself():
         lambda: EverySeconds("60"),
         lambda: OnPreemption(signals=()),
         lambda: OnPreemption(signals=(999,)),
+        lambda: OnPreemption(signals=(signal.SIGTERM, signal.SIGSTOP)),
         lambda: OnPreemption(when=7),
         lambda: as_policy("500"),
         lambda: as_policy(True),

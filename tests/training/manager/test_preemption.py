@@ -103,6 +103,13 @@ def test_handlers_can_only_be_set_in_the_main_thread(run):
     assert "main thread" in caught[0]
 
 
+def test_a_manager_that_cannot_be_made_leaves_no_handler(run, terminated):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(errors.OptionError, match="progress"):
+        run.manager(preemption=OnPreemption(), progress="a line")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 @pytest.fixture
 def interrupted():
     """A function that interrupts this thread, as Ctrl-C does, after some seconds."""
