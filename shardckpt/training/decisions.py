@@ -110,8 +110,8 @@ class Decisions:
         self._answer = StepDecision(save=False)
         self._begin(None)
 
-    def restart(self, step: int) -> None:
-        """Continue after this step, on all processes."""
+    def restart(self, step: int | None) -> None:
+        """Continue after this step, or from the beginning, on all processes."""
         self._rounds += 1
         self._begin(step)
 

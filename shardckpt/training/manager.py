@@ -425,10 +425,11 @@ class CheckpointManager(OpenRun):
         self._lineage.resume(restored)
         if restored.step is None:
             check_root(self._root)
-            return None
         self._last, self._owed = restored.step, False
         self._background.cleaner.forget()
         self._decisions.restart(restored.step)
+        if restored.step is None:
+            return None
         self._warm_once(restored.step, restored.state)
         return Restored(restored.state, restored.step, restored.metadata, restored.notes)
 

@@ -88,6 +88,14 @@ def test_it_is_replaced_by_a_training_that_begins_anew_because_no_other_step_is_
     assert shardckpt.restore(run.root / "1000")["again"]
 
 
+def test_a_training_without_a_step_to_restore_begins_anew_though_it_has_gone_through_steps(run):
+    with run.manager(every=5) as manager:
+        assert not any(manager.save(step, state(step)) for step in range(4))
+        assert manager.restore() is None
+        assert [step for step in range(7) if manager.save(step, state(step))] == [5]
+    assert run.holds(5)
+
+
 def test_a_superseded_step_that_training_has_passed_is_not_kept(run):
     run.train(800, 900, 1000)
     with run.manager(every=60, keep=5) as manager:
