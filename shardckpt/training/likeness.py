@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +23,15 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from shardckpt import frameworks
-from shardckpt.errors import OptionError
+from shardckpt.errors import OptionError, ShardckptError
 from shardckpt.frameworks.base import Array, Target, dtype_of
 from shardckpt.frameworks.numpy import overlaps_itself
 from shardckpt.reading.restoring.refusals import share_memory
 from shardckpt.state import PerProcess
 from shardckpt.state.document import Branch, Node, Small, Tensor, Tied, leaves_of
 from shardckpt.state.names import container_of, imported_module, match_keys, shown
-from shardckpt.state.numbers import is_number
+from shardckpt.state.numbers import array_of_number, is_number
+from shardckpt.state.unflatten import decode_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -163,11 +165,20 @@ def mirror(
         if isinstance(node, Tensor) and node.meaning is not None and not frameworks.is_tensor(own):
             return _new_keys(record, node.meaning)
         return tensor(record, own)
-    scalar = (
-        isinstance(node, Small) and frameworks.is_tensor(own) and getattr(own, "shape", None) == ()
-    )
     # A small leaf of any kind, or an error where each process has its own.
-    return own if isinstance(own, PerProcess) or scalar else None
+    return own if isinstance(own, PerProcess) or _takes_number(own, node) else None
+
+
+def _takes_number(own: Any, node: Node) -> bool:
+    """Whether a tensor without dimensions can have what is stored, which is a number."""
+    if not (isinstance(node, Small) and frameworks.is_tensor(own) and own.shape == ()):
+        return False
+    with suppress(ShardckptError):
+        number = decode_leaf(node)
+        if is_number(number):
+            array_of_number(number, dtype_of(own.dtype).numpy, node.name, cast=False)
+            return True
+    return False
 
 
 def _composite(stored: StoredLeaves, node: Branch, own: object, beside: object) -> Any:

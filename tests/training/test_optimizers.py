@@ -95,6 +95,19 @@ def test_an_optimizer_whose_state_is_one_for_all_parameters_goes_on(tmp_path):
     assert steps(fresh, other, 3, 5) == steps(model, optimizer, 3, 5)
 
 
+def test_an_optimizer_goes_back_to_a_step_at_which_it_had_a_none_for_a_tensor(tmp_path):
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    state = state_of(model, optimizer)
+    steps(model, optimizer, 0, 1)
+    (of_one,) = optimizer.state.values()
+    kept, of_one["t"] = of_one["t"], None
+    shardckpt.save(tmp_path / "c", state)
+    of_one["t"] = torch.tensor(kept)
+    shardckpt.restore(tmp_path / "c", state)
+    assert [*optimizer.state.values()][0]["t"] is None
+
+
 def test_moments_are_named_after_their_parameters(tmp_path):
     model = net()
     optimizer = torch.optim.AdamW(groups(model), lr=0.01)
