@@ -174,8 +174,12 @@ class Background:
                 self._saver.warm(self.url(step), state, options, only_devices=True)
 
     def resumed(self) -> None:
-        """Note that a restore published what was complete, and training continues from there."""
+        """Note that a restore published what was complete, and training continues from there.
+
+        A step that was lost is published, or superseded.
+        """
         self._left = set()
+        self.lost = None
 
     def join(self) -> None:
         """Wait until no save and no deletion is running."""

@@ -392,6 +392,18 @@ def test_a_step_that_was_lost_and_then_saved_is_not_saved_a_third_time(run, monk
     assert run.holds(5)
 
 
+def test_a_step_that_was_lost_and_then_published_by_a_restore_is_not_saved_again(run, monkeypatch):
+    manager = run.manager(every=None)
+    with monkeypatch.context() as patched:
+        patched.setattr(Background, "_before_publish", lambda *_: 1 / 0)
+        manager.save(5, state(5), force=True)
+        with pytest.raises(ZeroDivisionError):
+            manager.wait()
+    assert manager.restore().step == 5
+    assert not manager.save(5, state(5), force=True)
+    manager.close()
+
+
 @pytest.mark.parametrize("metrics", [{"loss": 10**400}, {"loss": "small"}, {1: 2.0}, [1]])
 def test_metrics_that_are_no_numbers_by_name_are_refused_before_anything_is_begun(run, metrics):
     manager = run.manager()
