@@ -181,6 +181,11 @@ class Background:
         self._left = set()
         self.lost = None
 
+    def loses(self, step: int) -> bool:
+        """Whether the save that was begun last is of this step and fails; waits for its end."""
+        self._ended.wait()
+        return self.lost == step
+
     def join(self) -> None:
         """Wait until no save and no deletion is running."""
         for thread in self._threads:

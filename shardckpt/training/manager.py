@@ -227,7 +227,7 @@ class CheckpointManager(OpenRun):
         if not (self._due(step) or force):
             self._warm_once(step, state)
             return False
-        if step == self._last and step != self._background.lost:
+        if step == self._last and not self._background.loses(step):
             self._skip(step, "it is saved already")
             return False
         if self._lineage.protects(step):  # a forced save

@@ -300,6 +300,20 @@ def test_a_step_whose_save_failed_may_be_saved_again(run):
     assert run.holds(1)
 
 
+def test_a_step_is_saved_again_also_if_its_save_in_flight_fails_later(run):
+    run.root.mkdir()
+    (run.root / "1").write_text("in the way")
+
+    def clear(event):
+        if type(event).__name__ == "SaveFailed":
+            (run.root / "1").unlink()
+
+    with run.manager(on_event=clear, on_failure=lambda *_: "continue") as manager:
+        manager.save(1, state(1))
+        assert manager.save(1, state(1))
+    assert run.holds(1)
+
+
 def test_a_leaf_that_cannot_be_stored_is_raised_at_once_and_disturbs_nothing(run):
     with run.manager() as manager:
         with pytest.raises(errors.LeafError, match="thing"):
