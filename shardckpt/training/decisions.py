@@ -189,10 +189,8 @@ class Decisions:
             time.monotonic(),
             step - (step - 1 if self.previous is None else self.previous),
         )
-        steps = (
-            int(self._lead_time / max(now - self._asked, 1e-6)) if self.previous is not None else 0
-        )
-        lead = min(max(steps, _LEAST_LEAD), _MOST_LEAD) * stride
+        steps = self._lead_time / max(now - self._asked, 1e-6) if self.previous is not None else 0
+        lead = int(min(max(steps, _LEAST_LEAD), _MOST_LEAD)) * stride
         self._asked = now
         line, before = self._timeline, self._timeline
         runs_out = line.until < step + (lead + stride) // 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -128,10 +129,11 @@ class CheckpointManager(OpenRun):
         if (
             isinstance(lead_time, bool)
             or not isinstance(lead_time, int | float)
-            or not lead_time >= 0
+            or not 0 <= lead_time < math.inf
         ):
             raise OptionError(
-                f"CheckpointManager(lead_time={shorten(lead_time)}): give seconds, 0 or more."
+                f"CheckpointManager(lead_time={shorten(lead_time)}): give seconds, 0 or more, "
+                "and not infinitely many."
             )
         checked = checked_options(options)
         if used := {RUN, METRICS, ROLLBACK} & checked.metadata.keys():

@@ -363,6 +363,7 @@ def test_metrics_are_kept_and_the_best_step_is_found_by_them(run):
         ({"in_flight": "drop"}, "in_flight"),
         ({"fallback": "yes"}, "fallback"),
         ({"lead_time": -1}, "lead_time"),
+        ({"lead_time": float("inf")}, "lead_time"),
         ({"progress": 1}, "progress"),
         ({"options": {"layout": "zarr"}}, "options"),
         ({"options": shardckpt.SaveOptions(metadata={"metrics": 1})}, "metrics"),
