@@ -14,6 +14,7 @@ derives from `Policy`.
 
 from __future__ import annotations
 
+import os
 import signal
 from bisect import bisect_right
 from dataclasses import dataclass, field
@@ -26,7 +27,6 @@ from shardckpt.options import check_seconds, check_whole
 from shardckpt.text import shorten
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable
 
 __all__ = [
@@ -223,6 +223,10 @@ class OnPreemption(Policy):
             raise OptionError(
                 f"OnPreemption(signals=…): no process can handle {min(unseen).name}; leave it out."
             )
+        if self.file is not None and not _is_local_path(self.file):
+            raise OptionError(
+                f"OnPreemption(file={shorten(self.file)}): give the path of a file on this machine."
+            )
         if self.when is not None and not callable(self.when):
             raise OptionError(
                 f"OnPreemption(when={shorten(self.when)}): expected a function without "
@@ -247,6 +251,12 @@ class OnPreemption(Policy):
     def notices(self) -> tuple[OnPreemption, ...]:
         """This policy."""
         return (self,)
+
+
+def _is_local_path(file: object) -> bool:
+    """Whether a value is a path, and not a url."""
+    path = os.fspath(file) if isinstance(file, str | os.PathLike) else None
+    return isinstance(path, str) and path != "" and "://" not in path
 
 
 @dataclass(frozen=True, slots=True)
