@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import RLock
+from threading import RLock, current_thread, main_thread
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shardckpt.io.streams import in_notebook, is_open, is_terminal
@@ -321,7 +321,10 @@ class Events:
         self._one_at_a_time = RLock()  # reentrant: a callback may cause another event
 
     def emit(self, event: Event) -> None:
-        """Pass an event to the log and all callbacks; never raises an exception of a callback."""
+        """Pass an event to the log and all callbacks; never raises an exception of a callback.
+
+        On the main thread, sys.exit() in a callback still ends the program.
+        """
         if isinstance(event, SaveCommitted | SaveFailed | RestoreFinished | RestoreFailed):
             self._tell_of_retries(event)
         log.log(event.level, "%s", event)
@@ -329,7 +332,9 @@ class Events:
             for callback in self._callbacks:
                 try:
                     callback(event)
-                except Exception:
+                except BaseException as e:
+                    if not isinstance(e, Exception) and current_thread() is main_thread():
+                        raise
                     log.exception(
                         "%s: the callback %r raised an exception; the save goes on.",
                         event,

@@ -332,6 +332,18 @@ def test_a_callback_that_raises_costs_no_checkpoint(run):
     assert run.holds(1)
 
 
+def test_a_callback_that_exits_in_the_background_costs_no_checkpoint_either(run):
+    def exits(event):
+        if type(event).__name__ == "SaveCommitted":
+            raise SystemExit(3)
+
+    with run.manager(on_event=exits) as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        assert not manager.save(1, state(1))
+    assert run.holds(1)
+
+
 def test_events_tell_what_happens_in_order(run):
     run.train(1, 2, keep=1)
     kinds = [(type(e).__name__, e.step) for e in run.events if type(e).__name__ != "Progressed"]
