@@ -45,8 +45,8 @@ _log = logging.getLogger("shardckpt")
 _DEFAULT_EVERY = EveryCall()
 """The `every` of a manager that was created without one."""
 _PROTECTED = (
-    "the step from before the rollback is pinned or tagged, or a base that others need; unpin, "
-    "untag or delete those to replace it"
+    "at the restore, the step from before the rollback was pinned or tagged, or a base that others "
+    "need; to replace it, unpin, untag or delete those, and restore again"
 )
 
 
