@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt import frameworks
-from shardckpt.errors import FormatError, OtherJobError, ShardckptError, StorageError
+from shardckpt.errors import OtherJobError, ShardckptError, StorageError
 from shardckpt.format.documents import utc_now
 from shardckpt.io.failures import saving_takes_threads
 from shardckpt.io.shutdown import start_background
@@ -301,7 +301,7 @@ class Background:
         """The OtherJobError that explains a failed save, if another job saves to the root."""
         if isinstance(error, OtherJobError):
             return None
-        with suppress(FormatError, StorageError):
+        with suppress(ShardckptError):
             try:
                 if self._leads:
                     self._job.check()
