@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from math import inf, isnan
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from shardckpt.errors import OptionError
 from shardckpt.options import check_whole
 from shardckpt.text import shorten
@@ -166,6 +168,16 @@ class KeepAnyOf(Retention):
     rules: tuple[Retention, ...]
     """The rules."""
 
+    def __post_init__(self) -> None:
+        """Check the rules."""
+        made = tuple(rule for rule in map(as_retention, self.rules) if rule is not None)
+        if not made or len(made) < len(self.rules):
+            raise OptionError(
+                f"any_of{self.rules!r:.200}: give rules, each a number of steps or one of "
+                "shardckpt.training.retention; None would keep all."
+            )
+        object.__setattr__(self, "rules", made)
+
     def kept(self, steps: Sequence[SavedStep]) -> set[int]:
         """The union of the rules' steps."""
         return set().union(*(rule.kept(steps) for rule in self.rules))
@@ -186,13 +198,7 @@ def any_of(*rules: Retention | int) -> Retention:
         >>> sorted(any_of(2, EveryKth(1000)).kept([SavedStep(n) for n in (1000, 1500, 1600, 1700)]))
         [1000, 1600, 1700]
     """
-    made = tuple(rule for rule in map(as_retention, rules) if rule is not None)
-    if not made or len(made) < len(rules):
-        raise OptionError(
-            f"any_of{rules!r:.200}: give rules, each a number of steps or one of "
-            "shardckpt.training.retention; None would keep all."
-        )
-    return KeepAnyOf(made)
+    return KeepAnyOf(rules)  # type: ignore[arg-type]  (which it converts)
 
 
 def as_retention(keep: Retention | int | None) -> Retention | None:
@@ -206,8 +212,8 @@ def as_retention(keep: Retention | int | None) -> Retention | None:
     """
     if keep is None or isinstance(keep, Retention):
         return keep
-    if isinstance(keep, int) and not isinstance(keep, bool):
-        return Latest(keep)
+    if isinstance(keep, int | np.integer) and not isinstance(keep, bool):
+        return Latest(int(keep))
     raise OptionError(
         f"keep={shorten(keep)}: a {type(keep).__name__} is not a rule; give a number of steps, or "
         "one of shardckpt.training.retention."

@@ -266,6 +266,15 @@ class AnyOf(Policy):
     policies: tuple[Policy, ...]
     """The policies."""
 
+    def __post_init__(self) -> None:
+        """Check the policies."""
+        object.__setattr__(self, "policies", tuple(map(as_policy, self.policies)))
+        if not self.policies:
+            raise OptionError(
+                "any_of(): give policies, each a number of steps or one of "
+                "shardckpt.training.policies; every=None never saves."
+            )
+
     def due(self, step: int, previous: int | None) -> bool:
         """Whether one of the policies is due."""
         return any(policy.due(step, previous) for policy in self.policies)
@@ -288,11 +297,14 @@ class AnyOf(Policy):
 def any_of(*policies: Policy | int) -> Policy:
     """Save when at least one of these policies saves; a number `n` stands for `EverySteps(n)`.
 
+    Raises:
+        OptionError: an argument is not a policy, or there are no arguments.
+
     Examples:
         >>> any_of(1000, EverySeconds(600)).due(2000, 1999)
         True
     """
-    return AnyOf(tuple(as_policy(policy) for policy in policies))
+    return AnyOf(policies)  # type: ignore[arg-type]  (which it converts)
 
 
 def as_policy(every: Policy | int | None) -> Policy:

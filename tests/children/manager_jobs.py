@@ -44,7 +44,7 @@ def policy(described):
                     one, one
                 )
             )
-    return policies.any_of(*made)
+    return policies.any_of(*made) if made else None
 
 
 def manager(coordinator, root, every, **options):

@@ -1,5 +1,6 @@
 """Rules that choose the steps to keep: each by itself, and together."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ from shardckpt.errors import OptionError
 from shardckpt.runs.retention import (
     Best,
     EveryKth,
+    KeepAnyOf,
     Latest,
     SavedStep,
     Younger,
@@ -86,7 +88,8 @@ def test_the_best_of_some_steps():
 
 def test_none_keeps_everything_and_a_number_the_latest():
     assert as_retention(None) is None
-    assert as_retention(3) == Latest(3)
+    assert as_retention(3) == as_retention(np.int64(3)) == Latest(3)
+    assert KeepAnyOf((3,)) == any_of(3)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import OptionError
 from shardckpt.training.policies import (
+    AnyOf,
     AtSteps,
     Continuous,
     EverySeconds,
@@ -84,6 +85,7 @@ def test_any_of_is_due_or_wanted_when_one_of_them_is():
 
 
 def test_policies_are_values():
+    assert AnyOf((3,)) == any_of(3)
     assert EverySteps(5) == EverySteps(5)
     assert AtSteps({3, 1}) == AtSteps([1, 3, 3])
     assert repr(any_of(2, Continuous())) == "AnyOf(policies=(EverySteps(n=2), Continuous()))"
@@ -117,6 +119,8 @@ def test_none_never_saves_by_itself():
         lambda: as_policy("500"),
         lambda: as_policy(True),
         lambda: any_of(10, None, "x"),
+        lambda: AnyOf(("x",)),
+        lambda: any_of(),
     ],
 )
 def test_what_is_no_policy_is_refused_by_name(make):
