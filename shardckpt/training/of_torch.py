@@ -28,6 +28,7 @@ from shardckpt.training.likeness import LEFT_OUT, mirror
 from shardckpt.training.modules import NamedModule
 from shardckpt.training.optimizer_state.forms import keyed_by_ints
 from shardckpt.training.optimizers import NamedOptimizer
+from shardckpt.training.parts import collecting
 from shardckpt.training.schedulers import NamedScheduler
 
 if TYPE_CHECKING:
@@ -71,13 +72,14 @@ def of_torch(
     of the module.
 
     Raises:
-        LeafError: a module or optimizer whose tensors have no names.
+        LeafError: a module or optimizer whose tensors have no names, or that does not give its
+            state.
     """
-    modules = {
-        key: NamedModule(key, of, is_local, left_out.get(key, ()))
-        for key, of in objects.items()
-        if isinstance(of, torch.nn.Module)
-    }
+    modules: dict[str, NamedModule] = {}
+    for key, of in objects.items():
+        if isinstance(of, torch.nn.Module):
+            with collecting(key):
+                modules[key] = NamedModule(key, of, is_local, left_out.get(key, ()))
     names: dict[int, str] = {}
     earlier: dict[str, str] = {}
     for key, module in modules.items():
@@ -93,7 +95,9 @@ def of_torch(
     own_forms: dict[str, OwnFormOptimizer] = {}
     for key, of in objects.items():
         if isinstance(of, torch.optim.Optimizer):
-            if has_own_form(of):
+            with collecting(key):
+                own_form = has_own_form(of)
+            if own_form:
                 own_forms[key] = OwnFormOptimizer(of)
             else:
                 optimizers[key] = NamedOptimizer(

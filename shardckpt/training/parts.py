@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from shardckpt.errors import OptionError
+from shardckpt.errors import LeafError, OptionError, ShardckptError
 from shardckpt.state import PerProcess
 from shardckpt.training.generators import inherited
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, mirror
 from shardckpt.training.optimizer_state.forms import keyed_by_ints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from shardckpt.layout.world import World
     from shardckpt.reading.naming.adapt import Adaptation
@@ -144,8 +145,26 @@ def choice(world: Callable[[], World]) -> Callable[[list[Any]], Any]:
     return choose
 
 
+@contextmanager
+def collecting(key: str) -> Iterator[None]:
+    """Raise the error of an object that does not give its state as one that names the object."""
+    try:
+        yield
+    except (ShardckptError, MemoryError):
+        raise
+    except Exception as e:
+        raise LeafError(
+            f"{key} cannot give its state ({type(e).__name__}: {e}); give train_state an object "
+            "whose state_dict() works now, or leave it out."
+        ) from e
+
+
 def check_stateful(key: str, value: object) -> None:
     """Raise OptionError unless the value has `state_dict` and `load_state_dict`."""
+    if isinstance(value, type):
+        raise OptionError(
+            f"train_state({key}=…): {value.__qualname__} is a class; give an instance of it."
+        )
     if isinstance(value, Stateful):
         return
     advice = (

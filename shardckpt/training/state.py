@@ -36,7 +36,15 @@ from shardckpt.state.select import matches, may_select_below, selector
 from shardckpt.text import shorten
 from shardckpt.training.generators import Generators
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, mirror, set_apart
-from shardckpt.training.parts import Own, Stateful, StatePart, Whole, check_stateful, choice
+from shardckpt.training.parts import (
+    Own,
+    Stateful,
+    StatePart,
+    Whole,
+    check_stateful,
+    choice,
+    collecting,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -126,8 +134,12 @@ def train_state(
         if value is not None
     }
     for key, value in more.items():
-        stateful = isinstance(value.value if isinstance(value, PerProcess) else value, Stateful)
-        (given if stateful else values)[key] = value
+        of = value.value if isinstance(value, PerProcess) else value
+        if isinstance(of, Stateful):
+            check_stateful(key, of)
+            given[key] = value
+        else:
+            values[key] = value
     return TrainState(given, values, rng=rng, local=local)
 
 
@@ -202,9 +214,14 @@ class TrainState(StateOwner):
         """The state as plain containers, for saving. Its tensors are the objects' own.
 
         Raises:
-            LeafError: a module or optimizer whose tensors have no names.
+            LeafError: a module or optimizer whose tensors have no names; or an object does not give
+                its state.
         """
-        return {**{key: part.collect() for key, part in self._parts().items()}, **self.values}
+        state: dict[str, Any] = {}
+        for key, part in self._parts().items():
+            with collecting(key):
+                state[key] = part.collect()
+        return {**state, **self.values}
 
     def unused_local(self) -> list[str]:
         """The patterns of `local` that have selected nothing.

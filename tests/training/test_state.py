@@ -229,6 +229,35 @@ def test_an_object_that_refuses_its_state_is_named(tmp_path):
         )
 
 
+class GivesNoState:
+    def state_dict(self):
+        raise RuntimeError("call step() first")
+
+    def load_state_dict(self, _state):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("key", "make", "match"),
+    [
+        ("model", lambda: torch.nn.LazyLinear(3), "uninitialized parameter"),
+        ("ema", GivesNoState, r"RuntimeError: call step\(\) first"),
+        ("loader", lambda: shardckpt.PerProcess(GivesNoState()), "call step"),
+        ("other", GivesNoState, "call step"),
+    ],
+)
+def test_an_object_that_cannot_give_its_state_is_named(tmp_path, key, make, match):
+    state = shardckpt.train_state(**{key: make()}, rng=False)
+    with pytest.raises(LeafError, match=f"^{key} cannot give its state .*{match}"):
+        shardckpt.save(tmp_path / "c", state)
+
+
+@pytest.mark.parametrize("key", ["optimizer", "other"])
+def test_a_class_is_refused_where_an_instance_belongs(key):
+    with pytest.raises(OptionError, match=rf"{key}=…\): Adam is a class"):
+        shardckpt.train_state(**{key: torch.optim.Adam})
+
+
 def test_entries_that_only_one_side_has_are_errors_unless_told_otherwise(tmp_path):
     shardckpt.save(
         tmp_path / "c",
