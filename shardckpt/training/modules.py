@@ -27,6 +27,7 @@ import copy
 import logging
 from collections import Counter
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
@@ -429,7 +430,12 @@ class NamedModule:
 
 def _inner(module: object) -> str | None:
     """The attribute in which a wrapper keeps the wrapped module; None for all other modules."""
-    kinds = ((base.__module__, base.__name__) for base in type(module).__mro__)
+    return _inner_of(type(module))
+
+
+@lru_cache(maxsize=1024)
+def _inner_of(of: type) -> str | None:
+    kinds = ((base.__module__, base.__name__) for base in of.__mro__)
     return next((_WRAPPERS[kind] for kind in kinds if kind in _WRAPPERS), None)
 
 

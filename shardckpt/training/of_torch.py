@@ -17,6 +17,7 @@ This module is imported only for programs that have torch.
 from __future__ import annotations
 
 import re
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -80,17 +81,21 @@ def of_torch(
         if isinstance(of, torch.nn.Module):
             with collecting(key):
                 modules[key] = NamedModule(key, of, is_local, left_out.get(key, ()))
+    prefixes = {key: "" if key == "model" else f"{key}." for key in modules}
     names: dict[int, str] = {}
-    earlier: dict[str, str] = {}
     for key, module in modules.items():
-        prefix = "" if key == "model" else f"{key}."
-        names = {i: prefix + name for i, name in module.parameter_names().items()} | names
-        earlier |= {
-            prefix + before: prefix + now
-            for before, now in module.earlier_parameter_names().items()
-        }
+        names = {i: prefixes[key] + name for i, name in module.parameter_names().items()} | names
         # Averaged weights are not wrapped in DDP themselves.
         module.replica = any(other.replica for other in modules.values())
+
+    @cache
+    def earlier() -> dict[str, str]:
+        return {
+            prefixes[key] + before: prefixes[key] + now
+            for key, module in modules.items()
+            for before, now in module.earlier_parameter_names().items()
+        }
+
     optimizers: dict[str, NamedOptimizer] = {}
     own_forms: dict[str, OwnFormOptimizer] = {}
     for key, of in objects.items():

@@ -70,7 +70,7 @@ class NamedOptimizer:
         optimizer: torch.optim.Optimizer,
         names: Mapping[int, str],
         modules: Collection[str] = (),
-        earlier: Mapping[str, str] | None = None,
+        earlier: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         """Find the name of each parameter.
 
@@ -79,7 +79,8 @@ class NamedOptimizer:
             optimizer: any torch optimizer.
             names: parameter names, by the id of the Parameter.
             modules: keys of modules that prefix the names of their parameters.
-            earlier: parameter names, by the name that 0.2.0 gave, where these differ.
+            earlier: returns parameter names, by the name that 0.2.0 gave, where these differ.
+                Restores alone need them.
 
         Raises:
             LeafError: a parameter has no name, or two have the same.
@@ -87,7 +88,7 @@ class NamedOptimizer:
         self.optimizer = optimizer
         self.key = key
         self._modules = ["model", *modules]
-        self._earlier = earlier or {}
+        self._earlier = earlier
         self._adapted: OptimizerNodes | None = None
         self.parameters: dict[str, Any] = {}
         """Parameters by name, in the order of their numbers."""
@@ -428,7 +429,7 @@ class NamedOptimizer:
 
     def current_name(self, name: str) -> str:
         """The name of a parameter, where 0.2.0 has stored it with parts of a wrapper's name."""
-        current = self._earlier.get(name, name.removeprefix(_OF_FABRIC))
+        current = self._earlier().get(name, name.removeprefix(_OF_FABRIC))
         return current if name not in self.parameters and current in self.parameters else name
 
     def _own_name(self, name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 
+import counting
 import pytest
 import torch
 from torch import nn
@@ -106,6 +107,17 @@ def test_an_optimizer_goes_back_to_a_step_at_which_it_had_a_none_for_a_tensor(tm
     of_one["t"] = torch.tensor(kept)
     shardckpt.restore(tmp_path / "c", state)
     assert [*optimizer.state.values()][0]["t"] is None
+
+
+def test_a_save_works_out_the_names_of_parameters_once_and_none_of_earlier_releases():
+    def block():
+        return nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({k: nn.Linear(2, 2) for k in "qkv"}))
+
+    model = nn.Sequential(*(block() for _ in range(50)))
+    state = state_of(model, torch.optim.AdamW(model.parameters()))
+    state.state_dict()
+    made = counting.steps(state.state_dict)
+    assert made < 60 * len([*model.parameters()])
 
 
 def test_moments_are_named_after_their_parameters(tmp_path):
