@@ -198,7 +198,7 @@ def any_of(*rules: Retention | int) -> Retention:
         >>> sorted(any_of(2, EveryKth(1000)).kept([SavedStep(n) for n in (1000, 1500, 1600, 1700)]))
         [1000, 1600, 1700]
     """
-    return KeepAnyOf(rules)  # type: ignore[arg-type]  (which it converts)
+    return KeepAnyOf(rules)  # type: ignore[arg-type]
 
 
 def as_retention(keep: Retention | int | None) -> Retention | None:

@@ -373,9 +373,7 @@ class CheckpointManager(OpenRun):
             adaptation_of, rename=rename, mapping=mapping, invert_mapping=invert_mapping, fit=fit
         )
 
-        def read(
-            checkpoint: Checkpoint, agreement: Agreement
-        ) -> tuple[Any, Adaptation | None]:
+        def read(checkpoint: Checkpoint, agreement: Agreement) -> tuple[Any, Adaptation | None]:
             read_step = int(checkpoint.location.name)
             with self._background.cleaner.reading(read_step):
                 self._background.emit(events.RestoreStarted, read_step)

@@ -430,12 +430,13 @@ class NamedModule:
 
 def _inner(module: object) -> str | None:
     """The attribute in which a wrapper keeps the wrapped module; None for all other modules."""
-    return _inner_of(type(module))
+    kind: Any = type(module)
+    return _inner_of(kind)
 
 
 @lru_cache(maxsize=1024)
-def _inner_of(of: type) -> str | None:
-    kinds = ((base.__module__, base.__name__) for base in of.__mro__)
+def _inner_of(kind: type) -> str | None:
+    kinds = ((base.__module__, base.__name__) for base in kind.__mro__)
     return next((_WRAPPERS[kind] for kind in kinds if kind in _WRAPPERS), None)
 
 

@@ -76,11 +76,11 @@ def of_torch(
         LeafError: a module or optimizer whose tensors have no names, or that does not give its
             state.
     """
-    modules: dict[str, NamedModule] = {}
-    for key, of in objects.items():
-        if isinstance(of, torch.nn.Module):
-            with collecting(key):
-                modules[key] = NamedModule(key, of, is_local, left_out.get(key, ()))
+    modules = {
+        key: _named(key, of, is_local, left_out.get(key, ()))
+        for key, of in objects.items()
+        if isinstance(of, torch.nn.Module)
+    }
     prefixes = {key: "" if key == "model" else f"{key}." for key in modules}
     names: dict[int, str] = {}
     for key, module in modules.items():
@@ -117,6 +117,16 @@ def of_torch(
             if optimizer is not None:
                 schedulers[key] = NamedScheduler(key, of, optimizer)
     return {**modules, **optimizers, **own_forms, **schedulers}
+
+
+def _named(
+    key: str,
+    module: torch.nn.Module,
+    is_local: Callable[[str], bool] | None,
+    left_out: Collection[str],
+) -> NamedModule:
+    with collecting(key):
+        return NamedModule(key, module, is_local, left_out)
 
 
 def has_own_form(optimizer: torch.optim.Optimizer) -> bool:

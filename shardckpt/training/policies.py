@@ -304,7 +304,7 @@ def any_of(*policies: Policy | int) -> Policy:
         >>> any_of(1000, EverySeconds(600)).due(2000, 1999)
         True
     """
-    return AnyOf(policies)  # type: ignore[arg-type]  (which it converts)
+    return AnyOf(policies)  # type: ignore[arg-type]
 
 
 def as_policy(every: Policy | int | None) -> Policy:

@@ -141,7 +141,7 @@ def test_containers_keep_the_class_that_the_object_has(own, state):
 
 @pytest.mark.parametrize("value", [None, "text", 2.5, 2**70])
 def test_a_tensor_that_cannot_have_a_stored_value_is_replaced(value):
-    stored, node, values = stored_of({"a": value, "b": 3})
+    stored, node, _ = stored_of({"a": value, "b": 3})
     own = {"a": torch.tensor(7), "b": torch.tensor(7)}
     like = mirror(stored, node, own)
     assert like == {"a": None, "b": own["b"]}

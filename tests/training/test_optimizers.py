@@ -106,7 +106,7 @@ def test_an_optimizer_goes_back_to_a_step_at_which_it_had_a_none_for_a_tensor(tm
     shardckpt.save(tmp_path / "c", state)
     of_one["t"] = torch.tensor(kept)
     shardckpt.restore(tmp_path / "c", state)
-    assert [*optimizer.state.values()][0]["t"] is None
+    assert next(iter(optimizer.state.values()))["t"] is None
 
 
 def test_a_save_works_out_the_names_of_parameters_once_and_none_of_earlier_releases():

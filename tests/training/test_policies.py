@@ -120,7 +120,7 @@ def test_none_never_saves_by_itself():
         lambda: as_policy(True),
         lambda: any_of(10, None, "x"),
         lambda: AnyOf(("x",)),
-        lambda: any_of(),
+        any_of,
     ],
 )
 def test_what_is_no_policy_is_refused_by_name(make):
