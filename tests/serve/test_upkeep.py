@@ -259,6 +259,34 @@ def test_the_keeper_waits_a_day_after_the_dry_run_and_after_a_jump_of_the_clock(
         assert looked() == [("done", "lab/a", dry, "rules"), first]
 
 
+def test_a_list_from_before_the_mark_of_the_end_is_made_anew(tmp_path):
+    save_run(tmp_path / "runs" / "a", (1, 2, 3))
+    (tmp_path / "rules.toml").write_text(RULES)
+    with operated(tmp_path, ("lab", tmp_path / "runs"), keep=tmp_path / "rules.toml") as lab:
+        upkeeper, jobs = lab.service.upkeep.keeper, lab.service.upkeep.journal
+        upkeeper._not_before = time.monotonic()
+
+        def looked_two_days_later():
+            with jobs._db as db:
+                moved = (dt.datetime.now(dt.UTC) - dt.timedelta(days=2)).isoformat()
+                db.execute("UPDATE jobs SET ended = ?, created = ?", (moved, moved))
+            upkeeper.look()
+            made = jobs.jobs(operation="retain")
+            return [(lab.wait(one.number)["state"], one.arguments["apply"]) for one in made]
+
+        assert lab.post("retain", "operate", run="lab/a").status == 202
+        lab.service.wait_until(lambda: jobs.jobs(state="done", operation="retain"))
+        time.sleep(1)  # marks have times to the second
+        lab.done("end", run="lab/a")
+        assert looked_two_days_later() == [("done", None)] * 2
+        time.sleep(1)
+        lab.done("reopen", run="lab/a")
+        lab.done("end", run="lab/a")
+        assert looked_two_days_later() == [("done", None)] * 3
+        dry = jobs.jobs(operation="retain")[0].number
+        assert looked_two_days_later() == [("done", dry), *[("done", None)] * 3]
+
+
 @pytest.mark.parametrize(
     "text",
     [

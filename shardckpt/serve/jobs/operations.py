@@ -292,12 +292,15 @@ def retain(
     rule = None if path is None else RetentionRules.read(path).rule_for(run)
     if rule is None:
         raise OptionError(f"no rule of --keep is for {shorten(run)}, so nothing of it is deleted.")
-    report = retention.retain(Store.open(work.roots.locate(run)), rule, expected, work.progress)
+    root = Store.open(work.roots.locate(run))
+    mark = ended.ended(root)
+    report = retention.retain(root, rule, expected, work.progress)
     steps = [
         {"name": one.name, "attempt": one.attempt, "bytes": one.nbytes} for one in report.deleted
     ]
     return {
         "dry": expected is None,
+        "ended": None if mark is None else mark.when,
         "applied": apply,
         "steps": steps,
         "bytes": report.nbytes,
