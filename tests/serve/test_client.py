@@ -65,6 +65,19 @@ def test_it_asks_for_everything(client, runs, monkeypatch):
     assert np.array_equal(client.open("lab/llama/10").read("optimizer/count"), np.arange(300))
 
 
+def test_keys_that_a_url_loses_name_the_tensor_that_was_asked_for(tmp_path):
+    keys = (".", "..", "...", "a.", "~.", "~..", "")
+    below = {key: {"w": np.full(1, n), ".": np.full(1, -n)} for n, key in enumerate(keys, 1)}
+    state = {"w": np.zeros(1), "..": np.full(1, 9), "model": {"w": np.zeros(1), **below}}
+    shardckpt.save(tmp_path / "run" / "1", state)
+    opened = shardckpt.open(tmp_path / "run" / "1")
+    with serving(("lab", tmp_path)) as service, Client(service.url) as client:
+        for name in opened.names():
+            assert client.read("lab/run/1", name) == opened.read(name), name
+            assert client.layout("lab/run/1", name)["name"] == name
+            assert client.statistics("lab/run/1", name)["max"] == opened.read(name)[0]
+
+
 def test_errors_are_those_of_the_library(client, tmp_path, runs, monkeypatch):
     with pytest.raises(NotFoundError):
         client.checkpoint("lab/none")
