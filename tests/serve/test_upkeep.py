@@ -24,6 +24,7 @@ from shardckpt.serve.jobs.journal import Journal
 from shardckpt.serve.jobs.retention import RetentionRules
 from shardckpt.serve.jobs.scrub import Scrubber
 from shardckpt.serve.jobs.tally import Tally
+from shardckpt.serve.jobs.verification import VerificationNotes
 from shardckpt.serve.jobs.webhook import Webhook
 from shardckpt.serve.roots import Roots
 from shardckpt.serve.scanner import Scanner
@@ -106,6 +107,30 @@ def test_one_cycle_of_the_scrub_finds_every_flip_and_tells_nothing_else(
             headers["X-Shardckpt-Signature"]
             == f"sha256={hmac.new(b's3cret', body, hashlib.sha256).hexdigest()}"
         )
+
+
+@pytest.mark.parametrize(
+    ("code", "notices"), [("cancelled", 1), ("late", 1), ("storage", 1), ("replaced", 0)]
+)
+def test_damage_is_told_of_though_the_verification_cannot_end(tmp_path, code, notices):
+    journal, roots = Journal(tmp_path), Roots([f"lab={tmp_path}"])
+    journal.keeps_notices = True
+    part = {"file": "f", "tensor": "w", "box": None, "reason": f"{tmp_path}/a/1/f: bad checksum"}
+    state = {"attempt": "x", "chunks": 1, "total": 9, "bytes": 1, "over": False}
+    notes = VerificationNotes(journal, roots, "lab/a/1", None)
+    notes.note({**state, "damaged": 1, "damage": [part]})
+    notes.end({"code": code, "message": "it failed"})
+    bodies = [json.loads(body) for _, body in journal.notices()]
+    assert [(one["event"], one["checkpoint"], one["damaged"]) for one in bodies] == [
+        ("damage", "lab/a/1", 1)
+    ] * notices
+    assert str(tmp_path) not in json.dumps(bodies)
+    assert journal.damaged_verifications()["lab/a/1"].error == "it failed"
+    notes = VerificationNotes(journal, roots, "lab/a/2", None)
+    notes.note({**state, "damaged": 0, "damage": []})
+    notes.end({"code": code, "message": "it failed"})
+    assert len(journal.notices()) == notices
+    journal.close()
 
 
 def test_a_scrub_keeps_its_rate_and_goes_on_where_it_was_killed(tmp_path):

@@ -224,7 +224,8 @@ class Upkeep:
             )
 
     def _note_end(self, job: JobRow) -> None:
-        if OPERATIONS[job.operation].writes(job.arguments):
+        operation = OPERATIONS.get(job.operation)
+        if operation is not None and operation.writes(job.arguments):
             self._audit.note(**audited(job), result=job.state)
         for ident in (job.subject, job.destination):
             if ident is not None:
