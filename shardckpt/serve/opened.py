@@ -58,8 +58,8 @@ class Opened:
     checked: float
     needs: Needs
     """Roots that it needs."""
-    parts: dict[Hashable, Any] = field(default_factory=dict)
-    """Values computed from it, such as its zarr keys."""
+    parts: dict[str, tuple[Hashable, Any]] = field(default_factory=dict)
+    """Values computed from it, such as its zarr keys, and what else they were computed from."""
     making: Lock = field(default_factory=Lock)
 
     @property
@@ -67,12 +67,12 @@ class Opened:
         """The attempt that is open; never used again for other bytes."""
         return self.checkpoint.record.attempt
 
-    def part(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The value that `make` returned at the first call."""
+    def part(self, key: str, make: Callable[[], Any], of: Hashable = None) -> Any:
+        """The value that `make` returned at the first call, or after one with another `of`."""
         with self.making:
-            if key not in self.parts:
-                self.parts[key] = make()
-            return self.parts[key]
+            if key not in self.parts or self.parts[key][0] != of:
+                self.parts[key] = of, make()
+            return self.parts[key][1]
 
     def check_chunks(self, *names: str) -> None:
         """Check that memory has room for the chunks of some tensors, or of all.

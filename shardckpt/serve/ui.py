@@ -231,7 +231,7 @@ def _checkpoint(service: Service, request: Request, viewer: Viewer) -> str:
     draw = partial(found_names, text=text) if text else tree
     make = partial(draw, ident, opened.checkpoint, top)
     # Of many names it takes long.
-    names = make() if text or top.name else opened.part(("tree", PREFIX.get()), make)
+    names = make() if text or top.name else opened.part("tree", make, PREFIX.get())
     return checkpoint_page(
         ident, opened.checkpoint, top, entry, text, names, viewer, sections, _url(request)
     )
