@@ -115,10 +115,8 @@ class OpenCheckpoints:
         parts = path.split("/")
         idents = ["/".join(parts[:n]) for n in range(1, min(len(parts), _MOST_PARTS) + 1)]
         self._roots.root(path)
-        ident = next((one for one in reversed(idents) if one in self._opened), None)
-        if ident is None and self._catalogue is not None:
-            known = self._catalogue.find(idents)
-            ident = next((one["id"] for one in known if one["state"] != "deleted"), None)
+        known = [] if self._catalogue is None else self._catalogue.find(idents)
+        ident = next((one["id"] for one in known if one["state"] != "deleted"), None)
         if ident is None:  # it may be new
             ident = next(
                 (one for one in idents[:8] if Store.open(self._roots.locate(one)).exists(RECORD)),
