@@ -13,6 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from shardckpt.commit.publish import RECORD
 from shardckpt.convert.options import SafetensorsOptions
@@ -105,6 +106,7 @@ class OpenCheckpoints:
         self._opened: OrderedDict[str, Opened] = OrderedDict()
         self._views: OrderedDict[tuple[str, str, str], ModelView] = OrderedDict()
         self._lock = Lock()
+        self._opening: WeakValueDictionary[str, Lock] = WeakValueDictionary()
 
     def resolve(self, path: str) -> tuple[str, str]:
         """The id of the checkpoint that a path begins with, and the rest of the path.
@@ -140,19 +142,34 @@ class OpenCheckpoints:
         return opened
 
     def _get(self, ident: str) -> Opened:
-        known = self._opened.get(ident)
-        now = time.monotonic()
-        if known is not None:
-            place = known.checkpoint.location
-            if not kind_of(place).near and now < known.checked + _TRUSTED:
-                return known
-            status = _status(place)
-            if status is not None and status == known.status:
-                return known
-            if _version(place) == known.version:
-                known.checked, known.status = now, status
-                return known
-        place = self._roots.locate(ident)
+        with self._lock:
+            opening = self._opening.setdefault(ident, Lock())
+        known = self._current(ident)
+        if known is None:
+            with opening:  # others that want it meanwhile do not parse it as well
+                known = self._current(ident) or self._open(ident)
+        return known
+
+    def _current(self, ident: str) -> Opened | None:
+        """The open checkpoint that is still there; None: there is none."""
+        with self._lock:
+            known = self._opened.get(ident)
+            if known is None:
+                return None
+            self._opened.move_to_end(ident)
+        place, now = known.checkpoint.location, time.monotonic()
+        if not kind_of(place).near and now < known.checked + _TRUSTED:
+            return known
+        status = _status(place)
+        if status is not None and status == known.status:
+            return known
+        if _version(place) == known.version:
+            known.checked, known.status = now, status
+            return known
+        return None
+
+    def _open(self, ident: str) -> Opened:
+        place, now = self._roots.locate(ident), time.monotonic()
         status, version = _status(place), _version(place)
         checkpoint = Checkpoint(place)
         needs = self._roots.check(checkpoint)
