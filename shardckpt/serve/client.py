@@ -454,11 +454,12 @@ def _error(reply: httpx.Response, where: str) -> ShardckptError:
     try:
         problem = reply.json()
         code, detail = str(problem["code"]), str(problem["detail"])
+        error = _error_of_code(code, detail, f"{where}: {detail}")
     except (ValueError, KeyError, TypeError):
         # A proxy answers for the service.
-        kind = _NoAnswerError if reply.status_code in (502, 503, 504) else StorageError
-        return kind(f"{where}: {reply.status_code} {reply.reason_phrase}")
-    return _error_of_code(code, detail, f"{where}: {detail}")
+        error = StorageError(f"{where}: {reply.status_code} {reply.reason_phrase}")
+    passes = type(error) is StorageError and reply.status_code in (502, 503, 504)
+    return _NoAnswerError(str(error)) if passes else error
 
 
 def _error_of_code(code: str, message: str, unknown: str) -> ShardckptError:
