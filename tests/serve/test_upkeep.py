@@ -18,14 +18,17 @@ from serving import save_run
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.errors import OptionError
+from shardckpt.io.store import Store
+from shardckpt.runs.ended import mark_ended
 from shardckpt.serve.catalogue.catalogue import Catalogue
-from shardckpt.serve.jobs import keeper, webhook
+from shardckpt.serve.jobs import keeper, operations, webhook
 from shardckpt.serve.jobs.journal import Journal
 from shardckpt.serve.jobs.retention import RetentionRules
 from shardckpt.serve.jobs.scrub import Scrubber
 from shardckpt.serve.jobs.tally import Tally
 from shardckpt.serve.jobs.verification import VerificationNotes
 from shardckpt.serve.jobs.webhook import Webhook
+from shardckpt.serve.jobs.work import Work
 from shardckpt.serve.roots import Roots
 from shardckpt.serve.scanner import Scanner
 
@@ -282,6 +285,23 @@ def test_the_keeper_waits_a_day_after_the_dry_run_and_after_a_jump_of_the_clock(
         ]
         assert len(list((tmp_path / "runs" / "going").iterdir())) == 3
         assert looked() == [("done", "lab/a", dry, "rules"), first]
+
+
+def test_a_run_of_any_length_is_listed_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(operations, "_MOST_STEPS", 2)
+    save_run(tmp_path / "runs" / "a", (1, 2, 3, 4, 5, 6))
+    (tmp_path / "rules.toml").write_text(RULES)
+    roots, lists = Roots([f"lab={tmp_path / 'runs'}"]), []
+    mark_ended(Store.open(roots.locate("lab/a")), "ann")
+    options = {"keep": tmp_path / "rules.toml"}
+    work = Work(roots, "ann", False, options, lambda *_: None, lambda _: None)
+    for _ in range(3):
+        dry = operations.retain(work, "lab/a", None, None)
+        assert dry["bytes"] == sum(one["bytes"] for one in dry["steps"])
+        listed = {one["name"]: one["attempt"] for one in dry["steps"]}
+        assert operations.retain(work, "lab/a", 1, listed)["steps"] == dry["steps"]
+        lists.append([*listed])
+    assert lists == [["2", "3"], ["4", "5"], []]
 
 
 def test_a_list_from_before_the_mark_of_the_end_is_made_anew(tmp_path):
