@@ -165,6 +165,16 @@ def test_trusted_proxies_and_sockets_that_cannot_be_are_refused(place):
         server.make_server(
             ServeOptions(roots=(f"a={top}",), unix_socket=top / "socket"), lambda _url: None
         )
+    in_use = ServeOptions(roots=(f"a={top}",), unix_socket=top / "in-use")
+    for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):  # of another program, or a busy one
+        with socket.socket(socket.AF_UNIX, kind) as one, socket.socket(socket.AF_UNIX) as waits:
+            one.bind(str(top / "in-use"))
+            if kind == socket.SOCK_STREAM:
+                one.listen(0)
+                waits.connect(str(top / "in-use"))
+            with pytest.raises(OptionError, match="another server"):
+                server.make_server(in_use, lambda _url: None)
+            (top / "in-use").unlink()
     with socket.socket(socket.AF_UNIX) as left:  # by a server that was killed
         (top / "socket").unlink(missing_ok=True)
         left.bind(str(top / "socket"))
