@@ -203,6 +203,34 @@ def test_checkpoints_are_due_by_their_attempt_and_not_by_a_clock_that_was_set_ba
     journal.close()
 
 
+def test_what_was_verified_while_checkpoints_were_counted_is_not_due(tmp_path):
+    meanwhile = []
+
+    class Slow(Journal):
+        def verified(self, known):
+            for ident in meanwhile:
+                tally.drop(ident)
+            return super().verified(known)
+
+    save_run(tmp_path / "runs" / "a", (1, 2, 3))
+    roots = Roots([f"lab={tmp_path / 'runs'}"])
+    catalogue, journal = Catalogue(tmp_path / "state"), Slow(tmp_path / "state")
+    scanner = Scanner(roots, catalogue)
+    scanner.scan()
+    tally = Tally(journal, catalogue, scanner, 3600.0)
+    tally.count()
+    tally.drop("lab/a/1")
+    assert tally.due == ["lab/a/2", "lab/a/3"]
+    meanwhile.append("lab/a/2")
+    tally.count()
+    assert tally.due == ["lab/a/1", "lab/a/3"]
+    meanwhile.clear()
+    tally.count()
+    assert tally.due == ["lab/a/1", "lab/a/2", "lab/a/3"]
+    catalogue.close()
+    journal.close()
+
+
 def test_retention_deletes_what_a_dry_run_has_listed_of_an_ended_run(tmp_path):
     save_run(tmp_path / "runs" / "a", (1, 2, 3, 4, 5))  # the loss falls: 1 is the best by "max"
     (tmp_path / "rules.toml").write_text(RULES)

@@ -98,7 +98,7 @@ class Scrubber(BackgroundWork):
             due = next(filter(self._may, self._tally.due), None)
             if due is not None:
                 self._verify(due)
-                self._tally.count()
+                self._tally.drop(due)
             self._pause = _POLL if due is not None else min(2 * self._pause, _LONGEST_POLL)
             return self._pause
         finally:
