@@ -381,12 +381,14 @@ class Receiver:
 
     def __init__(self):
         self.notices, self.answers, self.asked = [], [], []
+        self.refused = b"refused"
         receiver = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 status = receiver.answers.pop(0) if receiver.answers else 204
+                status = 413 if receiver.refused in body else status
                 receiver.asked.append(self.path)
                 if status == 204:
                     receiver.notices.append((body, dict(self.headers)))
@@ -439,6 +441,27 @@ def test_notices_are_kept_until_they_are_received_and_follow_no_redirect(
     journal.close()
     journal = Journal(tmp_path)
     assert [json.loads(body)["checkpoint"] for _, body in journal.notices()] == ["lab/a/2"]
+    journal.close()
+
+
+def test_a_notice_that_is_refused_for_ever_holds_up_no_other(tmp_path, receiver, monkeypatch):
+    monkeypatch.setattr(webhook, "_POLL", 0.01)
+    monkeypatch.setattr(webhook, "_LONGEST_PAUSE", 0.05)
+    journal = Journal(tmp_path)
+    for n in range(40):
+        journal.add_notice({"event": "refused" if n < 12 or n == 20 else "damage", "n": n})
+    sending = Webhook(journal, receiver.url)
+    sending.start()
+    end = time.monotonic() + 60
+    while len(journal.notices(limit=99)) > 13:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    receiver.refused = b"nothing"
+    while journal.notices():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    sending.stop()
+    assert sorted(json.loads(body)["n"] for body, _ in receiver.notices) == [*range(40)]
     journal.close()
 
 
