@@ -61,7 +61,7 @@ from shardckpt.state.select import Only, check_selection, selector
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
     from typing_extensions import TypeVar
 
@@ -212,10 +212,12 @@ def restore_adapted(
     coordinator: Coordinator | None,
     progress: Callable[[int, int], None] | None,
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
+    filling: Callable[[list[str]], None] | None = None,
 ) -> Any:
     """Restore a state; see `restore`.
 
-    `adaptation` has its options for names and sizes, and afterwards what was done.
+    `adaptation` has its options for names and sizes, and afterwards what was done. `filling` is
+    called before the first element is read, with the names of the leaves that are filled in place.
     """
     if coordinator is not None:
         # Before the meeting: without a coordinator no other process can learn of the error.
@@ -263,7 +265,13 @@ def restore_adapted(
             state = _carried_out(
                 steps,
                 lambda jobs, in_place: read_all(
-                    checkpoint, jobs, limit, in_place=in_place, meeting=meeting, progress=progress
+                    checkpoint,
+                    jobs,
+                    limit,
+                    in_place=in_place,
+                    meeting=meeting,
+                    progress=progress,
+                    filling=filling,
                 ),
             )
             if adaptation is not None:
@@ -417,6 +425,7 @@ def read_all(
     in_place: bool,
     meeting: Meeting | None = None,
     progress: Callable[[int, int], None] | None = None,
+    filling: Callable[[list[str]], None] | None = None,
 ) -> dict[str, object]:
     """Read and place everything, together with other processes or alone.
 
@@ -429,6 +438,7 @@ def read_all(
         in_place: whether the filled memory belongs to the caller.
         meeting: where processes agree on reads to share; None: none are shared.
         progress: called with bytes placed so far and in all.
+        filling: see `restore_adapted`.
     """
     done, total = 0, sum(job.nbytes for job in jobs)
 
@@ -460,7 +470,7 @@ def read_all(
     largest = max(LARGEST_BATCH, _OF_CORE * cores()) if near else LARGEST_BATCH
     staged = STAGED_BATCH if near else LARGEST_BATCH
     checkpoint.open_bases(tensor for job in jobs for tensor in job.stored)
-    in_place = in_place and any(landing.fills_leaf for job in jobs for landing in job.landings)
+    in_place = in_place and _fills_leaves(jobs, filling)
     alone, shared = (list(jobs), []) if meeting is None else meeting.divide(checkpoint, jobs, limit)
     pool, placers = (
         (None, {})
@@ -481,6 +491,15 @@ def read_all(
     for placer in placers.values():
         placer.end()
     return restored
+
+
+def _fills_leaves(jobs: Iterable[RestoreJob], filling: Callable[[list[str]], None] | None) -> bool:
+    """Whether memory of leaves is filled in place; `filling` is called with their names."""
+    landings = chain.from_iterable(job.landings for job in jobs)
+    names = [name for landing in landings if landing.fills_leaf for name in landing.names]
+    if filling is not None:
+        filling(names)
+    return bool(names)
 
 
 def _staging_of(
