@@ -114,7 +114,8 @@ def _select(
 ) -> tuple[Structure, list[OutputTensor], tuple[ConvertedSubtree, ...]]:
     """The selected structure, the outputs of its tensors, and the conversions."""
     include, exclude, dtype = options.include, options.exclude, options.dtype
-    check_selection(include, checkpoint.parsed_tree, str(checkpoint.location), option="include")
+    for name, patterns in ("include", include), ("exclude", exclude or None):
+        check_selection(patterns, checkpoint.parsed_tree, str(checkpoint.location), option=name)
     included, excluded = selector(include), selector(exclude if exclude is not None else ())
     tree, stored = select(
         checkpoint.parsed_tree, lambda name: included(name) and not excluded(name)

@@ -24,7 +24,7 @@ from shardckpt.frameworks.coordination import WaitNotice
 from shardckpt.io.threads import InterruptibleCondition
 from shardckpt.layout.dtypes import castable
 from shardckpt.runs.job import PUBLISHED
-from shardckpt.state.select import matches, select
+from shardckpt.state.select import check_selection, matches, select
 from shardckpt.versions.converted import ConvertedSource
 from shardckpt.versions.device import DeviceSource, comparable
 from shardckpt.writing.kept import SkippedError
@@ -114,6 +114,11 @@ class Selection:
         return (self.include is None or matches(self.include, name)) and not (
             self.exclude is not None and matches(self.exclude, name)
         )
+
+    def check(self, flat: Flat) -> None:
+        """Refuse patterns of `exclude` that leave nothing out: they are probably misspelt."""
+        if not callable(self.exclude):
+            check_selection(self.exclude or None, flat.tree, "the state", option="exclude")
 
     def selected(self, flat: Flat) -> Flat:
         """The selected part of a flattened state."""
@@ -237,6 +242,8 @@ class PublishedVersion:
 
     def selected(self, flat: Flat) -> Flat:
         """See `VersionToWrite`."""
+        if self._number == 1:  # later tensors may come and go
+            self.selection.check(flat)
         return self.selection.selected(flat)
 
     def converted(self, sources: dict[str, Source]) -> dict[str, Source]:

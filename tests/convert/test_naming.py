@@ -75,6 +75,11 @@ def test_patterns_choose_by_the_names_of_the_checkpoint() -> None:
         NamesMismatchError, match=r"here: include=\['modle/\*\*'\] selects none of its 4 tensors"
     ):
         plan(include=["model/**", "modle/**"], exclude="**/b")
+    with pytest.raises(
+        NamesMismatchError, match=r"here: exclude=\['modle/\*\*'\] selects none of its 4 tensors"
+    ):
+        plan(exclude=["**/b", "modle/**"])
+    assert plan(exclude=[]) == plan()
 
 
 def test_steps_go_in_the_order_in_which_they_are_documented(tmp_path) -> None:

@@ -181,6 +181,22 @@ def test_tensors_are_published_in_another_dtype_rounded_as_torch_rounds(tmp_path
             assert version.verify().ok
 
 
+def test_a_first_version_refuses_patterns_that_leave_nothing_out(tmp_path):
+    state = {"w": np.zeros(3), "n": np.zeros(3)}
+    with (
+        shardckpt.Publisher(tmp_path, exclude=["n", "m"]) as publisher,
+        pytest.raises(NamesMismatchError, match=r"exclude=\['m'\] selects none of its names"),
+    ):
+        publisher.publish(0, state)
+    for nothing in ([], lambda _name: False):
+        with shardckpt.Publisher(tmp_path, exclude=nothing) as publisher:
+            publisher.publish(0, state)
+    with shardckpt.Publisher(tmp_path, exclude="n") as publisher:
+        publisher.publish(1, state)
+        publisher.publish(2, {"w": state["w"]})
+    assert shardckpt.open(tmp_path / "2").names() == ["w"]
+
+
 def test_tensors_that_come_go_or_change_their_form_are_stored_whole(tmp_path):
     rng = np.random.default_rng(1)
     a = {"w": rng.random((64, 64)), "v": rng.random(100)}

@@ -83,11 +83,12 @@ def outputs_of(
     stored = {name: name for name in structure.tensors} | alias_map(tree)
     selected = [name for name in stored if naming.is_selected(name)]
     places = [*stored, *end_names(tree)]
-    unused = unused_patterns(options.include, places, places)
+    unused = given(
+        include=unused_patterns(options.include, places, places),
+        exclude=unused_patterns(options.exclude or None, places, places),
+    )
     if unused or not selected:
-        asked = given(
-            include=unused or options.include, exclude=None if unused else options.exclude
-        )
+        asked = unused or given(include=options.include, exclude=options.exclude)
         _refuse_selection(list(stored), where, asked)
     leaves = list(filter(naming.is_selected, end_names(tree) if importing else leaf_names(tree)))
 
