@@ -154,6 +154,20 @@ def test_on_the_way_in_names_keep_the_borders_of_containers_and_ties_stay() -> N
     assert outputs.tied == {"model/lm_head.weight": "model/wte.weight"}
 
 
+def test_a_mapping_that_needs_a_tied_tensor_twice_says_how_it_gets_it(tmp_path) -> None:
+    (tmp_path / "m.toml").write_text('[[map]]\nfrom = ["q.w", "k.w", "v.w"]\nto = "qkv.w"')
+    state = {"q.w": W, "k.w": W, "v.w": W + 1}
+    with pytest.raises(
+        NamesMismatchError, match=r"'k\.w' is the same tensor as 'q\.w', .* use ties='copies'\.$"
+    ):
+        plan(state, mapping=tmp_path / "m.toml")
+    (whole,) = plan(state, mapping=tmp_path / "m.toml", ties="copies").tensors
+    assert whole.shape == (12, 3)
+    del state["k.w"]
+    with pytest.raises(NamesMismatchError, match=r"'k\.w' is missing, or an earlier rule has"):
+        plan(state, mapping=tmp_path / "m.toml", ties="copies")
+
+
 @pytest.mark.parametrize("option", ["include", "exclude"])
 def test_what_is_no_pattern_is_refused(option: str) -> None:
     with pytest.raises(OptionError):

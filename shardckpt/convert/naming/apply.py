@@ -109,7 +109,7 @@ def outputs_of(
 
     # Join, split and convert.
     prefix = naming.add_prefix
-    mapped = naming.mapping.outputs(kept)
+    mapped = naming.mapping.outputs(kept, {} if naming.copy_ties else firsts)
     outputs = {
         prefix + output.name: replace(output, name=prefix + output.name) if prefix else output
         for output in mapped
