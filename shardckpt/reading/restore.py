@@ -138,10 +138,12 @@ def restore(
             patterns of one side are skipped, and one warning in the log lists the names. It is an
             error if both have tensors and share none, or if no stored name is left to restore.
         cast: whether to convert tensors to the dtype of their leaf, as `numpy.astype` does: floats
-            round to the nearest, integers wrap. Complex to real is an error, and so are dtypes
+            round to the nearest, integers wrap; a float becomes an integer by cutting off its fraction,
+            and NaN and values out of range give an arbitrary integer. Complex to real is an error, and so are dtypes
             without a conversion. Without it, a stored Python number fits a tensor without
             dimensions whose dtype has it; a float is rounded, but not to infinity.
-        memory_limit: bytes of host staging; at least this process's shards of one tensor.
+        memory_limit: limit in bytes of host staging; it is exceeded if one tensor's shards on this
+            process are larger.
         cooperative: whether processes that need the same bytes read a part each and send it to the
             others, so that the storage serves each byte once. All processes of the job must then
             make this call, with the same options. "auto" does so where the default `Bandwidths`
