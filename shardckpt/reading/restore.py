@@ -46,6 +46,7 @@ from shardckpt.reading.landing import (
     COPIED,
     SLOTS,
     RestoreJob,
+    fills_leaves,
     read_and_place,
     restore_jobs,
     sinks_of,
@@ -61,7 +62,7 @@ from shardckpt.state.select import Only, check_selection, selector
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from typing_extensions import TypeVar
 
@@ -138,10 +139,11 @@ def restore(
             patterns of one side are skipped, and one warning in the log lists the names. It is an
             error if both have tensors and share none, or if no stored name is left to restore.
         cast: whether to convert tensors to the dtype of their leaf, as `numpy.astype` does: floats
-            round to the nearest, integers wrap; a float becomes an integer by cutting off its fraction,
-            and NaN and values out of range give an arbitrary integer. Complex to real is an error, and so are dtypes
-            without a conversion. Without it, a stored Python number fits a tensor without
-            dimensions whose dtype has it; a float is rounded, but not to infinity.
+            round to the nearest, integers wrap; a float becomes an integer by cutting off its
+            fraction, and NaN and values out of range give an arbitrary integer. Complex to real is
+            an error, and so are dtypes without a conversion. Without it, a stored Python number
+            fits a tensor without dimensions whose dtype has it; a float is rounded, but not to
+            infinity.
         memory_limit: limit in bytes of host staging; it is exceeded if one tensor's shards on this
             process are larger.
         cooperative: whether processes that need the same bytes read a part each and send it to the
@@ -472,7 +474,7 @@ def read_all(
     largest = max(LARGEST_BATCH, _OF_CORE * cores()) if near else LARGEST_BATCH
     staged = STAGED_BATCH if near else LARGEST_BATCH
     checkpoint.open_bases(tensor for job in jobs for tensor in job.stored)
-    in_place = in_place and _fills_leaves(jobs, filling)
+    in_place = in_place and fills_leaves(jobs, filling)
     alone, shared = (list(jobs), []) if meeting is None else meeting.divide(checkpoint, jobs, limit)
     pool, placers = (
         (None, {})
@@ -493,15 +495,6 @@ def read_all(
     for placer in placers.values():
         placer.end()
     return restored
-
-
-def _fills_leaves(jobs: Iterable[RestoreJob], filling: Callable[[list[str]], None] | None) -> bool:
-    """Whether memory of leaves is filled in place; `filling` is called with their names."""
-    landings = chain.from_iterable(job.landings for job in jobs)
-    names = [name for landing in landings if landing.fills_leaf for name in landing.names]
-    if filling is not None:
-        filling(names)
-    return bool(names)
 
 
 def _staging_of(
