@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import ShardckptError, StorageError
-from shardckpt.io.failures import process_advice
+from shardckpt.io.failures import child_environment, process_advice
 from shardckpt.serve.access.audit import AuditLog
 from shardckpt.serve.jobs.background import BackgroundWork
 from shardckpt.serve.jobs.database import DEADLY
@@ -104,9 +104,10 @@ class JobProcess:
                 return JobEnd(again=True)
             try:
                 process = self._process = subprocess.Popen(  # noqa: S603  (this interpreter, and a path of the service's own)
-                    [sys.executable, "-m", "shardckpt.serve.jobs.worker", str(lock)],
+                    [sys.executable, "-P", "-m", "shardckpt.serve.jobs.worker", str(lock)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
+                    env=child_environment(),
                     start_new_session=True,
                 )
             except OSError as e:
