@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import ShardingError
+from shardckpt.errors import NamesMismatchError, ShardingError
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.placements import Placement, Placements
 from shardckpt.layout.sharding import Sharding
 from shardckpt.reshard.batch_dims.inference import BatchDims, batch_dims
 from shardckpt.reshard.batch_dims.layouts import Layout, Partial, Replicate, Shard
 from shardckpt.state.names import shown
-from shardckpt.state.select import matches
+from shardckpt.state.select import matches, unused_patterns
+from shardckpt.text import Message, few, named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ def batch_shardings(
     *,
     mesh: Mesh,
     axis: str = "data",
-    replicated: Sequence[str] = (),
+    replicated: str | Sequence[str] = (),
     prefix: str = "",
     even_counts: bool = False,
     local_batch_norm: bool = False,
@@ -53,6 +54,7 @@ def batch_shardings(
 
     Raises:
         OptionError: as for `batch_dims`.
+        NamesMismatchError: a pattern of `replicated` selects nothing.
         ShardingError: the mesh has no such axis, or state that is partial or unknown is not in
             `replicated`.
     """
@@ -69,6 +71,11 @@ def batch_shardings(
     inputs = {
         name: inferred.inputs[name] for name in inferred.program.changed if name in inferred.inputs
     }
+    names = [*inferred.states, *inputs]
+    unused = unused_patterns(replicated, names) if replicated else None
+    if unused is not None:
+        advice = f" selects none of the program's state, which is {few(names, 5)}."
+        raise NamesMismatchError(Message("batch_shardings: ", named("replicated", unused), advice))
     layouts = {
         name: _check_savable(name, layout, replicated)
         for name, layout in {**inferred.states, **inputs}.items()
@@ -80,11 +87,11 @@ def batch_shardings(
     }
 
 
-def _check_savable(name: str, layout: Layout, replicated: Sequence[str]) -> Replicate | Shard:
+def _check_savable(name: str, layout: Layout, replicated: str | Sequence[str]) -> Replicate | Shard:
     """The layout, if it can be saved."""
     if isinstance(layout, Replicate | Shard) and not layout.power:
         return layout
-    if matches(list(replicated), name):
+    if matches(replicated, name):
         return Replicate()
     if isinstance(layout, Partial):
         raise ShardingError(

@@ -45,6 +45,17 @@ def test_partial_state_is_refused_with_what_reduces_it_until_it_is_said_to_be_re
     )
 
 
+@pytest.mark.parametrize("pattern", ["t*l", "total"])
+def test_one_pattern_of_what_is_replicated_is_no_sequence_of_letters(statistics, pattern):
+    with pytest.raises(ShardingError, match="^'average'"):
+        batch_shardings(statistics, mesh=MESH, replicated=pattern)
+
+
+def test_a_pattern_that_selects_none_of_the_state_is_refused(statistics):
+    with pytest.raises(NamesMismatchError, match=r"replicated=\['\*\.total'\] selects none"):
+        batch_shardings(statistics, mesh=MESH, replicated=["*", "*.total"])
+
+
 def test_what_cannot_be_is_said(statistics):
     program = exported(AverageLoss(), (torch.randn(8, 4), torch.randn(8, 3)))
     with pytest.raises(ShardingError, match="no axis 'batch'"):
