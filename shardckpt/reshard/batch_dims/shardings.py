@@ -68,21 +68,26 @@ def batch_shardings(
         if isinstance(exported, BatchDims)
         else batch_dims(exported, batch, even_counts=even_counts, local_batch_norm=local_batch_norm)
     )
-    inputs = {
-        name: inferred.inputs[name] for name in inferred.program.changed if name in inferred.inputs
-    }
-    names = [*inferred.states, *inputs]
+    program = inferred.program
+    inputs = {name: node for name, node in program.inputs.items() if node in program.changed}
+    both = [name for name in inputs if name in program.states]
+    if both:
+        raise ShardingError(
+            f"batch_shardings: a state and a changed input are both named {shown(both[0])}; rename "
+            "one of them."
+        )
+    names = [*program.states, *inputs]
     unused = unused_patterns(replicated, names) if replicated else None
     if unused is not None:
         advice = f" selects none of the program's state, which is {few(names, 5)}."
         raise NamesMismatchError(Message("batch_shardings: ", named("replicated", unused), advice))
+    inferred_layouts = {**inferred.states, **{name: inferred.inputs[name] for name in inputs}}
     layouts = {
-        name: _check_savable(name, layout, replicated)
-        for name, layout in {**inferred.states, **inputs}.items()
+        name: _check_savable(name, layout, replicated) for name, layout in inferred_layouts.items()
     }
-    shapes = {name: tuple(inferred.program.placeholder(name).meta["val"].shape) for name in layouts}
+    nodes = {**program.states, **inputs}
     return {
-        prefix + name: _over(mesh, axis, layout, len(shapes[name]))
+        prefix + name: _over(mesh, axis, layout, len(nodes[name].meta["val"].shape))
         for name, layout in layouts.items()
     }
 

@@ -56,6 +56,43 @@ def test_a_pattern_that_selects_none_of_the_state_is_refused(statistics):
         batch_shardings(statistics, mesh=MESH, replicated=["*", "*.total"])
 
 
+class Namesake(torch.nn.Module):
+    """A buffer has the name of an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("h", torch.zeros(8, 4))
+        self.register_buffer("g", torch.zeros(8, 4))
+
+    def forward(self, h):
+        self.g += self.h
+        self.h.copy_(h)
+        return h * 2
+
+
+class ChangesBoth(Namesake):
+    def forward(self, h):
+        self.h.copy_(h)
+        h.mul_(2)
+        return h.sum(1)
+
+
+def test_a_buffer_may_have_the_name_of_an_argument():
+    program = torch.export.export(Namesake(), (torch.randn(8, 4),))
+    layouts = batch_shardings(program, {"h": 0}, mesh=MESH)
+    assert {name: layout.spec for name, layout in layouts.items()} == dict.fromkeys(
+        ("h", "g"), PartitionSpec("data", None)
+    )
+    inferred = batch_dims(program, {"h": 0})
+    assert inferred.explain("h").splitlines()[-1] == "h is Shard(0)"
+
+
+def test_a_buffer_and_a_changed_argument_of_one_name_are_refused():
+    program = torch.export.export(ChangesBoth(), (torch.randn(8, 4),))
+    with pytest.raises(ShardingError, match="a state and a changed input are both named 'h'"):
+        batch_shardings(program, {"h": 0}, mesh=MESH)
+
+
 def test_what_cannot_be_is_said(statistics):
     program = exported(AverageLoss(), (torch.randn(8, 4), torch.randn(8, 3)))
     with pytest.raises(ShardingError, match="no axis 'batch'"):
