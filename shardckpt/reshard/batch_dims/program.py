@@ -21,6 +21,8 @@ class Program:
     """The `torch.fx.Graph`."""
     states: dict[str, Any]
     """Parameters, buffers and constants by full name → their placeholders."""
+    kept: tuple[str, ...]
+    """States that `state_dict()` has: no constants, and no buffers that are not persistent."""
     inputs: dict[str, Any]
     """The caller's arguments, by name → placeholders."""
     changed: dict[Any, Any]
@@ -84,11 +86,14 @@ class Program:
 def _of_exported(exported: Any) -> Program:
     signature, nodes = exported.graph_signature, {node.name: node for node in exported.graph.nodes}
     states: dict[str, Any] = {}
+    kept: list[str] = []
     inputs: dict[str, Any] = {}
     for spec in signature.input_specs:
         node = nodes.get(getattr(spec.arg, "name", None))
         if node is not None:
             (inputs if spec.target is None else states)[spec.target or node.name] = node
+            if spec.kind.name == "PARAMETER" or (spec.kind.name == "BUFFER" and spec.persistent):
+                kept.append(spec.target)
     changed: dict[Any, Any] = {}
     outputs: dict[str, Any] = {}
     for spec in signature.output_specs:
@@ -101,10 +106,10 @@ def _of_exported(exported: Any) -> Program:
             changed[inputs[spec.target]] = node
         else:
             outputs[f"{spec.target}.grad" if kind.startswith("GRADIENT") else node.name] = node
-    return Program(exported.graph, states, inputs, changed, outputs)
+    return Program(exported.graph, states, tuple(kept), inputs, changed, outputs)
 
 
 def _of_graph(graph: Any) -> Program:
     inputs = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
     (output,) = [node for node in graph.nodes if node.op == "output"]
-    return Program(graph, {}, inputs, {}, {node.name: node for node in output.all_input_nodes})
+    return Program(graph, {}, (), inputs, {}, {node.name: node for node in output.all_input_nodes})

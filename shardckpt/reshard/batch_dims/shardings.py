@@ -38,7 +38,8 @@ def batch_shardings(
 ) -> dict[str, Sharding | Placements]:
     """Layouts of a program's parameters, buffers and changed inputs over a mesh, by name.
 
-    `SaveOptions(shardings=…)` and `Rules.by_name` accept the result.
+    `SaveOptions(shardings=…)` and `Rules.by_name` accept the result. Buffers that are not
+    persistent, and constants, are left out, as in `state_dict()`.
 
     Args:
         exported: a program, or the result of `batch_dims`.
@@ -70,20 +71,21 @@ def batch_shardings(
     )
     program = inferred.program
     inputs = {name: node for name, node in program.inputs.items() if node in program.changed}
-    both = [name for name in inputs if name in program.states]
+    both = [name for name in inputs if name in program.kept]
     if both:
         raise ShardingError(
             f"batch_shardings: a state and a changed input are both named {shown(both[0])}; rename "
             "one of them."
         )
-    names = [*program.states, *inputs]
+    names = [*program.kept, *inputs]
     unused = unused_patterns(replicated, names) if replicated else None
     if unused is not None:
         advice = f" selects none of the program's state, which is {few(names, 5)}."
         raise NamesMismatchError(Message("batch_shardings: ", named("replicated", unused), advice))
-    inferred_layouts = {**inferred.states, **{name: inferred.inputs[name] for name in inputs}}
     layouts = {
-        name: _check_savable(name, layout, replicated) for name, layout in inferred_layouts.items()
+        name: _check_savable(name, group[name], replicated)
+        for group, own in ((inferred.states, program.kept), (inferred.inputs, inputs))
+        for name in own
     }
     nodes = {**program.states, **inputs}
     return {

@@ -47,7 +47,7 @@ def test_partial_state_is_refused_with_what_reduces_it_until_it_is_said_to_be_re
 
 @pytest.mark.parametrize("pattern", ["t*l", "total"])
 def test_one_pattern_of_what_is_replicated_is_no_sequence_of_letters(statistics, pattern):
-    with pytest.raises(ShardingError, match="^'average'"):
+    with pytest.raises(ShardingError, match=r"^'average'"):
         batch_shardings(statistics, mesh=MESH, replicated=pattern)
 
 
@@ -75,6 +75,31 @@ class ChangesBoth(Namesake):
         self.h.copy_(h)
         h.mul_(2)
         return h.sum(1)
+
+
+class Ordinary(torch.nn.Module):
+    """Has tensors that are not in its state dict: a buffer and two constants."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(4, 4)
+        self.register_buffer("cache", torch.zeros(8, 4))
+        self.register_buffer("total", torch.zeros(4), persistent=False)
+        self.scale = torch.ones(4)
+
+    def forward(self, x):
+        self.total += x.sum(0)
+        self.cache.copy_(x)
+        return self.project(x) * self.scale + torch.tensor([1.0, 2.0, 3.0, 4.0]) + self.total
+
+
+def test_the_layouts_fit_the_state_dict(tmp_path):
+    model = Ordinary()
+    program = torch.export.export(model, (torch.randn(8, 4),))
+    layouts = batch_shardings(program, {"x": 0}, mesh=MESH, prefix="model/")
+    options = shardckpt.SaveOptions(shardings=layouts)
+    shardckpt.save(tmp_path / "c", {"model": model.state_dict()}, options=options)
+    assert shardckpt.open(tmp_path / "c").info("model/cache").layout == layouts["model/cache"]
 
 
 def test_a_buffer_may_have_the_name_of_an_argument():
