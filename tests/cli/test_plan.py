@@ -67,6 +67,14 @@ def test_a_plan_fits_a_terminal_of_80_columns(run, source, options):
     assert max(len(line) for line in lines if not line.startswith("from ")) <= 80
 
 
+def test_a_host_that_reads_nearly_nothing_as_stored_has_its_bar(run, tmp_path):
+    zeros = {"w": np.zeros((2048, 2048), np.float32)}
+    shardckpt.save(tmp_path / "a", zeros, options=SaveOptions(compression="zstd"))
+    answer = run("plan", tmp_path / "a", "--compress", "none", "--rate", "1GiB")
+    (bar,) = [line for line in answer.out.splitlines() if "host 0 " in line and "│" in line]
+    assert bar.split("│")[0].strip() == "host 0"
+
+
 def test_names_cannot_do_anything_to_the_terminal(run, source):
     answer = run("plan", source, *OPTIONS, "--rate", "1GiB")
     assert "\x1b" not in answer.out
