@@ -67,8 +67,8 @@ def plan(
     """Show what a reshard would do and cost.
 
     SRC and DST do not change. A SRC of another format would be imported (`shardckpt import`), with
-    the same options. To measure rates, at most 64 MiB of SRC are read, and 32 MiB are written
-    beside DST and deleted.
+    the same options. To measure rates, at most 64 MiB of SRC are read, and 32 MiB are written and
+    deleted in DST, or above it if it does not exist.
     """
     if explain is not None and html is not None:
         raise OptionError("--explain is of one tensor, and --html of all; give one of them.")
@@ -116,16 +116,16 @@ def plan(
 def _rates(
     given: str | None, checkpoint: Checkpoint, places: Places | None, destination: str | None
 ) -> Rates:
-    from shardckpt.errors import StorageError
+    from shardckpt.errors import CorruptionError, StorageError
     from shardckpt.reshard.forecast.rates import Rates, given_rates, measure_read, measure_write
 
     if given is not None:
         return given_rates(given)
     try:
         written = None if destination is None else measure_write(destination)
-    except StorageError as e:
-        raise StorageError(f"{e} To plan without a measurement, give --rate.") from e
-    return Rates(measure_read(checkpoint, places), written)
+        return Rates(measure_read(checkpoint, places), written)
+    except (CorruptionError, StorageError) as e:
+        raise type(e)(f"{e} To plan without a measurement, give --rate.") from e
 
 
 def _write(path: Path, text: str) -> None:
