@@ -176,6 +176,15 @@ def test_threads_of_a_user_do_it(source, tmp_path):
     check(source, tmp_path / "b")
 
 
+def test_one_worker_reports_each_task_before_it_begins_the_next(source, tmp_path):
+    target, finished = tmp_path / "b", []
+    options = {**JOB, "mesh": Mesh((3,), ("x",)), "workers": 1}
+    shardckpt.reshard(
+        source, target, progress=lambda *_: finished.append(len(records(target))), **options
+    )
+    assert finished == list(range(TASKS + 1))
+
+
 def test_a_pool_of_a_user_that_breaks_ends_the_job_and_another_continues_it(source, tmp_path):
     options = {**JOB, "mesh": Mesh((3,), ("x",)), "workers": 1}
     spawn = multiprocessing.get_context("spawn")
