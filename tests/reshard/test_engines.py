@@ -195,7 +195,7 @@ def test_a_pool_of_a_user_that_breaks_ends_the_job_and_another_continues_it(sour
             if done:
                 os.kill(worker, signal.SIGKILL)
 
-        with pytest.raises(errors.CommitError, match="engine.* takes no more tasks.*new engine"):
+        with pytest.raises(errors.CommitError, match=r"engine.* takes no more tasks.*new engine"):
             shardckpt.reshard(source, tmp_path / "b", engine=engine, progress=lose, **options)
     with ProcessPoolExecutor(1, spawn) as engine:
         report = shardckpt.reshard(source, tmp_path / "b", engine=engine, **options)
