@@ -11,6 +11,7 @@ from shardckpt.cli.options import takes
 from shardckpt.cli.screen import Screen, write_json
 from shardckpt.errors import OptionError
 from shardckpt.reshard.options import ReshardOptions
+from shardckpt.text import Message
 
 if TYPE_CHECKING:
     from shardckpt.reading.checkpoint import Checkpoint
@@ -125,7 +126,7 @@ def _rates(
         written = None if destination is None else measure_write(destination)
         return Rates(measure_read(checkpoint, places), written)
     except (CorruptionError, StorageError) as e:
-        raise type(e)(f"{e} To plan without a measurement, give --rate.") from e
+        raise type(e)(Message(e.message, " To plan without a measurement, give --rate.")) from e
 
 
 def _write(path: Path, text: str) -> None:
