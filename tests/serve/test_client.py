@@ -1,5 +1,7 @@
 """The client, and the commands that read through a service."""
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -114,6 +116,14 @@ def test_errors_are_those_of_the_library(client, tmp_path, runs, monkeypatch):
             )
             assert "Authorization: …" in shown or "Authorization: \\u2026" in shown
             assert token not in shown
+
+
+def test_a_list_of_runs_has_all_its_parts_and_none_is_said(service, tmp_path):
+    document = json.loads(run("--server", service.url, "ls", "--json"))
+    assert [one["run"] for one in document.pop("runs")] == ["lab/llama", "lab/tiny-gpt"]
+    assert document == {"checkpoints": [], "foreign": []}
+    with serving(("lab", tmp_path / "empty")) as other:
+        assert run("--server", other.url, "ls") == f"no runs at {other.url}\n"
 
 
 def test_commands_read_through_a_service(service, runs):
