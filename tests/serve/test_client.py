@@ -163,3 +163,6 @@ def test_commands_read_through_a_service(service, runs):
     )
     assert "there is no run 'nope'; `shardckpt --server" in run(*at, "ls", "nope", status=3)
     assert "/raw/ID" in run(*at, "rm", "lab/llama/10", status=2)
+    with_limit = (*at, "diff", "lab/llama/10", "lab/llama/20", "--memory-limit", "1GiB")
+    assert "has a limit of its own" in run(*with_limit, status=2)
+    run(*at, "plan", "lab/llama/10", "--like", "lab/llama/20", "--rate", "1GiB")

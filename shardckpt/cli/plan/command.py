@@ -75,12 +75,15 @@ def plan(
         raise OptionError("--explain is of one tensor, and --html of all; give one of them.")
     from shardckpt.cli.opening import open_checkpoint
     from shardckpt.cli.plan import lines as plan_lines
+    from shardckpt.cli.server import located
     from shardckpt.io.url import parse
     from shardckpt.reshard.forecast.document import document
     from shardckpt.reshard.forecast.forecast import forecast, known_places
     from shardckpt.reshard.job import check_destination
     from shardckpt.reshard.plan import plan_reshard
 
+    if given["like"] is not None:
+        given["like"] = located(given["like"])
     options = ReshardOptions(**ReshardOptions.arguments(given))
     checkpoint, place = open_checkpoint(source), None if destination is None else parse(destination)
     if place is not None:
