@@ -323,8 +323,8 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
 
 def _publication_error(store: Store, why: object) -> StorageError:
     return StorageError(
-        f"{why} The data of the save is complete and stays there: `shardckpt commit {quote(str(store))}` "
-        "publishes it."
+        f"{why} The data of the save is complete and stays there: `shardckpt commit "
+        f"{quote(str(store))}` publishes it."
     )
 
 
