@@ -261,7 +261,9 @@ def _differences(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.float64]:
     """Absolute differences of elements; not 0 if elements differ, and NaN if only one is NaN."""
     if one.dtype == other.dtype and one.dtype.kind in "iu":
         apart = np.where(one > other, one - other, other - one)
-        return apart.view(f"u{apart.itemsize}").astype(np.float64)  # the sign bit is a digit
+        # The sign bit is a digit.
+        magnitude: NDArray[np.float64] = apart.view(f"u{apart.itemsize}").astype(np.float64)
+        return magnitude
     a, b = one.astype(np.float64), other.astype(np.float64)
     # Infinities of one sign are equal.
     equal = (a == b) | (np.isnan(a) & np.isnan(b))
