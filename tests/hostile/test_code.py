@@ -110,9 +110,9 @@ def trapped(tmp_path):
     """A checkpoint, in a directory with files that are named as modules and say if they are run."""
     place = tmp_path / "of somebody"
     shardckpt.save(place / "c", {"a": np.zeros((512, 512)), "b": np.ones((512, 512))})
-    said = f"open({str(tmp_path / 'executed')!r}, 'a').write(__name__ + ' ')"
+    reporting = f"open({str(tmp_path / 'executed')!r}, 'a').write(__name__ + ' ')"
     for name in ("numpy", "secrets", "json", "socket", "selectors", "signal", "threading"):
-        (place / f"{name}.py").write_text(said)
+        (place / f"{name}.py").write_text(reporting)
     yield place
     executed = tmp_path / "executed"
     assert not executed.exists(), executed.read_text()
