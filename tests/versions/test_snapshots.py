@@ -162,6 +162,18 @@ def test_versions_that_were_skipped_pass_their_changes_on(tmp_path, monkeypatch)
     assert bits(shardckpt.restore(tmp_path / "5", {"w": torch.empty(500, 500)})["w"]) == bits(now)
 
 
+def test_a_version_that_streams_has_the_elements_that_its_devices_had(tmp_path):
+    """The arrays in host memory exceed the limit, so writing begins while `publish` copies."""
+    state = {"a": np.zeros(40 << 20, np.uint8), "z": torch.zeros(500, 500)}
+    with shardckpt.Publisher(tmp_path, snapshot="device", memory_limit="32MiB") as publisher:
+        for step in range(3):
+            state["z"] += 1
+            publisher.publish(step, state)
+            assert publisher.wait().step == step
+    for step in range(3):
+        assert (shardckpt.restore(tmp_path / str(step))["z"] == step + 1).all()
+
+
 @pytest.mark.parametrize(
     "stale",
     [
