@@ -211,7 +211,10 @@ class Publisher:
             timeout=self._options.commit_timeout,
         )
         try:
-            version.handle = self._saver.begin(
+            # Before its thread starts: Ctrl-C may come at any moment then, and the version goes on.
+            self._version = version
+            self._unheard.append(version)
+            self._saver.begin(
                 str(self._root.sub(str(step))),
                 state,
                 replace(self._options, metadata={RUN: self._coordinator.run_id}),
@@ -220,10 +223,12 @@ class Publisher:
                 version=version,
             )
         except BaseException as e:
-            version.fail(self._coordinator, e)
+            if version.handle is None:
+                self._version = before
+            if version.done:
+                self._unheard = [one for one in self._unheard if one is not version]
+                version.fail(self._coordinator, e)
             raise
-        self._version = version
-        self._unheard.append(version)
         if before is not None and self._leads and not before.done:
             before.skip()
         self._hear(wait=False)
@@ -286,12 +291,11 @@ class Publisher:
         `wait` until all have ended.
         """
         for version in [*self._unheard]:
-            handle = version.handle
-            assert handle is not None
-            if not wait and not handle.done():
+            if not wait and not version.done:
                 continue
             try:
-                handle.wait()
+                if version.handle is not None:
+                    version.handle.wait()
             except SkippedError:
                 self.skipped.append(version.step)
                 _log.info(

@@ -203,6 +203,7 @@ class PublishedVersion:
         self.outcome: Published | None = None
         """The version when it is published; on process 0 only."""
         self.handle: SaveHandle | None = None
+        """See `VersionToWrite`."""
         self.base: Published | None = None
         """The version that this one differs from."""
         self._root = root
@@ -219,8 +220,8 @@ class PublishedVersion:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended: published, failed or skipped."""
-        return self.handle is not None and self.handle.done()
+        """Whether no thread works at it: it was published, failed, skipped or not begun."""
+        return self.handle is None or self.handle.done()
 
     def skip(self) -> bool:
         """Skip it, unless it has started; return whether it is skipped.

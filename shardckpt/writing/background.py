@@ -194,7 +194,11 @@ class Saver:
         )
         with saving_takes_threads(save.outcome.url):
             save.run(state)
-        return SaveHandle(save.outcome)
+        return (
+            SaveHandle(save.outcome)
+            if version is None or version.handle is None
+            else version.handle
+        )
 
     def close(self) -> None:
         """Wait for the saves in flight, whether they succeed or fail, and free the buffers."""
@@ -259,9 +263,11 @@ class _Save:
                 # up.
                 self._thread = None
                 _in_flight.discard(self)
+            self.outcome.heard = True
             if self._thread is None:
                 self._stage.end()
                 self.attempt.give_up(e)
+                self.outcome.end(e)
             raise
 
     @property
@@ -334,6 +340,8 @@ class _Save:
         # Registered before the thread runs, so that giving up waits for it, and frees nothing that
         # it uses.
         self._thread = threading.Thread(target=self._finish, name="shardckpt-save", daemon=True)
+        if self.attempt.version is not None:
+            self.attempt.version.handle = SaveHandle(self.outcome)
         _in_flight.add(self)
         start_background(self._thread, finish=self._wait_at_exit, stop=self._stop)
 
