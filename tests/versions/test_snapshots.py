@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from fake_cuda import FakeCuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupting import interrupted
 
 import shardckpt
 from shardckpt.errors import BudgetError, CorruptionError, OptionError
@@ -222,6 +224,46 @@ def test_a_stale_or_torn_copy_of_a_device_fails_the_version_and_the_next_has_all
             w[0, 70:80] += 1
     assert {entry.name for entry in catalog(tmp_path)} == {"0", "2", "3"}
     assert shardckpt.open(tmp_path / "2").record.compression is None
+
+
+@pytest.mark.parametrize("proof", [True, False])
+def test_a_change_that_is_not_noted_after_ctrl_c_reaches_the_next_version(tmp_path, proof):
+    """The device's copy has the change already, when the call is interrupted."""
+    w = torch.zeros(500, 500)
+    with shardckpt.Publisher(tmp_path, snapshot="device", proof=proof) as publisher:
+        for step in range(3):
+            w[step] = step + 1
+            if step == 1:
+                assert interrupted(
+                    0,
+                    "",
+                    lambda code: code.co_name == "__init__" and "change" in code.co_varnames,
+                    lambda: publisher.publish(1, {"w": w}),
+                    lambda: True,
+                )
+            else:
+                publish(publisher, step, w)
+    assert bits(shardckpt.restore(tmp_path / "2", {"w": torch.empty(500, 500)})["w"]) == bits(w)
+
+
+@pytest.mark.parametrize("proof", [True, False])
+def test_changes_that_did_not_arrive_for_want_of_memory_arrive_with_the_next_version(
+    tmp_path, monkeypatch, proof
+):
+    def full(*_arguments):
+        raise MemoryError
+
+    w = torch.zeros(500, 500)
+    with shardckpt.Publisher(tmp_path, snapshot="device", proof=proof) as publisher:
+        for step in range(3):
+            w[step] = step + 1
+            with monkeypatch.context() as patch:
+                if step == 1:
+                    patch.setattr(device, "_words", full)
+                with suppress(BudgetError):
+                    publish(publisher, step, w)
+    assert {entry.name for entry in catalog(tmp_path)} == {"0", "2"}
+    assert bits(shardckpt.restore(tmp_path / "2", {"w": torch.empty(500, 500)})["w"]) == bits(w)
 
 
 @pytest.mark.parametrize("proof", [True, False])
