@@ -303,8 +303,12 @@ class Publisher:
                     self._root,
                     version.step,
                 )
-            finally:
-                self._unheard.remove(version)
+            except BaseException as e:
+                # After Ctrl-C it goes on; in a fork it never ends.
+                if version.done or isinstance(e, ShardckptError):
+                    self._unheard.remove(version)
+                raise
+            self._unheard.remove(version)
 
     # --- in the background, on process 0
 

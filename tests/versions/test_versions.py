@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import threading
 import uuid
 
 import ml_dtypes
@@ -290,6 +292,27 @@ def test_a_version_that_fails_is_told_once_and_followed_by_all_elements(tmp_path
     assert published(tmp_path)[2].compression is None
     with pytest.raises(OptionError, match="closed"):
         publisher.publish(3, {})
+
+
+def test_a_version_whose_wait_was_interrupted_is_waited_for_again(tmp_path, monkeypatch):
+    gate = threading.Event()
+
+    def fails(*_arguments):
+        gate.wait(60)
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(attempt, "assemble", fails)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    with shardckpt.Publisher(tmp_path) as publisher:
+        publisher.publish(0, {"w": np.zeros(10)})
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.wait()
+        signal.signal(signal.SIGALRM, before)
+        gate.set()
+        with pytest.raises(StorageError, match="is full"):
+            publisher.wait()
+        assert publisher.wait() is None
 
 
 def test_what_cannot_be_published_is_refused_by_name(tmp_path):
