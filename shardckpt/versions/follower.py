@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -31,7 +32,8 @@ from shardckpt.writing.fingerprint import fingerprint_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from concurrent.futures import Future
     from contextlib import AbstractContextManager
     from types import TracebackType
 
@@ -119,6 +121,9 @@ class Follower:
         self._listener = None if service is None else Listener(service, str(self.root.location))
         self._lease = ReaderLease(self.root, service) if self._leads else None
         self._pause = _FIRST_LOOK
+        self._looker = ThreadPoolExecutor(1, "shardckpt-follow")
+        self._looking: Future[FollowedVersion | None] | None = None
+        """The look of the last `anext`, if its caller has not got the version."""
 
     def planned(self, checkpoint: Checkpoint) -> Restoring:
         """The restore of a version into the leaves."""
@@ -192,12 +197,23 @@ class Follower:
             if version is not None:
                 yield version
 
-    async def __aiter__(self) -> AsyncIterator[FollowedVersion]:
+    def __aiter__(self) -> Self:
         """As `__iter__`, while other tasks run."""
+        return self
+
+    async def __anext__(self) -> FollowedVersion:
+        """The next version. If the call is cancelled, the next call gets what it would have got."""
         while not self._closed:
-            version = await asyncio.to_thread(self._look)
+            self._looking = self._looking or self._looker.submit(self._look)
+            try:
+                version = await asyncio.shield(asyncio.wrap_future(self._looking))
+            except Exception:
+                self._looking = None
+                raise
+            self._looking = None
             if version is not None:
-                yield version
+                return version
+        raise StopAsyncIteration
 
     def _look(self) -> FollowedVersion | None:
         """Poll; if there is no version, wait for the next look.
@@ -230,6 +246,7 @@ class Follower:
     def close(self) -> None:
         """End the iteration, give the lease up, and free the memory."""
         self._closed = True
+        self._looker.shutdown(wait=False)
         if self._listener is not None:
             self._listener.close()
         if self._lease is not None:
