@@ -199,6 +199,19 @@ def test_a_first_version_refuses_patterns_that_leave_nothing_out(tmp_path):
     assert shardckpt.open(tmp_path / "2").names() == ["w"]
 
 
+def test_arrays_that_torch_cannot_share_are_published_in_another_dtype(tmp_path):
+    """Strides that are negative, or not a multiple of an element's bytes; another byte order."""
+    rows = np.zeros(100, np.dtype([("flag", "u1"), ("w", "f4")]))
+    rows["w"] = np.arange(100)
+    reverse = np.arange(300, dtype=np.float32)[::-1]
+    state = {"reverse": reverse, "rows": rows["w"], "big": reverse.astype(">f4")}
+    with shardckpt.Publisher(tmp_path, dtype="bfloat16") as publisher:
+        publisher.publish(0, state)
+    restored = shardckpt.restore(tmp_path / "0")
+    for name, array in state.items():
+        assert (restored[name] == array.astype(ml_dtypes.bfloat16)).all()
+
+
 def test_tensors_that_come_go_or_change_their_form_are_stored_whole(tmp_path):
     rng = np.random.default_rng(1)
     a = {"w": rng.random((64, 64)), "v": rng.random(100)}
