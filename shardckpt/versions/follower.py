@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shardckpt.commit.attempts import unfolded
 from shardckpt.commit.fingerprints import recorded_fingerprint
-from shardckpt.errors import CorruptionError, NotFoundError, OptionError, UncommittedError
+from shardckpt.errors import (
+    CoordinationError,
+    CorruptionError,
+    NotFoundError,
+    OptionError,
+    StorageError,
+    UncommittedError,
+)
 from shardckpt.format.bases import names_beside
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator, on_all_processes
 from shardckpt.io.failures import reading_takes_threads
@@ -108,6 +115,8 @@ class Follower:
         self.root = Store.open(parse(url))
         """The place of all versions."""
         self._finder = VersionFinder(self.root, mode, given or {})
+        self._given: FollowedVersion | None = None
+        """The version given last."""
         self._options: dict[str, Any] = {
             "only": only,
             "strict": strict,
@@ -157,6 +166,9 @@ class Follower:
         """
         if self._closed:
             raise OptionError(f"{self.root}: this follower is closed.")
+        if self._given is not None and self._given.comes_again:
+            self._finder.take_back()
+            self._given = None
         find = self._finder.next if self._leads else lambda: None
         choice = on_all_processes(self.coordinator, "followed version", find)[0]
         if choice is None:
@@ -188,7 +200,8 @@ class Follower:
 
     def _give(self, step: int, checkpoint: Checkpoint, *, went_back: bool) -> FollowedVersion:
         self._finder.gave(step, unfolded(checkpoint.record.attempt))
-        return FollowedVersion(self, step, checkpoint, went_back=went_back)
+        self._given = FollowedVersion(self, step, checkpoint, went_back=went_back)
+        return self._given
 
     def __iter__(self) -> Iterator[FollowedVersion]:
         """Each next version, as soon as it is there; waits for ever."""
@@ -288,6 +301,8 @@ class FollowedVersion:
         `prepare`."""
         self.went_back = went_back
         """Whether training went back to an earlier step since the version before."""
+        self.comes_again = False
+        """Whether `prepare` has failed by an error that may pass: `poll` gives the version again."""
         self._follower = follower
         self._needed: list[Needed] | None = None
         self._applying: Applying | None = None
@@ -303,16 +318,19 @@ class FollowedVersion:
 
         Raises:
             MismatchError: names, shape or dtype differ from the tensors; nothing was read.
-            CorruptionError, MissingDataError, StorageError: a process of the engine cannot read the
-                version. The tensors are as they were.
+            CorruptionError, MissingDataError: the version is damaged. The tensors are as they were.
+            StorageError: a process of the engine cannot read the version; `poll` gives it again.
+                The tensors are as they were.
             CoordinationError: another process of the engine failed with an error that is not a
-                ShardckptError, or does not answer.
+                ShardckptError, or does not answer; `poll` gives the version again.
         """
         try:
             on_all_processes(self._follower.coordinator, "prepared version", self._prepare)
-        except BaseException:
+        except BaseException as e:
             self._needed = None
+            self.comes_again = isinstance(e, StorageError | CoordinationError)
             raise
+        self.comes_again = False
         return self
 
     def _prepare(self) -> None:

@@ -333,9 +333,29 @@ def test_a_version_that_one_process_of_an_engine_cannot_prepare_fails_alike_on_a
             with pytest.raises(OptionError, match="not prepared"):
                 version.apply()
             version.prepare().apply()
+            assert follower.poll() is None
         return like["w"][0]
 
     assert on_threads(2, follow) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("mode", ["newest", "each"])
+def test_a_version_that_could_not_be_read_for_a_while_is_given_again(tmp_path, monkeypatch, mode):
+    def fails(*_arguments):
+        raise StorageError("the network is down")
+
+    publish(tmp_path, [{"w": np.full(1000, float(step))} for step in range(2)])
+    like, steps = {"w": np.zeros(1000)}, []
+    with shardckpt.follow(tmp_path, like, mode=mode) as follower:
+        while version := follower.poll():
+            with monkeypatch.context() as down:
+                if version.step not in steps:
+                    down.setattr(follower, "needed", fails)
+                with suppress(StorageError):
+                    version.prepare().apply()
+            steps.append(version.step)
+    assert steps == ([1, 1] if mode == "newest" else [0, 0, 1, 1])
+    assert (like["w"] == 1).all()
 
 
 def test_an_engine_of_several_processes_keeps_few_keys_however_long_it_follows(tmp_path):
