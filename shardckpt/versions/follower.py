@@ -25,14 +25,13 @@ from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, parse_bytes
 from shardckpt.reading.checkpoint import Checkpoint
-from shardckpt.reading.read_list import MadeTensor
 from shardckpt.reading.restore import adaptation_of, finished, restoring
 from shardckpt.runs.announcing import Listener, server
 from shardckpt.runs.leases import ReaderLease
 from shardckpt.runs.steps import steps_named
 from shardckpt.state.names import shown
 from shardckpt.text import file_size, shorten
-from shardckpt.versions.applying import memory_of, plan_apply
+from shardckpt.versions.applying import leaves_as_stored, memory_of, plan_apply
 from shardckpt.versions.cache import ChunkCache, chunks_of, path_between, requests_of
 from shardckpt.versions.finding import VersionFinder
 from shardckpt.writing.fingerprint import fingerprint_of
@@ -58,10 +57,7 @@ _FIRST_LOOK, _LAST_LOOK = 0.05, 2.0
 _LOOK_BESIDE_EVENTS = 10.0
 """Most seconds between two looks while a service tells of versions."""
 MOST_VERSIONS = 64
-"""Most versions whose differences are applied one after another; to go further, all elements are
-read."""
-_READING = 256 << 20
-"""Bytes of stored differences in flight."""
+"""Most versions whose differences are applied one after another; beyond, all elements are read."""
 
 
 class Follower:
@@ -168,7 +164,6 @@ class Follower:
             raise OptionError(f"{self.root}: this follower is closed.")
         if self._given is not None and self._given.comes_again:
             self._finder.take_back()
-            self._given = None
         find = self._finder.next if self._leads else lambda: None
         choice = on_all_processes(self.coordinator, "followed version", find)[0]
         if choice is None:
@@ -302,7 +297,7 @@ class FollowedVersion:
         self.went_back = went_back
         """Whether training went back to an earlier step since the version before."""
         self.comes_again = False
-        """Whether `prepare` has failed by an error that may pass: `poll` gives the version again."""
+        """Whether `prepare` has failed, perhaps for a while: `poll` gives the version again."""
         self._follower = follower
         self._needed: list[Needed] | None = None
         self._applying: Applying | None = None
@@ -339,7 +334,7 @@ class FollowedVersion:
             self._needed = follower.needed(self.checkpoint)
             path = path_between(follower.cache.contents, self.checkpoint, MOST_VERSIONS)
             self.changed = frozenset(
-                follower.cache.update(self.checkpoint, path, self._needed, _READING)
+                follower.cache.update(self.checkpoint, path, self._needed, follower.limit // 4)
             )
             follower.stale |= self.changed
             self._applying = self._plan() if follower.fills else None
@@ -424,15 +419,9 @@ class FollowedVersion:
                 "proved; publish it with a Publisher, or save it with "
                 "SaveOptions(fingerprint=True)."
             )
-        leaves = {
-            job.tensor.name: follower.leaves[job.landings[0].names[0]]
-            for job in self._jobs
-            if not isinstance(job.tensor, MadeTensor)
-            and job.landings[0].sink.shape == job.tensor.shape
-            and not job.landings[0].converts
-        }
-        live = fingerprint_of(leaves, follower.coordinator)
-        wrong = [name for name in leaves if self._recorded.get(name) != live.tensors[name]]
+        leaves = leaves_as_stored(self._jobs, follower.leaves)
+        live = fingerprint_of(leaves, follower.coordinator).tensors
+        wrong = [name for name in leaves if self._recorded.get(name) != live[name]]
         if wrong:
             follower.stale |= {*wrong}  # so that `apply` copies them again, completely
             follower.memory = None
