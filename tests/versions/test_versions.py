@@ -482,6 +482,10 @@ def test_a_manager_does_not_take_over_a_directory_of_versions(tmp_path):
     manager.save(3, {"w": np.zeros(1000, np.float32)})
     with pytest.raises(OptionError, match="a Publisher keeps its versions"):
         manager.close()
+    (outcome,) = committing.commit(tmp_path)
+    assert outcome.state == "refused"
+    assert "is not a version, but a Publisher keeps its versions there" in outcome.reason
+    shardckpt.CheckpointManager(tmp_path).restore()
     assert [info.step for info in list_steps(Store.open(tmp_path))] == [0, 1, 2]
 
 
