@@ -27,7 +27,13 @@ from shardckpt.runs.steps import StepInfo, check_step, list_steps, steps_named
 from shardckpt.state.select import selector
 from shardckpt.text import numbered, shorten
 from shardckpt.versions.device import DeviceShare
-from shardckpt.versions.folding import DIFFERENCES, LONGEST, bases_after_folding, fold_chain
+from shardckpt.versions.folding import (
+    AT_A_TIME,
+    DIFFERENCES,
+    LONGEST,
+    bases_after_folding,
+    fold_chain,
+)
 from shardckpt.versions.version import Published, PublishedVersion, Selection
 from shardckpt.writing.background import Saver
 from shardckpt.writing.kept import KeptChunks, SkippedError
@@ -371,7 +377,12 @@ class Publisher:
             try:
                 next(
                     fold_chain(
-                        self._root, published.step, published.chain, self._catch_up, self._folded
+                        self._root,
+                        published.step,
+                        published.chain,
+                        self._catch_up,
+                        self._folded,
+                        min(AT_A_TIME, self._options.budget // 4),
                     ),
                     None,
                 )
