@@ -132,6 +132,22 @@ def test_shards_of_jax_arrays_are_compared_where_they_are_before_they_are_donate
         )
 
 
+def test_a_shard_of_jax_with_too_many_words_for_its_positions_is_sent_completely(monkeypatch):
+    import jax.numpy as jnp
+
+    from shardckpt.frameworks import jax_snapshots
+
+    snapshot, array = jax_snapshots.JaxSnapshot(), jnp.zeros(1000, jnp.float32)
+    dtype = of_numpy(np.dtype(np.float32))
+    snapshot.take(array, dtype)
+    assert len(snapshot.take(array.at[7].set(1), dtype).words) == 1
+    monkeypatch.setattr(jax_snapshots, "_MOST_POSITIONS", 1000)
+    change = snapshot.take(array, dtype)
+    assert change.positions is None
+    assert change.words.tobytes() == np.zeros(1000, np.float32).tobytes()
+    assert change.total == sum_of(change.words)
+
+
 def test_versions_that_were_skipped_pass_their_changes_on(tmp_path, monkeypatch):
     """The first version is held up while three are published: the last one has what all of them
     have changed."""
