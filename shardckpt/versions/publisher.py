@@ -193,7 +193,7 @@ class Publisher:
         Raises:
             LeafError, ShardingError, NamesMismatchError: the state cannot be published; nothing was
                 begun.
-            ShardckptError: a version before has failed. This one is published all the same, and
+            ShardckptError: a version before has failed. This one has begun all the same, and
                 stores all elements.
         """
         step = check_step(step)

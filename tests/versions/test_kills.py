@@ -182,7 +182,7 @@ def test_a_thousand_versions_with_kills_of_every_process_are_all_there_and_none_
 
 
 def test_ctrl_c_at_any_instant_of_publish_leaves_no_version_at_work_unknown(tmp_path):
-    """Whatever the interrupted call has begun, `wait` waits for it, and later versions know it."""
+    """`wait` waits for all that the interrupted call has begun, and later versions know it."""
     w = np.zeros(100_000)
     for at in itertools.count():
         url, w[:] = tmp_path / str(at), 0
