@@ -38,7 +38,7 @@ from shardckpt.format.stored_chunks import compress, decompress
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
     Bytes = NDArray[np.uint8]
     Growth = NDArray[np.unsignedinteger[Any]]
@@ -237,7 +237,7 @@ def _apply(old: Bytes, new: Bytes, itemsize: int) -> Iterator[tuple[NDArray[np.i
             yield position, rises[inside][:, np.newaxis]
 
 
-def _portions(mask: NDArray[np.bool_]) -> Iterator[NDArray[np.int64]]:
+def _portions(mask: ArrayLike) -> Iterator[NDArray[np.int64]]:
     """The positions at which a mask is set, so many at a time."""
     positions = np.flatnonzero(mask)
     for first in range(0, len(positions), _PORTION):
