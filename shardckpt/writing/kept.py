@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
     from shardckpt.state.flatten import Flat
-    from shardckpt.writing.handle import SaveHandle
 
     Rows = NDArray[np.uint8]
     """(chunks, bytes) elements of chunks in their stored form."""
@@ -47,8 +46,8 @@ class VersionToWrite(Protocol):
     `selected` and `converted` are asked on the thread that saves, the rest in the background.
     """
 
-    handle: SaveHandle | None
-    """The save that writes it: set before its thread starts."""
+    handle: Any
+    """The `SaveHandle` of the save that writes it: set before its thread starts; None: not yet."""
     kept: KeptChunks
     proof: bool
     """Whether the staged copies are compared with the tensors that they were made of."""
