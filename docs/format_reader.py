@@ -138,7 +138,8 @@ def read(checkpoint, name):
             np.ndindex(*(-(-n // c) for n, c in zip(piece["shape"], chunks, strict=True)))
         ):
             file, path, offset, length, crc = place[name, first_element, position]
-            file = file or "/".join(["zarr", path, "c", *map(str, index)])
+            directory = re.sub(r"\.__lock(?=/|$)", "=2E__lock", path)
+            file = file or "/".join(["zarr", directory, "c", *map(str, index)])
             stored = (attempt / file).read_bytes()[offset : offset + length]
             elements = stored[:-4]
             assert crc32c.crc32c(elements) == crc == int.from_bytes(stored[-4:], "little"), (

@@ -84,6 +84,10 @@ class ShardckptError(Exception):
     of_one_tensor: bool = False
     """Whether the operation would succeed without one tensor, which the message names."""
 
+    def __init__(self, *args: object, message: str | None = None) -> None:
+        """Make an error; `message` may be given by name, as by a DataLoader of torch."""
+        super().__init__(*(args if message is None else (message,)))
+
     def __str__(self) -> str:
         # OSError and its subclasses format two arguments as "[Errno …]"; our errors always have one
         # sentence.

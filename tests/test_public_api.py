@@ -1,5 +1,6 @@
 """The public interface: what it is, and that importing it costs nothing."""
 
+import pickle
 import subprocess
 import sys
 
@@ -103,5 +104,7 @@ def test_errors_have_codes_of_their_own_and_builtin_kin():
             b.__module__ == "builtins" and b is not Exception for b in kind.__mro__[1:]
         )
         assert str(kind("one sentence.")) == "one sentence."
+        by_name = pickle.loads(pickle.dumps(kind(message="one sentence.")))
+        assert (type(by_name), str(by_name)) == (kind, "one sentence.")
         assert kind.__name__ in errors.__doc__
         assert f'"{kind.code}"' in errors.__doc__ or kind is shardckpt.ShardckptError

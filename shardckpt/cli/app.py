@@ -116,7 +116,8 @@ class _Group(_Documented, TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        given = server_first(sys.argv[1:] if args is None else list(args))
+        typed = sys.argv[1:] if args is None else list(args)
+        given = server_first(typed)
 
         def action() -> int | None:
             # With standalone_mode=False errors are raised here, and `typer.Exit` becomes the
@@ -131,7 +132,7 @@ class _Group(_Documented, TyperGroup):
             )
             return status
 
-        status = exits.run(action, as_json="--json" in given)
+        status = exits.run(action, as_json="--json" in typed)
         if standalone_mode:
             sys.exit(status)
         return status

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardckpt.cli.screen import Cell, Screen, progress_bar, write_json
+from shardckpt.errors import OptionError
 from shardckpt.text import count, file_size, shape_text, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+_MEMORY_LIMIT = "256MiB"
 MOST_LINES = 50
 """Most lines of a section in the text output; --json has all."""
 
@@ -39,7 +41,7 @@ def diff(
             metavar="BYTES",
             help="Limit of memory for the elements of both checkpoints.",
         ),
-    ] = "256MiB",
+    ] = _MEMORY_LIMIT,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Compare two checkpoints bit by bit.
@@ -54,6 +56,11 @@ def diff(
 
     client, notes = server(), list[str]()
     if client is not None:
+        if memory_limit != _MEMORY_LIMIT:
+            raise OptionError(
+                "--memory-limit is for a comparison on this machine; the service of --server has "
+                "a limit of its own, so give only one of the two."
+            )
         with client:
             doc = client.diff(a, b, values=not structure, layouts=layout)
     else:

@@ -11,7 +11,7 @@ import typer
 from shardckpt.cli.exits import going_on_later
 from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.options import takes
-from shardckpt.cli.screen import Screen, transfer_bar, write_json
+from shardckpt.cli.screen import Screen, transfer_bar, write_json, write_text
 from shardckpt.cli.text import conversion_lines
 from shardckpt.convert.options import AnyExportOptions
 from shardckpt.text import count, file_size, visible
@@ -75,7 +75,7 @@ def export(
 def _say(as_json: bool, version: WrittenVersion) -> None:
     """Print a version that was written."""
     if as_json:
-        print(json.dumps(version.to_json()), flush=True)
+        write_text(json.dumps(version.to_json()) + "\n", flush=True)
     else:
         size = f"{count(version.tensors, 'tensor')}, {file_size(version.written_bytes)}"
         Screen().show([f"written   {visible(version.url)}: step {version.step}, {size}"])

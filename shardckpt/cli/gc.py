@@ -67,6 +67,17 @@ def gc(
     _end(collected)
 
 
+def _confirm(question: str) -> bool:
+    """Ask on the terminal; the end of its input is a no, and an interrupt stays one."""
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort as e:
+        if not isinstance(e.__context__, EOFError):
+            raise
+        typer.echo("\nnot confirmed", err=True)
+        return False
+
+
 def rm(
     url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint: a path or url.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
@@ -91,7 +102,7 @@ def rm(
             raise OptionError(
                 "rm asks before it deletes, and standard input is not a terminal; give --yes."
             )
-        if not typer.confirm(f"Delete {visible(url)}?", err=True):
+        if not _confirm(f"Delete {visible(url)}?"):
             raise typer.Exit(1)
     collected = delete(url, grace=seconds)
     if as_json:

@@ -82,13 +82,18 @@ HINTS = {
 
 
 def server_first(args: list[str]) -> list[str]:
-    """The arguments with `--server URL` before the command, wherever it was given."""
+    """The arguments with `--server URL` before the command, wherever it was given.
+
+    Without a URL they are `--server` alone, so that the error is that it lacks one.
+    """
     end = args.index("--") if "--" in args else len(args)
     moved: list[str] = []
     left: list[str] = []
     i = 0
     while i < end:
-        if args[i] == "--server" and i + 1 < end:
+        if args[i] == "--server" and i + 1 == end:
+            return ["--server"]
+        if args[i] == "--server":
             moved += args[i : i + 2]
             i += 2
             continue

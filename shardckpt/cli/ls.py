@@ -50,7 +50,7 @@ def ls(
     if client is not None:
         with client:
             if root == ".":
-                _list_runs(list(client.runs()), as_json=as_json)
+                _list_runs(list(client.runs()), client.url, as_json=as_json)
                 return
             checkpoints = list(client.checkpoints(root.strip("/")))
             if not checkpoints:
@@ -124,13 +124,15 @@ def _list_directory(root: str, *, everything: bool, as_json: bool) -> None:
         screen.show(["", *table] if i else table)
 
 
-def _list_runs(runs: list[RunEntry], *, as_json: bool) -> None:
+def _list_runs(runs: list[RunEntry], server: str, *, as_json: bool) -> None:
     """Print the runs of a service."""
     if as_json:
-        write_json({"runs": runs})
-        return
-    screen = Screen()
-    screen.show(_run_lines(screen, runs))
+        write_json({"checkpoints": [], "runs": runs, "foreign": []})
+    elif runs:
+        screen = Screen()
+        screen.show(_run_lines(screen, runs))
+    else:
+        typer.echo(f"no runs at {visible(server)}", err=True)
 
 
 def _run_lines(screen: Screen, runs: Sequence[RunEntry]) -> Iterator[str]:

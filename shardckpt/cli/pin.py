@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardckpt.cli.screen import Screen, write_json
-from shardckpt.text import visible
+from shardckpt.text import Message, visible
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 Urls = Annotated[list[str], typer.Argument(metavar="URL…", help="Checkpoints: paths or urls.")]
 Name = Annotated[
@@ -30,17 +30,21 @@ def pin(urls: Urls, as_json: Json = False) -> None:
     """
     from shardckpt.runs import pinning
 
-    for url in urls:
+    def change(url: str) -> str:
         pinning.pin(url)
-    _report(urls, "pinned", ["pinned"] * len(urls), as_json=as_json)
+        return "pinned"
+
+    _change_each(urls, change, "pinned", as_json=as_json)
 
 
 def unpin(urls: Urls, as_json: Json = False) -> None:
     """Remove the pins of checkpoints; tags stay."""
     from shardckpt.runs import pinning
 
-    outcomes = ["unpinned" if pinning.unpin(url) else "was not pinned" for url in urls]
-    _report(urls, "unpinned", outcomes, as_json=as_json)
+    def change(url: str) -> str:
+        return "unpinned" if pinning.unpin(url) else "was not pinned"
+
+    _change_each(urls, change, "unpinned", as_json=as_json)
 
 
 def tag(name: Name, urls: Urls, as_json: Json = False) -> None:
@@ -52,29 +56,45 @@ def tag(name: Name, urls: Urls, as_json: Json = False) -> None:
     """
     from shardckpt.runs import pinning
 
-    for url in urls:
+    def change(url: str) -> str:
         pinning.tag(url, name)
-    _report(urls, "tagged", [f"tagged {name}"] * len(urls), as_json=as_json)
+        return f"tagged {name}"
+
+    _change_each(urls, change, "tagged", as_json=as_json)
 
 
 def untag(name: Name, urls: Urls, as_json: Json = False) -> None:
     """Remove a tag from checkpoints; pins stay."""
     from shardckpt.runs import pinning
 
-    outcomes = [
-        f"untagged {name}" if pinning.untag(url, name) else f"was not tagged {name}" for url in urls
-    ]
-    _report(urls, "untagged", outcomes, as_json=as_json)
+    def change(url: str) -> str:
+        return f"untagged {name}" if pinning.untag(url, name) else f"was not tagged {name}"
+
+    _change_each(urls, change, "untagged", as_json=as_json)
 
 
-def _report(urls: Sequence[str], key: str, outcomes: Sequence[str], *, as_json: bool) -> None:
-    """Print what was done with each checkpoint, or one JSON document with the urls under `key`."""
+def _change_each(
+    urls: Sequence[str], change: Callable[[str], str], key: str, *, as_json: bool
+) -> None:
+    """Change checkpoints one after another, and print what was done with each.
+
+    An error names the checkpoints before it, which stay changed. As JSON, one document has the urls
+    under `key`.
+    """
+    from shardckpt.errors import ShardckptError
     from shardckpt.io.url import parse
 
     places = [str(parse(url)) for url in urls]
+    screen, outcomes = Screen(), list[str]()
+    for url, place in zip(urls, places, strict=True):
+        try:
+            outcomes.append(change(url))
+        except ShardckptError as e:
+            if not outcomes:
+                raise
+            done = [f"{word} {of}" for word, of in zip(outcomes, places, strict=False)]
+            raise type(e)(Message(e.message, f" Before that: {', '.join(done)}.")) from e
+        if not as_json:
+            screen.show([f"{outcomes[-1]}  {visible(place)}"])
     if as_json:
         write_json({key: places})
-    else:
-        Screen().show(
-            [f"{word}  {visible(place)}" for word, place in zip(outcomes, places, strict=True)]
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -89,4 +90,5 @@ def lines(screen: Screen, report: ReshardReport, done: str) -> Iterator[str]:
     if len(report.notices) > _MOST_NOTICES:
         yield f"note      {len(report.notices) - _MOST_NOTICES:,} more; --json has all"
     if not report.committed:
-        yield f"when all workers are done, run `shardckpt reshard commit {visible(report.url)}`"
+        place = visible(quote(report.url))
+        yield f"when all workers are done, run `shardckpt reshard commit {place}`"

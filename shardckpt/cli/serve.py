@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path  # noqa: TC003  (typer reads the annotation)
 from typing import Annotated, Any
@@ -54,6 +55,8 @@ def serve(
                 "saves there",
                 file=sys.stderr,
             )
+    # Interpreters that `multiprocessing` starts would look for modules in the working directory.
+    os.environ["PYTHONSAFEPATH"] = "1"
     try:
         run(options, lambda url: print(f"serving at {url}", flush=True))
     except SystemExit as e:  # uvicorn's, when it cannot listen

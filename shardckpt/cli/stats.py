@@ -176,7 +176,7 @@ def _beside(screen: Screen, doc: dict[str, Any]) -> Iterator[str]:
     theirs = {one["name"]: one for one in other["tensors"]}
     heads = ("tensor", "change", "largest", "norm", "mean", "std")
     rows = [[Cell(head, "dim", right=i > 0) for i, head in enumerate(heads)]]
-    changed = [change for change in other["changes"] if change["norm"]]
+    changed = [change for change in other["changes"] if change["largest"]]
     for change in changed[:MOST_CHANGES]:
         name = change["name"]
         cells = [

@@ -31,6 +31,7 @@ import os
 import secrets
 import time
 from dataclasses import dataclass
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit.attempts import attempts, is_attempt
@@ -322,8 +323,8 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
 
 def _publication_error(store: Store, why: object) -> StorageError:
     return StorageError(
-        f"{why} The data of the save is complete and stays there: `shardckpt commit {store}` "
-        "publishes it."
+        f"{why} The data of the save is complete and stays there: `shardckpt commit "
+        f"{quote(str(store))}` publishes it."
     )
 
 

@@ -11,13 +11,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardckpt.format.structure import Structure
-from shardckpt.state.document import Branch, Tensor, Tied, child, write
+from shardckpt.state.document import Branch, Tensor, Tied, child, leaves_of, write
 from shardckpt.state.listing import meanings
 from shardckpt.state.names import child_name, component_names, shown
+from shardckpt.text import few
 from shardckpt.training.optimizer_state.forms import FORMS, map_schedules, read_optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from shardckpt.reading.naming.outputs import OutputTensor
     from shardckpt.state.document import Node
@@ -56,6 +57,24 @@ def with_optimizers_as(
         [replace(output, name=new[output.name]) for output in outputs if output.name in new],
         tuple(notes),
     )
+
+
+def notes_of_parts(state: Node, selected: Collection[str]) -> Iterator[str]:
+    """A note for each optimizer of a state that is exported only in part.
+
+    Args:
+        state: the complete stored state.
+        selected: the names of its leaves that are exported.
+    """
+    for node in state.children if isinstance(state, Branch) else ():
+        nodes = read_optimizer(node)
+        if nodes is None:
+            yield from notes_of_parts(node, selected)
+            continue
+        names = [leaf.name for leaf in leaves_of(node)]
+        left_out = [name for name in names if name not in selected]
+        if 0 < len(left_out) < len(names):
+            yield f"{shown(nodes.name)} is written without {few(left_out)}."
 
 
 def _arrange(node: Node, root: Node, form: str, notes: list[str]) -> Node:

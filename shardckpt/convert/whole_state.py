@@ -19,13 +19,14 @@ from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.convert.optimizer_states import with_optimizers_as
+from shardckpt.convert.optimizer_states import notes_of_parts, with_optimizers_as
 from shardckpt.errors import NamesMismatchError
 from shardckpt.format.structure import Structure
 from shardckpt.reading.naming.outputs import identity
 from shardckpt.reshard.dtype_rules import plan_dtypes
 from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.state import meanings, select
+from shardckpt.state.document import leaves_of
 from shardckpt.state.select import check_selection, selector
 from shardckpt.streaming.stream import Stream
 from shardckpt.text import Message, given
@@ -90,7 +91,9 @@ def write_state(
     form = options.optimizer or _OPTIMIZERS.get(to)
     notes: tuple[str, ...] = ()
     if form is not None:
+        names = {leaf.name for leaf in leaves_of(structure.nodes)}
         structure, outputs, notes = with_optimizers_as(form, structure, outputs)
+        notes += tuple(notes_of_parts(checkpoint.parsed_tree, names))
     total, done = sum(output.nbytes for output in outputs), 0
     progress = options.report_progress
     progress(0, total)
@@ -114,7 +117,8 @@ def _select(
 ) -> tuple[Structure, list[OutputTensor], tuple[ConvertedSubtree, ...]]:
     """The selected structure, the outputs of its tensors, and the conversions."""
     include, exclude, dtype = options.include, options.exclude, options.dtype
-    check_selection(include, checkpoint.parsed_tree, str(checkpoint.location), option="include")
+    for name, patterns in ("include", include), ("exclude", exclude or None):
+        check_selection(patterns, checkpoint.parsed_tree, str(checkpoint.location), option=name)
     included, excluded = selector(include), selector(exclude if exclude is not None else ())
     tree, stored = select(
         checkpoint.parsed_tree, lambda name: included(name) and not excluded(name)

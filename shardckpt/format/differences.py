@@ -36,7 +36,9 @@ from shardckpt.errors import CorruptionError
 from shardckpt.format.stored_chunks import compress, decompress
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from collections.abc import Iterator
+
+    from numpy.typing import ArrayLike, NDArray
 
     Bytes = NDArray[np.uint8]
     Growth = NDArray[np.unsignedinteger[Any]]
@@ -48,6 +50,8 @@ _LONG = 255
 """A gap of at least so many elements takes more than its byte."""
 _WORD = 8
 """Bytes that are compared at a time."""
+_PORTION = 1 << 14
+"""Changed words whose elements are encoded at a time, as these take up to 36 times their bytes."""
 
 
 def whole(elements: Bytes) -> bytes:
@@ -68,11 +72,13 @@ def difference(old: Bytes, new: Bytes, itemsize: int) -> tuple[bytes, int]:
     Returns:
         The stored chunk, and the number of changed elements.
     """
-    changed, growth = _apply(old, new, itemsize)
-    if not len(changed):
+    changes = _EncodedChanges()
+    for position, growth in _apply(old, new, itemsize):
+        changes.add(position, growth)
+    if not changes.count:
         return b"", 0
-    stored = encode_changes(changed, growth, len(new), crc32c.crc32c(new.data))
-    return whole(new) if stored is None else stored, len(changed)
+    stored = changes.packed(len(new), crc32c.crc32c(new.data))
+    return whole(new) if stored is None else stored, changes.count
 
 
 def encode_changes(
@@ -82,17 +88,51 @@ def encode_changes(
 
     None if that has more than half its bytes.
     """
-    itemsize = growth.shape[1] * growth.itemsize
-    gaps = np.diff(position, prepend=-1) - 1
-    rest = (gaps[gaps >= _LONG] - _LONG).astype("<u4")
-    # No frame is small enough, and this one is too large to try.
-    if len(gaps) * (1 + itemsize) + rest.nbytes > 4 * nbytes:
-        return None
-    # The sign becomes the lowest bit.
-    folded = (growth << 1) ^ -(growth >> (8 * growth.itemsize - 1))
-    planes = np.ascontiguousarray(folded).view(np.uint8).reshape(-1, itemsize).T
-    parts = (np.minimum(gaps, _LONG).astype(np.uint8), rest.view(np.uint8), planes.reshape(-1))
-    return pack_changes(np.concatenate(parts), len(gaps), len(rest), nbytes, crc)
+    changes = _EncodedChanges()
+    changes.add(position, growth)
+    return changes.packed(nbytes, crc)
+
+
+class _EncodedChanges:
+    """The changes of a chunk, as they are stored but not compressed yet."""
+
+    def __init__(self) -> None:
+        """No change yet."""
+        self.count = 0
+        self._last = -1
+        """Position of the last one."""
+        self._parts: list[tuple[Bytes, NDArray[np.uint32], Bytes]] = []
+        """Gaps, rests of long gaps, and (n, itemsize) bytes of the growth."""
+
+    def add(self, position: NDArray[np.int64], growth: Growth) -> None:
+        """Add changes after those that are here."""
+        if not len(position):
+            return
+        gaps = np.diff(position, prepend=self._last) - 1
+        rest = (gaps[gaps >= _LONG] - _LONG).astype("<u4")
+        # The sign becomes the lowest bit.
+        folded = (growth << 1) ^ -(growth >> (8 * growth.itemsize - 1))
+        rows = np.ascontiguousarray(folded).view(np.uint8).reshape(len(position), -1)
+        self._parts.append((np.minimum(gaps, _LONG).astype(np.uint8), rest, rows))
+        self.count += len(position)
+        self._last = int(position[-1])
+
+    def packed(self, nbytes: int, crc: int) -> bytes | None:
+        """The result of `encode_changes`; nothing is here any more."""
+        long_gaps = sum(len(rest) for _, rest, _ in self._parts)
+        body = self._body()
+        self._parts.clear()  # the compression takes as much memory
+        return pack_changes(body, self.count, long_gaps, nbytes, crc)
+
+    def _body(self) -> Bytes:
+        gaps = [gap for gap, _, _ in self._parts]
+        rests = [rest.view(np.uint8) for _, rest, _ in self._parts]
+        planes = [rows.T for _, _, rows in self._parts]
+        head = np.concatenate([*gaps, *rests])
+        body = np.empty(len(head) + sum(plane.size for plane in planes), np.uint8)
+        body[: len(head)] = head
+        np.concatenate(planes, axis=1, out=body[len(head) :].reshape(-1, self.count))
+        return body
 
 
 def pack_changes(body: Bytes, changed: int, long_gaps: int, nbytes: int, crc: int) -> bytes | None:
@@ -167,35 +207,41 @@ def _number(itemsize: int) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype(f"<u{min(_WORD, itemsize & -itemsize)}")
 
 
-def _apply(old: Bytes, new: Bytes, itemsize: int) -> tuple[NDArray[np.int64], Growth]:
+def _apply(old: Bytes, new: Bytes, itemsize: int) -> Iterator[tuple[NDArray[np.int64], Growth]]:
     """The positions of the elements that differ, ascending, and how they grow, as `changes`.
 
-    `old` becomes `new`.
+    They come portion after portion. `old` becomes `new`.
     """
     number = _number(itemsize)
     if itemsize != number.itemsize:
         rows = (new.view(number) - old.view(number)).reshape(-1, itemsize // number.itemsize)
-        position = np.flatnonzero(rows.any(axis=1))
         old[:] = new
-        return position, rows[position]
+        for position in _portions(rows.any(axis=1)):
+            yield position, rows[position]
+        return
     each = _WORD // itemsize
     words = len(new) // _WORD
-    positions, growth = [], []
     # Words of several elements are compared first: most are equal.
     for first, part, size in (
         (0, slice(words * _WORD), _WORD),
         (words * each, slice(words * _WORD, None), itemsize),
     ):
         before, after = old[part].view(f"u{size}"), new[part].view(f"u{size}")
-        differ = np.flatnonzero(before != after)
-        values = after[differ]
-        rises = values.view(number) - before[differ].view(number)
-        before[differ] = values
-        inside = np.flatnonzero(rises)
-        word, at = np.divmod(inside, size // itemsize)
-        positions.append(first + differ[word] * (size // itemsize) + at)
-        growth.append(rises[inside])
-    return np.concatenate(positions), np.concatenate(growth)[:, np.newaxis]
+        for differ in _portions(before != after):
+            values = after[differ]
+            rises = values.view(number) - before[differ].view(number)
+            before[differ] = values
+            inside = np.flatnonzero(rises)
+            word, at = np.divmod(inside, size // itemsize)
+            position = first + differ[word] * (size // itemsize) + at
+            yield position, rises[inside][:, np.newaxis]
+
+
+def _portions(mask: ArrayLike) -> Iterator[NDArray[np.int64]]:
+    """The positions at which a mask is set, so many at a time."""
+    positions = np.flatnonzero(mask)
+    for first in range(0, len(positions), _PORTION):
+        yield positions[first : first + _PORTION]
 
 
 def needs_older(stored: Bytes) -> bool:

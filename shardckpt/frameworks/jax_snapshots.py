@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from shardckpt.layout.dtypes import DType
 
 
+_MOST_POSITIONS = 1 << 31
+"""A shard of so many words is sent completely: positions have 31 bits in JAX, unless the program
+allows 64."""
+
+
 class JaxSnapshot:
     """See `snapshots.Snapshot`; `elements` is an array on one device."""
 
@@ -46,7 +51,7 @@ class JaxSnapshot:
     def _take(self, elements: Any, dtype: DType) -> ChangedWords:
         words = _words(elements, dtype.numpy, WORD[dtype.itemsize])
         old, self._words = self._words, words
-        if old is None or old.shape != words.shape:
+        if old is None or old.shape != words.shape or len(words) >= _MOST_POSITIONS:
             return ChangedWords(None, _on_host(words), int(jax.device_get(_sum(words))))
         count, total = map(int, jax.device_get(_compare(words, old)))
         if count > len(words) // 4:

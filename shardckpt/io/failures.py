@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -306,6 +307,19 @@ def _threads_or(as_error: Callable[[str], ShardckptError]) -> Iterator[None]:
             f"{'Python is shutting down and' if is_shutting_down() else 'Python'} starts no "
             f"threads any more ({e})"
         ) from e
+
+
+def child_environment() -> dict[str, str]:
+    """Environment in which `sys.executable` with -P finds this process's modules, and no others.
+
+    Without -P, a new interpreter first looks in the working directory, which may be somebody's
+    checkpoint.
+    """
+    paths = []
+    for path in sys.path:
+        with suppress(FileNotFoundError):  # a removed working directory
+            paths.append(path or os.getcwd())  # noqa: PTH109
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def process_advice(error: OSError | EOFError) -> str:

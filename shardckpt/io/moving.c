@@ -384,7 +384,7 @@ static int move_out(const struct writing *w, struct progress *p) {
     struct slabs s;
     int how;
     for (int d = 0; d < w->ndim; d++) {
-        grid[d] = (w->shape[d] + w->chunk[d] - 1) / w->chunk[d];
+        grid[d] = (w->shape[d] - 1) / w->chunk[d] + 1; /* as the binding, without an overflow */
         each *= grid[d];
     }
     cut(&s, w->chunk, w->ndim, w->itemsize, w->room);

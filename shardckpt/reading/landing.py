@@ -221,6 +221,14 @@ class RestoreJob:
         return [Request.of(self.tensor, boxes, buffers, converts=converts)]
 
 
+def fills_leaves(jobs: Iterable[RestoreJob], filling: Callable[[list[str]], None] | None) -> bool:
+    """Whether memory of leaves is filled in place; `filling` is called with their names."""
+    filled = [landing for job in jobs for landing in job.landings if landing.fills_leaf]
+    if filling is not None:
+        filling([name for landing in filled for name in landing.names])
+    return bool(filled)
+
+
 class Staging:
     """The buffers of batches: leased, filled, handed to sinks, and given back.
 

@@ -46,6 +46,7 @@ from shardckpt.reading.landing import (
     COPIED,
     SLOTS,
     RestoreJob,
+    fills_leaves,
     read_and_place,
     restore_jobs,
     sinks_of,
@@ -138,10 +139,13 @@ def restore(
             patterns of one side are skipped, and one warning in the log lists the names. It is an
             error if both have tensors and share none, or if no stored name is left to restore.
         cast: whether to convert tensors to the dtype of their leaf, as `numpy.astype` does: floats
-            round to the nearest, integers wrap. Complex to real is an error, and so are dtypes
-            without a conversion. Without it, a stored Python number fits a tensor without
-            dimensions whose dtype has it; a float is rounded, but not to infinity.
-        memory_limit: bytes of host staging; at least this process's shards of one tensor.
+            round to the nearest, integers wrap; a float becomes an integer by cutting off its
+            fraction, and NaN and values out of range give an arbitrary integer. Complex to real is
+            an error, and so are dtypes without a conversion. Without it, a stored Python number
+            fits a tensor without dimensions whose dtype has it; a float is rounded, but not to
+            infinity.
+        memory_limit: limit in bytes of host staging; it is exceeded if one tensor's shards on this
+            process are larger.
         cooperative: whether processes that need the same bytes read a part each and send it to the
             others, so that the storage serves each byte once. All processes of the job must then
             make this call, with the same options. "auto" does so where the default `Bandwidths`
@@ -212,10 +216,12 @@ def restore_adapted(
     coordinator: Coordinator | None,
     progress: Callable[[int, int], None] | None,
     memory_limit: int | str = DEFAULT_MEMORY_LIMIT,
+    filling: Callable[[list[str]], None] | None = None,
 ) -> Any:
     """Restore a state; see `restore`.
 
-    `adaptation` has its options for names and sizes, and afterwards what was done.
+    `adaptation` has its options for names and sizes, and afterwards what was done. `filling` is
+    called before the first element is read, with the names of the leaves that are filled in place.
     """
     if coordinator is not None:
         # Before the meeting: without a coordinator no other process can learn of the error.
@@ -263,7 +269,13 @@ def restore_adapted(
             state = _carried_out(
                 steps,
                 lambda jobs, in_place: read_all(
-                    checkpoint, jobs, limit, in_place=in_place, meeting=meeting, progress=progress
+                    checkpoint,
+                    jobs,
+                    limit,
+                    in_place=in_place,
+                    meeting=meeting,
+                    progress=progress,
+                    filling=filling,
                 ),
             )
             if adaptation is not None:
@@ -417,6 +429,7 @@ def read_all(
     in_place: bool,
     meeting: Meeting | None = None,
     progress: Callable[[int, int], None] | None = None,
+    filling: Callable[[list[str]], None] | None = None,
 ) -> dict[str, object]:
     """Read and place everything, together with other processes or alone.
 
@@ -429,6 +442,7 @@ def read_all(
         in_place: whether the filled memory belongs to the caller.
         meeting: where processes agree on reads to share; None: none are shared.
         progress: called with bytes placed so far and in all.
+        filling: see `restore_adapted`.
     """
     done, total = 0, sum(job.nbytes for job in jobs)
 
@@ -460,7 +474,7 @@ def read_all(
     largest = max(LARGEST_BATCH, _OF_CORE * cores()) if near else LARGEST_BATCH
     staged = STAGED_BATCH if near else LARGEST_BATCH
     checkpoint.open_bases(tensor for job in jobs for tensor in job.stored)
-    in_place = in_place and any(landing.fills_leaf for job in jobs for landing in job.landings)
+    in_place = in_place and fills_leaves(jobs, filling)
     alone, shared = (list(jobs), []) if meeting is None else meeting.divide(checkpoint, jobs, limit)
     pool, placers = (
         (None, {})

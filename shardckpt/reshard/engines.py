@@ -93,7 +93,7 @@ def start_engine(
         )
     else:
         own = _Inline() if at_once == 1 else LocalProcesses(at_once)
-        made = Engine(own, lambda: at_once, 2)
+        made = Engine(own, lambda: at_once, min(at_once, 2))
     try:
         yield made
     except BaseException:

@@ -158,7 +158,8 @@ def reshard(  # noqa: D417  (the other arguments are documented where they are d
         BudgetError: the memory limit is too small; the message names a sufficient one.
         CorruptionError: stored bytes of the source are damaged or missing.
         ReplacedError: the source was replaced or deleted during the call.
-        CommitError: three workers died over one task, or the tasks' records contradict each other.
+        CommitError: three workers died over one task, or one of an Executor that does not replace
+            it; or the tasks' records contradict each other.
         CoordinationError: the cluster does not answer, or has lost all its workers.
         MissingExtraError: the cluster's package is not installed here, or shardckpt is not
             installed on the cluster.
@@ -296,10 +297,8 @@ def _run_on_engine(
         while waiting or under_way:
             places = engine.places()
             while waiting and len(under_way) < engine.ahead * places:
-                task = waiting.popleft()
-                under_way[engine.executor.submit(run_task, job, task.number, sharing * places)] = (
-                    task
-                )
+                future = _submit(engine, job, waiting[0], sharing * places)
+                under_way[future] = waiting.popleft()
             done = wait(under_way, _LOOK_EVERY if engine.changes else None, FIRST_COMPLETED).done
             # The error of the first call explains those of later ones.
             for future in [future for future in under_way if future in done]:
@@ -316,6 +315,16 @@ def _run_on_engine(
     finally:
         for future in under_way:
             future.cancel()
+
+
+def _submit(engine: Engine, job: Job, task: Task, sharing: int) -> Future[TaskReport]:
+    try:
+        return engine.executor.submit(run_task, job, task.number, sharing)
+    except BrokenExecutor as e:  # the standard library's pools do not replace a worker
+        raise CommitError(
+            f"The engine has lost a worker and takes no more tasks ({e}). Finished tasks are kept; "
+            "the same call with a new engine continues from there."
+        ) from e
 
 
 def _lost_error(task: Task, times: int, error: BaseException) -> CommitError:

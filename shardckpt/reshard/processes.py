@@ -20,18 +20,17 @@ import subprocess
 import sys
 import time
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
-from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import ForkingPickler
 from queue import SimpleQueue
 from threading import Lock, Thread, local
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from shardckpt.io.failures import process_advice
+from shardckpt.io.failures import child_environment, process_advice
 from shardckpt.reshard.clusters import WorkerLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -109,13 +108,6 @@ class LocalProcesses(Executor):
         ) from error
 
 
-def _module_paths() -> Iterator[str]:
-    """Yield the module search path of this process, without a removed working directory."""
-    for path in sys.path:
-        with suppress(FileNotFoundError):
-            yield path or os.getcwd()  # noqa: PTH109
-
-
 class _Process:
     """One process, and the pipe to it."""
 
@@ -125,16 +117,13 @@ class _Process:
             code = f"from shardckpt.reshard.processes import serve; serve({other_end.fileno()})"
             # BLAS starts a thread per core, which takes a third of numpy's import time, and the
             # threads would be idle.
-            environment = {
-                "PYTHONPATH": os.pathsep.join(_module_paths()),
-                "OPENBLAS_NUM_THREADS": "1",
-            }
-            command = [sys.executable, "-c", code]
+            environment = child_environment() | {"OPENBLAS_NUM_THREADS": "1"}
+            command = [sys.executable, "-P", "-c", code]
             self._process = subprocess.Popen(  # noqa: S603
                 command,
                 pass_fds=[other_end.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | environment,
+                env=environment,
             )
 
     def ask(self, *call: object) -> tuple[bool, Any]:

@@ -63,9 +63,18 @@ def holder(root: Store) -> str | None:
     Raises:
         StorageError: the storage failed.
     """
-    data, _ = root.read_versioned(JOB)
-    claim = None if data is None else _read(root, data)
+    claim = claim_of(root)
     return None if claim is None else claim.run_id
+
+
+def claim_of(root: Store) -> JobClaim | None:
+    """The claim of the run that saves to a root; None if no run has claimed it.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    data, _ = root.read_versioned(JOB)
+    return None if data is None else _read(root, data)
 
 
 def of_other_job(root: Store, step: int, run_id: str, error: BaseException) -> OtherJobError | None:
@@ -150,7 +159,7 @@ class JobFence:
             "job save there."
         )
 
-    def _is_own(self, claim: _Claim) -> bool:
+    def _is_own(self, claim: JobClaim) -> bool:
         """Whether a claim is this run's; if not, this run may still claim the root."""
         if claim.publishes and not self._publishes:
             raise _publishes_there(self._root)
@@ -255,7 +264,7 @@ def _publishes_there(root: Store) -> OptionError:
     )
 
 
-class _Claim(NamedTuple):
+class JobClaim(NamedTuple):
     """The contents of `job.json`."""
 
     run_id: str
@@ -265,13 +274,13 @@ class _Claim(NamedTuple):
     """Whether a `Publisher` has claimed the root."""
 
 
-def _read(root: Store, data: bytes) -> _Claim | None:
+def _read(root: Store, data: bytes) -> JobClaim | None:
     """The claim of a file; None: the file is damaged, and claims nothing."""
     where = root.path_of(JOB)
     try:
         document = open_envelope(data, where)
         read = Fields(document, where)
         where_from = f"on {read.string('machine')}, since {read.string('since')}"
-        return _Claim(read.string("run"), where_from, PUBLISHED in document)
+        return JobClaim(read.string("run"), where_from, PUBLISHED in document)
     except FormatError:
         return None

@@ -1,7 +1,8 @@
 """Refusal to publish a complete but unpublished save if that would undo something newer.
 
-Its own committer may have been refused for the same reasons: another run saves to the root now
-(`job`), or the checkpoint that would be replaced is pinned or tagged (`markers`).
+Its own committer may have been refused for the same reasons: another run saves to the root now, or
+a `Publisher` has it (`job`), or the checkpoint that would be replaced is pinned or tagged
+(`markers`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from shardckpt.commit.attempts import is_reshard
 from shardckpt.commit.markers import protection
 from shardckpt.errors import CommitError, OtherJobError
 from shardckpt.io.store import Store
-from shardckpt.runs.job import RUN, holder
+from shardckpt.runs.job import PUBLISHED, RUN, claim_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,15 +48,24 @@ def check_leftover(
 
     Raises:
         OtherJobError: it comes from a run that no longer saves there.
-        CommitError: it would replace a checkpoint that is pinned or tagged.
+        CommitError: it would replace a checkpoint that is pinned or tagged; or a manager has saved
+            it where a `Publisher` keeps its versions, or the reverse.
         StorageError: the storage failed.
     """
     root = run_root(place, attempt, metadata)
-    saved_by, saves = metadata.get(RUN), None if root is None else holder(root)
-    if saves not in (None, saved_by):
+    saved_by, claim = metadata.get(RUN), None if root is None else claim_of(root)
+    if claim is not None and claim.run_id != saved_by:
         raise OtherJobError(
-            f"{place}: the attempt {attempt} belongs to run {saved_by}, but run {saves} saves "
-            "there now; it is not published."
+            f"{place}: the attempt {attempt} belongs to run {saved_by}, but run {claim.run_id} "
+            "saves there now; it is not published."
+        )
+    if claim is not None and claim.publishes != (PUBLISHED in metadata):
+        raise CommitError(
+            f"{place}: the attempt {attempt} is not a version, but a Publisher keeps its versions "
+            "there; it is not published."
+            if claim.publishes
+            else f"{place}: the attempt {attempt} is a version, but a CheckpointManager keeps its "
+            "run there; it is not published."
         )
     if replaces is not None and (protected := protection(place, replaces)):
         raise CommitError(

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 LARGEST_BOX = 16 << 20
 """Most bytes of a box in one response; ranges of `/files` give more."""
 _METRIC = re.compile(r"(.{1,200}?)(<=|>=|<|>|=)([^<>=]{1,40})", re.DOTALL)
+_ESCAPED_DOTS = re.compile(r"(?<![^/])~(\.\.?)(?![^/])")
+"""Keys of a name that a url would lose."""
 _MOST_PASSED_OVER = 100
 _STEPS = re.compile(r"(\d{1,16})?(:)?(\d{1,16})?", re.ASCII)
 _SIDE = re.compile(r"\s*(\d{1,16})?\s*(?::\s*(\d{1,16})?\s*)?", re.ASCII)
@@ -459,6 +461,7 @@ def endpoint_of(service: Service, path: str) -> tuple[Endpoint, tuple[str, ...]]
     """
     ident, rest = service.opened.resolve(path)
     word, _, name = rest.partition("/")
+    name = _ESCAPED_DOTS.sub(r"\1", name)
     endpoint = OF_CHECKPOINT.get(word)
     named = endpoint is not None and "{name}" in endpoint.path
     if endpoint is None or named != bool(name):

@@ -90,7 +90,11 @@ def application(service: Service, options: ServeOptions) -> Guard:
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
     app.router.redirect_slashes = False
     app.router.default = problems.problem(404, "not-found", "there is no such path.")
-    proxies = Proxies(options.trusted_proxy, unix_socket=options.unix_socket is not None)
+    proxies = Proxies(
+        options.trusted_proxy,
+        unix_socket=options.unix_socket is not None,
+        roots=service.roots.places,
+    )
     guard = app.state.guard = Guard(app, service, options, proxies)
     return guard
 

@@ -7,6 +7,7 @@ The service verifies each chunk before it sends elements; the client does not ve
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 from contextlib import closing
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from shardckpt.serve.jobs.entries import JobEntry, VerificationEntry
 
 _PAGE = 500
+_DOTS = re.compile(r"(?<![^/])(\.\.?)(?![^/])")
 _PAUSE = 0.5
 """Seconds between two looks at a job that cannot be followed."""
 _SILENCE = 15.0
@@ -436,8 +438,9 @@ class Client:
 
 
 def _path(ident: str, *words: str) -> str:
+    escaped = (_DOTS.sub(r"~\1", word) for word in words)  # a url loses keys that are dots
     return "/".join(
-        ["/v1/checkpoints", *(quote(word, errors="surrogatepass") for word in (ident, *words))]
+        ["/v1/checkpoints", *(quote(word, errors="surrogatepass") for word in (ident, *escaped))]
     )
 
 
@@ -451,11 +454,12 @@ def _error(reply: httpx.Response, where: str) -> ShardckptError:
     try:
         problem = reply.json()
         code, detail = str(problem["code"]), str(problem["detail"])
+        error = _error_of_code(code, detail, f"{where}: {detail}")
     except (ValueError, KeyError, TypeError):
         # A proxy answers for the service.
-        kind = _NoAnswerError if reply.status_code in (502, 503, 504) else StorageError
-        return kind(f"{where}: {reply.status_code} {reply.reason_phrase}")
-    return _error_of_code(code, detail, f"{where}: {detail}")
+        error = StorageError(f"{where}: {reply.status_code} {reply.reason_phrase}")
+    passes = type(error) is StorageError and reply.status_code in (502, 503, 504)
+    return _NoAnswerError(str(error)) if passes else error
 
 
 def _error_of_code(code: str, message: str, unknown: str) -> ShardckptError:

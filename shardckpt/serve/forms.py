@@ -18,7 +18,7 @@ from shardckpt.serve import problems
 from shardckpt.serve.access.guard import COOKIE, LOGIN, Guard
 from shardckpt.serve.access.identity import note, only_readable
 from shardckpt.serve.jobs.endpoints import job_number, key_of, operation_of, upkeep_of
-from shardckpt.serve.pages.actions import CONFIRM, KEY
+from shardckpt.serve.pages.actions import CONFIRM, KEY, RECORD
 from shardckpt.serve.pages.frame import POLICY, Viewer, error_page, link, login_page
 from shardckpt.serve.pool import on_thread
 from shardckpt.text import visible
@@ -137,21 +137,37 @@ def _start(service: Service, request: Request, body: bytes) -> Response:
         # The key includes the form's contents: an edited form starts a new job.
         form_key, digest = key_of(fields.pop(KEY, [""])[0]), hashlib.sha256(body).hexdigest()
         key = f"{form_key[:_LONGEST_KEY]}.{digest[:16]}"
-        if (
-            operation.name == "delete"
-            and fields.pop(CONFIRM, [""])[0].strip() != visible(ident).strip()
-        ):
-            raise OptionError(
-                f"nothing was deleted: type {ident} to confirm that it is to be deleted."
-            )
+        record = None
+        if operation.name == "delete":
+            record = _check_delete(fields, ident)
         given = {
             parameter.name: parameter.parse(_values(parameter, fields.pop(parameter.name, [])))
             for parameter in operation.parameters
         }
-        job, _ = upkeep.start_job(request.state.identity, operation, given | fields, key)
+        job, _ = upkeep.start_job(
+            request.state.identity, operation, given | fields, key, record=record
+        )
     except (ShardckptError, HTTPException) as e:
         return refused(service, request, e, back)
     return RedirectResponse(f"/ui/job/{job.number}", 303)
+
+
+def _check_delete(fields: dict[str, list[str]], ident: str) -> str | None:
+    """Take the fields that are not parameters out of the form of a deletion.
+
+    Return the digest of the record that is to be deleted; None: the form names the attempt.
+
+    Raises OptionError.
+    """
+    if fields.pop(CONFIRM, [""])[0].strip() != visible(ident).strip():
+        raise OptionError(f"nothing was deleted: type {ident} to confirm that it is to be deleted.")
+    record = fields.pop(RECORD, [None])[0]
+    if record is None and "attempt" not in fields:
+        raise OptionError(
+            "nothing was deleted: the form does not say which checkpoint its page showed; load the "
+            "page again."
+        )
+    return record
 
 
 def _cancel(service: Service, request: Request) -> Response:

@@ -5,7 +5,7 @@ With them `from_pretrained` loads a training checkpoint that was never exported.
 A run is a model: its id is that of the run, with `__` for each slash after the first. A revision is
 `main` (the highest committed step that no rollback superseded), `step-100`, the name of a
 checkpoint, a tag (the last step that has it), or a commit; `step-100+bfloat16` converts. A commit
-is a digest of the attempt and of the options, so it stands for the same bytes for ever. If the
+is a digest of the attempt and of the options, so it stands for the same tensors for ever. If the
 state has a key `model`, the model consists of the tensors below it.
 
 `config.json`, tokenizers and the like come from the checkpoint, if an import kept them there, or
@@ -197,7 +197,8 @@ def _beside(service: Service, run: str) -> Iterator[tuple[str, int]]:
     for name in set(BESIDE).intersection(store.list_children()):
         with suppress(NotFoundError):  # a link that leads out
             service.roots.locate(f"{run}/{name}")
-            if (size := store.size(name)) is not None:
+            size = store.size(name)
+            if size is not None and size <= _LARGEST_BESIDE:
                 yield name, size
 
 

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from shardckpt.commit.publish import RECORD
 from shardckpt.convert.options import SafetensorsOptions
@@ -58,8 +59,8 @@ class Opened:
     checked: float
     needs: Needs
     """Roots that it needs."""
-    parts: dict[Hashable, Any] = field(default_factory=dict)
-    """Values computed from it, such as its zarr keys."""
+    parts: dict[str, tuple[Hashable, Any]] = field(default_factory=dict)
+    """Values computed from it, such as its zarr keys, and what else they were computed from."""
     making: Lock = field(default_factory=Lock)
 
     @property
@@ -67,12 +68,12 @@ class Opened:
         """The attempt that is open; never used again for other bytes."""
         return self.checkpoint.record.attempt
 
-    def part(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The value that `make` returned at the first call."""
+    def part(self, key: str, make: Callable[[], Any], of: Hashable = None) -> Any:
+        """The value that `make` returned at the first call, or after one with another `of`."""
         with self.making:
-            if key not in self.parts:
-                self.parts[key] = make()
-            return self.parts[key]
+            if key not in self.parts or self.parts[key][0] != of:
+                self.parts[key] = of, make()
+            return self.parts[key][1]
 
     def check_chunks(self, *names: str) -> None:
         """Check that memory has room for the chunks of some tensors, or of all.
@@ -105,6 +106,7 @@ class OpenCheckpoints:
         self._opened: OrderedDict[str, Opened] = OrderedDict()
         self._views: OrderedDict[tuple[str, str, str], ModelView] = OrderedDict()
         self._lock = Lock()
+        self._opening: WeakValueDictionary[str, Lock] = WeakValueDictionary()
 
     def resolve(self, path: str) -> tuple[str, str]:
         """The id of the checkpoint that a path begins with, and the rest of the path.
@@ -115,10 +117,8 @@ class OpenCheckpoints:
         parts = path.split("/")
         idents = ["/".join(parts[:n]) for n in range(1, min(len(parts), _MOST_PARTS) + 1)]
         self._roots.root(path)
-        ident = next((one for one in reversed(idents) if one in self._opened), None)
-        if ident is None and self._catalogue is not None:
-            known = self._catalogue.find(idents)
-            ident = next((one["id"] for one in known if one["state"] != "deleted"), None)
+        known = [] if self._catalogue is None else self._catalogue.find(idents)
+        ident = next((one["id"] for one in known if one["state"] != "deleted"), None)
         if ident is None:  # it may be new
             ident = next(
                 (one for one in idents[:8] if Store.open(self._roots.locate(one)).exists(RECORD)),
@@ -142,19 +142,34 @@ class OpenCheckpoints:
         return opened
 
     def _get(self, ident: str) -> Opened:
-        known = self._opened.get(ident)
-        now = time.monotonic()
-        if known is not None:
-            place = known.checkpoint.location
-            if not kind_of(place).near and now < known.checked + _TRUSTED:
-                return known
-            status = _status(place)
-            if status is not None and status == known.status:
-                return known
-            if _version(place) == known.version:
-                known.checked, known.status = now, status
-                return known
-        place = self._roots.locate(ident)
+        with self._lock:
+            opening = self._opening.setdefault(ident, Lock())
+        known = self._current(ident)
+        if known is None:
+            with opening:  # others that want it meanwhile do not parse it as well
+                known = self._current(ident) or self._open(ident)
+        return known
+
+    def _current(self, ident: str) -> Opened | None:
+        """The open checkpoint that is still there; None: there is none."""
+        with self._lock:
+            known = self._opened.get(ident)
+            if known is None:
+                return None
+            self._opened.move_to_end(ident)
+        place, now = known.checkpoint.location, time.monotonic()
+        if not kind_of(place).near and now < known.checked + _TRUSTED:
+            return known
+        status = _status(place)
+        if status is not None and status == known.status:
+            return known
+        if _version(place) == known.version:
+            known.checked, known.status = now, status
+            return known
+        return None
+
+    def _open(self, ident: str) -> Opened:
+        place, now = self._roots.locate(ident), time.monotonic()
         status, version = _status(place), _version(place)
         checkpoint = Checkpoint(place)
         needs = self._roots.check(checkpoint)

@@ -43,7 +43,7 @@ _LEAST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 _SHARE = 0.1
 """Largest share of the time that cycles take, up to the longest pause."""
 _AGAIN, _EMPTY = 600.0, 60.0
-_BATCH = 512
+_BATCH, _MOST_ANNOUNCED = 512, 16_384
 _MOST_MEASURED = 100
 """Most directories of an unfinished save whose files are measured."""
 _STEP_OF_TIMES = 2_000_000_000
@@ -98,7 +98,7 @@ class Scanner(BackgroundWork):
 
     def announce(self, ident: str) -> None:
         """Look at a place, and those above it, now."""
-        if len(self._announced) < _BATCH:
+        if len(self._announced) < _MOST_ANNOUNCED:
             self._announced.add(ident)
         self._wake.set()
 
@@ -116,8 +116,7 @@ class Scanner(BackgroundWork):
             self._seen.clear()
         announced, self._announced = self._announced, set()
         for ident in announced:
-            parts = ident.split("/")
-            for above in ("/".join(parts[:n]) for n in range(1, len(parts) + 1)):
+            for above in _upto(ident):
                 if above in self._seen:
                     self._seen[above].due, self._seen[above].version = 0.0, None
         for name, root in self._roots.places.items():
@@ -281,14 +280,16 @@ class Scanner(BackgroundWork):
         """
         changed: dict[str, tuple[str, CatalogEntry]] = {}
         gone: list[str] = []
+        removed: set[str] = set()
         for ident, seen in looked.items():
             before = self._seen.get(ident, _Seen())
-            for top in before.children.keys() - seen.children.keys():
-                gone += [one for one in self._seen if one == top or one.startswith(f"{top}/")]
+            removed |= before.children.keys() - seen.children.keys()
             if seen.entry is None and before.entry is not None:
                 gone.append(ident)
             elif seen.entry is not None and before.entry != seen.entry:
                 changed[ident] = (ident.rpartition("/")[0] or ident, seen.entry)
+        if removed:
+            gone += [one for one in self._seen if any(above in removed for above in _upto(one))]
         if changed:
             for ident in self._put(changed):
                 looked[ident].entry = None
@@ -314,6 +315,12 @@ class Scanner(BackgroundWork):
             )
             return list(changed)
         return []
+
+
+def _upto(ident: str) -> list[str]:
+    """The ids above an id, and the id."""
+    parts = ident.split("/")
+    return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
 def _is_below(ident: str, above: str) -> bool:

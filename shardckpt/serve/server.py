@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import gc
 import logging
 import os
@@ -200,12 +201,13 @@ def _claim(path: Path) -> None:
     """
     try:
         with socket.socket(socket.AF_UNIX) as one:
+            one.setblocking(False)  # wait for no server whose queue is full
             socket_file = status(path)
             # Of a server that has ended.
             if (
                 socket_file is not None
                 and stat.S_ISSOCK(socket_file.st_mode)
-                and one.connect_ex(str(path)) != 0
+                and one.connect_ex(str(path)) == errno.ECONNREFUSED
             ):
                 path.unlink()
         if exists(path):

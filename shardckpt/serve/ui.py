@@ -218,26 +218,32 @@ def _checkpoint(service: Service, request: Request, viewer: Viewer) -> str:
     except FormatError as e:
         if service.upkeep is None:
             raise
-        sections = _upkeep_sections(service, ident, "", entry or {}, viewer)
+        deletable = service.upkeep.deletable(ident)
+        sections = _upkeep_sections(service, ident, deletable, entry or {}, viewer)
         return unreadable_page(ident, service.roots.without_places(str(e)), viewer, sections)
     top = find_node(opened.checkpoint, _text(request, "under"))
     sections = (
-        [] if top.name else _upkeep_sections(service, ident, opened.attempt, entry or {}, viewer)
+        []
+        if top.name
+        else _upkeep_sections(service, ident, {"attempt": opened.attempt}, entry or {}, viewer)
     )
     text = _text(request, "text")
     draw = partial(found_names, text=text) if text else tree
     make = partial(draw, ident, opened.checkpoint, top)
     # Of many names it takes long.
-    names = make() if text or top.name else opened.part(("tree", PREFIX.get()), make)
+    names = make() if text or top.name else opened.part("tree", make, PREFIX.get())
     return checkpoint_page(
         ident, opened.checkpoint, top, entry, text, names, viewer, sections, _url(request)
     )
 
 
 def _upkeep_sections(
-    service: Service, ident: str, attempt: str, entry: dict[str, Any], viewer: Viewer
+    service: Service, ident: str, deletable: dict[str, str], entry: dict[str, Any], viewer: Viewer
 ) -> list[Html | None]:
-    """The parts of a checkpoint's page about verifications, jobs, and what a viewer may do."""
+    """The parts of a checkpoint's page about verifications, jobs, and what a viewer may do.
+
+    `deletable` says which checkpoint the page shows, see `Upkeep.deletable`.
+    """
     if service.upkeep is None:
         return []
     journal = service.upkeep.journal
@@ -260,9 +266,9 @@ def _upkeep_sections(
     )
     jobs = section("Jobs", listed, everything if len(about) == _FEW_JOBS else None)
     return [
-        verification_section(ident, attempt, history, viewer),
+        verification_section(ident, deletable.get("attempt", ""), history, viewer),
         jobs,
-        actions_section(ident, attempt, entry, viewer),
+        actions_section(ident, deletable, entry, viewer),
     ]
 
 

@@ -134,7 +134,7 @@ class RootWatch:
         )
 
     def _none_left(self, name: str) -> bool:
-        idents = sorted(self._catalogue.idents(name))[:_LOOKS]
+        idents = self._catalogue.idents(name, _LOOKS)
         return not any(Store.open(self._roots.locate(ident)).list_children() for ident in idents)
 
     def _remember(self, place: str, *, marked: bool) -> None:

@@ -334,7 +334,8 @@ class CheckpointManager(OpenRun):
         All processes call it and restore the same step; their number may differ from the save.
         Complete but unpublished saves of earlier runs are committed first. From the next save on,
         steps after the restored one are superseded: they no longer count as the latest, and are
-        replaced when training reaches them again.
+        replaced when training reaches them again. With any `keep`, superseded steps are deleted
+        once a later step is saved: pin those that you want to compare.
 
         Args:
             like: the restore target, as for `shardckpt.restore`.
@@ -350,7 +351,8 @@ class CheckpointManager(OpenRun):
             cast: as for `shardckpt.restore`.
             cooperative: as for `shardckpt.restore`; the same on all processes.
             fallback: whether to try earlier steps, one by one and on all processes, until one is
-                not damaged. An event names each damaged step. None uses the manager's `fallback`.
+                not damaged. An event names each damaged step. A StorageError, and a difference that
+                `check` finds, are errors all the same. None uses the manager's `fallback`.
             check: compare the restored tensors, in their final memory, with the fingerprint of
                 `SaveOptions(fingerprint=True)`; not those that `fit` or `mapping` has changed.
 
@@ -373,7 +375,9 @@ class CheckpointManager(OpenRun):
             adaptation_of, rename=rename, mapping=mapping, invert_mapping=invert_mapping, fit=fit
         )
 
-        def read(checkpoint: Checkpoint, agreement: Agreement) -> tuple[Any, Adaptation | None]:
+        def read(
+            checkpoint: Checkpoint, agreement: Agreement, filling: Callable[[list[str]], None]
+        ) -> tuple[Any, Adaptation | None]:
             read_step = int(checkpoint.location.name)
             with self._background.cleaner.reading(read_step):
                 self._background.emit(events.RestoreStarted, read_step)
@@ -389,6 +393,7 @@ class CheckpointManager(OpenRun):
                     "cast": cast,
                     "cooperative": cooperative,
                     "progress": progress,
+                    "filling": filling,
                     **options,
                 }
                 try:

@@ -18,6 +18,7 @@ changes nothing.
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,6 +29,7 @@ from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.errors import (
     CorruptionError,
     FormatError,
+    NamesMismatchError,
     NotFoundError,
     OptionError,
     ReplacedError,
@@ -39,13 +41,14 @@ from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.runs.committing import commit_places
 from shardckpt.runs.lineage import Resumed
 from shardckpt.runs.steps import list_steps, step_numbers
-from shardckpt.state.document import stored_names
+from shardckpt.state.document import leaves_of, stored_names
+from shardckpt.state.flatten import StateOwner
 from shardckpt.state.select import selector
 from shardckpt.text import few
 from shardckpt.writing.fingerprint import fingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from shardckpt.frameworks.coordination import Coordinator
     from shardckpt.io.store import Store
@@ -75,7 +78,9 @@ class Restored:
 def resume(
     root: Store,
     coordinator: Coordinator,
-    read: Callable[[Checkpoint, Agreement], tuple[Any, Adaptation | None]],
+    read: Callable[
+        [Checkpoint, Agreement, Callable[[list[str]], None]], tuple[Any, Adaptation | None]
+    ],
     *,
     step: int | None = None,
     together: bool = False,
@@ -91,7 +96,8 @@ def resume(
         root: the root of the run.
         coordinator: connects all processes; all of them call this.
         read: restores the open checkpoint, and may agree on its names; returns the state, and what
-            changed on the way.
+            changed on the way. It calls its third argument before the first element is read, with
+            the names of the leaves that are filled in place.
         step: the step to restore; None: the latest.
         together: whether `read` waits for the other processes, so that all of them must reach it.
         rolled_back: steps that this run has superseded without recording it in the storage, with
@@ -109,59 +115,65 @@ def resume(
         NotFoundError: there is no such step.
         CorruptionError, FormatError: the step is damaged; with `fallback`: and so are all earlier
             steps.
-        OptionError: `check` is set, and no fingerprint was recorded.
+        NamesMismatchError: an attempt to restore a damaged step may have filled leaves that the
+            earlier step leaves as they are.
+        OptionError: `check` is set, and no fingerprint was recorded; nothing was read.
         CoordinationError: another process failed, or does not answer.
-        ShardckptError: an error of `read`.
+        ShardckptError: an error of `read`. If an earlier step was tried, the message has the damage
+            of the first one, too.
     """
     damaged: Exception | None = None
     below: int | None = None
+    overwritten: set[str] = set()
+
+    def read_noting(checkpoint: Checkpoint, agreement: Agreement) -> tuple[Any, Adaptation | None]:
+        return read(checkpoint, agreement, partial(_note_filled, overwritten, checkpoint, only))
+
     while True:
-        propose = partial(_choose, root, step, below, rolled_back, commits=damaged is None)
-        chosen = coordinator.agree("resume", propose)
-        if "error" in chosen:
-            if damaged is None:
-                raise NotFoundError(chosen["error"])
-            damaged.add_note("No earlier step could be restored instead.")
-            raise damaged
-        later = {int(s): attempt for s, attempt in chosen["later"]}
-        kept = frozenset(chosen["kept"])
-        if chosen["step"] is None:
-            return Resumed(None, None, {}, was_superseded=False, later=later, kept=kept)
-        url = str(root.location.join(str(chosen["step"])))
-        opened, failure = _try(partial(_open, url, chosen["attempt"], check=check))
-        worst = _first_failure(coordinator, failure) if together else None
-        restored = None
-        if worst is None:
-            # The state, and what changed on the way.
-            restored, failure = _try(partial(_read, coordinator, opened, failure, read))
-        worst = worst or _first_failure(coordinator, failure)
-        if worst is None:
-            assert opened is not None
-            assert restored is not None
-            (checkpoint, recorded), (state, adaptation) = opened, restored
-            if check:
-                check_restored(checkpoint, recorded, state, coordinator, adaptation, only)
-            notes = () if adaptation is None else tuple(adaptation.notes())
-            return Resumed(
-                chosen["step"],
-                state,
-                checkpoint.metadata,
-                chosen["superseded"],
-                later,
-                kept,
-                notes,
-            )
-        error, all_damage = failure or worst[0], worst[1]
-        if not all_damage:
-            raise error
-        if not fallback:
-            advice = (
-                "restore(fallback=True) restores the newest sound step before it, restore(step=…) "
-                "a step of your choice."
-                if fallback is None
-                else f"delete it (`shardckpt rm {url}`) to go on from the step before it."
-            )
-            raise type(error)(f"{error} Step {chosen['step']} is damaged: {advice}") from error
+        with _because_of(damaged):
+            propose = partial(_choose, root, step, below, rolled_back, commits=damaged is None)
+            chosen = _agreed(coordinator.agree("resume", propose), damaged)
+            later = {int(s): attempt for s, attempt in chosen["later"]}
+            kept = frozenset(chosen["kept"])
+            if chosen["step"] is None:
+                return Resumed(None, None, {}, was_superseded=False, later=later, kept=kept)
+            url = str(root.location.join(str(chosen["step"])))
+            opened, failure = _try(partial(_open, url, chosen["attempt"], check=check))
+            worst = _first_failure(coordinator, failure) if together else None
+            restored = None
+            if worst is None:
+                # The state, and what changed on the way.
+                restored, failure = _try(partial(_read, coordinator, opened, failure, read_noting))
+            worst = worst or _first_failure(coordinator, failure)
+            if worst is None:
+                assert opened is not None
+                assert restored is not None
+                (checkpoint, recorded), (state, adaptation) = opened, restored
+                if check:
+                    check_restored(checkpoint, recorded, state, coordinator, adaptation, only)
+                notes = () if adaptation is None else tuple(adaptation.notes())
+                return Resumed(
+                    chosen["step"],
+                    state,
+                    checkpoint.metadata,
+                    chosen["superseded"],
+                    later,
+                    kept,
+                    notes,
+                )
+            error, all_damage = failure or worst[0], worst[1]
+            if not all_damage:
+                raise error
+            if not fallback:
+                advice = (
+                    "restore(fallback=True) restores the newest sound step before it, "
+                    "restore(step=…) a step of your choice."
+                    if fallback is None
+                    else f"delete it (`shardckpt rm {url}`) to go on from the step before it."
+                )
+                raise type(error)(f"{error} Step {chosen['step']} is damaged: {advice}") from error
+        if opened is not None and restored is not None:
+            _note_loaded(overwritten, opened[0], only, restored[0])
         fell_back(chosen["step"], str(error))
         damaged, below = damaged or error, chosen["step"]
 
@@ -176,6 +188,67 @@ def newest_step(
     propose = partial(_choose, root, None, None, rolled_back, commits=True)
     newest: int | None = coordinator.agree("newest", propose)["step"]
     return newest
+
+
+def _agreed(chosen: dict[str, Any], damaged: Exception | None) -> dict[str, Any]:
+    """The choice, if there is a step to choose."""
+    if "error" not in chosen:
+        return chosen
+    if damaged is None:
+        raise NotFoundError(chosen["error"])
+    damaged.add_note("No earlier step could be restored instead.")
+    raise damaged
+
+
+@contextmanager
+def _because_of(damaged: Exception | None) -> Iterator[None]:
+    """Add the damage of the first step that was tried to an error about an earlier one."""
+    try:
+        yield
+    except ShardckptError as e:
+        if damaged is None or e is damaged:
+            raise
+        raise type(e)(f"{e} This step was tried because of damage: {damaged}").with_traceback(
+            e.__traceback__
+        ) from damaged
+
+
+def _note_filled(
+    overwritten: set[str], checkpoint: Checkpoint, only: Only | None, filled: list[str]
+) -> None:
+    """Note the leaves that are about to be filled in place.
+
+    Args:
+        overwritten: the leaves that attempts to restore damaged steps may have changed.
+        checkpoint: the source.
+        only: the names to restore.
+        filled: the leaves that are about to be filled.
+
+    Raises:
+        NamesMismatchError: the checkpoint leaves some of `overwritten` as they are.
+    """
+    lost = overwritten.difference(filled)
+    if lost and (lost := lost - _names(checkpoint, only)):
+        raise NamesMismatchError(
+            f"{checkpoint.location} has no {few(sorted(lost))}, so there `like` may keep elements "
+            "of a damaged step: make `like` anew and call "
+            f"restore(step={checkpoint.location.name})."
+        )
+    overwritten.update(filled)
+
+
+def _note_loaded(
+    overwritten: set[str], checkpoint: Checkpoint, only: Only | None, state: Any
+) -> None:
+    """Note the values that the objects of a state have loaded, though another process failed."""
+    if isinstance(state, StateOwner):
+        overwritten.update(_names(checkpoint, only))
+
+
+def _names(checkpoint: Checkpoint, only: Only | None) -> set[str]:
+    """The names of the stored leaves to restore."""
+    selects = selector(only)
+    return {leaf.name for leaf in leaves_of(checkpoint.parsed_tree) if selects(leaf.name)}
 
 
 def check_restored(
@@ -237,7 +310,7 @@ def _open(url: str, attempt: str | None, *, check: bool) -> tuple[Checkpoint, di
     recorded = recorded_fingerprint(checkpoint.place, checkpoint.record) if check else {}
     if check and not recorded:
         raise OptionError(
-            f"{checkpoint.location} has no fingerprint, as check= needs: save with "
+            f"{url} has no fingerprint, as check= needs: save with "
             "SaveOptions(fingerprint=True), or leave out check=."
         )
     return checkpoint, recorded

@@ -15,10 +15,11 @@ import numpy as np
 
 from shardckpt import frameworks
 from shardckpt.io.copying import copy_all
+from shardckpt.reading.read_list import MadeTensor
 from shardckpt.reading.restore import read_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -151,3 +152,19 @@ def _memory_of(state: object) -> Iterator[object]:
     else:
         memory = frameworks.identity(state)
         yield None if memory is None else (id(state), memory)
+
+
+def leaves_as_stored(jobs: Sequence[RestoreJob], leaves: Mapping[str, object]) -> dict[str, object]:
+    """The leaves that have the elements of a stored tensor unchanged, by its name.
+
+    Args:
+        jobs: all tensors of the version that was applied.
+        leaves: the leaves by their own names.
+    """
+    return {
+        job.tensor.name: leaves[job.landings[0].names[0]]
+        for job in jobs
+        if not isinstance(job.tensor, MadeTensor)
+        and job.landings[0].sink.shape == job.tensor.shape
+        and not job.landings[0].converts
+    }

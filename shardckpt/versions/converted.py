@@ -67,6 +67,7 @@ def converted(array: Array, dtype: DType) -> Array:
         and array.dtype == np.float32
         and dtype.name == "bfloat16"
         and array.flags.writeable
+        and all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
     ):
         # Several times as fast as ml_dtypes.
         bits = torch.from_numpy(array).to(torch.bfloat16).view(torch.int16)

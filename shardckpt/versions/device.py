@@ -104,15 +104,13 @@ class DeviceShare:
             if held is None or held.failed or held.form != form:
                 held = self._boxes[name, box] = _HeldBox(name, frameworks.snapshot(comparer), form)
             held.version = version
-        try:
-            change = held.snapshot.take(of, dtype)
-        except BaseException:
-            held.failed = True  # the device's copy may be ahead of what was sent
-            raise
+            held.failed = True  # until the change is noted, as the device's copy may be ahead of it
+        change = held.snapshot.take(of, dtype)
         with self._changing:
             if held.array is None:
                 held.array = change.words.view(dtype.numpy).reshape(shape)
             self._pending.append(_Pending(version, held, held.array, change))
+            held.failed = False
             return held.array
 
     def skip(self, version: int) -> None:
@@ -139,7 +137,6 @@ class DeviceShare:
         """
         with self._changing:
             due = [one for one in self._pending if one.version <= version]
-            self._pending = [one for one in self._pending if one.version > version]
             self._boxes = {
                 key: held for key, held in self._boxes.items() if held.version >= version
             }
@@ -152,6 +149,8 @@ class DeviceShare:
             elif target.ctypes.data != words.ctypes.data:
                 target[:] = words
             totals[id(one.box)] = one
+        with self._changing:  # after an error, the next version gets them, too
+            self._pending = [one for one in self._pending if one.version > version]
         wrong = [
             one
             for one in totals.values()

@@ -26,15 +26,23 @@ class VersionFinder:
         self._mode = mode
         self._seen: tuple[int, str] | None = None
         """Step and attempt, before it was folded, of the version given last."""
+        self._before: tuple[int, str] | None = None
+        """The same of the version given before that."""
         self._given = dict(given)
         """Step → attempt, before it was folded, of the versions given so far that are still there;
         only if each is given."""
 
     def gave(self, step: int, attempt: str) -> None:
         """Note the version that was given; `attempt`: before it was folded."""
-        self._seen = step, attempt
+        self._before, self._seen = self._seen, (step, attempt)
         if self._mode == "each":
             self._given[step] = attempt
+
+    def take_back(self) -> None:
+        """Let `next` find the version that was given last again."""
+        if self._seen is not None:
+            self._given.pop(self._seen[0], None)
+        self._seen = self._before
 
     def next(self) -> tuple[int, bool] | None:
         """The step of the next version, and whether training went back since the one given last."""

@@ -77,8 +77,8 @@ LONGEST = 128
 """Most versions from an anchor to the next."""
 NEWEST = 2
 """Newest versions that are not folded: followers that keep up apply these one by one."""
-_AT_A_TIME = 64 << 20
-"""Bytes of chunks whose differences are joined at a time, as elements."""
+AT_A_TIME = 64 << 20
+"""Most bytes of chunks whose differences are joined at a time, as elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +153,11 @@ def fold(url: str | os.PathLike[str], *, most: int = DIFFERENCES) -> list[Folded
     if not live:
         raise NotFoundError(f"{root}: no version is there; give the url of a `Publisher`.")
     chain = Checkpoint(root.sub(str(live[-1])).location).record.structure.chain
-    return [*fold_chain(root, live[-1], chain, most, set())]
+    return [*fold_chain(root, live[-1], chain, most, set(), AT_A_TIME)]
 
 
 def fold_chain(
-    root: Store, newest: int, chain: Sequence[Base], most: int, done: set[int]
+    root: Store, newest: int, chain: Sequence[Base], most: int, done: set[int], at_a_time: int
 ) -> Iterator[Folded]:
     """Fold the versions of a chain that are due; errors are those of `fold`.
 
@@ -167,6 +167,7 @@ def fold_chain(
         chain: its chain.
         most: as for `fold`.
         done: steps that need no folding any more; those that are folded are added.
+        at_a_time: bytes of chunks whose differences are joined at a time, as elements.
     """
     steps = [*reversed([_step(base) for base in chain]), newest]
     contents = [base.contents for base in reversed(chain)]
@@ -178,7 +179,9 @@ def fold_chain(
     for number, base in bases_after_folding(len(steps), most).items():
         if steps[number] not in done:
             done.add(steps[number])  # before: one that failed would fail again
-            folded = _fold_one(root, steps[number], steps[base], contents[number], contents[base])
+            folded = _fold_one(
+                root, steps[number], steps[base], contents[number], contents[base], at_a_time
+            )
             if folded is not None:
                 yield folded
 
@@ -191,7 +194,7 @@ def _step(base: Base) -> int:
 
 
 def _fold_one(
-    root: Store, step: int, base: int, contents: str, base_contents: str
+    root: Store, step: int, base: int, contents: str, base_contents: str, at_a_time: int
 ) -> Folded | None:
     """Fold a version; None if it has this base already, or has changed."""
     store = root.sub(str(step))
@@ -218,7 +221,7 @@ def _fold_one(
             Base("", "packed", earlier.compression, url, base_contents),
             *earlier.structure.chain,
         )
-        new = _Fold(store, prior, path, chain, earlier.structure).write()
+        new = _Fold(store, prior, path, chain, earlier.structure, at_a_time).write()
         # Training goes back, and its publisher may replace this version.
         if is_superseded(store, record.attempt):
             discard(store.sub(new.attempt))
@@ -248,6 +251,8 @@ class _Fold:
     """The new chain."""
     earlier: Structure
     """Structure of the new base."""
+    at_a_time: int
+    """See `fold_chain`."""
 
     @property
     def present(self) -> Store:
@@ -308,12 +313,13 @@ class _Fold:
     ) -> Iterator[tuple[Needed, list[bytes]]]:
         """The chunks of a table, part after part, as differences from the new base."""
         versions = [
-            (open_reader(place, record, memory=_AT_A_TIME), record) for place, record in self.path
+            (open_reader(place, record, memory=self.at_a_time), record)
+            for place, record in self.path
         ]
         for group in batches(
-            _parts(tensor_of, table),
+            _parts(tensor_of, table, self.at_a_time),
             lambda part: (part.chunk_bytes * len(part.positions),),
-            (_AT_A_TIME,),
+            (self.at_a_time,),
         ):
             joined = {
                 (part.piece.path, position): Joined(part.chunk_bytes, part.dtype.itemsize)
@@ -413,12 +419,12 @@ class _Fold:
         )
 
 
-def _parts(tensor_of: Mapping[str, TensorRecord], table: Table) -> Iterator[Needed]:
-    """The chunks of a table, some of an array at a time."""
+def _parts(tensor_of: Mapping[str, TensorRecord], table: Table, most: int) -> Iterator[Needed]:
+    """The chunks of a table, some of an array at a time: `most` bytes, or one chunk."""
     for path, rows in table.arrays().items():
         tensor = tensor_of[path]
         piece = next(piece for piece in tensor.pieces if piece.path == path)
         array = Needed(tensor.name, tensor.dtype.storage, piece, rows.chunk.astype(np.int64))
-        at_a_time = max(1, _AT_A_TIME // array.chunk_bytes)
+        at_a_time = max(1, most // array.chunk_bytes)
         for first in range(0, len(rows.chunk), at_a_time):
             yield array._replace(positions=array.positions[first : first + at_a_time])

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shardckpt.commit.attempts import unfolded
 from shardckpt.commit.fingerprints import recorded_fingerprint
-from shardckpt.errors import CorruptionError, NotFoundError, OptionError, UncommittedError
+from shardckpt.errors import (
+    CoordinationError,
+    CorruptionError,
+    NotFoundError,
+    OptionError,
+    StorageError,
+    UncommittedError,
+)
 from shardckpt.format.bases import names_beside
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator, on_all_processes
 from shardckpt.io.failures import reading_takes_threads
@@ -17,21 +25,21 @@ from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, parse_bytes
 from shardckpt.reading.checkpoint import Checkpoint
-from shardckpt.reading.read_list import MadeTensor
 from shardckpt.reading.restore import adaptation_of, finished, restoring
 from shardckpt.runs.announcing import Listener, server
 from shardckpt.runs.leases import ReaderLease
 from shardckpt.runs.steps import steps_named
 from shardckpt.state.names import shown
 from shardckpt.text import file_size, shorten
-from shardckpt.versions.applying import memory_of, plan_apply
+from shardckpt.versions.applying import leaves_as_stored, memory_of, plan_apply
 from shardckpt.versions.cache import ChunkCache, chunks_of, path_between, requests_of
 from shardckpt.versions.finding import VersionFinder
 from shardckpt.writing.fingerprint import fingerprint_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from concurrent.futures import Future
     from contextlib import AbstractContextManager
     from types import TracebackType
 
@@ -49,10 +57,7 @@ _FIRST_LOOK, _LAST_LOOK = 0.05, 2.0
 _LOOK_BESIDE_EVENTS = 10.0
 """Most seconds between two looks while a service tells of versions."""
 MOST_VERSIONS = 64
-"""Most versions whose differences are applied one after another; to go further, all elements are
-read."""
-_READING = 256 << 20
-"""Bytes of stored differences in flight."""
+"""Most versions whose differences are applied one after another; beyond, all elements are read."""
 
 
 class Follower:
@@ -106,6 +111,8 @@ class Follower:
         self.root = Store.open(parse(url))
         """The place of all versions."""
         self._finder = VersionFinder(self.root, mode, given or {})
+        self._given: FollowedVersion | None = None
+        """The version given last."""
         self._options: dict[str, Any] = {
             "only": only,
             "strict": strict,
@@ -119,6 +126,9 @@ class Follower:
         self._listener = None if service is None else Listener(service, str(self.root.location))
         self._lease = ReaderLease(self.root, service) if self._leads else None
         self._pause = _FIRST_LOOK
+        self._looker = ThreadPoolExecutor(1, "shardckpt-follow")
+        self._looking: Future[FollowedVersion | None] | None = None
+        """The look of the last `anext`, if its caller has not got the version."""
 
     def planned(self, checkpoint: Checkpoint) -> Restoring:
         """The restore of a version into the leaves."""
@@ -152,6 +162,8 @@ class Follower:
         """
         if self._closed:
             raise OptionError(f"{self.root}: this follower is closed.")
+        if self._given is not None and self._given.comes_again:
+            self._finder.take_back()
         find = self._finder.next if self._leads else lambda: None
         choice = on_all_processes(self.coordinator, "followed version", find)[0]
         if choice is None:
@@ -183,7 +195,8 @@ class Follower:
 
     def _give(self, step: int, checkpoint: Checkpoint, *, went_back: bool) -> FollowedVersion:
         self._finder.gave(step, unfolded(checkpoint.record.attempt))
-        return FollowedVersion(self, step, checkpoint, went_back=went_back)
+        self._given = FollowedVersion(self, step, checkpoint, went_back=went_back)
+        return self._given
 
     def __iter__(self) -> Iterator[FollowedVersion]:
         """Each next version, as soon as it is there; waits for ever."""
@@ -192,12 +205,23 @@ class Follower:
             if version is not None:
                 yield version
 
-    async def __aiter__(self) -> AsyncIterator[FollowedVersion]:
+    def __aiter__(self) -> Self:
         """As `__iter__`, while other tasks run."""
+        return self
+
+    async def __anext__(self) -> FollowedVersion:
+        """The next version. If the call is cancelled, the next call gets what it would have got."""
         while not self._closed:
-            version = await asyncio.to_thread(self._look)
+            self._looking = self._looking or self._looker.submit(self._look)
+            try:
+                version = await asyncio.shield(asyncio.wrap_future(self._looking))
+            except Exception:
+                self._looking = None
+                raise
+            self._looking = None
             if version is not None:
-                yield version
+                return version
+        raise StopAsyncIteration
 
     def _look(self) -> FollowedVersion | None:
         """Poll; if there is no version, wait for the next look.
@@ -230,6 +254,7 @@ class Follower:
     def close(self) -> None:
         """End the iteration, give the lease up, and free the memory."""
         self._closed = True
+        self._looker.shutdown(wait=False)
         if self._listener is not None:
             self._listener.close()
         if self._lease is not None:
@@ -271,6 +296,8 @@ class FollowedVersion:
         `prepare`."""
         self.went_back = went_back
         """Whether training went back to an earlier step since the version before."""
+        self.comes_again = False
+        """Whether `prepare` has failed, perhaps for a while: `poll` gives the version again."""
         self._follower = follower
         self._needed: list[Needed] | None = None
         self._applying: Applying | None = None
@@ -286,16 +313,19 @@ class FollowedVersion:
 
         Raises:
             MismatchError: names, shape or dtype differ from the tensors; nothing was read.
-            CorruptionError, MissingDataError, StorageError: a process of the engine cannot read the
-                version. The tensors are as they were.
+            CorruptionError, MissingDataError: the version is damaged. The tensors are as they were.
+            StorageError: a process of the engine cannot read the version; `poll` gives it again.
+                The tensors are as they were.
             CoordinationError: another process of the engine failed with an error that is not a
-                ShardckptError, or does not answer.
+                ShardckptError, or does not answer; `poll` gives the version again.
         """
         try:
             on_all_processes(self._follower.coordinator, "prepared version", self._prepare)
-        except BaseException:
+        except BaseException as e:
             self._needed = None
+            self.comes_again = isinstance(e, StorageError | CoordinationError)
             raise
+        self.comes_again = False
         return self
 
     def _prepare(self) -> None:
@@ -304,7 +334,7 @@ class FollowedVersion:
             self._needed = follower.needed(self.checkpoint)
             path = path_between(follower.cache.contents, self.checkpoint, MOST_VERSIONS)
             self.changed = frozenset(
-                follower.cache.update(self.checkpoint, path, self._needed, _READING)
+                follower.cache.update(self.checkpoint, path, self._needed, follower.limit // 4)
             )
             follower.stale |= self.changed
             self._applying = self._plan() if follower.fills else None
@@ -389,15 +419,9 @@ class FollowedVersion:
                 "proved; publish it with a Publisher, or save it with "
                 "SaveOptions(fingerprint=True)."
             )
-        leaves = {
-            job.tensor.name: follower.leaves[job.landings[0].names[0]]
-            for job in self._jobs
-            if not isinstance(job.tensor, MadeTensor)
-            and job.landings[0].sink.shape == job.tensor.shape
-            and not job.landings[0].converts
-        }
-        live = fingerprint_of(leaves, follower.coordinator)
-        wrong = [name for name in leaves if self._recorded.get(name) != live.tensors[name]]
+        leaves = leaves_as_stored(self._jobs, follower.leaves)
+        live = fingerprint_of(leaves, follower.coordinator).tensors
+        wrong = [name for name in leaves if self._recorded.get(name) != live[name]]
         if wrong:
             follower.stale |= {*wrong}  # so that `apply` copies them again, completely
             follower.memory = None

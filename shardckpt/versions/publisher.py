@@ -27,7 +27,13 @@ from shardckpt.runs.steps import StepInfo, check_step, list_steps, steps_named
 from shardckpt.state.select import selector
 from shardckpt.text import numbered, shorten
 from shardckpt.versions.device import DeviceShare
-from shardckpt.versions.folding import DIFFERENCES, LONGEST, bases_after_folding, fold_chain
+from shardckpt.versions.folding import (
+    AT_A_TIME,
+    DIFFERENCES,
+    LONGEST,
+    bases_after_folding,
+    fold_chain,
+)
 from shardckpt.versions.version import Published, PublishedVersion, Selection
 from shardckpt.writing.background import Saver
 from shardckpt.writing.kept import KeptChunks, SkippedError
@@ -187,7 +193,7 @@ class Publisher:
         Raises:
             LeafError, ShardingError, NamesMismatchError: the state cannot be published; nothing was
                 begun.
-            ShardckptError: a version before has failed. This one is published all the same, and
+            ShardckptError: a version before has failed. This one has begun all the same, and
                 stores all elements.
         """
         step = check_step(step)
@@ -211,7 +217,10 @@ class Publisher:
             timeout=self._options.commit_timeout,
         )
         try:
-            version.handle = self._saver.begin(
+            # Before its thread starts: Ctrl-C may come at any moment then, and the version goes on.
+            self._version = version
+            self._unheard.append(version)
+            self._saver.begin(
                 str(self._root.sub(str(step))),
                 state,
                 replace(self._options, metadata={RUN: self._coordinator.run_id}),
@@ -220,10 +229,12 @@ class Publisher:
                 version=version,
             )
         except BaseException as e:
-            version.fail(self._coordinator, e)
+            if version.handle is None:
+                self._version = before
+            if version.done:
+                self._unheard = [one for one in self._unheard if one is not version]
+                version.fail(self._coordinator, e)
             raise
-        self._version = version
-        self._unheard.append(version)
         if before is not None and self._leads and not before.done:
             before.skip()
         self._hear(wait=False)
@@ -286,12 +297,11 @@ class Publisher:
         `wait` until all have ended.
         """
         for version in [*self._unheard]:
-            handle = version.handle
-            assert handle is not None
-            if not wait and not handle.done():
+            if not wait and not version.done:
                 continue
             try:
-                handle.wait()
+                if version.handle is not None:
+                    version.handle.wait()
             except SkippedError:
                 self.skipped.append(version.step)
                 _log.info(
@@ -299,8 +309,12 @@ class Publisher:
                     self._root,
                     version.step,
                 )
-            finally:
-                self._unheard.remove(version)
+            except BaseException as e:
+                # After Ctrl-C it goes on; in a fork it never ends.
+                if version.done or isinstance(e, ShardckptError):
+                    self._unheard.remove(version)
+                raise
+            self._unheard.remove(version)
 
     # --- in the background, on process 0
 
@@ -363,7 +377,12 @@ class Publisher:
             try:
                 next(
                     fold_chain(
-                        self._root, published.step, published.chain, self._catch_up, self._folded
+                        self._root,
+                        published.step,
+                        published.chain,
+                        self._catch_up,
+                        self._folded,
+                        min(AT_A_TIME, self._options.budget // 4),
                     ),
                     None,
                 )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from shardckpt.commit.base_places import base_record, base_url, may_differ
+from shardckpt.commit.waiting import pause
 from shardckpt.errors import CommitError, NamesMismatchError, ShardckptError
 from shardckpt.format.bases import Base
 from shardckpt.format.documents import utc_now
@@ -24,7 +25,7 @@ from shardckpt.frameworks.coordination import WaitNotice
 from shardckpt.io.threads import InterruptibleCondition
 from shardckpt.layout.dtypes import castable
 from shardckpt.runs.job import PUBLISHED
-from shardckpt.state.select import matches, select
+from shardckpt.state.select import check_selection, matches, select
 from shardckpt.versions.converted import ConvertedSource
 from shardckpt.versions.device import DeviceSource, comparable
 from shardckpt.writing.kept import SkippedError
@@ -45,8 +46,9 @@ if TYPE_CHECKING:
 
 _KEYS = 16
 """Number of keys of a publisher's decisions: few, as each decision lists a whole chain."""
-_LOOK = 0.01
-"""Seconds between two looks for the end of the version before, or for the decision of process 0."""
+_LOOK, _LAST_LOOK = 0.01, 1.0
+"""Seconds between two looks for the decision of process 0: least and most. The least also for the
+end of the version before, which takes no request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,11 @@ class Selection:
         return (self.include is None or matches(self.include, name)) and not (
             self.exclude is not None and matches(self.exclude, name)
         )
+
+    def check(self, flat: Flat) -> None:
+        """Refuse patterns of `exclude` that leave nothing out: they are probably misspelt."""
+        if not callable(self.exclude):
+            check_selection(self.exclude or None, flat.tree, "the state", option="exclude")
 
     def selected(self, flat: Flat) -> Flat:
         """The selected part of a flattened state."""
@@ -198,6 +205,7 @@ class PublishedVersion:
         self.outcome: Published | None = None
         """The version when it is published; on process 0 only."""
         self.handle: SaveHandle | None = None
+        """See `VersionToWrite`."""
         self.base: Published | None = None
         """The version that this one differs from."""
         self._root = root
@@ -214,8 +222,8 @@ class PublishedVersion:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended: published, failed or skipped."""
-        return self.handle is not None and self.handle.done()
+        """Whether no thread works at it: it was published, failed, skipped or not begun."""
+        return self.handle is None or self.handle.done()
 
     def skip(self) -> bool:
         """Skip it, unless it has started; return whether it is skipped.
@@ -237,6 +245,8 @@ class PublishedVersion:
 
     def selected(self, flat: Flat) -> Flat:
         """See `VersionToWrite`."""
+        if self._number == 1:  # later tensors may come and go
+            self.selection.check(flat)
         return self.selection.selected(flat)
 
     def converted(self, sources: dict[str, Source]) -> dict[str, Source]:
@@ -251,14 +261,22 @@ class PublishedVersion:
             for name, source in sources.items()
         }
 
-    def await_turn(self, place: Store, coordinator: Coordinator) -> None:
+    def await_turn(
+        self, place: Store, coordinator: Coordinator, stopped: Callable[[], str]
+    ) -> None:
         """See `VersionToWrite`."""
-        self.base = self._agree_on_base(str(place), coordinator)
+
+        def check() -> None:
+            if reason := stopped():
+                raise CommitError(f"{place}: {reason} Nothing was published.")
+
+        self.base = self._agree_on_base(str(place), coordinator, check)
         # Here an earlier version may still be at work that process 0 has given up, and would change
         # the kept elements.
         before, self.before = self.before, None
         while before is not None:
             while not before.done:
+                check()
                 time.sleep(_LOOK)
             before = before.before
 
@@ -304,13 +322,15 @@ class PublishedVersion:
 
     # --- the decision
 
-    def _agree_on_base(self, where: str, coordinator: Coordinator) -> Published | None:
+    def _agree_on_base(
+        self, where: str, coordinator: Coordinator, check: Callable[[], None]
+    ) -> Published | None:
         """The base, as process 0 decides it; it decides when the version before has ended."""
         if coordinator.world.process:
-            decision = self._hear(coordinator, where)
+            decision = self._hear(coordinator, where, check)
         else:
             try:
-                decision = self._decide_now()
+                decision = self._decide_now(check)
             except BaseException as e:
                 self.fail(coordinator, e)
                 raise
@@ -334,12 +354,13 @@ class PublishedVersion:
     def _announce(self, coordinator: Coordinator, decision: dict[str, Any]) -> None:
         coordinator.announce(self._key, {"number": self._number, **decision})
 
-    def _decide_now(self) -> dict[str, Any]:
+    def _decide_now(self, check: Callable[[], None]) -> dict[str, Any]:
         before = self.before
         while before is not None and (not before.done or before.is_skipped):
             if before.done:
                 before = before.before
                 continue
+            check()
             with self._changed.lock:
                 if self.is_skipped:
                     return {"skipped": True}
@@ -351,18 +372,27 @@ class PublishedVersion:
         base = self._decide(self, before)
         return {"base": None if base is None else base.to_json(), "began": utc_now()}
 
-    def _hear(self, coordinator: Coordinator, where: str) -> dict[str, Any]:
+    def _hear(
+        self, coordinator: Coordinator, where: str, check: Callable[[], None]
+    ) -> dict[str, Any]:
         began, notice = time.monotonic(), WaitNotice(where)
+        before, waited = self.before, 0.0
         while (decision := coordinator.peek(self._key)) is None or (
             decision["number"] < self._number
         ):
-            notice.look(lambda: "process 0 to begin this version")
-            if time.monotonic() - began > self._timeout:
+            if waited > self._timeout and before is None:
                 raise CommitError(
                     f"{where}: process 0 has not begun this version within {self._timeout:g} s. "
                     "All processes must publish the same steps."
                 )
-            time.sleep(_LOOK)
+            notice.look(lambda: "process 0 to begin this version")
+            look = time.monotonic() + pause(waited, _LOOK, _LAST_LOOK)
+            while time.monotonic() < look:
+                check()
+                time.sleep(_LOOK)
+                while before is not None and before.done:  # process 0 begins this one now
+                    before, began, look = before.before, time.monotonic(), 0.0
+            waited = time.monotonic() - began
         document: dict[str, Any] = decision
         # A version that this process has not written is not published: process 0 has gone on.
         return document if document["number"] == self._number else {"skipped": True}

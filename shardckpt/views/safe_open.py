@@ -102,6 +102,14 @@ class safe_open:  # noqa: N801  (the name in safetensors)
         """
         return self.get_slice(name)[...]
 
+    def get_tensors(self) -> dict[str, Any]:
+        """Read all tensors, by name, in the order of their bytes.
+
+        Raises:
+            DtypeMismatchError, CorruptionError, MissingDataError, StorageError: as `get_tensor`.
+        """
+        return {name: self.get_tensor(name) for name in self._arrays}
+
     def get_slice(self, name: str) -> TensorSlice:
         """A handle of a tensor; indexing it reads a part of the tensor.
 

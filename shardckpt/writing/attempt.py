@@ -291,7 +291,7 @@ class Attempt:
         These are earlier versions and, after a failed save, the other processes.
         """
         if self.version is not None:
-            self.version.await_turn(self.store, self.coordinator)
+            self.version.await_turn(self.store, self.coordinator, lambda: self._stopped)
         if self.name == _UNNAMED:
             assert self.turns is not None
             assert self._word is not None

@@ -22,6 +22,7 @@ import threading
 import time
 from contextlib import nullcontext, suppress
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from shardckpt import frameworks
@@ -46,9 +47,10 @@ from shardckpt.writing.staging import Stage
 from shardckpt.writing.state_share import read, share_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardckpt.format.record import Contents
+    from shardckpt.frameworks.base import Source
     from shardckpt.options import SaveOptions
     from shardckpt.writing.kept import VersionToWrite
     from shardckpt.writing.replicas import ReplicaChecksums
@@ -192,7 +194,11 @@ class Saver:
         )
         with saving_takes_threads(save.outcome.url):
             save.run(state)
-        return SaveHandle(save.outcome)
+        return (
+            SaveHandle(save.outcome)
+            if version is None or version.handle is None
+            else version.handle
+        )
 
     def close(self) -> None:
         """Wait for the saves in flight, whether they succeed or fail, and free the buffers."""
@@ -257,9 +263,11 @@ class _Save:
                 # up.
                 self._thread = None
                 _in_flight.discard(self)
+            self.outcome.heard = True
             if self._thread is None:
                 self._stage.end()
                 self.attempt.give_up(e)
+                self.outcome.end(e)
             raise
 
     @property
@@ -288,6 +296,9 @@ class _Save:
             self._compression,
         )
         self._memory = memory
+        # All of them before the writing thread may start, as that gives them their elements.
+        resident = [name for name in plan.blocks if sources[name].resident]
+        blocks = [*chain.from_iterable(read(plan, sources, memory.room, only=resident))]
         most = self._stage.fit(
             memory.blocks, **memory.sizes, streams=self._stage.copies is None or not overlap
         )
@@ -299,28 +310,38 @@ class _Save:
             and share.replicas.late_bytes()
         ):
             share.replicas.queue(sources, self._stage.copies, self._stage.late[late_bytes(share) :])
-        stage = self._stage
+        self._stage.put(blocks)
+        self._put(share, sources, memory, most)
+        self._copied = time.monotonic()
+        self._stage.close()
+
+    def _put(
+        self, share: StateShare, sources: Mapping[str, Source], memory: SaveMemory, most: int
+    ) -> None:
+        """Copy the blocks that are not resident."""
+        plan, stage = share.plan, self._stage
         # Copies that are kept, and those from devices, come in one batch.
         streams_or_proves = stage.streamed or stage.shapes_to_prove
         in_one = memory.kept or stage.copies is not None or streams_or_proves
         groups = [[*plan.blocks]] if in_one else plan.copy_groups()
         with collector_paused() if is_short(plan) and not stage.streamed else nullcontext():
             for group in groups:
-                names = group.names if isinstance(group, SmallBlocks) else group
+                every = group.names if isinstance(group, SmallBlocks) else group
+                names = [name for name in every if not sources[name].resident]
                 if isinstance(group, SmallBlocks) and stage.put_small(
-                    group, [sources[name] for name in names]
+                    group, [sources[name] for name in every]
                 ):
                     continue
                 kept = () if stage.streamed else memory.kept
                 for batch in read(plan, sources, memory.room, most=most, kept=kept, only=names):
                     stage.put(batch)
-        self._copied = time.monotonic()
-        self._stage.close()
 
     def _start(self) -> None:
         # Registered before the thread runs, so that giving up waits for it, and frees nothing that
         # it uses.
         self._thread = threading.Thread(target=self._finish, name="shardckpt-save", daemon=True)
+        if self.attempt.version is not None:
+            self.attempt.version.handle = SaveHandle(self.outcome)
         _in_flight.add(self)
         start_background(self._thread, finish=self._wait_at_exit, stop=self._stop)
 

@@ -16,7 +16,7 @@ from shardckpt.io import extension
 from shardckpt.io.buffers import Arena
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -46,6 +46,8 @@ class VersionToWrite(Protocol):
     `selected` and `converted` are asked on the thread that saves, the rest in the background.
     """
 
+    handle: Any
+    """The `SaveHandle` of the save that writes it: set before its thread starts; None: not yet."""
     kept: KeptChunks
     proof: bool
     """Whether the staged copies are compared with the tensors that they were made of."""
@@ -59,12 +61,15 @@ class VersionToWrite(Protocol):
     def converted(self, sources: dict[str, Source]) -> dict[str, Source]:
         """The tensors to write, by name, made from those of the state."""
 
-    def await_turn(self, place: Store, coordinator: Coordinator) -> None:
+    def await_turn(
+        self, place: Store, coordinator: Coordinator, stopped: Callable[[], str]
+    ) -> None:
         """Wait until it can be written; an error ends the attempt, which has done nothing yet.
 
         Args:
             place: the checkpoint's place.
             coordinator: connects the processes.
+            stopped: the reason for which this process stops waiting; "" if it does not.
         """
 
     def begin(self, contents: Contents, place: Store, attempt: str) -> Contents:

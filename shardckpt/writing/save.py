@@ -35,6 +35,9 @@ _AT_A_TIME = 4 << 20
 _COPIES = {None: 1, "zstd": 3, "difference": 3}
 """Buffers of that size that a thread has, by compression: for laid-out chunks; else also for
 compressed ones, alone and joined."""
+_CHUNK_COPIES = {None: 1, "zstd": 3, "difference": 6}
+"""Buffers of the size of a chunk that is larger: its changes are there, too, before and after they
+are compressed."""
 _LEAST_SHARE = 32 << 20
 """Least bytes that each thread writes on average: less does not justify data files of its own."""
 _LEAST_MEAN = 512 << 10
@@ -203,7 +206,7 @@ def thread_bytes(plan: SavePlan, compression: str | None, at_a_time: int) -> int
 
     A thread lays out `at_a_time` bytes of elements at a time, or one chunk.
     """
-    return _COPIES[compression] * max(at_a_time, plan.largest_chunk)
+    return max(_COPIES[compression] * at_a_time, _CHUNK_COPIES[compression] * plan.largest_chunk)
 
 
 def writing_threads(plan: SavePlan, *most: int) -> int:

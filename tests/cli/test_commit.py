@@ -77,3 +77,9 @@ def test_a_collected_attempt_is_committed_no_more(run, saver, tmp_path):
     answer = run("commit", place)
     assert answer.status == 1
     assert "overtaken" in answer.out
+
+
+def test_the_command_that_is_advised_to_commit_a_reshard_can_be_copied(run, saver, tmp_path):
+    target = tmp_path / "sp ace"
+    answer = run("reshard", saver(tmp_path / "1"), target, "--worker", "0/2", "--layout", "zarr")
+    assert f"run `shardckpt reshard commit '{target}'`" in answer.out

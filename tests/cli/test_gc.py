@@ -137,7 +137,7 @@ def test_without_a_terminal_nobody_is_asked_and_nothing_deleted(run, runs):
     assert shardckpt.open(runs / "step_9").verify().ok
 
 
-@pytest.mark.parametrize(("typed", "status"), [(b"n\n", 1), (b"\n", 1), (b"y\n", 0)])
+@pytest.mark.parametrize(("typed", "status"), [(b"n\n", 1), (b"\n", 1), (b"\x04", 1), (b"y\n", 0)])
 def test_on_a_terminal_it_asks_first(runs, typed, status):
     ours, theirs = pty.openpty()
     os.write(ours, typed)
@@ -153,6 +153,7 @@ def test_on_a_terminal_it_asks_first(runs, typed, status):
     os.close(ours)
     assert done.returncode == status
     assert re.match(rf"Delete {runs / 'step_9'}\? \[y/N\]", done.stderr)
+    assert done.stderr.endswith("\nnot confirmed\n" if typed == b"\x04" else "]:")
     assert (runs / "step_9").exists() == bool(status)
 
 

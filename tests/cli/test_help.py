@@ -56,7 +56,13 @@ def test_the_server_may_come_before_or_after_the_command():
     assert server_first(["ls", "--server", "URL", "-a"]) == expected
     assert server_first(["ls", "-a", "--server=URL"]) == ["--server=URL", "ls", "-a"]
     assert server_first(["ls", "--", "--server", "x"]) == ["ls", "--", "--server", "x"]
-    assert server_first(["ls", "--server"]) == ["ls", "--server"]
+
+
+@pytest.mark.parametrize("args", [["ls", "--server"], ["--server"], ["ls", "--server", "--", "x"]])
+def test_a_server_without_a_url_is_said_so(run, args):
+    answer = run(*args)
+    assert (answer.status, answer.err) == (2, "error: Option '--server' requires an argument.\n")
+    assert "requires an argument" in run("--json", *args).json["error"]["message"]
 
 
 def test_a_command_with_the_server_behind_it_asks_the_server(run):

@@ -42,6 +42,22 @@ def test_where_there_is_no_checkpoint_there_is_nothing_to_pin(run, saver, tmp_pa
             assert f"there is no checkpoint to {command}" in answer.err
 
 
+def test_an_error_after_some_are_done_names_those(run, saver, tmp_path):
+    done, nothing = saver(tmp_path / "1"), tmp_path / "2"
+    for command, words in (
+        (("pin",), "pinned"),
+        (("unpin",), "unpinned"),
+        (("tag", "best"), "tagged best"),
+        (("untag", "best"), "untagged best"),
+    ):
+        answer = run(*command, done, nothing)
+        assert (answer.status, answer.out) == (3, f"{words}  {done}\n")
+        assert answer.err.endswith(f" Before that: {words} {done}.\n")
+    answer = run("pin", done, "nowhere://x")
+    assert (answer.status, answer.out) == (2, "")
+    assert not run("ls", done, "--json").json["checkpoints"][0]["pinned"]
+
+
 def test_a_superseded_checkpoint_is_listed_so(run, saver, tmp_path):
     saver(tmp_path / "1")
     mark(

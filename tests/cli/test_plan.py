@@ -1,6 +1,7 @@
 """`shardckpt plan`."""
 
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -65,6 +66,14 @@ def test_the_plan_says_what_is_read_and_written_and_what_it_rests_on(run, source
 def test_a_plan_fits_a_terminal_of_80_columns(run, source, options):
     lines = run("plan", source, *options).out.splitlines()
     assert max(len(line) for line in lines if not line.startswith("from ")) <= 80
+
+
+def test_a_host_that_reads_nearly_nothing_as_stored_has_its_bar(run, tmp_path):
+    zeros = {"w": np.zeros((2048, 2048), np.float32)}
+    shardckpt.save(tmp_path / "a", zeros, options=SaveOptions(compression="zstd"))
+    answer = run("plan", tmp_path / "a", "--compress", "none", "--rate", "1GiB")
+    (bar,) = [line for line in answer.out.splitlines() if "host 0 " in line and "│" in line]
+    assert bar.split("│")[0].strip() == "host 0"
 
 
 def test_names_cannot_do_anything_to_the_terminal(run, source):
@@ -155,6 +164,23 @@ def test_rates_are_measured_and_nothing_is_left_behind(run, source, tmp_path):
     assert out.count("not measured") == 1
     assert list(tmp_path.iterdir()) == []
     assert sorted(path for path in source.rglob("*")) == before
+
+
+def test_a_rate_that_cannot_be_measured_may_be_given(run, source, tmp_path):
+    nowhere = "https://127.0.0.1:1/a"
+    answer = run("plan", source, nowhere, *OPTIONS)
+    assert answer.status == 6
+    assert "cannot write" in answer.err
+    assert "cannot delete" not in answer.err
+    assert "To plan without a measurement, give --rate." in answer.err
+    shutil.copytree(source, tmp_path / "damaged")
+    for path in (tmp_path / "damaged").rglob("*"):
+        if path.is_file() and path.stat().st_size > 200_000:
+            path.write_bytes(bytes(path.stat().st_size))
+    answer = run("plan", tmp_path / "damaged", *OPTIONS)
+    assert answer.status == 4
+    assert "To plan without a measurement, give --rate." in answer.err
+    assert run("plan", tmp_path / "damaged", *OPTIONS, "--rate", "1GiB").status == 0
 
 
 def test_explain_says_which_rule_decides_and_why(run, source):

@@ -54,6 +54,37 @@ def test_two_checkpoints_are_listed_by_the_size_of_changes(run, saver, tmp_path)
     assert "3 tensors changed, 1 unchanged" in lines
 
 
+def test_changes_to_nan_come_first_and_no_difference_is_too_small_to_count(run, saver, tmp_path):
+    a = {
+        "to nan": np.ones(4, np.float32),
+        "nan in both": np.array([np.nan, 1.0]),
+        "tiny": np.array([1e-200, 1.0]),
+        "last bit": np.array([2**62, 5]),
+        "far apart": np.array([-(2**63)]),
+        **{f"much {i}": np.ones(4) for i in range(40)},
+    }
+    b = {
+        **{name: value + 1 for name, value in a.items()},
+        "to nan": np.array([1, np.nan, 1, 1], np.float32),
+        "nan in both": a["nan in both"],
+        "tiny": np.array([0.0, 1.0]),
+        "last bit": np.array([2**62 + 1, 5]),
+        "far apart": np.array([2**63 - 1]),
+    }
+    saver(tmp_path / "1", a)
+    saver(tmp_path / "2", b)
+    changes = run("stats", tmp_path / "1", tmp_path / "2", "--json").json["other"]["changes"]
+    by_name = {change["name"]: change for change in changes}
+    assert changes[0] == {"name": "to nan", "norm": "nan", "relative": "nan", "largest": "nan"}
+    assert changes[-1] == {"name": "nan in both", "norm": 0.0, "relative": 0.0, "largest": 0.0}
+    assert by_name["tiny"]["norm"] == by_name["tiny"]["largest"] == 1e-200
+    assert by_name["last bit"]["norm"] == by_name["last bit"]["largest"] == 1
+    assert by_name["far apart"]["largest"] == 2.0**64
+    out = run("stats", tmp_path / "1", tmp_path / "2").out
+    assert out.splitlines()[1].startswith("to nan")
+    assert "44 tensors changed, 1 unchanged" in out
+
+
 def test_what_is_not_finite_stands_out(run, saver, tmp_path):
     saver(tmp_path / "1", {"w": np.array([1.0, np.nan, np.inf, np.nan])})
     out = run("stats", tmp_path / "1").out

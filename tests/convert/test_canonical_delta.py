@@ -4,6 +4,7 @@ the format's rules alone."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import struct
@@ -227,6 +228,26 @@ def test_what_a_killed_export_left_is_no_version_and_is_replaced(training, tmp_p
     )
     assert shardckpt.export(tmp_path / "policy", out, **options).files == ("weight_v000004",)
     check(tmp_path, out, [40, 41, 50, 51, 60], **NAMED)
+
+
+@pytest.mark.parametrize("output", ["full", "closed"])
+def test_a_process_that_follows_and_cannot_print_ends_with_the_status_of_that(
+    training, tmp_path, output
+):
+    command = [sys.executable, "-m", "shardckpt", "export", tmp_path / "policy", tmp_path / "out"]
+    command += ["--to", "canonical-delta", "--since", "40", "--follow", "--json"]
+    reading, writing = os.pipe() if output == "closed" else (None, os.open("/dev/full", os.O_RDWR))
+    if reading is not None:
+        os.close(reading)
+    done = subprocess.run(
+        command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (
+        (141, "")
+        if output == "closed"
+        else (6, "error: cannot write to standard output: No space left on device\n")
+    )
 
 
 def test_a_process_that_follows_and_is_killed_again_and_again_leaves_a_chain(training, tmp_path):

@@ -75,6 +75,11 @@ def test_patterns_choose_by_the_names_of_the_checkpoint() -> None:
         NamesMismatchError, match=r"here: include=\['modle/\*\*'\] selects none of its 4 tensors"
     ):
         plan(include=["model/**", "modle/**"], exclude="**/b")
+    with pytest.raises(
+        NamesMismatchError, match=r"here: exclude=\['modle/\*\*'\] selects none of its 4 tensors"
+    ):
+        plan(exclude=["**/b", "modle/**"])
+    assert plan(exclude=[]) == plan()
 
 
 def test_steps_go_in_the_order_in_which_they_are_documented(tmp_path) -> None:
@@ -147,6 +152,20 @@ def test_on_the_way_in_names_keep_the_borders_of_containers_and_ties_stay() -> N
     outputs = plan(theirs, importing=True, rename=r"s/^h\.(\d+)\./h\/\1\//", add_prefix="model/")
     assert names(outputs) == ["model/wte.weight", "model/h/0/w"]
     assert outputs.tied == {"model/lm_head.weight": "model/wte.weight"}
+
+
+def test_a_mapping_that_needs_a_tied_tensor_twice_says_how_it_gets_it(tmp_path) -> None:
+    (tmp_path / "m.toml").write_text('[[map]]\nfrom = ["q.w", "k.w", "v.w"]\nto = "qkv.w"')
+    state = {"q.w": W, "k.w": W, "v.w": W + 1}
+    with pytest.raises(
+        NamesMismatchError, match=r"'k\.w' is the same tensor as 'q\.w', .* use ties='copies'\.$"
+    ):
+        plan(state, mapping=tmp_path / "m.toml")
+    (whole,) = plan(state, mapping=tmp_path / "m.toml", ties="copies").tensors
+    assert whole.shape == (12, 3)
+    del state["k.w"]
+    with pytest.raises(NamesMismatchError, match=r"'k\.w' is missing, or an earlier rule has"):
+        plan(state, mapping=tmp_path / "m.toml", ties="copies")
 
 
 @pytest.mark.parametrize("option", ["include", "exclude"])

@@ -228,7 +228,25 @@ def test_a_part_of_an_optimizer_is_exported_as_it_is_stored(saved, tmp_path):
     )
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert state["optimizer"]["state"].keys() == {name for name, _ in net().named_parameters()}
-    assert not report.notes
+    (note,) = report.notes
+    assert note.startswith("'optimizer' is written without optimizer/param_groups/")
+
+
+def test_a_note_says_what_an_optimizer_in_another_form_lacks(saved, tmp_path):
+    report = shardckpt.export(
+        saved[0],
+        tmp_path / "state.pt",
+        to="torch",
+        include="optimizer/**",
+        exclude="optimizer/state/*/exp_avg",
+        optimizer="numbers",
+    )
+    state = torch.load(tmp_path / "state.pt", weights_only=True)["optimizer"]
+    assert {name for of in state["state"].values() for name in of} == {"step", "exp_avg_sq"}
+    form, part = report.notes
+    assert form.startswith("'optimizer' is written as Optimizer.load_state_dict loads it")
+    assert part.startswith("'optimizer' is written without optimizer/state/")
+    assert "exp_avg_sq" not in part
 
 
 def test_the_command_writes_the_form_that_is_asked_for_and_says_so(saved, tmp_path):

@@ -137,6 +137,8 @@ def test_a_part_of_it_in_another_dtype(checkpoint, tmp_path):
     )
     with pytest.raises(errors.NamesMismatchError, match="selects none of its names"):
         export(checkpoint, tmp_path / "none.pt", include="nothing like it")
+    with pytest.raises(errors.NamesMismatchError, match=r"exclude=.modle/.*selects none of its"):
+        export(checkpoint, tmp_path / "none.pt", exclude="modle/**")
     with pytest.raises(
         errors.NamesMismatchError, match=r"include=\['modle/\*\*'\] selects none of its names"
     ):

@@ -23,7 +23,7 @@ SNIPPETS = re.findall(
     r"^```python\n(.*?)^```$", (DOCS / "format.md").read_text(), re.DOTALL | re.MULTILINE
 )
 READER = DOCS / "format_reader.py"
-ODD_KEYS = ["a/b", "~", "é", "zarr.json", "..", "__x", "x" * 400, 7, "7", None, "c"]
+ODD_KEYS = ["a/b", "~", "é", "zarr.json", "..", "__x", "x" * 400, 7, "7", None, "c", "w.__lock"]
 
 
 @pytest.fixture(params=[("packed", None), ("packed", "zstd"), ("zarr", None)], ids=str)

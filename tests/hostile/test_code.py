@@ -4,8 +4,11 @@ import ast
 import copy
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from flip_bits import file_kinds
 from forgery import seal, use_in_every_way
@@ -14,6 +17,7 @@ import shardckpt
 from shardckpt import errors
 from shardckpt.reading.naming.mapping_file import read_mapping
 from shardckpt.reading.naming.renaming import read_names
+from shardckpt.serve.client import Client
 
 PACKAGE = Path(shardckpt.__file__).parent
 FORBIDDEN_MODULES = {
@@ -89,6 +93,55 @@ def test_a_mapping_file_and_a_file_of_names_run_nothing(tmp_path, read):
     with pytest.raises(errors.OptionError, match=r"file\.yaml"):
         read(tmp_path / "file.yaml")
     assert not (tmp_path / "made").exists()
+
+
+BEGIN = "import sys; sys.path.remove('')"
+"""A program begins so if it is a script elsewhere, as the command is: the working directory is not
+on the module path."""
+COMMAND = f"{BEGIN}; from shardckpt.cli import main; sys.exit(main())"
+RESHARD = (
+    f"{BEGIN}; import shardckpt; shardckpt.reshard('c', 'd', layout='zarr', workers=2, "
+    "task_bytes='1MiB')"
+)
+
+
+@pytest.fixture
+def trapped(tmp_path):
+    """A checkpoint, in a directory with files that are named as modules and say if they are run."""
+    place = tmp_path / "of somebody"
+    shardckpt.save(place / "c", {"a": np.zeros((512, 512)), "b": np.ones((512, 512))})
+    reporting = f"open({str(tmp_path / 'executed')!r}, 'a').write(__name__ + ' ')"
+    for name in ("numpy", "secrets", "json", "socket", "selectors", "signal", "threading"):
+        (place / f"{name}.py").write_text(reporting)
+    yield place
+    executed = tmp_path / "executed"
+    assert not executed.exists(), executed.read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments", [[COMMAND, "doctor", "."], [RESHARD]], ids=["doctor", "reshard"]
+)
+def test_a_command_runs_no_module_of_the_working_directory(trapped, arguments):
+    subprocess.run([sys.executable, "-c", *arguments], cwd=trapped, check=True)
+
+
+def test_a_service_runs_no_module_of_its_working_directory(trapped, tmp_path):
+    add = ["token", "ann", "--token-file", "tokens", "--scope", "operate"]
+    command = [sys.executable, "-P", "-m", "shardckpt"]
+    token = subprocess.check_output([*command, *add], cwd=tmp_path, text=True).strip()
+    flags = ["--port", "0", "--state", tmp_path / "state", "--token-file", tmp_path / "tokens"]
+    with subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "serve", f"lab={trapped}", *flags],
+        cwd=trapped,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as service:
+        try:
+            with Client(service.stdout.readline().split()[-1], token=token) as client:
+                assert client.statistics("lab/c", "a")["zeros"] == 512 * 512
+                client.wait(client.start("verify", checkpoint="lab/c")["number"])
+        finally:
+            service.kill()
 
 
 class Bomb:

@@ -60,8 +60,10 @@ def test_a_program_that_leaves_its_manager_open_has_the_exit_status_of_its_own(
             assert whole is None or whole.state["w"][0, 0] == whole.step
 
 
-@pytest.mark.parametrize("process", [0, 1])
-def test_a_save_that_waits_for_others_is_given_up_when_the_program_ends(tmp_path, process):
+@pytest.mark.parametrize(
+    ("process", "by"), [(0, "manager"), (1, "manager"), (0, "publisher"), (1, "publisher")]
+)
+def test_a_save_that_waits_for_others_is_given_up_when_the_program_ends(tmp_path, process, by):
     program = """if True:
         import sys, numpy, shardckpt
         from one_of_several import OneOfSeveral
@@ -73,12 +75,15 @@ def test_a_save_that_waits_for_others_is_given_up_when_the_program_ends(tmp_path
                 return None
         # Longer than the moment for which a first save waits for process 0.
         saver._SHUTDOWN_SECONDS = 6
-        manager = shardckpt.CheckpointManager(
-            sys.argv[1], every=1, coordinator=Silent(int(sys.argv[2]), 2)
-        )
-        manager.save(1, {"w": numpy.ones(9)})
+        silent, state = Silent(int(sys.argv[2]), 2), {"w": numpy.ones(9)}
+        if sys.argv[3] == "manager":
+            manager = shardckpt.CheckpointManager(sys.argv[1], every=1, coordinator=silent)
+            manager.save(1, state)
+        else:
+            publisher = shardckpt.Publisher(sys.argv[1], coordinator=silent)
+            publisher.publish(1, state)
         sys.exit(7)"""
-    command = [sys.executable, "-c", program, tmp_path, str(process)]
+    command = [sys.executable, "-c", program, tmp_path, str(process), by]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=CHILDREN.parent)
     assert done.returncode == 7
     assert (

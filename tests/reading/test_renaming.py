@@ -163,6 +163,8 @@ def test_any_text_is_a_substitution_or_refused(regex: str, replacement: str) -> 
         ("s/a/b/x", "'x' is not a flag"),
         ("s/(/b/", "not a regular expression"),
         (r"s/a/\1/", "no group"),
+        (r"s/(?P<n>a)/\g<n>/", r"\\g has no meaning in a replacement"),
+        (r"s/a/\\\n/", r"\\n has no meaning"),
         ("s/a/" + "b" * 1000 + "/", "at most 1000"),
     ],
 )

@@ -6,11 +6,12 @@ the directory it writes to.
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -172,6 +173,33 @@ def test_threads_of_a_user_do_it(source, tmp_path):
         options = {**JOB, "mesh": Mesh((3,), ("x",))}
         report = shardckpt.reshard(source, tmp_path / "b", engine=engine, workers=2, **options)
     assert report.tasks == TASKS
+    check(source, tmp_path / "b")
+
+
+def test_one_worker_reports_each_task_before_it_begins_the_next(source, tmp_path):
+    target, finished = tmp_path / "b", []
+    options = {**JOB, "mesh": Mesh((3,), ("x",)), "workers": 1}
+    shardckpt.reshard(
+        source, target, progress=lambda *_: finished.append(len(records(target))), **options
+    )
+    assert finished == list(range(TASKS + 1))
+
+
+def test_a_pool_of_a_user_that_breaks_ends_the_job_and_another_continues_it(source, tmp_path):
+    options = {**JOB, "mesh": Mesh((3,), ("x",)), "workers": 1}
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn) as engine:
+        worker = engine.submit(os.getpid).result()
+
+        def lose(done, _total):
+            if done:
+                os.kill(worker, signal.SIGKILL)
+
+        with pytest.raises(errors.CommitError, match=r"engine.* takes no more tasks.*new engine"):
+            shardckpt.reshard(source, tmp_path / "b", engine=engine, progress=lose, **options)
+    with ProcessPoolExecutor(1, spawn) as engine:
+        report = shardckpt.reshard(source, tmp_path / "b", engine=engine, **options)
+    assert report.done_before == 1
     check(source, tmp_path / "b")
 
 

@@ -118,6 +118,36 @@ def test_a_full_disk_is_no_line():
         log.write(who="ann")
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_line_that_a_full_disk_cuts_spoils_no_other(tmp_path, restarted):
+    program = (
+        "import resource, signal, sys, pathlib; from shardckpt.serve.access.audit import AuditLog\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "path = pathlib.Path(sys.argv[1]); log = AuditLog(path); log.write(who='ann')\n"
+        "limit = path.stat().st_size + 20\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))\n"
+        "try: log.write(who='bob')\n"
+        "except OSError as e: assert 'disk is full' in str(e), e\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)\n"
+        "log = AuditLog(path) if sys.argv[2] == 'True' else log\n"
+        "log.write(who='eve'); log.write(who='fay')\n"
+    )
+    log = tmp_path / "audit"
+    subprocess.run([sys.executable, "-c", program, str(log), str(restarted)], check=True)
+    kept = [line for line in log.read_text().splitlines() if line.endswith("}")]
+    assert [json.loads(line)["who"] for line in kept] == ["ann", "eve", "fay"]
+    assert len(log.read_text().splitlines()) == 4
+
+
+def test_an_audit_log_that_cannot_be_opened_again_says_why(tmp_path):
+    log = AuditLog(tmp_path / "audit")
+    log.reopen()
+    (tmp_path / "audit").unlink()
+    (tmp_path / "audit").mkdir()
+    with pytest.raises(StorageError, match="Is a directory"):
+        log.write(who="ann")
+
+
 def until_written(log, text, process):
     end = time.monotonic() + 60
     while not log.exists() or text not in log.read_text():

@@ -13,9 +13,11 @@ from serving import serving
 
 import shardckpt
 from shardckpt.errors import OptionError, StorageError
+from shardckpt.runs.collecting import delete
 from shardckpt.runs.pinning import pin, tag, unpin, untag
 from shardckpt.serve.catalogue.catalogue import Catalogue
 from shardckpt.serve.catalogue.query import CheckpointQuery
+from shardckpt.serve.opened import OpenCheckpoints
 from shardckpt.serve.roots import Roots
 from shardckpt.serve.scanner import Scanner
 
@@ -94,6 +96,23 @@ def test_tags_are_seen_at_once_and_found(scanned):
     shutil.rmtree(root / "a" / "1")
     assert tagged("best") == [("lab/a/2", True, ["best"])]
     assert catalogue._read("SELECT * FROM tags", ()) == [("best", "lab/a/2")]
+
+
+def test_a_checkpoint_below_another_is_reached_also_after_that_was_deleted(tmp_path):
+    shardckpt.save(tmp_path / "runs" / "kept", {"w": np.zeros(1)})
+    roots, catalogue = Roots([f"lab={tmp_path / 'runs'}"]), Catalogue(tmp_path / "state")
+    scanner, checkpoints = Scanner(roots, catalogue), OpenCheckpoints(roots, catalogue)
+    scanner.scan()
+    ident, rest = checkpoints.resolve("lab/kept/tensors/w")
+    assert (checkpoints.get(ident).ident, rest) == ("lab/kept", "tensors/w")
+    for deleted in (False, True):
+        if deleted:
+            delete(str(tmp_path / "runs" / "kept"), reason="test")
+        else:
+            shardckpt.save(tmp_path / "runs" / "kept" / "100", {"w": np.zeros(1)})
+        scanner.scan()
+        assert checkpoints.resolve("lab/kept/100/tensors/w") == ("lab/kept/100", "tensors/w")
+    catalogue.close()
 
 
 def test_a_change_within_one_step_of_the_file_systems_clock_is_seen(scanned):

@@ -1,5 +1,7 @@
 """The client, and the commands that read through a service."""
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -65,6 +67,19 @@ def test_it_asks_for_everything(client, runs, monkeypatch):
     assert np.array_equal(client.open("lab/llama/10").read("optimizer/count"), np.arange(300))
 
 
+def test_keys_that_a_url_loses_name_the_tensor_that_was_asked_for(tmp_path):
+    keys = (".", "..", "...", "a.", "~.", "~..", "")
+    below = {key: {"w": np.full(1, n), ".": np.full(1, -n)} for n, key in enumerate(keys, 1)}
+    state = {"w": np.zeros(1), "..": np.full(1, 9), "model": {"w": np.zeros(1), **below}}
+    shardckpt.save(tmp_path / "run" / "1", state)
+    opened = shardckpt.open(tmp_path / "run" / "1")
+    with serving(("lab", tmp_path)) as service, Client(service.url) as client:
+        for name in opened.names():
+            assert client.read("lab/run/1", name) == opened.read(name), name
+            assert client.layout("lab/run/1", name)["name"] == name
+            assert client.statistics("lab/run/1", name)["max"] == opened.read(name)[0]
+
+
 def test_errors_are_those_of_the_library(client, tmp_path, runs, monkeypatch):
     with pytest.raises(NotFoundError):
         client.checkpoint("lab/none")
@@ -101,6 +116,14 @@ def test_errors_are_those_of_the_library(client, tmp_path, runs, monkeypatch):
             )
             assert "Authorization: …" in shown or "Authorization: \\u2026" in shown
             assert token not in shown
+
+
+def test_a_list_of_runs_has_all_its_parts_and_none_is_said(service, tmp_path):
+    document = json.loads(run("--server", service.url, "ls", "--json"))
+    assert [one["run"] for one in document.pop("runs")] == ["lab/llama", "lab/tiny-gpt"]
+    assert document == {"checkpoints": [], "foreign": []}
+    with serving(("lab", tmp_path / "empty")) as other:
+        assert run("--server", other.url, "ls") == f"no runs at {other.url}\n"
 
 
 def test_commands_read_through_a_service(service, runs):
@@ -140,3 +163,6 @@ def test_commands_read_through_a_service(service, runs):
     )
     assert "there is no run 'nope'; `shardckpt --server" in run(*at, "ls", "nope", status=3)
     assert "/raw/ID" in run(*at, "rm", "lab/llama/10", status=2)
+    with_limit = (*at, "diff", "lab/llama/10", "lab/llama/20", "--memory-limit", "1GiB")
+    assert "has a limit of its own" in run(*with_limit, status=2)
+    run(*at, "plan", "lab/llama/10", "--like", "lab/llama/20", "--rate", "1GiB")

@@ -4,7 +4,9 @@ import json
 import os
 import signal
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import httpx
 import pytest
@@ -182,6 +184,38 @@ def test_a_wait_that_has_long_heard_nothing_goes_on_after_a_lost_answer(
         assert lab.ask(f"/v1/jobs/{frozen}/cancel", "POST").status == 202
         with pytest.raises(CommitError, match="was cancelled"):
             waiting.result(60)
+
+
+def test_a_wait_goes_on_while_the_service_is_busy(monkeypatch):
+    monkeypatch.setattr(module, "_PAUSE", 0.01)
+    problem = {"code": "http-503", "detail": "too many requests are at work; try again."}
+    failed = {"code": "storage", "detail": "the journal cannot be read now."}
+    job = {"number": 7, "operation": "pin", "subject": "lab/a/1", "state": "done", "error": None}
+    job |= {"done": None, "total": None}
+    answers = [(503, problem), (502, {"message": "Bad Gateway"}), (502, failed), (200, job)]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            events = self.path.endswith("/events")
+            status, document = (404, {}) if events else answers[0] if always else answers.pop(0)
+            body = json.dumps(document).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    always = False
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with Client(f"http://127.0.0.1:{server.server_port}", timeout=0.5) as client:
+            assert client.wait(7) == job
+            always, answers = True, [(503, problem)]
+            with pytest.raises(StorageError, match="too many requests"):
+                client.wait(7)
+        server.shutdown()
 
 
 def test_a_wait_polls_where_no_more_streams_are_served(client, monkeypatch):

@@ -19,7 +19,7 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
-from serving import serving
+from serving import save_run, serving
 
 import shardckpt
 from shardckpt import SaveOptions
@@ -328,6 +328,18 @@ for error, call in (
         continue
     raise SystemExit(f"no {error}")
 """
+
+
+def test_a_file_beside_a_run_is_listed_if_it_is_served(tmp_path):
+    save_run(tmp_path / "run", (1,))
+    for name, size in (("config.json", 64 << 20), ("tokenizer.json", (64 << 20) + 1)):
+        with (tmp_path / "run" / name).open("wb") as file:
+            file.truncate(size)
+    with serving(("lab", tmp_path)) as service:
+        listed = {one["path"] for one in service.get("/api/models/lab/run/tree/main")}
+        assert {"config.json", "tokenizer.json"} & listed == {"config.json"}
+        for name, status in (("config.json", 200), ("tokenizer.json", 404)):
+            assert service.ask(f"/lab/run/resolve/main/{name}").status == status
 
 
 def test_from_pretrained_loads_a_training_checkpoint_over_the_hub(tmp_path):

@@ -254,6 +254,24 @@ def test_a_checkpoint_that_cannot_be_read_is_shown_and_deleted(people, place):
         shardckpt.open(where)
 
 
+def test_a_backup_that_was_put_back_outlives_the_form_that_was_to_delete_what_it_replaced(
+    people, place
+):
+    where = place / "lab" / "run" / "6"
+    shardckpt.save(where, {"w": np.ones(2)})
+    backup = (where / "checkpoint.json").read_bytes()
+    (where / "checkpoint.json").write_text("{}")
+    eve, page = people["admin"], "/ui/checkpoint/lab/run/6"
+    hidden = eve.forms(page)["delete"]
+    (where / "checkpoint.json").write_bytes(backup)
+    reply = eve.send("/ui/jobs/delete", **hidden, confirm="lab/run/6")
+    assert eve.end(int(reply.headers["location"].rpartition("/")[2]))["state"] == "failed"
+    named_none = {"key": "k", "checkpoint": "lab/run/6", "confirm": "lab/run/6"}
+    reply = eve.send("/ui/jobs/delete", **named_none)
+    assert (reply.status, b"load the page again" in reply.body) == (400, True)
+    assert shardckpt.open(where).read("w")[0] == 1
+
+
 def test_a_reshard_is_started_with_the_options_of_its_plan(people, place):
     ann = people["operate"]
     plan = "/ui/plan/lab/run/1?" + urlencode({"mesh": "x=2", "rule": "w=(x) **=(None)"})

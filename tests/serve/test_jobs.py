@@ -305,23 +305,33 @@ def test_a_job_whose_process_dies_is_started_again_and_then_fails(lab):
     assert job["tries"] == 3
 
 
-def test_a_job_that_the_service_is_killed_by_again_and_again_fails(
-    tmp_path,
-):
-    with closing(Journal(tmp_path)) as jobs:
-        number = jobs.add("pin", {}, {}, subject="a/b", destination=None, who="ann", key=None)[
-            0
-        ].number
+def test_a_job_that_the_service_is_killed_by_again_and_again_fails(tmp_path, webhook_receiver):
+    (tmp_path / "state").mkdir()
+    with closing(Journal(tmp_path / "state")) as jobs:
+        about = {"subject": "a/b", "destination": None, "who": "ann", "key": None}
+        number = jobs.add("verify", {}, {"checkpoint": "a/b"}, **about)[0].number
+        begun = jobs.begin_verification("a/b", "x", number)
+        jobs.update_verification(replace(begun, damaged=1))
     for starts in range(1, 20):
-        with closing(Journal(tmp_path)) as jobs:
+        with closing(Journal(tmp_path / "state")) as jobs:
             assert (jobs.job(number).state, jobs.job(number).tries) == ("queued", starts - 1)
             assert jobs.begin(number)
             if starts < 10:  # the place was busy, or the service was stopped
                 jobs.end(number, "queued")
-    with closing(Journal(tmp_path)) as jobs:
-        failed = jobs.job(number)
-        assert (failed.state, failed.error["code"]) == ("failed", "internal")
-        assert "the service was killed while it ran" in failed.error["message"]
+    bodies, webhook = webhook_receiver
+    (tmp_path / "runs").mkdir()
+    with operated(
+        tmp_path, ("a", tmp_path / "runs"), webhook=webhook, audit_log=tmp_path / "audit"
+    ) as lab:
+        failed = lab.wait(number)
+        assert (failed["state"], failed["error"]["code"]) == ("failed", "internal")
+        assert "the service was killed while it ran" in failed["error"]["message"]
+        lab.service.wait_until(lambda: len(bodies) == 2)
+        assert not lab.service.upkeep.journal.unfinished_verification("a/b", number)
+    assert [(one["event"], one["job"]) for one in bodies] == [
+        ("damage", number),
+        ("failed", number),
+    ]
 
 
 def test_a_job_that_runs_when_the_service_stops_is_queued(tmp_path):

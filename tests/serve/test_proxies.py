@@ -17,7 +17,9 @@ from shardckpt.errors import OptionError
 from shardckpt.serve import server
 from shardckpt.serve.access.forwarded import Proxies
 from shardckpt.serve.access.tokens import add_token
+from shardckpt.serve.opened import OpenCheckpoints
 from shardckpt.serve.options import ServeOptions
+from shardckpt.serve.roots import Roots
 
 FORM = "application/x-www-form-urlencoded"
 BEHIND = {
@@ -120,6 +122,33 @@ def test_a_trusted_proxy_gives_scheme_host_prefix_and_address(place, way, caplog
     assert "1.1.1.1" not in {one["client"] for one in fields}
 
 
+def test_a_prefix_that_a_proxy_has_removed_is_not_taken_from_a_root_of_its_name(tmp_path):
+    save_run(tmp_path / "runs" / "a", (1,))
+    (tmp_path / "runs" / "a" / "config.json").write_text("{}")
+    behind = {"X_Forwarded_Prefix": "/ckpt"}
+    for name, statuses in (("ckpt", (200, 404)), ("lab", (200, 200))):
+        options = {"trusted_proxy": ("127.0.0.1",)}
+        with serving((name, tmp_path / "runs"), **options) as service:
+            model = f"/{name}/a/resolve/main/config.json"
+            for path, status in zip((model, f"/ckpt{model}"), statuses, strict=True):
+                assert service.ask(path, **behind).status == status, path
+
+
+def test_a_page_is_kept_for_one_prefix_at_a_time(tmp_path):
+    save_run(tmp_path / "runs" / "a", (1,))
+    with serving(("lab", tmp_path / "runs"), trusted_proxy=("127.0.0.1",)) as service:
+        for prefix in ("/one", "/two", "/two", "/one"):
+            page = service.ask("/ui/checkpoint/lab/a/1", X_Forwarded_Prefix=prefix)
+            addresses = re.findall(rb' href="(/[^"]*/ui/tensor/[^"]*)"', page.body)
+            assert addresses
+            assert all(one.startswith(prefix.encode()) for one in addresses), addresses
+    opened = OpenCheckpoints(Roots([f"lab={tmp_path / 'runs'}"])).get("lab/a/1")
+    for n in range(100):
+        assert opened.part("tree", lambda n=n: n, f"/{n}") == n
+        assert opened.part("tree", lambda: None, f"/{n}") == n
+    assert list(opened.parts) == ["tree"]
+
+
 def test_trusted_proxies_and_sockets_that_cannot_be_are_refused(place):
     top, _ = place
     with pytest.raises(OptionError, match="--trusted-proxy"):
@@ -136,6 +165,16 @@ def test_trusted_proxies_and_sockets_that_cannot_be_are_refused(place):
         server.make_server(
             ServeOptions(roots=(f"a={top}",), unix_socket=top / "socket"), lambda _url: None
         )
+    in_use = ServeOptions(roots=(f"a={top}",), unix_socket=top / "in-use")
+    for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM):  # of another program, or a busy one
+        with socket.socket(socket.AF_UNIX, kind) as one, socket.socket(socket.AF_UNIX) as waits:
+            one.bind(str(top / "in-use"))
+            if kind == socket.SOCK_STREAM:
+                one.listen(0)
+                waits.connect(str(top / "in-use"))
+            with pytest.raises(OptionError, match="another server"):
+                server.make_server(in_use, lambda _url: None)
+            (top / "in-use").unlink()
     with socket.socket(socket.AF_UNIX) as left:  # by a server that was killed
         (top / "socket").unlink(missing_ok=True)
         left.bind(str(top / "socket"))

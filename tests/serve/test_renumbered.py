@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -84,3 +86,17 @@ def test_an_open_checkpoint_stays_open_when_its_record_has_another_status_but_th
     shardckpt.save(place, {"w": np.arange(5.0)}, options=shardckpt.SaveOptions(overwrite=True))
     assert checkpoints.get("lab/runs/1").attempt != opened.attempt
     catalogue.close()
+
+
+def test_the_open_checkpoints_that_were_asked_for_last_stay_open(tmp_path):
+    for step in range(33):
+        shardckpt.save(tmp_path / str(step), {"w": np.zeros(1)})
+    checkpoints = OpenCheckpoints(Roots([f"lab={tmp_path}"]))
+    first = checkpoints.get("lab/0")
+    for step in range(1, 33):
+        checkpoints.get(f"lab/{step}")
+        assert checkpoints.get("lab/0") is first
+    begin = threading.Barrier(8)
+    with ThreadPoolExecutor(8) as pool:
+        opened = pool.map(lambda _: (begin.wait(), checkpoints.get("lab/1"))[1], range(8))
+        assert len({id(one) for one in opened}) == 1

@@ -18,13 +18,17 @@ from serving import save_run
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.errors import OptionError
+from shardckpt.io.store import Store
+from shardckpt.runs.ended import mark_ended
 from shardckpt.serve.catalogue.catalogue import Catalogue
-from shardckpt.serve.jobs import keeper, webhook
+from shardckpt.serve.jobs import keeper, operations, webhook
 from shardckpt.serve.jobs.journal import Journal
 from shardckpt.serve.jobs.retention import RetentionRules
 from shardckpt.serve.jobs.scrub import Scrubber
 from shardckpt.serve.jobs.tally import Tally
+from shardckpt.serve.jobs.verification import VerificationNotes
 from shardckpt.serve.jobs.webhook import Webhook
+from shardckpt.serve.jobs.work import Work
 from shardckpt.serve.roots import Roots
 from shardckpt.serve.scanner import Scanner
 
@@ -108,6 +112,30 @@ def test_one_cycle_of_the_scrub_finds_every_flip_and_tells_nothing_else(
         )
 
 
+@pytest.mark.parametrize(
+    ("code", "notices"), [("cancelled", 1), ("late", 1), ("storage", 1), ("replaced", 0)]
+)
+def test_damage_is_told_of_though_the_verification_cannot_end(tmp_path, code, notices):
+    journal, roots = Journal(tmp_path), Roots([f"lab={tmp_path}"])
+    journal.keeps_notices = True
+    part = {"file": "f", "tensor": "w", "box": None, "reason": f"{tmp_path}/a/1/f: bad checksum"}
+    state = {"attempt": "x", "chunks": 1, "total": 9, "bytes": 1, "over": False}
+    notes = VerificationNotes(journal, roots, "lab/a/1", None)
+    notes.note({**state, "damaged": 1, "damage": [part]})
+    notes.end({"code": code, "message": "it failed"})
+    bodies = [json.loads(body) for _, body in journal.notices()]
+    assert [(one["event"], one["checkpoint"], one["damaged"]) for one in bodies] == [
+        ("damage", "lab/a/1", 1)
+    ] * notices
+    assert str(tmp_path) not in json.dumps(bodies)
+    assert journal.damaged_verifications()["lab/a/1"].error == "it failed"
+    notes = VerificationNotes(journal, roots, "lab/a/2", None)
+    notes.note({**state, "damaged": 0, "damage": []})
+    notes.end({"code": code, "message": "it failed"})
+    assert len(journal.notices()) == notices
+    journal.close()
+
+
 def test_a_scrub_keeps_its_rate_and_goes_on_where_it_was_killed(tmp_path):
     # 6 MiB.
     shardckpt.save(
@@ -171,6 +199,34 @@ def test_checkpoints_are_due_by_their_attempt_and_not_by_a_clock_that_was_set_ba
     time.sleep(0.01)
     Scanner(roots, catalogue).scan()
     assert due() == ["lab/a/2"]
+    catalogue.close()
+    journal.close()
+
+
+def test_what_was_verified_while_checkpoints_were_counted_is_not_due(tmp_path):
+    meanwhile = []
+
+    class Slow(Journal):
+        def verified(self, known):
+            for ident in meanwhile:
+                tally.drop(ident)
+            return super().verified(known)
+
+    save_run(tmp_path / "runs" / "a", (1, 2, 3))
+    roots = Roots([f"lab={tmp_path / 'runs'}"])
+    catalogue, journal = Catalogue(tmp_path / "state"), Slow(tmp_path / "state")
+    scanner = Scanner(roots, catalogue)
+    scanner.scan()
+    tally = Tally(journal, catalogue, scanner, 3600.0)
+    tally.count()
+    tally.drop("lab/a/1")
+    assert tally.due == ["lab/a/2", "lab/a/3"]
+    meanwhile.append("lab/a/2")
+    tally.count()
+    assert tally.due == ["lab/a/1", "lab/a/3"]
+    meanwhile.clear()
+    tally.count()
+    assert tally.due == ["lab/a/1", "lab/a/2", "lab/a/3"]
     catalogue.close()
     journal.close()
 
@@ -259,6 +315,51 @@ def test_the_keeper_waits_a_day_after_the_dry_run_and_after_a_jump_of_the_clock(
         assert looked() == [("done", "lab/a", dry, "rules"), first]
 
 
+def test_a_run_of_any_length_is_listed_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(operations, "_MOST_STEPS", 2)
+    save_run(tmp_path / "runs" / "a", (1, 2, 3, 4, 5, 6))
+    (tmp_path / "rules.toml").write_text(RULES)
+    roots, lists = Roots([f"lab={tmp_path / 'runs'}"]), []
+    mark_ended(Store.open(roots.locate("lab/a")), "ann")
+    options = {"keep": tmp_path / "rules.toml"}
+    work = Work(roots, "ann", False, options, lambda *_: None, lambda _: None)
+    for _ in range(3):
+        dry = operations.retain(work, "lab/a", None, None)
+        assert dry["bytes"] == sum(one["bytes"] for one in dry["steps"])
+        listed = {one["name"]: one["attempt"] for one in dry["steps"]}
+        assert operations.retain(work, "lab/a", 1, listed)["steps"] == dry["steps"]
+        lists.append([*listed])
+    assert lists == [["2", "3"], ["4", "5"], []]
+
+
+def test_a_list_from_before_the_mark_of_the_end_is_made_anew(tmp_path):
+    save_run(tmp_path / "runs" / "a", (1, 2, 3))
+    (tmp_path / "rules.toml").write_text(RULES)
+    with operated(tmp_path, ("lab", tmp_path / "runs"), keep=tmp_path / "rules.toml") as lab:
+        upkeeper, jobs = lab.service.upkeep.keeper, lab.service.upkeep.journal
+        upkeeper._not_before = time.monotonic()
+
+        def looked_two_days_later():
+            with jobs._db as db:
+                moved = (dt.datetime.now(dt.UTC) - dt.timedelta(days=2)).isoformat()
+                db.execute("UPDATE jobs SET ended = ?, created = ?", (moved, moved))
+            upkeeper.look()
+            made = jobs.jobs(operation="retain")
+            return [(lab.wait(one.number)["state"], one.arguments["apply"]) for one in made]
+
+        assert lab.post("retain", "operate", run="lab/a").status == 202
+        lab.service.wait_until(lambda: jobs.jobs(state="done", operation="retain"))
+        time.sleep(1)  # marks have times to the second
+        lab.done("end", run="lab/a")
+        assert looked_two_days_later() == [("done", None)] * 2
+        time.sleep(1)
+        lab.done("reopen", run="lab/a")
+        lab.done("end", run="lab/a")
+        assert looked_two_days_later() == [("done", None)] * 3
+        dry = jobs.jobs(operation="retain")[0].number
+        assert looked_two_days_later() == [("done", dry), *[("done", None)] * 3]
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -280,12 +381,14 @@ class Receiver:
 
     def __init__(self):
         self.notices, self.answers, self.asked = [], [], []
+        self.refused = b"refused"
         receiver = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 status = receiver.answers.pop(0) if receiver.answers else 204
+                status = 413 if receiver.refused in body else status
                 receiver.asked.append(self.path)
                 if status == 204:
                     receiver.notices.append((body, dict(self.headers)))
@@ -338,6 +441,27 @@ def test_notices_are_kept_until_they_are_received_and_follow_no_redirect(
     journal.close()
     journal = Journal(tmp_path)
     assert [json.loads(body)["checkpoint"] for _, body in journal.notices()] == ["lab/a/2"]
+    journal.close()
+
+
+def test_a_notice_that_is_refused_for_ever_holds_up_no_other(tmp_path, receiver, monkeypatch):
+    monkeypatch.setattr(webhook, "_POLL", 0.01)
+    monkeypatch.setattr(webhook, "_LONGEST_PAUSE", 0.05)
+    journal = Journal(tmp_path)
+    for n in range(40):
+        journal.add_notice({"event": "refused" if n < 12 or n == 20 else "damage", "n": n})
+    sending = Webhook(journal, receiver.url)
+    sending.start()
+    end = time.monotonic() + 60
+    while len(journal.notices(limit=99)) > 13:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    receiver.refused = b"nothing"
+    while journal.notices():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    sending.stop()
+    assert sorted(json.loads(body)["n"] for body, _ in receiver.notices) == [*range(40)]
     journal.close()
 
 

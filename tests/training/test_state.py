@@ -151,6 +151,23 @@ def test_a_gradient_scaler_goes_on_where_it_was(tmp_path):
     assert [step(fresh, bad) for bad in pattern] == [step(ours, bad) for bad in pattern]
 
 
+class Absent(torch.utils.data.Dataset):
+    """Data that are in no checkpoint."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        raise shardckpt.errors.NotFoundError("there is no checkpoint at runs/1.")
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_an_error_in_a_worker_of_a_loader_keeps_its_message():
+    loader = torch.utils.data.DataLoader(Absent(), num_workers=1)
+    with pytest.raises(shardckpt.errors.NotFoundError, match=r"there is no checkpoint at runs/1\."):
+        list(loader)
+
+
 # By JAX, where another test has imported it; the loader forks.
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 @pytest.mark.parametrize(

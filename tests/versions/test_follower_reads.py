@@ -3,8 +3,10 @@ absence; tensors of another size."""
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import threading
+from contextlib import suppress
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +18,7 @@ from one_of_several import on_threads
 import shardckpt
 from shardckpt.errors import CorruptionError, OptionError, ShapeMismatchError, StorageError
 from shardckpt.runs.collecting import delete
+from shardckpt.versions.finding import VersionFinder
 from shardckpt.versions.follower import FollowedVersion, Follower
 from shardckpt.writing.encoder import Encoder
 
@@ -330,9 +333,29 @@ def test_a_version_that_one_process_of_an_engine_cannot_prepare_fails_alike_on_a
             with pytest.raises(OptionError, match="not prepared"):
                 version.apply()
             version.prepare().apply()
+            assert follower.poll() is None
         return like["w"][0]
 
     assert on_threads(2, follow) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("mode", ["newest", "each"])
+def test_a_version_that_could_not_be_read_for_a_while_is_given_again(tmp_path, monkeypatch, mode):
+    def fails(*_arguments):
+        raise StorageError("the network is down")
+
+    publish(tmp_path, [{"w": np.full(1000, float(step))} for step in range(2)])
+    like, steps = {"w": np.zeros(1000)}, []
+    with shardckpt.follow(tmp_path, like, mode=mode) as follower:
+        while version := follower.poll():
+            with monkeypatch.context() as down:
+                if version.step not in steps:
+                    down.setattr(follower, "needed", fails)
+                with suppress(StorageError):
+                    version.prepare().apply()
+            steps.append(version.step)
+    assert steps == ([1, 1] if mode == "newest" else [0, 0, 1, 1])
+    assert (like["w"] == 1).all()
 
 
 def test_an_engine_of_several_processes_keeps_few_keys_however_long_it_follows(tmp_path):
@@ -369,3 +392,32 @@ def test_a_publisher_of_several_processes_keeps_few_keys_however_long_it_publish
     for counts in on_threads(2, publish):
         assert 0 < counts[-1] == counts[20]
     assert shardckpt.follow(tmp_path, {"w": np.zeros(100_000)}).poll().step == 39
+
+
+def test_a_version_found_while_the_caller_gave_up_waiting_is_given_to_the_next_call(
+    tmp_path, monkeypatch
+):
+    gate, look = threading.Event(), VersionFinder.next
+
+    def held_up(finder):
+        version = look(finder)
+        gate.wait(60)
+        return version
+
+    async def receive(follower):
+        with suppress(TimeoutError):
+            await asyncio.wait_for(anext(follower), 0.2)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(anext(follower), 0.2)
+        gate.set()
+        steps = [(await anext(follower)).step]
+        async for version in follower:
+            steps.append(version.step)
+            if version.step == 2:
+                follower.close()
+        return steps
+
+    publish(tmp_path, [{"w": np.full(10, float(step))} for step in range(3)])
+    monkeypatch.setattr(VersionFinder, "next", held_up)
+    with shardckpt.follow(tmp_path, None, mode="each") as follower:
+        assert asyncio.run(receive(follower)) == [0, 1, 2]

@@ -4,13 +4,23 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from one_of_several import OneOfThreads
 from ranks import asked
 
 import shardckpt
+from shardckpt.errors import CommitError
+from shardckpt.io.store import Store
 from shardckpt.runs.catalog import catalog
+from shardckpt.versions.version import PublishedVersion, Selection
+from shardckpt.writing.handle import SaveHandle, SaveProgress
+from shardckpt.writing.kept import KeptChunks
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +135,51 @@ def test_all_ranks_skip_the_same_versions_and_publish_the_last(ranks, tmp_path):
     assert one == other
     assert sorted([*published(tmp_path), *one]) == list(range(12))
     assert 11 in published(tmp_path)
+
+
+class Asked(OneOfThreads):
+    """Counts its requests to the store of the job."""
+
+    requests = 0
+
+    def _get(self, key):
+        self.requests += 1
+        return super()._get(key)
+
+
+def test_a_process_gives_process_0_its_time_after_the_version_before_and_asks_it_rarely():
+    """The version before is written for longer than a process waits for process 0."""
+    keys = {}
+    with ThreadPoolExecutor(2) as pool:
+        leader, other = pool.map(lambda process: Asked(keys, process, 2), range(2))
+    root = Store.open(f"memory://{uuid.uuid4().hex}")
+    progress, versions = SaveProgress("before"), []
+    for number in (1, 2):
+        version = PublishedVersion(
+            root,
+            number,
+            "version",
+            KeptChunks(),
+            Selection(None, None, None),
+            number=number,
+            share=None,
+            proof=True,
+            before=versions[-1] if versions else None,
+            decide=lambda *_: None,
+            settle=lambda _: None,
+            timeout=1,
+        )
+        versions.append(version)
+    before, version = versions
+    before.handle = SaveHandle(progress)
+    waits = threading.Thread(target=version.await_turn, args=(root, other, lambda: ""))
+    waits.start()
+    time.sleep(2)
+    assert waits.is_alive()
+    progress.end(CommitError("it was given up"))
+    leader.announce("version/2", {"number": 2, "base": None, "began": "now"})
+    waits.join()
+    assert version.before is None
+    assert other.requests < 60
+    with pytest.raises(CommitError, match="has not begun this version within 1 s"):
+        before.await_turn(root, other, lambda: "")

@@ -9,13 +9,19 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
+from interrupting import interrupted
 
 import shardckpt
+from shardckpt.errors import CommitError
 from shardckpt.runs.catalog import catalog
+from shardckpt.versions import publisher as publisher_module
+from shardckpt.writing import background
 
 PROGRAM = """
 import sys, numpy as np, shardckpt
@@ -173,3 +179,37 @@ def test_a_thousand_versions_with_kills_of_every_process_are_all_there_and_none_
     exec(THOUSAND.split("if what", maxsplit=1)[0].replace("url, what = sys.argv[1:]", ""), names)
     for step in there:
         assert (shardckpt.restore(url / str(step))["w"] == names["weights"](step)["w"]).all(), step
+
+
+def test_ctrl_c_at_any_instant_of_publish_leaves_no_version_at_work_unknown(tmp_path):
+    """`wait` waits for all that the interrupted call has begun, and later versions know it."""
+    w = np.zeros(100_000)
+    for at in itertools.count():
+        url, w[:] = tmp_path / str(at), 0
+        with shardckpt.Publisher(url) as publisher:
+            publisher.publish(0, {"w": w})
+            publisher.wait()
+            w[1] += 1
+            instant = interrupted(
+                at,
+                publisher_module.__file__,
+                lambda code: code.co_filename == background.__file__,
+                lambda publisher=publisher: publisher.publish(1, {"w": w}),
+                lambda: True,
+            )
+            with suppress(KeyboardInterrupt, CommitError):
+                publisher.wait()
+            assert not [one for one in threading.enumerate() if one.name == "shardckpt-save"]
+            for step in (2, 3):
+                w[step] += 1
+                publisher.publish(step, {"w": w})
+                publisher.wait()
+        steps = {int(entry.name) for entry in catalog(url)}
+        assert steps - {1} == {0, 2, 3}
+        for step in steps:
+            assert np.flatnonzero(shardckpt.restore(url / str(step))["w"]).tolist() == [
+                *range(1, step + 1)
+            ]
+        if instant is None:
+            break
+    assert at > 40

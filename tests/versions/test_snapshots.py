@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from fake_cuda import FakeCuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupting import interrupted
 
 import shardckpt
 from shardckpt.errors import BudgetError, CorruptionError, OptionError
@@ -130,6 +132,22 @@ def test_shards_of_jax_arrays_are_compared_where_they_are_before_they_are_donate
         )
 
 
+def test_a_shard_of_jax_with_too_many_words_for_its_positions_is_sent_completely(monkeypatch):
+    import jax.numpy as jnp
+
+    from shardckpt.frameworks import jax_snapshots
+
+    snapshot, array = jax_snapshots.JaxSnapshot(), jnp.zeros(1000, jnp.float32)
+    dtype = of_numpy(np.dtype(np.float32))
+    snapshot.take(array, dtype)
+    assert len(snapshot.take(array.at[7].set(1), dtype).words) == 1
+    monkeypatch.setattr(jax_snapshots, "_MOST_POSITIONS", 1000)
+    change = snapshot.take(array, dtype)
+    assert change.positions is None
+    assert change.words.tobytes() == np.zeros(1000, np.float32).tobytes()
+    assert change.total == sum_of(change.words)
+
+
 def test_versions_that_were_skipped_pass_their_changes_on(tmp_path, monkeypatch):
     """The first version is held up while three are published: the last one has what all of them
     have changed."""
@@ -160,6 +178,18 @@ def test_versions_that_were_skipped_pass_their_changes_on(tmp_path, monkeypatch)
             ) == bits(now)
         now[step % 3, :7] += 1
     assert bits(shardckpt.restore(tmp_path / "5", {"w": torch.empty(500, 500)})["w"]) == bits(now)
+
+
+def test_a_version_that_streams_has_the_elements_that_its_devices_had(tmp_path):
+    """The arrays in host memory exceed the limit, so writing begins while `publish` copies."""
+    state = {"a": np.zeros(40 << 20, np.uint8), "z": torch.zeros(500, 500)}
+    with shardckpt.Publisher(tmp_path, snapshot="device", memory_limit="32MiB") as publisher:
+        for step in range(3):
+            state["z"] += 1
+            publisher.publish(step, state)
+            assert publisher.wait().step == step
+    for step in range(3):
+        assert (shardckpt.restore(tmp_path / str(step))["z"] == step + 1).all()
 
 
 @pytest.mark.parametrize(
@@ -210,6 +240,46 @@ def test_a_stale_or_torn_copy_of_a_device_fails_the_version_and_the_next_has_all
             w[0, 70:80] += 1
     assert {entry.name for entry in catalog(tmp_path)} == {"0", "2", "3"}
     assert shardckpt.open(tmp_path / "2").record.compression is None
+
+
+@pytest.mark.parametrize("proof", [True, False])
+def test_a_change_that_is_not_noted_after_ctrl_c_reaches_the_next_version(tmp_path, proof):
+    """The device's copy has the change already, when the call is interrupted."""
+    w = torch.zeros(500, 500)
+    with shardckpt.Publisher(tmp_path, snapshot="device", proof=proof) as publisher:
+        for step in range(3):
+            w[step] = step + 1
+            if step == 1:
+                assert interrupted(
+                    0,
+                    "",
+                    lambda code: code.co_name == "__init__" and "change" in code.co_varnames,
+                    lambda: publisher.publish(1, {"w": w}),
+                    lambda: True,
+                )
+            else:
+                publish(publisher, step, w)
+    assert bits(shardckpt.restore(tmp_path / "2", {"w": torch.empty(500, 500)})["w"]) == bits(w)
+
+
+@pytest.mark.parametrize("proof", [True, False])
+def test_changes_that_did_not_arrive_for_want_of_memory_arrive_with_the_next_version(
+    tmp_path, monkeypatch, proof
+):
+    def full(*_arguments):
+        raise MemoryError
+
+    w = torch.zeros(500, 500)
+    with shardckpt.Publisher(tmp_path, snapshot="device", proof=proof) as publisher:
+        for step in range(3):
+            w[step] = step + 1
+            with monkeypatch.context() as patch:
+                if step == 1:
+                    patch.setattr(device, "_words", full)
+                with suppress(BudgetError):
+                    publish(publisher, step, w)
+    assert {entry.name for entry in catalog(tmp_path)} == {"0", "2"}
+    assert bits(shardckpt.restore(tmp_path / "2", {"w": torch.empty(500, 500)})["w"]) == bits(w)
 
 
 @pytest.mark.parametrize("proof", [True, False])

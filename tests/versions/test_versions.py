@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import threading
 import uuid
 
 import ml_dtypes
@@ -181,6 +183,35 @@ def test_tensors_are_published_in_another_dtype_rounded_as_torch_rounds(tmp_path
             assert version.verify().ok
 
 
+def test_a_first_version_refuses_patterns_that_leave_nothing_out(tmp_path):
+    state = {"w": np.zeros(3), "n": np.zeros(3)}
+    with (
+        shardckpt.Publisher(tmp_path, exclude=["n", "m"]) as publisher,
+        pytest.raises(NamesMismatchError, match=r"exclude=\['m'\] selects none of its names"),
+    ):
+        publisher.publish(0, state)
+    for nothing in ([], lambda _name: False):
+        with shardckpt.Publisher(tmp_path, exclude=nothing) as publisher:
+            publisher.publish(0, state)
+    with shardckpt.Publisher(tmp_path, exclude="n") as publisher:
+        publisher.publish(1, state)
+        publisher.publish(2, {"w": state["w"]})
+    assert shardckpt.open(tmp_path / "2").names() == ["w"]
+
+
+def test_arrays_that_torch_cannot_share_are_published_in_another_dtype(tmp_path):
+    """Strides that are negative, or not a multiple of an element's bytes; another byte order."""
+    rows = np.zeros(100, np.dtype([("flag", "u1"), ("w", "f4")]))
+    rows["w"] = np.arange(100)
+    reverse = np.arange(300, dtype=np.float32)[::-1]
+    state = {"reverse": reverse, "rows": rows["w"], "big": reverse.astype(">f4")}
+    with shardckpt.Publisher(tmp_path, dtype="bfloat16") as publisher:
+        publisher.publish(0, state)
+    restored = shardckpt.restore(tmp_path / "0")
+    for name, array in state.items():
+        assert (restored[name] == array.astype(ml_dtypes.bfloat16)).all()
+
+
 def test_tensors_that_come_go_or_change_their_form_are_stored_whole(tmp_path):
     rng = np.random.default_rng(1)
     a = {"w": rng.random((64, 64)), "v": rng.random(100)}
@@ -274,6 +305,27 @@ def test_a_version_that_fails_is_told_once_and_followed_by_all_elements(tmp_path
     assert published(tmp_path)[2].compression is None
     with pytest.raises(OptionError, match="closed"):
         publisher.publish(3, {})
+
+
+def test_a_version_whose_wait_was_interrupted_is_waited_for_again(tmp_path, monkeypatch):
+    gate = threading.Event()
+
+    def fails(*_arguments):
+        gate.wait(60)
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(attempt, "assemble", fails)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    with shardckpt.Publisher(tmp_path) as publisher:
+        publisher.publish(0, {"w": np.zeros(10)})
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.wait()
+        signal.signal(signal.SIGALRM, before)
+        gate.set()
+        with pytest.raises(StorageError, match="is full"):
+            publisher.wait()
+        assert publisher.wait() is None
 
 
 def test_what_cannot_be_published_is_refused_by_name(tmp_path):
@@ -430,6 +482,10 @@ def test_a_manager_does_not_take_over_a_directory_of_versions(tmp_path):
     manager.save(3, {"w": np.zeros(1000, np.float32)})
     with pytest.raises(OptionError, match="a Publisher keeps its versions"):
         manager.close()
+    (outcome,) = committing.commit(tmp_path)
+    assert outcome.state == "refused"
+    assert "is not a version, but a Publisher keeps its versions there" in outcome.reason
+    shardckpt.CheckpointManager(tmp_path).restore()
     assert [info.step for info in list_steps(Store.open(tmp_path))] == [0, 1, 2]
 
 

@@ -216,7 +216,11 @@ def test_safe_open_is_as_safetensors_has_it(tmp_path, framework):
             stock.metadata(),
             stock.offset_keys(),
         )
+        every, expected = ours.get_tensors(), stock.get_tensors()
+        assert list(every) == list(expected)
         for name in sorted(ours.keys()):
+            assert type(every[name]) is type(expected[name])
+            assert np.asarray(every[name]).tobytes() == np.asarray(expected[name]).tobytes()
             assert type(ours.get_tensor(name)) is type(stock.get_tensor(name))
             assert (
                 np.asarray(ours.get_tensor(name)).tobytes()

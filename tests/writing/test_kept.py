@@ -1,7 +1,10 @@
 """Differences of many chunks at a time, which the extension finds where it is there: the same bytes
 as one by one in numpy."""
 
+import tracemalloc
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +13,7 @@ from shardckpt.format.stored_chunks import chunks_in_place, lay_out_all
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, room_for
 from shardckpt.io.buffers import BLOCK
 from shardckpt.writing.kept import KeptChunks
+from shardckpt.writing.save import _CHUNK_COPIES
 
 
 @given(
@@ -111,3 +115,21 @@ def test_chunks_that_share_their_memory_with_none_cause_no_copies_when_they_are_
         kept.differences(["w/c/0"], ["w"], [row], 1)
     assert kept._chunks.keys() == {"w/c/0"}
     assert kept._chunks["w/c/0"] is before
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
+def test_a_chunk_that_has_changed_wholly_takes_the_memory_that_is_counted(itemsize):
+    rng = np.random.default_rng(0)
+    old, new = rng.integers(0, 256, (2, 1, 4 << 20), np.uint8)
+    kept = KeptChunks()
+    kept.begin("first", ())
+    kept.keep(["w/c/0"], old)
+    kept.begin("second", {"w"})
+    tracemalloc.start()
+    try:
+        stored, _ = kept.differences(["w/c/0"], ["w"], new, itemsize)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert stored == [whole(new[0])]
+    assert most < _CHUNK_COPIES["difference"] * new.nbytes

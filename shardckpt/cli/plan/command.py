@@ -11,6 +11,7 @@ from shardckpt.cli.options import takes
 from shardckpt.cli.screen import Screen, write_json
 from shardckpt.errors import OptionError
 from shardckpt.reshard.options import ReshardOptions
+from shardckpt.text import Message
 
 if TYPE_CHECKING:
     from shardckpt.reading.checkpoint import Checkpoint
@@ -67,19 +68,22 @@ def plan(
     """Show what a reshard would do and cost.
 
     SRC and DST do not change. A SRC of another format would be imported (`shardckpt import`), with
-    the same options. To measure rates, at most 64 MiB of SRC are read, and 32 MiB are written
-    beside DST and deleted.
+    the same options. To measure rates, at most 64 MiB of SRC are read, and 32 MiB are written and
+    deleted in DST, or above it if it does not exist.
     """
     if explain is not None and html is not None:
         raise OptionError("--explain is of one tensor, and --html of all; give one of them.")
     from shardckpt.cli.opening import open_checkpoint
     from shardckpt.cli.plan import lines as plan_lines
+    from shardckpt.cli.server import located
     from shardckpt.io.url import parse
     from shardckpt.reshard.forecast.document import document
     from shardckpt.reshard.forecast.forecast import forecast, known_places
     from shardckpt.reshard.job import check_destination
     from shardckpt.reshard.plan import plan_reshard
 
+    if given["like"] is not None:
+        given["like"] = located(given["like"])
     options = ReshardOptions(**ReshardOptions.arguments(given))
     checkpoint, place = open_checkpoint(source), None if destination is None else parse(destination)
     if place is not None:
@@ -116,16 +120,16 @@ def plan(
 def _rates(
     given: str | None, checkpoint: Checkpoint, places: Places | None, destination: str | None
 ) -> Rates:
-    from shardckpt.errors import StorageError
+    from shardckpt.errors import CorruptionError, StorageError
     from shardckpt.reshard.forecast.rates import Rates, given_rates, measure_read, measure_write
 
     if given is not None:
         return given_rates(given)
     try:
         written = None if destination is None else measure_write(destination)
-    except StorageError as e:
-        raise StorageError(f"{e} To plan without a measurement, give --rate.") from e
-    return Rates(measure_read(checkpoint, places), written)
+        return Rates(measure_read(checkpoint, places), written)
+    except (CorruptionError, StorageError) as e:
+        raise type(e)(Message(e.message, " To plan without a measurement, give --rate.")) from e
 
 
 def _write(path: Path, text: str) -> None:

@@ -207,7 +207,7 @@ def _balance(screen: Screen, forecast: Forecast, doc: dict[str, Any]) -> Iterato
             int(reads[first:stop].max(initial=0))
             for reads in (forecast.before.read, forecast.after.read)
         )
-        bar = list("█" * round(before / most * width) + " " * width)[: width + 1]
+        bar = list(("█" * round(before / most * width)).ljust(width + 1))
         at = min(width, round(after / most * width))
         bar[at] = "│"
         yield (

@@ -83,11 +83,12 @@ def outputs_of(
     stored = {name: name for name in structure.tensors} | alias_map(tree)
     selected = [name for name in stored if naming.is_selected(name)]
     places = [*stored, *end_names(tree)]
-    unused = unused_patterns(options.include, places, places)
+    unused = given(
+        include=unused_patterns(options.include, places, places),
+        exclude=unused_patterns(options.exclude or None, places, places),
+    )
     if unused or not selected:
-        asked = given(
-            include=unused or options.include, exclude=None if unused else options.exclude
-        )
+        asked = unused or given(include=options.include, exclude=options.exclude)
         _refuse_selection(list(stored), where, asked)
     leaves = list(filter(naming.is_selected, end_names(tree) if importing else leaf_names(tree)))
 
@@ -108,7 +109,7 @@ def outputs_of(
 
     # Join, split and convert.
     prefix = naming.add_prefix
-    mapped = naming.mapping.outputs(kept)
+    mapped = naming.mapping.outputs(kept, {} if naming.copy_ties else firsts)
     outputs = {
         prefix + output.name: replace(output, name=prefix + output.name) if prefix else output
         for output in mapped

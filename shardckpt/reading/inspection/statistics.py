@@ -8,7 +8,7 @@ Tensors of complex numbers have none; they are named with the reason.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod, sqrt
+from math import inf, isfinite, prod, sqrt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,7 +85,8 @@ class ElementChange:
     """The norm as a part of the norm in the first checkpoint; None: that is zero, and the
     difference is not."""
     largest: float
-    """Largest absolute difference of an element."""
+    """Largest absolute difference of an element; 0: no element differs. NaN: an element is NaN in
+    one checkpoint only."""
 
 
 @dataclass(slots=True)
@@ -97,7 +98,8 @@ class StateStatistics:
     dtypes: dict[str, str] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     changes: list[ElementChange] = field(default_factory=list)
-    """With two checkpoints: all tensors of one shape, largest relative change first."""
+    """With two checkpoints: all tensors of one shape, largest relative change first. Changes
+    from zero, to NaN and to infinity come before all others."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Name → the reason why there are no statistics of it."""
 
@@ -182,11 +184,14 @@ def state_statistics(
         progress(total, total)
     norms = {name: statistics.tensors[name][0].to_json()["norm"] or 0.0 for name in distances}
     changes = [distance.result(name, norms[name]) for name, distance in distances.items()]
-    statistics.changes = sorted(
-        changes,
-        key=lambda change: -(change.relative if change.relative is not None else float("inf")),
-    )
+    statistics.changes = sorted(changes, key=_by_relative)
     return statistics
+
+
+def _by_relative(change: ElementChange) -> float:
+    """Key of the order of changes: those that are not finite, or from zero, come first."""
+    relative = change.relative
+    return -relative if relative is not None and isfinite(relative) else -inf
 
 
 def _pairs(
@@ -240,19 +245,29 @@ class _Distance:
         """Add the elements of a block."""
         with np.errstate(all="ignore"):
             for begin in range(0, len(one), _STRIDE):
-                a, b = (
-                    values[begin : begin + _STRIDE].astype(np.float64) for values in (one, other)
-                )
-                apart = np.where(a == b, 0.0, a - b)  # infinities of one sign are equal
+                apart = _differences(one[begin : begin + _STRIDE], other[begin : begin + _STRIDE])
                 self.squares += float(np.dot(apart, apart))
-                self.largest = max(self.largest, float(np.abs(apart).max()))
+                self.largest = float(np.maximum(self.largest, apart.max()))  # NaN if one is
 
     def result(self, name: str, norm: float) -> ElementChange:
         """The distance of all blocks, beside the norm of the first tensor."""
-        apart = sqrt(self.squares)
+        apart = sqrt(self.squares) or self.largest  # a small square is 0
         return ElementChange(
             name, apart, apart / norm if norm else None if apart else 0.0, self.largest
         )
+
+
+def _differences(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.float64]:
+    """Absolute differences of elements; not 0 if elements differ, and NaN if only one is NaN."""
+    if one.dtype == other.dtype and one.dtype.kind in "iu":
+        apart = np.where(one > other, one - other, other - one)
+        # The sign bit is a digit.
+        magnitude: NDArray[np.float64] = apart.view(f"u{apart.itemsize}").astype(np.float64)
+        return magnitude
+    a, b = one.astype(np.float64), other.astype(np.float64)
+    # Infinities of one sign are equal.
+    equal = (a == b) | (np.isnan(a) & np.isnan(b))
+    return np.where(equal, 0.0, np.abs(a - b))
 
 
 def _sample(tensor: TensorRecord, budget: int) -> Iterator[Box]:

@@ -12,11 +12,13 @@ lists the elements of tensors from which each output is made.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.reading.naming.outputs import OutputTensor, identity
 from shardckpt.state.names import did_you_mean, shown
+from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -44,12 +46,16 @@ class TensorMapping:
         """The same mapping, of which any rule may match nothing."""
         return TensorMapping(tuple(replace(rule, optional=True) for rule in self.rules))
 
-    def outputs(self, tensors: Mapping[str, TensorRecord]) -> tuple[OutputTensor, ...]:
+    def outputs(
+        self, tensors: Mapping[str, TensorRecord], tied: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[OutputTensor, ...]:
         """The outputs of the tensors, each at the position of its first tensor.
 
         Args:
             tensors: tensors by the names that the rules match; the views use the names in the
                 records.
+            tied: names that are left out because they are tied → the name that is kept, for
+                messages.
 
         Raises:
             OptionError: a rule matches nothing, so it is probably misspelt.
@@ -60,7 +66,7 @@ class TensorMapping:
         left = dict(tensors)
         made: dict[str, list[OutputTensor]] = {}
         for rule in self.rules:
-            applied = list(_merge_all(rule, left) if rule.merges else _split_all(rule, left))
+            applied = list(_merge_all(rule, left, tied) if rule.merges else _split_all(rule, left))
             if not applied and not rule.optional:
                 first = rule.parts[0] if rule.merges else rule.whole
                 raise OptionError(
@@ -80,7 +86,7 @@ class TensorMapping:
 
 
 def _merge_all(
-    rule: MappingRule, tensors: Mapping[str, TensorRecord]
+    rule: MappingRule, tensors: Mapping[str, TensorRecord], tied: Mapping[str, str]
 ) -> Iterator[tuple[list[str], list[OutputTensor]]]:
     """The merges of a rule: the names that each uses, and its outputs."""
     groups: dict[tuple[str, ...], tuple[Captures, set[str]]] = {}
@@ -99,10 +105,16 @@ def _merge_all(
         whole, names = rule.whole.fill(captures), _part_names(rule, captures, len(counted))
         missing = next((name for row in names for name in row if name not in tensors), None)
         if missing is not None:
+            needs = f"{rule}: {shown(whole)} needs {sum(map(len, names))} tensors, but "
+            if missing in tied:
+                also = f"{shown(missing)} is the same tensor as {shown(tied[missing])}"
+                copies = named("ties", "copies")
+                raise NamesMismatchError(
+                    Message(needs, f"{also}, and is left out; use ", copies, ".")
+                )
             raise NamesMismatchError(
-                f"{rule}: {shown(whole)} needs {sum(map(len, names))} tensors, but "
-                f"{shown(missing)} is missing, or an earlier rule has used it; include it, or "
-                "correct the rule."
+                f"{needs}{shown(missing)} is missing, or an earlier rule has used it; include it, "
+                "or correct the rule."
             )
         yield (
             [name for row in names for name in row],

@@ -5,7 +5,7 @@ A substitution is written as sed's:
 s/^model\.//           the character after the s is the delimiter; with a backslash before it, it is
                        part of the text
 s/\.w([13])\./.ff\1./  the regex is Python's (`re`); \1 … \9 in the replacement are its groups, & is
-                       the complete match
+                       the complete match; a backslash before another letter is an error
 s/layer/block/gi       g: replace all matches, not only the first; i: ignore case
 """
 
@@ -167,7 +167,17 @@ def parse_substitution(text: object) -> Substitution:
         raise OptionError(
             Message(origin, f": {shorten(regex)} is not a regular expression: {error}.")
         ) from error
-    tokens = tuple(_token(match) for match in _REPLACED.finditer(replacement))
+    matched = [*_REPLACED.finditer(replacement)]
+    unknown = next((match[0] for match in matched if (match[2] or "").isalpha()), None)
+    if unknown is not None:
+        raise OptionError(
+            Message(
+                origin,
+                f": {unknown} has no meaning in a replacement; \\1 to \\9 are groups, and & is the "
+                "match.",
+            )
+        )
+    tokens = tuple(map(_token, matched))
     group = max((token for token in tokens if isinstance(token, int)), default=0)
     if group > compiled.groups:
         raise OptionError(

@@ -93,9 +93,8 @@ class BatchDims:
     def _node(self, name: str) -> Any:
         program = self.program
         for group in (
-            program.changed,
-            program.states,
-            program.inputs,
+            {n: program.changed.get(node, node) for n, node in program.states.items()},
+            {n: program.changed.get(node, node) for n, node in program.inputs.items()},
             program.outputs,
             {n.name: n for n in self._by_node},
         ):
@@ -268,15 +267,14 @@ def _settle(
     program: Program, inputs: dict[Any, Layout], batch: BatchSize, assume: Assumptions
 ) -> dict[Any, Result]:
     """The layouts of all nodes, such that changed state keeps its layout from step to step."""
-    changed = {program.placeholder(name): new for name, new in program.changed.items()}
-    left = {node: _candidates(node, batch) for node in changed if node not in inputs}
+    left = {node: _candidates(node, batch) for node in program.changed if node not in inputs}
     first: dict[Any, Result] = {}
     while True:
         known = propagate(program.graph, inputs, batch, assume)
         first = first or known
         moving = [
             node
-            for node, new in changed.items()
+            for node, new in program.changed.items()
             if known[new] != known[node] and not isinstance(known[node], Unknown)
         ]
         if not moving:
@@ -285,7 +283,7 @@ def _settle(
             if left.get(node):
                 inputs[node] = left[node].pop(0)
             else:
-                inputs[node] = _no_layout(node, _single(first[changed[node]]))
+                inputs[node] = _no_layout(node, _single(first[program.changed[node]]))
 
 
 def _candidates(node: Any, batch: BatchSize) -> list[Layout]:

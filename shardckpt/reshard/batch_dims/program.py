@@ -21,10 +21,15 @@ class Program:
     """The `torch.fx.Graph`."""
     states: dict[str, Any]
     """Parameters, buffers and constants by full name → their placeholders."""
+    kept: tuple[str, ...]
+    """States that `state_dict()` has: no constants, and no buffers that are not persistent."""
     inputs: dict[str, Any]
     """The caller's arguments, by name → placeholders."""
-    changed: dict[str, Any]
-    """States and inputs that the program changes → the nodes of their new values."""
+    changed: dict[Any, Any]
+    """Placeholders of states and inputs that the program changes → the nodes of their new values.
+
+    A state and an input may have one name.
+    """
     outputs: dict[str, Any]
     """All other results, by name → nodes. Gradients have their parameters' names, with `.grad`."""
 
@@ -64,7 +69,7 @@ class Program:
         return program
 
     def placeholder(self, name: str) -> Any:
-        """The placeholder of a state or an input.
+        """The placeholder of an input, or of a state if no input has the name.
 
         Raises:
             OptionError: there is no placeholder of that name.
@@ -81,25 +86,30 @@ class Program:
 def _of_exported(exported: Any) -> Program:
     signature, nodes = exported.graph_signature, {node.name: node for node in exported.graph.nodes}
     states: dict[str, Any] = {}
+    kept: list[str] = []
     inputs: dict[str, Any] = {}
     for spec in signature.input_specs:
         node = nodes.get(getattr(spec.arg, "name", None))
         if node is not None:
             (inputs if spec.target is None else states)[spec.target or node.name] = node
-    changed: dict[str, Any] = {}
+            if spec.kind.name == "PARAMETER" or (spec.kind.name == "BUFFER" and spec.persistent):
+                kept.append(spec.target)
+    changed: dict[Any, Any] = {}
     outputs: dict[str, Any] = {}
     for spec in signature.output_specs:
         node, kind = nodes.get(getattr(spec.arg, "name", None)), spec.kind.name
         if node is None:
             continue
-        if kind in {"BUFFER_MUTATION", "USER_INPUT_MUTATION"}:
-            changed[spec.target] = node
+        if kind == "BUFFER_MUTATION":
+            changed[states[spec.target]] = node
+        elif kind == "USER_INPUT_MUTATION":
+            changed[inputs[spec.target]] = node
         else:
             outputs[f"{spec.target}.grad" if kind.startswith("GRADIENT") else node.name] = node
-    return Program(exported.graph, states, inputs, changed, outputs)
+    return Program(exported.graph, states, tuple(kept), inputs, changed, outputs)
 
 
 def _of_graph(graph: Any) -> Program:
     inputs = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
     (output,) = [node for node in graph.nodes if node.op == "output"]
-    return Program(graph, {}, inputs, {}, {node.name: node for node in output.all_input_nodes})
+    return Program(graph, {}, (), inputs, {}, {node.name: node for node in output.all_input_nodes})

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.errors import ShardingError
+from shardckpt.errors import NamesMismatchError, ShardingError
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.placements import Placement, Placements
 from shardckpt.layout.sharding import Sharding
 from shardckpt.reshard.batch_dims.inference import BatchDims, batch_dims
 from shardckpt.reshard.batch_dims.layouts import Layout, Partial, Replicate, Shard
 from shardckpt.state.names import shown
-from shardckpt.state.select import matches
+from shardckpt.state.select import matches, unused_patterns
+from shardckpt.text import Message, few, named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,14 +31,15 @@ def batch_shardings(
     *,
     mesh: Mesh,
     axis: str = "data",
-    replicated: Sequence[str] = (),
+    replicated: str | Sequence[str] = (),
     prefix: str = "",
     even_counts: bool = False,
     local_batch_norm: bool = False,
 ) -> dict[str, Sharding | Placements]:
     """Layouts of a program's parameters, buffers and changed inputs over a mesh, by name.
 
-    `SaveOptions(shardings=…)` and `Rules.by_name` accept the result.
+    `SaveOptions(shardings=…)` and `Rules.by_name` accept the result. Buffers that are not
+    persistent, and constants, are left out, as in `state_dict()`.
 
     Args:
         exported: a program, or the result of `batch_dims`.
@@ -53,6 +55,7 @@ def batch_shardings(
 
     Raises:
         OptionError: as for `batch_dims`.
+        NamesMismatchError: a pattern of `replicated` selects nothing.
         ShardingError: the mesh has no such axis, or state that is partial or unknown is not in
             `replicated`.
     """
@@ -66,25 +69,36 @@ def batch_shardings(
         if isinstance(exported, BatchDims)
         else batch_dims(exported, batch, even_counts=even_counts, local_batch_norm=local_batch_norm)
     )
-    inputs = {
-        name: inferred.inputs[name] for name in inferred.program.changed if name in inferred.inputs
-    }
+    program = inferred.program
+    inputs = {name: node for name, node in program.inputs.items() if node in program.changed}
+    both = [name for name in inputs if name in program.kept]
+    if both:
+        raise ShardingError(
+            f"batch_shardings: a state and a changed input are both named {shown(both[0])}; rename "
+            "one of them."
+        )
+    names = [*program.kept, *inputs]
+    unused = unused_patterns(replicated, names) if replicated else None
+    if unused is not None:
+        advice = f" selects none of the program's state, which is {few(names, 5)}."
+        raise NamesMismatchError(Message("batch_shardings: ", named("replicated", unused), advice))
     layouts = {
-        name: _check_savable(name, layout, replicated)
-        for name, layout in {**inferred.states, **inputs}.items()
+        name: _check_savable(name, group[name], replicated)
+        for group, own in ((inferred.states, program.kept), (inferred.inputs, inputs))
+        for name in own
     }
-    shapes = {name: tuple(inferred.program.placeholder(name).meta["val"].shape) for name in layouts}
+    nodes = {**program.states, **inputs}
     return {
-        prefix + name: _over(mesh, axis, layout, len(shapes[name]))
+        prefix + name: _over(mesh, axis, layout, len(nodes[name].meta["val"].shape))
         for name, layout in layouts.items()
     }
 
 
-def _check_savable(name: str, layout: Layout, replicated: Sequence[str]) -> Replicate | Shard:
+def _check_savable(name: str, layout: Layout, replicated: str | Sequence[str]) -> Replicate | Shard:
     """The layout, if it can be saved."""
     if isinstance(layout, Replicate | Shard) and not layout.power:
         return layout
-    if matches(list(replicated), name):
+    if matches(replicated, name):
         return Replicate()
     if isinstance(layout, Partial):
         raise ShardingError(

@@ -2,8 +2,8 @@
 
 Reading: boxes of the largest tensors, through the library's own reader with checksum comparison, at
 most 64 MiB and about one second. On a local disk the page cache is first asked to drop these bytes;
-otherwise the rate of memory would be measured. Writing: one object of 32 MiB beside the
-destination, until it is durable; then it is deleted.
+otherwise the rate of memory would be measured. Writing: one object of 32 MiB in the
+destination, or above it if it does not exist, until it is durable; then it is deleted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.errors import OptionError
+from shardckpt.errors import OptionError, StorageError
 from shardckpt.io.status import is_directory
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -164,7 +164,7 @@ def _forget(checkpoint: Checkpoint, places: Places, tensor: TensorRecord, box: B
 
 
 def measure_write(url: str | os.PathLike[str]) -> Rate:
-    """Measure bytes written per second, until durable, in the directory of a future checkpoint.
+    """Measure bytes written per second, until durable, in a destination or above it.
 
     Raises:
         StorageError: writing there failed.
@@ -179,6 +179,9 @@ def measure_write(url: str | os.PathLike[str]) -> Rate:
     try:
         store.write(key, data)
         seconds = perf_counter() - begun
-    finally:
-        store.delete(key)
+    except BaseException:
+        with suppress(StorageError):  # the first error says more
+            store.delete(key)
+        raise
+    store.delete(key)
     return Rate.measured(WRITTEN, seconds)

@@ -2,7 +2,8 @@
 
 The chunk tables record both. Without them (only a record is known, or there are too many chunks), a
 chunk's length is estimated as its elements and their checksum at the checkpoint's average
-compression. If several hosts could have written a chunk, an equal share is assumed for each.
+compression; a version that is stored as differences counts with all its elements, uncompressed. If
+several hosts could have written a chunk, an equal share is assumed for each.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class ByLayout:
         )
         self.bins = Bins(self._hosts.number)
         self._ratio = 1.0 if compressed is None else compressed
-        if compressed is None and record.compression is not None:
+        # The totals of a version have its differences; the elements are in other checkpoints.
+        if compressed is None and record.compression not in (None, "difference"):
             unpacked = sum(
                 _length(t, k) * p.num_chunks
                 for t in tensors

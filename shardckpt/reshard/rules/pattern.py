@@ -59,15 +59,16 @@ def owners(name: str) -> tuple[str, ...]:
 
     They are the name without its last component, and without the last part of that component.
 
-    DCP flattens optimizer state into `state.<parameter>.<state>`; the parameter counts as the name
-    above it.
+    DCP flattens optimizer state into `state.<parameter>.<state>`; the parameter counts as a name
+    above it, too, because the name does not say whether `state` is a module.
 
-    >>> owners("model/w.0/exp_avg"), owners("optim/state.layers.0.w.exp_avg")
-    (('model/w.0',), ('optim/layers.0.w', 'optim'))
+    >>> owners("model/w.0/exp_avg"), owners("optim/state.w.exp_avg")
+    (('model/w.0',), ('optim/state.w', 'optim/w', 'optim'))
     """
     directory, slash, last = name.rpartition("/")
-    stem = last.rpartition(".")[0].removeprefix(_STATE)
-    return (*((directory + slash + stem,) if stem else ()), *((directory,) if slash else ()))
+    stem = last.rpartition(".")[0]
+    stems = dict.fromkeys((stem, stem.removeprefix(_STATE)))
+    return (*(directory + slash + one for one in stems if one), *((directory,) if slash else ()))
 
 
 @lru_cache(maxsize=4096)

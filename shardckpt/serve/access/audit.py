@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
@@ -32,14 +33,19 @@ class AuditLog:
     def __init__(self, path: Path | None) -> None:
         """Open the file; None: nothing is kept.
 
+        A line that a full disk has cut stays; the next one begins after it.
+
         Raises:
             StorageError: it cannot be written.
         """
         self._path, self._fd = path, -1
-        self._stale = False
+        self._stale, self._cut = False, False
         self._lock = threading.Lock()
         if path is not None:
-            self._fd = self._open(path)
+            try:
+                self._open(path)
+            except OSError as e:
+                raise _failure(path, e.strerror) from e
 
     def reopen(self) -> None:
         """Open the file again before the next line; may be called by a signal."""
@@ -59,14 +65,14 @@ class AuditLog:
                 if self._stale or self._fd < 0 or not self._is_there():
                     self._stale = False
                     self._close()
-                    self._fd = self._open(self._path)
+                    self._open(self._path)
+                line = b"\n" + line if self._cut else line
                 written = os.write(self._fd, line)
             except OSError as e:
-                raise StorageError(
-                    f"the audit log {self._path} cannot be written ({e.strerror})."
-                ) from e
+                raise _failure(self._path, e.strerror) from e
+            self._cut = line[:written][-1:] != b"\n"
         if written != len(line):
-            raise StorageError(f"the audit log {self._path} cannot be written (its disk is full).")
+            raise _failure(self._path, "its disk is full")
 
     def note(self, **fields: Any) -> None:
         """Write a line about what has happened; log if that fails."""
@@ -108,9 +114,13 @@ class AuditLog:
         if fd >= 0:
             os.close(fd)
 
-    @staticmethod
-    def _open(path: Path) -> int:
-        try:
-            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
-        except OSError as e:
-            raise StorageError(f"the audit log {path} cannot be written ({e.strerror}).") from e
+    def _open(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        self._cut = False
+        with suppress(OSError), path.open("rb") as file:  # one that cannot be read or is empty
+            file.seek(-1, os.SEEK_END)
+            self._cut = file.read() != b"\n"
+
+
+def _failure(path: Path, reason: str | None) -> StorageError:
+    return StorageError(f"the audit log {path} cannot be written ({reason}).")

@@ -17,7 +17,7 @@ from shardckpt.errors import OptionError
 from shardckpt.text import shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from starlette.types import Scope
 
@@ -28,8 +28,12 @@ _PREFIX = re.compile(r"(/[A-Za-z0-9._~-]{1,100}){1,8}/?", re.ASCII)
 class Proxies:
     """The proxies that are trusted."""
 
-    def __init__(self, trusted: Sequence[str], *, unix_socket: bool) -> None:
+    def __init__(
+        self, trusted: Sequence[str], *, unix_socket: bool, roots: Collection[str] = ()
+    ) -> None:
         """Parse addresses or networks; the clients of a unix socket are trusted as well.
+
+        `roots`: names of roots, which paths of models begin with.
 
         Raises:
             OptionError: one is not an address or a network.
@@ -41,7 +45,7 @@ class Proxies:
                 f"--trusted-proxy: {shorten(str(e))}; give an address or a network, as in "
                 "10.0.0.7 or 10.0.0.0/24."
             ) from e
-        self._unix_socket = unix_socket
+        self._unix_socket, self._roots = unix_socket, roots
 
     def apply(self, scope: Scope) -> str | None:
         """Put the client's address, scheme and host into a request; return the prefix of its path.
@@ -71,7 +75,8 @@ class Proxies:
         )
         prefix = prefix.rstrip("/")
         # Of a proxy that does not take it away.
-        if prefix and scope["path"].startswith(f"{prefix}/"):
+        kept = prefix and prefix.split("/")[1] not in self._roots
+        if kept and scope["path"].startswith(f"{prefix}/"):
             scope["path"] = scope["path"].removeprefix(prefix)
             scope.pop("raw_path", None)
         return prefix

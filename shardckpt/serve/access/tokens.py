@@ -192,8 +192,8 @@ def add_token(file: Path, name: str, *rights: str, expires: str | None = None) -
         expires: a duration such as "90d", or a date or time in ISO 8601; None: never.
 
     Raises:
-        OptionError: the name, a right or the end is invalid. StorageError: the file cannot be
-            written.
+        OptionError: the name, a right or the end is invalid. StorageError: the file cannot be read
+            and written.
     """
     token = _PREFIX + secrets.token_urlsafe(32)
     given = parse_rights([*rights] or ["read"])
@@ -204,20 +204,22 @@ def add_token(file: Path, name: str, *rights: str, expires: str | None = None) -
     )
     line = f"{name} {text} {_digest(token)}"
     if expires is not None:
-        line += f" {dt.datetime.fromtimestamp(_end(expires), dt.UTC).isoformat(timespec='seconds')}"
+        end = dt.datetime.fromtimestamp(_end(expires), dt.UTC)
+        if end <= dt.datetime.now(dt.UTC):
+            raise OptionError(f"--expires {expires!r}: that time is over; give one to come.")
+        line += f" {end.isoformat(timespec='seconds')}"
     if not _LINE.fullmatch(line):
         raise OptionError(f"name {shorten(name)}: names have letters, digits, dots and dashes.")
     try:
         new = not exists(file)
         with os.fdopen(
-            os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644),
-            "a",
-            encoding="utf-8",
+            os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644), "rb+"
         ) as out:
             if new:
                 # A service that runs as another user reads it; digests are not secret.
                 os.fchmod(out.fileno(), 0o644)
-            out.write(f"{line}\n")
+            complete = out.read()[-1:] in (b"", b"\n")
+            out.write((b"" if complete else b"\n") + f"{line}\n".encode())
     except OSError as e:
         raise StorageError(f"the token file {file} cannot be written ({e.strerror}).") from e
     return token

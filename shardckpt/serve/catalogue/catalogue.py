@@ -328,8 +328,8 @@ class Catalogue:
         )
         return [{"id": row[1], "run": row[0], **json.loads(row[2])} for row in rows]
 
-    def idents(self, root: str) -> set[str]:
-        """The ids of all checkpoints of a root.
+    def idents(self, root: str, most: int = -1) -> set[str]:
+        """The ids of all checkpoints of a root, or of some, if there are more than `most`.
 
         Raises:
             StorageError: the database cannot be read.
@@ -337,8 +337,9 @@ class Catalogue:
         return {
             row[0]
             for row in self._read(
-                "SELECT id FROM checkpoints WHERE id = ? OR (id >= ? AND id < ?)",
-                (root, f"{root}/", f"{root}0"),
+                "SELECT id FROM checkpoints WHERE id = ? UNION ALL "
+                "SELECT id FROM checkpoints WHERE id >= ? AND id < ? LIMIT ?",
+                (root, f"{root}/", f"{root}0", most),
             )
         }
 

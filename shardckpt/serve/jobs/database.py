@@ -25,11 +25,12 @@ _LATER = {"roots": "TEXT", "kills": "INTEGER NOT NULL DEFAULT 0"}
 """Columns of jobs that a journal of an earlier version lacks. `kills`: how often in a row the
 service was killed while the job ran."""
 _MOST_KILLS = 10
-_DEADLY = {
+DEADLY = {
     "code": "internal",
     "message": f"the service was killed while it ran, {_MOST_KILLS} times in a row; it may need "
     "more memory than there is. Start it anew if that is not so.",
 }
+"""Error of a queued job that is not started again; the runner ends it, and tells of it."""
 COMPLETE = "ended IS NOT NULL AND (error IS NULL OR damaged > 0)"
 """Verifications that have read everything, or found damage before they could not go on."""
 _SCHEMA = f"""
@@ -95,12 +96,14 @@ class JournalDatabase:
                 )
                 db.execute(ended, (utc_now(),))
                 db.execute("UPDATE jobs SET kills = kills + 1 WHERE state = 'running'")
-                failed = (
-                    "UPDATE jobs SET state = 'failed', ended = ?, error = ? "
-                    "WHERE state = 'running' AND kills >= ?"
-                )
-                db.execute(failed, (utc_now(), json.dumps(_DEADLY), _MOST_KILLS))
+                deadly = "UPDATE jobs SET error = ? WHERE state = 'running' AND kills >= ?"
+                db.execute(deadly, (json.dumps(DEADLY), _MOST_KILLS))
                 db.execute("UPDATE jobs SET state = 'queued' WHERE state = 'running'")
+                over = (
+                    "UPDATE verifications SET ended = ?, error = 'it was cancelled' WHERE "
+                    "ended IS NULL AND job IN (SELECT number FROM jobs WHERE state = 'cancelled')"
+                )
+                db.execute(over, (utc_now(),))
             with storage_errors("open", self._path):
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
                 """The file in use. Closing it before the database would end SQLite's locks."""

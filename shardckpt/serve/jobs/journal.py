@@ -406,9 +406,10 @@ class Journal(JournalDatabase):
             )
             self._write("DELETE FROM notices WHERE number <= ?", (number - _MOST_NOTICES,))
 
-    def notices(self, limit: int = 10) -> list[tuple[int, str]]:
-        """Number and body of the oldest notices. Raises StorageError."""
-        return self._all("SELECT number, body FROM notices ORDER BY number LIMIT ?", (limit,))
+    def notices(self, after: int = 0, limit: int = 10) -> list[tuple[int, str]]:
+        """Number and body of the oldest notices, those after one first. Raises StorageError."""
+        oldest = "SELECT number, body FROM notices ORDER BY number <= ?, number LIMIT ?"
+        return self._all(oldest, (after, limit))
 
     def drop_notice(self, number: int) -> None:
         """Forget a notice. Raises StorageError."""

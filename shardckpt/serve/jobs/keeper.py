@@ -62,20 +62,24 @@ class Keeper(BackgroundWork):
                 if self.rules.rule_for(run) is None:
                     continue
                 self._roots.only_ident(run)
-                if ended(Store.open(self._roots.locate(run))) is not None:
-                    self._next(run)
+                mark = ended(Store.open(self._roots.locate(run)))
+                if mark is not None:
+                    self._next(run, mark.when)
             except ShardckptError as e:
                 _log.warning("retention", extra={"fields": {"run": run, "reason": str(e)}})
         return _POLL
 
-    def _next(self, run: str) -> None:
-        """Start a dry run, or the deletion of what the last one lists."""
+    def _next(self, run: str, marked: str) -> None:
+        """Start a dry run, or the deletion of what the last one lists.
+
+        A dry run from before the run was marked as ended, at the time `marked`, does not count.
+        """
         last = next(iter(self._journal.jobs(operation="retain", subject=run, limit=1)), None)
-        if last is None or (last.is_over and last.state != "done" and self._is_old(last)):
+        result = {} if last is None else last.result or {}
+        if last is None or (last.state == "done" and result.get("ended") != marked):
             self._start(run, None)
-        elif last.state == "done" and self._is_old(last):
-            listed = last.result is not None and last.result["dry"] and last.result["steps"]
-            self._start(run, last if listed else None)
+        elif last.is_over and self._is_old(last):
+            self._start(run, last if result.get("dry") and result["steps"] else None)
 
     def _is_old(self, job: JobRow) -> bool:
         assert job.ended is not None

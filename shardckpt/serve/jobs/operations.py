@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit.publish import RECORD, published_attempt, record_digest
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
 _COMPARED = 8 << 20
 _MOST_LEFT = 100
+_MOST_STEPS, _MOST_REASONS = 10_000, 1000
+"""Most steps that one dry run lists, and most of those that stay; a result is one line."""
 
 _SUBJECTS = ("checkpoint", "run", "from")
 """The parameters for the id that an operation is about; each has one of them."""
@@ -285,23 +288,28 @@ def retain(
 ) -> dict[str, Any]:
     """List the steps of a run that the rules would delete, or delete those listed earlier.
 
-    With `apply`, the job deletes the steps that an earlier such job has listed.
+    With `apply`, the job deletes the steps that an earlier such job has listed. A job lists at most
+    10,000 steps; a later one lists the others.
     """
     path = work.options.get("keep")
     work.roots.only_ident(run)
     rule = None if path is None else RetentionRules.read(path).rule_for(run)
     if rule is None:
         raise OptionError(f"no rule of --keep is for {shorten(run)}, so nothing of it is deleted.")
-    report = retention.retain(Store.open(work.roots.locate(run)), rule, expected, work.progress)
+    root = Store.open(work.roots.locate(run))
+    mark = ended.ended(root)
+    report = retention.retain(root, rule, expected, work.progress)
     steps = [
-        {"name": one.name, "attempt": one.attempt, "bytes": one.nbytes} for one in report.deleted
+        {"name": one.name, "attempt": one.attempt, "bytes": one.nbytes}
+        for one in report.deleted[:_MOST_STEPS]
     ]
     return {
         "dry": expected is None,
+        "ended": None if mark is None else mark.when,
         "applied": apply,
         "steps": steps,
-        "bytes": report.nbytes,
-        "left": dict(report.left),
+        "bytes": sum(one["bytes"] for one in steps),
+        "left": dict(islice(report.left.items(), _MOST_REASONS)),
     }
 
 

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import ShardckptError, StorageError
-from shardckpt.io.failures import process_advice
+from shardckpt.io.failures import child_environment, process_advice
 from shardckpt.serve.access.audit import AuditLog
 from shardckpt.serve.jobs.background import BackgroundWork
+from shardckpt.serve.jobs.database import DEADLY
 from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.jobs.rows import DAMAGED_ROW
 from shardckpt.serve.jobs.verification import VerificationNotes
@@ -103,9 +104,10 @@ class JobProcess:
                 return JobEnd(again=True)
             try:
                 process = self._process = subprocess.Popen(  # noqa: S603  (this interpreter, and a path of the service's own)
-                    [sys.executable, "-m", "shardckpt.serve.jobs.worker", str(lock)],
+                    [sys.executable, "-P", "-m", "shardckpt.serve.jobs.worker", str(lock)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
+                    env=child_environment(),
                     start_new_session=True,
                 )
             except OSError as e:
@@ -244,12 +246,8 @@ class JobRunner(BackgroundWork):
         self._running = {number: one for number, one in self._running.items() if one[2].is_alive()}
         waits: dict[int, str] = {}
         for job in self._journal.queued():
-            if job.operation not in OPERATIONS or job.error == DAMAGED_ROW:
-                error = job.error or {
-                    "code": "option",
-                    "message": "this version has no such operation.",
-                }
-                self._journal.end(job.number, "failed", error=error)
+            if job.operation not in OPERATIONS or job.error in (DAMAGED_ROW, DEADLY):
+                self._give_up(job)
                 continue
             why = self._why_not(job)
             if why is not None:
@@ -272,6 +270,13 @@ class JobRunner(BackgroundWork):
                 else:
                     self._running[job.number] = job, process, thread
         self.waits_for = waits
+
+    def _give_up(self, job: JobRow) -> None:
+        """End a queued job that cannot be started."""
+        error = job.error or {"code": "option", "message": "this version has no such operation."}
+        if job.operation == "verify":
+            VerificationNotes(self._journal, self._roots, job.subject, job.number).end(error)
+        self._write_down(job, JobEnd(error=error))
 
     def _why_not(self, job: JobRow) -> str | None:
         """Reason for not starting a job now; None if it can start."""
@@ -355,7 +360,7 @@ class JobRunner(BackgroundWork):
                 ended = self._write_down(job, end)
                 if verification is not None and ended.is_over and ended.state != "done":
                     verification.end(
-                        ended.error["message"] if ended.error is not None else "it was cancelled"
+                        ended.error or {"code": "cancelled", "message": "it was cancelled"}
                     )
                 break
             except StorageError as e:

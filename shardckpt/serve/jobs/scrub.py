@@ -98,7 +98,7 @@ class Scrubber(BackgroundWork):
             due = next(filter(self._may, self._tally.due), None)
             if due is not None:
                 self._verify(due)
-                self._tally.count()
+                self._tally.drop(due)
             self._pause = _POLL if due is not None else min(2 * self._pause, _LONGEST_POLL)
             return self._pause
         finally:
@@ -116,7 +116,7 @@ class Scrubber(BackgroundWork):
         if begun is not None and not -_FUTURE < dt.datetime.now(dt.UTC) - begun < dt.timedelta(
             seconds=self.period
         ):
-            notes.end("it took longer than the period")
+            notes.end({"code": "late", "message": "it took longer than the period"})
         options = {"rate": self.rate}
         self._process = JobProcess(self._directory, self._roots, options)
         if self._stopped.is_set():
@@ -136,7 +136,7 @@ class Scrubber(BackgroundWork):
         if end.error is not None:
             self._not_before[ident] = time.monotonic() + _AGAIN_SECONDS
             if not end.again:
-                notes.end(end.error["message"])
+                notes.end(end.error)
             level = (
                 logging.INFO if end.error["code"] in ("replaced", "not-found") else logging.WARNING
             )

@@ -73,6 +73,7 @@ class Tally(BackgroundWork):
         self._complete = False
         """Whether the first scan was over when it counted."""
         self._counting = threading.Lock()
+        self._dropped: list[str] = []
         self._forget = 0.0
         self._gone: set[str] = set()
         """Ids of checkpoints that were gone at the last look."""
@@ -91,9 +92,12 @@ class Tally(BackgroundWork):
     def count(self) -> dict[str, Counts]:
         """Count now, by root. Raises StorageError."""
         begun, complete = time.monotonic(), self._scanner.complete.is_set()
+        dropped = len(self._dropped)
         entries = self._catalogue.committed()
         verified = self._journal.verified([one["id"] for one in entries])
-        self.due = self._due(entries, verified)
+        late = set(self._dropped[dropped:])
+        self.due = [one for one in self._due(entries, verified) if one not in late]
+        del self._dropped[:dropped]
         due, none = set(self.due), [0] * len(fields(Counts))
         counts: dict[str, list[int]] = {}
         for one in entries:
@@ -106,6 +110,11 @@ class Tally(BackgroundWork):
         self._counted, self._complete = time.monotonic(), complete
         self._took = self._counted - begun
         return self._counts
+
+    def drop(self, ident: str) -> None:
+        """Count a checkpoint that was verified now as not due before the next count."""
+        self._dropped.append(ident)
+        self.due = [one for one in self.due if one != ident]
 
     def forget_gone(self) -> None:
         """Forget verifications of checkpoints that are gone now and were gone at the last call.

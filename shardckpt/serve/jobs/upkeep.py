@@ -118,8 +118,34 @@ class Upkeep:
                 one.stop()
         self.journal.close()
 
+    def deletable(self, ident: str) -> dict[str, str]:
+        """The checkpoint that is at a place now, as arguments of a deletion.
+
+        `attempt`, or `record`: the digest of a record that cannot be read.
+
+        Raises:
+            NotFoundError: there is none. StorageError: the storage failed.
+        """
+        store = Store.open(self._roots.locate(ident))
+        try:
+            attempt = published_attempt(store)
+        except FormatError:  # a damaged checkpoint may be deleted, too
+            record = record_digest(store.read_versioned(RECORD)[0])
+            known = {} if record is None else {"record": record}
+        else:
+            known = {} if attempt is None else {"attempt": attempt}
+        if not known:
+            raise NotFoundError(f"{ident}: there is no checkpoint.")
+        return known
+
     def start_job(
-        self, who: Identity, operation: Operation, given: Mapping[str, Any], key: str | None
+        self,
+        who: Identity,
+        operation: Operation,
+        given: Mapping[str, Any],
+        key: str | None,
+        *,
+        record: str | None = None,
     ) -> tuple[JobRow, bool]:
         """Queue a job; return it, and whether it is new.
 
@@ -128,6 +154,8 @@ class Upkeep:
             operation: its operation.
             given: values of parameters, by name; others have their defaults.
             key: see `Journal.add`.
+            record: of a deletion without an attempt: `deletable` when it was asked for; default:
+                now.
 
         Raises:
             HTTPException: it needs another right, or the root that it reads has vanished.
@@ -147,14 +175,7 @@ class Upkeep:
             raise
         arguments = {**asked}
         if operation.name == "delete" and asked["attempt"] is None:
-            store = Store.open(self._roots.locate(subject))
-            try:
-                arguments["attempt"] = published_attempt(store)
-            except FormatError:  # a damaged checkpoint may be deleted, too
-                arguments["record"] = record_digest(store.read_versioned(RECORD)[0])
-            else:
-                if arguments["attempt"] is None:
-                    raise NotFoundError(f"{subject}: there is no checkpoint.")
+            arguments |= self.deletable(subject) if record is None else {"record": record}
         if operation.name == "retain":
             arguments["expected"] = (
                 None
@@ -203,7 +224,8 @@ class Upkeep:
             )
 
     def _note_end(self, job: JobRow) -> None:
-        if OPERATIONS[job.operation].writes(job.arguments):
+        operation = OPERATIONS.get(job.operation)
+        if operation is not None and operation.writes(job.arguments):
             self._audit.note(**audited(job), result=job.state)
         for ident in (job.subject, job.destination):
             if ident is not None:

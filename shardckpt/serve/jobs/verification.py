@@ -13,6 +13,8 @@ from shardckpt.io.store import Store
 from shardckpt.reading import verification as reading
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from shardckpt.errors import ShardckptError
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reading.verification import Damage
@@ -30,6 +32,8 @@ comes to its record."""
 _GROUP_SECONDS = 0.25
 _LEAST_GROUP = 1 << 20
 _LONGEST_REASON, _MOST_IN_NOTICE = 500, 10
+_GONE = ("replaced", "not-found")
+"""Codes of errors that say that the checkpoint is not there any more."""
 
 
 def verify_checkpoint(work: Work, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -143,34 +147,37 @@ class VerificationNotes:
     def note(self, state: dict[str, Any]) -> None:
         """Write down what the process says. Raises StorageError."""
         if self.last is not None and self.last.attempt != state["attempt"]:
-            self.end("it was replaced")
+            self.end({"code": "replaced", "message": "it was replaced"})
         if self.last is None:
             self.last = self._journal.begin_verification(self._ident, state["attempt"], self._job)
         counted = {name: state[name] for name in ("chunks", "total", "bytes", "damaged", "damage")}
-        notice = None
-        if state["over"] and state["damaged"]:
-            first = [
-                one | {"reason": self._roots.without_places(one["reason"])}
-                for one in state["damage"][:_MOST_IN_NOTICE]
-            ]
-            one = {
-                "source": "scrub" if self._job is None else "job",
-                "job": self._job,
-                "verification": self.last.number,
-            }
-            notice = {
-                "event": "damage",
-                "checkpoint": self._ident,
-                **one,
-                "damaged": state["damaged"],
-                "damage": first,
-            }
+        last = replace(self.last, **counted)
         self.last = self._journal.update_verification(
-            replace(self.last, **counted), over=state["over"], notice=notice
+            last, over=state["over"], notice=self._notice(last) if state["over"] else None
         )
 
-    def end(self, error: str) -> None:
+    def end(self, error: Mapping[str, str]) -> None:
         """Record that the verification failed. Raises StorageError."""
         if self.last is not None and self.last.ended is None:
-            self._journal.update_verification(replace(self.last, error=error), over=True)
+            notice = None if error["code"] in _GONE else self._notice(self.last)
+            last = replace(self.last, error=error["message"])
+            self._journal.update_verification(last, over=True, notice=notice)
         self.last = None
+
+    def _notice(self, one: Verification) -> dict[str, Any] | None:
+        """The notice about the damage that a verification has found; None: it has found none."""
+        if not one.damaged:
+            return None
+        first = [
+            part | {"reason": self._roots.without_places(part["reason"])}
+            for part in one.damage[:_MOST_IN_NOTICE]
+        ]
+        return {
+            "event": "damage",
+            "checkpoint": self._ident,
+            "source": "scrub" if self._job is None else "job",
+            "job": self._job,
+            "verification": one.number,
+            "damaged": one.damaged,
+            "damage": first,
+        }

@@ -39,7 +39,7 @@ class Webhook(BackgroundWork):
         super().__init__(
             "webhook", _log, "the webhook could not be notified", first=_POLL, again=_POLL
         )
-        self._pause = _POLL
+        self._pause, self._tried = _POLL, 0
         self._http: httpx.Client | None = None
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
@@ -55,11 +55,12 @@ class Webhook(BackgroundWork):
 
         self._http = self._http or httpx.Client(timeout=_TIMEOUT, follow_redirects=False)
         try:
-            for number, body in self._journal.notices():
+            for number, body in self._journal.notices(self._tried):
+                self._tried = number  # if it is refused, the next look begins with the next one
                 self._send(self._http, body)
                 self._journal.drop_notice(number)
+                self._pause = _POLL
                 _log.info("told", extra={"fields": {"notice": number}})
-            self._pause = _POLL
         except (httpx.HTTPError, httpx.InvalidURL, StorageError) as e:
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
             _log.warning(

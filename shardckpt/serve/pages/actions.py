@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
     from shardckpt.serve.pages.frame import Viewer
 
-KEY, CONFIRM = "key", "confirm"
+KEY, CONFIRM, RECORD = "key", "confirm", "record"
 """Names of fields that are not parameters of the operation."""
 
 
 def actions_section(
-    ident: str, attempt: str, entry: Mapping[str, Any], viewer: Viewer
+    ident: str, deletable: Mapping[str, str], entry: Mapping[str, Any], viewer: Viewer
 ) -> Html | None:
-    """Forms for the jobs that a viewer may start with a checkpoint; None: no job."""
+    """Forms for the jobs that a viewer may start with a checkpoint; None: no job.
+
+    `deletable` is that of `Upkeep.deletable`.
+    """
     if not viewer.may("operate"):
         return None
     operates, admin, given = (
@@ -65,7 +68,7 @@ def actions_section(
         ),
         disclosed("Export", about_export, job_form("export", given, "Start export", export)),
     ]
-    return section("Actions", *parts, _delete(ident, attempt, entry) if admin else None)
+    return section("Actions", *parts, _delete(ident, deletable, entry) if admin else None)
 
 
 def reshard_section(ident: str, asked: Mapping[str, Any], viewer: Viewer) -> Html | None:
@@ -182,7 +185,7 @@ def choice(
     return el("select", options, name=name, id=ident)
 
 
-def _delete(ident: str, attempt: str, entry: Mapping[str, Any]) -> Html:
+def _delete(ident: str, deletable: Mapping[str, str], entry: Mapping[str, Any]) -> Html:
     protected = [
         word
         for word, is_so in (("pinned", entry.get("pinned")), ("tagged", entry.get("tags")))
@@ -197,7 +200,7 @@ def _delete(ident: str, attempt: str, entry: Mapping[str, Any]) -> Html:
         _field("delete", "reason", "Reason", "on request", required=False),
     ]
     form = job_form(
-        "delete", {"checkpoint": ident, "attempt": attempt}, "Delete for ever", fields, danger=True
+        "delete", {"checkpoint": ident, **deletable}, "Delete for ever", fields, danger=True
     )
     return disclosed("Delete", "Deletes the checkpoint and its data. This cannot be undone.", form)
 

@@ -45,6 +45,79 @@ def test_partial_state_is_refused_with_what_reduces_it_until_it_is_said_to_be_re
     )
 
 
+@pytest.mark.parametrize("pattern", ["t*l", "total"])
+def test_one_pattern_of_what_is_replicated_is_no_sequence_of_letters(statistics, pattern):
+    with pytest.raises(ShardingError, match=r"^'average'"):
+        batch_shardings(statistics, mesh=MESH, replicated=pattern)
+
+
+def test_a_pattern_that_selects_none_of_the_state_is_refused(statistics):
+    with pytest.raises(NamesMismatchError, match=r"replicated=\['\*\.total'\] selects none"):
+        batch_shardings(statistics, mesh=MESH, replicated=["*", "*.total"])
+
+
+class Namesake(torch.nn.Module):
+    """A buffer has the name of an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("h", torch.zeros(8, 4))
+        self.register_buffer("g", torch.zeros(8, 4))
+
+    def forward(self, h):
+        self.g += self.h
+        self.h.copy_(h)
+        return h * 2
+
+
+class ChangesBoth(Namesake):
+    def forward(self, h):
+        self.h.copy_(h)
+        h.mul_(2)
+        return h.sum(1)
+
+
+class Ordinary(torch.nn.Module):
+    """Has tensors that are not in its state dict: a buffer and two constants."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(4, 4)
+        self.register_buffer("cache", torch.zeros(8, 4))
+        self.register_buffer("total", torch.zeros(4), persistent=False)
+        self.scale = torch.ones(4)
+
+    def forward(self, x):
+        self.total += x.sum(0)
+        self.cache.copy_(x)
+        return self.project(x) * self.scale + torch.tensor([1.0, 2.0, 3.0, 4.0]) + self.total
+
+
+def test_the_layouts_fit_the_state_dict(tmp_path):
+    model = Ordinary()
+    program = torch.export.export(model, (torch.randn(8, 4),))
+    layouts = batch_shardings(program, {"x": 0}, mesh=MESH, prefix="model/")
+    options = shardckpt.SaveOptions(shardings=layouts)
+    shardckpt.save(tmp_path / "c", {"model": model.state_dict()}, options=options)
+    assert shardckpt.open(tmp_path / "c").info("model/cache").layout == layouts["model/cache"]
+
+
+def test_a_buffer_may_have_the_name_of_an_argument():
+    program = torch.export.export(Namesake(), (torch.randn(8, 4),))
+    layouts = batch_shardings(program, {"h": 0}, mesh=MESH)
+    assert {name: layout.spec for name, layout in layouts.items()} == dict.fromkeys(
+        ("h", "g"), PartitionSpec("data", None)
+    )
+    inferred = batch_dims(program, {"h": 0})
+    assert inferred.explain("h").splitlines()[-1] == "h is Shard(0)"
+
+
+def test_a_buffer_and_a_changed_argument_of_one_name_are_refused():
+    program = torch.export.export(ChangesBoth(), (torch.randn(8, 4),))
+    with pytest.raises(ShardingError, match="a state and a changed input are both named 'h'"):
+        batch_shardings(program, {"h": 0}, mesh=MESH)
+
+
 def test_what_cannot_be_is_said(statistics):
     program = exported(AverageLoss(), (torch.randn(8, 4), torch.randn(8, 3)))
     with pytest.raises(ShardingError, match="no axis 'batch'"):

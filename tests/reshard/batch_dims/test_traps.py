@@ -49,6 +49,12 @@ TRAPS = {
     "last sample": (lambda x, w: x[-1], "Unknown"),
     "all but one": (lambda x, w: x[1:] - x[:-1], "Unknown"),
     "all samples, as a slice": (lambda x, w: x[: x.shape[0]], "Shard(0)"),
+    "no element before the batch": (lambda x, w: x.t()[:0].reshape(-1), "Unknown"),
+    "no element behind the batch": (lambda x, w: x[:, :0].reshape(0, x.shape[0]), "Unknown"),
+    "no element in a sample": (
+        lambda x, w: x[:, :0].unsqueeze(2).reshape(x.shape[0], 0),
+        "Shard(0)",
+    ),
     # Along the batch
     "flipped": (lambda x, w: x.flip(0), "Unknown"),
     "flipped features": (lambda x, w: x.flip(1), "Shard(0)"),

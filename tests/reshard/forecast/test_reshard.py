@@ -63,6 +63,24 @@ def test_a_reshard_reads_and_writes_what_was_forecast(tmp_path, compression, mem
     assert doc["peak_memory"] <= doc["memory_limit"] == options.budget
 
 
+def test_a_version_that_is_stored_as_differences_is_read_with_all_its_elements(tmp_path):
+    weights = {"w": np.random.default_rng(0).standard_normal((512, 4096)).astype(np.float32)}
+    with shardckpt.Publisher(tmp_path / "policy") as publisher:
+        publisher.publish(1, weights)
+        weights["w"][0, 0] += 1
+        publisher.publish(2, weights)
+    source = tmp_path / "policy" / "2"
+    assert shardckpt.open(source).record.compression == "difference"
+    prediction = forecast_of(source, ReshardOptions(mesh=TARGET, rules=Rules.parse(["*=(model)"])))
+    report = shardckpt.reshard(source, tmp_path / "b", mesh=TARGET, rules=["*=(model)"])
+    for number, real in (
+        (prediction.read_bytes, report.read_bytes),
+        (prediction.written_bytes, report.stored_bytes),
+        (prediction.before.read.sum(), weights["w"].nbytes),
+    ):
+        assert number == pytest.approx(real, rel=0.1)
+
+
 def test_requests_are_counted_batch_by_batch_as_they_are_made(tmp_path):
     rows = Sharding(Mesh((8,), ("x",)), PartitionSpec("x"))
     # Two batches, and neighbours on either side of where they meet.

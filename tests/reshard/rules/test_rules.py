@@ -109,6 +109,13 @@ def test_state_that_dcp_flattened_follows_a_pattern_with_the_whole_name_of_what_
     assert rules.decide("optim/state.layers.0.w.exp_avg", (8, 8)).layout.spec == PartitionSpec("x")
 
 
+def test_a_module_may_be_called_state():
+    rules = Rules.parse(["**/state.proj=(x)", "**/proj=replicated"], mesh="x=2")
+    decision = rules.decide("model/state.proj.weight", (8, 8))
+    assert decision.layout.spec == PartitionSpec("x")
+    assert decision.why == "rule 1 matches the name above it"
+
+
 def test_factors_of_a_parameter_are_told_from_parameters_of_fewer_dimensions():
     scanned = "decoder/layers/self_attention/query/kernel"
     tensors = {

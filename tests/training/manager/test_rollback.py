@@ -3,7 +3,9 @@ training gets there again."""
 
 import shutil
 
+import numpy as np
 import pytest
+import torch
 from placeholders import undo_commit
 from training_runs import state
 
@@ -232,6 +234,57 @@ def test_if_all_steps_are_damaged_the_error_is_that_of_the_newest(run):
     with pytest.raises(errors.CorruptionError, match="1000") as caught:
         run.manager().restore(fallback=True)
     assert caught.value.__notes__ == ["No earlier step could be restored instead."]
+
+
+def grown(run):
+    """A run whose newest step has a tensor that step 900 lacks, and is damaged elsewhere."""
+    run.train(900)
+    with run.manager() as manager:
+        manager.restore()
+        manager.save(1000, {**state(1000), "anew": np.ones(10_000, np.float32)})
+    damage(run, 1000)
+
+
+@pytest.mark.parametrize("strict", [False, True, "like"])
+def test_no_step_is_restored_that_leaves_elements_of_a_damaged_one(run, strict):
+    grown(run)
+    like = {**state(0), "anew": np.zeros(10_000, np.float32)}
+    with pytest.raises(
+        errors.NamesMismatchError, match=r"/900.*anew.*because of damage: .*/1000/.*checksum"
+    ) as caught:
+        run.manager(fallback=True).restore(like, strict=strict)
+    assert "/1000/" in str(caught.value.__cause__)
+
+
+def test_no_step_is_restored_into_objects_that_have_elements_of_a_damaged_one(run):
+    def module(*names):
+        return torch.nn.ParameterDict({name: torch.zeros(10_000) for name in names})
+
+    with run.manager() as manager:
+        for step, names in (900, ["w"]), (1000, ["w", "anew"]):
+            manager.save(step, shardckpt.train_state(model=module(*names), step=step))
+            manager.wait()
+    damage(run, 1000)
+    like = shardckpt.train_state(model=module("w", "anew"), step=0)
+    with pytest.raises(errors.NamesMismatchError, match=r"model/anew.*because of damage"):
+        run.manager(fallback=True).restore(like, strict=False)
+
+
+def test_a_tensor_of_a_damaged_step_that_was_not_asked_for_is_no_hindrance(run):
+    grown(run)
+    for options in ({"strict": "like"}, {"strict": False}, {"only": ["w", "step"]}):
+        like = state(0)
+        restored = run.manager(fallback=True).restore(like, **options)
+        assert restored.step == 900
+        assert like["w"][0] == 900
+
+
+def test_a_step_without_a_fingerprint_is_not_read_to_be_checked(run):
+    run.train(900)
+    like = state(0)
+    with pytest.raises(errors.OptionError, match="/900 has no fingerprint"):
+        run.manager().restore(like, check=True)
+    assert not like["w"].any()
 
 
 def test_a_caller_s_error_is_not_reported_as_damage(run):

@@ -21,7 +21,7 @@ from shardckpt.errors import CorruptionError, OptionError
 from shardckpt.format.hf_files import ADAPTERS, CONFIGS, adapter_keys
 from shardckpt.options import option
 from shardckpt.reading.naming.renaming import NameTable
-from shardckpt.state.select import selector
+from shardckpt.state.select import check_selection, selector
 from shardckpt.text import Message, few, named
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def plan_adapter_files(checkpoint: Checkpoint, options: PeftOptions) -> ModelFil
     )
     described = _description(metadata, where)
     names = [name for name in structure.tensors if name.startswith(_MODEL)]
+    check_selection(options.exclude or None, structure.tree, where, option="exclude")
     included, excluded = selector(options.include), selector(options.exclude or ())
     selected: dict[str, dict[str, str]] = {}
     for adapter, of in described.items():

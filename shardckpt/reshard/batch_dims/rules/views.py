@@ -64,6 +64,8 @@ def _reshaped(call: Call) -> Result:
     outside = prod(before[: layout.dim]) * layout.outer
     passed = 1
     for dim, size in enumerate(after):
+        if not outside or not size:  # no elements, so every layout would fit, and most mislead
+            break
         if outside % passed == 0 and size % (outside // passed * call.batch.value) == 0:
             return Shard(dim, outside // passed, layout.power)
         passed *= size
