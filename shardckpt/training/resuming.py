@@ -18,7 +18,7 @@ changes nothing.
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +27,7 @@ from shardckpt import errors
 from shardckpt.commit.dependants import users_beside
 from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.errors import (
+    CoordinationError,
     CorruptionError,
     FormatError,
     NamesMismatchError,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _log = logging.getLogger("shardckpt")
+_BEFORE = "before a restore"
 _LEVELS = {"committed": logging.INFO, "refused": logging.WARNING}
 """The log level for each outcome of an attempt."""
 
@@ -404,11 +406,24 @@ def commit_left(root: Store, steps: Sequence[int]) -> bool:
 
 
 def raise_together(coordinator: Coordinator, act: Callable[[], object]) -> None:
-    """Call a function on all processes; if it fails on one of them, raise an error on all."""
-    _, failure = _try(act)
-    worst = _first_failure(coordinator, failure)
-    if worst is not None:
-        raise failure or worst[0]
+    """Call a function on all processes; if it fails on one of them, raise an error on all.
+
+    A process on which it fails waits for nobody: another one may have ended.
+    """
+    try:
+        act()
+    except BaseException as e:
+        with suppress(CoordinationError):
+            document = errors.error_document(e)
+            coordinator.announce(f"{_BEFORE}/{coordinator.world.process}", document)
+            coordinator.decline(_BEFORE)
+        raise
+    for process, answer in enumerate(coordinator.share(_BEFORE, value=True)):
+        if answer is None:
+            what = coordinator.peek(f"{_BEFORE}/{process}")
+            raise errors.by_code(what["code"])(
+                f"process {process} could not restore: {what['message']}"
+            )
 
 
 def _first_failure(

@@ -193,7 +193,7 @@ def restore_where_one_fails(coordinator, root, damaged):
     with shardckpt.CheckpointManager(root, every=1, keep=rule, **options) as mgr:
         mgr.save(1, {"w": np.full(40_000, 1, np.float32)})
         if damaged is None:
-            return _error_of(mgr.restore)
+            return [_error_of(mgr.restore), _error_of(lambda: mgr.restore(step=1))]
     coordinator.share("saved", None)
     if coordinator.world.process == 1:
         root = shutil.copytree(root, f"{root}-copy")
