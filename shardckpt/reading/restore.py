@@ -234,9 +234,7 @@ def restore_adapted(
             pause.enter_context(collector_paused())
             if meeting is not None:
                 pause.close()
-                meeting.location = (
-                    source.location if isinstance(source, Checkpoint) else parse(source)
-                )
+                meeting.location = parse(place)
                 check_choice(cooperative)
             if not callable(strict) and strict != "like":
                 check_flag(strict, "strict")
@@ -266,18 +264,10 @@ def restore_adapted(
             alone = cooperative is False and kind_of(checkpoint.location).near
             if not (alone and lasts_seconds(checkpoint.record.totals["bytes"])):
                 pause.close()
-            state = _carried_out(
-                steps,
-                lambda jobs, in_place: read_all(
-                    checkpoint,
-                    jobs,
-                    limit,
-                    in_place=in_place,
-                    meeting=meeting,
-                    progress=progress,
-                    filling=filling,
-                ),
+            read = partial(
+                read_all, checkpoint, limit, meeting=meeting, progress=progress, filling=filling
             )
+            state = _carried_out(steps, read)
             if adaptation is not None:
                 adaptation.log_notes(checkpoint.location)
             return state
@@ -423,10 +413,10 @@ def _own_tree(
 
 def read_all(
     checkpoint: Checkpoint,
-    jobs: Sequence[RestoreJob],
     limit: int,
-    *,
+    jobs: Sequence[RestoreJob],
     in_place: bool,
+    *,
     meeting: Meeting | None = None,
     progress: Callable[[int, int], None] | None = None,
     filling: Callable[[list[str]], None] | None = None,
@@ -437,8 +427,8 @@ def read_all(
 
     Args:
         checkpoint: the source.
-        jobs: the tensors and their destinations.
         limit: bytes of host staging.
+        jobs: the tensors and their destinations.
         in_place: whether the filled memory belongs to the caller.
         meeting: where processes agree on reads to share; None: none are shared.
         progress: called with bytes placed so far and in all.

@@ -64,9 +64,7 @@ class Applying(NamedTuple):
 
         For the arguments see `read_all`; `checkpoint` reads from the kept chunks.
         """
-        restored = (
-            read_all(checkpoint, self.others, limit, in_place=in_place) if self.others else {}
-        )
+        restored = read_all(checkpoint, limit, self.others, in_place) if self.others else {}
         copy_all(self.pairs)
         for landing in chain.from_iterable(job.landings for job in self.direct):
             landing.complete()

@@ -30,7 +30,7 @@ def fill(checkpoint: Checkpoint, places: Mapping[str, Sequence[tuple[str, Sink]]
     """
     read_all(
         checkpoint,
-        restore_jobs(checkpoint, places.items(), cast=False),
         DEFAULT_MEMORY_LIMIT,
+        restore_jobs(checkpoint, places.items(), cast=False),
         in_place=True,
     )
