@@ -104,8 +104,8 @@ def identity(leaf: Any) -> Hashable | None:
 
     It uses the memory's owner, not its address: a rank with an empty shard must find the same
     tensors tied as other ranks do. In a buffer of several tensors all empty shards may look alike,
-    so there each DTensor is itself only. (FSDP2's memory is never empty, nor larger than the
-    complete tensor.)
+    so there each DTensor is itself only: one in memory that is larger than the complete tensor, and
+    a view of memory without bytes. (FSDP2's memory is never empty, nor larger than the tensor.)
     """
     local = leaf._local_tensor
     if (
@@ -116,7 +116,9 @@ def identity(leaf: Any) -> Hashable | None:
     ):
         return None
     memory = local.untyped_storage()
-    if local.numel() == 0 and not 0 < memory.nbytes() <= leaf.nbytes:
+    if local.numel() == 0 and (
+        memory.nbytes() > leaf.nbytes or (memory.nbytes() == 0 and local._is_view())
+    ):
         return ("dtensor", id(leaf))
     seen = (
         tuple(local.shape),
