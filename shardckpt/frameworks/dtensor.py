@@ -56,6 +56,7 @@ from shardckpt.frameworks.torch import (
     host_array,
     is_host_memory,
     sink_of,
+    torch_dtype,
 )
 from shardckpt.frameworks.torch_devices import device_memory
 from shardckpt.frameworks.torch_kinds import check_fillable, check_kind
@@ -404,8 +405,8 @@ def _views(local: Any, held: _Held) -> tuple[Any, ...]:
 def _meta(name: str, leaf: Target, shape: tuple[int, ...], dtype: DType) -> Any:
     """A meta DTensor that matches a target."""
     shape, dtype = leaf.resolve(shape, dtype)
-    kind = getattr(torch, dtype.name, None)
-    if not isinstance(kind, torch.dtype):
+    kind = torch_dtype(dtype)
+    if kind is None:
         raise DtypeError(
             f"{shown(name)}: torch has no dtype {dtype}; restore it as another dtype, or as a "
             "numpy array."

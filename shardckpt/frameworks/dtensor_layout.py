@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import compress
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from shardckpt.layout.placements import Placement, Placements
 from shardckpt.text import shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -39,6 +40,11 @@ def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> P
     Raises:
         ShardingError: the placements do not determine where data is.
     """
+    if not isinstance(placements, Sequence):
+        raise ShardingError(
+            f"its placements are {shorten(placements)}; give one for each of the {mesh.ndim} "
+            "dimensions of the mesh, as in [Shard(0)]."
+        )
     names = from_device_mesh(mesh).axis_names
     converted = []
     for placement, name in zip(placements, names, strict=False):

@@ -554,6 +554,9 @@ def targets(_):
         "partial": error(frameworks.target, "w", Target((mesh, [Partial()])), (5, 2), F32),
         "too few": error(frameworks.target, "w", Target((mesh, [])), (5, 2), F32),
         "not placements": error(frameworks.target, "w", Target((mesh, "S(0)")), (5, 2), F32),
+        "one placement": error(frameworks.target, "w", Target((mesh, Shard(0))), (5, 2), F32),
+        "no placements": error(frameworks.target, "w", Target((mesh, None)), (5, 2), F32),
+        "bits": error(frameworks.target, "w", Target((mesh, [Shard(0)])), (5, 2), by_name("int4")),
         "beyond": error(frameworks.target, "w", Target((mesh, [Shard(2)])), (5, 2), F32),
         "dtype that torch lacks": error(
             frameworks.target, "w", Target((mesh, [Shard(0)]), dtype="float8_e3m4"), (5, 2), F32

@@ -378,6 +378,9 @@ def test_a_target_that_cannot_be_is_refused_by_name(answers):
         ("partial", "ShardingError", "partial values"),
         ("too few", "ShardingError", "0 placements for a mesh of 1"),
         ("not placements", "ShardingError", "use Shard or Replicate"),
+        ("one placement", "ShardingError", "give one for each of the 1 dimensions"),
+        ("no placements", "ShardingError", "give one for each of the 1 dimensions"),
+        ("bits", "DtypeError", "torch has no dtype int4"),
         ("beyond", "ShardingError", "shards dimension 2 of a tensor with 2"),
         ("dtype that torch lacks", "DtypeError", "float8_e3m4"),
     ):
