@@ -57,7 +57,7 @@ from shardckpt.versions.cache import chunks_of
 from shardckpt.versions.finding import VersionFinder
 from shardckpt.versions.follower import Follower
 from shardckpt.views.model_view import ModelView
-from shardckpt.views.placeholders import Recorder
+from shardckpt.views.placeholders import Recorder, storage_addresses
 from shardckpt.views.proof import ReadProof
 from shardckpt.views.vllm_plugin import NAME, of_all_ranks, refuse_missing, refuse_models
 
@@ -253,6 +253,7 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
             return
         where, recorder = str(checkpoint.location), Recorder(view)
         with set_current_vllm_config(self.vllm_config), _unpack(self.model):
+            before = storage_addresses(self.model.named_parameters())
             try:
                 loaded = recorder.run(self.model.load_weights)
             except ShardckptError:
@@ -263,7 +264,7 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
                     "choose and name tensors as the model does, with init_info, as in "
                     '{"options": {"include": "model/**", "strip_prefix": "model/"}}.'
                 ) from error
-            refuse_missing(where, self.model, recorder, loaded)
+            refuse_missing(where, self.model, recorder, loaded, before)
         follower.forms, follower.boxes = forms, recorder.boxes
 
     def _prepare(self, version: FollowedVersion) -> None:
