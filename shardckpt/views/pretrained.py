@@ -82,9 +82,7 @@ def from_pretrained(
             )
         # Names of kernels there would be names of code to download.
         described = {
-            name: value
-            for name, value in kept[_CONFIG].items()
-            if name.lstrip("_") not in _KERNELS
+            name: value for name, value in kept[_CONFIG].items() if name.lstrip("_") not in _KERNELS
         }
         try:
             config = AutoConfig.for_model(described.pop("model_type"), **described)

@@ -252,9 +252,11 @@ def test_safe_open_refuses_frameworks_and_devices_that_are_none(tmp_path, option
 
 def test_safe_open_names_a_device_that_is_not_here(tmp_path):
     saved(tmp_path / "c", {"a": np.ones(2)})
-    with shardckpt.safe_open(tmp_path / "c", "pt", device="cuda:99") as f:
-        with pytest.raises(shardckpt.errors.LeafError, match="'a': no tensor can be made on cuda:99"):
-            f.get_tensor("a")
+    with (
+        shardckpt.safe_open(tmp_path / "c", "pt", device="cuda:99") as f,
+        pytest.raises(shardckpt.errors.LeafError, match="'a': no tensor can be made on cuda:99"),
+    ):
+        f.get_tensor("a")
 
 
 @pytest.mark.parametrize("elements", [np.array([2**40 + 5]), np.array([1e300])])
