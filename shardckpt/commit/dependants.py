@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.commit.attempts import places, step_of
+from shardckpt.commit.attempts import places, same_elements, step_of, unfolded
 from shardckpt.commit.markers import is_superseded, protection
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError, OptionError, StorageError
@@ -142,7 +142,7 @@ class Dependants:
 
     def _is_superseded(self, name: str) -> bool:
         attempt = self._known[name].attempt
-        if self._superseded.get(name) == attempt:
+        if same_elements(self._superseded.get(name), attempt):
             return True
         assert self._location.parent is not None
         return is_superseded(Store.open(self._location.parent).sub(name), attempt)
@@ -154,8 +154,11 @@ def _stores_in(neighbour: _Neighbour, name: str, attempt: str | None) -> bool:
     None: in any attempt there.
     """
     if neighbour.unread:
-        return (attempt or f"../{name}").encode() in neighbour.unread
-    return any(attempt is None or base in ("", attempt) for base in neighbour.bases.get(name, ()))
+        return (unfolded(attempt or "") or f"../{name}").encode() in neighbour.unread
+    return any(
+        attempt is None or base == "" or same_elements(base, attempt)
+        for base in neighbour.bases.get(name, ())
+    )
 
 
 def _may_be_base(which: str, closed: Sequence[str]) -> str:

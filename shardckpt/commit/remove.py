@@ -27,7 +27,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.assemble import finished_hosts, read_host_record
-from shardckpt.commit.attempts import attempts
+from shardckpt.commit.attempts import attempts, same_elements
 from shardckpt.commit.dependants import check_unprotected
 from shardckpt.commit.markers import MARKERS
 from shardckpt.commit.publish import RECORD, clear_place, put_tombstone
@@ -128,7 +128,7 @@ def renew(store: Store, attempt: str) -> bool:
     A process that is about to delete or replace the record must then read it again.
 
     Returns:
-        Whether the record still names that attempt.
+        Whether the record still names that attempt, or one that holds its elements anew.
 
     Raises:
         FormatError: the record cannot be read.
@@ -136,7 +136,7 @@ def renew(store: Store, attempt: str) -> bool:
     """
     for _ in range(ROUNDS):
         record = StoredRecord.of(store, *store.read_versioned(RECORD))
-        if record.attempt(store) != attempt:
+        if not same_elements(record.attempt(store), attempt):
             return False
         if record.fence(store):
             return True
@@ -148,7 +148,7 @@ def bury(store: Store, reason: str, first: str | None) -> str | None:
 
     Return the attempt that the record named, None if that is not known.
 
-    If `first` is an attempt, a record that names another one stays.
+    If `first` is an attempt, a record that names another one with other elements stays.
     """
     for _ in range(ROUNDS):
         data, generation = store.read_versioned(RECORD)
@@ -166,7 +166,7 @@ def bury(store: Store, reason: str, first: str | None) -> str | None:
             raise NotFoundError(NO_CHECKPOINT.format(store))
         if record.is_tombstone:
             return first
-        if first not in (None, named):
+        if first is not None and not same_elements(first, named):
             raise ReplacedError(
                 f"{store}: another checkpoint has taken its place; nothing was deleted."
             )

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from shardckpt.commit.attempts import same_elements
 from shardckpt.commit.dependants import check_unprotected
 from shardckpt.commit.markers import SUPERSEDED, unmark
 from shardckpt.commit.publish import published_attempt
@@ -129,7 +130,8 @@ class Lineage:
         pending, later = self._pending, self.later
 
         def now(info: StepInfo) -> StepInfo:
-            if pending is not None and info.step in later and later[info.step] == info.attempt:
+            is_later = info.step in later and same_elements(later[info.step], info.attempt)
+            if pending is not None and is_later:
                 return replace(info, state="superseded")
             if pending is not None and info.step == pending.step:
                 return replace(info, state="committed")

@@ -24,6 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import errors
+from shardckpt.commit.attempts import same_elements
 from shardckpt.commit.dependants import users_beside
 from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.errors import (
@@ -297,7 +298,7 @@ def _try(act: Callable[[], T]) -> tuple[T, None] | tuple[None, Exception]:
 def _open(url: str, attempt: str | None, *, check: bool) -> Checkpoint:
     """The checkpoint that the processes agreed on; with `check` it has a fingerprint."""
     checkpoint = Checkpoint(url)
-    if checkpoint.record.attempt != attempt:
+    if not same_elements(checkpoint.record.attempt, attempt):
         raise ReplacedError(
             f"{url}: the checkpoint was replaced after the job agreed to resume from it; restart "
             "the job."
@@ -325,7 +326,8 @@ def _choose(
     superseded = {
         s.step
         for s in steps
-        if not s.live or (s.step in rolled_back and rolled_back[s.step] == s.attempt)
+        if not s.live
+        or (s.step in rolled_back and same_elements(rolled_back[s.step], s.attempt))
     }
     known = {s.step: s for s in steps}
     if step is None or below is not None:
