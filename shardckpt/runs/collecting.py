@@ -46,16 +46,16 @@ from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import parse
 from shardckpt.runs.committing import commit_place, publishable
-from shardckpt.runs.leases import leased_steps
+from shardckpt.runs.leases import LEASED, LeasedSteps
 from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable, Sequence
 
 GRACE = 24 * 3600.0
 """Default for the seconds without any write after which an attempt may be collected."""
 _COMPLETE = "a complete save is there, which `shardckpt commit` publishes"
-_LEASED = "a reader holds a lease on it"
 _FOREIGN = "it contains something that no save has written"
 
 
@@ -95,14 +95,18 @@ def collect(
     if not children and not exists(store.local_path("")):
         raise NotFoundError(f"{location}: no such directory.")
 
-    below, own, held = leased_steps(store), location.resolved, False
-    if (step := step_of(own.name)) is not None and own.parent is not None:
-        held = step in leased_steps(Store.open(own.parent))
+    below, own = LeasedSteps(store), location.resolved
+    beside = below if own.parent is None else LeasedSteps(Store.open(own.parent))
 
     def at(place: Store) -> list[Collected]:
-        is_held = held if place is store else step_of(place.location.name) in below
+        leases, name = (beside, own.name) if place is store else (below, place.location.name)
+        step = step_of(name)
+
+        def held() -> bool:
+            return step is not None and step in leases
+
         try:
-            return collect_place(place, grace=grace, dry_run=dry_run, held=is_held)
+            return collect_place(place, grace=grace, dry_run=dry_run, held=held)
         except FormatError as e:
             return [Collected(place.location, None, "kept", reason=str(e))]
         except StorageError as e:
@@ -157,7 +161,12 @@ def delete(
 
 
 def collect_place(
-    store: Store, *, grace: float, dry_run: bool = False, publishes: bool = True, held: bool = False
+    store: Store,
+    *,
+    grace: float,
+    dry_run: bool = False,
+    publishes: bool = True,
+    held: Callable[[], bool] = lambda: False,
 ) -> list[Collected]:
     """Publish the complete attempt at one place, if there is one.
 
@@ -169,7 +178,7 @@ def collect_place(
             of saves in progress.
         dry_run: only report what would be done.
         publishes: whether to publish a complete attempt; otherwise all stay if there is one.
-        held: whether a reader holds a lease on the step (`leases`); then all stay.
+        held: says whether a reader holds a lease on the step now (`leases`); then all stay.
 
     Returns:
         The outcome for each attempt that the commit record does not name.
@@ -183,46 +192,57 @@ def collect_place(
     published: list[Collected] = []
     for _ in range(ROUNDS):
         orphans, record = list_orphans(store, grace)
-        if record is None or any(one.outcome == "kept" for one in orphans):
-            return published + orphans
-        complete = (
-            publishable(store) if orphans and not held and (dry_run or not publishes) else None
-        )
-        stays = _LEASED if held else _COMPLETE if complete is not None and not publishes else None
-        if orphans and stays is not None:
-            return [replace(one, outcome="kept", reason=stays) for one in orphans]
-        if dry_run:
-            return [
-                replace(one, outcome="published" if one.attempt == complete else one.outcome)
-                for one in orphans
-            ]
-        if not orphans:
+        if record is not None and not orphans and not dry_run:
             clear_tombstone(store, record, grace)
-            return published
-        ages = {one.attempt: one.idle for one in orphans}
-        committed = [
-            one.attempt
-            for one in commit_place("", store, denied_raises=True)
-            if one.state == "committed"
-        ]
-        published += [
-            Collected(store.location, attempt, "published", ages.get(attempt))
-            for attempt in committed
-        ]
+        if record is None or not orphans or any(one.outcome == "kept" for one in orphans):
+            return published + orphans
+        if held():
+            return published + _kept(orphans, LEASED)
+        if dry_run or not publishes:
+            complete = publishable(store)
+            if complete is not None and not publishes:
+                return published + _kept(orphans, _COMPLETE)
+            if dry_run:
+                return [
+                    replace(one, outcome="published" if one.attempt == complete else one.outcome)
+                    for one in orphans
+                ]
+        committed = _commit(store, orphans)
+        published += committed
         if not committed and record.fence(store):
-            break
-    else:
-        return published + [replace(one, outcome="kept", reason=CONTENDED) for one in orphans]
-    fenced = {one.attempt for one in orphans}
-    left, record = list_orphans(store, grace)
-    done = [
-        remove_attempt(store, one) if is_idle(one.idle, grace) else one
-        for one in left
-        if one.attempt in fenced
+            return published + _remove_fenced(store, orphans, grace, held)
+    return published + _kept(orphans, CONTENDED)
+
+
+def _commit(store: Store, orphans: Sequence[Collected]) -> list[Collected]:
+    """Publish what is complete; return what was published."""
+    ages = {one.attempt: one.idle for one in orphans}
+    return [
+        Collected(store.location, one.attempt, "published", ages.get(one.attempt))
+        for one in commit_place("", store, denied_raises=True)
+        if one.state == "committed"
     ]
+
+
+def _remove_fenced(
+    store: Store, orphans: Sequence[Collected], grace: float, held: Callable[[], bool]
+) -> list[Collected]:
+    """Remove the attempts that no process can publish any more."""
+    fenced = {one.attempt for one in orphans}
+    listed, record = list_orphans(store, grace)
+    done = []
+    for one in listed:
+        if one.attempt in fenced and is_idle(one.idle, grace):
+            done += _kept([one], LEASED) if held() else [remove_attempt(store, one)]
+        elif one.attempt in fenced:
+            done.append(one)
     if record is not None:
         clear_tombstone(store, record, grace)
-    return published + done
+    return done
+
+
+def _kept(orphans: Sequence[Collected], reason: str) -> list[Collected]:
+    return [replace(one, outcome="kept", reason=reason) for one in orphans]
 
 
 def delete_place(

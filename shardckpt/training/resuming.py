@@ -326,8 +326,7 @@ def _choose(
     superseded = {
         s.step
         for s in steps
-        if not s.live
-        or (s.step in rolled_back and same_elements(rolled_back[s.step], s.attempt))
+        if not s.live or (s.step in rolled_back and same_elements(rolled_back[s.step], s.attempt))
     }
     known = {s.step: s for s in steps}
     if step is None or below is not None:
