@@ -29,7 +29,7 @@ from shardckpt.io.failures import check_fork, is_denied, reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.runs.leftover import check_leftover, run_root
-from shardckpt.runs.rollback import Rollback
+from shardckpt.runs.rollback import Rollback, stays_superseded
 from shardckpt.state.names import natural_key
 from shardckpt.text import numbered
 
@@ -257,7 +257,8 @@ def _publish(
                 rollback.tell(root)
                 if prior.is_checkpoint:
                     dependants.check_replaceable(prior.attempt)
-        published = publish(store, record, prior)
+        with stays_superseded(store, record, prior):
+            published = publish(store, record, prior)
     except StorageError as e:
         if denied_raises or not is_denied(e):
             raise

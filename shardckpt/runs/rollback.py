@@ -10,16 +10,20 @@ while one of them lacks it, the latest step stays the one from before the rollba
 
 from __future__ import annotations
 
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from shardckpt.commit.attempts import step_of
-from shardckpt.commit.markers import SUPERSEDED, mark, unmark
-from shardckpt.commit.publish import RECORD
+from shardckpt.commit.attempts import is_reshard, step_of
+from shardckpt.commit.markers import SUPERSEDED, is_superseded, mark, unmark
+from shardckpt.commit.publish import RECORD, is_published
+from shardckpt.errors import ShardckptError
+from shardckpt.format.record import CheckpointRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
+    from shardckpt.commit.publish import Prior
     from shardckpt.io.store import Store
 
 ROLLBACK = "rollback"
@@ -73,6 +77,38 @@ class Rollback:
         if self.revived:
             unmark(root.sub(str(self.step)), SUPERSEDED)
         supersede(root, self.neighbours)
+
+
+@contextmanager
+def stays_superseded(store: Store, record: CheckpointRecord, prior: Prior) -> Iterator[None]:
+    """In the block, a reshard in place of its source is published: superseded, if that was.
+
+    Args:
+        store: the checkpoint's place.
+        record: the record that is published.
+        prior: the commit record that it replaces.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    before = prior.record
+    superseded = (
+        is_reshard(record.attempt)
+        and isinstance(before, CheckpointRecord)
+        and before.metadata == record.metadata
+        and is_superseded(store, before.attempt)
+    )
+    if not superseded:
+        yield
+        return
+    mark(store, SUPERSEDED, record.attempt)  # before: a later mark could be missing for ever
+    try:
+        yield
+    except BaseException:
+        with suppress(ShardckptError):
+            if prior.attempt is not None and is_published(store, prior.attempt):
+                mark(store, SUPERSEDED, prior.attempt)
+        raise
 
 
 def supersede(root: Store, steps: Mapping[str, str | None]) -> None:
