@@ -28,7 +28,7 @@ from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
     from pathlib import Path
 
     Verb = Literal["deleted", "replaced"]
@@ -171,7 +171,7 @@ def _may_be_base(which: str, closed: Sequence[str]) -> str:
 
 
 def users_beside(
-    root: Store, also: Iterable[str] = (), *, deletes: bool = False
+    root: Store, known: Container[int] | None = None, *, deletes: bool = False
 ) -> Callable[[int, str | None], bool]:
     """A function that says whether a checkpoint beside the steps of a run stores tensors in a step.
 
@@ -179,18 +179,20 @@ def users_beside(
 
     Args:
         root: the place of the steps.
-        also: names of steps that count as such checkpoints, too.
+        known: the steps whose bases the caller knows; the others count as such checkpoints, too.
+            None: all.
         deletes: whether steps that none uses are deleted; StorageError if this user may not enter
             a directory that may be such a checkpoint.
     """
     names = [
         name
         for name, _ in places(root, root.list_children())
-        if name != "." and step_of(name) is None
+        if name != "."
+        and ((step := step_of(name)) is None or (known is not None and step not in known))
     ]
     with reading_takes_threads(root):
-        users = map_on_threads(lambda name: _look(root.sub(name), None), [*names, *also])
-    closed = [name for name, user in zip(names, users, strict=False) if user.closed]
+        users = map_on_threads(lambda name: _look(root.sub(name), None), names)
+    closed = [name for name, user in zip(names, users, strict=True) if user.closed]
     if closed and deletes:
         raise StorageError(f"{_may_be_base(f'a step at {root}', closed)} no step is deleted.")
     return lambda step, attempt: any(_stores_in(user, str(step), attempt) for user in users)

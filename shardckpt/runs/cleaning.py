@@ -178,8 +178,9 @@ class Cleaner:
 
             due = sorted({*due}.intersection(doomed(steps, rule, committed, saved=saved)))
         held = LeasedSteps(self._root)
-        unread = [str(info.step) for info in steps.values() if info.state == "unreadable"]
-        is_used = users_beside(self._root, unread, deletes=True)
+        # Another program may have saved some since the steps were listed.
+        known = {info.step for info in steps.values() if info.state != "unreadable"}
+        is_used = users_beside(self._root, known, deletes=True)
         for step in sorted(due, key=self._names_needed(steps).__contains__):
             if not (
                 step in self._names_needed(steps)
