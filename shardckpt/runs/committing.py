@@ -2,13 +2,13 @@
 
 The process that commits may die after all hosts have finished. The attempt then lacks nothing, and
 the host records contain everything that a commit needs. So any process can commit it later from the
-records alone. If one place has several attempts, the newest complete one is committed. If it has
-several complete reshards, none is, because their names give no order. An attempt is overtaken when
-the place no longer has the commit record that the save found: another attempt was committed there
-since, or the attempt's place was collected. Some attempts may have been refused publication: an
-attempt of a run that no longer saves there, and an attempt that would replace a pinned or tagged
-checkpoint. Such attempts are not committed (`leftover`). Before the first save after a rollback is
-published, the steps that it supersedes are marked (`rollback`).
+records alone. If one place has several attempts, the newest complete one is committed, by the
+storage's times of their records. If it has several complete reshards, none is: the user decides. An
+attempt is overtaken when the place no longer has the commit record that the save found: another
+attempt was committed there since, or the attempt's place was collected. Some attempts may have been
+refused publication: an attempt of a run that no longer saves there, and an attempt that would
+replace a pinned or tagged checkpoint. Such attempts are not committed (`leftover`). Before the
+first save after a rollback is published, the steps that it supersedes are marked (`rollback`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from shardckpt.commit.dependants import Dependants
 from shardckpt.commit.publish import data_stays, hold_place, publish, read_prior, remove_replaced
 from shardckpt.commit.remove import remove_strays
 from shardckpt.errors import AlreadyExistsError, NotFoundError, ShardckptError, StorageError
+from shardckpt.io.ages import last_written
 from shardckpt.io.failures import check_fork, is_denied, reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
@@ -106,7 +107,7 @@ def commit_place(name: str, store: Store, *, denied_raises: bool = False) -> lis
     Raises:
         StorageError: the storage failed.
     """
-    candidates = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
+    candidates = _newest_first(store)
     if not candidates:
         return []
     try:
@@ -142,7 +143,7 @@ def publishable(store: Store) -> str | None:
     Raises:
         StorageError: the storage failed.
     """
-    candidates = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
+    candidates = _newest_first(store)
     try:
         prior = read_prior(store, overwrite=True)
     except StorageError:
@@ -155,6 +156,19 @@ def publishable(store: Store) -> str | None:
         attempt for attempt in candidates if attempt != prior.attempt and attempt not in refused
     )
     return next((attempt for attempt in left if _complete(store.sub(attempt), prior)), None)
+
+
+def _newest_first(store: Store) -> list[str]:
+    """The attempts at a place by the storage's time of their records, then by name.
+
+    Names alone do not sort by time: those of one run have its time, and after a failed save the
+    processes agree on a new series of them.
+    """
+    names = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
+    if len(names) > 1:
+        times = {name: last_written(store, f"{name}/records/") or 0.0 for name in names}
+        names.sort(key=times.__getitem__, reverse=True)
+    return names
 
 
 def _rivals(store: Store, candidates: Sequence[str], prior: Prior) -> list[str]:
