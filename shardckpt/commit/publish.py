@@ -316,8 +316,8 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
         )
     discard(place)
     raise AlreadyExistsError(
-        f"{store}: another save committed there, or the place was deleted, while this one was "
-        "running; nothing of it was kept."
+        f"{store}: another save committed there, or the place was deleted or collected "
+        "(`shardckpt gc`), while this one was running; nothing of it was kept."
     )
 
 

@@ -269,6 +269,7 @@ def _run_tasks(opened: OpenJob, options: ReshardOptions, *, in_one_memory: bool)
     if left:
         own = 1 if in_one_memory else plan.memory.workers
         at_once = min(own if options.engine is None else workers or _ENGINE_WORKERS, len(left))
+        opened.hold_finished_tasks()
         keep_open(job, opened)  # for tasks that run in this thread
         try:
             with start_engine(

@@ -173,6 +173,10 @@ class OpenJob:
         # written again.
         return describe(self.place, self.contents, always=not self.place.durable_when_visible)
 
+    def hold_finished_tasks(self) -> None:
+        """Write a file, so that no collection takes what an earlier call has left for abandoned."""
+        self.described = describe(self.place, self.contents, always=True)
+
     def finished_tasks(self) -> set[int]:
         """Numbers of the tasks whose record exists, with all files that it names.
 

@@ -3,6 +3,7 @@ collection."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from failing import (
     sync_refused,
     value_of,
 )
+from placeholders import put_placeholder
 from typer.testing import CliRunner
 
 import shardckpt
@@ -24,6 +26,7 @@ from shardckpt.cli.app import app
 from shardckpt.commit.assemble import finished_hosts
 from shardckpt.io.store import Store
 from shardckpt.runs import cleaning, collecting
+from shardckpt.writing.attempt import Attempt
 
 
 def attempts(url):
@@ -170,6 +173,28 @@ def test_gc_removes_a_complete_save_that_may_not_be_published(tmp_path):
     )
     assert [one.outcome for one in collecting.collect(tmp_path / "c", grace=0)] == ["removed"]
     assert value_of(tmp_path / "c") == 1
+
+
+@pytest.mark.parametrize("left", ["a placeholder", "a dead attempt", "a checkpoint"])
+def test_a_save_over_old_remains_is_not_collected_before_its_first_chunk_is_visible(tmp_path, left):
+    url = tmp_path / "c"
+    if left == "a checkpoint":
+        save(url, 1)
+    else:
+        put_placeholder(url)
+    if left != "a placeholder":
+        (url / "20200101T000000-0000000a" / "hosts").mkdir(parents=True)
+    for path in [url, *url.rglob("*")]:
+        os.utime(path, (1, 1))
+
+    # Without an element to write, so that nothing but what the save writes first is there.
+    with Attempt.at(url, SingleProcess(), SaveOptions(overwrite=True)) as attempt:
+        share = attempt.take({"step": 2})
+        with attempt.writer(share.contents, share.values, memory=64 << 20):
+            outcomes = [one.outcome for one in collecting.collect(url, grace=1000)]
+        attempt.commit()
+    assert outcomes == ["kept"] * (1 if left == "a placeholder" else 2)
+    assert shardckpt.restore(url) == {"step": 2}
 
 
 # --- reshards
