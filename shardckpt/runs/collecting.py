@@ -8,8 +8,9 @@ checkpoint's orphaned attempts (`collect_place`):
    attempt, or a placeholder, is younger, a save may be in progress, and the fence would make it
    fail: then choose none.
 3. Publish the newest attempt that is complete (`committing`): its own committer may have failed,
-   and its data may be the only copy. If that succeeds, start again. If the storage fails, the
-   attempt stays. Only an attempt that is incomplete, or was refused just now, is collected.
+   and its data may be the only copy. If that succeeds, start again. If the storage fails, or it
+   might be published later (`committing.Deferred`), all stay. Only an attempt that is incomplete,
+   or was refused for good just now, is collected.
 4. Fence, on condition that the record still has that version. A record gets a new mark. A tombstone
    replaces a placeholder, another tombstone or a missing file. Every mark is unique, because some
    storages derive the version from the contents. If the record has changed, start again.
@@ -45,7 +46,7 @@ from shardckpt.io.status import exists
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import parse
-from shardckpt.runs.committing import commit_place, publishable
+from shardckpt.runs.committing import Deferred, commit_place, publishable
 from shardckpt.runs.leases import LEASED, LeasedSteps
 from shardckpt.text import Message, named
 
@@ -196,32 +197,28 @@ def collect_place(
             clear_tombstone(store, record, grace)
         if record is None or not orphans or any(one.outcome == "kept" for one in orphans):
             return published + orphans
-        if held():
-            return published + _kept(orphans, LEASED)
-        if dry_run or not publishes:
+        is_held = held()
+        if is_held or (not publishes and publishable(store) is not None):
+            return published + _kept(orphans, LEASED if is_held else _COMPLETE)
+        if dry_run:
             complete = publishable(store)
-            if complete is not None and not publishes:
-                return published + _kept(orphans, _COMPLETE)
-            if dry_run:
-                return [
-                    replace(one, outcome="published" if one.attempt == complete else one.outcome)
-                    for one in orphans
-                ]
-        committed = _commit(store, orphans)
-        published += committed
+            return [
+                replace(one, outcome="published" if one.attempt == complete else one.outcome)
+                for one in orphans
+            ]
+        ages = {one.attempt: one.idle for one in orphans}
+        outcomes = commit_place("", store, denied_raises=True)
+        committed = [one.attempt for one in outcomes if one.state == "committed"]
+        published += [
+            Collected(store.location, attempt, "published", ages.get(attempt))
+            for attempt in committed
+        ]
+        deferred = [one.reason for one in outcomes if isinstance(one, Deferred)]
+        if deferred and not committed:  # the fence would keep it from being published later
+            return published + _kept(orphans, deferred[0])
         if not committed and record.fence(store):
             return published + _remove_fenced(store, orphans, grace, held)
     return published + _kept(orphans, CONTENDED)
-
-
-def _commit(store: Store, orphans: Sequence[Collected]) -> list[Collected]:
-    """Publish what is complete; return what was published."""
-    ages = {one.attempt: one.idle for one in orphans}
-    return [
-        Collected(store.location, one.attempt, "published", ages.get(one.attempt))
-        for one in commit_place("", store, denied_raises=True)
-        if one.state == "committed"
-    ]
 
 
 def _remove_fenced(

@@ -18,13 +18,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.commit.assemble import assemble, finished_hosts, read_host_record
+from shardckpt.commit.assemble import (
+    HostVersionError,
+    assemble,
+    finished_hosts,
+    read_host_record,
+)
 from shardckpt.commit.attempts import attempts, is_reshard, places
 from shardckpt.commit.base_places import check_bases
 from shardckpt.commit.dependants import Dependants
 from shardckpt.commit.publish import data_stays, hold_place, publish, read_prior, remove_replaced
 from shardckpt.commit.remove import remove_strays
-from shardckpt.errors import AlreadyExistsError, NotFoundError, ShardckptError, StorageError
+from shardckpt.errors import (
+    AlreadyExistsError,
+    CommitError,
+    NotFoundError,
+    ShardckptError,
+    StorageError,
+    VersionError,
+)
 from shardckpt.io.ages import last_written
 from shardckpt.io.failures import check_fork, is_denied, reading_takes_threads
 from shardckpt.io.store import Store
@@ -59,6 +71,14 @@ class Outcome:
     """Reason for not committing it; "" if it was committed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Deferred(Outcome):
+    """The outcome for a complete attempt that may be committed once something else has changed.
+
+    Its base is away, or another version of shardckpt wrote it. A collection keeps it.
+    """
+
+
 def commit(root: str | os.PathLike[str]) -> list[Outcome]:
     """Commit the complete attempts whose committer has died.
 
@@ -84,6 +104,10 @@ def commit(root: str | os.PathLike[str]) -> list[Outcome]:
     if not children:
         raise NotFoundError(f"{store}: no checkpoint and no unfinished save there.")
     return commit_places(store, list(places(store, children)))
+
+
+class _BaseError(CommitError):
+    """A base is not what it was when the attempt was saved, or not there."""
 
 
 def commit_places(root: Store, named: Sequence[tuple[str, Store]]) -> list[Outcome]:
@@ -203,11 +227,13 @@ def _lacks(place: Store, prior: Prior) -> tuple[Literal["incomplete", "overtaken
 
 
 def _complete(place: Store, prior: Prior) -> bool:
-    """Whether an attempt lacks nothing, and its records could be read."""
+    """Whether an attempt lacks nothing that this version can know of."""
     try:
         return _lacks(place, prior) is None
     except StorageError:
         raise
+    except (VersionError, HostVersionError):
+        return True
     except ShardckptError:
         return False
 
@@ -238,6 +264,8 @@ def _try_commit(
         return outcome("overtaken", str(e))
     except StorageError:
         raise
+    except (VersionError, HostVersionError, _BaseError) as e:
+        return Deferred(name, store.location, attempt, "refused", str(e))
     except ShardckptError as e:
         return outcome("refused", str(e))
     if published and prior.attempt is not None:
@@ -264,7 +292,10 @@ def _publish(
             if prior.is_checkpoint:
                 dependants.check_replaceable(prior.attempt)
         if record.structure.bases:
-            check_bases(store.location, record, prior.attempt)
+            try:
+                check_bases(store.location, record, prior.attempt)
+            except CommitError as e:
+                raise _BaseError(e.message) from e
         with data_stays(store):
             root = run_root(store, attempt, record.metadata)
             if root is not None and rollback is not None:

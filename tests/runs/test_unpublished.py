@@ -175,6 +175,32 @@ def test_gc_removes_a_complete_save_that_may_not_be_published(tmp_path):
     assert value_of(tmp_path / "c") == 1
 
 
+@pytest.mark.parametrize("reason", ["its base is away", "of a newer version"])
+def test_gc_keeps_a_complete_save_that_may_be_published_later(tmp_path, reason):
+    url, base = tmp_path / "c", tmp_path / "elsewhere" / "base"
+    save(base, 2)
+    put_placeholder(url)
+    shardckpt.save(url, state(2), options=SaveOptions(base=str(base), skip="w"))
+    put_placeholder(url)
+    (record,) = url.glob("*/records/*.json")
+    whole = record.read_bytes()
+    if reason == "its base is away":
+        base.parent.rename(tmp_path / "away")
+    else:
+        record.write_bytes(whole.replace(b'"version":[1,', b'"version":[99,'))
+    (one,) = collecting.collect(url, grace=0)
+    assert one.outcome == "kept"
+    assert {
+        "its base is away": "and no checkpoint is there",
+        "of a newer version": "newer than this shardckpt reads",
+    }[reason] in one.reason
+    if reason == "its base is away":
+        (tmp_path / "away").rename(base.parent)
+    record.write_bytes(whole)
+    assert [one.outcome for one in collecting.collect(url, grace=0)] == ["published"]
+    assert value_of(url) == 2
+
+
 @pytest.mark.parametrize("left", ["a placeholder", "a dead attempt", "a checkpoint"])
 def test_a_save_over_old_remains_is_not_collected_before_its_first_chunk_is_visible(tmp_path, left):
     url = tmp_path / "c"
