@@ -290,6 +290,21 @@ def test_a_manager_publishes_a_failed_save_when_the_next_one_begins_and_before_i
         assert run.all_steps() == [2, 3]
 
 
+def test_a_step_whose_save_failed_after_it_was_published_is_deleted_like_any_other(tmp_path):
+    record = tmp_path / "run" / "2" / "checkpoint.json"
+    with manager(tmp_path / "run", keep=1) as run:
+        run.save(1, state(1))
+        run.wait()
+        with sync_refused("2", lambda: record.exists() and b'"tensors"' in record.read_bytes()):
+            run.save(2, state(2))
+            with pytest.raises(errors.StorageError, match="is committed, but a crash"):
+                run.wait()
+        assert run.all_steps() == [1, 2]
+        run.save(3, state(3))
+        run.wait()
+        assert run.all_steps() == [3]
+
+
 def test_a_failed_step_that_is_saved_again_is_the_new_save(tmp_path):
     with manager(tmp_path / "run") as run:
         with record_refused():
