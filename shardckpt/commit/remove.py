@@ -111,11 +111,14 @@ class StoredRecord:
 
         A placeholder becomes a tombstone. The result says whether the replacement succeeded.
         """
-        if self.data is None or self.doc is None or self.is_placeholder:
-            return put_tombstone(
-                store, partial(_tombstone, _COLLECTED), self.generation, absent=self.data is None
-            )
-        sealed = seal({**self.doc, "nonce" if self.is_tombstone else "fence": secrets.token_hex(8)})
+        if self.data is None or self.doc is None:
+            make = partial(_tombstone, _COLLECTED)
+            return put_tombstone(store, make, self.generation, absent=True)
+        if self.is_tombstone:
+            unique = {**self.doc, "nonce": secrets.token_hex(8)}
+            sealed = _tombstone(_COLLECTED) if self.is_placeholder else seal(unique)
+            return _replace_by_tombstone(store, sealed, self.data, self.generation)
+        sealed = seal({**self.doc, "fence": secrets.token_hex(8)})
         # All fields stay, even unknown ones of newer versions. The format version stays too,
         # because the host records have it.
         head = self.data[: self.data.index(b'"sha256"')]
@@ -172,24 +175,26 @@ def bury(store: Store, reason: str, first: str | None) -> str | None:
             )
         check_unprotected(store, named, "deleted")
         first = named
-        if _replace_by_tombstone(store, reason, data, generation):
+        if _replace_by_tombstone(store, _tombstone(reason), data, generation):
             return first
     raise StorageError(f"cannot delete {store}: {CONTENDED}; try again.")
 
 
-def _replace_by_tombstone(store: Store, reason: str, data: bytes, generation: bytes) -> bool:
+def _replace_by_tombstone(store: Store, tombstone: bytes, data: bytes, generation: bytes) -> bool:
     """Replace a record of that generation by a tombstone; False: read the record again.
 
     On a full disk an empty file, which takes no room, replaces it first. Then there is as much room
     as the record took.
     """
     try:
-        return store.replace(RECORD, _tombstone(reason), generation)
+        return store.replace(RECORD, tombstone, generation)
     except StorageError as e:
         if not data or not is_full(e):
             raise
-        store.replace(RECORD, b"", generation)
+    if not store.replace(RECORD, b"", generation):
         return False
+    there, generation = store.read_versioned(RECORD)
+    return there == b"" and store.replace(RECORD, tombstone, generation)
 
 
 def list_orphans(store: Store, grace: float) -> tuple[list[Collected], StoredRecord | None]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from failing import (
     STAYS,
+    disk_full,
     record_refused,
     removal_refused,
     save,
@@ -24,6 +25,8 @@ import shardckpt
 from shardckpt import Mesh, SaveOptions, SingleProcess, errors
 from shardckpt.cli.app import app
 from shardckpt.commit.assemble import finished_hosts
+from shardckpt.commit.markers import Protection
+from shardckpt.commit.remove import StoredRecord, bury
 from shardckpt.io.store import Store
 from shardckpt.runs import cleaning, collecting
 from shardckpt.writing.attempt import Attempt
@@ -221,6 +224,43 @@ def test_a_save_over_old_remains_is_not_collected_before_its_first_chunk_is_visi
         attempt.commit()
     assert outcomes == ["kept"] * (1 if left == "a placeholder" else 2)
     assert shardckpt.restore(url) == {"step": 2}
+
+
+@pytest.mark.parametrize("record", ["a placeholder", "a tombstone"])
+def test_gc_frees_a_full_disk(tmp_path, record):
+    url = tmp_path / "c"
+    put_placeholder(url)
+    if record == "a tombstone":
+        store = Store.open(url)
+        assert StoredRecord.of(store, *store.read_versioned("checkpoint.json")).fence(store)
+    (url / "20200101T000000-0000000a" / "d").mkdir(parents=True)
+    (url / "20200101T000000-0000000a" / "d" / "0").write_bytes(bytes(1000))
+    with disk_full(tmp_path):
+        with pytest.raises(errors.StorageError, match="is full"):
+            save(tmp_path / "other", 1)
+        assert [one.outcome for one in collecting.collect(url, grace=0)] == ["removed"]
+    assert not url.exists()
+
+
+def test_a_pin_that_comes_when_a_deletion_has_emptied_the_record_of_a_full_disk_is_too_late(
+    tmp_path,
+):
+    url = tmp_path / "c"
+    save(url, 1)
+    place, attempt = Store.open(url), shardckpt.open(url).record.attempt
+    record = url / "checkpoint.json"
+
+    def pinned_then(source, target, **options):
+        rename(source, target, **options)
+        if Path(target) == record and record.stat().st_size == 0:
+            (url / "pinned.json").write_bytes(Protection(pinned=True).sealed(attempt))
+
+    with disk_full(tmp_path), pytest.MonkeyPatch.context() as patch:
+        rename = os.rename
+        patch.setattr(os, "rename", pinned_then)
+        assert bury(place, "test", None) == attempt
+    collecting.collect(url, grace=0)
+    assert not url.exists()
 
 
 # --- reshards
