@@ -35,7 +35,7 @@ from shardckpt.commit.small_tensors import SMALL_TABLE
 from shardckpt.errors import FormatError, NotFoundError, ReplacedError, StorageError, VersionError
 from shardckpt.format.documents import Fields, open_envelope, seal, utc_now
 from shardckpt.format.record import Tombstone
-from shardckpt.io.ages import idle_seconds
+from shardckpt.io.ages import idle_seconds, is_probe
 from shardckpt.io.failures import is_full
 from shardckpt.io.status import is_link
 from shardckpt.io.threads import map_on_threads
@@ -202,12 +202,13 @@ def list_orphans(store: Store, grace: float) -> tuple[list[Collected], StoredRec
 
     The record is None if there is nothing to collect.
 
-    A tombstone without attempts counts as something to collect, and so do markers alone. If the
-    record names an attempt that is not there, all are kept.
+    A tombstone without attempts counts as something to collect, and so do markers or probes alone.
+    If the record names an attempt that is not there, all are kept.
     """
     children = store.list_children()
     names = attempts(store, children)
-    if not names and not {RECORD, *MARKERS}.intersection(children):
+    known = {RECORD, *MARKERS}.intersection(children) or any(map(is_probe, children))
+    if not names and not known:
         return [], None
     record = StoredRecord.of(store, *store.read_versioned(RECORD))
     named = record.attempt(store)

@@ -112,6 +112,9 @@ def collect(
             return [Collected(place.location, None, "kept", reason=str(e))]
         except StorageError as e:
             return [Collected(place.location, None, "failed", reason=str(e))]
+        finally:
+            if not dry_run and step is not None and place is not store:
+                place.remove_empty()  # a deletion was killed just before it removed the directory
 
     with reading_takes_threads(store):
         return [
