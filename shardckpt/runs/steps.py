@@ -7,6 +7,7 @@ and two markers of each step are read; directories with other names are ignored.
 from __future__ import annotations
 
 import operator
+import secrets
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -84,7 +85,8 @@ def steps_among(root: Store, urls: Iterable[str | os.PathLike[str]]) -> frozense
     Raises:
         OptionError: a checkpoint is in another kind of storage.
     """
-    relative = (base_url(root.location.join("step"), parse(url)) for url in urls)
+    beside = root.location.join(secrets.token_hex(8))  # a name that none of them has
+    relative = (base_url(beside, parse(url)) for url in urls)
     return frozenset(
         steps_named(unquote(url.removeprefix(BESIDE)) for url in relative if url.startswith(BESIDE))
     )

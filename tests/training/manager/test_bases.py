@@ -205,3 +205,15 @@ def test_saves_and_deletions_at_once_leave_every_step_whole(run):
     assert all(seen)
     # Files that the reader had open may still be there.
     assert {0, 11} <= {*run.manager().all_steps()} <= {0, 10, 11}
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_base_beside_the_steps_may_be_called_step(run, linked):
+    shardckpt.save(run.root / ("0" if linked else "step"), state(7))
+    if linked:
+        (run.root / "step").symlink_to("0")
+    base = SaveOptions(base=run.root / "step", skip=["frozen"])
+    with run.manager(options=base, keep=1) as manager:
+        train(manager, 1, 2)
+        assert manager.all_steps() == ([0, 2] if linked else [2])
+    assert holds(run, 2)
