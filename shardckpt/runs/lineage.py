@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Literal
 
 from shardckpt.commit.attempts import same_elements
 from shardckpt.commit.dependants import check_unprotected
-from shardckpt.commit.markers import SUPERSEDED, unmark
+from shardckpt.commit.markers import SUPERSEDED
 from shardckpt.commit.publish import published_attempt
 from shardckpt.errors import OptionError, ShardckptError
+from shardckpt.format.documents import seal
 from shardckpt.io.failures import check_fork
 from shardckpt.runs import pinning
 from shardckpt.runs.retention import Retention, best
@@ -119,11 +120,15 @@ class Lineage:
     def replaced(self, step: int, *, leads: bool) -> None:
         """Note that a step is committed."""
         if step in self.later:
+            marker = seal({"attempt": self.later[step] or ""})
             self.later = {later: attempt for later, attempt in self.later.items() if later != step}
             if leads:
                 # The marker names the replaced attempt, so it does no harm if it stays.
                 with suppress(ShardckptError):
-                    unmark(self._root.sub(str(step)), SUPERSEDED)
+                    place = self._root.sub(str(step))
+                    there, generation = place.read_versioned(SUPERSEDED)
+                    if there == marker:
+                        place.remove(SUPERSEDED, generation)
 
     def seen(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
         """Steps as listed from the storage, corrected by the rollback not recorded there yet."""

@@ -14,10 +14,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from shardckpt.commit.attempts import is_reshard, step_of
-from shardckpt.commit.markers import SUPERSEDED, is_superseded, mark, unmark
+from shardckpt.commit.attempts import is_reshard, same_elements, step_of
+from shardckpt.commit.markers import SUPERSEDED, is_superseded, mark, read_sealed, unmark
 from shardckpt.commit.publish import RECORD, is_published
-from shardckpt.errors import ShardckptError
+from shardckpt.commit.remove import CONTENDED, ROUNDS
+from shardckpt.errors import FormatError, ShardckptError, StorageError
+from shardckpt.format.documents import seal
 from shardckpt.format.record import CheckpointRecord
 
 if TYPE_CHECKING:
@@ -114,6 +116,8 @@ def stays_superseded(store: Store, record: CheckpointRecord, prior: Prior) -> It
 def supersede(root: Store, steps: Mapping[str, str | None]) -> None:
     """Mark the steps that are still there as superseded, in ascending order.
 
+    A step that was replaced since, and its marker, stay as they are.
+
     Args:
         root: their place.
         steps: name → the attempt that the record names, None if the record is unreadable.
@@ -122,6 +126,24 @@ def supersede(root: Store, steps: Mapping[str, str | None]) -> None:
         StorageError: the storage failed.
     """
     for name in sorted(steps, key=int):
-        place = root.sub(name)
-        if place.exists(RECORD):
-            mark(place, SUPERSEDED, steps[name] or "")
+        _supersede(root.sub(name), steps[name])
+
+
+def _supersede(place: Store, attempt: str | None) -> None:
+    for _ in range(ROUNDS):
+        data, generation = place.read_versioned(SUPERSEDED)
+        try:
+            record = read_sealed(place, RECORD)
+            if record is None or "tombstone" in record.doc:
+                return
+            if not same_elements(record.string("attempt"), attempt):
+                return
+        except FormatError:  # damaged, perhaps since then
+            pass
+        if not place.replaces:
+            mark(place, SUPERSEDED, attempt or "")
+            return
+        marker = seal({"attempt": attempt or ""})
+        if data == marker or place.replace(SUPERSEDED, marker, generation):
+            return
+    raise StorageError(f"cannot write {place.path_of(SUPERSEDED)}: {CONTENDED}; try again.")

@@ -237,7 +237,7 @@ def test_what_named_a_version_before_a_fold_means_it_afterwards(tmp_path):
     after = published_attempt(place)
     assert before != after
     assert (shardckpt.restore(tmp_path / "tuned")["w"] == state_of(6)["w"]).all()
-    with pytest.raises(OptionError, match="is the base of checkpoints beside it.* 7, .* tuned;"):
+    with pytest.raises(OptionError, match=r"is the base of checkpoints beside it.* 7, .* tuned;"):
         Dependants(place).check_unused(after, "deleted")
     assert users_beside(root)(6, after)
     assert check_idle(root)
