@@ -24,14 +24,23 @@ from shardckpt.commit.assemble import (
     finished_hosts,
     read_host_record,
 )
-from shardckpt.commit.attempts import attempts, is_reshard, places
+from shardckpt.commit.attempts import attempts, is_attempt_name, is_reshard, places
 from shardckpt.commit.base_places import check_bases
 from shardckpt.commit.dependants import Dependants
-from shardckpt.commit.publish import data_stays, hold_place, publish, read_prior, remove_replaced
+from shardckpt.commit.markers import read_sealed
+from shardckpt.commit.publish import (
+    RECORD,
+    data_stays,
+    hold_place,
+    publish,
+    read_prior,
+    remove_replaced,
+)
 from shardckpt.commit.remove import remove_strays
 from shardckpt.errors import (
     AlreadyExistsError,
     CommitError,
+    FormatError,
     NotFoundError,
     ShardckptError,
     StorageError,
@@ -131,9 +140,9 @@ def commit_place(name: str, store: Store, *, denied_raises: bool = False) -> lis
     Raises:
         StorageError: the storage failed.
     """
-    candidates = _newest_first(store)
-    if not candidates:
+    if _is_settled(store):
         return []
+    candidates = _newest_first(store)
     try:
         prior = read_prior(store, overwrite=True)
     except StorageError:
@@ -157,6 +166,20 @@ def commit_place(name: str, store: Store, *, denied_raises: bool = False) -> lis
         else:
             outcomes.append(_try_commit(name, store, attempt, prior, denied_raises=denied_raises))
     return outcomes
+
+
+def _is_settled(store: Store) -> bool:
+    """Whether a place has nothing but its checkpoint, or nothing; no tensors are parsed."""
+    children = store.list_children()
+    names = [child[:-1] for child in children if child.endswith("/")]
+    names = [name for name in names if is_attempt_name(name)]
+    if len(names) != 1 or RECORD not in children:
+        return not names
+    try:
+        record = read_sealed(store, RECORD)
+        return record is not None and record.doc.get("attempt") == names[0]
+    except FormatError:
+        return False
 
 
 def publishable(store: Store) -> str | None:

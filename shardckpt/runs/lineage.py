@@ -22,7 +22,7 @@ from shardckpt.io.failures import check_fork
 from shardckpt.runs import pinning
 from shardckpt.runs.retention import Retention, best
 from shardckpt.runs.rollback import ROLLBACK, Rollback
-from shardckpt.runs.steps import StepInfo, check_step, list_steps
+from shardckpt.runs.steps import StepInfo, check_step, latest_step, list_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -177,7 +177,8 @@ class RunSteps:
 
     def latest_step(self) -> int | None:
         """The latest step that is not superseded; None if there is none."""
-        return max(self.all_steps(), default=None)
+        check_fork(self._root)
+        return latest_step(self._root, lambda info: self._lineage.seen([info])[0].live)
 
     def best_step(
         self, metric: str | None = None, mode: Literal["min", "max"] | None = None

@@ -45,6 +45,20 @@ def test_after_a_rollback_later_steps_are_superseded(run, rolled_back):
     assert run.manager().restore().step == 950
 
 
+def test_only_the_steps_after_the_latest_one_are_read_to_find_it(run, rolled_back):
+    rolled_back.save(950, state(950))
+    rolled_back.wait()
+    record = run.root / "800" / "checkpoint.json"
+    record.unlink()
+    record.mkdir()  # reading it would fail
+    for manager in (rolled_back, run.manager()):
+        assert manager.latest_step() == 950
+        with pytest.raises(errors.StorageError):
+            manager.all_steps()
+    shutil.rmtree(run.root)
+    assert run.manager().latest_step() is None
+
+
 def test_reading_an_old_step_changes_nothing(run, rolled_back):
     rolled_back.close()
     assert run.manager().latest_step() == 1000
