@@ -11,6 +11,7 @@ result cannot move the cursor, change a colour or reverse the direction of writi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from reprlib import Repr
 from typing import NamedTuple, Self
 
@@ -19,9 +20,10 @@ class _Short(Repr):
     """Shows an array or a tensor by its kind and shape: its elements may be on a device."""
 
     def repr_instance(self, x: object, level: int) -> str:
-        shape = getattr(x, "shape", None)
-        if isinstance(shape, tuple) and shape and not isinstance(x, type):
-            return f"a {type(x).__name__} of shape {shape_text(shape)}"
+        with suppress(Exception):  # of a nested tensor, which has no shape
+            shape = getattr(x, "dtype", None) and getattr(x, "shape", ())
+            if isinstance(shape, tuple) and shape and not isinstance(x, type):
+                return f"a {type(x).__name__} of shape {shape_text(shape)}"
         return super().repr_instance(x, level)
 
 

@@ -1,14 +1,17 @@
 """Options of a save that are refused, and the messages of their errors."""
 
 import inspect
+import warnings
 
 import numpy as np
 import pytest
+import torch
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
 from shardckpt.errors import OptionError, ShardckptError
 from shardckpt.options import parse_bytes
+from shardckpt.text import shorten
 
 LAYOUT = Sharding(Mesh((2,), ("x",)), PartitionSpec("x"))
 
@@ -133,3 +136,12 @@ def test_a_state_in_the_place_of_another_argument_is_refused_in_few_words(
         call(**(arguments | {"like": None} if "like" in needed else arguments) | {mistaken: state})
     assert len(str(refused.value)) < 400
     assert "\n" not in str(refused.value)
+
+
+def test_values_are_shown_in_few_words_whatever_they_are():
+    with warnings.catch_warnings(action="ignore"):  # of torch, that its interface may change
+        nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    assert shorten({"a": torch.zeros(3, 4)}) == "{'a': a Tensor of shape 3×4}"
+    assert shorten(np.float32(3)) == "np.float32(3.0)"
+    assert "nested_tensor" in shorten(nested), "it has no shape"
+    assert shorten(Mesh((2, 4), ("a", "b"))) == "Mesh((2, 4), ('a', 'b'))"

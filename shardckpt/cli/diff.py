@@ -13,7 +13,6 @@ from shardckpt.text import count, file_size, shape_text, visible
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_MEMORY_LIMIT = "256MiB"
 MOST_LINES = 50
 """Most lines of a section in the text output; --json has all."""
 
@@ -34,14 +33,14 @@ def diff(
         bool, typer.Option("--layout", help="Count tensors with another sharding as different.")
     ] = False,
     memory_limit: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--memory-limit",
             "--memory",
             metavar="BYTES",
-            help="Limit of memory for the elements of both checkpoints.",
+            help="Limit of memory for the elements of both checkpoints (default: 256MiB).",
         ),
-    ] = _MEMORY_LIMIT,
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Compare two checkpoints bit by bit.
@@ -56,7 +55,7 @@ def diff(
 
     client, notes = server(), list[str]()
     if client is not None:
-        if memory_limit != _MEMORY_LIMIT:
+        if memory_limit is not None:
             raise OptionError(
                 "--memory-limit is for a comparison on this machine; the service of --server has "
                 "a limit of its own, so give only one of the two."
@@ -66,8 +65,9 @@ def diff(
     else:
         first, second = open_checkpoint(a), open_checkpoint(b)
         with progress_bar("comparing") as progress:
+            limit = memory_limit or "256MiB"
             comparison = compare(
-                first, second, values=not structure, memory_limit=memory_limit, progress=progress
+                first, second, values=not structure, memory_limit=limit, progress=progress
             )
         differences = comparison_json(comparison, structure=structure, layout=layout)
         doc = {"a": str(first.location), "b": str(second.location), **differences}

@@ -91,7 +91,7 @@ def server_first(args: list[str]) -> list[str]:
     left: list[str] = []
     i = 0
     while i < end:
-        if args[i] == "--server" and i + 1 == end:
+        if args[i] == "--server" and (i + 1 == end or args[i + 1].startswith("-")):
             return ["--server"]
         if args[i] == "--server":
             moved += args[i : i + 2]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardckpt.cli.screen import Screen, write_json
-from shardckpt.text import Message, visible
+from shardckpt.text import Message, few, visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -93,7 +93,7 @@ def _change_each(
             if not outcomes:
                 raise
             done = [f"{word} {of}" for word, of in zip(outcomes, places, strict=False)]
-            raise type(e)(Message(e.message, f" Before that: {', '.join(done)}.")) from e
+            raise type(e)(Message(e.message, f" Before that: {few(done)}.")) from e
         if not as_json:
             screen.show([f"{outcomes[-1]}  {visible(place)}"])
     if as_json:

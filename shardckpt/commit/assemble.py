@@ -78,6 +78,10 @@ _NAMED_HOSTS = 1000
 """Most missing hosts that a message names."""
 
 
+class HostVersionError(CommitError):
+    """A host's record has another format version than this process writes."""
+
+
 def finished_hosts(place: Store) -> list[int]:
     """The hosts that have written their record into an attempt.
 
@@ -93,7 +97,7 @@ def read_host_record(place: Store, host: int) -> tuple[HostRecord, FileReference
     data, where = place.read(key), f"{place}/{key}"
     record = HostRecord.from_json(open_envelope(data, where), where)
     if format_version(data, where) != record.version:
-        raise CommitError(
+        raise HostVersionError(
             f"{where} has another format version than this process writes; run the same version "
             "of shardckpt on all hosts."
         )

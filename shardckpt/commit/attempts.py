@@ -88,6 +88,16 @@ def unfolded(attempt: str) -> str:
     return attempt.partition(_FOLDED)[0]
 
 
+def same_elements(attempt: str | None, other: str | None) -> bool:
+    """Whether two attempts are the same one, or one holds the elements of the other anew.
+
+    None (not known, or no attempt) is the same as None only.
+    """
+    if attempt is None or other is None:
+        return attempt is other
+    return unfolded(attempt) == unfolded(other)
+
+
 def attempts(store: Store, children: Sequence[str]) -> list[str]:
     """The attempts among the names directly below a checkpoint, in the same order.
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
+from shardckpt.commit.attempts import same_elements
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import (
     CommitError,
@@ -162,7 +163,7 @@ def is_that(record: CheckpointRecord, base: Base) -> bool:
     """Whether a commit record is that of a base: of its attempt, or with its contents."""
     if base.contents:
         return record.fingerprint is not None and record.fingerprint.sha256 == base.contents
-    return record.attempt == base.attempt
+    return same_elements(record.attempt, base.attempt)
 
 
 def holder(
@@ -258,7 +259,7 @@ def check_bases(checkpoint: Location, record: CheckpointRecord, replaces: str | 
         **dict.fromkeys(record.structure.chain[:1], first),
         **of,
     }.items():  # it has checked its own chain
-        if base.attempt and base.attempt == replaces:
+        if base.attempt and same_elements(base.attempt, replaces):
             raise CommitError(
                 f"{shown(name)}: {checkpoint} stores it in its base {base.url}, but this save "
                 "would replace that base (or a copy of it); save with another base, or without "

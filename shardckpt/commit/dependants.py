@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.commit.attempts import places, step_of
+from shardckpt.commit.attempts import places, same_elements, step_of, unfolded
 from shardckpt.commit.markers import is_superseded, protection
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError, OptionError, StorageError
@@ -28,7 +28,7 @@ from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
     from pathlib import Path
 
     Verb = Literal["deleted", "replaced"]
@@ -142,7 +142,7 @@ class Dependants:
 
     def _is_superseded(self, name: str) -> bool:
         attempt = self._known[name].attempt
-        if self._superseded.get(name) == attempt:
+        if same_elements(self._superseded.get(name), attempt):
             return True
         assert self._location.parent is not None
         return is_superseded(Store.open(self._location.parent).sub(name), attempt)
@@ -154,8 +154,11 @@ def _stores_in(neighbour: _Neighbour, name: str, attempt: str | None) -> bool:
     None: in any attempt there.
     """
     if neighbour.unread:
-        return (attempt or f"../{name}").encode() in neighbour.unread
-    return any(attempt is None or base in ("", attempt) for base in neighbour.bases.get(name, ()))
+        return (unfolded(attempt or "") or f"../{name}").encode() in neighbour.unread
+    return any(
+        attempt is None or base == "" or same_elements(base, attempt)
+        for base in neighbour.bases.get(name, ())
+    )
 
 
 def _may_be_base(which: str, closed: Sequence[str]) -> str:
@@ -168,7 +171,7 @@ def _may_be_base(which: str, closed: Sequence[str]) -> str:
 
 
 def users_beside(
-    root: Store, also: Iterable[str] = (), *, deletes: bool = False
+    root: Store, known: Container[int] | None = None, *, deletes: bool = False
 ) -> Callable[[int, str | None], bool]:
     """A function that says whether a checkpoint beside the steps of a run stores tensors in a step.
 
@@ -176,18 +179,20 @@ def users_beside(
 
     Args:
         root: the place of the steps.
-        also: names of steps that count as such checkpoints, too.
+        known: the steps whose bases the caller knows; the others count as such checkpoints, too.
+            None: all.
         deletes: whether steps that none uses are deleted; StorageError if this user may not enter
             a directory that may be such a checkpoint.
     """
     names = [
         name
         for name, _ in places(root, root.list_children())
-        if name != "." and step_of(name) is None
+        if name != "."
+        and ((step := step_of(name)) is None or (known is not None and step not in known))
     ]
     with reading_takes_threads(root):
-        users = map_on_threads(lambda name: _look(root.sub(name), None), [*names, *also])
-    closed = [name for name, user in zip(names, users, strict=False) if user.closed]
+        users = map_on_threads(lambda name: _look(root.sub(name), None), names)
+    closed = [name for name, user in zip(names, users, strict=True) if user.closed]
     if closed and deletes:
         raise StorageError(f"{_may_be_base(f'a step at {root}', closed)} no step is deleted.")
     return lambda step, attempt: any(_stores_in(user, str(step), attempt) for user in users)

@@ -46,6 +46,7 @@ from shardckpt.errors import (
 )
 from shardckpt.format.documents import check_sizes, seal
 from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
+from shardckpt.io.ages import remove_old_probes
 from shardckpt.io.files import LARGEST_WHOLE, OpenFile
 from shardckpt.io.threads import collector_paused
 from shardckpt.text import Message, named
@@ -232,7 +233,7 @@ def put_tombstone(
 
 
 def clear_place(store: Store, generation: bytes) -> None:
-    """Remove a tombstone or placeholder that has no attempt beside it, and all markers.
+    """Remove a tombstone or placeholder that has no attempt beside it, all markers and old probes.
 
     The directory is then removed if it is empty.
 
@@ -255,6 +256,7 @@ def clear_place(store: Store, generation: bytes) -> None:
         return
     for marker, of_marker in markers.items():
         store.remove(marker, of_marker)
+    remove_old_probes(store, children)
     if RECORD not in children or store.remove(RECORD, generation):
         store.remove_empty()
 
@@ -316,8 +318,8 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
         )
     discard(place)
     raise AlreadyExistsError(
-        f"{store}: another save committed there, or the place was deleted, while this one was "
-        "running; nothing of it was kept."
+        f"{store}: another save committed there, or the place was deleted or collected "
+        "(`shardckpt gc`), while this one was running; nothing of it was kept."
     )
 
 

@@ -27,7 +27,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.assemble import finished_hosts, read_host_record
-from shardckpt.commit.attempts import attempts
+from shardckpt.commit.attempts import attempts, same_elements
 from shardckpt.commit.dependants import check_unprotected
 from shardckpt.commit.markers import MARKERS
 from shardckpt.commit.publish import RECORD, clear_place, put_tombstone
@@ -35,7 +35,7 @@ from shardckpt.commit.small_tensors import SMALL_TABLE
 from shardckpt.errors import FormatError, NotFoundError, ReplacedError, StorageError, VersionError
 from shardckpt.format.documents import Fields, open_envelope, seal, utc_now
 from shardckpt.format.record import Tombstone
-from shardckpt.io.ages import idle_seconds
+from shardckpt.io.ages import idle_seconds, is_probe
 from shardckpt.io.failures import is_full
 from shardckpt.io.status import is_link
 from shardckpt.io.threads import map_on_threads
@@ -111,11 +111,14 @@ class StoredRecord:
 
         A placeholder becomes a tombstone. The result says whether the replacement succeeded.
         """
-        if self.data is None or self.doc is None or self.is_placeholder:
-            return put_tombstone(
-                store, partial(_tombstone, _COLLECTED), self.generation, absent=self.data is None
-            )
-        sealed = seal({**self.doc, "nonce" if self.is_tombstone else "fence": secrets.token_hex(8)})
+        if self.data is None or self.doc is None:
+            make = partial(_tombstone, _COLLECTED)
+            return put_tombstone(store, make, self.generation, absent=True)
+        if self.is_tombstone:
+            unique = {**self.doc, "nonce": secrets.token_hex(8)}
+            sealed = _tombstone(_COLLECTED) if self.is_placeholder else seal(unique)
+            return _replace_by_tombstone(store, sealed, self.data, self.generation)
+        sealed = seal({**self.doc, "fence": secrets.token_hex(8)})
         # All fields stay, even unknown ones of newer versions. The format version stays too,
         # because the host records have it.
         head = self.data[: self.data.index(b'"sha256"')]
@@ -128,7 +131,7 @@ def renew(store: Store, attempt: str) -> bool:
     A process that is about to delete or replace the record must then read it again.
 
     Returns:
-        Whether the record still names that attempt.
+        Whether the record still names that attempt, or one that holds its elements anew.
 
     Raises:
         FormatError: the record cannot be read.
@@ -136,7 +139,7 @@ def renew(store: Store, attempt: str) -> bool:
     """
     for _ in range(ROUNDS):
         record = StoredRecord.of(store, *store.read_versioned(RECORD))
-        if record.attempt(store) != attempt:
+        if not same_elements(record.attempt(store), attempt):
             return False
         if record.fence(store):
             return True
@@ -148,7 +151,7 @@ def bury(store: Store, reason: str, first: str | None) -> str | None:
 
     Return the attempt that the record named, None if that is not known.
 
-    If `first` is an attempt, a record that names another one stays.
+    If `first` is an attempt, a record that names another one with other elements stays.
     """
     for _ in range(ROUNDS):
         data, generation = store.read_versioned(RECORD)
@@ -166,30 +169,32 @@ def bury(store: Store, reason: str, first: str | None) -> str | None:
             raise NotFoundError(NO_CHECKPOINT.format(store))
         if record.is_tombstone:
             return first
-        if first not in (None, named):
+        if first is not None and not same_elements(first, named):
             raise ReplacedError(
                 f"{store}: another checkpoint has taken its place; nothing was deleted."
             )
         check_unprotected(store, named, "deleted")
         first = named
-        if _replace_by_tombstone(store, reason, data, generation):
+        if _replace_by_tombstone(store, _tombstone(reason), data, generation):
             return first
     raise StorageError(f"cannot delete {store}: {CONTENDED}; try again.")
 
 
-def _replace_by_tombstone(store: Store, reason: str, data: bytes, generation: bytes) -> bool:
+def _replace_by_tombstone(store: Store, tombstone: bytes, data: bytes, generation: bytes) -> bool:
     """Replace a record of that generation by a tombstone; False: read the record again.
 
     On a full disk an empty file, which takes no room, replaces it first. Then there is as much room
     as the record took.
     """
     try:
-        return store.replace(RECORD, _tombstone(reason), generation)
+        return store.replace(RECORD, tombstone, generation)
     except StorageError as e:
         if not data or not is_full(e):
             raise
-        store.replace(RECORD, b"", generation)
+    if not store.replace(RECORD, b"", generation):
         return False
+    there, generation = store.read_versioned(RECORD)
+    return there == b"" and store.replace(RECORD, tombstone, generation)
 
 
 def list_orphans(store: Store, grace: float) -> tuple[list[Collected], StoredRecord | None]:
@@ -197,12 +202,13 @@ def list_orphans(store: Store, grace: float) -> tuple[list[Collected], StoredRec
 
     The record is None if there is nothing to collect.
 
-    A tombstone without attempts counts as something to collect, and so do markers alone. If the
-    record names an attempt that is not there, all are kept.
+    A tombstone without attempts counts as something to collect, and so do markers or probes alone.
+    If the record names an attempt that is not there, all are kept.
     """
     children = store.list_children()
     names = attempts(store, children)
-    if not names and not {RECORD, *MARKERS}.intersection(children):
+    known = {RECORD, *MARKERS}.intersection(children) or any(map(is_probe, children))
+    if not names and not known:
         return [], None
     record = StoredRecord.of(store, *store.read_versioned(RECORD))
     named = record.attempt(store)

@@ -90,10 +90,10 @@ def write_state(
     structure, outputs, conversions = _select(checkpoint, options)
     form = options.optimizer or _OPTIMIZERS.get(to)
     notes: tuple[str, ...] = ()
+    names = {leaf.name for leaf in leaves_of(structure.nodes)}
     if form is not None:
-        names = {leaf.name for leaf in leaves_of(structure.nodes)}
         structure, outputs, notes = with_optimizers_as(form, structure, outputs)
-        notes += tuple(notes_of_parts(checkpoint.parsed_tree, names))
+    notes += tuple(notes_of_parts(checkpoint.parsed_tree, names))
     total, done = sum(output.nbytes for output in outputs), 0
     progress = options.report_progress
     progress(0, total)

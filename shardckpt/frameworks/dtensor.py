@@ -56,6 +56,7 @@ from shardckpt.frameworks.torch import (
     host_array,
     is_host_memory,
     sink_of,
+    torch_dtype,
 )
 from shardckpt.frameworks.torch_devices import device_memory
 from shardckpt.frameworks.torch_kinds import check_fillable, check_kind
@@ -104,8 +105,8 @@ def identity(leaf: Any) -> Hashable | None:
 
     It uses the memory's owner, not its address: a rank with an empty shard must find the same
     tensors tied as other ranks do. In a buffer of several tensors all empty shards may look alike,
-    so there each DTensor is itself only. (FSDP2's memory is never empty, nor larger than the
-    complete tensor.)
+    so there each DTensor is itself only: one in memory that is larger than the complete tensor, and
+    a view of memory without bytes. (FSDP2's memory is never empty, nor larger than the tensor.)
     """
     local = leaf._local_tensor
     if (
@@ -116,7 +117,9 @@ def identity(leaf: Any) -> Hashable | None:
     ):
         return None
     memory = local.untyped_storage()
-    if local.numel() == 0 and not 0 < memory.nbytes() <= leaf.nbytes:
+    if local.numel() == 0 and (
+        memory.nbytes() > leaf.nbytes or (memory.nbytes() == 0 and local._is_view())
+    ):
         return ("dtensor", id(leaf))
     seen = (
         tuple(local.shape),
@@ -402,8 +405,8 @@ def _views(local: Any, held: _Held) -> tuple[Any, ...]:
 def _meta(name: str, leaf: Target, shape: tuple[int, ...], dtype: DType) -> Any:
     """A meta DTensor that matches a target."""
     shape, dtype = leaf.resolve(shape, dtype)
-    kind = getattr(torch, dtype.name, None)
-    if not isinstance(kind, torch.dtype):
+    kind = torch_dtype(dtype)
+    if kind is None:
         raise DtypeError(
             f"{shown(name)}: torch has no dtype {dtype}; restore it as another dtype, or as a "
             "numpy array."

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.distributed import device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -17,7 +17,7 @@ from shardckpt.layout.placements import Placement, Placements
 from shardckpt.text import shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -40,6 +40,11 @@ def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> P
     Raises:
         ShardingError: the placements do not determine where data is.
     """
+    if not isinstance(placements, Sequence):
+        raise ShardingError(
+            f"its placements are {shorten(placements)}; give one for each of the {mesh.ndim} "
+            "dimensions of the mesh, as in [Shard(0)]."
+        )
     names = from_device_mesh(mesh).axis_names
     converted = []
     for placement, name in zip(placements, names, strict=False):
@@ -113,7 +118,7 @@ def _is_slice(mesh: DeviceMesh, wide: DeviceMesh) -> bool:
         from_device_mesh(wide),
         wide.get_coordinate(),
     )
-    if _root(mesh) in (None, mesh) or _root(mesh) != _root(wide) or coordinate is None:
+    if coordinate is None or not _have_one_origin(mesh, wide):
         return False
     kept = [name in narrow.axis_names for name in whole.axis_names]
     if all(kept) or tuple(compress(whole.axis_names, kept)) != narrow.axis_names:
@@ -124,17 +129,22 @@ def _is_slice(mesh: DeviceMesh, wide: DeviceMesh) -> bool:
     return bool(np.array_equal(whole.devices[through_us], narrow.devices))
 
 
-def _root(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The mesh that this one was sliced from, or itself if from none.
+def _have_one_origin(mesh: DeviceMesh, wide: DeviceMesh) -> bool:
+    """Whether torch made a mesh of another one, or both of a third.
 
-    None if torch does not know.
+    Before 2.10 torch knows that on the thread alone that made them, so their process groups tell:
+    a slice has those of the mesh that it was made of.
     """
-    module: Any = device_mesh
     if hasattr(mesh, "_get_root_mesh"):  # torch 2.10
-        return mesh._get_root_mesh()
-    return (
-        module._mesh_resources.get_root_mesh(mesh) if hasattr(module, "_mesh_resources") else None
-    )
+        return bool(mesh._get_root_mesh() == wide._get_root_mesh())
+    return set(_group_names(mesh)) <= set(_group_names(wide))
+
+
+def _group_names(mesh: Any) -> list[str]:
+    """Names of the process groups of a mesh's dimensions."""
+    if hasattr(mesh, "_dim_group_infos"):  # up to torch 2.7
+        return [name for _, _, name in mesh._dim_group_infos]
+    return list(getattr(mesh, "_dim_group_names", ()))
 
 
 def over(wide: DeviceMesh, mesh: DeviceMesh, placements: Sequence[Any]) -> list[Any]:

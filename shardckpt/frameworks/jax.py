@@ -238,12 +238,28 @@ def warm(sources: Iterable[Source]) -> None:
 def on_accelerator(state: object) -> bool:
     """Whether an array in JAX's containers is on accelerators.
 
-    No device is asked for: that would take its memory.
+    No device is asked for: that would take its memory. `jax.tree.leaves` would sort the keys of
+    dicts, which may be of several types, and follow a cycle for ever.
     """
-    arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
-    return any(
-        device.platform in ACCELERATORS for array in arrays for device in array.sharding.device_set
-    )
+    seen: dict[int, object] = {}
+    below = [state]
+    while below:
+        item = below.pop()
+        if isinstance(item, jax.Array):
+            if any(device.platform in ACCELERATORS for device in item.sharding.device_set):
+                return True
+        elif id(item) not in seen:
+            seen[id(item)] = item  # kept, so that its id is not used again
+            below += _children(item)
+    return False
+
+
+def _children(item: object) -> Iterable[Any]:
+    """The items of one of JAX's containers; none of a leaf."""
+    if isinstance(item, dict):
+        return item.values()
+    flat = jax.tree_util.default_registry.flatten_one_level(item)
+    return () if flat is None else flat[0]
 
 
 def sources(leaves: dict[str, Any], world: World) -> dict[str, Source]:

@@ -181,11 +181,17 @@ def target(name: str, leaf: object, shape: tuple[int, ...], dtype: DType) -> Sin
     """A sink that fills an array in place, or a new array for a `Target`.
 
     Raises:
-        LeafError: the array cannot be written, or overlaps itself.
+        LeafError: the array cannot be written, or overlaps itself; or none can be so large.
     """
     if isinstance(leaf, Target):
         shape, dtype = leaf.resolve(shape, dtype)
-        array = np.empty(shape, dtype.numpy)
+        try:
+            array = np.empty(shape, dtype.numpy)
+        except ValueError as e:
+            raise LeafError(
+                f"{shown(name)}: no array of the shape {shape} can be made ({e}); give the Target "
+                "the stored shape, or none."
+            ) from e
         return ArraySink(array, array, dtype, ("numpy", shape, dtype.name))
     assert isinstance(leaf, np.ndarray)
     array = _plain(name, leaf)

@@ -42,7 +42,7 @@ from shardckpt.errors import (
     MissingExtraError,
 )
 from shardckpt.format.documents import AXIS_VERSION, FORMAT_VERSION, Fields, seal
-from shardckpt.layout.dtypes import DType, by_name
+from shardckpt.layout.dtypes import DType, by_name, with_plain_bools
 from shardckpt.layout.world import World
 from shardckpt.state import PerProcess, flatten
 from shardckpt.state.document import Owned, Tensor, leaves_of, parse
@@ -226,7 +226,7 @@ def _encode(value: object, name: str, room: int) -> tuple[Any, int]:
 
 
 def _bits(array: NDArray[Any]) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return np.ascontiguousarray(with_plain_bools(array)).reshape(-1).view(np.uint8)
 
 
 def _host_array(leaf: Any, name: str) -> tuple[str, DType, NDArray[Any]]:

@@ -485,7 +485,9 @@ def _is_complete(leaf: Any) -> bool:
     """
     if leaf.is_nested or leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
         return False
-    if leaf._is_zerotensor() or not leaf.is_contiguous() or leaf.is_quantized:
+    if leaf._is_zerotensor() or torch._is_functional_tensor(leaf):
+        return False
+    if not leaf.is_contiguous() or leaf.is_quantized:
         return False
     try:
         held: int = leaf.untyped_storage().nbytes()

@@ -58,6 +58,11 @@ def _without_memory(leaf: Any) -> str | None:
     """
     if leaf._is_zerotensor():
         return "this tensor represents zeros without memory of its own; pass leaf.clone()"
+    if torch._is_functional_tensor(leaf):
+        return (
+            "this tensor is one of torch.func.functionalize, without memory of its own; pass it "
+            "outside of torch.func transforms"
+        )
     try:
         held = leaf.untyped_storage().nbytes()
     except NotImplementedError as e:

@@ -8,6 +8,7 @@ this process.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -27,10 +28,9 @@ from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.sharding import Layout, Sharding
 from shardckpt.plan.writers import box_holders
 from shardckpt.state.names import shown
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from shardckpt.layout.world import World
@@ -57,9 +57,14 @@ def from_sharding_spec(spec: Any) -> Sharding:
     A pair of torch_xla's `Mesh` and a partition spec is accepted, too.
 
     Raises:
-        ShardingError: the partition spec names an axis that the mesh lacks.
+        ShardingError: the partition spec is none, or names an axis that the mesh lacks.
     """
     mesh, parts = spec if isinstance(spec, tuple) else (spec.mesh, spec.partition_spec)
+    if not isinstance(parts, Iterable):
+        raise ShardingError(
+            f"its partition spec is {shorten(parts)}; give a tuple with one axis or None for each "
+            "dimension."
+        )
     return Sharding(from_xla_mesh(mesh), PartitionSpec(*parts))
 
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from shardckpt.io.store import Store
 
+_LONGEST_LOOK = 3600.0
+"""Seconds after which nobody looks at a probe any more."""
+
 
 def idle_seconds(store: Store, prefixes: Iterable[str]) -> dict[str, float | None]:
     """Prefix → seconds since the last write below it; None if that is not known (`last_written`).
@@ -79,6 +82,23 @@ def storage_now(store: Store) -> float:
             return times[key]
     finally:
         store.delete(key)
+
+
+def is_probe(name: str) -> bool:
+    """Whether an object is one that `storage_now` writes for a moment."""
+    return name.startswith(PROBE)
+
+
+def remove_old_probes(store: Store, names: Iterable[str]) -> None:
+    """Remove the probes among the objects of a place that killed processes have left.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    probes = [name for name in names if is_probe(name)]
+    for probe, idle in (idle_seconds(store, probes) if probes else {}).items():
+        if idle is not None and idle > _LONGEST_LOOK:
+            store.delete(probe)
 
 
 def _modification_time(directory: str) -> float:

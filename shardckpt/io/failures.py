@@ -309,17 +309,18 @@ def _threads_or(as_error: Callable[[str], ShardckptError]) -> Iterator[None]:
         ) from e
 
 
-def child_environment() -> dict[str, str]:
-    """Environment in which `sys.executable` with -P finds this process's modules, and no others.
+def child_command(code: str, *arguments: str) -> list[str]:
+    """The command that runs Python code in a process that finds this one's modules, and no others.
 
-    Without -P, a new interpreter first looks in the working directory, which may be somebody's
+    By itself, a new interpreter first looks in the working directory, which may be somebody's
     checkpoint.
     """
     paths = []
     for path in sys.path:
         with suppress(FileNotFoundError):  # a removed working directory
             paths.append(path or os.getcwd())  # noqa: PTH109
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    begin = f"import sys; sys.path[:] = {[one for one in paths if isinstance(one, str)]!r}"
+    return [sys.executable, "-P", "-c", f"{begin}; {code}", *arguments]
 
 
 def process_advice(error: OSError | EOFError) -> str:

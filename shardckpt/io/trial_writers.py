@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from shardckpt.errors import ShardckptError, StorageError
 from shardckpt.io import locks
-from shardckpt.io.failures import child_environment, process_advice
+from shardckpt.io.failures import child_command, process_advice
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:
@@ -120,14 +120,12 @@ def open_other_writer(store: Store) -> Iterator[OtherWriter]:
         with ThreadPoolExecutor(1) as pool:
             yield _OnThread(store, pool)
         return
-    command = [sys.executable, "-P", "-c", _PEER, store.location.url]
     try:
         started = subprocess.Popen(  # noqa: S603
-            command,
+            child_command(_PEER, store.location.url),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=child_environment(),
             start_new_session=True,
         )
     except OSError as e:

@@ -22,7 +22,7 @@ import numpy as np
 
 from shardckpt._version import __version__
 from shardckpt.commit.assemble import finished_hosts, read_host_record
-from shardckpt.commit.attempts import RESHARD
+from shardckpt.commit.attempts import RESHARD, same_elements
 from shardckpt.commit.publish import hold_place, read_prior
 from shardckpt.commit.table_reading import read_table
 from shardckpt.errors import (
@@ -128,7 +128,8 @@ class OpenJob:
         if not self.committed and not job.options.overwrite and not self.prior.holds:
             self._refuse_to_replace()
         if not self.committed and any(
-            base.attempt == self.prior.attempt for base in self.plan.source.structure.bases
+            base.attempt and same_elements(base.attempt, self.prior.attempt)
+            for base in self.plan.source.structure.bases
         ):
             raise OptionError(
                 f"{self.store}: this checkpoint is the base of {self.checkpoint.location}, which "
@@ -171,6 +172,10 @@ class OpenJob:
         # Another call of the job may have failed to make that file durable, so on a disk it is
         # written again.
         return describe(self.place, self.contents, always=not self.place.durable_when_visible)
+
+    def hold_finished_tasks(self) -> None:
+        """Write a file, so that no collection takes what an earlier call has left for abandoned."""
+        self.described = describe(self.place, self.contents, always=True)
 
     def finished_tasks(self) -> set[int]:
         """Numbers of the tasks whose record exists, with all files that it names.

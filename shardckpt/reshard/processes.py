@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
@@ -26,7 +25,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread, local
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from shardckpt.io.failures import child_environment, process_advice
+from shardckpt.io.failures import child_command, process_advice
 from shardckpt.reshard.clusters import WorkerLostError
 
 if TYPE_CHECKING:
@@ -117,10 +116,9 @@ class _Process:
             code = f"from shardckpt.reshard.processes import serve; serve({other_end.fileno()})"
             # BLAS starts a thread per core, which takes a third of numpy's import time, and the
             # threads would be idle.
-            environment = child_environment() | {"OPENBLAS_NUM_THREADS": "1"}
-            command = [sys.executable, "-P", "-c", code]
+            environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
             self._process = subprocess.Popen(  # noqa: S603
-                command,
+                child_command(code),
                 pass_fds=[other_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=environment,

@@ -221,11 +221,15 @@ def entries_at(
     Raises:
         StorageError: the storage failed.
     """
-    data = None
+    data, entry = None, None
     if RECORD in children:
-        with contextlib.suppress(MissingDataError):  # deleted since the listing
+        try:
             data = place.read(RECORD)
-    entry = None if data is None else _committed_entry(data, place, name)
+            entry = _committed_entry(data, place, name)
+        except MissingDataError:  # deleted since the listing
+            pass
+        except FormatError as e:  # too large to be read
+            entry = CatalogEntry(name, place.location, "unreadable", reason=str(e))
     if entry is not None and entry.state != "deleted":
         marks = protection(place, entry.attempt) if PINNED in children else Protection()
         superseded = SUPERSEDED in children and is_superseded(place, entry.attempt)

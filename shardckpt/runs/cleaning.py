@@ -31,7 +31,7 @@ from shardckpt.errors import FormatError, NotFoundError, OptionError, StorageErr
 from shardckpt.io.ages import idle_seconds
 from shardckpt.reading.checkpoint import open_in_this_process
 from shardckpt.runs.collecting import collect_place, delete_place
-from shardckpt.runs.leases import leased_steps
+from shardckpt.runs.leases import LeasedSteps
 from shardckpt.runs.retention import Best, EveryKth, KeepAnyOf, Latest
 from shardckpt.runs.steps import StepInfo, list_steps, step_numbers
 from shardckpt.text import few
@@ -177,14 +177,15 @@ class Cleaner:
                 return one if stored is None else replace(one, age=min(one.age, stored))
 
             due = sorted({*due}.intersection(doomed(steps, rule, committed, saved=saved)))
-        held = leased_steps(self._root)
-        unread = [str(info.step) for info in steps.values() if info.state == "unreadable"]
-        is_used = users_beside(self._root, unread, deletes=True)
+        held = LeasedSteps(self._root)
+        # Another program may have saved some since the steps were listed.
+        known = {info.step for info in steps.values() if info.state != "unreadable"}
+        is_used = users_beside(self._root, known, deletes=True)
         for step in sorted(due, key=self._names_needed(steps).__contains__):
             if not (
-                step in held
-                or step in self._names_needed(steps)
+                step in self._names_needed(steps)
                 or is_used(step, steps[step].attempt)
+                or step in held
             ):
                 self._delete(step, steps)
 
@@ -228,17 +229,18 @@ class Cleaner:
         try:
             if not self._root.has_paths:
                 self._root.delete(_DELETED)
-            held = leased_steps(self._root)
+            held = LeasedSteps(self._root)
             for step in step_numbers(self._root):
-                self._collect_step(
-                    self._root.sub(str(step)), publishes=step <= newest, held=step in held
-                )
+                self._collect_step(step, held, publishes=step <= newest)
         except StorageError as e:
             self._warn_once(self._root, str(e))
 
-    def _collect_step(self, place: Store, *, publishes: bool, held: bool) -> None:
+    def _collect_step(self, step: int, held: LeasedSteps, *, publishes: bool) -> None:
+        place = self._root.sub(str(step))
         try:
-            collected = collect_place(place, grace=self._grace, publishes=publishes, held=held)
+            collected = collect_place(
+                place, grace=self._grace, publishes=publishes, held=lambda: step in held
+            )
         except FormatError as e:
             self._warn_once(place, str(e))
             collected = []

@@ -8,8 +8,9 @@ checkpoint's orphaned attempts (`collect_place`):
    attempt, or a placeholder, is younger, a save may be in progress, and the fence would make it
    fail: then choose none.
 3. Publish the newest attempt that is complete (`committing`): its own committer may have failed,
-   and its data may be the only copy. If that succeeds, start again. If the storage fails, the
-   attempt stays. Only an attempt that is incomplete, or was refused just now, is collected.
+   and its data may be the only copy. If that succeeds, start again. If the storage fails, or it
+   might be published later (`committing.Deferred`), all stay. Only an attempt that is incomplete,
+   or was refused for good just now, is collected.
 4. Fence, on condition that the record still has that version. A record gets a new mark. A tombstone
    replaces a placeholder, another tombstone or a missing file. Every mark is unique, because some
    storages derive the version from the contents. If the record has changed, start again.
@@ -45,17 +46,17 @@ from shardckpt.io.status import exists
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import parse
-from shardckpt.runs.committing import commit_place, publishable
-from shardckpt.runs.leases import leased_steps
+from shardckpt.runs.committing import Deferred, commit_place, publishable
+from shardckpt.runs.leases import LEASED, LeasedSteps
 from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable, Sequence
 
 GRACE = 24 * 3600.0
 """Default for the seconds without any write after which an attempt may be collected."""
 _COMPLETE = "a complete save is there, which `shardckpt commit` publishes"
-_LEASED = "a reader holds a lease on it"
 _FOREIGN = "it contains something that no save has written"
 
 
@@ -95,18 +96,25 @@ def collect(
     if not children and not exists(store.local_path("")):
         raise NotFoundError(f"{location}: no such directory.")
 
-    below, own, held = leased_steps(store), location.resolved, False
-    if (step := step_of(own.name)) is not None and own.parent is not None:
-        held = step in leased_steps(Store.open(own.parent))
+    below, own = LeasedSteps(store), location.resolved
+    beside = below if own.parent is None else LeasedSteps(Store.open(own.parent))
 
     def at(place: Store) -> list[Collected]:
-        is_held = held if place is store else step_of(place.location.name) in below
+        leases, name = (beside, own.name) if place is store else (below, place.location.name)
+        step = step_of(name)
+
+        def held() -> bool:
+            return step is not None and step in leases
+
         try:
-            return collect_place(place, grace=grace, dry_run=dry_run, held=is_held)
+            return collect_place(place, grace=grace, dry_run=dry_run, held=held)
         except FormatError as e:
             return [Collected(place.location, None, "kept", reason=str(e))]
         except StorageError as e:
             return [Collected(place.location, None, "failed", reason=str(e))]
+        finally:
+            if not dry_run and step is not None and place is not store:
+                place.remove_empty()  # a deletion was killed just before it removed the directory
 
     with reading_takes_threads(store):
         return [
@@ -157,7 +165,12 @@ def delete(
 
 
 def collect_place(
-    store: Store, *, grace: float, dry_run: bool = False, publishes: bool = True, held: bool = False
+    store: Store,
+    *,
+    grace: float,
+    dry_run: bool = False,
+    publishes: bool = True,
+    held: Callable[[], bool] = lambda: False,
 ) -> list[Collected]:
     """Publish the complete attempt at one place, if there is one.
 
@@ -169,7 +182,7 @@ def collect_place(
             of saves in progress.
         dry_run: only report what would be done.
         publishes: whether to publish a complete attempt; otherwise all stay if there is one.
-        held: whether a reader holds a lease on the step (`leases`); then all stay.
+        held: says whether a reader holds a lease on the step now (`leases`); then all stay.
 
     Returns:
         The outcome for each attempt that the commit record does not name.
@@ -183,46 +196,53 @@ def collect_place(
     published: list[Collected] = []
     for _ in range(ROUNDS):
         orphans, record = list_orphans(store, grace)
-        if record is None or any(one.outcome == "kept" for one in orphans):
+        if record is not None and not orphans and not dry_run:
+            clear_tombstone(store, record, grace)
+        if record is None or not orphans or any(one.outcome == "kept" for one in orphans):
             return published + orphans
-        complete = (
-            publishable(store) if orphans and not held and (dry_run or not publishes) else None
-        )
-        stays = _LEASED if held else _COMPLETE if complete is not None and not publishes else None
-        if orphans and stays is not None:
-            return [replace(one, outcome="kept", reason=stays) for one in orphans]
+        is_held = held()
+        if is_held or (not publishes and publishable(store) is not None):
+            return published + _kept(orphans, LEASED if is_held else _COMPLETE)
         if dry_run:
+            complete = publishable(store)
             return [
                 replace(one, outcome="published" if one.attempt == complete else one.outcome)
                 for one in orphans
             ]
-        if not orphans:
-            clear_tombstone(store, record, grace)
-            return published
         ages = {one.attempt: one.idle for one in orphans}
-        committed = [
-            one.attempt
-            for one in commit_place("", store, denied_raises=True)
-            if one.state == "committed"
-        ]
+        outcomes = commit_place("", store, denied_raises=True)
+        committed = [one.attempt for one in outcomes if one.state == "committed"]
         published += [
             Collected(store.location, attempt, "published", ages.get(attempt))
             for attempt in committed
         ]
+        deferred = [one.reason for one in outcomes if isinstance(one, Deferred)]
+        if deferred and not committed:  # the fence would keep it from being published later
+            return published + _kept(orphans, deferred[0])
         if not committed and record.fence(store):
-            break
-    else:
-        return published + [replace(one, outcome="kept", reason=CONTENDED) for one in orphans]
+            return published + _remove_fenced(store, orphans, grace, held)
+    return published + _kept(orphans, CONTENDED)
+
+
+def _remove_fenced(
+    store: Store, orphans: Sequence[Collected], grace: float, held: Callable[[], bool]
+) -> list[Collected]:
+    """Remove the attempts that no process can publish any more."""
     fenced = {one.attempt for one in orphans}
-    left, record = list_orphans(store, grace)
-    done = [
-        remove_attempt(store, one) if is_idle(one.idle, grace) else one
-        for one in left
-        if one.attempt in fenced
-    ]
+    listed, record = list_orphans(store, grace)
+    done = []
+    for one in listed:
+        if one.attempt in fenced and is_idle(one.idle, grace):
+            done += _kept([one], LEASED) if held() else [remove_attempt(store, one)]
+        elif one.attempt in fenced:
+            done.append(one)
     if record is not None:
         clear_tombstone(store, record, grace)
-    return published + done
+    return done
+
+
+def _kept(orphans: Sequence[Collected], reason: str) -> list[Collected]:
+    return [replace(one, outcome="kept", reason=reason) for one in orphans]
 
 
 def delete_place(

@@ -2,13 +2,13 @@
 
 The process that commits may die after all hosts have finished. The attempt then lacks nothing, and
 the host records contain everything that a commit needs. So any process can commit it later from the
-records alone. If one place has several attempts, the newest complete one is committed. If it has
-several complete reshards, none is, because their names give no order. An attempt is overtaken when
-the place no longer has the commit record that the save found: another attempt was committed there
-since, or the attempt's place was collected. Some attempts may have been refused publication: an
-attempt of a run that no longer saves there, and an attempt that would replace a pinned or tagged
-checkpoint. Such attempts are not committed (`leftover`). Before the first save after a rollback is
-published, the steps that it supersedes are marked (`rollback`).
+records alone. If one place has several attempts, the newest complete one is committed, by the
+storage's times of their records. If it has several complete reshards, none is: the user decides. An
+attempt is overtaken when the place no longer has the commit record that the save found: another
+attempt was committed there since, or the attempt's place was collected. Some attempts may have been
+refused publication: an attempt of a run that no longer saves there, and an attempt that would
+replace a pinned or tagged checkpoint. Such attempts are not committed (`leftover`). Before the
+first save after a rollback is published, the steps that it supersedes are marked (`rollback`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,40 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardckpt.commit.assemble import assemble, finished_hosts, read_host_record
-from shardckpt.commit.attempts import attempts, is_reshard, places
+from shardckpt.commit.assemble import (
+    HostVersionError,
+    assemble,
+    finished_hosts,
+    read_host_record,
+)
+from shardckpt.commit.attempts import attempts, is_attempt_name, is_reshard, places
 from shardckpt.commit.base_places import check_bases
 from shardckpt.commit.dependants import Dependants
-from shardckpt.commit.publish import data_stays, hold_place, publish, read_prior, remove_replaced
+from shardckpt.commit.markers import read_sealed
+from shardckpt.commit.publish import (
+    RECORD,
+    data_stays,
+    hold_place,
+    publish,
+    read_prior,
+    remove_replaced,
+)
 from shardckpt.commit.remove import remove_strays
-from shardckpt.errors import AlreadyExistsError, NotFoundError, ShardckptError, StorageError
+from shardckpt.errors import (
+    AlreadyExistsError,
+    CommitError,
+    FormatError,
+    NotFoundError,
+    ShardckptError,
+    StorageError,
+    VersionError,
+)
+from shardckpt.io.ages import last_written
 from shardckpt.io.failures import check_fork, is_denied, reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.runs.leftover import check_leftover, run_root
-from shardckpt.runs.rollback import Rollback
+from shardckpt.runs.rollback import Rollback, stays_superseded
 from shardckpt.state.names import natural_key
 from shardckpt.text import numbered
 
@@ -56,6 +78,14 @@ class Outcome:
     state: Literal["committed", "incomplete", "overtaken", "refused"]
     reason: str = ""
     """Reason for not committing it; "" if it was committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred(Outcome):
+    """The outcome for a complete attempt that may be committed once something else has changed.
+
+    Its base is away, or another version of shardckpt wrote it. A collection keeps it.
+    """
 
 
 def commit(root: str | os.PathLike[str]) -> list[Outcome]:
@@ -85,6 +115,10 @@ def commit(root: str | os.PathLike[str]) -> list[Outcome]:
     return commit_places(store, list(places(store, children)))
 
 
+class _BaseError(CommitError):
+    """A base is not what it was when the attempt was saved, or not there."""
+
+
 def commit_places(root: Store, named: Sequence[tuple[str, Store]]) -> list[Outcome]:
     """Commit the complete attempts at some named places below one root.
 
@@ -106,9 +140,9 @@ def commit_place(name: str, store: Store, *, denied_raises: bool = False) -> lis
     Raises:
         StorageError: the storage failed.
     """
-    candidates = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
-    if not candidates:
+    if _is_settled(store):
         return []
+    candidates = _newest_first(store)
     try:
         prior = read_prior(store, overwrite=True)
     except StorageError:
@@ -134,6 +168,20 @@ def commit_place(name: str, store: Store, *, denied_raises: bool = False) -> lis
     return outcomes
 
 
+def _is_settled(store: Store) -> bool:
+    """Whether a place has nothing but its checkpoint, or nothing; no tensors are parsed."""
+    children = store.list_children()
+    names = [child[:-1] for child in children if child.endswith("/")]
+    names = [name for name in names if is_attempt_name(name)]
+    if len(names) != 1 or RECORD not in children:
+        return not names
+    try:
+        record = read_sealed(store, RECORD)
+        return record is not None and record.doc.get("attempt") == names[0]
+    except FormatError:
+        return False
+
+
 def publishable(store: Store) -> str | None:
     """The attempt that `commit_place` would try to publish first.
 
@@ -142,7 +190,7 @@ def publishable(store: Store) -> str | None:
     Raises:
         StorageError: the storage failed.
     """
-    candidates = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
+    candidates = _newest_first(store)
     try:
         prior = read_prior(store, overwrite=True)
     except StorageError:
@@ -155,6 +203,19 @@ def publishable(store: Store) -> str | None:
         attempt for attempt in candidates if attempt != prior.attempt and attempt not in refused
     )
     return next((attempt for attempt in left if _complete(store.sub(attempt), prior)), None)
+
+
+def _newest_first(store: Store) -> list[str]:
+    """The attempts at a place by the storage's time of their records, then by name.
+
+    Names alone do not sort by time: those of one run have its time, and after a failed save the
+    processes agree on a new series of them.
+    """
+    names = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
+    if len(names) > 1:
+        times = {name: last_written(store, f"{name}/records/") or 0.0 for name in names}
+        names.sort(key=times.__getitem__, reverse=True)
+    return names
 
 
 def _rivals(store: Store, candidates: Sequence[str], prior: Prior) -> list[str]:
@@ -189,11 +250,13 @@ def _lacks(place: Store, prior: Prior) -> tuple[Literal["incomplete", "overtaken
 
 
 def _complete(place: Store, prior: Prior) -> bool:
-    """Whether an attempt lacks nothing, and its records could be read."""
+    """Whether an attempt lacks nothing that this version can know of."""
     try:
         return _lacks(place, prior) is None
     except StorageError:
         raise
+    except (VersionError, HostVersionError):
+        return True
     except ShardckptError:
         return False
 
@@ -224,6 +287,8 @@ def _try_commit(
         return outcome("overtaken", str(e))
     except StorageError:
         raise
+    except (VersionError, HostVersionError, _BaseError) as e:
+        return Deferred(name, store.location, attempt, "refused", str(e))
     except ShardckptError as e:
         return outcome("refused", str(e))
     if published and prior.attempt is not None:
@@ -250,14 +315,18 @@ def _publish(
             if prior.is_checkpoint:
                 dependants.check_replaceable(prior.attempt)
         if record.structure.bases:
-            check_bases(store.location, record, prior.attempt)
+            try:
+                check_bases(store.location, record, prior.attempt)
+            except CommitError as e:
+                raise _BaseError(e.message) from e
         with data_stays(store):
             root = run_root(store, attempt, record.metadata)
             if root is not None and rollback is not None:
                 rollback.tell(root)
                 if prior.is_checkpoint:
                     dependants.check_replaceable(prior.attempt)
-        published = publish(store, record, prior)
+        with stays_superseded(store, record, prior):
+            published = publish(store, record, prior)
     except StorageError as e:
         if denied_raises or not is_denied(e):
             raise

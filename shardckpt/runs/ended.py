@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardckpt.commit.attempts import attempts, places
+from shardckpt.commit.attempts import attempts, places, same_elements, unfolded
 from shardckpt.commit.markers import read_sealed
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import CommitError, FormatError, NotFoundError, OptionError, StorageError
@@ -164,17 +164,19 @@ def check_idle(root: Store, known: frozenset[str] = frozenset()) -> frozenset[st
     names = _names(root)
     listing = _look(root, names - known)
     for place in listing:
-        if place.attempt is not None and mark.checkpoints.get(place.name) != place.attempt:
+        if place.attempt is not None and not same_elements(
+            mark.checkpoints.get(place.name), place.attempt
+        ):
             raise CommitError(
                 f"{root}: {place.name} was saved after the run was {since}; mark it again when it "
                 "has ended."
             )
-    of_the_run = {*mark.checkpoints.values()}
+    of_the_run = {*map(unfolded, mark.checkpoints.values())}
     unfinished = [
         key
         for place in listing
         for key in place.others
-        if key.rstrip("/").rpartition("/")[2] not in of_the_run
+        if unfolded(key.rstrip("/").rpartition("/")[2]) not in of_the_run
     ]
     for key, idle in (idle_seconds(root, unfinished) if unfinished else {}).items():
         if idle is None or idle < GRACE:

@@ -11,6 +11,7 @@ Rules of retention and collections ask for leases before they delete. A deletion
 from __future__ import annotations
 
 import logging
+import math
 import re
 import secrets
 import socket
@@ -39,6 +40,10 @@ LEASES = "leases/"
 """The folder of the leases, relative to the root."""
 SECONDS = 600.0
 """Time that a lease lasts after it was written, by the storage's clock."""
+LEASED = "a reader holds a lease on it"
+"""Reason for which a step with a lease stays."""
+_FRESH = 5.0
+"""Seconds for which a deletion of many steps does not read the leases again."""
 _LONG_AGO = 24 * 3600.0
 """Seconds after which a lease is removed."""
 _MOST_STEPS, _LONGEST_NAME, _MOST_LEASES = 1000, 255, 1000
@@ -202,6 +207,27 @@ def leased_steps(root: Store) -> frozenset[int]:
             with suppress(ShardckptError):  # another user's: it holds nothing
                 root.delete(key)
     return frozenset(step for lease in _lasting(root, idle) for step in lease.steps)
+
+
+class LeasedSteps:
+    """The steps on which a lease lasts, read again once that is some seconds old.
+
+    Nothing is read before it is asked for a step. Safe to use from several threads.
+    """
+
+    def __init__(self, root: Store) -> None:
+        self._root = root
+        self._steps = frozenset[int]()
+        self._read_at = -math.inf
+        self._reading = threading.Lock()
+
+    def __contains__(self, step: int | None) -> bool:
+        """Whether a lease lasts on a step. Raises StorageError."""
+        with self._reading:
+            if time.monotonic() >= self._read_at + _FRESH:
+                self._steps = leased_steps(self._root)
+                self._read_at = time.monotonic()
+            return step in self._steps
 
 
 def held_leases(root: Store) -> list[HeldLease]:

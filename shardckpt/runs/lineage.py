@@ -12,15 +12,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from shardckpt.commit.attempts import same_elements
 from shardckpt.commit.dependants import check_unprotected
-from shardckpt.commit.markers import SUPERSEDED, unmark
+from shardckpt.commit.markers import SUPERSEDED
 from shardckpt.commit.publish import published_attempt
 from shardckpt.errors import OptionError, ShardckptError
+from shardckpt.format.documents import seal
 from shardckpt.io.failures import check_fork
 from shardckpt.runs import pinning
 from shardckpt.runs.retention import Retention, best
 from shardckpt.runs.rollback import ROLLBACK, Rollback
-from shardckpt.runs.steps import StepInfo, check_step, list_steps
+from shardckpt.runs.steps import StepInfo, check_step, latest_step, list_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -118,18 +120,23 @@ class Lineage:
     def replaced(self, step: int, *, leads: bool) -> None:
         """Note that a step is committed."""
         if step in self.later:
+            marker = seal({"attempt": self.later[step] or ""})
             self.later = {later: attempt for later, attempt in self.later.items() if later != step}
             if leads:
                 # The marker names the replaced attempt, so it does no harm if it stays.
                 with suppress(ShardckptError):
-                    unmark(self._root.sub(str(step)), SUPERSEDED)
+                    place = self._root.sub(str(step))
+                    there, generation = place.read_versioned(SUPERSEDED)
+                    if there == marker:
+                        place.remove(SUPERSEDED, generation)
 
     def seen(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
         """Steps as listed from the storage, corrected by the rollback not recorded there yet."""
         pending, later = self._pending, self.later
 
         def now(info: StepInfo) -> StepInfo:
-            if pending is not None and info.step in later and later[info.step] == info.attempt:
+            is_later = info.step in later and same_elements(later[info.step], info.attempt)
+            if pending is not None and is_later:
                 return replace(info, state="superseded")
             if pending is not None and info.step == pending.step:
                 return replace(info, state="committed")
@@ -170,7 +177,8 @@ class RunSteps:
 
     def latest_step(self) -> int | None:
         """The latest step that is not superseded; None if there is none."""
-        return max(self.all_steps(), default=None)
+        check_fork(self._root)
+        return latest_step(self._root, lambda info: self._lineage.seen([info])[0].live)
 
     def best_step(
         self, metric: str | None = None, mode: Literal["min", "max"] | None = None

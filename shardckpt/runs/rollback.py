@@ -10,16 +10,22 @@ while one of them lacks it, the latest step stays the one from before the rollba
 
 from __future__ import annotations
 
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from shardckpt.commit.attempts import step_of
-from shardckpt.commit.markers import SUPERSEDED, mark, unmark
-from shardckpt.commit.publish import RECORD
+from shardckpt.commit.attempts import is_reshard, same_elements, step_of
+from shardckpt.commit.markers import SUPERSEDED, is_superseded, mark, read_sealed, unmark
+from shardckpt.commit.publish import RECORD, is_published
+from shardckpt.commit.remove import CONTENDED, ROUNDS
+from shardckpt.errors import FormatError, ShardckptError, StorageError
+from shardckpt.format.documents import seal
+from shardckpt.format.record import CheckpointRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
+    from shardckpt.commit.publish import Prior
     from shardckpt.io.store import Store
 
 ROLLBACK = "rollback"
@@ -75,8 +81,42 @@ class Rollback:
         supersede(root, self.neighbours)
 
 
+@contextmanager
+def stays_superseded(store: Store, record: CheckpointRecord, prior: Prior) -> Iterator[None]:
+    """In the block, a reshard in place of its source is published: superseded, if that was.
+
+    Args:
+        store: the checkpoint's place.
+        record: the record that is published.
+        prior: the commit record that it replaces.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    before = prior.record
+    superseded = (
+        is_reshard(record.attempt)
+        and isinstance(before, CheckpointRecord)
+        and before.metadata == record.metadata
+        and is_superseded(store, before.attempt)
+    )
+    if not superseded:
+        yield
+        return
+    mark(store, SUPERSEDED, record.attempt)  # before: a later mark could be missing for ever
+    try:
+        yield
+    except BaseException:
+        with suppress(ShardckptError):
+            if prior.attempt is not None and is_published(store, prior.attempt):
+                mark(store, SUPERSEDED, prior.attempt)
+        raise
+
+
 def supersede(root: Store, steps: Mapping[str, str | None]) -> None:
     """Mark the steps that are still there as superseded, in ascending order.
+
+    A step that was replaced since, and its marker, stay as they are.
 
     Args:
         root: their place.
@@ -86,6 +126,24 @@ def supersede(root: Store, steps: Mapping[str, str | None]) -> None:
         StorageError: the storage failed.
     """
     for name in sorted(steps, key=int):
-        place = root.sub(name)
-        if place.exists(RECORD):
-            mark(place, SUPERSEDED, steps[name] or "")
+        _supersede(root.sub(name), steps[name])
+
+
+def _supersede(place: Store, attempt: str | None) -> None:
+    for _ in range(ROUNDS):
+        data, generation = place.read_versioned(SUPERSEDED)
+        try:
+            record = read_sealed(place, RECORD)
+            if record is None or "tombstone" in record.doc:
+                return
+            if not same_elements(record.string("attempt"), attempt):
+                return
+        except FormatError:  # damaged, perhaps since then
+            pass
+        if not place.replaces:
+            mark(place, SUPERSEDED, attempt or "")
+            return
+        marker = seal({"attempt": attempt or ""})
+        if data == marker or place.replace(SUPERSEDED, marker, generation):
+            return
+    raise StorageError(f"cannot write {place.path_of(SUPERSEDED)}: {CONTENDED}; try again.")

@@ -7,6 +7,7 @@ and two markers of each step are read; directories with other names are ignored.
 from __future__ import annotations
 
 import operator
+import secrets
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from shardckpt.io.store import Store
 
@@ -84,7 +85,8 @@ def steps_among(root: Store, urls: Iterable[str | os.PathLike[str]]) -> frozense
     Raises:
         OptionError: a checkpoint is in another kind of storage.
     """
-    relative = (base_url(root.location.join("step"), parse(url)) for url in urls)
+    beside = root.location.join(secrets.token_hex(8))  # a name that none of them has
+    relative = (base_url(beside, parse(url)) for url in urls)
     return frozenset(
         steps_named(unquote(url.removeprefix(BESIDE)) for url in relative if url.startswith(BESIDE))
     )
@@ -116,6 +118,31 @@ def list_steps(root: Store) -> list[StepInfo]:
             listed, numbers = numbers, step_numbers(root)
             if numbers == listed:
                 return steps
+
+
+def latest_step(root: Store, counts: Callable[[StepInfo], bool]) -> int | None:
+    """The latest step below `root` that holds a checkpoint and counts; None if there is none.
+
+    Only the latest steps are read, until one counts.
+
+    Raises:
+        StorageError: as for `list_steps`.
+    """
+    numbers = step_numbers(root)
+    with reading_takes_threads(root):
+        while numbers:
+            left, at_once = numbers, 1
+            while left:
+                infos = map_on_threads(partial(read_step, root), left[-at_once:])
+                live = [info.step for info in infos if info is not None and counts(info)]
+                if live:
+                    return max(live)
+                left, at_once = left[:-at_once], 2 * at_once
+            # As in `list_steps`.
+            listed, numbers = numbers, step_numbers(root)
+            if numbers == listed:
+                break
+    return None
 
 
 def read_step(root: Store, step: int) -> StepInfo | None:

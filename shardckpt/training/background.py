@@ -321,6 +321,7 @@ class Background:
         self.lost = step
         if self._left is not None:
             self._left.add(step)
+        self.cleaner.forget()  # the step may be published all the same
         self._failures.append((error, step))
 
 

@@ -24,6 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt import errors
+from shardckpt.commit.attempts import same_elements
 from shardckpt.commit.dependants import users_beside
 from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.errors import (
@@ -304,7 +305,7 @@ def _try(act: Callable[[], T]) -> tuple[T, None] | tuple[None, Exception]:
 def _open(url: str, attempt: str | None, *, check: bool) -> tuple[Checkpoint, dict[str, str]]:
     """The checkpoint that the processes agreed on, and with `check` its recorded fingerprint."""
     checkpoint = Checkpoint(url)
-    if checkpoint.record.attempt != attempt:
+    if not same_elements(checkpoint.record.attempt, attempt):
         raise ReplacedError(
             f"{url}: the checkpoint was replaced after the job agreed to resume from it; restart "
             "the job."
@@ -347,7 +348,7 @@ def _choose(
     superseded = {
         s.step
         for s in steps
-        if not s.live or (s.step in rolled_back and rolled_back[s.step] == s.attempt)
+        if not s.live or (s.step in rolled_back and same_elements(rolled_back[s.step], s.attempt))
     }
     known = {s.step: s for s in steps}
     if step is None or below is not None:

@@ -12,6 +12,7 @@ class by the entry point `fsspec.specs`.
 from __future__ import annotations
 
 import io
+from collections import OrderedDict
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,10 +27,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _ZARR = "zarr"
+_MOST_OPEN = 4
+"""Number of checkpoints that stay open, each with its cache of blocks."""
 
 
 class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """Read-only files of checkpoints."""
+    """Read-only files of checkpoints.
+
+    `info`, `ls`, `open` and the reading of a whole file see a checkpoint that was replaced; ranges,
+    and keys below `zarr/`, are read from the one that is open.
+    """
 
     protocol: ClassVar = "shardckpt"
     root_marker: ClassVar = ""
@@ -67,7 +74,8 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
             else (str(fo) if scheme is None or "://" in str(fo) else f"{scheme}://{fo}")
         )
         self._options = options
-        self._opened: dict[str, tuple[ModelView, ZarrKeys]] = {}
+        self._opened: OrderedDict[str, tuple[ModelView, ZarrKeys]] = OrderedDict()
+        """The checkpoints that are open, by place; the one used last comes last."""
         self._opening = Lock()
 
     @classmethod
@@ -80,7 +88,9 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
     def info(self, path: str, **_options: Any) -> dict[str, Any]:
         """Name, type and size of a file or directory, and a tag that differs for other bytes."""
         path = self._strip_protocol(path)
-        view, keys, name = self._find(path)
+        return self._info(path, *self._find(path, look=True))
+
+    def _info(self, path: str, view: ModelView, keys: ZarrKeys, name: str) -> dict[str, Any]:
         if name in view.sizes:
             return {"name": path, "type": "file", "size": view.sizes[name], "ETag": view.identity}
         if name in ("", _ZARR):
@@ -97,7 +107,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
     def ls(self, path: str, detail: bool = True, **_options: Any) -> list[Any]:
         """The files and directories directly below a path; a file itself."""
         path = self._strip_protocol(path)
-        view, keys, name = self._find(path)
+        view, keys, name = self._find(path, look=True)
         below: list[str] | None
         if name == "":
             below = [*view.sizes, _ZARR]
@@ -105,17 +115,20 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
             below = keys.children(name[len(_ZARR) + 1 :])
         else:
             below = None
-        paths = (
-            [path] if below is None else [f"{path}/{child}" if path else child for child in below]
+        names = (
+            {path: name}
+            if below is None
+            else {_join(path, child): _join(name, child) for child in below}
         )
-        return [self.info(one) for one in paths] if detail else paths
+        return [self._info(one, view, keys, names[one]) for one in names] if detail else [*names]
 
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **_options: Any
     ) -> bytes:
         """A file's bytes, or those from `start` to `end`; negative ones count from its end."""
         path = self._strip_protocol(path)
-        view, keys, name = self._find(path)
+        is_key = _ZARR in path.split("/")
+        view, keys, name = self._find(path, look=start is None and end is None and not is_key)
         if name in view.sizes:
             first, last, _ = slice(start, end).indices(view.sizes[name])
             return view.open(name).pread(first, max(0, last - first))
@@ -127,7 +140,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
     def _open(self, path: str, mode: str = "rb", **_options: Any) -> io.BufferedReader | io.BytesIO:
         if mode != "rb":
             raise NotImplementedError(f"{path}: checkpoints are read-only; open it with mode 'rb'")
-        view, _, name = self._find(path)
+        view, _, name = self._find(path, look=True)
         return (
             io.BufferedReader(view.open(name), 1 << 20)
             if name in view.sizes
@@ -140,27 +153,48 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
         with self._opening:
             self._opened.clear()
 
-    def _find(self, path: str) -> tuple[ModelView, ZarrKeys, str]:
-        """The checkpoint of a path, and the name below it; FileNotFoundError if there is none."""
+    def _find(self, path: str, *, look: bool) -> tuple[ModelView, ZarrKeys, str]:
+        """The checkpoint of a path, and the name below it; FileNotFoundError if there is none.
+
+        Args:
+            path: the path.
+            look: whether to look for another checkpoint at the place of one that is open.
+        """
         if self._one is not None:
-            return *self._checkpoint(self._one), path.lstrip("/")
+            return *self._checkpoint(self._one, look=look), path.lstrip("/")
         parts = path.split("/")
         # A name below `zarr` may itself be `zarr`.
         cuts = [i for i, part in enumerate(parts) if part == _ZARR]
         for cut in (*cuts, len(parts) - 1, len(parts)):
             place = "/".join(parts[:cut])
             try:
-                return *self._checkpoint(place), "/".join(parts[cut:])
+                return *self._checkpoint(place, look=look), "/".join(parts[cut:])
             except (NotFoundError, UrlError):
                 continue
         raise FileNotFoundError(path)
 
-    def _checkpoint(self, place: str) -> tuple[ModelView, ZarrKeys]:
+    def _checkpoint(self, place: str, *, look: bool) -> tuple[ModelView, ZarrKeys]:
         with self._opening:
-            if place not in self._opened:
-                checkpoint = Checkpoint(place)
-                self._opened[place] = (
-                    ModelView(checkpoint, **self._options),
-                    ZarrKeys(checkpoint.record, checkpoint.reader),
-                )
-            return self._opened[place]
+            opened = self._opened.get(place)
+            if opened is not None:
+                self._opened.move_to_end(place)
+        if opened is not None and not look:
+            return opened
+        checkpoint = Checkpoint(place)  # without the lock, because the place may be slow
+        attempt = checkpoint.record.attempt
+        if opened is not None and opened[0].checkpoint.record.attempt == attempt:
+            return opened
+        opened = (
+            ModelView(checkpoint, **self._options),
+            ZarrKeys(checkpoint.record, checkpoint.reader),
+        )
+        with self._opening:
+            self._opened[place] = opened
+            self._opened.move_to_end(place)
+            while len(self._opened) > _MOST_OPEN:
+                self._opened.popitem(last=False)
+        return opened
+
+
+def _join(path: str, child: str) -> str:
+    return f"{path}/{child}" if path else child

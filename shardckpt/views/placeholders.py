@@ -35,7 +35,7 @@ from shardckpt.plan.pieces import batches
 from shardckpt.views.strided import are_apart, index_at, row_major, storage_address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import Self
 
     from numpy.typing import NDArray
@@ -335,6 +335,21 @@ class Recorder:
         elements: int = tensor.numel()
         return 0 < self._written_arguments[storage_address(tensor)] < elements
 
+    def unwritten(
+        self, parameters: Iterable[tuple[str, torch.Tensor]], before: Mapping[str, int]
+    ) -> list[str]:
+        """Names of the parameters of which nothing was written, for models that do not say it.
+
+        Args:
+            parameters: the parameters.
+            before: `storage_addresses` before `run`. A parameter with other memory was given it.
+        """
+        return [
+            name
+            for name, address in storage_addresses(parameters).items()
+            if before.get(name) == address and not self._written_arguments[address]
+        ]
+
     def is_noted(self, tensor: torch.Tensor) -> bool:
         """Whether a copy into the tensor's memory is noted: its elements are not there yet."""
         if not self._touched or tensor.device.type == "meta" or tensor.layout != torch.strided:
@@ -434,6 +449,15 @@ def _with_memory(arguments: Any) -> list[torch.Tensor]:
         for leaf in tree_leaves(arguments)
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Placeholder)
     ]
+
+
+def storage_addresses(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Name → `storage_address` of the parameters with elements."""
+    return {
+        name: storage_address(one)
+        for name, one in parameters
+        if not isinstance(one.data, Placeholder) and one.layout == torch.strided and one.numel()
+    }
 
 
 class _FillBeforeUse(TorchDispatchMode):  # type: ignore[misc]  # torch's types are not checked

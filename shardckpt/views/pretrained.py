@@ -18,15 +18,17 @@ from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.format.hf_files import CONFIGS
 from shardckpt.frameworks.torch import torch_dtype
 from shardckpt.layout.dtypes import by_name
-from shardckpt.text import few
+from shardckpt.text import few, shorten
 from shardckpt.views.model_view import ModelView
 from shardckpt.views.safe_open import TensorSlice
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterable
 
     from shardckpt.reading.checkpoint import Checkpoint
 
+_CONFIG = "config.json"
 _KERNELS = {
     "attn_implementation",
     "attn_implementation_internal",
@@ -71,18 +73,16 @@ def from_pretrained(
     from transformers import AutoConfig, GenerationConfig
 
     view = ModelView(source, **{name: options.pop(name) for name in _OF_VIEW & options.keys()})
-    kept = {name: json.loads(view.open(name).readall()) for name in CONFIGS if name in view.sizes}
+    kept = _kept_configs(view, [name for name in CONFIGS if config is None or name != _CONFIG])
     if config is None:
-        if "config.json" not in kept:
+        if _CONFIG not in kept:
             raise OptionError(
                 f"{view.checkpoint.location} has no config.json, which only an import from "
                 "Hugging Face keeps; give config=, a directory."
             )
         # Names of kernels there would be names of code to download.
         described = {
-            name: value
-            for name, value in kept["config.json"].items()
-            if name.lstrip("_") not in _KERNELS
+            name: value for name, value in kept[_CONFIG].items() if name.lstrip("_") not in _KERNELS
         }
         try:
             config = AutoConfig.for_model(described.pop("model_type"), **described)
@@ -118,3 +118,20 @@ def from_pretrained(
     if "generation_config.json" in kept and getattr(model, "generation_config", None) is not None:
         model.generation_config = GenerationConfig.from_dict(kept["generation_config.json"])
     return (model, info) if with_info else model
+
+
+def _kept_configs(view: ModelView, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The configurations that the checkpoint has, by name of their files.
+
+    Raises:
+        OptionError: one is not an object; names it.
+    """
+    kept = {name: json.loads(view.open(name).readall()) for name in names if name in view.sizes}
+    for name, value in kept.items():
+        if not isinstance(value, dict):
+            raise OptionError(
+                f"{view.checkpoint.location}: {name} is {shorten(value)}, and an object is "
+                "expected; save it in SaveOptions(metadata=…) as a dict"
+                f"{', or give config=' if name == _CONFIG else ''}."
+            )
+    return kept

@@ -54,15 +54,16 @@ class safe_open:  # noqa: N801  (the name in safetensors)
             options: options of `safetensors_view`.
 
         Raises:
-            OptionError: an option is invalid.
+            OptionError: an option is invalid, or names no device.
             NotFoundError: there is no committed checkpoint.
         """
-        if framework not in _FRAMEWORKS:
+        if not isinstance(framework, str) or framework not in _FRAMEWORKS:
             raise OptionError(
                 f"safe_open(framework={shorten(framework)}): give one of "
                 f"{', '.join(map(repr, _FRAMEWORKS))}."
             )
         self._framework = _FRAMEWORKS[framework]
+        _check_device(self._framework, device)
         self._device = device
         self._view = ModelView(source, **options)
         self._arrays = {array.name: array for array in self._view.arrays()}
@@ -97,6 +98,8 @@ class safe_open:  # noqa: N801  (the name in safetensors)
         Raises:
             NamesMismatchError: there is no such tensor.
             DtypeMismatchError: JAX would silently return 32 bits of elements of 64 bits.
+            LeafError: there is no such device.
+            BudgetError: the device has no memory left.
             CorruptionError, MissingDataError, StorageError: stored bytes are damaged or missing, or
                 cannot be read.
         """
@@ -122,6 +125,23 @@ class safe_open:  # noqa: N801  (the name in safetensors)
                 f"{name!r}{did_you_mean(name, self._arrays)}."
             )
         return TensorSlice(self._arrays[name], self._framework, self._device)
+
+
+def _check_device(framework: str, device: Any) -> None:
+    """Raise OptionError unless it names a device of the framework, or is one."""
+    try:
+        if framework == "pt":
+            import torch
+
+            torch.device(device)
+        elif framework == "jax" and device != "cpu":
+            import jax
+
+            if not isinstance(device, jax.Device | jax.sharding.Sharding):
+                raise TypeError('JAX has "cpu", and objects such as jax.devices()[0]')  # noqa: TRY301
+    except (RuntimeError, TypeError, ValueError) as e:
+        reason = str(e).partition("\n")[0]
+        raise OptionError(f"safe_open(device={shorten(device)}): {reason}.") from e
 
 
 class TensorSlice:
@@ -155,5 +175,8 @@ class TensorSlice:
             device = None if self._device == "cpu" else self._device
             return array_of(elements, shown(self._array.name), 'open with framework="np"', device)
         from shardckpt.frameworks.torch import tensor_of
+        from shardckpt.frameworks.torch_devices import device_memory
 
-        return tensor_of(elements, by_name(self._array.dtype_name)).to(self._device)
+        tensor = tensor_of(elements, by_name(self._array.dtype_name))
+        with device_memory(self._array.name, self._device):
+            return tensor.to(self._device)

@@ -25,7 +25,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -57,12 +57,12 @@ from shardckpt.versions.cache import chunks_of
 from shardckpt.versions.finding import VersionFinder
 from shardckpt.versions.follower import Follower
 from shardckpt.views.model_view import ModelView
-from shardckpt.views.placeholders import Recorder
+from shardckpt.views.placeholders import Recorder, storage_addresses
 from shardckpt.views.proof import ReadProof
 from shardckpt.views.vllm_plugin import NAME, of_all_ranks, refuse_missing, refuse_models
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
 
     Forms = list[tuple[str, tuple[int, ...], str]]
 
+T = TypeVar("T")
 _PAUSE = 0.02
 """Seconds between two questions whether a version is prepared."""
 
@@ -163,7 +164,7 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
             NamesMismatchError: the model does not take its tensors, or needs others.
             StorageError: the place cannot be listed.
         """
-        follower = self._check()
+        follower = self._check_on_all_ranks()
         chosen = self._choose(follower, step, newest=True)
         if chosen is not None:
             self._begin(follower, *chosen)
@@ -180,6 +181,10 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
                 "weights; start vLLM again."
             )
         return self._follower
+
+    def _check_on_all_ranks(self) -> _ModelFollower:
+        _on_all_ranks(NAME, lambda: bool(self._check()))
+        return self._check()
 
     def _choose(
         self, follower: _ModelFollower, step: int | None, *, newest: bool
@@ -224,8 +229,13 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
         ):
             return
         self._join()
-        version = follower.at(step)
-        self._rehearse(follower, version.checkpoint)
+        try:
+            version = follower.at(step)
+            self._rehearse(follower, version.checkpoint)
+        except BaseException:
+            if is_new:
+                follower.forget()
+            raise
         self._version, self._failed = version, None
         self._reading = threading.Thread(
             target=self._prepare, args=(version,), name="shardckpt-prepare", daemon=True
@@ -243,6 +253,7 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
             return
         where, recorder = str(checkpoint.location), Recorder(view)
         with set_current_vllm_config(self.vllm_config), _unpack(self.model):
+            before = storage_addresses(self.model.named_parameters())
             try:
                 loaded = recorder.run(self.model.load_weights)
             except ShardckptError:
@@ -253,7 +264,7 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
                     "choose and name tensors as the model does, with init_info, as in "
                     '{"options": {"include": "model/**", "strip_prefix": "model/"}}.'
                 ) from error
-            refuse_missing(where, self.model, recorder, loaded)
+            refuse_missing(where, self.model, recorder, loaded, before)
         follower.forms, follower.boxes = forms, recorder.boxes
 
     def _prepare(self, version: FollowedVersion) -> None:
@@ -303,31 +314,25 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
                 what they have.
             ReplacedError: the same, or the version was replaced while the ranks opened it.
         """
-        follower = self._check()
-        failed: Exception | None = None
+        follower = self._check_on_all_ranks()
         chosen = self._choose(follower, update_info.step, newest=False)
-        try:
+
+        def prepared() -> str | None:
             if chosen is None:
-                raise OptionError(  # noqa: TRY301
+                raise OptionError(
                     f"{follower.root}: there is no version other than the one that this engine has."
                 )
             self._begin(follower, *chosen)
             self._join()
             self.is_ready()
-        except Exception as e:  # noqa: BLE001  (raised below, after the others know)
-            failed = e
+            assert self._version is not None
+            return unfolded(self._version.checkpoint.record.attempt)
+
+        attempts = _on_all_ranks(f"{follower.root}: the version could not be prepared", prepared)
         version = self._version
-        attempt = None if version is None else unfolded(version.checkpoint.record.attempt)
-        outcomes = of_all_ranks((attempt, None if failed is None else error_document(failed)))
-        if failed is not None:
-            raise failed
-        for failure in (failure for _, failure in outcomes if failure is not None):
-            raise by_code(failure["code"])(
-                f"{follower.root}: another rank could not prepare the version: {failure['message']}"
-            )
         self._version = None
         assert version is not None
-        if len({attempt for attempt, _ in outcomes}) > 1:
+        if len({*attempts}) > 1:
             follower.forget()
             raise ReplacedError(
                 f"{version.checkpoint.location}: the version was replaced while the ranks opened "
@@ -335,10 +340,14 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
             )
         view = follower.view(version.checkpoint)
         proof = ReadProof(view)
-        self._is_broken = True
-        with version.reading():
-            initialize_layerwise_reload(self.model)
-            Recorder(view, proof.add, copy_at_once=True).run(self._reload)
+        self._applied, self._is_broken = None, True
+
+        def load() -> None:
+            with version.reading():
+                initialize_layerwise_reload(self.model)
+                Recorder(view, proof.add, copy_at_once=True).run(self._reload)
+
+        _on_all_ranks(f"{version.checkpoint.location}: the version could not be loaded", load)
         self._is_broken = False
         self._applied = version, view, proof
 
@@ -379,6 +388,29 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
         if self._follower is not None:
             self._follower.close()
         self._follower = self._version = self._failed = self._applied = None
+
+
+def _on_all_ranks(failing: str, act: Callable[[], T]) -> list[T]:
+    """The results of a call that all ranks make, by rank.
+
+    If it fails on one, an error of the same class is raised on all.
+
+    Args:
+        failing: begins the message on the other ranks.
+        act: the call.
+    """
+    result: T | None = None
+    failed: Exception | None = None
+    try:
+        result = act()
+    except Exception as e:  # noqa: BLE001  (raised below, after the others know)
+        failed = e
+    outcomes = of_all_ranks((result, None if failed is None else error_document(failed)))
+    if failed is not None:
+        raise failed
+    for failure in (failure for _, failure in outcomes if failure is not None):
+        raise by_code(failure["code"])(f"{failing}, on another rank: {failure['message']}")
+    return [cast("T", result) for result, _ in outcomes]
 
 
 @contextmanager

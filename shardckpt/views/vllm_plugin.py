@@ -34,7 +34,7 @@ from shardckpt.io.status import is_file
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.text import few
 from shardckpt.views.model_view import ModelView
-from shardckpt.views.placeholders import Recorder
+from shardckpt.views.placeholders import Recorder, storage_addresses
 from shardckpt.views.proof import ReadProof
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not in
         view = ModelView(url, **self._options)
         proof = ReadProof(view)
         recorder = Recorder(view, proof.add)
+        before = storage_addresses(model.named_parameters())
         try:
             loaded = recorder.run(model.load_weights)
         except ShardckptError:
@@ -89,7 +90,7 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not in
                 '--model-loader-extra-config, as in {"include": "model/**", "strip_prefix": '
                 '"model/"}.'
             ) from error
-        refuse_missing(url, model, recorder, loaded)
+        refuse_missing(url, model, recorder, loaded, before)
         proved = proof.check(of_all_ranks(proof.parts))
         _log.info(
             "%s: read %.3f GB in %.1f seconds; %d tensors proved by their fingerprint; "
@@ -116,14 +117,25 @@ def refuse_models(url: str, model: nn.Module, model_config: Any) -> None:
         )
 
 
-def refuse_missing(url: str, model: nn.Module, recorder: Recorder, loaded: set[str] | None) -> None:
+def refuse_missing(
+    url: str, model: nn.Module, recorder: Recorder, loaded: set[str] | None, before: dict[str, int]
+) -> None:
     """Raise NamesMismatchError if parameters got no elements, or not all.
 
-    `loaded` are those that the model says it has loaded.
+    Args:
+        url: the checkpoint, for messages.
+        model: the model.
+        recorder: has run the model's `load_weights`.
+        loaded: the parameters that the model says it has loaded; None: it says nothing.
+        before: `storage_addresses` of its parameters before that.
     """
-    missing = recorder.filled_in_part(model.named_parameters())
-    if loaded is not None:
-        missing = sorted({*missing, *({name for name, _ in model.named_parameters()} - loaded)})
+    parameters = dict(model.named_parameters())
+    absent = (
+        recorder.unwritten(parameters.items(), before)
+        if loaded is None
+        else parameters.keys() - loaded
+    )
+    missing = sorted({*recorder.filled_in_part(parameters.items()), *absent})
     if missing:
         raise NamesMismatchError(
             f"{url}: the checkpoint has no weights, or not all, for {few(missing)} of "

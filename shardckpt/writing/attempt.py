@@ -258,9 +258,10 @@ class Attempt:
             kept=kept,
         )
         try:
-            if not self.alone and self.commits:
-                # Early, so that the others find the same contents written already.
-                described = writer.describe(contents)
+            if self.commits and (prior.record is not None or not self.alone):
+                # Early, so that the others find the same contents written already, and a collection
+                # does not take an old placeholder or attempt here for all that there is.
+                described = writer.describe(contents, hosts=self.world.processes)
                 if self._storage is not None and not self._storage.proven:
                     self._storage.announce(self.name, described.key)
             yield writer

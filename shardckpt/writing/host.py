@@ -142,6 +142,7 @@ class HostWriter:
                 those that it has.
         """
         self._place = place
+        self._described: FileReference | None = None
         self._attempt = attempt
         self._host = host
         self.folder = f"hosts/{host:05d}{'' if run is None else f'-{run}'}"
@@ -264,9 +265,17 @@ class HostWriter:
         """
         self._encoders[0].append_laid_out(chunks)
 
-    def describe(self, contents: Contents) -> FileReference:
-        """Write the host's contents, unless a host with the same contents has written them."""
-        return describe(self._place, contents)
+    def describe(self, contents: Contents, *, hosts: int) -> FileReference:
+        """Write the host's contents once, unless a host with the same contents has written them.
+
+        `hosts` is the number of hosts of the attempt.
+        """
+        if self._described is None:
+            # The committer adds the commit record alone, and there are few directories.
+            alone = hosts == 1 and not contents.small
+            key = f"{self.folder}/contents.json" if alone else None
+            self._described = describe(self._place, contents, key)
+        return self._described
 
     def finish(
         self,
@@ -286,14 +295,8 @@ class HostWriter:
             values: file of this process's own values; None: there are none.
             replicas: checksums of boxes that other hosts hold, too; None: there are none.
         """
-        # The committer adds the commit record alone, and there are few directories.
-        alone = hosts == 1 and not contents.small
-        described = (
-            describe(self._place, contents, f"{self.folder}/contents.json")
-            if alone
-            else self.describe(contents)
-        )
-        all_of = contents.structure if alone else None
+        described = self.describe(contents, hosts=hosts)
+        all_of = contents.structure if hosts == 1 and not contents.small else None
         if all_of is not None and all_of.is_partial:
             all_of = merge_structures([((0,), all_of)])
         record, self.table = self.complete(

@@ -13,6 +13,8 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -229,6 +231,28 @@ def trained(_):
     }
 
 
+def slices(_):
+    """Layouts of a tensor on a slice of a mesh, beside one on that mesh: itself a slice, or sliced
+    on another thread than the one that saves."""
+    root = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    with warnings.catch_warnings(action="ignore"):  # of a slice of a slice
+        stage, whole = root["dp", "tp"], init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        pairs = [(stage, stage["dp"]), (whole, whole["a"])]
+    states = [
+        {
+            "wide": distribute_tensor(numbered((4, 2)), wide, [Shard(0), Shard(1)]),
+            "narrow": distribute_tensor(numbered((4,)), narrow, [Shard(0)]),
+        }
+        for wide, narrow in pairs
+    ]
+
+    def layouts():
+        return [frameworks.sources(one, world())["narrow"].layout.to_json() for one in states]
+
+    with ThreadPoolExecutor(1) as pool:
+        return {"here": layouts(), "on another thread": pool.submit(layouts).result()}
+
+
 def partial(_):
     mesh = mesh_of((2,), None, ("dp",))
     leaf = DTensor.from_local(
@@ -365,6 +389,7 @@ def tied(_):
         torch.empty(1, 3, device="meta"), mesh_of((2,)), [Shard(0)], run_check=False
     )
     held = 1 - dist.get_rank()
+    own = nn.Parameter(cut.clone())
     in_buffers = [
         [
             DTensor.from_local(
@@ -386,6 +411,9 @@ def tied(_):
         ],
         "held": [len(frameworks.source("w", leaf, world()).boxes) for leaf in (same[0], apart[1])],
         "same": len({frameworks.identity(leaf) for leaf in same}),
+        "same, in its own memory": len(
+            {frameworks.identity(leaf) for leaf in (own, own.detach(), own.data)}
+        ),
         "apart": [len({frameworks.identity(leaf) for leaf in apart}), len(apart)],
         "none": [
             frameworks.identity(meta),
@@ -526,6 +554,9 @@ def targets(_):
         "partial": error(frameworks.target, "w", Target((mesh, [Partial()])), (5, 2), F32),
         "too few": error(frameworks.target, "w", Target((mesh, [])), (5, 2), F32),
         "not placements": error(frameworks.target, "w", Target((mesh, "S(0)")), (5, 2), F32),
+        "one placement": error(frameworks.target, "w", Target((mesh, Shard(0))), (5, 2), F32),
+        "no placements": error(frameworks.target, "w", Target((mesh, None)), (5, 2), F32),
+        "bits": error(frameworks.target, "w", Target((mesh, [Shard(0)])), (5, 2), by_name("int4")),
         "beyond": error(frameworks.target, "w", Target((mesh, [Shard(2)])), (5, 2), F32),
         "dtype that torch lacks": error(
             frameworks.target, "w", Target((mesh, [Shard(0)]), dtype="float8_e3m4"), (5, 2), F32
@@ -641,6 +672,7 @@ TOPICS = {
         outside,
         descending,
         tied,
+        slices,
         autograd,
         modules,
         refusals,

@@ -438,6 +438,7 @@ def refusals(_):
         return error(frameworks.target, "w", Target(sharding), *stored)
 
     return {
+        "no spec": target((xs.Mesh(np.arange(8), (8,), ("x",)), 5), shape, f32),
         "few": target(Sharding(Mesh((2, 2), ("x", "y")), PartitionSpec("x")), shape, f32),
         "ids": target(
             Sharding(Mesh((8,), ("x",), range(100, 108)), PartitionSpec("x")), shape, f32

@@ -58,7 +58,15 @@ def test_the_server_may_come_before_or_after_the_command():
     assert server_first(["ls", "--", "--server", "x"]) == ["ls", "--", "--server", "x"]
 
 
-@pytest.mark.parametrize("args", [["ls", "--server"], ["--server"], ["ls", "--server", "--", "x"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["ls", "--server"],
+        ["--server"],
+        ["ls", "--server", "--", "x"],
+        ["ls", "--server", "--all"],
+    ],
+)
 def test_a_server_without_a_url_is_said_so(run, args):
     answer = run(*args)
     assert (answer.status, answer.err) == (2, "error: Option '--server' requires an argument.\n")

@@ -61,6 +61,7 @@ def test_changes_to_nan_come_first_and_no_difference_is_too_small_to_count(run, 
         "tiny": np.array([1e-200, 1.0]),
         "last bit": np.array([2**62, 5]),
         "far apart": np.array([-(2**63)]),
+        "of another dtype": np.array([2**60]),
         **{f"much {i}": np.ones(4) for i in range(40)},
     }
     b = {
@@ -70,6 +71,7 @@ def test_changes_to_nan_come_first_and_no_difference_is_too_small_to_count(run, 
         "tiny": np.array([0.0, 1.0]),
         "last bit": np.array([2**62 + 1, 5]),
         "far apart": np.array([2**63 - 1]),
+        "of another dtype": np.array([2**60 + 1], np.uint64),
     }
     saver(tmp_path / "1", a)
     saver(tmp_path / "2", b)
@@ -80,9 +82,10 @@ def test_changes_to_nan_come_first_and_no_difference_is_too_small_to_count(run, 
     assert by_name["tiny"]["norm"] == by_name["tiny"]["largest"] == 1e-200
     assert by_name["last bit"]["norm"] == by_name["last bit"]["largest"] == 1
     assert by_name["far apart"]["largest"] == 2.0**64
+    assert by_name["of another dtype"]["largest"] == 1
     out = run("stats", tmp_path / "1", tmp_path / "2").out
     assert out.splitlines()[1].startswith("to nan")
-    assert "44 tensors changed, 1 unchanged" in out
+    assert "45 tensors changed, 1 unchanged" in out
 
 
 def test_what_is_not_finite_stands_out(run, saver, tmp_path):

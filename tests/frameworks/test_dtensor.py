@@ -15,6 +15,7 @@ import pytest
 from paths import CHILDREN
 
 from shardckpt.layout.mesh import Mesh
+from shardckpt.layout.partition_spec import PartitionSpec as P
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
 
@@ -138,6 +139,7 @@ JOBS = [
             "fsdp_over_tp": [[2, 2]],
             "hsdp": [[2, 2]],
             "trained": None,
+            "slices": None,
             "descending": None,
         },
     },
@@ -316,6 +318,15 @@ def test_hsdp_and_the_optimizer_state_of_a_trained_model_are_saved_as_they_lie(m
     assert answers[4, "trained"][0]["step"] == ["Tensor", None]
 
 
+def test_a_tensor_on_a_slice_has_one_layout_on_all_ranks_and_threads(answers):
+    expected = [
+        Sharding(Mesh((2, 2), axes, [0, 1, 2, 3]), P(axes[0])).to_json()
+        for axes in (("dp", "tp"), ("a", "b"))
+    ]
+    for rank in answers[4, "slices"]:
+        assert rank == {"here": expected, "on another thread": expected}
+
+
 # Restoring
 
 
@@ -367,6 +378,9 @@ def test_a_target_that_cannot_be_is_refused_by_name(answers):
         ("partial", "ShardingError", "partial values"),
         ("too few", "ShardingError", "0 placements for a mesh of 1"),
         ("not placements", "ShardingError", "use Shard or Replicate"),
+        ("one placement", "ShardingError", "give one for each of the 1 dimensions"),
+        ("no placements", "ShardingError", "give one for each of the 1 dimensions"),
+        ("bits", "DtypeError", "torch has no dtype int4"),
         ("beyond", "ShardingError", "shards dimension 2 of a tensor with 2"),
         ("dtype that torch lacks", "DtypeError", "float8_e3m4"),
     ):
@@ -437,6 +451,7 @@ def test_tied_parameters_are_found_on_ranks_that_hold_nothing_of_them_too(answer
     assert [rank["held"] for rank in answers[2, "tied"]] == [[1, 1], [0, 0]]
     for rank in answers[2, "tied"]:
         assert rank["same"] == 1
+        assert rank["same, in its own memory"] == 1
         assert rank["apart"][0] == rank["apart"][1]
         assert rank["none"] == [None, None]
         assert rank["targets"]

@@ -213,6 +213,11 @@ def test_a_target_says_shape_and_dtype_instead_of_the_stored_ones():
     assert (sink.shape, sink.dtype.name) == ((4,), "float16")
 
 
+def test_a_target_of_a_shape_that_no_array_has_is_refused_by_name():
+    with pytest.raises(LeafError, match="'w': no array of the shape"):
+        frameworks.target("w", Target(shape=(1 << 62,)), (2, 3), F32)
+
+
 @pytest.mark.parametrize(
     "dtype",
     ["float8_e5m2", ml_dtypes.float8_e5m2, np.dtype(ml_dtypes.float8_e5m2), by_name("float8_e5m2")],

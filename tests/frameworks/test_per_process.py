@@ -224,6 +224,14 @@ def test_parameters_and_lazy_views_come_back_as_plain_tensors():
     assert not back[0].requires_grad
 
 
+@pytest.mark.parametrize("shape", [(3,), (1, 1), (0,)], ids=str)
+def test_bools_with_other_bytes_come_back_as_bools(shape):
+    bools = np.array([2, 3, 0], np.uint8).view(np.bool_)[: np.prod(shape)].reshape(shape)
+    expected = np.array([True, True, False])[: bools.size].reshape(shape)
+    assert same(through_json(bools), expected)
+    assert same(through_json(torch.from_numpy(bools)), torch.from_numpy(expected.copy()))
+
+
 def test_an_array_in_the_other_byte_order_comes_back_in_ours():
     assert same(through_json(np.arange(3, dtype=">i4")), np.arange(3, dtype=np.int32))
 

@@ -290,6 +290,8 @@ def test_a_tensor_within_what_is_left_of_its_storage_is_saved_and_filled():
 def test_a_tensor_within_a_transform_of_torch_func_is_refused_by_name():
     with pytest.raises(LeafError, match="'w': this tensor has no memory of its own"):
         torch.vmap(lambda row: frameworks.source("w", row))(torch.ones(2, 3))
+    with pytest.raises(LeafError, match=r"'w': this tensor is one of .*functionalize"):
+        torch.func.functionalize(lambda row: frameworks.source("w", row))(torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("name", DTYPES)

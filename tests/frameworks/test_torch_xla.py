@@ -321,6 +321,7 @@ def test_a_meta_module_that_is_assigned_restored_tensors_trains_on_with_the_prog
         ("six", "ShardingError", "at most 5 dimensions and the tensor has 6"),
         ("manual", "ShardingError", "manual"),
         ("axis", "ShardingError", "no axis 'nope'"),
+        ("no spec", "ShardingError", "its partition spec is 5"),
         ("fp8", "DtypeError", "no tensors of float8_e4m3fnuz"),
         ("complex128", "DtypeError", "without its imaginary parts"),
     ],

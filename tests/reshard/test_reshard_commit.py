@@ -53,6 +53,29 @@ def test_committing_a_reshard_of_a_run_s_step_supersedes_none_of_its_steps(tmp_p
         assert manager.all_steps() == before
 
 
+@pytest.mark.parametrize("by", ["the call", "a commit"])
+def test_a_superseded_step_that_is_resharded_in_place_stays_superseded(tmp_path, by):
+    def state(step):
+        return {"w": np.full((64, 64), step, float)}
+
+    for start, steps in ((None, (1, 2, 3)), (1, (2,))):
+        with CheckpointManager(tmp_path, every=1) as manager:
+            if start is not None:
+                manager.restore(state(0), step=start)
+            for step in steps:
+                manager.save(step, state(step))
+    with CheckpointManager(tmp_path, every=1) as manager:
+        assert manager.all_steps() == [1, 2]
+        place = tmp_path / "3"
+        if by == "the call":
+            shardckpt.reshard(place, place, overwrite=True, **OVER)
+        else:
+            shardckpt.reshard(place, place, overwrite=True, worker=(0, 1), **OVER)
+            assert [one.state for one in shardckpt.commit(place)] == ["committed"]
+        assert manager.all_steps() == [1, 2]
+        assert manager.all_steps(superseded=True) == [1, 2, 3]
+
+
 def test_a_base_is_not_replaced_by_a_reshard_of_what_has_left_tensors_in_it(tmp_path):
     big = np.ones((256, 256))
     shardckpt.save(tmp_path / "base", {"w": big, "x": np.zeros(3)})

@@ -172,6 +172,16 @@ def test_a_record_that_cannot_be_read_is_listed_with_the_reason_and_hides_no_oth
     assert "2/checkpoint.json" in entries[1].reason
 
 
+def test_a_record_that_is_too_large_hides_no_other(tmp_path):
+    save(tmp_path / "1")
+    (tmp_path / "2").mkdir()
+    with (tmp_path / "2" / "checkpoint.json").open("wb") as file:
+        file.truncate((1 << 30) + 1)
+    entries = catalog(tmp_path, everything=True)
+    assert [entry.state for entry in entries] == ["committed", "unreadable"]
+    assert "2/checkpoint.json" in entries[1].reason
+
+
 def test_only_the_summary_of_a_record_is_read(tmp_path):
     """A record whose tensors make no sense still is in the list: opening it says what is wrong."""
     save(tmp_path / "1")

@@ -20,6 +20,8 @@ from paths import CHILDREN
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.errors import NotFoundError, OptionError, UrlError
+from shardckpt.format.documents import seal
+from shardckpt.format.record import Tombstone
 from shardckpt.io.store import Store
 from shardckpt.runs.collecting import GRACE, collect, delete
 
@@ -256,3 +258,24 @@ def test_a_deletion_killed_at_any_operation_leaves_the_checkpoint_or_none_and_th
     assert values == [1] * deleted + [None] * (len(values) - deleted)
     assert died_before[deleted - 1] == "rename"
     assert not {"unlink", "rmdir"} & set(died_before[:deleted])
+
+
+@pytest.mark.parametrize("left", ["nothing", "a probe", "a probe and a tombstone"])
+def test_the_directory_of_a_step_goes_with_what_a_killed_collection_has_left_in_it(tmp_path, left):
+    place = Store.open(tmp_path / "run" / "3")
+    (tmp_path / "run" / "3").mkdir(parents=True)
+    (tmp_path / "run" / "eval").mkdir()
+    if left != "nothing":
+        place.write(".now-0123456789abcdef", b"")
+        age(tmp_path / "run")
+        place.write(".now-0000000000000000", b"")
+    if left == "a probe and a tombstone":
+        place.write("checkpoint.json", seal(Tombstone("deleted", "1").to_json()))
+    assert collect(tmp_path / "run", dry_run=True) == []
+    assert (tmp_path / "run" / "3").exists()
+    assert collect(tmp_path / "run") == []
+    # Another collection may be looking at the young one.
+    assert place.list() == ([] if left == "nothing" else [".now-0000000000000000"])
+    age(tmp_path / "run")
+    assert collect(tmp_path / "run") == []
+    assert directories(tmp_path / "run") == ["eval"]

@@ -339,13 +339,14 @@ def test_an_attempt_that_was_removed_before_it_is_published_is_not(tmp_path):
 # --- which attempt --------------------------------------------------------------------------------
 
 
-def test_of_two_whole_attempts_the_newest_counts_and_the_other_is_overtaken(tmp_path):
+@pytest.mark.parametrize("by_name", [True, False])
+def test_of_two_whole_attempts_the_newest_counts_and_the_other_is_overtaken(tmp_path, by_name):
     older = save_without_commit(tmp_path / "c", 1)
     shutil.move(tmp_path / "c" / older, tmp_path / older)
     newest = save_without_commit(tmp_path / "c", 2)
     shutil.move(tmp_path / older, tmp_path / "c" / older)
-    # Where both began in one second, chance decides.
-    older, newest = sorted((older, newest), key=natural_key)
+    older, newest = sorted((older, newest), key=natural_key, reverse=not by_name)
+    age(tmp_path / "c" / older)
     by_attempt = {one.attempt: one for one in shardckpt.commit(tmp_path / "c")}
     assert (by_attempt[newest].state, by_attempt[older].state) == ("committed", "overtaken")
     assert by_attempt[older].reason == "a later attempt was committed"

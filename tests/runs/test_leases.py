@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -144,6 +145,23 @@ def test_steps_with_a_lease_stay_until_it_ends(tmp_path):
     assert step_numbers(root) == [4]
 
 
+def test_a_lease_that_is_taken_while_steps_are_deleted_holds_those_that_are_left(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(leases, "_FRESH", 0.0)
+    root = Store.open(tmp_path)
+    for step in range(4):
+        shardckpt.save(tmp_path / str(step), {"w": np.arange(step)})
+    lease = leases.ReaderLease(root)
+    with ExitStack() as reads:
+        cleaner = Cleaner(
+            root, Latest(1), grace=0, deleted=lambda step: reads.enter_context(lease.holding([2]))
+        )
+        cleaner.clean(read_step(root, 3))
+        assert step_numbers(root) == [2, 3]
+    lease.close()
+
+
 def test_nothing_is_pruned_where_leases_cannot_be_listed(tmp_path, monkeypatch):
     root = Store.open(tmp_path)
     for step in range(3):
@@ -153,7 +171,7 @@ def test_nothing_is_pruned_where_leases_cannot_be_listed(tmp_path, monkeypatch):
     def refused(root):
         raise StorageError("refused")
 
-    monkeypatch.setattr("shardckpt.runs.cleaning.leased_steps", refused)
+    monkeypatch.setattr(leases, "leased_steps", refused)
     cleaner.clean(read_step(root, 2))
     assert step_numbers(root) == [0, 1, 2]
     assert "refused" in str(cleaner.failure)

@@ -3,11 +3,13 @@ collection."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from failing import (
     STAYS,
+    disk_full,
     record_refused,
     removal_refused,
     save,
@@ -16,14 +18,18 @@ from failing import (
     sync_refused,
     value_of,
 )
+from placeholders import put_placeholder
 from typer.testing import CliRunner
 
 import shardckpt
 from shardckpt import Mesh, SaveOptions, SingleProcess, errors
 from shardckpt.cli.app import app
 from shardckpt.commit.assemble import finished_hosts
+from shardckpt.commit.markers import Protection
+from shardckpt.commit.remove import StoredRecord, bury
 from shardckpt.io.store import Store
 from shardckpt.runs import cleaning, collecting
+from shardckpt.writing.attempt import Attempt
 
 
 def attempts(url):
@@ -172,6 +178,91 @@ def test_gc_removes_a_complete_save_that_may_not_be_published(tmp_path):
     assert value_of(tmp_path / "c") == 1
 
 
+@pytest.mark.parametrize("reason", ["its base is away", "of a newer version"])
+def test_gc_keeps_a_complete_save_that_may_be_published_later(tmp_path, reason):
+    url, base = tmp_path / "c", tmp_path / "elsewhere" / "base"
+    save(base, 2)
+    put_placeholder(url)
+    shardckpt.save(url, state(2), options=SaveOptions(base=str(base), skip="w"))
+    put_placeholder(url)
+    (record,) = url.glob("*/records/*.json")
+    whole = record.read_bytes()
+    if reason == "its base is away":
+        base.parent.rename(tmp_path / "away")
+    else:
+        record.write_bytes(whole.replace(b'"version":[1,', b'"version":[99,'))
+    (one,) = collecting.collect(url, grace=0)
+    assert one.outcome == "kept"
+    assert {
+        "its base is away": "and no checkpoint is there",
+        "of a newer version": "newer than this shardckpt reads",
+    }[reason] in one.reason
+    if reason == "its base is away":
+        (tmp_path / "away").rename(base.parent)
+    record.write_bytes(whole)
+    assert [one.outcome for one in collecting.collect(url, grace=0)] == ["published"]
+    assert value_of(url) == 2
+
+
+@pytest.mark.parametrize("left", ["a placeholder", "a dead attempt", "a checkpoint"])
+def test_a_save_over_old_remains_is_not_collected_before_its_first_chunk_is_visible(tmp_path, left):
+    url = tmp_path / "c"
+    if left == "a checkpoint":
+        save(url, 1)
+    else:
+        put_placeholder(url)
+    if left != "a placeholder":
+        (url / "20200101T000000-0000000a" / "hosts").mkdir(parents=True)
+    for path in [url, *url.rglob("*")]:
+        os.utime(path, (1, 1))
+
+    # Without an element to write, so that nothing but what the save writes first is there.
+    with Attempt.at(url, SingleProcess(), SaveOptions(overwrite=True)) as attempt:
+        share = attempt.take({"step": 2})
+        with attempt.writer(share.contents, share.values, memory=64 << 20):
+            outcomes = [one.outcome for one in collecting.collect(url, grace=1000)]
+        attempt.commit()
+    assert outcomes == ["kept"] * (1 if left == "a placeholder" else 2)
+    assert shardckpt.restore(url) == {"step": 2}
+
+
+@pytest.mark.parametrize("record", ["a placeholder", "a tombstone"])
+def test_gc_frees_a_full_disk(tmp_path, record):
+    url = tmp_path / "c"
+    put_placeholder(url)
+    if record == "a tombstone":
+        store = Store.open(url)
+        assert StoredRecord.of(store, *store.read_versioned("checkpoint.json")).fence(store)
+    (url / "20200101T000000-0000000a" / "d").mkdir(parents=True)
+    (url / "20200101T000000-0000000a" / "d" / "0").write_bytes(bytes(1000))
+    with disk_full(tmp_path):
+        with pytest.raises(errors.StorageError, match="is full"):
+            save(tmp_path / "other", 1)
+        assert [one.outcome for one in collecting.collect(url, grace=0)] == ["removed"]
+    assert not url.exists()
+
+
+def test_a_pin_that_comes_when_a_deletion_has_emptied_the_record_of_a_full_disk_is_too_late(
+    tmp_path,
+):
+    url = tmp_path / "c"
+    save(url, 1)
+    place, attempt = Store.open(url), shardckpt.open(url).record.attempt
+    record = url / "checkpoint.json"
+
+    def pinned_then(source, target, **options):
+        rename(source, target, **options)
+        if Path(target) == record and record.stat().st_size == 0:
+            (url / "pinned.json").write_bytes(Protection(pinned=True).sealed(attempt))
+
+    with disk_full(tmp_path), pytest.MonkeyPatch.context() as patch:
+        rename = os.rename
+        patch.setattr(os, "rename", pinned_then)
+        assert bury(place, "test", None) == attempt
+    collecting.collect(url, grace=0)
+    assert not url.exists()
+
+
 # --- reshards
 
 
@@ -237,6 +328,21 @@ def test_a_manager_publishes_a_failed_save_when_the_next_one_begins_and_before_i
         run.save(3, state(3))
         run.wait()
         assert run.all_steps() == [2, 3]
+
+
+def test_a_step_whose_save_failed_after_it_was_published_is_deleted_like_any_other(tmp_path):
+    record = tmp_path / "run" / "2" / "checkpoint.json"
+    with manager(tmp_path / "run", keep=1) as run:
+        run.save(1, state(1))
+        run.wait()
+        with sync_refused("2", lambda: record.exists() and b'"tensors"' in record.read_bytes()):
+            run.save(2, state(2))
+            with pytest.raises(errors.StorageError, match="is committed, but a crash"):
+                run.wait()
+        assert run.all_steps() == [1, 2]
+        run.save(3, state(3))
+        run.wait()
+        assert run.all_steps() == [3]
 
 
 def test_a_failed_step_that_is_saved_again_is_the_new_save(tmp_path):

@@ -36,6 +36,7 @@ __all__ = [
     "SCENARIOS",
     "STAYS",
     "Scenario",
+    "disk_full",
     "failing",
     "record_refused",
     "removal_refused",
@@ -114,6 +115,48 @@ def failing(root: Path, k: int) -> Iterator[Fault]:
         end = lead_through_os()
         try:
             yield fault
+        finally:
+            end()
+
+
+@contextmanager
+def disk_full(root: Path) -> Iterator[None]:
+    """Let a directory be on a disk without room, except for that of the files that the block
+    replaces, in blocks of 4 KiB."""
+    free, lock = [0], threading.Lock()
+
+    def blocks(nbytes: int) -> int:
+        return -(-nbytes // 4096)
+
+    def writing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(file: int, data: Any, *arguments: Any) -> Any:
+            if _path_of(file).startswith(str(root)):
+                needed = blocks(sum(map(len, data)) if name == "writev" else len(data))
+                with lock:
+                    if needed > free[0]:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    free[0] -= needed
+            return function(file, data, *arguments)
+
+        return called
+
+    def freeing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(source: Any, target: Any, **options: Any) -> Any:
+            freed = blocks(Path(target).stat().st_size) if Path(target).exists() else 0
+            function(source, target, **options)
+            with lock:
+                free[0] += freed
+
+        return called
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("write", "writev", "pwrite"):
+            patch.setattr(os, name, writing(name, getattr(os, name)))
+        for name in ("rename", "replace"):
+            patch.setattr(os, name, freeing(getattr(os, name)))
+        end = lead_through_os()
+        try:
+            yield
         finally:
             end()
 

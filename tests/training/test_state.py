@@ -497,3 +497,23 @@ print(
         timeout=250,
     )
     assert done.stdout.strip() == "['ndarray', 'ndarray', 'ndarray', 'Tensor'] uint32"
+
+
+def test_a_manager_takes_a_state_whose_keys_are_of_several_types(tmp_path):
+    state = {1: jnp.ones(2), "a": [jnp.zeros(2), {2: jnp.ones(1), "b": None}]}
+    with shardckpt.CheckpointManager(tmp_path / "run", every=2) as manager:
+        assert not manager.save(1, state)
+        assert manager.save(2, state)
+    with shardckpt.CheckpointManager(tmp_path / "run", every=2) as manager:
+        restored = manager.restore(state)
+    assert restored.step == 2
+    assert restored.state["a"][1][2] == 1
+
+
+def test_a_manager_refuses_a_state_that_contains_itself(tmp_path):
+    state = {"a": [jnp.ones(2)]}
+    state["a"].append(state["a"])
+    with shardckpt.CheckpointManager(tmp_path / "run", every=2) as manager:
+        assert not manager.save(1, state)
+        with pytest.raises(LeafError, match="contains itself"):
+            manager.save(2, state)

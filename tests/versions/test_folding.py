@@ -17,14 +17,19 @@ from paths import CHILDREN
 from typer.testing import CliRunner
 
 import shardckpt
+from shardckpt import SaveOptions
 from shardckpt.cli.app import app
 from shardckpt.commit.attempts import attempts
+from shardckpt.commit.dependants import Dependants, users_beside
 from shardckpt.commit.markers import SUPERSEDED, mark
+from shardckpt.commit.publish import published_attempt
+from shardckpt.commit.remove import bury, renew
 from shardckpt.errors import MissingDataError, NotFoundError, OptionError, ShardckptError
 from shardckpt.format.differences import Joined, apply, difference, needs_older, whole
 from shardckpt.io.store import Store
 from shardckpt.runs.catalog import catalog
 from shardckpt.runs.collecting import collect
+from shardckpt.runs.ended import check_idle, mark_ended
 from shardckpt.runs.pinning import pin
 from shardckpt.runs.steps import read_step
 from shardckpt.versions import folding
@@ -218,6 +223,27 @@ def test_a_version_that_is_pinned_superseded_or_replaced_during_the_fold_is_left
     monkeypatch.undo()
     assert {one.step for one in fold(tmp_path)} == {3}
     assert read_step(Store.open(tmp_path), 3).pinned
+
+
+def test_what_named_a_version_before_a_fold_means_it_afterwards(tmp_path):
+    publish(tmp_path)
+    left = SaveOptions(base=tmp_path / "6", skip=("w",))
+    shardckpt.save(tmp_path / "tuned", state_of(6), options=left)
+    root = Store.open(tmp_path)
+    place = root.sub("6")
+    mark_ended(root, "ann")
+    before = published_attempt(place)
+    assert {one.step for one in fold(tmp_path)} == {3, 6, 9}
+    after = published_attempt(place)
+    assert before != after
+    assert (shardckpt.restore(tmp_path / "tuned")["w"] == state_of(6)["w"]).all()
+    with pytest.raises(OptionError, match=r"is the base of checkpoints beside it.* 7, .* tuned;"):
+        Dependants(place).check_unused(after, "deleted")
+    assert users_beside(root)(6, after)
+    assert check_idle(root)
+    # A pin or a deletion that has read the record before the fold.
+    assert renew(place, before)
+    assert bury(place, "test", before) == after
 
 
 # Of some hundred operations; the sweep has more of them.

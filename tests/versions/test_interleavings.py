@@ -333,7 +333,7 @@ PLANTED = {
     ),
     "the fold replaces whatever is there": ("shardckpt.versions.folding.publish", _unconditional),
     "the pruning asks for no leases": (
-        "shardckpt.runs.cleaning.leased_steps",
+        "shardckpt.runs.leases.leased_steps",
         lambda root: frozenset(),
     ),
     "the pruning takes bases away": (

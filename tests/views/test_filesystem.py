@@ -84,6 +84,30 @@ def test_zarr_opens_the_arrays(place, form):
     assert sorted(group["model"].array_keys()) == ["b", "w"]
 
 
+def test_a_checkpoint_that_was_replaced_is_seen(tmp_path):
+    fs, path = fsspec.url_to_fs(f"shardckpt://{tmp_path}/c/model.safetensors")
+    for size in (5, 9):
+        shardckpt.save(
+            tmp_path / "c", {"w": np.arange(size)}, options=shardckpt.SaveOptions(overwrite=True)
+        )
+        expected = {"w": list(range(size))}
+        assert {name: one.tolist() for name, one in load(fs.cat(path)).items()} == expected
+        with fs.open(path) as file:
+            assert len(file.read()) == fs.size(path)
+        assert fs.ls(f"{tmp_path}/c")[0]["size"] == fs.size(path)
+
+
+def test_few_checkpoints_stay_open(tmp_path):
+    fs = fsspec.filesystem("shardckpt", skip_instance_cache=True)
+    for number in range(9):
+        shardckpt.save(tmp_path / f"{number}", {"w": np.full(3, number)})
+    for _ in range(2):
+        for number in range(9):
+            data = fs.cat(f"{tmp_path}/{number}/model.safetensors")
+            assert load(data)["w"].tolist() == [number] * 3
+    assert len(fs._opened) < 9
+
+
 def test_other_storages_are_chained(place, gcs_server):
     url = gcs_server.url("fs")
     with environment(gcs_server.env()):

@@ -235,6 +235,30 @@ def test_safe_open_is_as_safetensors_has_it(tmp_path, framework):
             ours.get_tensor("aa")
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"framework": ["pt"]}, "framework="),
+        ({"framework": "pt", "device": "gpu 1"}, "device='gpu 1'"),
+        ({"framework": "pt", "device": [1]}, "device="),
+        ({"framework": "jax", "device": "cuda"}, r"device='cuda'.*jax\.devices"),
+    ],
+)
+def test_safe_open_refuses_frameworks_and_devices_that_are_none(tmp_path, options, words):
+    saved(tmp_path / "c", {"a": np.ones(2)})
+    with pytest.raises(shardckpt.errors.OptionError, match=words):
+        shardckpt.safe_open(tmp_path / "c", **options)
+
+
+def test_safe_open_names_a_device_that_is_not_here(tmp_path):
+    saved(tmp_path / "c", {"a": np.ones(2)})
+    with (
+        shardckpt.safe_open(tmp_path / "c", "pt", device="cuda:99") as f,
+        pytest.raises(shardckpt.errors.LeafError, match="'a': no tensor can be made on cuda:99"),
+    ):
+        f.get_tensor("a")
+
+
 @pytest.mark.parametrize("elements", [np.array([2**40 + 5]), np.array([1e300])])
 def test_safe_open_refuses_elements_that_jax_would_make_shorter(tmp_path, elements):
     saved(tmp_path / "c", {"a": elements})

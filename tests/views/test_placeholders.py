@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt.views.model_view import ModelView
-from shardckpt.views.placeholders import Placeholder, Recorder
+from shardckpt.views.placeholders import Placeholder, Recorder, storage_addresses
 
 SHAPE = (12, 8, 6)
 
@@ -216,8 +216,12 @@ def test_a_fused_parameter_that_lacks_a_part_is_named(url):
         module["padded"].data[:8].copy_(w[2])
         module["padded"].data[8:].fill_(0)
 
+    before = storage_addresses(module.named_parameters())
     recorded.run(load_weights)
     assert recorded.filled_in_part(module.named_parameters()) == ["part"]
+    assert recorded.unwritten(module.named_parameters(), before) == ["none"]
+    module["none"].data = torch.ones(3)
+    assert not recorded.unwritten(module.named_parameters(), before)
 
 
 def test_what_a_program_does_to_tensors_without_an_operation_changes_no_copy(url):

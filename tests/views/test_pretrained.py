@@ -94,7 +94,7 @@ def test_weights_that_the_checkpoint_lacks_are_named_and_never_random(trained):
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"model_type": "nobody's"}, {"model_type": "llama", "self": 3}]
+    "config", [{}, [3], {"model_type": "nobody's"}, {"model_type": "llama", "self": 3}]
 )
 def test_a_configuration_that_is_no_models_is_refused(tmp_path, config):
     shardckpt.save(

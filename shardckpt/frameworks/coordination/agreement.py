@@ -88,7 +88,12 @@ def decode(value: bytes) -> Any:
 
 
 def start(
-    process: int, processes: int, value: bytes, nonce: str, run_id: str
+    process: int,
+    processes: int,
+    value: bytes,
+    nonce: str,
+    run_id: str,
+    served: dict[int, bytes] | None = None,
 ) -> Steps[tuple[str, list[Any]]]:
     """Take part in the start of a round, as any process.
 
@@ -98,6 +103,7 @@ def start(
         value: the value of this process, encoded.
         nonce: a new random text, which a process except 0 needs.
         run_id: a new run id, which process 0 needs.
+        served: as for `lead`.
 
     Returns:
         The run id, and the value of each process, by process.
@@ -107,7 +113,7 @@ def start(
     """
     if process:
         return (yield from join(process, value, nonce))
-    return run_id, (yield from lead(processes, value, run_id))
+    return run_id, (yield from lead(processes, value, run_id, served))
 
 
 def join(process: int, value: bytes, nonce: str) -> Steps[tuple[str, list[Any]]]:
@@ -141,13 +147,17 @@ def join(process: int, value: bytes, nonce: str) -> Steps[tuple[str, list[Any]]]
             yield from _overdue(process, _without_answer(process, missing), late)
 
 
-def lead(processes: int, value: bytes, run_id: str) -> Steps[list[Any]]:
+def lead(
+    processes: int, value: bytes, run_id: str, served: dict[int, bytes] | None = None
+) -> Steps[list[Any]]:
     """Take part in the start of a round, as process 0.
 
     Args:
         processes: the number of processes.
         value: the value of process 0, encoded.
         run_id: a new run id.
+        served: nonces that this process has answered in earlier calls with the same keys; a process
+            that still shows one has yet to read that answer. It is kept up to date.
 
     Returns:
         The value of each process, by process.
@@ -155,11 +165,12 @@ def lead(processes: int, value: bytes, run_id: str) -> Steps[list[Any]]:
     Raises:
         CoordinationError: the time is up; names the missing processes.
     """
+    served = {} if served is None else served
     nonces: dict[int, bytes] = {}
 
     def greet(process: int) -> Steps[str | None]:
         nonce = yield Get(f"hello/{process}")
-        if nonce is None:
+        if nonce is None or nonce == served.get(process):
             return None
         if nonce != nonces.get(process):
             nonces[process] = nonce
@@ -175,6 +186,7 @@ def lead(processes: int, value: bytes, run_id: str) -> Steps[list[Any]]:
             if data is not None:
                 values[process] = decode(data)
         if (yield from _publish(f"{run_id}/start", values, processes)):
+            served |= nonces
             return [values[p] for p in range(processes)]
 
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -96,7 +96,8 @@ class Coordinator(ABC):
         check_seconds(timeout, f"{type(self).__name__}(timeout")
         self.world = World(process, processes)
         self._timeout = timeout
-        self._asked: Counter[tuple[str, str]] = Counter()
+        self._asked: Counter[str] = Counter()
+        self._served: defaultdict[str, dict[int, bytes]] = defaultdict(dict)
         own = encode(report(processes, devices))
         new = time.strftime("%Y%m%dT%H%M%S-", time.gmtime()) + secrets.token_hex(4)
         self.run_id, answers = self._run(
@@ -151,7 +152,7 @@ class Coordinator(ABC):
             with suppress(CoordinationError):
                 self._set(f"{_PREFIX}{question}/{world.process}", agreement.WITHDRAWN)
             raise
-        self._asked["share", key] += 1
+        self._asked[key] += 1
         return values
 
     def decline(self, key: str) -> None:
@@ -171,22 +172,28 @@ class Coordinator(ABC):
             if world.process
             else ("all", encode([None] * world.processes))
         )
-        self._asked["share", key] += 1
+        self._asked[key] += 1
         self._set(f"{_PREFIX}{question}/{whose}", agreement.numbered(number, value))
 
     def agree(self, key: str, propose: Callable[[], Any], *, timeout: float | None = None) -> Any:
-        """The value that process 0 proposes. The others block until it has: for the start of a job.
+        """The value that process 0 proposes, when all have called it: for the start of a job.
+
+        Blocks until all have. A call that has failed, or was interrupted, on some processes does
+        not count: the next one agrees anew.
 
         Args:
             key: the name of the value, as in `share`.
             propose: called on process 0 alone; returns JSON. Its exception is raised there, and
                 reported to the others.
-            timeout: seconds to wait for process 0; by default the coordinator's own timeout.
+            timeout: seconds to wait for the others; by default the coordinator's own timeout.
 
         Raises:
-            CoordinationError: process 0 did not call it in time, or failed to propose.
+            CoordinationError: not all processes called it in time; names the missing ones. Or
+                process 0 failed to propose.
         """
-        question = f"{self.run_id}/agree/{key}#{self._asked['agree', key]}"
+        seconds = self._timeout if timeout is None else timeout
+        met = self.meet(f"agree/{key}", timeout=seconds, check=lambda: None)
+        question = f"{self.run_id}/agree/{met}"
         if self.world.process == 0:
             try:
                 published = encode({"value": propose()})
@@ -194,13 +201,10 @@ class Coordinator(ABC):
                 published = encode({"failure": f"{type(error).__name__}: {error}"})
                 raise
             finally:
-                seconds = self._timeout if timeout is None else timeout
                 answer = agreement.numbered(0, published)
                 until(seconds, lambda: self._set(f"{_PREFIX}{question}/all", answer))
-                self._asked["agree", key] += 1
             return decode(published)["value"]
-        answer = self._run(agreement.await_answer(question, self.world.process), timeout)
-        self._asked["agree", key] += 1
+        answer = self._run(agreement.await_answer(question, self.world.process), seconds)
         if "failure" in answer:
             raise CoordinationError(
                 f"process 0 could not decide on {key!r}: {answer['failure']}; see its log."
@@ -277,7 +281,7 @@ class Coordinator(ABC):
             CoordinationError: not all processes came in time; names the missing ones.
         """
         who, met = (self.world.process, self.world.processes), secrets.token_hex(4)
-        steps = agreement.start(*who, encode(None), secrets.token_hex(8), met)
+        steps = agreement.start(*who, encode(None), secrets.token_hex(8), met, self._served[key])
         return self._run(steps, timeout, under=f"{self.run_id}/meet/{key}/", check=check)[0]
 
     @abstractmethod
@@ -297,7 +301,7 @@ class Coordinator(ABC):
 
         Few keys serve all questions of a name, so that a job of any length keeps few.
         """
-        number = self._asked["share", key]
+        number = self._asked[key]
         return f"{self.run_id}/share/{key}#{number % _SHARED}", number
 
     def _run(

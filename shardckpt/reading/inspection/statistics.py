@@ -265,6 +265,9 @@ def _differences(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.float64]:
         magnitude: NDArray[np.float64] = apart.view(f"u{apart.itemsize}").astype(np.float64)
         return magnitude
     a, b = one.astype(np.float64), other.astype(np.float64)
+    if one.dtype.kind in "iu" and other.dtype.kind in "iu":
+        # numpy compares integers exactly, while both may round to one float.
+        return np.where(one == other, 0.0, np.maximum(np.abs(a - b), 1.0))
     # Infinities of one sign are equal.
     equal = (a == b) | (np.isnan(a) & np.isnan(b))
     return np.where(equal, 0.0, np.abs(a - b))

@@ -25,6 +25,7 @@ from shardckpt.runs import cleaning
 from shardckpt.runs.catalog import CatalogEntry, catalog
 from shardckpt.runs.collecting import GRACE, delete_place
 from shardckpt.runs.ended import check_idle
+from shardckpt.runs.leases import LEASED, LeasedSteps
 from shardckpt.runs.measured import METRICS, decode_metrics
 from shardckpt.runs.retention import (
     Best,
@@ -127,7 +128,8 @@ def retain(
     other directories that have left tensors in a step are not seen: pin such a step. Superseded
     steps go if the newest step is later. If a checkpoint in the root cannot be read, its bases are
     not known, and everything stays. Ages are those of the commit records, by the storage's clock: a
-    pin makes a step young again.
+    pin makes a step young again. A step that a reader holds a lease on stays until that ends; a dry
+    run does not look.
 
     Args:
         root: the run's root.
@@ -146,7 +148,7 @@ def retain(
     going, left, entries = _survey(root, rule)
     if expected is None:
         return RetentionReport(tuple(going), left)
-    known = check_idle(root)
+    known, leases = check_idle(root), LeasedSteps(root)
     stays = {name: "the rules keep it now" for name in expected if name in entries}
     left = (
         stays
@@ -165,6 +167,7 @@ def retain(
             progress(done, len(due))
         try:
             check_idle(root, known)
+            leased = one not in buried and step_of(one.name) in leases
         except (OptionError, CommitError, FormatError, StorageError) as e:
             left |= {rest.name: str(e) for rest in due[done:]}
             break
@@ -173,6 +176,9 @@ def retain(
             for name, entry in entries.items()
             if one.name in _bases(entry) and name != one.name
         ]
+        if leased:
+            left[one.name] = LEASED
+            continue
         if dependants:
             left[one.name] = f"{few(dependants)} stayed, and needs it"
             continue

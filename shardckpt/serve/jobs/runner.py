@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import ShardckptError, StorageError
-from shardckpt.io.failures import child_environment, process_advice
+from shardckpt.io.failures import child_command, process_advice
 from shardckpt.serve.access.audit import AuditLog
 from shardckpt.serve.jobs.background import BackgroundWork
 from shardckpt.serve.jobs.database import DEADLY
@@ -49,6 +48,7 @@ _AGAIN = frozenset({"storage", "coordination"})
 _POLL, _BUSY_SECONDS = 0.5, 2.0
 _END_SECONDS = 10.0
 _LONGEST_LINE = 4 << 20
+_WORKER = "from shardckpt.serve.jobs.worker import main; sys.exit(main(sys.argv[1]))"
 
 
 @dataclass(slots=True)
@@ -104,10 +104,9 @@ class JobProcess:
                 return JobEnd(again=True)
             try:
                 process = self._process = subprocess.Popen(  # noqa: S603  (this interpreter, and a path of the service's own)
-                    [sys.executable, "-P", "-m", "shardckpt.serve.jobs.worker", str(lock)],
+                    child_command(_WORKER, str(lock)),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    env=child_environment(),
                     start_new_session=True,
                 )
             except OSError as e:

@@ -1,4 +1,4 @@
-"""The process of a job: `python -m shardckpt.serve.jobs.worker LOCK`.
+"""The process of a job, which calls `main` with the path of its lock file, LOCK.
 
 1. The lease of the job: it locks the file LOCK until it ends, so no other process runs the job at
    the same time, even after the service that started it has died. The kernel ends the lease
@@ -114,7 +114,3 @@ def _log_as_json(job: int | None) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(job=job))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

@@ -319,6 +319,26 @@ def test_a_value_of_a_call_that_timed_out_is_not_in_the_answer_to_the_next():
     assert on_threads(3, share) == [["second-0", "second-1", "second-2"]] * 3
 
 
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_call_that_timed_out_on_some_processes_does_not_count_for_the_next(late):
+    failed = Barrier(3)
+
+    def decide(coordinator):
+        process = coordinator.world.process
+        if process != late:
+            with pytest.raises(CoordinationError):
+                coordinator.agree("step", lambda: "before", timeout=0.2)
+        failed.wait(20)
+        first = coordinator.agree("step", lambda: "first", timeout=20)
+        if process == late:
+            with pytest.raises(CoordinationError):
+                coordinator.agree("step", lambda: "between", timeout=0.2)
+        failed.wait(20)
+        return [first, coordinator.agree("step", lambda: "second", timeout=20)]
+
+    assert on_threads(3, decide) == [["first", "second"]] * 3
+
+
 @pytest.mark.parametrize("came", [[1], [1, 2], [1, 3, 4]])
 def test_when_time_is_up_those_that_came_name_those_that_did_not(came):
     store = {}

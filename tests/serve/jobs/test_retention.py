@@ -24,6 +24,7 @@ from shardckpt.io.store import Store
 from shardckpt.runs import pinning
 from shardckpt.runs.ended import check_idle, mark_ended
 from shardckpt.runs.job import JobFence
+from shardckpt.runs.leases import leased
 from shardckpt.runs.retention import Best, EveryKth, Latest, Younger, any_of
 from shardckpt.serve.jobs import retention
 from shardckpt.serve.jobs.retention import RetentionRules, retain
@@ -461,3 +462,14 @@ def _saved(step, about):
     from shardckpt.runs.retention import SavedStep
 
     return SavedStep(step, 1.0, {} if about["loss"] is None else {"loss": float(about["loss"])})
+
+
+def test_a_step_that_a_reader_holds_stays_until_its_lease_ends(run):
+    root = Store.open(run)
+    expected = expected_of(retain(root, Latest(1)))
+    with leased(root, [1]):
+        report = retain(root, Latest(1), expected)
+    assert report.left == {"1": "a reader holds a lease on it"}
+    assert steps_in(run) == [1, 6]
+    assert retain(root, Latest(1), expected).left == {}
+    assert steps_in(run) == [6]

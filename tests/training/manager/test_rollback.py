@@ -10,9 +10,12 @@ from placeholders import undo_commit
 from training_runs import state
 
 import shardckpt
-from shardckpt import errors
+from shardckpt import SaveOptions, errors
+from shardckpt.commit.markers import is_superseded
 from shardckpt.frameworks.coordination.base import SingleProcess
+from shardckpt.io.store import Store
 from shardckpt.runs import collecting, pinning
+from shardckpt.runs.rollback import supersede
 from shardckpt.training.policies import OnPreemption, any_of
 
 
@@ -42,6 +45,20 @@ def test_after_a_rollback_later_steps_are_superseded(run, rolled_back):
     assert run.manager().restore().step == 950
 
 
+def test_only_the_steps_after_the_latest_one_are_read_to_find_it(run, rolled_back):
+    rolled_back.save(950, state(950))
+    rolled_back.wait()
+    record = run.root / "800" / "checkpoint.json"
+    record.unlink()
+    record.mkdir()  # reading it would fail
+    for manager in (rolled_back, run.manager()):
+        assert manager.latest_step() == 950
+        with pytest.raises(errors.StorageError):
+            manager.all_steps()
+    shutil.rmtree(run.root)
+    assert run.manager().latest_step() is None
+
+
 def test_reading_an_old_step_changes_nothing(run, rolled_back):
     rolled_back.close()
     assert run.manager().latest_step() == 1000
@@ -65,6 +82,18 @@ def test_a_later_step_that_is_deleted_meanwhile_leaves_nothing(run, rolled_back)
     rolled_back.save(950, state(950))
     rolled_back.wait()
     assert not (run.root / "1000").exists()
+
+
+def test_a_rollback_that_is_told_late_leaves_a_step_that_was_replaced_since_as_it_is(tmp_path):
+    root, step, attempts = Store.open(tmp_path), tmp_path / "5", []
+    for _ in range(2):
+        shardckpt.save(step, {"w": 1}, options=SaveOptions(overwrite=True))
+        attempts.append(shardckpt.open(step).record.attempt)
+    supersede(root, {"5": attempts[0]})
+    assert not (step / "superseded.json").exists()
+    supersede(root, {"5": attempts[1]})
+    supersede(root, {"5": attempts[0]})
+    assert is_superseded(root.sub("5"), attempts[1])
 
 
 def test_a_later_run_may_replace_it_as_well(run, rolled_back):
