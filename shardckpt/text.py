@@ -20,6 +20,8 @@ class _Short(Repr):
     """Shows an array or a tensor by its kind and shape: its elements may be on a device."""
 
     def repr_instance(self, x: object, level: int) -> str:
+        if isinstance(x, dict):  # such as an OrderedDict, which a module's state is
+            return self.repr_dict(x, level)
         with suppress(Exception):  # of a nested tensor, which has no shape
             shape = getattr(x, "dtype", None) and getattr(x, "shape", ())
             if isinstance(shape, tuple) and shape and not isinstance(x, type):

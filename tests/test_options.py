@@ -142,6 +142,8 @@ def test_values_are_shown_in_few_words_whatever_they_are():
     with warnings.catch_warnings(action="ignore"):  # of torch, that its interface may change
         nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
     assert shorten({"a": torch.zeros(3, 4)}) == "{'a': a Tensor of shape 3×4}"
+    weight = "{'weight': a Parameter of shape 5×6}"
+    assert shorten(torch.nn.Linear(6, 5, bias=False).state_dict(keep_vars=True)) == weight
     assert shorten(np.float32(3)) == "np.float32(3.0)"
     assert "nested_tensor" in shorten(nested), "it has no shape"
     assert shorten(Mesh((2, 4), ("a", "b"))) == "Mesh((2, 4), ('a', 'b'))"
