@@ -288,8 +288,12 @@ class Scanner(BackgroundWork):
                 gone.append(ident)
             elif seen.entry is not None and before.entry != seen.entry:
                 changed[ident] = (ident.rpartition("/")[0] or ident, seen.entry)
-        if removed:
-            gone += [one for one in self._seen if any(above in removed for above in _upto(one))]
+        stack = [*removed]
+        while stack:  # the removed ones that were seen, and what was seen below them
+            ident = stack.pop()
+            if ident in self._seen:
+                gone.append(ident)
+                stack += self._seen[ident].children
         if changed:
             for ident in self._put(changed):
                 looked[ident].entry = None

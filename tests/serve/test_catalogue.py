@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from counting import steps
 from safetensors.numpy import load
 from serving import serving
 
@@ -69,6 +70,22 @@ def test_it_follows_the_storage(scanned):
     save(root / "other")
     save(root / "other" / "below")  # beside the attempt of a checkpoint
     assert ids("committed") == ["lab/other", "lab/other/below"]
+
+
+def test_a_directory_that_is_removed_takes_what_is_below_it_and_no_look_at_the_others(scanned):
+    root, _, scanner, ids = scanned
+    save(root / "a" / "1")
+    save(root / "gone" / "deep" / "2")
+    save(root / "gone" / "3")
+    for n in range(500):
+        (root / "others" / str(n)).mkdir(parents=True)
+    ids()
+    before = steps(scanner.scan)
+    shutil.rmtree(root / "gone")
+    assert steps(scanner.scan) < before + 500
+    assert ids() == ["lab/a/1"]
+    save(root / "gone" / "deep" / "2")
+    assert ids() == ["lab/a/1", "lab/gone/deep/2"]
 
 
 def test_tags_are_seen_at_once_and_found(scanned):
