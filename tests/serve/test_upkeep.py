@@ -204,7 +204,7 @@ def test_checkpoints_are_due_by_their_attempt_and_not_by_a_clock_that_was_set_ba
 
 
 def test_what_was_verified_while_checkpoints_were_counted_is_not_due(tmp_path):
-    meanwhile = []
+    meanwhile, later = [], []
 
     class Slow(Journal):
         def verified(self, known):
@@ -212,12 +212,19 @@ def test_what_was_verified_while_checkpoints_were_counted_is_not_due(tmp_path):
                 tally.drop(ident)
             return super().verified(known)
 
+    class SlowTally(Tally):
+        def _due(self, entries, verified):
+            due = super()._due(entries, verified)
+            for ident in later:
+                self.drop(ident)
+            return due
+
     save_run(tmp_path / "runs" / "a", (1, 2, 3))
     roots = Roots([f"lab={tmp_path / 'runs'}"])
     catalogue, journal = Catalogue(tmp_path / "state"), Slow(tmp_path / "state")
     scanner = Scanner(roots, catalogue)
     scanner.scan()
-    tally = Tally(journal, catalogue, scanner, 3600.0)
+    tally = SlowTally(journal, catalogue, scanner, 3600.0)
     tally.count()
     tally.drop("lab/a/1")
     assert tally.due == ["lab/a/2", "lab/a/3"]
@@ -225,6 +232,11 @@ def test_what_was_verified_while_checkpoints_were_counted_is_not_due(tmp_path):
     tally.count()
     assert tally.due == ["lab/a/1", "lab/a/3"]
     meanwhile.clear()
+    later.append("lab/a/3")
+    tally.count()
+    assert tally.due == ["lab/a/1", "lab/a/2"]
+    assert tally.get().due == 2
+    later.clear()
     tally.count()
     assert tally.due == ["lab/a/1", "lab/a/2", "lab/a/3"]
     catalogue.close()

@@ -74,6 +74,7 @@ class Tally(BackgroundWork):
         """Whether the first scan was over when it counted."""
         self._counting = threading.Lock()
         self._dropped: list[str] = []
+        self._dropping = threading.Lock()
         self._forget = 0.0
         self._gone: set[str] = set()
         """Ids of checkpoints that were gone at the last look."""
@@ -95,10 +96,12 @@ class Tally(BackgroundWork):
         dropped = len(self._dropped)
         entries = self._catalogue.committed()
         verified = self._journal.verified([one["id"] for one in entries])
-        late = set(self._dropped[dropped:])
-        self.due = [one for one in self._due(entries, verified) if one not in late]
-        del self._dropped[:dropped]
-        due, none = set(self.due), [0] * len(fields(Counts))
+        counted = self._due(entries, verified)
+        with self._dropping:
+            late = set(self._dropped[dropped:])
+            self.due = [one for one in counted if one not in late]
+            del self._dropped[:dropped]
+        due, none = set(counted) - late, [0] * len(fields(Counts))
         counts: dict[str, list[int]] = {}
         for one in entries:
             ident, stored = one["id"], one["stored_bytes"] or 0
@@ -113,8 +116,9 @@ class Tally(BackgroundWork):
 
     def drop(self, ident: str) -> None:
         """Count a checkpoint that was verified now as not due before the next count."""
-        self._dropped.append(ident)
-        self.due = [one for one in self.due if one != ident]
+        with self._dropping:
+            self._dropped.append(ident)
+            self.due = [one for one in self.due if one != ident]
 
     def forget_gone(self) -> None:
         """Forget verifications of checkpoints that are gone now and were gone at the last call.
