@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import time
 from collections import OrderedDict
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 from shardckpt.commit.publish import RECORD
 from shardckpt.convert.options import SafetensorsOptions
@@ -23,6 +23,7 @@ from shardckpt.io.store import Store, kind_of
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.naming.mapping_file import PRESETS
 from shardckpt.reading.zarr_keys import ZarrKeys
+from shardckpt.serve.access.identity import as_service
 from shardckpt.serve.openapi import parameters
 from shardckpt.text import file_size, shorten
 from shardckpt.views.model_view import ModelView
@@ -106,7 +107,7 @@ class OpenCheckpoints:
         self._opened: OrderedDict[str, Opened] = OrderedDict()
         self._views: OrderedDict[tuple[str, str, str], ModelView] = OrderedDict()
         self._lock = Lock()
-        self._opening: WeakValueDictionary[str, Lock] = WeakValueDictionary()
+        self._opening: dict[str, Future[Opened]] = {}
 
     def resolve(self, path: str) -> tuple[str, str]:
         """The id of the checkpoint that a path begins with, and the rest of the path.
@@ -142,13 +143,23 @@ class OpenCheckpoints:
         return opened
 
     def _get(self, ident: str) -> Opened:
-        with self._lock:
-            opening = self._opening.setdefault(ident, Lock())
         known = self._current(ident)
-        if known is None:
-            with opening:  # others that want it meanwhile do not parse it as well
-                known = self._current(ident) or self._open(ident)
-        return known
+        if known is not None:
+            return known
+        mine: Future[Opened] = Future()
+        with self._lock:
+            opening = self._opening.setdefault(ident, mine)
+        if opening is mine:  # others that ask for it meanwhile get the same result or error
+            try:
+                with as_service():  # it is for several users; `get` checks what each may read
+                    opened = self._current(ident) or self._open(ident)
+            except BaseException as e:  # noqa: BLE001  (raised below, in all that wait)
+                mine.set_exception(e)
+            else:
+                mine.set_result(opened)
+            with self._lock:
+                del self._opening[ident]
+        return opening.result()
 
     def _current(self, ident: str) -> Opened | None:
         """The open checkpoint that is still there; None: there is none."""

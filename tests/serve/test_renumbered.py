@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,7 +14,8 @@ import pytest
 from inodes import renumber
 
 import shardckpt
-from shardckpt.errors import StorageError
+from shardckpt.errors import FormatError, StorageError
+from shardckpt.serve.access.identity import Identity, begin_request
 from shardckpt.serve.access.tokens import Tokens, add_token
 from shardckpt.serve.catalogue.catalogue import Catalogue
 from shardckpt.serve.jobs.journal import Journal
@@ -100,3 +102,58 @@ def test_the_open_checkpoints_that_were_asked_for_last_stay_open(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         opened = pool.map(lambda _: (begin.wait(), checkpoints.get("lab/1"))[1], range(8))
         assert len({id(one) for one in opened}) == 1
+
+
+def test_requests_that_wait_for_a_checkpoint_get_the_error_of_one_attempt(tmp_path):
+    shardckpt.save(tmp_path / "base", {"w": np.zeros(1)})
+    attempts, begin = [], threading.Barrier(8)
+
+    class Slow(Roots):
+        def check(self, checkpoint):
+            attempts.append(checkpoint)
+            time.sleep(0.5)
+            raise FormatError("it cannot be read")
+
+    checkpoints = OpenCheckpoints(Slow([f"lab={tmp_path}"]))
+
+    def ask(_):
+        begin.wait()
+        with pytest.raises(FormatError, match="cannot be read"):
+            checkpoints.get("lab/base")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(8)))
+    assert len(attempts) == 1
+    with pytest.raises(FormatError):  # a later request tries again
+        checkpoints.get("lab/base")
+    assert len(attempts) == 2
+
+
+def test_a_user_without_a_right_does_not_take_a_checkpoint_from_one_who_waits(tmp_path):
+    state = {"w": np.arange(5.0)}
+    shardckpt.save(tmp_path / "one" / "1", state)
+    options = shardckpt.SaveOptions(base=tmp_path / "one" / "1", skip="w")
+    shardckpt.save(tmp_path / "two" / "1", state | {"v": np.ones(2)}, options=options)
+    slow, begun = threading.Event(), threading.Event()
+
+    class Slow(Roots):
+        def check(self, checkpoint):
+            begun.set()
+            assert slow.wait(60)
+            return super().check(checkpoint)
+
+    checkpoints = OpenCheckpoints(Slow([f"one={tmp_path / 'one'}", f"two={tmp_path / 'two'}"]))
+
+    def ask(**rights):
+        begin_request(Identity("ann", rights))
+        return checkpoints.get("two/1")
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ask, two="read")
+        assert begun.wait(60)
+        second = pool.submit(ask, one="read", two="read")
+        time.sleep(0.3)
+        slow.set()
+        assert second.result().ident == "two/1"
+        with pytest.raises(FormatError, match="outside of the roots"):
+            first.result()
