@@ -45,6 +45,8 @@ _LARGEST_CHUNK = 64 << 20
 MiB."""
 _TRUSTED = 10.0
 _MOST_PARTS = 64
+_MOST_VALUES = 4
+"""Most values of one part of a checkpoint, such as its tree below the prefixes of proxies."""
 VIEW = parameters(SafetensorsOptions, without=("overwrite",), mapping=PRESETS)
 
 
@@ -60,8 +62,8 @@ class Opened:
     checked: float
     needs: Needs
     """Roots that it needs."""
-    parts: dict[str, tuple[Hashable, Any]] = field(default_factory=dict)
-    """Values computed from it, such as its zarr keys, and what else they were computed from."""
+    parts: dict[str, OrderedDict[Hashable, Any]] = field(default_factory=dict)
+    """Values computed from it, such as its zarr keys, by what else they were computed from."""
     making: Lock = field(default_factory=Lock)
 
     @property
@@ -70,11 +72,18 @@ class Opened:
         return self.checkpoint.record.attempt
 
     def part(self, key: str, make: Callable[[], Any], of: Hashable = None) -> Any:
-        """The value that `make` returned at the first call, or after one with another `of`."""
+        """The value that `make` returned at the first call with this key and `of`.
+
+        The values of the last few `of` of each key are kept.
+        """
         with self.making:
-            if key not in self.parts or self.parts[key][0] != of:
-                self.parts[key] = of, make()
-            return self.parts[key][1]
+            values = self.parts.setdefault(key, OrderedDict())
+            if of not in values:
+                values[of] = make()
+            values.move_to_end(of)
+            if len(values) > _MOST_VALUES:
+                values.popitem(last=False)
+            return values[of]
 
     def check_chunks(self, *names: str) -> None:
         """Check that memory has room for the chunks of some tensors, or of all.

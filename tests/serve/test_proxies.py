@@ -134,7 +134,7 @@ def test_a_prefix_that_a_proxy_has_removed_is_not_taken_from_a_root_of_its_name(
                 assert service.ask(path, **behind).status == status, path
 
 
-def test_a_page_is_kept_for_one_prefix_at_a_time(tmp_path):
+def test_a_page_is_kept_for_the_last_few_prefixes(tmp_path):
     save_run(tmp_path / "runs" / "a", (1,))
     with serving(("lab", tmp_path / "runs"), trusted_proxy=("127.0.0.1",)) as service:
         for prefix in ("/one", "/two", "/two", "/one"):
@@ -147,6 +147,8 @@ def test_a_page_is_kept_for_one_prefix_at_a_time(tmp_path):
         assert opened.part("tree", lambda n=n: n, f"/{n}") == n
         assert opened.part("tree", lambda: None, f"/{n}") == n
     assert list(opened.parts) == ["tree"]
+    assert opened.part("tree", lambda: None, "/96") == 96
+    assert opened.part("tree", lambda: "made anew", "/95") == "made anew"
 
 
 def test_trusted_proxies_and_sockets_that_cannot_be_are_refused(place):
