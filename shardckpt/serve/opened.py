@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.commit.publish import RECORD
 from shardckpt.convert.options import SafetensorsOptions
-from shardckpt.errors import BudgetError, NotFoundError
+from shardckpt.errors import BudgetError, NotFoundError, StorageError
 from shardckpt.format.zarr_arrays import largest_chunk
 from shardckpt.io.store import Store, kind_of
 from shardckpt.reading.checkpoint import Checkpoint
@@ -123,12 +123,19 @@ class OpenCheckpoints:
 
         Raises:
             NotFoundError: it begins with none, or the user may not read its root.
+            StorageError: the catalogue cannot be read, and no such checkpoint is open.
         """
         parts = path.split("/")
         idents = ["/".join(parts[:n]) for n in range(1, min(len(parts), _MOST_PARTS) + 1)]
         self._roots.root(path)
-        known = [] if self._catalogue is None else self._catalogue.find(idents)
-        ident = next((one["id"] for one in known if one["state"] != "deleted"), None)
+        opened = next((one for one in reversed(idents) if one in self._opened), None)
+        try:
+            ident = None if self._catalogue is None else self._catalogue.longest(idents)
+        except StorageError:
+            if opened is None:
+                raise
+            ident = None
+        ident = ident or opened
         if ident is None:  # it may be new
             ident = next(
                 (one for one in idents[:8] if Store.open(self._roots.locate(one)).exists(RECORD)),
@@ -189,6 +196,8 @@ class OpenCheckpoints:
         return None
 
     def _open(self, ident: str) -> Opened:
+        with self._lock:  # what was there is gone, and must not hide those below it
+            self._opened.pop(ident, None)
         place, now = self._roots.locate(ident), time.monotonic()
         status, version = _status(place), _version(place)
         checkpoint = Checkpoint(place)
@@ -199,7 +208,6 @@ class OpenCheckpoints:
         opened = Opened(ident, checkpoint, status, version, now, needs)
         with self._lock:
             self._opened[ident] = opened
-            self._opened.move_to_end(ident)
             while len(self._opened) > _MOST_OPEN:
                 self._opened.popitem(last=False)
         return opened

@@ -13,7 +13,7 @@ from safetensors.numpy import load
 from serving import serving
 
 import shardckpt
-from shardckpt.errors import OptionError, StorageError
+from shardckpt.errors import NotFoundError, OptionError, StorageError
 from shardckpt.runs.collecting import delete
 from shardckpt.runs.pinning import pin, tag, unpin, untag
 from shardckpt.serve.catalogue.catalogue import Catalogue
@@ -130,6 +130,49 @@ def test_a_checkpoint_below_another_is_reached_also_after_that_was_deleted(tmp_p
         scanner.scan()
         assert checkpoints.resolve("lab/kept/100/tensors/w") == ("lab/kept/100", "tensors/w")
     catalogue.close()
+
+
+def test_an_open_checkpoint_needs_no_look_at_the_storage_nor_a_readable_catalogue(
+    tmp_path, monkeypatch
+):
+    place, failing = f"memory://{tmp_path.name}/runs", []
+
+    class Unreadable(Catalogue):
+        def _read(self, sql, values):
+            if failing:
+                raise StorageError("the catalogue cannot be read now")
+            return super()._read(sql, values)
+
+    for step in (1, 2):
+        save(f"{place}/{step}")
+    catalogue = Unreadable(tmp_path / "state")
+    checkpoints = OpenCheckpoints(Roots([f"lab={place}"]), catalogue)
+    asked, exists = [], shardckpt.io.store.Store.exists
+    monkeypatch.setattr(
+        shardckpt.io.store.Store, "exists", lambda *args: (asked.append(args), exists(*args))[1]
+    )
+    assert checkpoints.resolve("lab/1/w/c/0") == ("lab/1", "w/c/0")
+    assert asked
+    checkpoints.get("lab/1")
+    del asked[:]
+    for one in (False, True):
+        failing += [one] * one
+        assert checkpoints.resolve("lab/1/w/c/0") == ("lab/1", "w/c/0")
+        assert not asked
+    with pytest.raises(StorageError):
+        checkpoints.resolve("lab/2/w/c/0")
+    catalogue.close()
+
+
+def test_an_open_checkpoint_that_is_gone_does_not_hide_a_new_one_below_it(tmp_path):
+    save(tmp_path / "runs" / "kept")
+    checkpoints = OpenCheckpoints(Roots([f"lab={tmp_path / 'runs'}"]))
+    checkpoints.get("lab/kept")
+    shutil.rmtree(tmp_path / "runs" / "kept")
+    with pytest.raises(NotFoundError):
+        checkpoints.get("lab/kept")
+    save(tmp_path / "runs" / "kept" / "100")
+    assert checkpoints.resolve("lab/kept/100/w") == ("lab/kept/100", "w")
 
 
 def test_a_change_within_one_step_of_the_file_systems_clock_is_seen(scanned):

@@ -328,6 +328,21 @@ class Catalogue:
         )
         return [{"id": row[1], "run": row[0], **json.loads(row[2])} for row in rows]
 
+    def longest(self, idents: Sequence[str]) -> str | None:
+        """The longest of some ids that has a checkpoint which is not deleted; None: none has.
+
+        Raises:
+            StorageError: the database cannot be read.
+        """
+        idents = [one for one in idents if may_read(one)]
+        marks = ",".join("?" * len(idents))
+        rows = self._read(
+            f"SELECT id FROM checkpoints WHERE id IN ({marks}) AND state != 'deleted' "  # noqa: S608
+            "ORDER BY length(id) DESC LIMIT 1",
+            tuple(idents),
+        )
+        return rows[0][0] if rows else None
+
     def idents(self, root: str, most: int = -1) -> set[str]:
         """The ids of all checkpoints of a root, or of some, if there are more than `most`.
 
