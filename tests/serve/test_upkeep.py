@@ -329,9 +329,10 @@ def test_the_keeper_waits_a_day_after_the_dry_run_and_after_a_jump_of_the_clock(
 
 def test_a_run_of_any_length_is_listed_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(operations, "_MOST_STEPS", 2)
+    monkeypatch.setattr(operations, "_MOST_REASONS", 1)
     save_run(tmp_path / "runs" / "a", (1, 2, 3, 4, 5, 6))
     (tmp_path / "rules.toml").write_text(RULES)
-    roots, lists = Roots([f"lab={tmp_path / 'runs'}"]), []
+    roots, lists, counts = Roots([f"lab={tmp_path / 'runs'}"]), [], []
     mark_ended(Store.open(roots.locate("lab/a")), "ann")
     options = {"keep": tmp_path / "rules.toml"}
     work = Work(roots, "ann", False, options, lambda *_: None, lambda _: None)
@@ -339,9 +340,12 @@ def test_a_run_of_any_length_is_listed_in_parts(tmp_path, monkeypatch):
         dry = operations.retain(work, "lab/a", None, None)
         assert dry["bytes"] == sum(one["bytes"] for one in dry["steps"])
         listed = {one["name"]: one["attempt"] for one in dry["steps"]}
-        assert operations.retain(work, "lab/a", 1, listed)["steps"] == dry["steps"]
+        done = operations.retain(work, "lab/a", 1, listed)
+        assert done["steps"] == dry["steps"]
         lists.append([*listed])
+        counts.append((dry["left_count"], len(done["left"]), done["left_count"]))
     assert lists == [["2", "3"], ["4", "5"], []]
+    assert counts == [(0, 1, 2), (0, 0, 0), (0, 0, 0)]
 
 
 def test_a_list_from_before_the_mark_of_the_end_is_made_anew(tmp_path):

@@ -310,6 +310,7 @@ def retain(
         "steps": steps,
         "bytes": sum(one["bytes"] for one in steps),
         "left": dict(islice(report.left.items(), _MOST_REASONS)),
+        "left_count": len(report.left),
     }
 
 

@@ -105,7 +105,8 @@ class RetentionReport:
     """In this order; in a dry run what would be deleted. Steps whose deletion an interrupted call
     had begun are not included."""
     left: Mapping[str, str]
-    """Steps that were due for deletion but stay, or left data behind; the value is the reason."""
+    """Steps that were due for deletion but stay, or left data behind; the value is the reason.
+    Those whose deletion failed come first, and those that were not listed last."""
 
     @property
     def nbytes(self) -> int:
@@ -149,12 +150,13 @@ def retain(
     if expected is None:
         return RetentionReport(tuple(going), left)
     known, leases = check_idle(root), LeasedSteps(root)
-    stays = {name: "the rules keep it now" for name in expected if name in entries}
-    left = (
-        stays
-        | {name: why for name, why in left.items() if name in expected}
-        | {one.name: _NOT_LISTED for one in going}
-    )
+    names = {one.name for one in going}
+    stays = {
+        name: left.get(name, "the rules keep it now")
+        for name in expected
+        if name in entries and name not in names
+    }
+    failed: dict[str, str] = {}
     deleted = []
     buried = [
         Doomed(name, attempt, 0)
@@ -169,7 +171,7 @@ def retain(
             check_idle(root, known)
             leased = one not in buried and step_of(one.name) in leases
         except (OptionError, CommitError, FormatError, StorageError) as e:
-            left |= {rest.name: str(e) for rest in due[done:]}
+            failed |= {rest.name: str(e) for rest in due[done:]}
             break
         dependants = [
             name
@@ -177,25 +179,25 @@ def retain(
             if one.name in _bases(entry) and name != one.name
         ]
         if leased:
-            left[one.name] = LEASED
+            stays[one.name] = LEASED
             continue
         if dependants:
-            left[one.name] = f"{few(dependants)} stayed, and needs it"
+            failed[one.name] = f"{few(dependants)} stayed, and needs it"
             continue
         try:
             why = _delete(root, one, expected[one.name])
         except (OptionError, FormatError, StorageError) as e:  # pinned meanwhile, or damaged
             why = str(e)
         if why is None:
-            left.pop(one.name, None)
             entries.pop(one.name, None)
             deleted += [] if one in buried else [one]
         else:
-            left[one.name] = why
+            failed[one.name] = why
     else:
         if progress is not None:
             progress(len(due), len(due))
-    return RetentionReport(tuple(deleted), left)
+    others = {one.name: _NOT_LISTED for one in going if one.name not in expected}
+    return RetentionReport(tuple(deleted), failed | stays | others)
 
 
 def _delete(root: Store, one: Doomed, attempt: str) -> str | None:

@@ -60,6 +60,8 @@ def retention_section(
                 data("bytes", result["bytes"], file_size(result["bytes"])),
             )
         )
+        stay = result.get("left_count", len(result["left"]))
+        rows.append(("Steps that stay all the same", data("left_count", stay, f"{stay:,}")))
         parts.append(steps_table(result, "retention"))
         left = list(result["left"].items())[:_MOST_LEFT]
         parts.append(

@@ -183,6 +183,7 @@ def test_only_what_was_listed_and_is_still_given_up_is_deleted(run):
     mark_ended(root, "ann")
     report = retain(root, Latest(1), expected)
     assert [one.name for one in report.deleted] == ["3", "5"]
+    assert [*report.left] == ["4", "1", "2", "6"]  # a failure is never cut off
     assert "another checkpoint has taken its place" in report.left.pop("4")
     assert report.left == {
         "1": "it is pinned",
