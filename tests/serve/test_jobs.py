@@ -21,6 +21,7 @@ from serving import save_run, state
 import shardckpt
 from shardckpt.errors import OptionError, StorageError
 from shardckpt.reading.naming.mapping_file import PRESETS
+from shardckpt.serve.access.identity import Identity
 from shardckpt.serve.jobs import database, journal, runner
 from shardckpt.serve.jobs.journal import Journal
 from shardckpt.serve.jobs.operations import OPERATIONS
@@ -332,6 +333,35 @@ def test_a_job_that_the_service_is_killed_by_again_and_again_fails(tmp_path, web
         ("damage", number),
         ("failed", number),
     ]
+
+
+@pytest.mark.parametrize("when", ["queued", "running"])
+def test_damage_that_a_cancelled_verification_has_found_is_told_of(
+    tmp_path, webhook_receiver, when
+):
+    (tmp_path / "state").mkdir()
+    (tmp_path / "runs").mkdir()
+    with closing(Journal(tmp_path / "state")) as jobs:
+        about = {"subject": "a/b", "destination": None, "who": "ann", "key": None}
+        number = jobs.add("verify", {}, {"checkpoint": "a/b"}, **about)[0].number
+        assert jobs.begin(number)
+        begun = jobs.begin_verification("a/b", "x", number)
+        jobs.update_verification(replace(begun, damaged=1))
+        if when == "running":  # the service is killed before the job's process has ended
+            jobs.cancel(number)
+    bodies, webhook = webhook_receiver
+    if when == "queued":
+        options = ServeOptions(
+            roots=(f"a={tmp_path / 'runs'}",), state=str(tmp_path / "state"), webhook=webhook
+        )
+        with closing(Service(options)) as service:
+            identity = Identity("ann", {"*": "admin"})
+            assert service.upkeep.cancel(identity, number).state == "cancelled"
+    with operated(tmp_path, ("a", tmp_path / "runs"), webhook=webhook) as lab:
+        assert lab.wait(number)["state"] == "cancelled"
+        lab.service.wait_until(lambda: bodies)
+        assert not lab.service.upkeep.journal.unfinished_verification("a/b", number)
+    assert [(one["event"], one["job"]) for one in bodies] == [("damage", number)]
 
 
 def test_a_job_that_runs_when_the_service_stops_is_queued(tmp_path):

@@ -10,7 +10,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import StorageError
-from shardckpt.format.documents import utc_now
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.locks import seems_at
 
@@ -69,6 +68,8 @@ class JournalDatabase:
     def __init__(self, directory: Path) -> None:
         """Open or make it; jobs that ran when the service ended are queued again.
 
+        The runner ends those among them that were being cancelled.
+
         Raises:
             StorageError: it is damaged, of another version, or cannot be written.
         """
@@ -90,20 +91,10 @@ class JournalDatabase:
             if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("its pages are malformed")
             with self._db as db:
-                ended = (
-                    "UPDATE jobs SET state = 'cancelled', ended = ? "
-                    "WHERE state IN ('queued', 'running') AND cancelling"
-                )
-                db.execute(ended, (utc_now(),))
                 db.execute("UPDATE jobs SET kills = kills + 1 WHERE state = 'running'")
                 deadly = "UPDATE jobs SET error = ? WHERE state = 'running' AND kills >= ?"
                 db.execute(deadly, (json.dumps(DEADLY), _MOST_KILLS))
                 db.execute("UPDATE jobs SET state = 'queued' WHERE state = 'running'")
-                over = (
-                    "UPDATE verifications SET ended = ?, error = 'it was cancelled' WHERE "
-                    "ended IS NULL AND job IN (SELECT number FROM jobs WHERE state = 'cancelled')"
-                )
-                db.execute(over, (utc_now(),))
             with storage_errors("open", self._path):
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
                 """The file in use. Closing it before the database would end SQLite's locks."""

@@ -26,7 +26,7 @@ from shardckpt.serve.jobs.background import BackgroundWork
 from shardckpt.serve.jobs.database import DEADLY
 from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.jobs.rows import DAMAGED_ROW
-from shardckpt.serve.jobs.verification import VerificationNotes
+from shardckpt.serve.jobs.verification import CANCELLED, VerificationNotes
 from shardckpt.serve.jobs.worker import BUSY
 
 if TYPE_CHECKING:
@@ -245,7 +245,11 @@ class JobRunner(BackgroundWork):
         self._running = {number: one for number, one in self._running.items() if one[2].is_alive()}
         waits: dict[int, str] = {}
         for job in self._journal.queued():
-            if job.operation not in OPERATIONS or job.error in (DAMAGED_ROW, DEADLY):
+            if (
+                job.cancelling
+                or job.operation not in OPERATIONS
+                or job.error in (DAMAGED_ROW, DEADLY)
+            ):
                 self._give_up(job)
                 continue
             why = self._why_not(job)
@@ -273,8 +277,6 @@ class JobRunner(BackgroundWork):
     def _give_up(self, job: JobRow) -> None:
         """End a queued job that cannot be started."""
         error = job.error or {"code": "option", "message": "this version has no such operation."}
-        if job.operation == "verify":
-            VerificationNotes(self._journal, self._roots, job.subject, job.number).end(error)
         self._write_down(job, JobEnd(error=error))
 
     def _why_not(self, job: JobRow) -> str | None:
@@ -356,11 +358,7 @@ class JobRunner(BackgroundWork):
             )
         while not self._stopped.is_set():
             try:
-                ended = self._write_down(job, end)
-                if verification is not None and ended.is_over and ended.state != "done":
-                    verification.end(
-                        ended.error or {"code": "cancelled", "message": "it was cancelled"}
-                    )
+                self._write_down(job, end)
                 break
             except StorageError as e:
                 _log.warning("%s", e)
@@ -381,11 +379,17 @@ class JobRunner(BackgroundWork):
         for name in sorted({read, written} & self._roots.places.keys()):
             self._watch.prepare(name, writes=writes and name == written)
 
-    def _write_down(self, job: JobRow, end: JobEnd) -> JobRow:
+    def _end_verification(self, job: JobRow, error: Mapping[str, str]) -> None:
+        """End what a job has begun to verify, before the job ends: nobody would end it later."""
+        if job.operation == "verify":
+            VerificationNotes(self._journal, self._roots, job.subject, job.number).end(error)
+
+    def _write_down(self, job: JobRow, end: JobEnd) -> None:
         number = job.number
         if end.result is not None:
             self._journal.end(number, "done", result=end.result)
         elif self._journal.job(number).cancelling and not end.busy:
+            self._end_verification(job, CANCELLED)
             self._journal.end(number, "cancelled")
         elif end.busy or (end.again and self._failures[number] < len(_PAUSES)):
             pause = _BUSY_SECONDS if end.busy else _PAUSES[self._failures[number]]
@@ -395,15 +399,17 @@ class JobRunner(BackgroundWork):
                 number
             ] += not end.busy  # a journal that cannot be written is no failure of the job
         else:
+            error = end.error or CANCELLED
+            self._end_verification(job, error)
             fields_of_job = {
                 name: getattr(job, name) for name in ("operation", "subject", "destination", "who")
             }
-            error = {"message": self._roots.without_places((end.error or {}).get("message", ""))}
+            message = self._roots.without_places(error["message"])
             self._journal.end(
                 number,
                 "failed",
-                error=end.error,
-                notice={"event": "failed", "job": number, **fields_of_job, **error},
+                error=error,
+                notice={"event": "failed", "job": number, **fields_of_job, "message": message},
             )
         ended = self._journal.job(number)
         log = _log.warning if ended.state == "failed" else _log.info
@@ -419,4 +425,3 @@ class JobRunner(BackgroundWork):
             self._not_before.pop(number, None)
             self._failures.pop(number, None)
             self._on_end(ended)
-        return ended

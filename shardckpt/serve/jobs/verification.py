@@ -32,6 +32,8 @@ comes to its record."""
 _GROUP_SECONDS = 0.25
 _LEAST_GROUP = 1 << 20
 _LONGEST_REASON, _MOST_IN_NOTICE = 500, 10
+CANCELLED = {"code": "cancelled", "message": "it was cancelled"}
+"""Error of a verification whose job was cancelled."""
 _GONE = ("replaced", "not-found")
 """Codes of errors that say that the checkpoint is not there any more."""
 
