@@ -147,16 +147,23 @@ def choice(world: Callable[[], World]) -> Callable[[list[Any]], Any]:
 
 @contextmanager
 def collecting(key: str) -> Iterator[None]:
-    """Raise the error of an object that does not give its state as one that names the object."""
+    """Name the object in the error of its `state_dict`.
+
+    An error that tells of the object becomes a LeafError. Others, such as those of a device or of a
+    collective, stay what they are, and get a note.
+    """
     try:
         yield
-    except (ShardckptError, MemoryError):
+    except ShardckptError:
         raise
-    except Exception as e:
+    except (TypeError, ValueError, AttributeError, KeyError, NotImplementedError) as e:
         raise LeafError(
             f"{key} cannot give its state ({type(e).__name__}: {e}); give train_state an object "
             "whose state_dict() works now, or leave it out."
         ) from e
+    except Exception as e:
+        e.add_note(f"train_state was collecting the state of {key}.")
+        raise
 
 
 def check_stateful(key: str, value: object) -> None:

@@ -247,8 +247,11 @@ def test_an_object_that_refuses_its_state_is_named(tmp_path):
 
 
 class GivesNoState:
+    def __init__(self, error):
+        self.error = error
+
     def state_dict(self):
-        raise RuntimeError("call step() first")
+        raise self.error
 
     def load_state_dict(self, _state):
         pass
@@ -258,15 +261,26 @@ class GivesNoState:
     ("key", "make", "match"),
     [
         ("model", lambda: torch.nn.LazyLinear(3), "uninitialized parameter"),
-        ("ema", GivesNoState, r"RuntimeError: call step\(\) first"),
-        ("loader", lambda: shardckpt.PerProcess(GivesNoState()), "call step"),
-        ("other", GivesNoState, "call step"),
+        ("ema", lambda: GivesNoState(ValueError("call step() first")), r"ValueError: call step"),
+        ("loader", lambda: shardckpt.PerProcess(GivesNoState(KeyError("ab"))), "KeyError: 'ab'"),
+        ("other", lambda: GivesNoState(NotImplementedError("not yet")), "not yet"),
     ],
 )
 def test_an_object_that_cannot_give_its_state_is_named(tmp_path, key, make, match):
     state = shardckpt.train_state(**{key: make()}, rng=False)
     with pytest.raises(LeafError, match=f"^{key} cannot give its state .*{match}"):
         shardckpt.save(tmp_path / "c", state)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no memory"), RuntimeError("Connection closed by peer")]
+)
+def test_an_error_of_the_machine_stays_what_it_is_and_names_the_object(tmp_path, error):
+    state = shardckpt.train_state(ema=GivesNoState(error), rng=False)
+    with pytest.raises(RuntimeError) as caught:
+        shardckpt.save(tmp_path / "c", state)
+    assert caught.value is error
+    assert error.__notes__ == ["train_state was collecting the state of ema."]
 
 
 @pytest.mark.parametrize("key", ["optimizer", "other"])
