@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import operator
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +22,14 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from shardckpt import frameworks
-from shardckpt.errors import OptionError, ShardckptError
+from shardckpt.errors import OptionError
 from shardckpt.frameworks.base import Array, Target, dtype_of
 from shardckpt.frameworks.numpy import overlaps_itself
 from shardckpt.reading.restoring.refusals import share_memory
 from shardckpt.state import PerProcess
 from shardckpt.state.document import Branch, Node, Small, Tensor, Tied, leaves_of
 from shardckpt.state.names import container_of, imported_module, match_keys, shown
-from shardckpt.state.numbers import array_of_number, is_number
+from shardckpt.state.numbers import is_number
 from shardckpt.state.unflatten import decode_leaf
 
 if TYPE_CHECKING:
@@ -170,15 +169,13 @@ def mirror(
 
 
 def _takes_number(own: Any, node: Node) -> bool:
-    """Whether a tensor without dimensions can have what is stored, which is a number."""
-    if not (isinstance(node, Small) and frameworks.is_tensor(own) and own.shape == ()):
-        return False
-    with suppress(ShardckptError):
-        number = decode_leaf(node)
-        if is_number(number):
-            array_of_number(number, dtype_of(own.dtype).numpy, node.name, cast=False)
-            return True
-    return False
+    """Whether a number is stored for a tensor without dimensions; the restore converts it."""
+    return (
+        isinstance(node, Small)
+        and frameworks.is_tensor(own)
+        and own.shape == ()
+        and is_number(decode_leaf(node))
+    )
 
 
 def _composite(stored: StoredLeaves, node: Branch, own: object, beside: object) -> Any:

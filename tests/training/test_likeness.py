@@ -139,13 +139,20 @@ def test_containers_keep_the_class_that_the_object_has(own, state):
     assert own != state
 
 
-@pytest.mark.parametrize("value", [None, "text", 2.5, 2**70])
-def test_a_tensor_that_cannot_have_a_stored_value_is_replaced(value):
+@pytest.mark.parametrize("value", [None, "text", b"bytes"])
+def test_a_stored_value_that_is_not_a_number_takes_the_place_of_a_tensor(value):
     stored, node, _ = stored_of({"a": value, "b": 3})
     own = {"a": torch.tensor(7), "b": torch.tensor(7)}
     like = mirror(stored, node, own)
     assert like == {"a": None, "b": own["b"]}
     assert match(like, node, frameworks.is_tensor).build({"b": 3}) == {"a": value, "b": 3}
+
+
+@pytest.mark.parametrize("value", [3, 2.5, 2**70])
+def test_a_stored_number_always_meets_the_tensor(value):
+    stored, node, _ = stored_of({"a": value})
+    own = {"a": torch.tensor(7)}
+    assert mirror(stored, node, own) == own
 
 
 def test_what_is_not_asked_for_is_left_out():

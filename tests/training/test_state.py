@@ -20,6 +20,7 @@ from trained import groups, net, steps
 import shardckpt
 from shardckpt import PerProcess
 from shardckpt.errors import (
+    DtypeMismatchError,
     LeafError,
     MismatchError,
     NamesMismatchError,
@@ -244,6 +245,18 @@ def test_an_object_that_refuses_its_state_is_named(tmp_path):
         shardckpt.restore(
             tmp_path / "c", shardckpt.train_state(scaler=torch.amp.GradScaler("cpu"), rng=False)
         )
+
+
+def test_a_stored_number_meets_a_tensor_by_the_rules_of_the_restore(tmp_path):
+    shardckpt.save(
+        tmp_path / "c", shardckpt.train_state(counter=Counted({"count": 0.5}), rng=False)
+    )
+    mine = Counted({"count": torch.tensor(3)})
+    state = shardckpt.train_state(counter=mine, rng=False)
+    with pytest.raises(DtypeMismatchError, match=r"counter/count.*0\.5.*cast=True"):
+        shardckpt.restore(tmp_path / "c", state)
+    shardckpt.restore(tmp_path / "c", state, cast=True)
+    assert torch.equal(mine.state["count"], torch.tensor(0))
 
 
 class GivesNoState:
