@@ -181,9 +181,10 @@ class Background:
         self._left = set()
         self.lost = None
 
-    def loses(self, step: int) -> bool:
-        """Whether the save that was begun last is of this step and fails; waits for its end."""
-        self._ended.wait()
+    def loses(self, step: int, *, waits: bool) -> bool:
+        """Whether the save that failed last is of this step; `waits`: after one in flight."""
+        if waits:
+            self._ended.wait()
         return self.lost == step
 
     def join(self) -> None:

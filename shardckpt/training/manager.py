@@ -205,7 +205,8 @@ class CheckpointManager(OpenRun):
             state: as for `shardckpt.save`, or the result of `shardckpt.train_state`.
             metrics: numbers by name, for `best_step` and retention rules; only process 0's are
                 used.
-            force: save although the step is not due.
+            force: save although the step is not due. If its save is in flight, the call waits
+                for its end, and saves the step again if that save fails.
             skip: replaces `SaveOptions(skip=…)`: name patterns of tensors that stay in
                 `SaveOptions(base=…)`. `()` skips no tensor, for example to save the base itself.
 
@@ -229,7 +230,7 @@ class CheckpointManager(OpenRun):
         if not (self._due(step) or force):
             self._warm_once(step, state)
             return False
-        if step == self._last and not self._background.loses(step):
+        if step == self._last and not self._background.loses(step, waits=force):
             self._skip(step, "it is saved already")
             return False
         if self._lineage.protects(step):  # a forced save

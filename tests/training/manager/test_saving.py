@@ -300,7 +300,7 @@ def test_a_step_whose_save_failed_may_be_saved_again(run):
     assert run.holds(1)
 
 
-def test_a_step_is_saved_again_also_if_its_save_in_flight_fails_later(run):
+def test_a_forced_save_again_waits_for_the_save_in_flight_which_may_fail(run):
     run.root.mkdir()
     (run.root / "1").write_text("in the way")
 
@@ -310,8 +310,24 @@ def test_a_step_is_saved_again_also_if_its_save_in_flight_fails_later(run):
 
     with run.manager(on_event=clear, on_failure=lambda *_: "continue") as manager:
         manager.save(1, state(1))
-        assert manager.save(1, state(1))
+        assert manager.save(1, state(1), force=True)
     assert run.holds(1)
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "skip"])
+def test_a_repeated_save_does_not_wait_for_the_save_in_flight(run, in_flight):
+    repeated = threading.Event()
+    ends = []
+
+    def hold(event):
+        if type(event).__name__ == "SaveCommitted":
+            ends.append(repeated.wait(20))
+
+    with run.manager(on_event=hold, in_flight=in_flight) as manager:
+        manager.save(1, state(1))
+        assert not manager.save(1, state(1))
+        repeated.set()
+    assert ends == [True]
 
 
 def test_a_leaf_that_cannot_be_stored_is_raised_at_once_and_disturbs_nothing(run):
