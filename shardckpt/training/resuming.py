@@ -46,7 +46,7 @@ from shardckpt.runs.steps import list_steps, step_numbers
 from shardckpt.state.document import leaves_of, stored_names
 from shardckpt.state.flatten import StateOwner
 from shardckpt.state.select import selector
-from shardckpt.text import few
+from shardckpt.text import Message, few
 from shardckpt.writing.fingerprint import fingerprint
 
 if TYPE_CHECKING:
@@ -211,9 +211,9 @@ def _because_of(damaged: Exception | None) -> Iterator[None]:
     except ShardckptError as e:
         if damaged is None or e is damaged:
             raise
-        raise type(e)(f"{e} This step was tried because of damage: {damaged}").with_traceback(
-            e.__traceback__
-        ) from damaged
+        e.args = (Message(e.message, f" This step was tried because of damage: {damaged}"),)
+        e.__cause__ = e.__cause__ or damaged
+        raise
 
 
 def _note_filled(

@@ -16,6 +16,7 @@ from shardckpt.frameworks.coordination.base import SingleProcess
 from shardckpt.io.store import Store
 from shardckpt.runs import collecting, pinning
 from shardckpt.runs.rollback import supersede
+from shardckpt.text import NamedOption
 from shardckpt.training.policies import OnPreemption, any_of
 
 
@@ -282,6 +283,15 @@ def test_no_step_is_restored_that_leaves_elements_of_a_damaged_one(run, strict):
         errors.NamesMismatchError, match=r"/900.*anew.*because of damage: .*/1000/.*checksum"
     ) as caught:
         run.manager(fallback=True).restore(like, strict=strict)
+    assert "/1000/" in str(caught.value.__cause__)
+
+
+def test_an_error_after_a_damaged_step_keeps_what_it_knows(run):
+    grown(run)
+    like = {"w": state(0)["w"], "step": 0, "mine": np.zeros(10_000, np.float32)}
+    with pytest.raises(errors.OptionError, match=r"/anew/.*because of damage: .*/1000/") as caught:
+        run.manager(fallback=True).restore(like, rename="s/anew/mine/")
+    assert any(isinstance(part, NamedOption) for part in caught.value.message.parts)
     assert "/1000/" in str(caught.value.__cause__)
 
 
