@@ -122,6 +122,8 @@ def train(
         strategy=strategy
         or ModelParallelStrategy(data_parallel_size=data, tensor_parallel_size=tensor),
         max_epochs=epochs,
+        min_epochs=None if preemption is None else epochs,  # which a notice does not wait for
+        min_steps=None if preemption is None else epochs * ROWS // BATCH,
         callbacks=[run, notifier or Killed(run, dies_at)],
         enable_checkpointing=False,
         logger=False,

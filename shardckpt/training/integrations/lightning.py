@@ -208,7 +208,8 @@ class ShardedRun(Callback):
         Args:
             root: the run's directory, a path or url.
             options: as for `shardckpt.CheckpointManager`, for example `every` in optimizer steps,
-                and `keep`. After a notice of `preemption` training stops.
+                and `keep`. After a notice of `preemption` training stops, also
+                before `min_epochs` and `min_steps`.
         """
         self._root = root
         self._options = options
@@ -258,7 +259,11 @@ class ShardedRun(Callback):
         if trainer.global_step > self._saved and self._manager.should_save(trainer.global_step):
             self._saved = trainer.global_step
             self._manager.save(trainer.global_step, self._state(trainer, pl_module))
-        trainer.should_stop |= self._manager.reached_preemption
+        if self._manager.reached_preemption:
+            trainer.should_stop = True
+            # Lightning does not stop before its minimum.
+            trainer.fit_loop.min_epochs = None
+            trainer.fit_loop.epoch_loop.min_steps = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
         """Wait for the save in flight.
