@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import RLock, current_thread, main_thread
+from threading import RLock, current_thread
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shardckpt.io.streams import in_notebook, is_open, is_terminal
@@ -323,7 +323,8 @@ class Events:
     def emit(self, event: Event) -> None:
         """Pass an event to the log and all callbacks; never raises an exception of a callback.
 
-        On the main thread, sys.exit() in a callback still ends the program.
+        On a thread of the program, such as the one that trains, sys.exit() in a callback still
+        raises SystemExit.
         """
         if isinstance(event, SaveCommitted | SaveFailed | RestoreFinished | RestoreFailed):
             self._tell_of_retries(event)
@@ -333,7 +334,8 @@ class Events:
                 try:
                     callback(event)
                 except BaseException as e:
-                    if not isinstance(e, Exception) and current_thread() is main_thread():
+                    ours = current_thread().name.startswith("shardckpt-")
+                    if not isinstance(e, Exception) and not ours:
                         raise
                     log.exception(
                         "%s: the callback %r raised an exception; the save goes on.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import threading
 import typing
 
@@ -66,6 +67,21 @@ def test_every_event_is_a_frozen_dataclass_that_names_its_url_and_step_and_reads
 
 def test_an_event_outside_of_a_manager_has_no_step():
     assert str(SaveStarted(url="run/x")) == "run/x: save begins"
+
+
+def test_a_callback_exits_the_thread_that_trains_which_need_not_be_the_main_one():
+    raised = []
+
+    def train():
+        try:
+            Events(lambda _event: sys.exit(3)).emit(SaveStarted(url="run/1"))
+        except SystemExit as e:
+            raised.append(e.code)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert raised == [3]
 
 
 def test_callbacks_are_told_of_each_event_in_order():
