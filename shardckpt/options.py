@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
+from numbers import Integral
 from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
@@ -63,8 +64,7 @@ _OPTIONS_LINE = re.compile(r"^        options: .*\n(?:            .*\n)*", re.MU
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
+T = TypeVar("T", bound="Options")
 Kind = Literal["text", "texts", "integer", "boolean", "size", "function", "python"]
 
 
@@ -210,9 +210,6 @@ class OptionParts(Options):
         raise NotImplementedError
 
 
-T = TypeVar("T", bound=Options)
-
-
 def documented(*declared: type[Options]) -> Callable[[F], F]:
     """Decorate a function: the docstring's line `options: …` becomes one per declared option."""
 
@@ -303,7 +300,8 @@ class SaveOptions:
         check_flag(self.reduce_partial, "reduce_partial")
         check_flag(self.fingerprint, "fingerprint")
         if self.background_threads is not None:
-            check_whole(self.background_threads, "SaveOptions(background_threads")
+            threads = check_whole(self.background_threads, "SaveOptions(background_threads")
+            object.__setattr__(self, "background_threads", threads)
         check_seconds(self.commit_timeout, "SaveOptions(commit_timeout")
         _check_shardings(self.shardings)
         object.__setattr__(self, "skip", _patterns(self.skip, self.base))
@@ -437,14 +435,15 @@ def check_function(value: object, what: str) -> None:
         raise OptionError(Message(named(what, value), ": give a function, or None."))
 
 
-def check_whole(value: object, what: str, least: int = 1) -> None:
-    """Refuse a value that is not a whole number of at least `least`.
+def check_whole(value: object, what: str, least: int = 1) -> int:
+    """The whole number of at least `least`, also of one of numpy's.
 
     Raises:
         OptionError: names the argument, `what`, such as "Latest(n".
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise OptionError(f"{what}={shorten(value)}): give a whole number of at least {least}.")
+    return int(value)
 
 
 def check_seconds(value: object, what: str) -> None:

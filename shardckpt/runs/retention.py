@@ -8,11 +8,11 @@ that are never deleted. A custom rule derives from `Retention`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf, isnan
+from numbers import Integral
 from typing import TYPE_CHECKING, Literal
-
-import numpy as np
 
 from shardckpt.errors import OptionError
 from shardckpt.options import check_whole
@@ -76,7 +76,7 @@ class Latest(Retention):
 
     def __post_init__(self) -> None:
         """Check the number."""
-        check_whole(self.n, "Latest(n")
+        object.__setattr__(self, "n", check_whole(self.n, "Latest(n"))
 
     def kept(self, steps: Sequence[SavedStep]) -> set[int]:
         """The last `n` steps."""
@@ -100,7 +100,7 @@ class Best(Retention):
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        check_whole(self.n, "Best(n")
+        object.__setattr__(self, "n", check_whole(self.n, "Best(n"))
         if not isinstance(self.metric, str):
             raise OptionError(f"Best(metric={shorten(self.metric)}): give the name of a metric.")
         if self.mode not in ("min", "max"):
@@ -131,7 +131,7 @@ class EveryKth(Retention):
 
     def __post_init__(self) -> None:
         """Check the number."""
-        check_whole(self.k, "EveryKth(k")
+        object.__setattr__(self, "k", check_whole(self.k, "EveryKth(k"))
 
     def kept(self, steps: Sequence[SavedStep]) -> set[int]:
         """The multiples of `k`."""
@@ -170,13 +170,13 @@ class KeepAnyOf(Retention):
 
     def __post_init__(self) -> None:
         """Check the rules."""
-        made = tuple(rule for rule in map(as_retention, self.rules) if rule is not None)
-        if not made or len(made) < len(self.rules):
+        made = [*map(as_retention, self.rules)] if isinstance(self.rules, Iterable) else []
+        if not made or None in made:
             raise OptionError(
-                f"any_of{self.rules!r:.200}: give rules, each a number of steps or one of "
-                "shardckpt.training.retention; None would keep all."
+                f"any_of: give rules, not {shorten(self.rules)}: each is a number of steps or one "
+                "of shardckpt.training.retention; None would keep all."
             )
-        object.__setattr__(self, "rules", made)
+        object.__setattr__(self, "rules", tuple(made))
 
     def kept(self, steps: Sequence[SavedStep]) -> set[int]:
         """The union of the rules' steps."""
@@ -212,12 +212,13 @@ def as_retention(keep: Retention | int | None) -> Retention | None:
     """
     if keep is None or isinstance(keep, Retention):
         return keep
-    if isinstance(keep, int | np.integer) and not isinstance(keep, bool):
-        return Latest(int(keep))
-    raise OptionError(
-        f"keep={shorten(keep)}: a {type(keep).__name__} is not a rule; give a number of steps, or "
-        "one of shardckpt.training.retention."
-    )
+    number: object = keep
+    if isinstance(number, bool) or not isinstance(number, Integral):
+        raise OptionError(
+            f"keep={shorten(keep)}: a {type(keep).__name__} is not a rule; give a number of steps, "
+            "or one of shardckpt.training.retention."
+        )
+    return Latest(keep)
 
 
 def best(steps: Sequence[SavedStep], metric: str, mode: Literal["min", "max"]) -> int | None:

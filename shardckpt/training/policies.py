@@ -17,17 +17,17 @@ from __future__ import annotations
 import os
 import signal
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from shardckpt.errors import OptionError
 from shardckpt.options import check_seconds, check_whole
 from shardckpt.text import shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 __all__ = [
     "AnyOf",
@@ -119,7 +119,7 @@ class EverySteps(Policy):
 
     def __post_init__(self) -> None:
         """Check the number."""
-        check_whole(self.n, "EverySteps(n")
+        object.__setattr__(self, "n", check_whole(self.n, "EverySteps(n"))
 
     def due(self, step: int, previous: int | None) -> bool:
         """Whether a multiple of `n` was reached."""
@@ -143,9 +143,8 @@ class AtSteps(Policy):
             raise OptionError(
                 f"AtSteps({shorten(self.steps)}): give the steps, as in AtSteps([100, 1000])."
             ) from None
-        for step in steps:
-            check_whole(step, "AtSteps(…", 0)
-        object.__setattr__(self, "steps", tuple(sorted(set(steps))))
+        numbers = {check_whole(step, "AtSteps(…", 0) for step in steps}
+        object.__setattr__(self, "steps", tuple(sorted(numbers)))
 
     def due(self, step: int, previous: int | None) -> bool:
         """Whether one of the steps was reached."""
@@ -256,7 +255,8 @@ class OnPreemption(Policy):
 def _is_local_path(file: object) -> bool:
     """Whether a value is a path, and not a url."""
     path = os.fspath(file) if isinstance(file, str | os.PathLike) else None
-    return isinstance(path, str) and path != "" and "://" not in path
+    # pathlib makes "gs:/bucket" of "gs://bucket".
+    return isinstance(path, str) and path != "" and not path.partition("/")[0].endswith(":")
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +268,8 @@ class AnyOf(Policy):
 
     def __post_init__(self) -> None:
         """Check the policies."""
-        object.__setattr__(self, "policies", tuple(map(as_policy, self.policies)))
+        policies = self.policies if isinstance(self.policies, Iterable) else ()
+        object.__setattr__(self, "policies", tuple(map(as_policy, policies)))
         if not self.policies:
             raise OptionError(
                 "any_of(): give policies, each a number of steps or one of "
@@ -318,11 +319,12 @@ def as_policy(every: Policy | int | None) -> Policy:
     """
     if every is None:
         return Policy()
-    if isinstance(every, int | np.integer) and not isinstance(every, bool):
-        return EverySteps(int(every))
-    if not isinstance(every, Policy):
+    if isinstance(every, Policy):
+        return every
+    number: object = every
+    if isinstance(number, bool) or not isinstance(number, Integral):
         raise OptionError(
             f"every={shorten(every)}: give a number of steps, or one of "
             "shardckpt.training.policies."
         )
-    return every
+    return EverySteps(every)

@@ -147,7 +147,7 @@ def fold(url: str | os.PathLike[str], *, most: int = DIFFERENCES) -> list[Folded
         OptionError: `most` is too small for the chain.
         StorageError, CorruptionError: a version cannot be read or written; it is as it was.
     """
-    check_whole(most, "fold(most")
+    most = check_whole(most, "fold(most")
     root = Store.open(parse(url))
     live = [info.step for info in list_steps(root) if info.state == "committed"]
     if not live:

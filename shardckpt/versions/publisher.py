@@ -112,14 +112,14 @@ class Publisher:
         Raises:
             UrlError, OptionError, DtypeError: an argument is invalid.
         """
-        check_whole(anchor_every, "Publisher(anchor_every")
+        anchor_every = check_whole(anchor_every, "Publisher(anchor_every")
         if anchor_every > LONGEST:
             raise OptionError(
                 f"Publisher(anchor_every={anchor_every}): at most {LONGEST}; readers need so many "
                 "versions."
             )
         if catch_up is not None:
-            check_whole(catch_up, "Publisher(catch_up")
+            catch_up = check_whole(catch_up, "Publisher(catch_up")
             bases_after_folding(anchor_every, catch_up)
         check_coordinator(coordinator)
         selector(include), selector(exclude)
@@ -127,7 +127,7 @@ class Publisher:
             raise OptionError(f'Publisher(snapshot={shorten(snapshot)}): use "device" or "host".')
         check_flag(proof, "proof")
         if keep is not None:
-            check_whole(keep, "Publisher(keep")
+            keep = check_whole(keep, "Publisher(keep")
         self._root = Store.open(parse(url))
         self._options = SaveOptions(
             fingerprint=True,

@@ -88,7 +88,8 @@ def test_the_best_of_some_steps():
 
 def test_none_keeps_everything_and_a_number_the_latest():
     assert as_retention(None) is None
-    assert as_retention(3) == as_retention(np.int64(3)) == Latest(3)
+    assert as_retention(3) == as_retention(np.int64(3)) == Latest(np.int64(3)) == Latest(3)
+    assert repr(Latest(np.int64(3))) == "Latest(n=3)"
     assert KeepAnyOf((3,)) == any_of(3)
 
 
@@ -114,3 +115,8 @@ def test_what_is_no_rule_is_refused_by_name(make):
 def test_any_of_nothing_is_an_error_rather_than_a_deletion(rules):
     with pytest.raises(OptionError, match="None would keep all"):
         any_of(*rules)
+
+
+def test_a_number_alone_is_refused_where_several_rules_belong():
+    with pytest.raises(OptionError, match="give rules, not 3"):
+        KeepAnyOf(3)

@@ -1,7 +1,9 @@
 """Policies that choose the steps to save: each by itself, and together."""
 
 import signal
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,6 +88,8 @@ def test_any_of_is_due_or_wanted_when_one_of_them_is():
 
 def test_policies_are_values():
     assert AnyOf((3,)) == any_of(3)
+    assert repr(EverySteps(np.int64(5))) == repr(as_policy(np.int64(5))) == "EverySteps(n=5)"
+    assert AtSteps(np.array([3, 1])) == AtSteps([1, 3])
     assert EverySteps(5) == EverySteps(5)
     assert AtSteps({3, 1}) == AtSteps([1, 3, 3])
     assert repr(any_of(2, Continuous())) == "AnyOf(policies=(EverySteps(n=2), Continuous()))"
@@ -116,10 +120,12 @@ def test_none_never_saves_by_itself():
         lambda: OnPreemption(file=""),
         lambda: OnPreemption(file=5),
         lambda: OnPreemption(file="gs://bucket/notice"),
+        lambda: OnPreemption(file=Path("gs://bucket/notice")),
         lambda: as_policy("500"),
         lambda: as_policy(True),
         lambda: any_of(10, None, "x"),
         lambda: AnyOf(("x",)),
+        lambda: AnyOf(3),
         any_of,
     ],
 )
