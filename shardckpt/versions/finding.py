@@ -27,14 +27,15 @@ class VersionFinder:
         self._seen: tuple[int, str] | None = None
         """Step and attempt, before it was folded, of the version given last."""
         self._before: tuple[int, str] | None = None
-        """The same of the version given before that."""
+        """The same of another version that was given before that."""
         self._given = dict(given)
         """Step → attempt, before it was folded, of the versions given so far that are still there;
         only if each is given."""
 
     def gave(self, step: int, attempt: str) -> None:
         """Note the version that was given; `attempt`: before it was folded."""
-        self._before, self._seen = self._seen, (step, attempt)
+        if self._seen != (step, attempt):
+            self._before, self._seen = self._seen, (step, attempt)
         if self._mode == "each":
             self._given[step] = attempt
 

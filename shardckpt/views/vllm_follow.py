@@ -54,7 +54,6 @@ from shardckpt.errors import (
 )
 from shardckpt.frameworks.coordination import SingleProcess
 from shardckpt.versions.cache import chunks_of
-from shardckpt.versions.finding import VersionFinder
 from shardckpt.versions.follower import Follower
 from shardckpt.views.model_view import ModelView
 from shardckpt.views.placeholders import Recorder, storage_addresses
@@ -108,9 +107,9 @@ class _ModelFollower(Follower):
         self.boxes: set[tuple[int, Box]] = set()
         """Position in `ModelView.arrays()` and box."""
 
-    def forget(self) -> None:
+    def take_back(self) -> None:
         """Let `poll` give the version given last once more."""
-        self._finder = VersionFinder(self.root, "newest", {})
+        self._finder.take_back()
 
     def view(self, checkpoint: Checkpoint) -> ModelView:
         """The model's files as a version has them."""
@@ -234,7 +233,7 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
             self._rehearse(follower, version.checkpoint)
         except BaseException:
             if is_new:
-                follower.forget()
+                follower.take_back()
             raise
         self._version, self._failed = version, None
         self._reading = threading.Thread(
@@ -333,7 +332,7 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
         self._version = None
         assert version is not None
         if len({*attempts}) > 1:
-            follower.forget()
+            follower.take_back()
             raise ReplacedError(
                 f"{version.checkpoint.location}: the version was replaced while the ranks opened "
                 "it; all keep what they have. Ask for the next version."

@@ -339,11 +339,12 @@ def test_a_version_that_one_process_of_an_engine_cannot_prepare_fails_alike_on_a
     assert on_threads(2, follow) == [1.0, 1.0]
 
 
+def fails(*_arguments):
+    raise StorageError("the network is down")
+
+
 @pytest.mark.parametrize("mode", ["newest", "each"])
 def test_a_version_that_could_not_be_read_for_a_while_is_given_again(tmp_path, monkeypatch, mode):
-    def fails(*_arguments):
-        raise StorageError("the network is down")
-
     publish(tmp_path, [{"w": np.full(1000, float(step))} for step in range(2)])
     like, steps = {"w": np.zeros(1000)}, []
     with shardckpt.follow(tmp_path, like, mode=mode) as follower:
@@ -421,3 +422,16 @@ def test_a_version_found_while_the_caller_gave_up_waiting_is_given_to_the_next_c
     monkeypatch.setattr(VersionFinder, "next", held_up)
     with shardckpt.follow(tmp_path, None, mode="each") as follower:
         assert asyncio.run(receive(follower)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("mode", ["newest", "each"])
+def test_a_version_taken_by_its_step_that_could_not_be_read_is_given_again(
+    tmp_path, monkeypatch, mode
+):
+    publish(tmp_path, [{"w": np.full(1000, float(step))} for step in range(2)])
+    with shardckpt.follow(tmp_path, {"w": np.zeros(1000)}, mode=mode) as follower:
+        version = follower.poll()
+        with monkeypatch.context() as down, suppress(StorageError):
+            down.setattr(follower, "needed", fails)
+            follower.at(version.step).prepare()
+        assert follower.poll().step == version.step
