@@ -103,13 +103,15 @@ class Published:
         return cls(doc["step"], doc["attempt"], doc["contents"], doc["compression"], chain)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Selection:
     """The tensors that are published, and their dtype."""
 
     include: Only | None
     exclude: Only | None
     dtype: DType | None
+    _is_checked: bool = False
+    """Whether a state has passed `check`."""
 
     def selects(self, name: str) -> bool:
         """Whether a name is published."""
@@ -118,9 +120,13 @@ class Selection:
         )
 
     def check(self, flat: Flat) -> None:
-        """Refuse patterns of `exclude` that leave nothing out: they are probably misspelt."""
-        if not callable(self.exclude):
+        """Refuse patterns of `exclude` that leave nothing out: they are probably misspelt.
+
+        Once a state has passed, others do too: tensors may come and go.
+        """
+        if not self._is_checked and not callable(self.exclude):
             check_selection(self.exclude or None, flat.tree, "the state", option="exclude")
+        self._is_checked = True
 
     def selected(self, flat: Flat) -> Flat:
         """The selected part of a flattened state."""
@@ -245,8 +251,7 @@ class PublishedVersion:
 
     def selected(self, flat: Flat) -> Flat:
         """See `VersionToWrite`."""
-        if self._number == 1:  # later tensors may come and go
-            self.selection.check(flat)
+        self.selection.check(flat)
         return self.selection.selected(flat)
 
     def converted(self, sources: dict[str, Source]) -> dict[str, Source]:
