@@ -194,11 +194,8 @@ class Saver:
         )
         with saving_takes_threads(save.outcome.url):
             save.run(state)
-        return (
-            SaveHandle(save.outcome)
-            if version is None or version.handle is None
-            else version.handle
-        )
+        handle = None if version is None else version.handle
+        return SaveHandle(save.outcome) if handle is None else handle
 
     def close(self) -> None:
         """Wait for the saves in flight, whether they succeed or fail, and free the buffers."""
@@ -297,7 +294,9 @@ class _Save:
         )
         self._memory = memory
         # All of them before the writing thread may start, as that gives them their elements.
-        resident = [name for name in plan.blocks if sources[name].resident]
+        resident: list[str] = []
+        if self.attempt.version is not None:  # only versions have such tensors
+            resident = [name for name in plan.blocks if sources[name].resident]
         blocks = [*chain.from_iterable(read(plan, sources, memory.room, only=resident))]
         most = self._stage.fit(
             memory.blocks, **memory.sizes, streams=self._stage.copies is None or not overlap
@@ -327,11 +326,13 @@ class _Save:
         with collector_paused() if is_short(plan) and not stage.streamed else nullcontext():
             for group in groups:
                 every = group.names if isinstance(group, SmallBlocks) else group
-                names = [name for name in every if not sources[name].resident]
                 if isinstance(group, SmallBlocks) and stage.put_small(
                     group, [sources[name] for name in every]
                 ):
                     continue
+                names = every
+                if self.attempt.version is not None:
+                    names = [name for name in every if not sources[name].resident]
                 kept = () if stage.streamed else memory.kept
                 for batch in read(plan, sources, memory.room, most=most, kept=kept, only=names):
                     stage.put(batch)
