@@ -1,7 +1,11 @@
-"""The next version of a place that is to be followed, and whether training went back before it."""
+"""The next version of a place that is to be followed, and whether training went back before it.
+
+Also the pauses between two looks for it.
+"""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Literal
 
 from shardckpt.commit.attempts import unfolded
@@ -13,8 +17,43 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shardckpt.io.store import Store
+    from shardckpt.runs.announcing import Listener
 
     Mode = Literal["newest", "each"]
+
+_FIRST_LOOK, _LAST_LOOK = 0.05, 2.0
+"""Seconds between two looks for a new version: least and most; the pause doubles."""
+_LOOK_BESIDE_EVENTS = 10.0
+"""Most seconds between two looks while a service tells of versions."""
+
+
+class Pauses:
+    """Pauses between two looks; each is longer than the one before."""
+
+    def __init__(self, listener: Listener | None, *, leads: bool) -> None:
+        """Begin with a short one.
+
+        Args:
+            listener: ends a pause when a service tells of a version.
+            leads: whether this process looks; the others wait for it, and do not pause.
+        """
+        self._listener = listener
+        self._leads = leads
+        self._seconds = _FIRST_LOOK
+
+    def restart(self) -> None:
+        """Make the next pause a short one."""
+        self._seconds = _FIRST_LOOK
+
+    def rest(self) -> None:
+        """Wait for the time of a pause, or until a version is announced."""
+        if self._listener is not None:
+            last = _LOOK_BESIDE_EVENTS if self._listener.connected else _LAST_LOOK
+            announced = self._listener.wait(self._seconds)
+            self._seconds = _FIRST_LOOK if announced else min(2 * self._seconds, last)
+        elif self._leads:
+            time.sleep(self._seconds)
+            self._seconds = min(2 * self._seconds, _LAST_LOOK)
 
 
 class VersionFinder:

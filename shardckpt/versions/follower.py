@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -33,7 +32,7 @@ from shardckpt.state.names import shown
 from shardckpt.text import file_size, shorten
 from shardckpt.versions.applying import leaves_as_stored, memory_of, plan_apply
 from shardckpt.versions.cache import ChunkCache, chunks_of, path_between, requests_of
-from shardckpt.versions.finding import VersionFinder
+from shardckpt.versions.finding import Pauses, VersionFinder
 from shardckpt.writing.fingerprint import fingerprint_of
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from concurrent.futures import Future
     from contextlib import AbstractContextManager
-    from types import TracebackType
 
     from shardckpt.reading.landing import RestoreJob
     from shardckpt.reading.naming.adapt import Fit
@@ -52,10 +50,6 @@ if TYPE_CHECKING:
     from shardckpt.versions.cache import Needed
     from shardckpt.versions.finding import Mode
 
-_FIRST_LOOK, _LAST_LOOK = 0.05, 2.0
-"""Seconds between two looks for a new version: least and most; the pause doubles."""
-_LOOK_BESIDE_EVENTS = 10.0
-"""Most seconds between two looks while a service tells of versions."""
 MOST_VERSIONS = 64
 """Most versions whose differences are applied one after another; beyond, all elements are read."""
 
@@ -102,10 +96,8 @@ class Follower:
         self.coordinator = Coordinator.current() if coordinator is None else coordinator
         self.limit = parse_bytes(memory_limit, "memory_limit")
         if self.limit < LEAST_MEMORY_LIMIT:
-            raise OptionError(
-                f"follow(memory_limit={file_size(self.limit)}): at least "
-                f"{file_size(LEAST_MEMORY_LIMIT)} are needed."
-            )
+            least, limit = file_size(LEAST_MEMORY_LIMIT), file_size(self.limit)
+            raise OptionError(f"follow(memory_limit={limit}): at least {least} are needed.")
         self.fills = like is not None
         """Whether there are tensors to fill; else each version gives new arrays."""
         self.root = Store.open(parse(url))
@@ -125,10 +117,12 @@ class Follower:
         service = server() if self._leads else None
         self._listener = None if service is None else Listener(service, str(self.root.location))
         self._lease = ReaderLease(self.root, service) if self._leads else None
-        self._pause = _FIRST_LOOK
+        self._pauses = Pauses(self._listener, leads=self._leads)
         self._looker = ThreadPoolExecutor(1, "shardckpt-follow")
         self._looking: Future[FollowedVersion | None] | None = None
         """The look of the last `anext`, if its caller has not got the version."""
+        self._waits = False
+        """Whether an `anext` waits for a look."""
 
     def planned(self, checkpoint: Checkpoint) -> Restoring:
         """The restore of a version into the leaves."""
@@ -145,10 +139,8 @@ class Follower:
 
     def lacks(self, job: RestoreJob) -> bool:
         """Whether the leaves of a tensor may lack the newest elements."""
-        names = (name for landing in job.landings for name in landing.names)
-        return any(stored.name in self.stale for stored in job.stored) or not all(
-            name in self.leaves for name in names
-        )
+        missing = any(name not in self.leaves for landing in job.landings for name in landing.names)
+        return missing or any(stored.name in self.stale for stored in job.stored)
 
     def poll(self) -> FollowedVersion | None:
         """The next version; None if there is none now.
@@ -159,7 +151,11 @@ class Follower:
         Raises:
             StorageError: the place cannot be listed.
             CoordinationError: another process of the engine does not answer.
+            OptionError: the follower is closed, or another task waits for its next version.
         """
+        return self._take_look() or self._poll()
+
+    def _poll(self) -> FollowedVersion | None:
         if self._closed:
             raise OptionError(f"{self.root}: this follower is closed.")
         if self._given is not None and self._given.comes_again:
@@ -201,44 +197,54 @@ class Follower:
     def __iter__(self) -> Iterator[FollowedVersion]:
         """Each next version, as soon as it is there; waits for ever."""
         while not self._closed:
-            version = self._look()
+            version = self._take_look() or self._look()
             if version is not None:
                 yield version
 
     def __aiter__(self) -> Self:
-        """As `__iter__`, while other tasks run."""
+        """As `__iter__`, while other tasks run. One task at a time may wait."""
         return self
 
     async def __anext__(self) -> FollowedVersion:
         """The next version. If the call is cancelled, the next call gets what it would have got."""
-        while not self._closed:
-            self._looking = self._looking or self._looker.submit(self._look)
-            try:
-                version = await asyncio.shield(asyncio.wrap_future(self._looking))
-            except Exception:
-                self._looking = None
-                raise
-            self._looking = None
-            if version is not None:
-                return version
+        self._check_alone()
+        self._waits = True
+        try:
+            while not self._closed:
+                self._looking = self._looking or self._looker.submit(self._look)
+                with suppress(Exception):  # the future raises it below
+                    await asyncio.shield(asyncio.wrap_future(self._looking))
+                looking, self._looking = self._looking, None
+                version = looking.result()
+                if version is not None:
+                    return version
+        finally:
+            self._waits = False
         raise StopAsyncIteration
 
+    def _take_look(self) -> FollowedVersion | None:
+        """The version that a look finds whose `anext` was cancelled."""
+        self._check_alone()
+        looking, self._looking = self._looking, None
+        return None if looking is None or self._closed else looking.result()
+
+    def _check_alone(self) -> None:
+        if self._waits:
+            raise OptionError(f"{self.root}: another task waits for a version; let one wait.")
+
     def _look(self) -> FollowedVersion | None:
-        """Poll; if there is no version, wait for the next look.
+        """Poll; if there is no version, or it could not be prepared, wait between two looks.
 
         The other processes wait for process 0, in `poll`.
         """
-        version = self.poll()
-        if version is not None:
-            self._pause = _FIRST_LOOK
-        elif self._listener is not None:
-            last = _LOOK_BESIDE_EVENTS if self._listener.connected else _LAST_LOOK
-            self._pause = (
-                _FIRST_LOOK if self._listener.wait(self._pause) else min(2 * self._pause, last)
-            )
-        elif self._leads:
-            time.sleep(self._pause)
-            self._pause = min(2 * self._pause, _LAST_LOOK)
+        again = self._given is not None and self._given.comes_again
+        if again:
+            self._pauses.rest()
+        version = self._poll()
+        if version is None and not again:
+            self._pauses.rest()
+        elif not again:
+            self._pauses.restart()
         return version
 
     def holding(self, version: FollowedVersion) -> AbstractContextManager[object]:
@@ -265,12 +271,7 @@ class Follower:
         """This follower."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         """Close it."""
         self.close()
 
@@ -373,10 +374,9 @@ class FollowedVersion:
 
     def _plan(self) -> Applying:
         follower = self._follower
-        like = follower.like if follower.fills else None
         return plan_apply(
             self.checkpoint,
-            like,
+            follower.like if follower.fills else None,
             follower.memory,
             follower.planned(self.checkpoint),
             follower.cache,

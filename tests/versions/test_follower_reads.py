@@ -435,3 +435,67 @@ def test_a_version_taken_by_its_step_that_could_not_be_read_is_given_again(
             down.setattr(follower, "needed", fails)
             follower.at(version.step).prepare()
         assert follower.poll().step == version.step
+
+
+def test_an_iteration_pauses_before_it_gives_a_version_again_that_could_not_be_read(
+    tmp_path, monkeypatch
+):
+    publish(tmp_path, [{"w": np.zeros(1000)}])
+    pauses, attempts = [], 0
+    with shardckpt.follow(tmp_path, {"w": np.zeros(1000)}) as follower:
+        monkeypatch.setattr(follower, "needed", fails)
+        monkeypatch.setattr("shardckpt.versions.finding.time.sleep", pauses.append)
+        for version in follower:
+            attempts += 1
+            with suppress(StorageError):
+                version.prepare()
+            if attempts == 8:
+                break
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
+
+
+async def _poll(follower):
+    return follower.poll()
+
+
+async def _iterate(follower):
+    return next(iter(follower))
+
+
+@pytest.mark.parametrize("ask", [_poll, _iterate])
+def test_a_version_found_for_an_anext_that_gave_up_is_given_to_any_next_call(
+    tmp_path, monkeypatch, ask
+):
+    gate, look = threading.Event(), VersionFinder.next
+
+    def held_up(finder):
+        version = look(finder)
+        gate.wait(60)
+        return version
+
+    async def receive(follower):
+        with suppress(TimeoutError):
+            await asyncio.wait_for(anext(follower), 0.2)
+        gate.set()
+        await asyncio.sleep(0.5)
+        return (await ask(follower)).step, follower.poll()
+
+    publish(tmp_path, [{"w": np.zeros(10)}])
+    monkeypatch.setattr(VersionFinder, "next", held_up)
+    with shardckpt.follow(tmp_path, None) as follower:
+        assert asyncio.run(asyncio.wait_for(receive(follower), 60)) == (0, None)
+
+
+def test_a_follower_that_one_task_waits_for_refuses_another(tmp_path):
+    async def receive(follower):
+        first = asyncio.ensure_future(anext(follower))
+        await asyncio.sleep(0)
+        with pytest.raises(OptionError, match="another task waits"):
+            await anext(follower)
+        with pytest.raises(OptionError, match="another task waits"):
+            follower.poll()
+        publish(tmp_path, [{"w": np.zeros(10)}])
+        return (await first).step
+
+    with shardckpt.follow(tmp_path, None) as follower:
+        assert asyncio.run(asyncio.wait_for(receive(follower), 60)) == 0
