@@ -244,6 +244,11 @@ class OutputReader:
             ):
                 self._cache.popitem(last=False)
 
+    def drop_blocks(self) -> None:
+        """Keep no blocks but those that are read from now on."""
+        with self._lock:
+            self._cache.clear()
+
     def _nbytes(self, key: Key) -> int:
         number, block = key
         edges = self._blocks_of(number).edges

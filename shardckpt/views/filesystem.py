@@ -13,22 +13,40 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
 
 from fsspec.spec import AbstractFileSystem
 
+from shardckpt.commit.publish import RECORD
 from shardckpt.errors import NotFoundError, UrlError
+from shardckpt.io.store import Store
+from shardckpt.io.url import parse
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.reading.zarr_keys import ZarrKeys
-from shardckpt.views.model_view import ModelView
+from shardckpt.views.model_view import ModelView, drop_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _ZARR = "zarr"
-_MOST_OPEN = 4
-"""Number of checkpoints that stay open, each with its cache of blocks."""
+_MOST_OPEN = 32
+"""Number of checkpoints that stay open."""
+_MOST_CACHED = 4
+"""Number of open checkpoints that keep blocks."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """An open checkpoint."""
+
+    view: ModelView
+    keys: ZarrKeys
+    place: Store
+    token: object
+    """Token of its record (`Store.change_token`), from before the record was read."""
 
 
 class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -74,9 +92,10 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
             else (str(fo) if scheme is None or "://" in str(fo) else f"{scheme}://{fo}")
         )
         self._options = options
-        self._opened: OrderedDict[str, tuple[ModelView, ZarrKeys]] = OrderedDict()
+        self._opened: OrderedDict[str, _Open] = OrderedDict()
         """The checkpoints that are open, by place; the one used last comes last."""
-        self._opening = Lock()
+        self._lock = Lock()
+        self._opening: WeakValueDictionary[str, Lock] = WeakValueDictionary()
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
@@ -150,7 +169,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
     def invalidate_cache(self, path: str | None = None) -> None:
         """Forget the checkpoints that are open; one that was replaced meanwhile is opened anew."""
         super().invalidate_cache(path)
-        with self._opening:
+        with self._lock:
             self._opened.clear()
 
     def _find(self, path: str, *, look: bool) -> tuple[ModelView, ZarrKeys, str]:
@@ -174,26 +193,46 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec 
         raise FileNotFoundError(path)
 
     def _checkpoint(self, place: str, *, look: bool) -> tuple[ModelView, ZarrKeys]:
-        with self._opening:
+        opened = self._current(place, look=look)
+        if opened is None:
+            with self._lock:
+                opening = self._opening.setdefault(place, Lock())
+            with opening:  # others that need it meanwhile do not parse it as well
+                opened = self._current(place, look=look) or self._open_anew(place)
+        return opened.view, opened.keys
+
+    def _current(self, place: str, *, look: bool) -> _Open | None:
+        """The checkpoint that is open; None: there is none, or its record may be another one."""
+        with self._lock:
             opened = self._opened.get(place)
-            if opened is not None:
-                self._opened.move_to_end(place)
-        if opened is not None and not look:
-            return opened
-        checkpoint = Checkpoint(place)  # without the lock, because the place may be slow
-        attempt = checkpoint.record.attempt
-        if opened is not None and opened[0].checkpoint.record.attempt == attempt:
-            return opened
-        opened = (
-            ModelView(checkpoint, **self._options),
-            ZarrKeys(checkpoint.record, checkpoint.reader),
-        )
-        with self._opening:
-            self._opened[place] = opened
-            self._opened.move_to_end(place)
-            while len(self._opened) > _MOST_OPEN:
-                self._opened.popitem(last=False)
+            if opened is None:
+                return None
+            self._use(place, opened)
+        is_current = not look or opened.place.change_token(RECORD) == opened.token
+        return opened if is_current else None
+
+    def _open_anew(self, place: str) -> _Open:
+        store = Store.open(parse(place))
+        token = store.change_token(RECORD)
+        checkpoint = Checkpoint(place)
+        with self._lock:
+            opened = self._opened.get(place)
+        if opened is None or opened.view.checkpoint.record.attempt != checkpoint.record.attempt:
+            keys = ZarrKeys(checkpoint.record, checkpoint.reader)
+            opened = _Open(ModelView(checkpoint, **self._options), keys, store, token)
+        opened.token = token
+        with self._lock:
+            self._use(place, opened)
         return opened
+
+    def _use(self, place: str, opened: _Open) -> None:
+        """Make a checkpoint the one used last, and free the memory of others; the lock is held."""
+        self._opened[place] = opened
+        self._opened.move_to_end(place)
+        if len(self._opened) > _MOST_OPEN:
+            self._opened.popitem(last=False)
+        for other in [*self._opened.values()][:-_MOST_CACHED]:
+            drop_blocks(other.view)
 
 
 def _join(path: str, child: str) -> str:

@@ -242,6 +242,11 @@ class ModelView:
         return f"<shardckpt.ModelView of {self.checkpoint.location}: {few(list(self.sizes))}>"
 
 
+def drop_blocks(view: ModelView) -> None:
+    """Free the memory of the blocks that a view keeps; it reads them again when they are needed."""
+    view._reader.drop_blocks()  # noqa: SLF001  (no method, as users need none)
+
+
 class VirtualFile(io.RawIOBase):
     """A read-only binary file of a `ModelView`.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import quote
 
 import fsspec
@@ -9,11 +11,13 @@ import numpy as np
 import pytest
 import zarr
 from convert_states import random, saved, sharded
+from counting import counted, steps
 from emulators import environment
 from safetensors.numpy import load
 from web_server import web_server
 
 import shardckpt
+from shardckpt.runs import pinning
 
 
 @pytest.fixture(scope="module")
@@ -97,15 +101,67 @@ def test_a_checkpoint_that_was_replaced_is_seen(tmp_path):
         assert fs.ls(f"{tmp_path}/c")[0]["size"] == fs.size(path)
 
 
-def test_few_checkpoints_stay_open(tmp_path):
+def test_a_look_at_an_open_checkpoint_reads_no_record(tmp_path):
+    shardckpt.save(tmp_path / "c", {"w": np.arange(5)})
+    record = tmp_path / "c" / "checkpoint.json"
+    fs, path = fsspec.url_to_fs(f"shardckpt://{tmp_path}/c/model.safetensors")
+
+    def look():
+        assert fs.exists(path)
+        assert fs.info(path) == fs.ls(path)[0]
+        with fs.open(path):
+            pass
+
+    assert counted(look).read < record.stat().st_size
+    pinning.pin(tmp_path / "c")  # which writes the record anew
+    tag = fs.info(path)["ETag"]
+    assert counted(look).read < record.stat().st_size
+    assert fs.info(path)["ETag"] == tag
+
+
+def test_many_checkpoints_stay_open_and_few_keep_blocks(tmp_path):
     fs = fsspec.filesystem("shardckpt", skip_instance_cache=True)
+    nbytes = 4 << 20
     for number in range(9):
+        small = {f"small{i}": i for i in range(300)}
+        w = np.full(nbytes, number, np.uint8)
+        shardckpt.save(tmp_path / f"{number}", {"w": w, **small})
+
+    def read_parts():
+        for _ in range(2):
+            for number in range(9):
+                for start in (1 << 20, 2 << 20):
+                    data = fs.cat_file(f"{tmp_path}/{number}/model.safetensors", start, start + 99)
+                    assert data == bytes([number]) * 99
+
+    first = steps(read_parts)
+    assert steps(read_parts) < first / 5
+    tracemalloc.start()
+    try:
+        for _ in range(2):
+            read_parts()
+        assert tracemalloc.get_traced_memory()[0] < 6 * nbytes
+    finally:
+        tracemalloc.stop()
+
+
+def test_of_very_many_checkpoints_most_are_closed(tmp_path):
+    fs = fsspec.filesystem("shardckpt", skip_instance_cache=True)
+    for number in range(36):
         shardckpt.save(tmp_path / f"{number}", {"w": np.full(3, number)})
     for _ in range(2):
-        for number in range(9):
+        for number in range(36):
             data = fs.cat(f"{tmp_path}/{number}/model.safetensors")
             assert load(data)["w"].tolist() == [number] * 3
-    assert len(fs._opened) < 9
+    assert len(fs._opened) < 36
+
+
+def test_threads_that_open_one_place_open_it_once(tmp_path):
+    shardckpt.save(tmp_path / "c", {f"w{i}": np.arange(3) for i in range(500)})
+    fs = fsspec.filesystem("shardckpt", skip_instance_cache=True)
+    with ThreadPoolExecutor(8) as pool:
+        views = [*pool.map(lambda _: fs._find(f"{tmp_path}/c", look=True)[0], range(8))]
+    assert len({id(view) for view in views}) == 1
 
 
 def test_other_storages_are_chained(place, gcs_server):
