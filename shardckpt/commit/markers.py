@@ -20,7 +20,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardckpt.commit.attempts import unfolded
+from shardckpt.commit.attempts import same_elements, unfolded
 from shardckpt.errors import FormatError, MissingDataError
 from shardckpt.format.documents import Fields, open_envelope, seal
 
@@ -54,12 +54,28 @@ def is_superseded(store: Store, attempt: str | None) -> bool:
     None: the attempt is not known (the commit record is unreadable), and any counts.
     """
     try:
-        marker = read_sealed(store, SUPERSEDED)
-        return marker is not None and (
-            attempt is None or unfolded(attempt) == unfolded(marker.string("attempt"))
-        )
+        return supersedes(store, store.read_versioned(SUPERSEDED)[0], attempt)
+    except FormatError:  # too large to be read
+        return False
+
+
+def supersedes(store: Store, data: bytes | None, attempt: str | None) -> bool:
+    """Whether a marker's bytes (None: there is no marker) say that an attempt is superseded.
+
+    Arguments otherwise as for `is_superseded`.
+    """
+    if data is None:
+        return False
+    where = store.path_of(SUPERSEDED)
+    try:
+        marker = Fields(open_envelope(data, where), where)
+        # A reshard in place names the attempt that it replaces, too (`runs.rollback`).
+        names = [marker.string("attempt"), marker.doc.get("replaces")]
     except FormatError:
         return False
+    return attempt is None or any(
+        isinstance(name, str) and same_elements(name, attempt) for name in names
+    )
 
 
 TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)

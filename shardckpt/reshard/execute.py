@@ -38,7 +38,7 @@ from shardckpt.reshard.job import Job, OpenJob
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES, ReshardOptions
 from shardckpt.reshard.reuse import reuse_files
 from shardckpt.reshard.task import TaskReport, free_kept, keep_open, run_task
-from shardckpt.runs.rollback import stays_superseded
+from shardckpt.runs.rollback import keep_superseded
 from shardckpt.state.names import shown
 from shardckpt.streaming.source import place_of
 from shardckpt.text import Message, named
@@ -357,8 +357,8 @@ def _commit(opened: OpenJob, dependants: Dependants) -> None:
         if is_published(store, opened.attempt):
             return  # another process has committed it and cleaned up before this check
         raise
-    with stays_superseded(store, record, prior):
-        published = publish(store, record, prior)
+    keep_superseded(store, record, prior)
+    published = publish(store, record, prior)
     with suppress(ShardckptError):  # leftovers only cost space
         remove_strays(opened.place)
     if published and prior.attempt is not None:

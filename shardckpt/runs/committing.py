@@ -51,7 +51,7 @@ from shardckpt.io.failures import check_fork, is_denied, reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 from shardckpt.runs.leftover import check_leftover, run_root
-from shardckpt.runs.rollback import Rollback, stays_superseded
+from shardckpt.runs.rollback import Rollback, keep_superseded
 from shardckpt.state.names import natural_key
 from shardckpt.text import numbered
 
@@ -140,9 +140,9 @@ def commit_place(name: str, store: Store, *, denied_raises: bool = False) -> lis
     Raises:
         StorageError: the storage failed.
     """
-    if _is_settled(store):
-        return []
     candidates = _newest_first(store)
+    if not candidates:
+        return []
     try:
         prior = read_prior(store, overwrite=True)
     except StorageError:
@@ -166,20 +166,6 @@ def commit_place(name: str, store: Store, *, denied_raises: bool = False) -> lis
         else:
             outcomes.append(_try_commit(name, store, attempt, prior, denied_raises=denied_raises))
     return outcomes
-
-
-def _is_settled(store: Store) -> bool:
-    """Whether a place has nothing but its checkpoint, or nothing; no tensors are parsed."""
-    children = store.list_children()
-    names = [child[:-1] for child in children if child.endswith("/")]
-    names = [name for name in names if is_attempt_name(name)]
-    if len(names) != 1 or RECORD not in children:
-        return not names
-    try:
-        record = read_sealed(store, RECORD)
-        return record is not None and record.doc.get("attempt") == names[0]
-    except FormatError:
-        return False
 
 
 def publishable(store: Store) -> str | None:
@@ -325,8 +311,8 @@ def _publish(
                 rollback.tell(root)
                 if prior.is_checkpoint:
                     dependants.check_replaceable(prior.attempt)
-        with stays_superseded(store, record, prior):
-            published = publish(store, record, prior)
+        keep_superseded(store, record, prior)
+        published = publish(store, record, prior)
     except StorageError as e:
         if denied_raises or not is_denied(e):
             raise

@@ -10,20 +10,20 @@ while one of them lacks it, the latest step stays the one from before the rollba
 
 from __future__ import annotations
 
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from shardckpt.commit.attempts import is_reshard, same_elements, step_of
-from shardckpt.commit.markers import SUPERSEDED, is_superseded, mark, read_sealed, unmark
-from shardckpt.commit.publish import RECORD, is_published
-from shardckpt.commit.remove import CONTENDED, ROUNDS
-from shardckpt.errors import FormatError, ShardckptError, StorageError
+from shardckpt.commit.markers import SUPERSEDED, is_superseded, supersedes, unmark
+from shardckpt.commit.publish import RECORD
+from shardckpt.commit.remove import CONTENDED, ROUNDS, StoredRecord
+from shardckpt.errors import FormatError, StorageError
 from shardckpt.format.documents import seal
 from shardckpt.format.record import CheckpointRecord
+from shardckpt.io.threads import map_on_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from shardckpt.commit.publish import Prior
     from shardckpt.io.store import Store
@@ -81,36 +81,28 @@ class Rollback:
         supersede(root, self.neighbours)
 
 
-@contextmanager
-def stays_superseded(store: Store, record: CheckpointRecord, prior: Prior) -> Iterator[None]:
-    """In the block, a reshard in place of its source is published: superseded, if that was.
+def keep_superseded(store: Store, record: CheckpointRecord, prior: Prior) -> None:
+    """Mark a reshard in place of its source as superseded, if the source is, before publication.
+
+    The marker names the source as well. So the step stays superseded whether or not the reshard is
+    published.
 
     Args:
         store: the checkpoint's place.
-        record: the record that is published.
+        record: the record that will be published.
         prior: the commit record that it replaces.
 
     Raises:
         StorageError: the storage failed.
     """
     before = prior.record
-    superseded = (
+    if (
         is_reshard(record.attempt)
         and isinstance(before, CheckpointRecord)
         and before.metadata == record.metadata
         and is_superseded(store, before.attempt)
-    )
-    if not superseded:
-        yield
-        return
-    mark(store, SUPERSEDED, record.attempt)  # before: a later mark could be missing for ever
-    try:
-        yield
-    except BaseException:
-        with suppress(ShardckptError):
-            if prior.attempt is not None and is_published(store, prior.attempt):
-                mark(store, SUPERSEDED, prior.attempt)
-        raise
+    ):
+        store.write(SUPERSEDED, seal({"attempt": record.attempt, "replaces": before.attempt}))
 
 
 def supersede(root: Store, steps: Mapping[str, str | None]) -> None:
@@ -125,25 +117,36 @@ def supersede(root: Store, steps: Mapping[str, str | None]) -> None:
     Raises:
         StorageError: the storage failed.
     """
-    for name in sorted(steps, key=int):
-        _supersede(root.sub(name), steps[name])
+    names = sorted(steps, key=int)
+    looks = map_on_threads(lambda name: _unmarked(root.sub(name), steps[name]), names)
+    for name, unmarked in zip(names, looks, strict=True):
+        _supersede(root.sub(name), steps[name], unmarked)
 
 
-def _supersede(place: Store, attempt: str | None) -> None:
+def _supersede(place: Store, attempt: str | None, unmarked: bytes | None) -> None:
+    """Mark a step; `unmarked` is the result of `_unmarked` just now."""
+    marker = seal({"attempt": attempt or ""})
     for _ in range(ROUNDS):
-        data, generation = place.read_versioned(SUPERSEDED)
-        try:
-            record = read_sealed(place, RECORD)
-            if record is None or "tombstone" in record.doc:
-                return
-            if not same_elements(record.string("attempt"), attempt):
-                return
-        except FormatError:  # damaged, perhaps since then
-            pass
+        if unmarked is None:
+            return
         if not place.replaces:
-            mark(place, SUPERSEDED, attempt or "")
+            place.write(SUPERSEDED, marker)
             return
-        marker = seal({"attempt": attempt or ""})
-        if data == marker or place.replace(SUPERSEDED, marker, generation):
+        if place.replace(SUPERSEDED, marker, unmarked):
             return
+        unmarked = _unmarked(place, attempt)
     raise StorageError(f"cannot write {place.path_of(SUPERSEDED)}: {CONTENDED}; try again.")
+
+
+def _unmarked(place: Store, attempt: str | None) -> bytes | None:
+    """The generation of the marker to replace; None: the step needs no marker."""
+    data, generation = place.read_versioned(SUPERSEDED)
+    if supersedes(place, data, attempt or ""):
+        return None
+    try:
+        record = StoredRecord.of(place, *place.read_versioned(RECORD))
+        named = record.attempt(place)
+    except FormatError:  # damaged, perhaps since then
+        return generation
+    is_there = record.doc is not None and not record.is_tombstone
+    return generation if is_there and same_elements(named, attempt) else None

@@ -1,6 +1,9 @@
 """Reshards by workers that others have started: `commit` and the destination decide the outcome."""
 
 import shutil
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -74,6 +77,45 @@ def test_a_superseded_step_that_is_resharded_in_place_stays_superseded(tmp_path,
             assert [one.state for one in shardckpt.commit(place)] == ["committed"]
         assert manager.all_steps() == [1, 2]
         assert manager.all_steps(superseded=True) == [1, 2, 3]
+
+
+KILLED = """
+import os, signal, sys, shardckpt
+rename = os.rename
+def killed(source, target, **options):
+    if os.path.basename(target) == "checkpoint.json":
+        if sys.argv[2] == "after":
+            rename(source, target, **options)
+        os.kill(os.getpid(), signal.SIGKILL)
+    rename(source, target, **options)
+os.rename = killed
+shardckpt.commit(sys.argv[1])
+"""
+"""Commit, and die at the rename that publishes."""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_superseded_step_stays_so_when_a_commit_of_its_reshard_is_killed(tmp_path, when):
+    def state(step):
+        return {"w": np.full((64, 64), step, float)}
+
+    for start, steps in ((None, (1, 2, 3)), (1, (2,))):
+        with CheckpointManager(tmp_path, every=1) as manager:
+            if start is not None:
+                manager.restore(state(0), step=start)
+            for step in steps:
+                manager.save(step, state(step))
+    place = tmp_path / "3"
+    before = shardckpt.open(place).record.attempt
+    shardckpt.reshard(place, place, overwrite=True, worker=(0, 1), **OVER)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(place), when])
+    assert killed.returncode == -signal.SIGKILL
+    assert (shardckpt.open(place).record.attempt == before) == (when == "before")
+    for _ in range(2):
+        with CheckpointManager(tmp_path, every=1) as manager:
+            assert manager.latest_step() == 2
+            assert manager.all_steps(superseded=True) == [1, 2, 3]
+        shardckpt.commit(place)
 
 
 def test_a_base_is_not_replaced_by_a_reshard_of_what_has_left_tensors_in_it(tmp_path):

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from counting import counted
 from placeholders import undo_commit
 from training_runs import state
 
@@ -95,6 +96,18 @@ def test_a_rollback_that_is_told_late_leaves_a_step_that_was_replaced_since_as_i
     supersede(root, {"5": attempts[1]})
     supersede(root, {"5": attempts[0]})
     assert is_superseded(root.sub("5"), attempts[1])
+
+
+def test_a_step_that_has_its_marker_is_not_read_again(tmp_path):
+    steps = {}
+    for step in range(3):
+        shardckpt.save(tmp_path / f"{step}", {f"w{i}": i for i in range(500)})
+        steps[f"{step}"] = shardckpt.open(tmp_path / f"{step}").record.attempt
+    root = Store.open(tmp_path)
+    supersede(root, steps)
+    assert all(is_superseded(root.sub(step), attempt) for step, attempt in steps.items())
+    record = (tmp_path / "1" / "checkpoint.json").stat().st_size
+    assert counted(lambda: supersede(root, steps)).read < record
 
 
 def test_a_later_run_may_replace_it_as_well(run, rolled_back):
