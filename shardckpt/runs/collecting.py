@@ -200,11 +200,12 @@ def collect_place(
             clear_tombstone(store, record, grace)
         if record is None or not orphans or any(one.outcome == "kept" for one in orphans):
             return published + orphans
-        is_held = held()
-        if is_held or (not publishes and publishable(store) is not None):
-            return published + _kept(orphans, LEASED if is_held else _COMPLETE)
+        complete, stays = None, LEASED if held() else ""
+        if not stays and (dry_run or not publishes):
+            complete, stays = publishable(store)
+        if stays or (complete is not None and not publishes):
+            return published + _kept(orphans, stays or _COMPLETE)
         if dry_run:
-            complete = publishable(store)
             return [
                 replace(one, outcome="published" if one.attempt == complete else one.outcome)
                 for one in orphans

@@ -24,10 +24,9 @@ from shardckpt.commit.assemble import (
     finished_hosts,
     read_host_record,
 )
-from shardckpt.commit.attempts import attempts, is_attempt_name, is_reshard, places
+from shardckpt.commit.attempts import attempts, is_reshard, places
 from shardckpt.commit.base_places import check_bases
 from shardckpt.commit.dependants import Dependants
-from shardckpt.commit.markers import read_sealed
 from shardckpt.commit.publish import (
     RECORD,
     data_stays,
@@ -36,7 +35,7 @@ from shardckpt.commit.publish import (
     read_prior,
     remove_replaced,
 )
-from shardckpt.commit.remove import remove_strays
+from shardckpt.commit.remove import StoredRecord, remove_strays
 from shardckpt.errors import (
     AlreadyExistsError,
     CommitError,
@@ -140,7 +139,7 @@ def commit_place(name: str, store: Store, *, denied_raises: bool = False) -> lis
     Raises:
         StorageError: the storage failed.
     """
-    candidates = _newest_first(store)
+    candidates = _unpublished(store)
     if not candidates:
         return []
     try:
@@ -168,36 +167,47 @@ def commit_place(name: str, store: Store, *, denied_raises: bool = False) -> lis
     return outcomes
 
 
-def publishable(store: Store) -> str | None:
-    """The attempt that `commit_place` would try to publish first.
+def publishable(store: Store) -> tuple[str | None, str]:
+    """The attempt that `commit_place` would publish, or the reason for which a complete one stays.
 
-    None: no attempt there is complete. Nothing is written.
+    None and "": no attempt there is complete. Nothing is written.
 
     Raises:
         StorageError: the storage failed.
     """
-    candidates = _newest_first(store)
+    candidates = _unpublished(store)
+    if not candidates:
+        return None, ""
     try:
         prior = read_prior(store, overwrite=True)
     except StorageError:
         raise
     except ShardckptError:
-        return None
+        return None, ""
     rivals = _rivals(store, candidates, prior)
-    refused = rivals if len(rivals) > 1 else []
-    left = (
-        attempt for attempt in candidates if attempt != prior.attempt and attempt not in refused
-    )
-    return next((attempt for attempt in left if _complete(store.sub(attempt), prior)), None)
+    refused = {prior.attempt, *(rivals if len(rivals) > 1 else [])}
+    stays = ""
+    for attempt in candidates:
+        if attempt not in refused:
+            complete, why_not = _complete(store.sub(attempt), prior)
+            if complete and not why_not:
+                return attempt, ""
+            stays = stays or why_not
+    return None, stays
 
 
-def _newest_first(store: Store) -> list[str]:
-    """The attempts at a place by the storage's time of their records, then by name.
+def _unpublished(store: Store) -> list[str]:
+    """The attempts that the record does not name, by the storage's time of theirs, then by name.
 
-    Names alone do not sort by time: those of one run have its time, and after a failed save the
-    processes agree on a new series of them.
+    The newest comes first. Names alone do not sort by time: those of one run have its time, and
+    after a failed save the processes agree on a new series of them. No tensors are parsed.
     """
-    names = sorted(attempts(store, store.list_children()), key=natural_key, reverse=True)
+    children = store.list_children()
+    if RECORD in children:
+        with suppress(FormatError):
+            named = StoredRecord.of(store, *store.read_versioned(RECORD)).attempt(store)
+            children = [child for child in children if child != f"{named}/"]
+    names = sorted(attempts(store, children), key=natural_key, reverse=True)
     if len(names) > 1:
         times = {name: last_written(store, f"{name}/records/") or 0.0 for name in names}
         names.sort(key=times.__getitem__, reverse=True)
@@ -209,7 +219,7 @@ def _rivals(store: Store, candidates: Sequence[str], prior: Prior) -> list[str]:
     return [
         attempt
         for attempt in candidates
-        if is_reshard(attempt) and _complete(store.sub(attempt), prior)
+        if is_reshard(attempt) and _complete(store.sub(attempt), prior)[0]
     ]
 
 
@@ -235,16 +245,19 @@ def _lacks(place: Store, prior: Prior) -> tuple[Literal["incomplete", "overtaken
     return None
 
 
-def _complete(place: Store, prior: Prior) -> bool:
-    """Whether an attempt lacks nothing that this version can know of."""
+def _complete(place: Store, prior: Prior) -> tuple[bool, str]:
+    """Whether an attempt lacks nothing that this version can know of.
+
+    The second value is the reason for which this version cannot publish such an attempt, or "".
+    """
     try:
-        return _lacks(place, prior) is None
+        return _lacks(place, prior) is None, ""
     except StorageError:
         raise
-    except (VersionError, HostVersionError):
-        return True
+    except (VersionError, HostVersionError) as e:
+        return True, str(e)
     except ShardckptError:
-        return False
+        return False, ""
 
 
 def _try_commit(

@@ -204,6 +204,21 @@ def test_gc_keeps_a_complete_save_that_may_be_published_later(tmp_path, reason):
     assert value_of(url) == 2
 
 
+@pytest.mark.parametrize("options", [{"publishes": False}, {"dry_run": True}])
+def test_a_collection_that_publishes_nothing_says_that_a_save_is_of_another_version(
+    tmp_path, options
+):
+    url = tmp_path / "c"
+    save_without_commit(url, 1)
+    (one,) = collecting.collect_place(Store.open(url), grace=0, **options)
+    assert one.outcome == ("published" if "dry_run" in options else "kept")
+    (record,) = url.glob("*/records/*.json")
+    record.write_bytes(record.read_bytes().replace(b'"version":[1,', b'"version":[99,'))
+    (one,) = collecting.collect_place(Store.open(url), grace=0, **options)
+    assert one.outcome == "kept"
+    assert "newer than this shardckpt reads" in one.reason
+
+
 @pytest.mark.parametrize("left", ["a placeholder", "a dead attempt", "a checkpoint"])
 def test_a_save_over_old_remains_is_not_collected_before_its_first_chunk_is_visible(tmp_path, left):
     url = tmp_path / "c"
