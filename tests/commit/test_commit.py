@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 import pytest
@@ -352,7 +353,7 @@ def test_a_full_disk_is_a_storage_error_and_leaves_what_was_there(tmp_path, layo
                 shardckpt.save(url, large, options=SaveOptions(layout=layout, overwrite=overwrite))
             assert "allows no file of that size" in str(raised.value)
             complete = len(attempts(url)) > overwrite
-            assert complete == (f"`shardckpt commit {url}`" in str(raised.value))
+            assert complete == (f"`shardckpt commit {quote(str(url))}`" in str(raised.value))
             if overwrite:
                 assert value_of(url) == 1
             assert (
