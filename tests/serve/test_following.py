@@ -18,7 +18,7 @@ from serving import serving
 import shardckpt
 from shardckpt.io.store import Store
 from shardckpt.runs.leases import HeldLease, held_leases, leased_steps, write_lease
-from shardckpt.versions import follower as following
+from shardckpt.versions import finding
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def hear(follower, seen, count):
 
 def test_a_follower_hears_of_versions_at_once(policy, monkeypatch):
     """It would look at the storage after ten minutes only."""
-    monkeypatch.setattr(following, "_FIRST_LOOK", 600.0)
+    monkeypatch.setattr(finding, "_FIRST_LOOK", 600.0)
     seen, like = [], {"w": np.zeros(50_000)}
     with (
         shardckpt.Publisher(policy.root) as publisher,
