@@ -123,7 +123,8 @@ def named(field: str, *value: object) -> NamedOption:
     if one is True:
         texts = []
     elif isinstance(one, Mapping):
-        texts = [f"{key}={text}" for key, text in one.items()]
+        shown = {key: of if isinstance(of, str) else shorten(of) for key, of in one.items()}
+        texts = [f"{key}={of}" for key, of in shown.items()]
     elif isinstance(one, tuple) and not several:  # worker 0 of 8
         texts = ["/".join(map(str, one))]
     most = _SHORT.maxlist
