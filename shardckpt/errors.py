@@ -270,6 +270,11 @@ def error_document(error: BaseException) -> dict[str, str | None]:
     }
 
 
+def append_to(error: ShardckptError, text: str) -> None:
+    """Append to an error's message, and keep all else that it carries."""
+    error.args = (Message(error.message, text),)
+
+
 def out_of_memory_is_typed(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function to raise BudgetError when the system gives this process no memory."""
 

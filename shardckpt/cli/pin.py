@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardckpt.cli.screen import Screen, write_json
-from shardckpt.text import Message, few, visible
+from shardckpt.text import few, visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ def _change_each(
     An error names the checkpoints before it, which stay changed. As JSON, one document has the urls
     under `key`.
     """
-    from shardckpt.errors import ShardckptError
+    from shardckpt.errors import ShardckptError, append_to
     from shardckpt.io.url import parse
 
     places = [str(parse(url)) for url in urls]
@@ -90,10 +90,10 @@ def _change_each(
         try:
             outcomes.append(change(url))
         except ShardckptError as e:
-            if not outcomes:
-                raise
-            done = [f"{word} {of}" for word, of in zip(outcomes, places, strict=False)]
-            raise type(e)(Message(e.message, f" Before that: {few(done)}.")) from e
+            if outcomes:
+                done = [f"{word} {of}" for word, of in zip(outcomes, places, strict=False)]
+                append_to(e, f" Before that: {few(done)}.")
+            raise
         if not as_json:
             screen.show([f"{outcomes[-1]}  {visible(place)}"])
     if as_json:

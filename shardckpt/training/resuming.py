@@ -37,6 +37,7 @@ from shardckpt.errors import (
     ReplacedError,
     ShardckptError,
     VersionError,
+    append_to,
 )
 from shardckpt.frameworks.coordination.names import Agreement
 from shardckpt.reading.checkpoint import Checkpoint
@@ -46,7 +47,7 @@ from shardckpt.runs.steps import list_steps, step_numbers
 from shardckpt.state.document import leaves_of, stored_names
 from shardckpt.state.flatten import StateOwner
 from shardckpt.state.select import selector
-from shardckpt.text import Message, few
+from shardckpt.text import few
 from shardckpt.writing.fingerprint import fingerprint
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def _because_of(damaged: Exception | None) -> Iterator[None]:
     except ShardckptError as e:
         if damaged is None or e is damaged:
             raise
-        e.args = (Message(e.message, f" This step was tried because of damage: {damaged}"),)
+        append_to(e, f" This step was tried because of damage: {damaged}")
         e.__cause__ = e.__cause__ or damaged
         raise
 

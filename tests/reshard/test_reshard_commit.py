@@ -32,17 +32,23 @@ def test_of_two_complete_reshards_none_is_committed_and_the_same_call_alone_comm
     assert shardckpt.open(tmp_path / "b").info("w").dtype.name == "bfloat16"
 
 
-def test_committing_a_reshard_of_a_run_s_step_supersedes_none_of_its_steps(tmp_path):
+def save_going_back(root, *parts):
+    """Save steps; each part begins with a restore of the step that it goes back to, or of none."""
+
     def state(step):
         return {"w": np.full((64, 64), step, float)}
 
-    for start, steps in ((None, (1, 2)), (1, (3,)), (2, (4,))):
-        with CheckpointManager(tmp_path, every=1) as manager:
+    for start, steps in parts:
+        with CheckpointManager(root, every=1) as manager:
             if start is not None:
                 manager.restore(state(0), step=start)
             for step in steps:
                 manager.save(step, state(step))
                 manager.wait()
+
+
+def test_committing_a_reshard_of_a_run_s_step_supersedes_none_of_its_steps(tmp_path):
+    save_going_back(tmp_path, (None, (1, 2)), (1, (3,)), (2, (4,)))
     with CheckpointManager(tmp_path, every=1) as manager:
         before = manager.all_steps()
     assert 2 in before
@@ -58,15 +64,7 @@ def test_committing_a_reshard_of_a_run_s_step_supersedes_none_of_its_steps(tmp_p
 
 @pytest.mark.parametrize("by", ["the call", "a commit"])
 def test_a_superseded_step_that_is_resharded_in_place_stays_superseded(tmp_path, by):
-    def state(step):
-        return {"w": np.full((64, 64), step, float)}
-
-    for start, steps in ((None, (1, 2, 3)), (1, (2,))):
-        with CheckpointManager(tmp_path, every=1) as manager:
-            if start is not None:
-                manager.restore(state(0), step=start)
-            for step in steps:
-                manager.save(step, state(step))
+    save_going_back(tmp_path, (None, (1, 2, 3)), (1, (2,)))
     with CheckpointManager(tmp_path, every=1) as manager:
         assert manager.all_steps() == [1, 2]
         place = tmp_path / "3"
@@ -96,15 +94,7 @@ shardckpt.commit(sys.argv[1])
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_superseded_step_stays_so_when_a_commit_of_its_reshard_is_killed(tmp_path, when):
-    def state(step):
-        return {"w": np.full((64, 64), step, float)}
-
-    for start, steps in ((None, (1, 2, 3)), (1, (2,))):
-        with CheckpointManager(tmp_path, every=1) as manager:
-            if start is not None:
-                manager.restore(state(0), step=start)
-            for step in steps:
-                manager.save(step, state(step))
+    save_going_back(tmp_path, (None, (1, 2, 3)), (1, (2,)))
     place = tmp_path / "3"
     before = shardckpt.open(place).record.attempt
     shardckpt.reshard(place, place, overwrite=True, worker=(0, 1), **OVER)

@@ -11,7 +11,6 @@ from shardckpt.cli.options import takes
 from shardckpt.cli.screen import Screen, write_json
 from shardckpt.errors import OptionError
 from shardckpt.reshard.options import ReshardOptions
-from shardckpt.text import Message
 
 if TYPE_CHECKING:
     from shardckpt.reading.checkpoint import Checkpoint
@@ -120,7 +119,7 @@ def plan(
 def _rates(
     given: str | None, checkpoint: Checkpoint, places: Places | None, destination: str | None
 ) -> Rates:
-    from shardckpt.errors import CorruptionError, StorageError
+    from shardckpt.errors import CorruptionError, StorageError, append_to
     from shardckpt.reshard.forecast.rates import Rates, given_rates, measure_read, measure_write
 
     if given is not None:
@@ -129,7 +128,8 @@ def _rates(
         written = None if destination is None else measure_write(destination)
         return Rates(measure_read(checkpoint, places), written)
     except (CorruptionError, StorageError) as e:
-        raise type(e)(Message(e.message, " To plan without a measurement, give --rate.")) from e
+        append_to(e, " To plan without a measurement, give --rate.")
+        raise
 
 
 def _write(path: Path, text: str) -> None:
