@@ -270,9 +270,9 @@ def error_document(error: BaseException) -> dict[str, str | None]:
     }
 
 
-def append_to(error: ShardckptError, text: str) -> None:
-    """Append to an error's message, and keep all else that it carries."""
-    error.args = (Message(error.message, text),)
+def extend(error: ShardckptError, *, before: str = "", after: str = "") -> None:
+    """Put text before or after an error's message, and keep all else that it carries."""
+    error.args = (Message(before, error.message, after),)
 
 
 def out_of_memory_is_typed(function: Callable[P, T]) -> Callable[P, T]:

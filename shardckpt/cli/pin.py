@@ -81,7 +81,7 @@ def _change_each(
     An error names the checkpoints before it, which stay changed. As JSON, one document has the urls
     under `key`.
     """
-    from shardckpt.errors import ShardckptError, append_to
+    from shardckpt.errors import ShardckptError, extend
     from shardckpt.io.url import parse
 
     places = [str(parse(url)) for url in urls]
@@ -92,7 +92,7 @@ def _change_each(
         except ShardckptError as e:
             if outcomes:
                 done = [f"{word} {of}" for word, of in zip(outcomes, places, strict=False)]
-                append_to(e, f" Before that: {few(done)}.")
+                extend(e, after=f" Before that: {few(done)}.")
             raise
         if not as_json:
             screen.show([f"{outcomes[-1]}  {visible(place)}"])

@@ -26,6 +26,7 @@ from shardckpt.errors import (
     OptionError,
     ShardckptError,
     UrlError,
+    extend,
     of_one_tensor,
 )
 from shardckpt.format.bases import BESIDE
@@ -139,7 +140,8 @@ def base_record(
     except MissingDataError:
         record = None
     except FormatError as e:
-        raise type(e)(f"{need}, which cannot be read: {e}") from e
+        extend(e, before=f"{need}, which cannot be read: ")
+        raise
     identity = f"attempt {base.attempt}" if base.attempt else f"contents {base.contents[:12]}…"
     if not isinstance(record, CheckpointRecord):
         was = (

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.convert.arrangement import is_whole
-from shardckpt.errors import CorruptionError
+from shardckpt.errors import CorruptionError, extend
 from shardckpt.format.table import OWN_OBJECT, ArrayChunks
 from shardckpt.io.store import Store, kind_of
 from shardckpt.io.threads import map_on_threads
@@ -209,7 +209,8 @@ class ForeignChunks(ReadableChunks):
             try:
                 self._files[task.file].read_into(run.start, into)
             except CorruptionError as e:
-                raise _name_error(e, task, run.begin) from e
+                _put_name(e, task, run.begin)
+                raise
 
     def verify(self, fetched: FetchedChunks) -> None:
         """Compare the checksum of each run that was read in one go.
@@ -225,7 +226,8 @@ class ForeignChunks(ReadableChunks):
             try:
                 run.entry.check(fetched.payloads[first:row])
             except CorruptionError as e:
-                raise _name_error(e, task, task.begin + first) from e
+                _put_name(e, task, task.begin + first)
+                raise
 
     def _elements(self, task: ReadTask, read: ReadStored) -> Iterator[BandOfElements]:
         """The codec: chunks of runs are stored as their elements, the format decodes all others."""
@@ -248,7 +250,7 @@ class ForeignChunks(ReadableChunks):
         )
 
 
-def _name_error(error: CorruptionError, task: ReadTask, row: int) -> CorruptionError:
-    """The error with the tensor and the box of a chunk."""
+def _put_name(error: CorruptionError, task: ReadTask, row: int) -> None:
+    """Put the tensor and the box of a chunk before an error's message."""
     requested = task.chunks.requested
-    return type(error)(f"{shown(requested.part_of(row).request.name)}{requested.box(row)}: {error}")
+    extend(error, before=f"{shown(requested.part_of(row).request.name)}{requested.box(row)}: ")

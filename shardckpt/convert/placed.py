@@ -14,7 +14,7 @@ import numpy as np
 
 from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of
 from shardckpt.convert.strided import read_box, run_of, strided_chunks
-from shardckpt.errors import CorruptionError, FormatError
+from shardckpt.errors import CorruptionError, FormatError, extend
 from shardckpt.layout.box import Box
 from shardckpt.layout.dtypes import by_name, of_numpy
 from shardckpt.state import flatten
@@ -93,7 +93,8 @@ def _naming(tensor: TensorRecord) -> Iterator[None]:
     try:
         yield
     except (CorruptionError, FormatError) as e:
-        raise type(e)(f"{shown(tensor.name)}: {e}") from e
+        extend(e, before=f"{shown(tensor.name)}: ")
+        raise
 
 
 def place_tensors(

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from shardckpt import frameworks
-from shardckpt.errors import MismatchError, OptionError, ShardckptError, out_of_memory
+from shardckpt.errors import MismatchError, OptionError, ShardckptError, extend, out_of_memory
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.io.buffers import BufferPool
 from shardckpt.io.cores import cores
@@ -373,7 +373,8 @@ def restoring(
             else {}
         )
     except MismatchError as e:
-        raise type(e)(f"{checkpoint.location}: {e}") from None
+        extend(e, before=f"{checkpoint.location}: ")
+        raise
     if matched.missing or matched.unexpected:
         _log.warning("%s: restore(strict=False): %s", checkpoint.location, matched.skipped())
     numbers = arrays_for_numbers(checkpoint, matched, record) if matched.numbers else {}
@@ -454,10 +455,11 @@ def read_all(
             read(batch)
         except ShardckptError as e:
             if in_place:
-                raise type(e)(
-                    f"{e} The contents of tensors of `like` that are restored in place are "
-                    "undefined now."
-                ) from e
+                extend(
+                    e,
+                    after=" The contents of tensors of `like` that are restored in place are "
+                    "undefined now.",
+                )
             raise
 
     near = kind_of(checkpoint.location).near

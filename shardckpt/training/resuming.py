@@ -37,7 +37,7 @@ from shardckpt.errors import (
     ReplacedError,
     ShardckptError,
     VersionError,
-    append_to,
+    extend,
 )
 from shardckpt.frameworks.coordination.names import Agreement
 from shardckpt.reading.checkpoint import Checkpoint
@@ -175,7 +175,9 @@ def resume(
                     if fallback is None
                     else f"delete it (`shardckpt rm {url}`) to go on from the step before it."
                 )
-                raise type(error)(f"{error} Step {chosen['step']} is damaged: {advice}") from error
+                assert isinstance(error, ShardckptError)  # all damage is
+                extend(error, after=f" Step {chosen['step']} is damaged: {advice}")
+                raise error
         if opened is not None and restored is not None:
             _note_loaded(overwritten, opened[0], only, restored[0])
         fell_back(chosen["step"], str(error))
@@ -212,7 +214,7 @@ def _because_of(damaged: Exception | None) -> Iterator[None]:
     except ShardckptError as e:
         if damaged is None or e is damaged:
             raise
-        append_to(e, f" This step was tried because of damage: {damaged}")
+        extend(e, after=f" This step was tried because of damage: {damaged}")
         e.__cause__ = e.__cause__ or damaged
         raise
 

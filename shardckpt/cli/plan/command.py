@@ -119,7 +119,7 @@ def plan(
 def _rates(
     given: str | None, checkpoint: Checkpoint, places: Places | None, destination: str | None
 ) -> Rates:
-    from shardckpt.errors import CorruptionError, StorageError, append_to
+    from shardckpt.errors import CorruptionError, StorageError, extend
     from shardckpt.reshard.forecast.rates import Rates, given_rates, measure_read, measure_write
 
     if given is not None:
@@ -128,7 +128,7 @@ def _rates(
         written = None if destination is None else measure_write(destination)
         return Rates(measure_read(checkpoint, places), written)
     except (CorruptionError, StorageError) as e:
-        append_to(e, " To plan without a measurement, give --rate.")
+        extend(e, after=" To plan without a measurement, give --rate.")
         raise
 
 

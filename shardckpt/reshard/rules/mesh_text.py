@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from shardckpt.errors import OptionError, ShardingError
+from shardckpt.errors import OptionError, ShardingError, extend
 from shardckpt.layout.hybrid_mesh import HybridMesh
 from shardckpt.layout.mesh import MAX_DEVICES, Mesh
 from shardckpt.text import clip, shorten
@@ -78,7 +78,8 @@ def mesh_of(value: object, where: str) -> Mesh:
     try:
         return parse_mesh(value)
     except (OptionError, ShardingError) as error:
-        raise type(error)(f"{where}: {error}") from error
+        extend(error, before=f"{where}: ")
+        raise
 
 
 def _ids(text: str, ids_text: str) -> Iterator[int]:

@@ -36,7 +36,7 @@ from shardckpt.convert.placed import PlacedTensor, place_array, place_tensors
 from shardckpt.convert.plain_values import LEFT, plain
 from shardckpt.convert.span import Span
 from shardckpt.convert.strided import read_box, run_of, strided_chunks
-from shardckpt.errors import CorruptionError, DtypeError, FormatError, OptionError
+from shardckpt.errors import CorruptionError, DtypeError, FormatError, OptionError, extend
 from shardckpt.io.files import LARGEST_WHOLE
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
@@ -256,7 +256,8 @@ def _naming(name: str) -> Iterator[None]:
     try:
         yield
     except (CorruptionError, FormatError, DtypeError) as e:
-        raise type(e)(f"{shown(name)}: {e}") from e
+        extend(e, before=f"{shown(name)}: ")
+        raise
 
 
 def _stored_as(dtype: DType) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES, header_by
 from shardckpt.convert.formats.safetensors.hf_index import note_of_part, parts_of
 from shardckpt.convert.span import Span, StoredRun
 from shardckpt.convert.strict_json import is_json, parse_json
-from shardckpt.errors import CorruptionError, FormatError, OptionError
+from shardckpt.errors import CorruptionError, FormatError, OptionError, extend
 from shardckpt.format.hf_files import BYTES, CONFIGS, LARGEST_FILE, as_metadata
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
@@ -185,7 +185,8 @@ class SafetensorsFiles:
         try:
             raw = self.run(tensor, piece).span.read(start, start + prod(box.shape) * itemsize)
         except CorruptionError as e:
-            raise type(e)(f"{shown(tensor.name)}{box}: {e}") from e
+            extend(e, before=f"{shown(tensor.name)}{box}: ")
+            raise
         return np.frombuffer(raw, tensor.dtype.storage).reshape(box.shape)
 
     def _open(self, name: str) -> tuple[FileVersion, Header]:
