@@ -166,10 +166,9 @@ def go(actors, operations):
     return operations
 
 
-def operations(action, before):
+def operations(action, past):
     """Number of operations of an action when no other actor is there."""
-    with Stage.set() as stage:
-        prepare(stage, before)
+    with Stage.set(after=past) as stage:
         return go(action(stage), 10_000)
 
 
@@ -237,10 +236,13 @@ def test_two_at_once_do_no_harm_wherever_each_of_them_is_interrupted(
     Of all pairs (i, j) every one, or one in `stride`, to save time.
     """
     tried = count()
-    for i in range(operations(first, before)):
-        for j in range(1 + i % stride, operations(second, before) + 1, stride):
-            with Stage.set() as stage:
-                prepare(stage, before)
+    with Stage.set() as stage:
+        prepare(stage, before)
+        past = stage.past
+    of_second = operations(second, past)
+    for i in range(operations(first, past)):
+        for j in range(1 + i % stride, of_second + 1, stride):
+            with Stage.set(after=past) as stage:
                 a = first(stage)
                 go(a, i)
                 stage.pass_time()

@@ -29,6 +29,7 @@ import hashlib
 import threading
 import uuid
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -84,7 +85,10 @@ class Actor:
         """Number of changes of the commit record so far, at each time that this actor read it."""
         self.held = None
         """The last of `saw` when it first wrote data: the version that its attempt may replace."""
-        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        # Of two locks that are passed on turn by turn: a semaphore takes ten times as long.
+        self._turn, self._back = threading.Lock(), threading.Lock()
+        self._turn.acquire()
+        self._back.acquire()
         threading.Thread(target=self._run, daemon=True).start()
         self.step()  # up to its first operation
 
@@ -193,12 +197,18 @@ class Stage:
 
     @classmethod
     @contextmanager
-    def set(cls, versions="contents"):
+    def set(cls, versions="contents", after=None):
         """A stage, for as long as the block runs; every operation of this process's storages goes
-        over it."""
+        over it. All has happened there that had on another one when its `past` was taken."""
         stage = cls(versions)
         with pytest.MonkeyPatch.context() as patch:
             stage.store = Store.open(stage.url)
+            stage.root = stage.store.kvstore().path
+            if after is not None:
+                contents, happened = after
+                vars(stage).update(_copies(happened))
+                for path, data in contents.items():
+                    stage.store.write(path, data)
             stage.original = SimpleNamespace(
                 **{name: getattr(ts.KvStore, name) for name in ("read", "write", "list")}
             )
@@ -210,6 +220,13 @@ class Stage:
                     module, "time", SimpleNamespace(monotonic=stage._monotonic, sleep=stage._sleep)
                 )
             yield stage
+
+    @property
+    def past(self):
+        """What the storage holds, and what has happened there."""
+        contents = {path: self.store.read(path) for path in self.times}
+        own = ("url", "versions", "local", "store", "root", "original")
+        return contents, _copies({k: v for k, v in vars(self).items() if k not in own})
 
     @property
     def changes(self):
@@ -341,9 +358,7 @@ class Stage:
         return getattr(self.local, "actor", None)
 
     def _path(self, kv, key):
-        return (kv.path + (key if isinstance(key, str) else key.decode())).removeprefix(
-            self.store.kvstore().path
-        )
+        return (kv.path + (key if isinstance(key, str) else key.decode())).removeprefix(self.root)
 
     # --- what must hold
 
@@ -382,6 +397,16 @@ class Stage:
         assert self.attempts() == {self.named} - {None}
         assert all(is_attempt(self.store, attempt) for attempt in self.attempts())
         assert self.named is not None or not self.times
+
+
+def _copies(happened):
+    """Copies of a stage's attributes, of which the values of dicts may be sets and lists."""
+    return {
+        name: {k: copy(v) if isinstance(v, set | list) else v for k, v in value.items()}
+        if isinstance(value, dict)
+        else copy(value)
+        for name, value in happened.items()
+    }
 
 
 class _Answer:
