@@ -268,6 +268,7 @@ def _groups(
         description = [
             checkpoint.record.attempt,
             limit,
+            kind_of(checkpoint.location).near,
             group.members,
             [_description_of(job) for job in group.jobs],
         ]

@@ -474,16 +474,19 @@ def read_all(
         else _staging_of(jobs, limit - exchange_bytes(limit) * bool(shared))
     )
     ahead = READ_AHEAD
+    # Members of a group form equal batches, though one has more cores or other devices.
+    of_group = staged if pool is None else min(staged, pool.limit // SLOTS)
     if pool is not None and placers:
         staged, ahead = min(max(staged, largest // 4), pool.limit // SLOTS), SLOTS - COPIED
         alone = [part for job in alone for part in job.divided(staged)]
-    read_batches = partial(
-        read_and_place, pool=pool, placers=placers, largest=largest, staged=staged, placed=placed
-    )
+    read_batches = partial(read_and_place, pool=pool, placers=placers, placed=placed)
     restored: dict[str, object] = {}
-    for group in shared:  # its reads are collectives, which all processes make in the same order
-        restored |= read_batches(group.jobs, partial(fetch, group.read), ahead=1)
-    restored |= read_batches(alone, partial(fetch, read_alone), ahead=ahead)
+    for group in shared:  # its reads are collectives, which all members make in the same order
+        read = partial(fetch, group.read)
+        restored |= read_batches(group.jobs, read, largest=LARGEST_BATCH, staged=of_group, ahead=1)
+    restored |= read_batches(
+        alone, partial(fetch, read_alone), largest=largest, staged=staged, ahead=ahead
+    )
     for placer in placers.values():
         placer.end()
     return restored

@@ -1,6 +1,7 @@
 """Ranks of a gloo job that restore together; what each has read, and whether it has the right
 elements."""
 
+import importlib
 import logging
 import os
 import signal
@@ -15,6 +16,8 @@ import shardckpt
 from shardckpt import Coordinator, Target
 from shardckpt.frameworks.interconnect.torch import TorchInterconnect
 from shardckpt.reading.shared_reading import _Packed
+
+restoring = importlib.import_module("shardckpt.reading.restore")
 
 
 class Lines(logging.Handler):
@@ -59,6 +62,17 @@ def plain(coordinator, url, options, differing=False):
     outcome["in place"] = all(state[flat(n)] is like[flat(n)] for n in names)
     leave(coordinator)
     return outcome
+
+
+def uneven(coordinator, url, most):
+    """`plain`, with other numbers of threads on each rank, and batches of `most` bytes."""
+    restoring.LARGEST_BATCH, restoring._OF_CORE = most, most // 4
+    os.environ["SHARDCKPT_THREADS"] = str(8 >> coordinator.world.process)
+    try:
+        return plain(coordinator, url, {"cooperative": True})
+    finally:
+        restoring.LARGEST_BATCH, restoring._OF_CORE = 256 << 20, 64 << 20
+        del os.environ["SHARDCKPT_THREADS"]
 
 
 def arrays(coordinator, url):

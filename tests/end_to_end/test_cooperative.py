@@ -52,6 +52,13 @@ def test_processes_that_have_all_tensors_read_each_byte_once_together(
     assert processes == 1 or max(answer["read"] for answer in answers) < once
 
 
+def test_processes_with_other_numbers_of_threads_read_each_byte_once_together(run_job, saved):
+    url, once = saved
+    answers = run_job("DTensor", "e2e_cooperative:uneven", 2, url, 1 << 20)
+    assert [answer["wrong"] for answer in answers] == [[], []]
+    assert sum(answer["read"] for answer in answers) == once
+
+
 def test_everything_as_arrays_is_read_once_too(run_job, saved):
     url, once = saved
     answers = run_job("DTensor", "e2e_cooperative:arrays", 2, url)
