@@ -19,7 +19,6 @@ from shardckpt.commit.base_places import base_location
 from shardckpt.commit.publish import RECORD
 from shardckpt.commit.table_reading import read_host_files
 from shardckpt.errors import (
-    BudgetError,
     MissingDataError,
     NamesMismatchError,
     OptionError,
@@ -36,7 +35,7 @@ from shardckpt.reading.inspection import display
 from shardckpt.reading.inspection.stock_arrays import compression, stock_array
 from shardckpt.reading.inspection.tensor_info import TensorInfo
 from shardckpt.reading.inspection.words import nodes_of
-from shardckpt.reading.lazy_array import LazyArray
+from shardckpt.reading.lazy_array import LazyArray, empty
 from shardckpt.reading.locate import Request
 from shardckpt.reading.missing import no_checkpoint, replaced_error
 from shardckpt.reading.reader import OBJECT_MEMORY, ChunkReader, open_reader
@@ -482,18 +481,3 @@ def open_in_this_process(location: Location) -> bool:
     """Whether the checkpoint at a location is open in this process."""
     with _opening:
         return any(checkpoint.location == location for checkpoint in _opened)
-
-
-def empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Allocate memory for a tensor.
-
-    Raises:
-        BudgetError: this machine has not enough memory, or the shape is larger than any memory.
-    """
-    try:
-        return np.empty(shape, dtype)
-    except (MemoryError, ValueError) as e:
-        raise BudgetError(
-            f"{name}: there is no memory for an array of {shape} ({e}); read a box of it, or "
-            "leave it out with only=."
-        ) from e

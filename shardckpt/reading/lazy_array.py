@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardckpt.errors import BudgetError
 from shardckpt.layout.box import Box
 
 if TYPE_CHECKING:
@@ -98,36 +100,14 @@ class LazyArray:
                 these.
             CorruptionError, MissingDataError, StorageError: stored bytes are damaged, gone, or
                 cannot be read.
+            BudgetError: there is no memory for the part.
         """
         chosen = [
             _choose(entry, n, self.name)
             for entry, n in zip(self._entries(index), self.shape, strict=True)
         ]
-        out = np.empty([len(indices) for indices, _ in chosen], self.dtype)
-        runs = [_runs(indices) for indices, _ in chosen]
-        if (
-            out.size
-            and np.prod([len(runs_of_dimension) for runs_of_dimension in runs], dtype=float)
-            <= MOST_BOXES
-        ):
-            boxes, places = [], []
-            for run in product(*runs):
-                boxes.append(
-                    Box(tuple(first for first, _, _ in run), tuple(last for _, last, _ in run))
-                )
-                inside: Any = (*(where for _, _, where in run), ...)
-                places.append(out[inside])
-            self._read(boxes, places)
-        elif out.size:
-            start = tuple(min(indices) for indices, _ in chosen)
-            box = Box(start, tuple(max(indices) + 1 for indices, _ in chosen))
-            whole = np.empty(box.shape, self.dtype)
-            self._read([box], [whole])
-            out = whole[
-                np.ix_(
-                    *(np.array(indices) - a for (indices, _), a in zip(chosen, start, strict=True))
-                )
-            ]
+        ranges = [indices for indices, _ in chosen]
+        out = self._read_separately(ranges) if _boxes(ranges) <= MOST_BOXES else self._cut(ranges)
         return out[tuple(0 if scalar else slice(None) for _, scalar in chosen)]
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
@@ -158,6 +138,30 @@ class LazyArray:
         from shardckpt.reading.inspection.display import tensor_html
 
         return tensor_html(self.name, self.shape, self._dtype.name, self.sharding, self.chunks)
+
+    def _read_separately(self, ranges: Sequence[range]) -> NDArray[Any]:
+        """Read the selected elements alone: one box for each combination of runs."""
+        out = empty(self.name, tuple(map(len, ranges)), self.dtype)
+        boxes, places = [], []
+        for run in product(*map(_runs, ranges)) if out.size else ():
+            boxes.append(
+                Box(tuple(first for first, _, _ in run), tuple(last for _, last, _ in run))
+            )
+            inside: Any = (*(where for _, _, where in run), ...)
+            places.append(out[inside])
+        if boxes:
+            self._read(boxes, places)
+        return out
+
+    def _cut(self, ranges: Sequence[range]) -> NDArray[Any]:
+        """Read the box around the selected elements, and copy them out of it."""
+        start = tuple(min(indices[0], indices[-1]) for indices in ranges)
+        box = Box(start, tuple(max(indices[0], indices[-1]) + 1 for indices in ranges))
+        around = empty(self.name, box.shape, self.dtype)
+        self._read([box], [around])
+        steps = zip(ranges, start, strict=True)
+        cut: NDArray[Any] = around[tuple(_slice(indices, first) for indices, first in steps)]
+        return cut.copy()
 
     def _entries(self, index: Any) -> list[Any]:
         """One entry per dimension."""
@@ -190,6 +194,19 @@ def _choose(entry: Any, n: int, name: str) -> tuple[range, bool]:
     raise IndexError(f"{name}: index with integers, slices and ..., or read a part and index that")
 
 
+def _boxes(ranges: Sequence[range]) -> int:
+    """Boxes that have the selected elements alone."""
+    return prod(
+        len(indices) if abs(indices.step) > 1 else min(len(indices), 1) for indices in ranges
+    )
+
+
+def _slice(indices: range, first: int) -> slice:
+    """The slice that selects some indices, not none, in a part that begins at `first`."""
+    end = indices[-1] - first + (1 if indices.step > 0 else -1)
+    return slice(indices.start - first, None if end < 0 else end, indices.step)
+
+
 def _runs(indices: range) -> list[tuple[int, int, slice]]:
     """Adjacent selected indices: the first, one past the last, and their places in the result."""
     if len(indices) < 2 or indices.step == 1:
@@ -197,3 +214,18 @@ def _runs(indices: range) -> list[tuple[int, int, slice]]:
     if indices.step == -1:
         return [(indices[-1], indices[0] + 1, slice(None, None, -1))]
     return [(i, i + 1, slice(at, at + 1)) for at, i in enumerate(indices)]
+
+
+def empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Allocate memory for a tensor.
+
+    Raises:
+        BudgetError: this machine has not enough memory, or the shape is larger than any memory.
+    """
+    try:
+        return np.empty(shape, dtype)
+    except (MemoryError, ValueError) as e:
+        raise BudgetError(
+            f"{name}: there is no memory for an array of {shape} ({e}); read a box of it, or "
+            "leave it out with only=."
+        ) from e

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import shardckpt
+from shardckpt import errors
+from shardckpt.layout import dtypes
 from shardckpt.reading import lazy_array
 
 
@@ -46,6 +49,30 @@ def test_it_reads_that_and_no_more(tmp_path):
     assert opened.stats.bytes_read <= 1.1 * w[128:256].nbytes
     assert opened.stats.bytes_needed == w[128:256].nbytes
     assert np.array_equal(opened["w"][::512, ::-1], w[::512, ::-1])
+
+
+def test_an_index_with_a_step_takes_memory_for_what_it_reads_and_no_more(tmp_path):
+    w = np.arange(1 << 20, dtype=np.uint32).astype(np.int8)
+    shardckpt.save(tmp_path / "c", {"w": w})
+    lazy = shardckpt.open(tmp_path / "c")["w"]
+    for index in (slice(None, None, 2), slice(None, None, -3)):
+        lazy[:1]
+        tracemalloc.start()
+        part = lazy[index]
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert np.array_equal(part, w[index])
+        assert part.base is None or part.base.nbytes == part.nbytes
+        assert peak < 8 * w.nbytes
+
+
+def test_a_part_that_no_memory_holds_is_refused_by_name():
+    lazy = lazy_array.LazyArray(
+        "w", (1 << 60, 4), dtypes.by_name("int8"), None, lambda *_: None, (1,)
+    )
+    for index in (..., (slice(None, None, 2), 0)):
+        with pytest.raises(errors.BudgetError, match="w: there is no memory"):
+            lazy[index]
 
 
 def test_it_is_an_array_for_others(checkpoint):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.frameworks.per_process import decode_value
-from shardckpt.reading.checkpoint import empty
 from shardckpt.reading.landing import restore_jobs, sinks_of
+from shardckpt.reading.lazy_array import empty
 from shardckpt.state import per_process_names, stored_names, unflatten
 
 if TYPE_CHECKING:

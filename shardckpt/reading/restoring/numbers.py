@@ -9,7 +9,7 @@ import numpy as np
 from shardckpt import frameworks
 from shardckpt.errors import StructureMismatchError
 from shardckpt.layout.dtypes import by_name, of_numpy
-from shardckpt.reading.checkpoint import empty
+from shardckpt.reading.lazy_array import empty
 from shardckpt.state.names import shown
 from shardckpt.state.numbers import array_of_number
 
