@@ -12,8 +12,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import numpy as np
-
 from shardckpt.commit import index
 from shardckpt.commit.base_places import base_location
 from shardckpt.commit.publish import RECORD

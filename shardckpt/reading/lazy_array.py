@@ -12,7 +12,7 @@ from shardckpt.errors import BudgetError
 from shardckpt.layout.box import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import DTypeLike, NDArray
 
@@ -92,6 +92,32 @@ class LazyArray:
             raise TypeError("len() of an array without dimensions")
         return self.shape[0]
 
+    def __iter__(self) -> Iterator[Any]:
+        """Read one index of the first dimension after another."""
+        return map(self.__getitem__, range(len(self)))
+
+    def __eq__(self, other: object) -> Any:
+        """Compare each element, as numpy does; all elements are read."""
+        return np.asarray(self) == other
+
+    def __ne__(self, other: object) -> Any:
+        """Compare each element, as numpy does; all elements are read."""
+        return np.asarray(self) != other
+
+    __hash__ = None  # type: ignore[assignment]  # like numpy's arrays
+
+    def __bool__(self) -> bool:
+        """The truth of the only element."""
+        return bool(self._only_element())
+
+    def __int__(self) -> int:
+        """The only element."""
+        return int(self._only_element())
+
+    def __float__(self) -> float:
+        """The only element."""
+        return float(self._only_element())
+
     def __getitem__(self, index: Any) -> Any:
         """Read a part, selected by integers, slices (with steps) and an ellipsis, as in numpy.
 
@@ -138,6 +164,14 @@ class LazyArray:
         from shardckpt.reading.inspection.display import tensor_html
 
         return tensor_html(self.name, self.shape, self._dtype.name, self.sharding, self.chunks)
+
+    def _only_element(self) -> Any:
+        if self.size != 1:
+            raise TypeError(
+                f"{self.name}: an array of shape {self.shape} is not one number; read an element "
+                "of it"
+            )
+        return self[(0,) * self.ndim]
 
     def _read_separately(self, ranges: Sequence[range]) -> NDArray[Any]:
         """Read the selected elements alone: one box for each combination of runs."""

@@ -94,6 +94,24 @@ def test_it_is_an_array_for_others(checkpoint):
     assert [row.tolist() for row in opened["w2"]] == state["w2"].tolist()
 
 
+def test_an_array_without_dimensions_is_its_element(checkpoint):
+    opened, state = checkpoint
+    lazy = opened["w0"]
+    assert lazy == state["w0"]
+    assert (int(lazy), float(lazy), bool(lazy)) == (state["w0"], state["w0"], True)
+    with pytest.raises(TypeError, match="without dimensions"):
+        list(lazy)
+
+
+def test_arrays_are_compared_by_their_elements(checkpoint):
+    opened, state = checkpoint
+    assert (opened["w1"] == state["w1"]).all()
+    assert (opened["w1"] != opened["w1"]).tolist() == [False] * 7
+    for number in (bool, int, float):
+        with pytest.raises(TypeError, match=r"w1: an array of shape \(7,\) is not one number"):
+            number(opened["w1"])
+
+
 @pytest.mark.parametrize("index", [7, (0, 0, 0, 0), "a", [1, 2], True, (..., ...), 1.5])
 def test_other_indices_are_errors(checkpoint, index):
     with pytest.raises(IndexError, match="w3"):
