@@ -10,7 +10,7 @@ fills with zeros. This store returns None only for keys that belong to no chunk.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numcodecs  # noqa: F401  (before zarr and modules of both, for other threads that import them)
 import zarr  # noqa: F401
@@ -22,8 +22,9 @@ from zarr.abc.store import (
     SuffixByteRequest,
 )
 
-from shardckpt.errors import OptionError
+from shardckpt.errors import MissingDataError, OptionError
 from shardckpt.io.store import Store as Place
+from shardckpt.reading.missing import replaced_error
 from shardckpt.reading.reader import open_reader
 from shardckpt.reading.zarr_keys import ZarrKeys
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from shardckpt.format.record import CheckpointRecord
     from shardckpt.io.url import Location
     from shardckpt.reading.reader import ChunkReader
+
+T = TypeVar("T")
 
 
 class CheckpointStore(Store):
@@ -98,11 +101,12 @@ class CheckpointStore(Store):
 
         Raises:
             MissingDataError: a chunk is gone.
+            ReplacedError: so is the checkpoint, or another one has taken its place.
             CorruptionError: a chunk is damaged; checked for parts of chunks too.
         """
         data = self._keys.document(key)
         if data is None:
-            data = await asyncio.to_thread(self._keys.read, key)
+            data = await asyncio.to_thread(self._read, self._keys.read, key)
         return None if data is None else prototype.buffer.from_bytes(_part(data, byte_range))
 
     async def get_partial_values(
@@ -127,10 +131,23 @@ class CheckpointStore(Store):
 
         FileNotFoundError if there is none.
         """
-        nbytes = await asyncio.to_thread(self._keys.size, key)
+        nbytes = await asyncio.to_thread(self._read, self._keys.size, key)
         if nbytes is None:
             raise FileNotFoundError(key)
         return nbytes
+
+    def _read(self, read: Callable[[str], T | None], key: str) -> T | None:
+        """What `read` returns for a key."""
+        try:
+            return read(key)
+        except MissingDataError as e:
+            root, attempt = self._place.parent, self._record.attempt
+            replaced = None
+            if root is not None and self._place.name == attempt:
+                replaced = replaced_error(Place.open(root), root, attempt)
+            if replaced is None:
+                raise
+            raise replaced from e
 
     # --- listing ----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from zarr.core.buffer import default_buffer_prototype
 from zarr.storage import LocalStore
 
 import shardckpt
-from shardckpt.errors import CorruptionError, MissingDataError, OptionError
+from shardckpt.errors import CorruptionError, MissingDataError, OptionError, ReplacedError
 from shardckpt.layout.dtypes import DTYPES
 from shardckpt.plan import chunks
 from shardckpt.state.names import array_path
@@ -378,6 +378,16 @@ def test_a_store_can_be_copied_and_pickled(both, duplicate):
     assert equal(
         zarr.open_group(twin, mode="r")["several=20chunks"][...], odd_state()["several chunks"]
     )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_that_is_replaced_under_a_store_says_so(tmp_path, layout):
+    store = saved(tmp_path / "c", {"w": np.ones(2)}, layout=layout).zarr_store()
+    twin = pickle.loads(pickle.dumps(store))
+    saved(tmp_path / "c", {"w": np.ones(2)}, layout=layout, overwrite=True)
+    for one in (store, twin):
+        with pytest.raises(ReplacedError, match="was replaced while it was being read"):
+            zarr.open_group(one, mode="r")["w"][...]
 
 
 def test_two_checkpoints_have_unequal_stores(tmp_path):
