@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import cached_property, partial
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 from shardckpt.commit import index
 from shardckpt.commit.base_places import base_location
@@ -63,8 +63,8 @@ _FOR_USERS = (
     "record", "stats", "stock_spec", "stock_url", "tree", "verify", "zarr_store",
 )  # fmt: skip
 """Members of a `Checkpoint` that docs and users refer to."""
-_opened: WeakSet[Checkpoint] = WeakSet()
-_opening = Lock()
+_opened: WeakValueDictionary[int, Checkpoint] = WeakValueDictionary()
+"""The open checkpoints by `id`; without a lock, which a signal handler could wait for for ever."""
 
 
 def open(url: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  (shardckpt.open, as in gzip.open)
@@ -92,11 +92,10 @@ class Checkpoint:
         self._store = Store.open(location)
         self._describe(location, self._record())
         self._place = self._store.sub(self.record.attempt)
-        self._opening = Lock()
+        self._opening = RLock()  # a signal handler may read from it, too
         self._opened: ChunkReader | None = None
         self._reading: tuple[int | None, int] = (None, OBJECT_MEMORY)
-        with _opening:
-            _opened.add(self)
+        _opened[id(self)] = self
 
     def _record(self) -> CheckpointRecord:
         try:
@@ -451,12 +450,13 @@ class Checkpoint:
 
     def process_values(self, process: int) -> dict[str, Any]:
         """The `PerProcess` values of one process at the save, by name, not decoded."""
-        host = read_host_files(self._place, self.record.hosts[process])
-        if host.values is None:
-            return {}
-        return host.values.open(
-            self._place.read(host.values.key), self._place.path_of(host.values.key)
-        ).mapping("values")
+        with self.reading():
+            host = read_host_files(self._place, self.record.hosts[process])
+            if host.values is None:
+                return {}
+            return host.values.open(
+                self._place.read(host.values.key), self._place.path_of(host.values.key)
+            ).mapping("values")
 
     def __dir__(self) -> list[str]:
         """Members for users; all others are internal."""
@@ -477,5 +477,5 @@ class Checkpoint:
 
 def open_in_this_process(location: Location) -> bool:
     """Whether the checkpoint at a location is open in this process."""
-    with _opening:
-        return any(checkpoint.location == location for checkpoint in _opened)
+    checkpoints = [reference() for reference in _opened.valuerefs()]
+    return any(one is not None and one.location == location for one in checkpoints)

@@ -3,6 +3,9 @@ reading fails."""
 
 import gc
 import itertools
+import shutil
+import sys
+import threading
 import warnings
 from dataclasses import dataclass
 
@@ -14,10 +17,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.numpy import save_file
 
 import shardckpt
-from shardckpt import SaveOptions, Target, errors
+from shardckpt import Box, PerProcess, SaveOptions, Target, errors
 from shardckpt.errors import NotFoundError
 from shardckpt.frameworks.base import PlainSink, whole
+from shardckpt.io.url import parse
 from shardckpt.layout.dtypes import DType, by_name
+from shardckpt.reading import checkpoint as checkpoints
 from shardckpt.reading import restore as restoring
 from shardckpt.reading.restoring.filling import fill
 
@@ -151,6 +156,43 @@ def test_a_checkpoint_that_is_replaced_under_a_reader_says_so(tmp_path, two):
             errors.ReplacedError, match="was replaced while it was being read; open it again"
         ):
             read()
+
+
+def test_a_signal_handler_may_open_and_read_wherever_the_program_does(tmp_path, two):
+    """At each line of the module, something else opens and reads, as a handler would."""
+    place, inside = parse(tmp_path / "c"), []
+
+    def interrupted(frame, event, _argument):
+        if frame.f_code.co_filename != checkpoints.__file__:
+            return None
+        if event == "line" and not inside:
+            inside.append(None)
+            shardckpt.open(tmp_path / "c")
+            assert checkpoints.open_in_this_process(place)
+            two.read("a", Box((0,), (1,)))
+            inside.clear()
+        return interrupted
+
+    def use():
+        sys.settrace(interrupted)
+        opened = shardckpt.open(tmp_path / "c")
+        ends.append((two.read("a").sum(), opened.location, checkpoints.open_in_this_process(place)))
+        sys.settrace(None)
+
+    ends = []
+    thread = threading.Thread(target=use, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert ends == [(np.arange(1000.0).sum(), place, True)]
+
+
+def test_values_of_processes_that_are_deleted_under_a_reader_say_so(tmp_path):
+    shardckpt.save(tmp_path / "c", {"seed": PerProcess(3), "w": np.zeros(3)})
+    checkpoint = shardckpt.open(tmp_path / "c")
+    shutil.rmtree(tmp_path / "c")
+    for like in (None, {"seed": PerProcess(0), "w": np.zeros(3)}):
+        with pytest.raises(errors.ReplacedError, match="was deleted while it was being read"):
+            shardckpt.restore(checkpoint, like)
 
 
 @dataclass
