@@ -458,6 +458,19 @@ class Checkpoint:
                 self._place.read(host.values.key), self._place.path_of(host.values.key)
             ).mapping("values")
 
+    def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[Location, str]]:
+        """Pickle the place and the attempt; where it is unpickled, it is opened again.
+
+        Raises:
+            OptionError: the checkpoint is of another format.
+        """
+        if not self.native:
+            raise OptionError(
+                f"{self.location}: a checkpoint of the format {self.format} cannot be pickled; "
+                "pass its url, and open it there."
+            )
+        return _reopen, (self.location, self.record.attempt)
+
     def __dir__(self) -> list[str]:
         """Members for users; all others are internal."""
         return sorted(_FOR_USERS)
@@ -473,6 +486,16 @@ class Checkpoint:
     def _repr_html_(self) -> str:
         """The tree, for notebooks."""
         return display.checkpoint_html(self)
+
+
+def _reopen(location: Location, attempt: str) -> Checkpoint:
+    """Open an attempt after unpickling; ReplacedError if another one has taken its place."""
+    checkpoint = Checkpoint(location)
+    if checkpoint.record.attempt != attempt:
+        replaced = replaced_error(checkpoint._store, location, attempt)  # noqa: SLF001
+        if replaced is not None:
+            raise replaced
+    return checkpoint
 
 
 def open_in_this_process(location: Location) -> bool:

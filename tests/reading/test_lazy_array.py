@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 import tracemalloc
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -110,6 +112,19 @@ def test_arrays_are_compared_by_their_elements(checkpoint):
     for number in (bool, int, float):
         with pytest.raises(TypeError, match=r"w1: an array of shape \(7,\) is not one number"):
             number(opened["w1"])
+
+
+def test_it_can_be_pickled_and_reads_the_same_checkpoint_or_says_that_it_is_gone(tmp_path):
+    shardckpt.save(tmp_path / "c", {"w": np.arange(5)})
+    pickled = pickle.dumps(shardckpt.open(tmp_path / "c")["w"])
+    assert pickle.loads(pickled)[1:3].tolist() == [1, 2]
+    options = shardckpt.SaveOptions(overwrite=True)
+    shardckpt.save(tmp_path / "c", {"w": np.zeros(5)}, options=options)
+    with pytest.raises(errors.ReplacedError, match="was replaced"):
+        pickle.loads(pickled)
+    safetensors.numpy.save_file({"w": np.arange(5)}, tmp_path / "w.safetensors")
+    with pytest.raises(errors.OptionError, match="format safetensors cannot be pickled; pass its"):
+        pickle.dumps(shardckpt.open(tmp_path / "w.safetensors")["w"])
 
 
 @pytest.mark.parametrize("index", [7, (0, 0, 0, 0), "a", [1, 2], True, (..., ...), 1.5])
