@@ -44,6 +44,8 @@ from shardckpt.text import Message
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shardckpt.text import NamedOption
+
 __all__ = [
     "AlreadyExistsError",
     "BudgetError",
@@ -83,6 +85,8 @@ class ShardckptError(Exception):
     code: ClassVar[str] = "error"
     of_one_tensor: bool = False
     """Whether the operation would succeed without one tensor, which the message names."""
+    _appended: int = 0
+    """Parts of the message that `extend` has put behind the error's own."""
 
     def __init__(self, *args: object, message: str | None = None) -> None:
         """Make an error; `message` may be given by name, as by a DataLoader of torch."""
@@ -273,6 +277,14 @@ def error_document(error: BaseException) -> dict[str, str | None]:
 def extend(error: ShardckptError, *, before: str = "", after: str = "") -> None:
     """Put text before or after an error's message, and keep all else that it carries."""
     error.args = (Message(before, error.message, after),)
+    error._appended += len(Message(after).parts)  # noqa: SLF001
+
+
+def advise(error: ShardckptError, *advice: str | NamedOption) -> None:
+    """Put advice at the end of an error's own message, before what was put behind it."""
+    parts = error.message.parts
+    end = len(parts) - error._appended  # noqa: SLF001
+    error.args = (Message(Message(*parts[:end]).without_stop(), *advice, *parts[end:]),)
 
 
 def out_of_memory_is_typed(function: Callable[P, T]) -> Callable[P, T]:

@@ -19,7 +19,7 @@ from numbers import Integral
 from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
-from shardckpt.errors import OptionError, ShardckptError
+from shardckpt.errors import OptionError, ShardckptError, advise
 from shardckpt.format.documents import DEEPEST_METADATA, is_deeper
 from shardckpt.text import Message, file_size, named, shorten
 
@@ -368,8 +368,7 @@ def leaves_out_with(option: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             except ShardckptError as e:
                 if e.of_one_tensor:
                     e.of_one_tensor = False  # a function that calls this one has nothing to add
-                    advice = (", or leave the tensor out with ", named(option), ".")
-                    e.args = (Message(e.message.without_stop(), *advice),)
+                    advise(e, ", or leave the tensor out with ", named(option), ".")
                 raise
 
         return advised

@@ -151,7 +151,10 @@ class Message(str):
     def __new__(cls, *parts: str | NamedOption) -> Self:
         """Join texts, options and other messages."""
         flat = [
-            one for part in parts for one in (part.parts if isinstance(part, Message) else (part,))
+            one
+            for part in parts
+            for one in (part.parts if isinstance(part, Message) else (part,))
+            if one != ""
         ]
         made = super().__new__(cls, "".join(map(str, flat)))
         made.parts = tuple(flat)

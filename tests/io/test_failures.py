@@ -23,6 +23,8 @@ from shardckpt.errors import (
     MissingExtraError,
     NotFoundError,
     StorageError,
+    extend,
+    of_one_tensor,
 )
 from shardckpt.io import files
 from shardckpt.io.failures import (
@@ -32,6 +34,7 @@ from shardckpt.io.failures import (
     storage_errors,
 )
 from shardckpt.io.store import Store
+from shardckpt.options import leaves_out_with
 
 
 def message(error, place="/data/c"):
@@ -165,6 +168,21 @@ def test_only_calls_that_can_leave_a_tensor_out_say_how(damaged, tmp_path, call,
         call(damaged, tmp_path)
     match = re.search(r"or leave the tensor out (.*)", str(caught.value))
     assert (match and match[1]) == advice
+
+
+def test_text_before_and_behind_an_error_leaves_its_advice_in_its_place():
+    @leaves_out_with("only")
+    def fail():
+        error = of_one_tensor(CorruptionError("w is damaged; replace it."))
+        extend(error, before="c: ")
+        extend(error, after=" All is lost.")
+        raise error
+
+    with pytest.raises(CorruptionError) as caught:
+        fail()
+    assert str(caught.value) == (
+        "c: w is damaged; replace it, or leave the tensor out with only=. All is lost."
+    )
 
 
 def test_a_report_of_damage_names_no_option(damaged):

@@ -139,7 +139,11 @@ def test_a_failure_says_that_leaves_in_place_are_undefined(tmp_path, two):
     data = bytearray(data_file.read_bytes())
     data[-100] ^= 1
     data_file.write_bytes(data)
-    with pytest.raises(errors.CorruptionError, match=r"(?s)b\[.*is damaged.*undefined now"):
+    with pytest.raises(
+        errors.CorruptionError,
+        match=r"(?s)b\[.*is damaged.*a backup, or leave the tensor out with "
+        r"only=\. The contents of tensors of .* undefined now\.$",
+    ):
         shardckpt.restore(two, {"a": np.zeros(1000), "b": np.zeros(1000)})
     meta = torch.empty(1000, dtype=torch.float64, device="meta")
     for like in (None, {"a": Target(), "b": meta}):  # neither has memory
