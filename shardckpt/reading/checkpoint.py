@@ -20,6 +20,7 @@ from shardckpt.errors import (
     MissingDataError,
     NamesMismatchError,
     OptionError,
+    ReplacedError,
     ShapeMismatchError,
     out_of_memory_is_typed,
 )
@@ -64,7 +65,7 @@ _FOR_USERS = (
 )  # fmt: skip
 """Members of a `Checkpoint` that docs and users refer to."""
 _opened: WeakValueDictionary[int, Checkpoint] = WeakValueDictionary()
-"""The open checkpoints by `id`; without a lock, which a signal handler could wait for for ever."""
+"""Open checkpoints by `id`; without a lock, which a signal handler could wait for in vain."""
 
 
 def open(url: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  (shardckpt.open, as in gzip.open)
@@ -451,19 +452,14 @@ class Checkpoint:
     def process_values(self, process: int) -> dict[str, Any]:
         """The `PerProcess` values of one process at the save, by name, not decoded."""
         with self.reading():
-            host = read_host_files(self._place, self.record.hosts[process])
-            if host.values is None:
+            values = read_host_files(self._place, self.record.hosts[process]).values
+            if values is None:
                 return {}
-            return host.values.open(
-                self._place.read(host.values.key), self._place.path_of(host.values.key)
-            ).mapping("values")
+            data = self._place.read(values.key)
+            return values.open(data, self._place.path_of(values.key)).mapping("values")
 
     def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[Location, str]]:
-        """Pickle the place and the attempt; where it is unpickled, it is opened again.
-
-        Raises:
-            OptionError: the checkpoint is of another format.
-        """
+        """Pickle the place and the attempt, which unpickling opens again."""
         if not self.native:
             raise OptionError(
                 f"{self.location}: a checkpoint of the format {self.format} cannot be pickled; "
@@ -489,16 +485,16 @@ class Checkpoint:
 
 
 def _reopen(location: Location, attempt: str) -> Checkpoint:
-    """Open an attempt after unpickling; ReplacedError if another one has taken its place."""
+    """Open an attempt after unpickling."""
     checkpoint = Checkpoint(location)
     if checkpoint.record.attempt != attempt:
-        replaced = replaced_error(checkpoint._store, location, attempt)  # noqa: SLF001
-        if replaced is not None:
-            raise replaced
+        raise ReplacedError(
+            f"{location}: the checkpoint was replaced after it was pickled; open it again."
+        )
     return checkpoint
 
 
 def open_in_this_process(location: Location) -> bool:
     """Whether the checkpoint at a location is open in this process."""
-    checkpoints = [reference() for reference in _opened.valuerefs()]
-    return any(one is not None and one.location == location for one in checkpoints)
+    opened = (reference() for reference in _opened.valuerefs())
+    return location in {one.location for one in opened if one is not None}

@@ -12,16 +12,15 @@ from __future__ import annotations
 from collections import deque
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from operator import gt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
 from shardckpt import frameworks
-from shardckpt.errors import StructureMismatchError
 from shardckpt.frameworks.base import InPlace
 from shardckpt.io.buffers import Arena, round_up
 from shardckpt.io.threads import collector_paused, read_ahead
@@ -31,7 +30,7 @@ from shardckpt.plan.cut import Order, cut
 from shardckpt.plan.pieces import batches
 from shardckpt.reading.locate import Request
 from shardckpt.reading.read_list import MadeTensor
-from shardckpt.reading.restoring.refusals import another_dtype, another_shape, share_memory
+from shardckpt.reading.restoring.refusals import another_dtype, another_shape, refuse_shared_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -43,6 +42,8 @@ if TYPE_CHECKING:
     from shardckpt.reading.naming.adapt import Adaptation
 
 Array = NDArray[np.generic]
+Beside: TypeAlias = "Sequence[Landing] | None"
+"""Destinations that are filled without reading; None: no memory that is filled is the caller's."""
 SLOTS, COPIED = 5, 2
 """Most batches in memory at a time where devices copy; and those of them that are being copied, or
 about to be, while others are read."""
@@ -221,11 +222,19 @@ class RestoreJob:
         return [Request.of(self.tensor, boxes, buffers, converts=converts)]
 
 
-def fills_leaves(jobs: Iterable[RestoreJob], filling: Callable[[list[str]], None] | None) -> bool:
-    """Whether memory of leaves is filled in place; `filling` is called with their names."""
+def fills_leaves(
+    jobs: Iterable[RestoreJob], beside: Beside, filling: Callable[[list[str]], None] | None
+) -> bool:
+    """Whether jobs fill memory of leaves in place.
+
+    `filling` is called with the names of these leaves, and of those that are filled beside them.
+    """
+    if beside is None:
+        return False
     filled = [landing for job in jobs for landing in job.landings if landing.fills_leaf]
     if filling is not None:
-        filling([name for landing in filled for name in landing.names])
+        numbers = [landing for landing in beside if landing.fills_leaf]
+        filling([name for landing in (*filled, *numbers) for name in landing.names])
     return bool(filled)
 
 
@@ -429,6 +438,7 @@ def restore_jobs(
     *,
     cast: bool,
     adaptation: Adaptation | None = None,
+    beside: Iterable[Landing] = (),
 ) -> list[RestoreJob]:
     """The restore jobs for some tensors, after a check of every shape and dtype.
 
@@ -437,6 +447,7 @@ def restore_jobs(
         places: stored name, and (name for messages, sink) of every destination of the tensor.
         cast: whether dtypes may differ.
         adaptation: has the tensors that are made, and says which sinks may have another size.
+        beside: destinations that are filled without reading.
     """
     jobs = []
     record = checkpoint.tensor if adaptation is None else adaptation.tensor
@@ -456,42 +467,5 @@ def restore_jobs(
                 landings[sink.tie_key] = Landing(tensor, sink)
             landings[sink.tie_key].names.append(name)
         jobs.append(RestoreJob(tensor, list(landings.values())))
-    _refuse_shared_memory(jobs)
+    refuse_shared_memory(chain(chain.from_iterable(job.landings for job in jobs), beside))
     return jobs
-
-
-def _refuse_shared_memory(jobs: Sequence[RestoreJob]) -> None:
-    """Raise if two destinations that are filled in place share memory.
-
-    Several threads write to the destinations, in no particular order.
-    """
-    arrays = [
-        (array, landing) for job in jobs for landing in job.landings for array in landing.memory
-    ]
-    bounds = np.array([_bounds(array) for array, _ in arrays], np.int64).reshape(-1, 2)
-    order = np.lexsort((bounds[:, 1], bounds[:, 0]))
-    bounds = bounds[order]
-    if (bounds[1:, 0] >= bounds[:-1, 1]).all():
-        return
-    open_until: list[tuple[int, Array, Landing]] = []
-    for (start, stop), i in zip(bounds.tolist(), order.tolist(), strict=True):
-        array, landing = arrays[i]
-        open_until = [other for other in open_until if other[0] > start]
-        for _, other, before in open_until:
-            same_view = landing.tensor is before.tensor and landing.view == before.view
-            if not same_view and share_memory(array, other):
-                raise StructureMismatchError(
-                    f"{landing.names[0]}: in `like` it shares memory with {before.names[0]}, so "
-                    "both cannot be restored in place; give each a tensor of its own. If they "
-                    "are one tied parameter that an imported file stored twice, import the file "
-                    "again with exclude= for one of the names, and restore with strict=False."
-                )
-        open_until.append((stop, array, landing))
-
-
-def _bounds(array: Array) -> tuple[int, int]:
-    """The address of an array's first byte, and one past its last."""
-    if array.flags.c_contiguous:
-        start: int = array.__array_interface__["data"][0]
-        return start, start + array.nbytes
-    return byte_bounds(array)

@@ -45,6 +45,7 @@ from shardckpt.reading.cooperative import Choice, Meeting, check_choice, exchang
 from shardckpt.reading.landing import (
     COPIED,
     SLOTS,
+    Beside,
     RestoreJob,
     fills_leaves,
     read_and_place,
@@ -52,7 +53,11 @@ from shardckpt.reading.landing import (
     sinks_of,
 )
 from shardckpt.reading.restoring.complete import complete
-from shardckpt.reading.restoring.numbers import arrays_for_numbers, sink_of_number
+from shardckpt.reading.restoring.numbers import (
+    arrays_for_numbers,
+    landings_of_numbers,
+    place_numbers,
+)
 from shardckpt.reading.restoring.process_values import chosen_values, own_tree
 from shardckpt.state import match
 from shardckpt.state.document import local_branches
@@ -72,7 +77,7 @@ if TYPE_CHECKING:
     from shardckpt.state.document import Node
     from shardckpt.state.match import Strict
 
-    Restoring = Generator[tuple[list[RestoreJob], bool], dict[str, object], Any]
+    Restoring = Generator[tuple[list[RestoreJob], Beside], dict[str, object], Any]
     """See `restoring`."""
     T = TypeVar("T", default=Any)
     """The type of `like`; Any without `like`."""
@@ -276,7 +281,7 @@ def restore_adapted(
 
 
 def _carried_out(
-    steps: Restoring, read: Callable[[Sequence[RestoreJob], bool], dict[str, object]]
+    steps: Restoring, read: Callable[[Sequence[RestoreJob], Beside], dict[str, object]]
 ) -> Any:
     """The state, after `read` has filled what the first step asks for.
 
@@ -309,8 +314,8 @@ def restoring(
 
     This generator first checks and plans everything, and then builds the state.
 
-    It yields once: the jobs to read and place (`read_all`), and whether the filled memory belongs
-    to the caller. It is sent the leaves that these have made, and returns the state.
+    It yields once: the jobs to read and place, and what is filled beside them (`read_all`). It is
+    sent the leaves that these have made, and returns the state.
 
     Args:
         checkpoint: the source.
@@ -378,10 +383,7 @@ def restoring(
     if matched.missing or matched.unexpected:
         _log.warning("%s: restore(strict=False): %s", checkpoint.location, matched.skipped())
     numbers = arrays_for_numbers(checkpoint, matched, record) if matched.numbers else {}
-    filled = {
-        name: sink_of_number(name, leaf, number, cast=cast)
-        for name, (leaf, number) in matched.filled.items()
-    }
+    filled = landings_of_numbers(matched, cast=cast) if matched.filled else []
     places = {
         **matched.tensors,
         **{
@@ -389,19 +391,17 @@ def restoring(
             for stored, arrays in numbers.items()
         },
     }
+    beside = [landing for landing, _ in filled]
+    sinks = sinks_of(places, record)
     restored = yield (
-        restore_jobs(checkpoint, sinks_of(places, record), cast=cast, adaptation=adaptation),
-        True,
+        restore_jobs(checkpoint, sinks, cast=cast, adaptation=adaptation, beside=beside),
+        beside,
     )
     if adaptation is not None:
         adaptation.restored(restored)
     for name, number in chain.from_iterable(matched.numbers.values()):
         restored[name] = number_like(np.asarray(restored[name]), number)
-    placed = {
-        name: sink.place([array] if len(sink.boxes) else [])
-        for name, (sink, array) in filled.items()
-    }
-    return matched.build({**restored, **placed, **chosen})
+    return matched.build({**restored, **place_numbers(filled), **chosen})
 
 
 def _own_tree(
@@ -416,7 +416,7 @@ def read_all(
     checkpoint: Checkpoint,
     limit: int,
     jobs: Sequence[RestoreJob],
-    in_place: bool,
+    beside: Beside,
     *,
     meeting: Meeting | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -430,7 +430,7 @@ def read_all(
         checkpoint: the source.
         limit: bytes of host staging.
         jobs: the tensors and their destinations.
-        in_place: whether the filled memory belongs to the caller.
+        beside: leaves that are filled without reading; None: no memory belongs to the caller.
         meeting: where processes agree on reads to share; None: none are shared.
         progress: called with bytes placed so far and in all.
         filling: see `restore_adapted`.
@@ -466,7 +466,7 @@ def read_all(
     largest = max(LARGEST_BATCH, _OF_CORE * cores()) if near else LARGEST_BATCH
     staged = STAGED_BATCH if near else LARGEST_BATCH
     checkpoint.open_bases(tensor for job in jobs for tensor in job.stored)
-    in_place = in_place and fills_leaves(jobs, filling)
+    in_place = fills_leaves(jobs, beside, filling)
     alone, shared = (list(jobs), []) if meeting is None else meeting.divide(checkpoint, jobs, limit)
     pool, placers = (
         (None, {})

@@ -62,9 +62,13 @@ class Applying(NamedTuple):
     def run(self, checkpoint: Checkpoint, limit: int, *, in_place: bool) -> dict[str, object]:
         """Fill the tensors; return their leaves by name.
 
-        For the arguments see `read_all`; `checkpoint` reads from the kept chunks.
+        Args:
+            checkpoint: the version; it reads from the kept chunks.
+            limit: see `read_all`.
+            in_place: whether the filled memory belongs to the caller.
         """
-        restored = read_all(checkpoint, limit, self.others, in_place) if self.others else {}
+        beside = () if in_place else None
+        restored = read_all(checkpoint, limit, self.others, beside) if self.others else {}
         copy_all(self.pairs)
         for landing in chain.from_iterable(job.landings for job in self.direct):
             landing.complete()

@@ -146,6 +146,19 @@ def test_tensors_with_dimensions_and_other_leaves_do_not_match_numbers(tmp_path)
             shardckpt.restore(tmp_path / "c", like)
 
 
+def test_a_number_is_not_written_into_memory_that_another_leaf_has(tmp_path):
+    shardckpt.save(tmp_path / "c", {"step": 7, "last": 8, "w": np.arange(4.0)})
+    memory = np.full(4, -1.0)
+    for like in (
+        {"step": memory[0:1].reshape(()), "w": memory},
+        {"step": torch.from_numpy(memory)[0], "w": torch.from_numpy(memory)},
+        {"step": memory[0:1].reshape(()), "last": memory[0:1].reshape(())},
+    ):
+        with pytest.raises(errors.StructureMismatchError, match="shares memory with"):
+            shardckpt.restore(tmp_path / "c", like, strict="like", cast=True)
+    assert (memory == -1).all()
+
+
 def test_a_training_s_counter_and_scale_may_change_their_form(tmp_path):
     shardckpt.save(
         tmp_path / "c",

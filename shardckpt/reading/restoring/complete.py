@@ -25,7 +25,7 @@ def complete(
     record: Callable[[str], TensorRecord],
     selects: Callable[[str], bool] | None,
     adaptation: Adaptation | None,
-) -> Generator[tuple[list[RestoreJob], bool], dict[str, object], Any]:
+) -> Generator[tuple[list[RestoreJob], None], dict[str, object], Any]:
     """Restore all that is selected, in the two steps of `restore.restoring`.
 
     Args:
@@ -42,7 +42,7 @@ def complete(
     own = _all_values(checkpoint, per_process_names(tree, selects))
     read = yield (
         restore_jobs(checkpoint, sinks_of(leaves, record), cast=False, adaptation=adaptation),
-        False,
+        None,
     )
     if adaptation is not None:
         adaptation.restored(read)

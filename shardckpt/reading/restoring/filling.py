@@ -32,5 +32,5 @@ def fill(checkpoint: Checkpoint, places: Mapping[str, Sequence[tuple[str, Sink]]
         checkpoint,
         DEFAULT_MEMORY_LIMIT,
         restore_jobs(checkpoint, places.items(), cast=False),
-        in_place=True,
+        beside=(),
     )

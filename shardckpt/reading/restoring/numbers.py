@@ -8,18 +8,18 @@ import numpy as np
 
 from shardckpt import frameworks
 from shardckpt.errors import StructureMismatchError
+from shardckpt.format.structure import TensorRecord
 from shardckpt.layout.dtypes import by_name, of_numpy
+from shardckpt.reading.landing import Landing
 from shardckpt.reading.lazy_array import empty
 from shardckpt.state.names import shown
 from shardckpt.state.numbers import array_of_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from shardckpt.format.structure import TensorRecord
-    from shardckpt.frameworks.base import Sink
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.state.match import Matched
 
@@ -44,10 +44,24 @@ def arrays_for_numbers(
     return arrays
 
 
-def sink_of_number(name: str, leaf: object, number: object, *, cast: bool) -> tuple[Sink, Array]:
-    """The place of a tensor for which a number is stored, and what goes there."""
-    natural = np.asarray(number).dtype
-    sink = frameworks.target(
-        name, leaf, (), by_name("int64") if natural.kind == "O" else of_numpy(natural)
-    )
-    return sink, array_of_number(number, sink.dtype.numpy, name, cast=cast)
+def landings_of_numbers(matched: Matched, *, cast: bool) -> list[tuple[Landing, Array]]:
+    """The places of tensors for which numbers are stored, and what goes there."""
+    landings = []
+    for name, (leaf, number) in matched.filled.items():
+        natural = np.asarray(number).dtype
+        dtype = by_name("int64") if natural.kind == "O" else of_numpy(natural)
+        landing = Landing(
+            TensorRecord(name, (), dtype, None, ()), frameworks.target(name, leaf, (), dtype)
+        )
+        landing.names.append(name)
+        sink_dtype = landing.sink.dtype.numpy
+        landings.append((landing, array_of_number(number, sink_dtype, name, cast=cast)))
+    return landings
+
+
+def place_numbers(landings: Sequence[tuple[Landing, Array]]) -> dict[str, object]:
+    """Place the numbers, and return the leaves by name."""
+    return {
+        landing.names[0]: landing.sink.place([array] if len(landing.sink.boxes) else [])
+        for landing, array in landings
+    }

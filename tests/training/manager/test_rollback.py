@@ -299,6 +299,17 @@ def test_no_step_is_restored_that_leaves_elements_of_a_damaged_one(run, strict):
     assert "/1000/" in str(caught.value.__cause__)
 
 
+def test_no_step_is_restored_that_leaves_a_number_of_a_damaged_one(run):
+    run.train(900)
+    with run.manager() as manager:
+        manager.restore()
+        manager.save(1000, {**state(1000), "count": 5})
+    damage(run, 1000)
+    like = {**state(0), "count": np.zeros(())}
+    with pytest.raises(errors.NamesMismatchError, match=r"/900.*count.*because of damage"):
+        run.manager(fallback=True).restore(like, strict=False)
+
+
 def test_an_error_after_a_damaged_step_keeps_what_it_knows(run):
     grown(run)
     like = {"w": state(0)["w"], "step": 0, "mine": np.zeros(10_000, np.float32)}
