@@ -17,7 +17,7 @@
 5. Every block is compared with its digest in the header, and every row with its expected position.
 6. If the table is damaged, it is given up, and the other tables (`spare`) are used from then on.
 
-The most recently used units are kept, up to 32 MiB. All units of one call are kept, however large.
+The most recently used units are kept, up to 32 MiB, or as many as the last `prepare` asked for.
 Another 32 MiB are kept of hosts' tables.
 """
 
@@ -160,6 +160,8 @@ class TableBlocks:
         """Rows from hosts' own tables; None if hosts' tables are not used."""
         self._units: dict[int, NDArray[np.void]] = {}
         """Kept units by number, the most recently used last."""
+        self._prepared = 0
+        """Number of units of the last `prepare`; as many are kept."""
         self._last = range(-1, -1)
         """The adjacent units that were read last."""
         self._instead: WholeTable | None = None
@@ -181,7 +183,9 @@ class TableBlocks:
         """See `Lookup`."""
         if self._instead is not None or len(self._units) == self._source.units:
             return
-        self._load(self._units_to_read(boxes))
+        units = self._units_to_read(boxes)
+        self._prepared = len(units)
+        self._load(units)
 
     def find(
         self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]
@@ -320,7 +324,8 @@ class TableBlocks:
             for unit in units:
                 self._units[unit] = self._units.pop(unit)  # most recently used
                 loaded.append(self._units[unit])
-            most = max(len(loaded), KEPT_BYTES // (self._source.rows * ROW.itemsize))
+            kept = KEPT_BYTES // (self._source.rows * ROW.itemsize)
+            most = max(len(loaded), self._prepared, kept)
             for unit in list(islice(self._units, max(0, len(self._units) - most))):
                 del self._units[unit]
         return loaded
