@@ -55,6 +55,16 @@ table of all hosts fails too."""
 _FOLDER = re.compile(r"hosts/(\d{1,9})(?:-[^/]*)?/")
 
 
+def host_of_file(name: str, hosts: int) -> int | None:
+    """The host whose folder has a data file, of a number of hosts; None: no host's folder has it.
+
+    >>> host_of_file("hosts/00002/0/d/00000", 3), host_of_file("small/00000", 3)
+    (2, None)
+    """
+    match = _FOLDER.match(name)
+    return int(match[1]) if match and int(match[1]) < hosts else None
+
+
 def cost(requests: int, nbytes: int) -> float:
     """The cost of reads from an object store, in requests."""
     return requests + nbytes / REQUEST_BYTES
@@ -107,8 +117,8 @@ class HostRows:
             for i in number[np.argsort(-times, kind="stable")].tolist()
             if i < len(self._header.files)
         )
-        hosts = dict.fromkeys(int(match[1]) for match in map(_FOLDER.match, names) if match)
-        return [host for host in hosts if host < len(self._records) and host not in self._asked]
+        hosts = dict.fromkeys(host_of_file(name, len(self._records)) for name in names)
+        return [host for host in hosts if host is not None and host not in self._asked]
 
     def take(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.void], NDArray[np.bool_]]:
         """An array with the rows of those numbers, and a mask of the rows that are known.

@@ -7,7 +7,6 @@ host's own table lists the chunks that it wrote.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,9 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardckpt.commit.table_reading import read_host_files, read_table
-from shardckpt.errors import MissingDataError
+from shardckpt.errors import FormatError, MissingDataError
 from shardckpt.format.table import OWN_OBJECT
 from shardckpt.io.threads import map_on_threads
+from shardckpt.reading.host_rows import host_of_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 
-_OF_HOST = re.compile(r"hosts/(\d+)[-/]")
 _NOBODY = -1
 
 
@@ -104,19 +103,27 @@ def read_places(place: Store, record: CheckpointRecord, table: WholeTable) -> Pl
         place: the attempt.
         record: the checkpoint's commit record.
         table: the table of all chunks.
+
+    Raises:
+        FormatError: a host's own table contradicts the table of all chunks.
     """
-    of_files = np.array(
-        [int(m[1]) if (m := _OF_HOST.match(file)) else _NOBODY for file in table.files], np.int64
-    )
+    hosts = (host_of_file(file, len(record.hosts)) for file in table.files)
+    of_files = np.array([_NOBODY if host is None else host for host in hosts], np.int64)
     of_objects: dict[str, Ints] = {}
+    arrays = table.arrays
     if record.layout == "zarr":
         references = [
             host.table for host in map_on_threads(partial(read_host_files, place), record.hosts)
         ]
         for host, written in enumerate(map_on_threads(partial(read_table, place), references)):
             for path, rows in written.arrays().items():
-                known = of_objects.setdefault(
-                    path, np.full(len(table.arrays[path]), _NOBODY, np.int64)
-                )
+                chunks = len(arrays.get(path, ()))
+                if (rows.chunk >= chunks).any():
+                    raise FormatError(
+                        f"{place.path_of(references[host].key)}: the table of host {host} has "
+                        f"chunks of {path} that the table of all chunks lacks; one of them is "
+                        "damaged. Run `shardckpt verify` for the full list."
+                    )
+                known = of_objects.setdefault(path, np.full(chunks, _NOBODY, np.int64))
                 known[rows.chunk.astype(np.int64)] = host
     return Places(table, of_files, of_objects)

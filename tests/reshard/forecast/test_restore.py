@@ -8,7 +8,10 @@ from simulated_readers import read_by_host
 
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, SaveOptions, Sharding
+from shardckpt.errors import FormatError
+from shardckpt.format.table import ArrayChunks
 from shardckpt.layout.placements import Placements
+from shardckpt.reading.lookup import WholeTable
 from shardckpt.reading.places import read_places
 from shardckpt.reshard.forecast.hosts import Hosts
 from shardckpt.reshard.forecast.restore import forecast_restore
@@ -176,3 +179,21 @@ def test_hosts_beyond_the_devices_have_none():
         [0, 1],
         [0, 1],
     )
+
+
+@pytest.mark.parametrize("saved", ["zarr"], indirect=True)
+@pytest.mark.parametrize("rows", [{}, {"a": [(0, 0, 0, 9, 0)]}])
+def test_a_table_that_a_host_s_own_contradicts_is_refused(saved, rows):
+    checkpoint = shardckpt.open(saved)
+    arrays = {path: ArrayChunks.of_rows(chunks) for path, chunks in rows.items()}
+    with pytest.raises(FormatError, match="the table of host 0 has chunks of"):
+        read_places(checkpoint.place, checkpoint.record, WholeTable.of(["x"], arrays))
+
+
+@pytest.mark.parametrize("saved", ["packed"], indirect=True)
+@pytest.mark.parametrize("host", [1, 10**20])
+def test_a_file_of_a_host_that_is_not_there_is_nobody_s(saved, host):
+    checkpoint = shardckpt.open(saved)
+    forged = WholeTable.of(["hosts/00000/0/d/00000", f"hosts/{host}/0/d/00000"], {})
+    places = read_places(checkpoint.place, checkpoint.record, forged)
+    assert places.host_of_file.tolist() == [0, -1]
