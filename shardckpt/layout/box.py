@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
-from operator import sub
+from operator import index, sub
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardckpt.errors import OptionError
+from shardckpt.text import shorten
 
 Index = NDArray[np.int64]
 
@@ -23,7 +24,8 @@ class Box:
     """A half-open n-dimensional index range: `start[d] <= i[d] < stop[d]` in every dimension d.
 
     Raises:
-        OptionError: `start` and `stop` differ in length, or 0 <= start <= stop does not hold.
+        OptionError: an index is not an integer, `start` and `stop` differ in length, or
+            0 <= start <= stop does not hold.
 
     Examples:
         >>> Box((0, 4), (2, 8)).shape
@@ -39,8 +41,14 @@ class Box:
 
     def __post_init__(self) -> None:
         """Refuse ranks that differ, negative starts and stops before starts."""
-        object.__setattr__(self, "start", tuple(map(int, self.start)))
-        object.__setattr__(self, "stop", tuple(map(int, self.stop)))
+        try:
+            object.__setattr__(self, "start", tuple(map(index, self.start)))
+            object.__setattr__(self, "stop", tuple(map(index, self.stop)))
+        except TypeError as e:
+            raise OptionError(
+                f"Box: start {shorten(self.start)} and stop {shorten(self.stop)} must be tuples of "
+                "integers."
+            ) from e
         if len(self.start) != len(self.stop):
             raise OptionError(
                 f"Box: start has {len(self.start)} dimensions and stop has {len(self.stop)}; give "
