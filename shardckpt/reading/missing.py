@@ -44,7 +44,7 @@ _OTHERS = {
 }
 """Names, or their ends, that checkpoints of other formats have."""
 _MOST_LOOKS = 16
-"""Most directories that are looked at for them."""
+"""Most directories of steps that are looked at for a checkpoint."""
 
 
 def no_checkpoint(store: Store, tombstone: Tombstone | None) -> ShardckptError:
@@ -68,12 +68,10 @@ def no_checkpoint(store: Store, tombstone: Tombstone | None) -> ShardckptError:
             f"{store}: a save was begun there and never committed; if its data is complete, "
             "`shardckpt commit` commits it."
         )
-    inside = [child for child in children if store.exists(f"{child}/{RECORD}")]
-    if inside:
-        return NotFoundError(
-            f"{store}: no checkpoint there; did you mean "
-            f"{store.sub(max(inside, key=naming.natural_key))}?"
-        )
+    latest = sorted(children, key=naming.natural_key, reverse=True)[:_MOST_LOOKS]
+    inside = next((child for child in latest if store.exists(f"{child}/{RECORD}")), None)
+    if inside is not None:
+        return NotFoundError(f"{store}: no checkpoint there; did you mean {store.sub(inside)}?")
     if other := other_format(names):
         return _foreign(store, other)
     beside = _steps_beside(store)

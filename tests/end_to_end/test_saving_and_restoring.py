@@ -464,6 +464,10 @@ def test_a_place_without_a_checkpoint_says_what_is_there(tmp_path):
     shardckpt.save(tmp_path / "100", {})
     with pytest.raises(FileNotFoundError, match=r"did you mean .*/100"):
         shardckpt.restore(tmp_path)
+    (tmp_path / "200").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"did you mean .*/100"):
+        shardckpt.open(tmp_path)
+    (tmp_path / "200").rmdir()
     for step in range(70, 77):
         (tmp_path / str(step)).mkdir()
     with pytest.raises(

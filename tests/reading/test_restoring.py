@@ -6,6 +6,7 @@ import itertools
 import shutil
 import sys
 import threading
+import uuid
 import warnings
 from dataclasses import dataclass
 
@@ -20,10 +21,12 @@ import shardckpt
 from shardckpt import Box, PerProcess, SaveOptions, Target, errors
 from shardckpt.errors import NotFoundError
 from shardckpt.frameworks.base import PlainSink, whole
+from shardckpt.io.stores.memory import MemoryStore
 from shardckpt.io.url import parse
 from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.reading import checkpoint as checkpoints
 from shardckpt.reading import restore as restoring
+from shardckpt.reading.missing import no_checkpoint
 from shardckpt.reading.restoring.filling import fill
 
 
@@ -188,6 +191,36 @@ def test_a_signal_handler_may_open_and_read_wherever_the_program_does(tmp_path, 
     thread.start()
     thread.join(60)
     assert ends == [(np.arange(1000.0).sum(), place, True)]
+
+
+def test_of_a_root_with_many_steps_the_latest_are_looked_at_one_by_one():
+    class Counted(MemoryStore):
+        def _exists(self, key):
+            looks.append(key)
+            return super()._exists(key)
+
+    root = parse(f"memory://{uuid.uuid4().hex}/run")
+    for step in (7, 30, *range(100, 140)):
+        MemoryStore(root).write(f"{step}/checkpoint.json", b"{}")
+    for step in range(200, 203):
+        MemoryStore(root).write(f"{step}/attempt", b"")
+    looks = []
+    assert f"did you mean {root}/139?" in str(no_checkpoint(Counted(root), None))
+    assert [key for key in looks if key.endswith("checkpoint.json")] == [
+        f"{step}/checkpoint.json" for step in (202, 201, 200, 139)
+    ]
+    for step in range(200, 260):
+        MemoryStore(root).write(f"{step}/attempt", b"")
+    looks.clear()
+    assert "`shardckpt ls" in str(no_checkpoint(Counted(root), None))
+    assert sum(key.endswith("checkpoint.json") for key in looks) == 16
+
+
+@pytest.mark.parametrize("box", [((0.5,), (3,)), ((0,), (2.0,)), (("0",), (3,)), (0, 3)])
+def test_a_box_has_integers(box):
+    with pytest.raises(errors.OptionError, match="must be tuples of integers"):
+        Box(*box)
+    assert Box((np.int32(0),), (torch.tensor(3),)) == Box((0,), (3,))
 
 
 def test_values_of_processes_that_are_deleted_under_a_reader_say_so(tmp_path):
