@@ -149,8 +149,8 @@ def restore(
             an error, and so are dtypes without a conversion. Without it, a stored Python number
             fits a tensor without dimensions whose dtype has it; a float is rounded, but not to
             infinity.
-        memory_limit: limit in bytes of host staging; it is exceeded if one tensor's shards on this
-            process are larger.
+        memory_limit: limit in bytes of host staging, beside which the reader has buffers; it is
+            exceeded if one tensor's shards on this process are larger.
         cooperative: whether processes that need the same bytes read a part each and send it to the
             others, so that the storage serves each byte once. All processes of the job must then
             make this call, with the same options. "auto" does so where the default `Bandwidths`
