@@ -18,6 +18,7 @@ from operator import gt
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
 from shardckpt import frameworks
@@ -30,7 +31,7 @@ from shardckpt.plan.cut import Order, cut
 from shardckpt.plan.pieces import batches
 from shardckpt.reading.locate import Request
 from shardckpt.reading.read_list import MadeTensor
-from shardckpt.reading.restoring.refusals import another_dtype, another_shape, refuse_shared_memory
+from shardckpt.reading.restoring import refusals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -233,8 +234,8 @@ def fills_leaves(
         return False
     filled = [landing for job in jobs for landing in job.landings if landing.fills_leaf]
     if filling is not None:
-        numbers = [landing for landing in beside if landing.fills_leaf]
-        filling([name for landing in (*filled, *numbers) for name in landing.names])
+        every = (*filled, *(landing for landing in beside if landing.fills_leaf))
+        filling([name for landing in every for name in landing.names])
     return bool(filled)
 
 
@@ -458,14 +459,41 @@ def restore_jobs(
             if sink.shape != tensor.shape and not (
                 adaptation is not None and adaptation.fits(name, tensor, sink)
             ):
-                raise another_shape(name, checkpoint.location, tensor, sink)
+                raise refusals.another_shape(name, checkpoint.location, tensor, sink)
             same = sink.dtype is tensor.dtype or sink.dtype == tensor.dtype
             if not same and not (cast and castable(tensor.dtype, sink.dtype)):
-                raise another_dtype(name, checkpoint.location, tensor, sink, cast=cast)
+                raise refusals.another_dtype(name, checkpoint.location, tensor, sink, cast=cast)
             # Tied leaves with equal sinks get one object, because they were one object when saved.
             if sink.tie_key not in landings:
                 landings[sink.tie_key] = Landing(tensor, sink)
             landings[sink.tie_key].names.append(name)
         jobs.append(RestoreJob(tensor, list(landings.values())))
-    refuse_shared_memory(chain(chain.from_iterable(job.landings for job in jobs), beside))
+    _refuse_shared_memory(chain(chain.from_iterable(job.landings for job in jobs), beside))
     return jobs
+
+
+def _refuse_shared_memory(landings: Iterable[Landing]) -> None:
+    """Raise if destinations share memory: threads write to them in no particular order."""
+    arrays = [(array, landing) for landing in landings for array in landing.memory]
+    bounds = np.array([_bounds(array) for array, _ in arrays], np.int64).reshape(-1, 2)
+    order = np.lexsort((bounds[:, 1], bounds[:, 0]))
+    bounds = bounds[order]
+    if (bounds[1:, 0] >= bounds[:-1, 1]).all():
+        return
+    open_until: list[tuple[int, Array, Landing]] = []
+    for (start, stop), i in zip(bounds.tolist(), order.tolist(), strict=True):
+        array, landing = arrays[i]
+        open_until = [other for other in open_until if other[0] > start]
+        for _, other, before in open_until:
+            same_view = landing.tensor is before.tensor and landing.view == before.view
+            if not same_view and refusals.share_memory(array, other):
+                raise refusals.shared_memory(landing.names[0], before.names[0])
+        open_until.append((stop, array, landing))
+
+
+def _bounds(array: Array) -> tuple[int, int]:
+    """The address of an array's first byte, and one past its last."""
+    if array.flags.c_contiguous:
+        start: int = array.__array_interface__["data"][0]
+        return start, start + array.nbytes
+    return byte_bounds(array)

@@ -401,7 +401,7 @@ def restoring(
         adaptation.restored(restored)
     for name, number in chain.from_iterable(matched.numbers.values()):
         restored[name] = number_like(np.asarray(restored[name]), number)
-    return matched.build({**restored, **place_numbers(filled), **chosen})
+    return matched.build({**restored, **(place_numbers(filled) if filled else {}), **chosen})
 
 
 def _own_tree(

@@ -137,7 +137,7 @@ class CheckpointStore(Store):
         return nbytes
 
     def _read(self, read: Callable[[str], T | None], key: str) -> T | None:
-        """What `read` returns for a key."""
+        """Call `read` with a key, and say if the checkpoint was replaced or deleted."""
         try:
             return read(key)
         except MissingDataError as e:

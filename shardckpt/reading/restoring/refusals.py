@@ -6,19 +6,17 @@ from operator import ge
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.lib.array_utils import byte_bounds
 
 from shardckpt.errors import DtypeMismatchError, ShapeMismatchError, StructureMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.frameworks.base import Sink
     from shardckpt.io.url import Location
-    from shardckpt.reading.landing import Landing
 
     Array = NDArray[np.generic]
 
@@ -75,36 +73,11 @@ def share_memory(a: Array, b: Array) -> bool:
         return True
 
 
-def refuse_shared_memory(landings: Iterable[Landing]) -> None:
-    """Raise if two destinations that are filled in place share memory.
-
-    Several threads write to the destinations, in no particular order.
-    """
-    arrays = [(array, landing) for landing in landings for array in landing.memory]
-    bounds = np.array([_bounds(array) for array, _ in arrays], np.int64).reshape(-1, 2)
-    order = np.lexsort((bounds[:, 1], bounds[:, 0]))
-    bounds = bounds[order]
-    if (bounds[1:, 0] >= bounds[:-1, 1]).all():
-        return
-    open_until: list[tuple[int, Array, Landing]] = []
-    for (start, stop), i in zip(bounds.tolist(), order.tolist(), strict=True):
-        array, landing = arrays[i]
-        open_until = [other for other in open_until if other[0] > start]
-        for _, other, before in open_until:
-            same_view = landing.tensor is before.tensor and landing.view == before.view
-            if not same_view and share_memory(array, other):
-                raise StructureMismatchError(
-                    f"{landing.names[0]}: in `like` it shares memory with {before.names[0]}, so "
-                    "both cannot be restored in place; give each a tensor of its own. If they "
-                    "are one tied parameter that an imported file stored twice, import the file "
-                    "again with exclude= for one of the names, and restore with strict=False."
-                )
-        open_until.append((stop, array, landing))
-
-
-def _bounds(array: Array) -> tuple[int, int]:
-    """The address of an array's first byte, and one past its last."""
-    if array.flags.c_contiguous:
-        start: int = array.__array_interface__["data"][0]
-        return start, start + array.nbytes
-    return byte_bounds(array)
+def shared_memory(name: str, other: str) -> StructureMismatchError:
+    """The error for two leaves that share memory, by their names."""
+    return StructureMismatchError(
+        f"{name}: in `like` it shares memory with {other}, so both cannot be restored in place; "
+        "give each a tensor of its own. If they are one tied parameter that an imported file "
+        "stored twice, import the file again with exclude= for one of the names, and restore with "
+        "strict=False."
+    )
