@@ -17,6 +17,7 @@ from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of
 from shardckpt.convert.naming.renamed_state import renamed_state
 from shardckpt.convert.options import NameOptions
 from shardckpt.layout.dtypes import by_name
+from shardckpt.reading.naming.mapping_file import read_mapping
 from shardckpt.state import alias_map, meanings, unflatten
 
 if TYPE_CHECKING:
@@ -282,6 +283,40 @@ def test_tied_tensors_stay_tied_or_become_copies() -> None:
     assert arrangement.notes == (
         "'head' is the same tensor as 'embed', and is written for itself.",
     )
+
+
+def test_each_name_of_a_tied_tensor_gets_what_the_mapping_says_of_it(tmp_path: Path) -> None:
+    state = {"a": tensor(identity=1), "c": tensor(), "b": tensor(identity=1)}
+
+    def mapped(rules: str) -> tuple[Any, dict[str, str]]:
+        (tmp_path / "m.toml").write_text(rules)
+        arrangement, tree = arranged(state, mapping=tmp_path / "m.toml")
+        turned = {n: "T" for n, new in arrangement.structure.tensors.items() if new.shape == (6, 4)}
+        return tree, alias_map(arrangement.structure.tree) | turned
+
+    def rule(old: str, new: str, more: str = "") -> str:
+        return f'[[map]]\nfrom = "{old}"\nto = "{new}"\n{more}\n'
+
+    tree, how = mapped(rule("a", "x") + rule("c", "a"))
+    assert tree == {"x": ["a"], "a": ["c"], "b": ["a"]}
+    assert how == {"x": "b"}
+    tree, how = mapped(rule("a", "a", "transpose = true"))
+    assert tree == {"a": ["a"], "c": ["c"], "b": ["a"]}
+    assert how == {"a": "T"}
+    tree, how = mapped(rule("{n}", "{n}", "transpose = true"))
+    assert how == {"a": "T", "c": "T", "b": "a"}
+    tree, how = mapped(rule("b", "y"))
+    assert tree == {"a": ["a"], "c": ["c"], "y": ["a"]}
+    assert how == {"y": "a"}
+    with pytest.raises(errors.NamesMismatchError, match="'b' would be made twice"):
+        mapped(rule("c", "b"))
+
+
+def test_a_built_in_mapping_names_the_head_of_a_tied_model() -> None:
+    state = {"model.embed_tokens.weight": tensor(identity=1), "lm_head.weight": tensor(identity=1)}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    arrangement, _ = arranged(state, mapping=read_mapping("hf-llama-meta", heads).optional())
+    assert alias_map(arrangement.structure.tree) == {"output.weight": "tok_embeddings.weight"}
 
 
 def test_what_elements_mean_goes_with_them() -> None:

@@ -3,8 +3,10 @@
 1. `include` and `exclude` select tensors, by their names in the source.
 2. Names change: a prefix goes, `rename_file`, `rename` (`renaming`). For an export the keys of
    nested containers are joined with ".".
-3. One name of each tied tensor is kept (`ties`).
-4. `mapping` joins or splits tensors (`mapping`), and `add_prefix` is put in front of all names.
+3. An export keeps one name of each tied tensor (`ties`).
+4. `mapping` joins or splits tensors (`mapping`), and `add_prefix` is put in front of all names. An
+   import applies the mapping to each name of a tied tensor: the outputs that stay the same tensor
+   stay tied.
 5. `dtype` converts, by the new names.
 """
 
@@ -26,7 +28,7 @@ from shardckpt.state.select import unused_patterns
 from shardckpt.text import Message, few, given
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from typing import NoReturn
 
     from shardckpt.convert.options import NameOptions
@@ -104,12 +106,17 @@ def outputs_of(
     kept = {
         name: structure.tensors[source]
         for name, source in sources.items()
-        if naming.copy_ties or name not in firsts
+        if naming.copy_ties or importing or name not in firsts
     }
 
     # Join, split and convert.
     prefix = naming.add_prefix
-    mapped = naming.mapping.outputs(kept, {} if naming.copy_ties else firsts)
+    mapped = naming.mapping.outputs(kept, {name: firsts[name] for name in firsts.keys() - kept})
+    left_out = {name: first for name, first in firsts.items() if name not in kept}
+    copied = firsts if naming.copy_ties else {}
+    if importing and firsts and not naming.copy_ties:
+        left_out = _ties_of(mapped, {sources[name] for name in firsts})
+        mapped = tuple(output for output in mapped if output.name not in left_out)
     outputs = {
         prefix + output.name: replace(output, name=prefix + output.name) if prefix else output
         for output in mapped
@@ -124,19 +131,15 @@ def outputs_of(
         {name for name, origin in origins.items() if origin in moments},
     )
 
-    tied = {prefix + name: prefix + first for name, first in firsts.items() if name not in kept}
-    copied = {prefix + name: prefix + first for name, first in firsts.items() if name in kept}
+    tied = {prefix + name: prefix + first for name, first in left_out.items()}
     notes = [] if importing else list(_notes_of_leaves(leaves, meant))
-    # Others stay tied.
-    unwritten = {
-        name: first for name, first in tied.items() if not (importing and first in outputs)
-    }
     notes += [
         f"{shown(name)} is the same tensor as {shown(first)}, and is not written again."
-        for name, first in unwritten.items()
+        for name, first in ({} if importing else tied).items()
     ]
     notes += [
-        f"{shown(name)} is the same tensor as {shown(first)}, and is written for itself."
+        f"{shown(prefix + name)} is the same tensor as {shown(prefix + first)}, and is written for "
+        "itself."
         for name, first in copied.items()
     ]
     return Outputs(
@@ -150,6 +153,23 @@ def outputs_of(
         notes=tuple(notes),
         renamed={old: prefix + name if old in stored else name for old, name in renamed.items()},
         conversions=planned.subtrees,
+    )
+
+
+def _ties_of(outputs: Sequence[OutputTensor], tied: Collection[str]) -> dict[str, str]:
+    """For each output that another one equals: the name of the one that is written.
+
+    Args:
+        outputs: all outputs.
+        tied: the tensors in the source that have several names.
+    """
+    return first_names(
+        {
+            output.name: output.sources
+            if any(view.tensor in tied for view in output.sources)
+            else output.name
+            for output in outputs
+        }
     )
 
 

@@ -19,7 +19,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Mapping
 
 TIED = tuple(
     re.compile(rf"(?:^|[./_])(?:{ends})\.(?:weight|bias)$")
@@ -34,13 +34,14 @@ TIED = tuple(
 heads of a model, and weights inside a head. Earlier patterns are preferred."""
 
 
-def first_names(names: Mapping[str, str]) -> dict[str, str]:
+def first_names(names: Mapping[str, Hashable]) -> dict[str, str]:
     """For each name of a tied tensor that is not written: the name that is.
 
     Args:
-        names: output name → name of the stored tensor, in the state's order.
+        names: output name → the stored tensor's name, or another value that is equal for names of
+            one tensor; in the state's order.
     """
-    groups: dict[str, list[str]] = {}
+    groups: dict[Hashable, list[str]] = {}
     for name, stored in names.items():
         groups.setdefault(stored, []).append(name)
     firsts = {stored: min(group, key=_rank) for stored, group in groups.items()}
