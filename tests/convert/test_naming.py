@@ -168,6 +168,15 @@ def test_a_mapping_that_needs_a_tied_tensor_twice_says_how_it_gets_it(tmp_path) 
         plan(state, mapping=tmp_path / "m.toml", ties="copies")
 
 
+def test_a_rule_for_a_name_that_is_not_written_says_which_tensor_it_is(tmp_path) -> None:
+    (tmp_path / "m.toml").write_text('[[map]]\nfrom = "{any}_head.weight"\nto = "{any}.w"')
+    with pytest.raises(
+        OptionError,
+        match=r"'lm_head\.weight' is the same tensor as 'wte\.weight', .* use ties='copies'\.$",
+    ):
+        plan({"wte.weight": W, "lm_head.weight": W}, mapping=tmp_path / "m.toml")
+
+
 @pytest.mark.parametrize("option", ["include", "exclude"])
 def test_what_is_no_pattern_is_refused(option: str) -> None:
     with pytest.raises(OptionError):

@@ -111,8 +111,8 @@ def outputs_of(
 
     # Join, split and convert.
     prefix = naming.add_prefix
-    mapped = naming.mapping.outputs(kept, {name: firsts[name] for name in firsts.keys() - kept})
     left_out = {name: first for name, first in firsts.items() if name not in kept}
+    mapped = naming.mapping.outputs(kept, left_out)
     copied = firsts if naming.copy_ties else {}
     if importing and firsts and not naming.copy_ties:
         left_out = _ties_of(mapped, {sources[name] for name in firsts})

@@ -22,6 +22,7 @@ from shardckpt.text import Message, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from typing import NoReturn
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.reading.naming.mapping_rule import MappingRule
@@ -68,11 +69,7 @@ class TensorMapping:
         for rule in self.rules:
             applied = list(_merge_all(rule, left, tied) if rule.merges else _split_all(rule, left))
             if not applied and not rule.optional:
-                first = rule.parts[0] if rule.merges else rule.whole
-                raise OptionError(
-                    f"{rule}: it matches no tensor{did_you_mean(str(first), tensors)}; correct "
-                    "it, or say optional = true."
-                )
+                _refuse_unused(rule, tensors, tied)
             for used, outputs in applied:
                 made[used[0]] = outputs
                 for name in used:
@@ -107,11 +104,7 @@ def _merge_all(
         if missing is not None:
             needs = f"{rule}: {shown(whole)} needs {sum(map(len, names))} tensors, but "
             if missing in tied:
-                also = f"{shown(missing)} is the same tensor as {shown(tied[missing])}"
-                copies = named("ties", "copies")
-                raise NamesMismatchError(
-                    Message(needs, f"{also}, and is left out; use ", copies, ".")
-                )
+                raise NamesMismatchError(Message(needs, _tell_tied(missing, tied)))
             raise NamesMismatchError(
                 f"{needs}{shown(missing)} is missing, or an earlier rule has used it; include it, "
                 "or correct the rule."
@@ -120,6 +113,24 @@ def _merge_all(
             [name for row in names for name in row],
             [rule.merge(whole, [[tensors[name] for name in row] for row in names])],
         )
+
+
+def _refuse_unused(
+    rule: MappingRule, tensors: Mapping[str, TensorRecord], tied: Mapping[str, str]
+) -> NoReturn:
+    patterns = rule.parts if rule.merges else (rule.whole,)
+    for name in tied:
+        if any(pattern.match(name) is not None for pattern in patterns):
+            raise OptionError(Message(f"{rule}: ", _tell_tied(name, tied)))
+    raise OptionError(
+        f"{rule}: it matches no tensor{did_you_mean(str(patterns[0]), tensors)}; correct it, or "
+        "say optional = true."
+    )
+
+
+def _tell_tied(name: str, tied: Mapping[str, str]) -> Message:
+    also = f"{shown(name)} is the same tensor as {shown(tied[name])}, and is left out; use "
+    return Message(also, named("ties", "copies"), ".")
 
 
 def _split_all(
