@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def with_optimizers_as(
-    form: str, structure: Structure, outputs: Sequence[OutputTensor]
+    form: str, structure: Structure, outputs: Sequence[OutputTensor], state: Node
 ) -> tuple[Structure, list[OutputTensor], tuple[str, ...]]:
     """Rewrite the optimizers of an export in another form.
 
@@ -34,6 +34,7 @@ def with_optimizers_as(
         form: one of `FORMS`.
         structure: the exported structure.
         outputs: the outputs of its tensors, one for each.
+        state: the complete stored state, which has the optimizers' modules.
 
     Returns:
         Structure and outputs in that form, with the names that follow from it, and a note for each
@@ -41,7 +42,7 @@ def with_optimizers_as(
     """
     root = structure.nodes
     notes: list[str] = []
-    arranged = _arrange(root, root, form, notes)
+    arranged = _arrange(root, state, form, notes)
     if not notes:
         return structure, list(outputs), ()
     naming = _Naming(meanings(root))
@@ -77,7 +78,7 @@ def notes_of_parts(state: Node, selected: Collection[str]) -> Iterator[str]:
             yield f"{shown(nodes.name)} is written without {few(left_out)}."
 
 
-def _arrange(node: Node, root: Node, form: str, notes: list[str]) -> Node:
+def _arrange(node: Node, state: Node, form: str, notes: list[str]) -> Node:
     """Rewrite the optimizers below a node in another form.
 
     The schedulers that depend on the optimizers' groups are rewritten as well.
@@ -89,7 +90,7 @@ def _arrange(node: Node, root: Node, form: str, notes: list[str]) -> Node:
     for below in node.children:
         nodes = read_optimizer(below)
         if nodes is None:
-            children.append(_arrange(below, root, form, notes))
+            children.append(_arrange(below, state, form, notes))
         elif (
             nodes.form == "numbered"
             or (nodes.form == "flat" and form != "flat")
@@ -98,7 +99,7 @@ def _arrange(node: Node, root: Node, form: str, notes: list[str]) -> Node:
             children.append(below)  # kept: it has a fitting form, or cannot be rewritten
         else:
             rewritten.append(nodes)
-            children.append(FORMS[form](_of_its_module(nodes, root)))
+            children.append(FORMS[form](_of_its_module(nodes, state)))
             notes.append(_note(nodes, form))
     return map_schedules(replace(node, children=children), _listing(rewritten))
 
@@ -121,7 +122,7 @@ def _listing(optimizers: Sequence[OptimizerNodes]) -> Callable[[Branch, Branch],
     return listed
 
 
-def _of_its_module(nodes: OptimizerNodes, root: Node) -> OptimizerNodes:
+def _of_its_module(nodes: OptimizerNodes, state: Node) -> OptimizerNodes:
     """Remove the module's keyword before parameter names, if all belong to one module.
 
     The keyword was put before the parameter names by `train_state`.
@@ -131,10 +132,10 @@ def _of_its_module(nodes: OptimizerNodes, root: Node) -> OptimizerNodes:
     if (
         not first
         or any(not name.startswith(f"{keyword}.") for name in names)
-        or child(child(root, "model"), names[0]) is not None
+        or child(child(state, "model"), names[0]) is not None
     ):
         return nodes
-    if child(child(root, keyword), first) is None:
+    if child(child(state, keyword), first) is None:
         return nodes
     return nodes.renamed(lambda name: str(name).removeprefix(f"{keyword}."))
 

@@ -92,7 +92,9 @@ def write_state(
     notes: tuple[str, ...] = ()
     names = {leaf.name for leaf in leaves_of(structure.nodes)}
     if form is not None:
-        structure, outputs, notes = with_optimizers_as(form, structure, outputs)
+        structure, outputs, notes = with_optimizers_as(
+            form, structure, outputs, checkpoint.parsed_tree
+        )
     notes += tuple(notes_of_parts(checkpoint.parsed_tree, names))
     total, done = sum(output.nbytes for output in outputs), 0
     progress = options.report_progress

@@ -201,6 +201,20 @@ def test_optimizers_of_several_modules_have_the_names_of_their_own(tmp_path):
     assert steps(back[0], back[2], 1, 3) == steps(ours[0], ours[2], 1, 3)
 
 
+def test_an_optimizer_alone_has_the_names_that_it_has_beside_its_module(tmp_path):
+    policy = net()
+    optimizer = torch.optim.Adam(policy.parameters())
+    steps(policy, optimizer, 0, 1)
+    state = shardckpt.train_state(policy=policy, optimizer=optimizer, rng=False)
+    shardckpt.save(tmp_path / "c", state)
+    shardckpt.export(tmp_path / "c", tmp_path / "a.pt", to="torch")
+    shardckpt.export(tmp_path / "c", tmp_path / "b.pt", to="torch", include="optimizer/**")
+    a, b = (torch.load(tmp_path / name, weights_only=True) for name in ("a.pt", "b.pt"))
+    assert b.keys() == {"optimizer"}
+    assert b["optimizer"]["state"].keys() == a["optimizer"]["state"].keys()
+    assert set(b["optimizer"]["state"]) == {name for name, _ in policy.named_parameters()}
+
+
 def test_settings_in_tensors_and_nested_settings_are_exported(tmp_path):
     run = made(lr=torch.tensor(0.01))
     steps(*run[:2], 0, 2)
