@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -80,6 +82,36 @@ def test_a_directory_holds_one_model_and_another_one_is_replaced_as_a_whole(
     assert {name: array.tobytes() for name, array in arrays.items()} == {
         name: array.tobytes() for name, array in STATE.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("to", "others"),
+    [
+        ("dcp", "my_notes.txt"),
+        ("dcp", "step_2/a.bin"),
+        ("dcp", "common.pt"),
+        ("dcp", "__0_0.distcp.old"),
+        ("orbax", "my_notes.txt"),
+        ("orbax", "step_2/_METADATA"),
+        ("orbax", "default/d/0"),
+    ],
+)
+def test_a_directory_that_holds_more_than_an_earlier_export_is_not_replaced(
+    tmp_path, place, to, others
+):
+    out = tmp_path / "out"
+    shardckpt.export(place, out, to=to)
+    (out / others).parent.mkdir(parents=True, exist_ok=True)
+    (out / others).write_text("mine")
+    before = sorted(out.rglob("*"))
+    with pytest.raises(errors.AlreadyExistsError, match=re.escape(others.partition("/")[0])):
+        shardckpt.export(place, out, to=to, overwrite=True)
+    assert sorted(out.rglob("*")) == before
+    (out / others).unlink()
+    if "/" in others:
+        shutil.rmtree(out / others.partition("/")[0])
+    shardckpt.export(place, out, to=to, overwrite=True)
+    assert names(tmp_path) == ["c", "out"]
 
 
 def test_what_other_exports_have_left_is_not_taken_for_ones_own(tmp_path, place):

@@ -31,13 +31,14 @@ from shardckpt.io.datafile import lack_of_space
 from shardckpt.io.deletion import remove_tree
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.files import DurableDirectories, OpenFile, sync_directory, sync_open_directory
-from shardckpt.io.locks import is_at, lock_whole
+from shardckpt.io.locks import HIDDEN, is_at, lock_whole
 from shardckpt.io.status import exists, is_directory, is_file, is_link
 from shardckpt.io.store import Store
+from shardckpt.state.names import shown
 from shardckpt.text import Message, file_size
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
     from shardckpt.io.url import Location
@@ -61,6 +62,7 @@ class Draft:
         overwrite: bool,
         nbytes: int,
         marks: Collection[str] | None = None,
+        is_own: Callable[[Path], bool] = lambda _entry: True,
     ) -> None:
         """Make an empty draft.
 
@@ -70,6 +72,8 @@ class Draft:
             nbytes: approximate bytes of the finished draft.
             marks: None for a file. For a directory: names of files of which an existing directory
                 must have one, or be empty, before `overwrite` replaces it.
+            is_own: whether an entry of such a directory is one that the format writes; `overwrite`
+                replaces no directory that has others.
 
         Raises:
             OptionError: the location is not on a local disk.
@@ -84,6 +88,7 @@ class Draft:
             )
         self.final: Path = final
         self._marks = None if marks is None else frozenset(marks)
+        self._is_own = is_own
         self._overwrite = overwrite
         self._replacing = False
         """Whether the draft takes the name of an old directory: from then on both are complete."""
@@ -195,20 +200,31 @@ class Draft:
                 raise AlreadyExistsError(
                     Message(f"{self.final} is not a file, and ", OVERWRITE, advice)
                 )
-        elif (
-            not is_directory(self.final)
-            or is_link(self.final)
-            or not _holds_any(self.final, self._marks)
-        ):
-            reason = (
-                f"{self.final} is not an earlier export (it has no "
-                f"{' or '.join(sorted(self._marks))}), so "
-            )
+            return
+        reason = self._reason_to_keep(self._marks)
+        if reason is not None:
             raise AlreadyExistsError(
                 Message(
-                    reason, OVERWRITE, " does not replace it; remove it, or choose another place."
+                    f"{self.final} {reason}, so ",
+                    OVERWRITE,
+                    " does not replace it; remove it, or choose another place.",
                 )
             )
+
+    def _reason_to_keep(self, marks: Collection[str]) -> str | None:
+        """The reason, in words, that a directory is not replaced; None: there is none."""
+        entries: list[Path] = []
+        if is_directory(self.final) and not is_link(self.final):
+            with storage_errors("list", self.final):
+                entries = sorted(self.final.iterdir())
+            if not entries:
+                return None
+        if not any(entry.name in marks for entry in entries):
+            return f"is not an earlier export (it has no {' or '.join(sorted(marks))})"
+        for entry in entries:
+            if not (self._is_own(entry) or HIDDEN.fullmatch(entry.name)):
+                return f"holds {shown(entry.name)} beside an earlier export"
+        return None
 
     def _settle_leftovers(self) -> list[Path]:
         """The drafts of killed exports.
@@ -312,13 +328,6 @@ def _link(draft: Path, path: Path) -> bool:
             raise
         return False
     return True
-
-
-def _holds_any(directory: Path, names: Collection[str]) -> bool:
-    """Whether a directory is empty, or has an entry of one of these names."""
-    with storage_errors("list", directory):
-        there = {entry.name for entry in directory.iterdir()}
-    return not there or not there.isdisjoint(names)
 
 
 @contextmanager

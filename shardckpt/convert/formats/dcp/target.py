@@ -21,6 +21,7 @@ would store it in a form that `dcp_to_torch_save` cannot read.
 from __future__ import annotations
 
 import io
+import re
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
 METADATA = ".metadata"
 _FILE = "__0_0.distcp"
 """DCP's name of the first file of the first rank."""
+_FILES = re.compile(r"__\d+_\d+\.distcp")
+"""Matches DCP's names of files."""
 _ITEM_BYTES = 2 << 10
 """Approximate bytes that torch.save adds to a block."""
 
@@ -106,7 +109,13 @@ class DcpDirectory(StateWriter):
         }
         """Tensor → its written blocks: index of the first element → shape and place."""
         self._parts: list[WrittenBlock] = []
-        self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes, marks={METADATA})
+        self._draft = Draft(
+            location,
+            overwrite=overwrite,
+            nbytes=nbytes,
+            marks={METADATA},
+            is_own=lambda entry: entry.name == METADATA or bool(_FILES.fullmatch(entry.name)),
+        )
         try:
             with storage_errors("create", self._where):
                 self._file = (self._draft.path / _FILE).open("xb")

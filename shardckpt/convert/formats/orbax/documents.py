@@ -60,6 +60,8 @@ RESERVED = (
     "commit_success.txt",
 )
 """Names of Orbax's own files and directories."""
+_DATABASE = ("manifest.ocdbt", "d")
+"""Names of the file and the directory of a database that has all arrays."""
 _PROCESS_PART = re.compile(r"ocdbt\.process_\w*")
 """Matches the directory of one process's arrays, which Orbax merges when the save is finished."""
 _LEGACY_FILE = "checkpoint"
@@ -231,6 +233,11 @@ def _check_names(listing: list[OrbaxEntry], where: str) -> None:
                 "the two out with "
             )
             raise NamesMismatchError(Message(reason, named("exclude"), "."))
+
+
+def is_of_orbax(name: str) -> bool:
+    """Whether Orbax itself writes a file or directory of this name beside those of arrays."""
+    return name in (*RESERVED, *_DATABASE) or _PROCESS_PART.fullmatch(name) is not None
 
 
 def _check_directory(name: str, where: str) -> None:

@@ -26,6 +26,7 @@ from shardckpt.convert.tree_back import check_tree
 from shardckpt.errors import DtypeError, MissingDataError
 from shardckpt.format.stored_chunks import encode
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, array_json, chunk_key
+from shardckpt.io.status import exists, is_directory
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse as parse_url
 from shardckpt.plan.grids import LARGEST, block_shape, one_grid
@@ -34,6 +35,7 @@ from shardckpt.writing.plain import PlainWriter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -94,7 +96,13 @@ class OrbaxDirectory(StateWriter):
         nbytes = sum(
             tensor.nbytes * len(self._arrays[name]) for name, tensor in self._tensors.items()
         )
-        self._draft = Draft(location, overwrite=overwrite, nbytes=nbytes, marks=documents.RESERVED)
+        self._draft = Draft(
+            location,
+            overwrite=overwrite,
+            nbytes=nbytes,
+            marks=documents.RESERVED,
+            is_own=lambda entry: documents.is_of_orbax(entry.name) or _holds_arrays(entry),
+        )
         try:
             self._writer = PlainWriter(Store.open(parse_url(self._draft.path)), place=str)
         except BaseException:
@@ -194,3 +202,13 @@ class OrbaxDirectory(StateWriter):
                 f"{shown(odd.name)}: TensorStore has no dtype {odd.dtype}, so Orbax cannot read "
                 "it; export it in another dtype, or leave it out."
             )
+
+
+def _holds_arrays(directory: Path) -> bool:
+    """Whether a directory is an array of zarr, or holds only arrays."""
+    if not is_directory(directory):
+        return False
+    if any(exists(directory / name) for name in ("zarr.json", ".zarray")):
+        return True
+    entries = list(directory.iterdir())
+    return bool(entries) and all(map(_holds_arrays, entries))
