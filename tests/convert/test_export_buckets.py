@@ -20,6 +20,7 @@ from paths import CHILDREN
 import shardckpt
 from shardckpt import errors
 from shardckpt.convert.files import object_files
+from shardckpt.convert.files.object_files import ObjectTarget
 from shardckpt.io.buckets import uploading
 from shardckpt.io.store import Store
 from shardckpt.streaming import stream as streaming
@@ -54,8 +55,17 @@ def place(cloud, monkeypatch):
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """A checkpoint, and the files that an export to a disk makes of it: one, and several."""
-    folder = tmp_path_factory.mktemp("source")
-    state = {f"w{i:02d}": random((512, 512), seed=i) for i in range(TENSORS)}
+    return made(tmp_path_factory.mktemp("source"), 0)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """The same of other elements."""
+    return made(tmp_path_factory.mktemp("other"), 100)
+
+
+def made(folder, seed):
+    state = {f"w{i:02d}": random((512, 512), seed=seed + i) for i in range(TENSORS)}
     saved(folder / "c", state, {"w0*": sharded("a", "b"), "w1*": sharded("", "ab")})
     shardckpt.export_safetensors(folder / "c", folder / "one.safetensors")
     shardckpt.export_safetensors(folder / "c", folder / "several", max_shard_size=SHARD)
@@ -157,6 +167,12 @@ def test_one_that_was_killed_when_all_was_there_is_found_finished(source, place,
         with pytest.raises(KeyboardInterrupt):
             export(source, place, max_shard_size=SHARD)
     assert set(objects(place)) == {*on_disk(source), f".{INDEX}.export.json"}
+
+    def fail(_done, _total):
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        export(source, place, max_shard_size=SHARD, progress=fail)
     report = export(source, place, max_shard_size=SHARD)
     assert (report.read_bytes, report.resumed_bytes) == (0, report.nbytes)
     assert objects(place) == on_disk(source)
@@ -167,6 +183,46 @@ def test_another_export_removes_what_an_interrupted_one_has_left(source, place):
     export(source, place, max_shard_size=SHARD, dtype="bfloat16")
     names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     assert set(objects(place)) == {*names, INDEX}
+
+
+def test_an_export_that_another_one_replaces_between_two_files_publishes_no_mixed_model(
+    source, other, place, monkeypatch
+):
+    begin, others = ObjectTarget.open.__func__, []
+
+    def stop(done, _total):
+        if done > SHARD + MiB:
+            raise KeyboardInterrupt
+
+    def begin_after_the_other(cls, at, **options):
+        if at.name == FILES[1] and not others:
+            others.append(at)
+            with pytest.raises(KeyboardInterrupt):
+                export(other, place, max_shard_size=SHARD, progress=stop)
+        return begin(cls, at, **options)
+
+    monkeypatch.setattr(ObjectTarget, "open", classmethod(begin_after_the_other))
+    with pytest.raises(errors.StorageError, match="another export has begun there"):
+        export(source, place, max_shard_size=SHARD)
+    assert INDEX not in objects(place)
+    export(other, place, max_shard_size=SHARD)
+    assert objects(place) == on_disk(other)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_export_that_another_one_has_replaced_deletes_nothing_of_it(source, other, place, fails):
+    begun = []
+
+    def replace(done, _total):
+        if done > SHARD + MiB and not begun:
+            begun.append(done)
+            export(other, place, max_shard_size=SHARD)
+            if fails:
+                raise RuntimeError
+
+    with pytest.raises(RuntimeError if fails else errors.StorageError):
+        export(source, place, max_shard_size=SHARD, progress=replace)
+    assert objects(place) == on_disk(other)
 
 
 @pytest.mark.parametrize("there", ["a.safetensors", FILES[0], FILES[2], INDEX])

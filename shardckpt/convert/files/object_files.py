@@ -20,9 +20,10 @@ may finish it. A process with other bytes aborts the upload of the first, which 
 1. A single file becomes visible when it is published. Of several files, each data file becomes
    visible when the next one begins; the file that names them all comes last, and without it readers
    find no model. If a model is replaced, that file is deleted first.
-2. A small object, `.<last name>.export.json`, lists the files that an export has begun. Replaced
-   files are deleted before the export begins, so the listed files that exist belong to it: the same
-   export continues after them, another export removes them. The object is deleted at the end.
+2. A small object, `.<last name>.export.json`, lists the files that an export has begun, and has its
+   token. Replaced files are deleted before the export begins, so the listed files that exist belong
+   to it: the same export continues after them, another one changes the token, and removes them. An
+   export whose token is gone fails, and removes nothing. The object is deleted at the end.
 
 The service compares the received bytes with its own checksums, part by part, so nothing is read
 back.
@@ -33,6 +34,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
+from secrets import token_hex
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from shardckpt.convert.files.destination import already_exists
@@ -75,11 +77,10 @@ def _read_note(store: Store, key: str, parse: Callable[[Fields], T]) -> tuple[T 
     The object is None if there is none that can be read.
     """
     content, generation = store.read_versioned(key)
+    where = store.path_of(key)
     with suppress(FormatError):
         if content is not None:
-            return parse(
-                Fields(open_envelope(content, store.path_of(key)), store.path_of(key))
-            ), generation
+            return parse(Fields(open_envelope(content, where), where)), generation
     return None, generation
 
 
@@ -99,6 +100,28 @@ class _UploadNote:
     def parse(cls, doc: Fields) -> Self:
         """The note of a document; FormatError if it is none."""
         return cls(doc.string("digest"), UploadState.from_json(doc))
+
+
+@dataclass(frozen=True, slots=True)
+class _ExportNote:
+    """The contents of the object that records an export of several files."""
+
+    digest: str
+    """Digest of the export; "" while the files of an earlier one are removed."""
+    token: str
+    """Random text that the same export keeps when it continues."""
+    named: tuple[str, ...]
+    """Names of the files that it has begun, or that are removed."""
+
+    @classmethod
+    def read(cls, store: Store, key: str) -> tuple[Self, bytes]:
+        """The note, empty if there is none that can be read, and its generation."""
+        note, generation = _read_note(
+            store,
+            key,
+            lambda doc: cls(doc.string("digest"), doc.string("token"), tuple(doc.keys("named"))),
+        )
+        return note or cls("", "", ()), generation
 
 
 def abandon(place: Location) -> None:
@@ -333,6 +356,7 @@ class ObjectFiles:
         self._obsolete = obsolete
         self._store = Store.open(directory)
         self._note = _note_of(names[-1])
+        self._token = token_hex()
         self._finished = 0
         """Number of files that are visible."""
         self._target: ObjectTarget | None = None
@@ -342,10 +366,8 @@ class ObjectFiles:
         self._plan = plan
         if len(self._names) > 1:
             self._take_up()
-        at = (
-            self._finished,
-            self._open_upload(self._finished).resume_at if self._finished < len(self._names) else 0,
-        )
+        is_complete = self._finished == len(self._names)
+        at = self._finished, 0 if is_complete else self._open_upload(self._finished).resume_at
         durable = 0
         for _, file, runs in plan.blocks():
             if any((file, offset + length) > at for offset, length in runs):
@@ -368,11 +390,11 @@ class ObjectFiles:
         """See `Destination`. The service verified every part on arrival."""
         del verify
         if self._finished < len(self._names):
-            self._open_upload(len(self._names) - 1)
+            last = self._open_upload(len(self._names) - 1)
             for name in self._obsolete:
                 self._store.delete(name)
-            self._finish_one()
-        if len(self._names) > 1:
+            self._finish_one(last)
+        if len(self._names) > 1 and self._is_mine():
             self._store.delete(self._note)
 
     def abort(self, *, keep: bool) -> None:
@@ -383,37 +405,56 @@ class ObjectFiles:
                 target.close()
             elif target is not None:
                 target.abort()
-        if not keep and len(self._names) > 1:
+        if not keep and 1 < len(self._names) > self._finished:  # else it was complete already
             with suppress(ShardckptError):
-                for name in [*self._names[: self._finished], self._note]:
+                for name in [*self._names[: self._finished], self._note] if self._is_mine() else ():
                     self._store.delete(name)
 
     def _open_upload(self, number: int) -> ObjectTarget:
         """Open the file of this number, after finishing those before it."""
-        while self._finished < number:
+        while self._target is None or self._finished < number:
             if self._target is None:
-                self._target = self._open(self._finished)
-            self._finish_one()
-        if self._target is None:
-            self._target = self._open(number)
+                self._open(self._finished)
+            else:
+                self._finish_one(self._target)
         return self._target
 
-    def _open(self, number: int) -> ObjectTarget:
+    def _open(self, number: int) -> None:
         if len(self._names) > 1:
-            named = list(self._names[: number + 1])
-            self._store.write(self._note, seal({"digest": self._digest(0), "named": named}))
-        return ObjectTarget.open(
+            note, generation = _ExportNote.read(self._store, self._note)
+            if note.token != self._token:
+                raise self._replaced()
+            self._write_note(self._digest(0), self._names[: number + 1], generation)
+        self._target = ObjectTarget.open(
             self._directory.join(self._names[number]),
             nbytes=self._plan.sizes[number],
             digest=self._digest(number),
             overwrite=self._overwrite,
             memory_limit=self.memory,
         )
+        # An export that begins after this finds the upload, and ends it.
+        if len(self._names) > 1 and not self._is_mine():
+            self.abort(keep=False)
+            raise self._replaced()
 
-    def _finish_one(self) -> None:
-        assert self._target is not None
-        with self._target as target:
-            self._target = None
+    def _is_mine(self) -> bool:
+        """Whether no other export has begun there."""
+        return _ExportNote.read(self._store, self._note)[0].token == self._token
+
+    def _write_note(self, digest: str, named: Sequence[str], generation: bytes) -> None:
+        content = seal({"digest": digest, "token": self._token, "named": list(named)})
+        if not self._store.replace(self._note, content, generation):
+            raise self._replaced()
+
+    def _replaced(self) -> StorageError:
+        return StorageError(
+            f"cannot export to {self._directory}: another export has begun there, or has ended; "
+            "let only one of them do it."
+        )
+
+    def _finish_one(self, target: ObjectTarget) -> None:
+        self._target = None
+        with target:
             target.finish()
         self._finished += 1
 
@@ -422,18 +463,21 @@ class ObjectFiles:
 
     def _take_up(self) -> None:
         """Continue after an earlier call's finished files, or remove the files of another call."""
-        digest, named = _begun(self._store, self._note)
-        if digest == self._digest(0):
+        note, generation = _ExportNote.read(self._store, self._note)
+        named = note.named
+        if note.digest == self._digest(0):
+            self._token = note.token
             for name, size in zip(named, self._plan.sizes, strict=False):
                 if self._store.size(name) != size:
                     break
                 self._finished += 1
             return
         if named and self._store.exists(self._names[-1]):
-            named = []  # that export was complete
+            named = ()  # that export was complete
         for name in [] if self._overwrite else self._names:
             if name not in named and self._store.exists(name):
                 raise already_exists(self._store.path_of(name))
+        self._write_note("", named, generation)
         for name in dict.fromkeys(
             [self._names[-1], *named, *(self._names if self._overwrite else ())]
         ):
@@ -441,25 +485,16 @@ class ObjectFiles:
             self._store.delete(name)
 
 
-def begun(directory: Location, last: str) -> list[str]:
+def begun(directory: Location, last: str) -> Sequence[str]:
     """Files that an incomplete export has begun there.
 
     `last` is the file that would complete it.
     """
     store = Store.open(directory)
-    _, named = _begun(store, _note_of(last))
-    return named if named and not store.exists(last) else []
+    note, _ = _ExportNote.read(store, _note_of(last))
+    return note.named if note.named and not store.exists(last) else ()
 
 
 def _note_of(last: str) -> str:
     """Name of the object that records an export's progress."""
     return f".{last}.export.json"
-
-
-def _begun(store: Store, key: str) -> tuple[str, list[str]]:
-    """Digest of the export that wrote the note, and the files that it has begun.
-
-    Both empty if there is no note.
-    """
-    note, _ = _read_note(store, key, lambda doc: (doc.string("digest"), doc.keys("named")))
-    return note or ("", [])
