@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -352,9 +353,10 @@ def _write_safetensors(
         if not options.overwrite:
             configs, kept = without_others(configs, directory, file_names[-1])
     file_names = [*configs, *file_names]
-    obsolete = (
-        [] if single is not None else _obsolete(directory, file_names, overwrite=options.overwrite)
-    )
+    obsolete: Callable[[], Sequence[str]] = tuple
+    if single is None:
+        obsolete = partial(_obsolete, directory, file_names, overwrite=options.overwrite)
+    obsolete()  # another model is refused at once, and again before the files get their names
     written = write_safetensors(
         checkpoint,
         list(model.weights.values()),
@@ -416,7 +418,10 @@ def _obsolete(directory: Location, names: Sequence[str], *, overwrite: bool) -> 
 
 
 def _destination(
-    directory: Location, names: Sequence[str], obsolete: Sequence[str], options: SafetensorsOptions
+    directory: Location,
+    names: Sequence[str],
+    obsolete: Callable[[], Sequence[str]],
+    options: SafetensorsOptions,
 ) -> Destination:
     if (path := directory.local_path) is not None:
         return LocalFiles(path, names, overwrite=options.overwrite, obsolete=obsolete)

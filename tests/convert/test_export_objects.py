@@ -87,6 +87,19 @@ def test_another_model_is_refused_or_replaced_as_a_whole(tmp_path, place, there,
     assert contents(store) == on_disk(place, tmp_path / "out", max_shard_size=after)
 
 
+@pytest.mark.parametrize(("one", "other"), [(None, SPLIT), (SPLIT, None)], ids=["one", "many"])
+def test_a_model_that_appears_during_an_export_is_the_only_one(tmp_path, place, there, one, other):
+    (url, store), begun = there, []
+
+    def export_another(_done, _total):
+        if not begun:
+            begun.append(shardckpt.export(place, url, max_shard_size=other, **OPTIONS))
+
+    with pytest.raises(errors.AlreadyExistsError, match="holds another model"):
+        shardckpt.export(place, url, max_shard_size=one, progress=export_another, **OPTIONS)
+    assert contents(store) == on_disk(place, tmp_path / "out", max_shard_size=other)
+
+
 def test_several_files_are_gone_on_with_and_the_index_comes_last(tmp_path, place, there):
     url, store = there
 

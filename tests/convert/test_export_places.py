@@ -84,6 +84,27 @@ def test_a_directory_holds_one_model_and_another_one_is_replaced_as_a_whole(
     }
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(("one", "other"), [(None, 100), (100, None)], ids=["one", "many"])
+def test_a_model_that_appears_during_an_export_is_the_only_one_or_is_replaced(
+    tmp_path, place, one, other, overwrite
+):
+    out, begun = tmp_path / "out", []
+
+    def export_another(_done, _total):
+        if not begun:
+            begun.append(shardckpt.export(place, out, max_shard_size=other).files)
+
+    options = {"max_shard_size": one, "overwrite": overwrite, "progress": export_another}
+    if overwrite:
+        report = shardckpt.export(place, out, **options)
+        assert names(out) == sorted(report.files)
+    else:
+        with pytest.raises(errors.AlreadyExistsError, match="holds another model"):
+            shardckpt.export(place, out, **options)
+        assert names(out) == sorted(*begun)
+
+
 @pytest.mark.parametrize(
     ("to", "others"),
     [

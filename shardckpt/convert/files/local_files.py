@@ -40,7 +40,7 @@ from shardckpt.io.status import exists, is_directory, status
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from shardckpt.convert.files.destination import FileWrite, WritePlan
@@ -62,18 +62,18 @@ class LocalFiles:
         names: Sequence[str],
         *,
         overwrite: bool,
-        obsolete: Sequence[str] = (),
+        obsolete: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         """Prepare to write files of these names; the last one appears last.
 
-        `obsolete`: files that are removed when the new ones appear.
+        `obsolete`: lists the files to remove when the new ones appear, or refuses them.
         """
         self._directory = directory
         self._paths = [directory / name for name in names]
         self._partial = _partial(directory, names[-1])
         self._drafts = [self._partial / str(number) for number in range(len(names))]
         self._overwrite = overwrite
-        self._obsolete = [directory / name for name in obsolete]
+        self._obsolete = obsolete
         self._notes: Notes | None = None
         self._checks: list[int] = []
         self._noted = 0
@@ -189,7 +189,7 @@ class LocalFiles:
             self._refuse_to_replace()
             with storage_errors("name", self._partial):
                 sync_directory(self._partial)
-            self._name_all()
+            self._name_all(self._obsolete())
             self._notes.add([])
         self._remove(self._notes)
 
@@ -262,14 +262,14 @@ class LocalFiles:
                 if durable:
                     os.fsync(fd)
 
-    def _name_all(self) -> None:
-        """Give all files their names, except those that have them."""
+    def _name_all(self, obsolete: Sequence[str]) -> None:
+        """Give all files their names, except those that have them, and remove obsolete files."""
         last = len(self._paths) - 1
         # The last file names the others.
         changing = (
             [self._paths[last]] if self._overwrite and last and not self._has_name(last) else []
         )
-        for path in (*changing, *self._obsolete):
+        for path in (*changing, *(self._directory / name for name in obsolete)):
             with storage_errors("remove", path):
                 path.unlink(missing_ok=True)
         for number, (draft, path) in enumerate(zip(self._drafts, self._paths, strict=True)):

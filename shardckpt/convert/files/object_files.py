@@ -338,7 +338,7 @@ class ObjectFiles:
         *,
         overwrite: bool,
         memory: int,
-        obsolete: Sequence[str] = (),
+        obsolete: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         """Prepare to write files of these names; the last one appears last.
 
@@ -347,7 +347,7 @@ class ObjectFiles:
             names: names of the files.
             overwrite: whether they may replace existing files.
             memory: bytes for buffers.
-            obsolete: files to delete before the last file appears.
+            obsolete: lists the files to delete before the last file appears, or refuses them.
         """
         self.memory = memory
         self._directory = directory
@@ -391,7 +391,7 @@ class ObjectFiles:
         del verify
         if self._finished < len(self._names):
             last = self._open_upload(len(self._names) - 1)
-            for name in self._obsolete:
+            for name in self._obsolete():
                 self._store.delete(name)
             self._finish_one(last)
         if len(self._names) > 1 and self._is_mine():
