@@ -148,7 +148,8 @@ def _format_at(location: Location, from_: str) -> tuple[str, tuple[str, ...]]:
             *(f"not read: {other}" for other in detected.others),
         )
     module_of(from_)
-    if file_at(location) is None and not Store.open(location).list_children():
+    place = Store.open(location)
+    if file_at(location) is None and place.lists and not place.list_children():
         raise NotFoundError(
             f"{location}: there is no such file, and no directory of that name with files in it; "
             "check the path."

@@ -328,6 +328,10 @@ def test_a_web_server_that_lists_nothing_is_asked_for_files_and_zarr(run, tmp_pa
         )
         assert run("verify", f"{server.url}/z", "--json").json["complete"]
         answer = run("info", f"{server.url}/empty")
+        for from_ in ("zarr", "auto"):
+            to = tmp_path / f"from_{from_}"
+            shardckpt.import_checkpoint(f"{server.url}/z", to, from_=from_, workers=1)
+            assert np.array_equal(shardckpt.restore(to)["layer"]["weight"], WEIGHT)
     assert answer.status == 3
     assert "give the url of a file" in answer.err
 
