@@ -107,9 +107,31 @@ def detect(location: Location) -> Detected:
     """Detect the format of a file or directory.
 
     Raises:
-        NotFoundError: there is nothing at the location.
         FormatError: no known format; the message lists the known formats and the names that are
-            there. Or it is a checkpoint of DeepSpeed; the message says how to convert it.
+            there.
+        FormatError, NotFoundError, OptionError, StorageError: as in `detect_known`.
+    """
+    detected = detect_known(location)
+    if detected is not None:
+        return detected
+    there = (
+        few(Store.open(location).list_children(), _NAMED)
+        if file_at(location) is None
+        else "a file that begins like none of these"
+    )
+    looked_for = "; ".join(FORMATS.values())
+    raise FormatError(
+        f"{location} holds no checkpoint of a known format. Looked for: {looked_for}. Found: "
+        f"{there}."
+    )
+
+
+def detect_known(location: Location) -> Detected | None:
+    """The format of a file or directory; None: it is not a known one.
+
+    Raises:
+        NotFoundError: there is nothing at the location.
+        FormatError: it is a checkpoint of DeepSpeed; the message says how to convert it.
         OptionError: the location is a checkpoint of shardckpt, or could be of two formats.
         StorageError: the storage failed or refused.
     """
@@ -150,12 +172,7 @@ def detect(location: Location) -> Detected:
         )
     if file is None:
         refuse_directory(Store.open(location), names)
-    there = "a file that begins like none of these" if file is not None else few(names, _NAMED)
-    looked_for = "; ".join(FORMATS.values())
-    raise FormatError(
-        f"{location} holds no checkpoint of a known format. Looked for: {looked_for}. Found: "
-        f"{there}."
-    )
+    return None
 
 
 def _detected_unlisted(location: Location) -> Detected:

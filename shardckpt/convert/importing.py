@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from shardckpt.convert.detect import AUTO, detect, module_of
 from shardckpt.convert.files.file_version import file_at
 from shardckpt.convert.foreign_source import ForeignSpec
+from shardckpt.convert.hub_cache import hub_snapshot
 from shardckpt.convert.options import ImportOptions
 from shardckpt.errors import NotFoundError, OptionError, out_of_memory_is_typed
 from shardckpt.io.failures import reading_takes_threads
@@ -124,6 +125,7 @@ def import_checkpoint(  # noqa: D417  (the other arguments are documented where 
             f"{location}: the new checkpoint would be written into the source; choose another "
             "place for it."
         )
+    location = hub_snapshot(location) or location
     format_name, signs = _format_at(location, from_)
     spec = ForeignSpec(str(location), format_name, trust_pickle, into, options.names())
     source = spec.open()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardckpt.commit.publish import RECORD
-from shardckpt.convert.detect import detect
+from shardckpt.convert.detect import detect_known
 from shardckpt.convert.foreign_source import ForeignSpec
 from shardckpt.convert.hub_cache import hub_snapshot
 from shardckpt.errors import (
@@ -53,9 +53,9 @@ def open(url: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  (shardckpt.o
             if Store.open(location).exists(RECORD):  # a checkpoint that was deleted
                 raise e from None
             snapshot = hub_snapshot(location) or location
-            detected = detect(snapshot)
-        except (FormatError, NotFoundError, StorageError) as other:
-            # Nothing known is there: the first error is more helpful.
+            detected = detect_known(snapshot)
+        except (NotFoundError, StorageError) as other:
+            # Nothing is there: the first error is more helpful.
             raise (e if Store.open(location).lists else other) from None
         except OptionError as several:
             # It is there and could not be read, so the first error is the cause.
@@ -65,6 +65,8 @@ def open(url: str | os.PathLike[str]) -> Checkpoint:  # noqa: A001  (shardckpt.o
                 f"{several.message.without_stop()}; `shardckpt import --from` reads the one that "
                 "you choose."
             ) from e
+        if detected is None:
+            raise
     try:
         return ForeignSpec(str(snapshot), detected.format, trust_pickle=True).open()
     except ShardckptError as e:

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from web_server import web_server
 
 import shardckpt
+from shardckpt import errors
 
 WEIGHT = np.arange(96, dtype=np.float32).reshape(8, 12)
 TORCH = {"model": {"layer.weight": torch.arange(96, dtype=torch.float32).reshape(8, 12)}, "step": 3}
@@ -196,8 +197,13 @@ def test_a_model_of_the_hub_cache_is_its_main_snapshot(run, tmp_path):
         save_file({"w": np.full(3, value)}, model / "snapshots" / revision / "model.safetensors")
     (model / "refs").mkdir()
     answer = run("info", model)
-    assert answer.status == 3
+    assert answer.status == 4
+    assert "holds 2 snapshots of a model (aaaa, bbbb); give the path of one of them" in answer.err
+    with pytest.raises(errors.FormatError, match="give the path of one of them"):
+        shardckpt.import_checkpoint(model, tmp_path / "new", workers=1)
     (model / "refs" / "main").write_text("bbbb\n")
+    shardckpt.import_checkpoint(model, tmp_path / "new", workers=1)
+    assert (shardckpt.restore(tmp_path / "new")["w"] == 2).all()
     assert run("info", model, "--json").json["url"].endswith("/snapshots/bbbb")
     assert run("stats", model, "--json").json["all"]["max"] == 2
 

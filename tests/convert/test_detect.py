@@ -147,6 +147,10 @@ def test_a_checkpoint_of_deepspeed_is_refused_with_what_to_do(deepspeed: Path) -
                 match=rf"^{path} is a checkpoint of DeepSpeed .*zero_to_fp32\.py.*import `joined`",
             ):
                 shardckpt.import_checkpoint(path, deepspeed.parent / "new", **options)
+        with pytest.raises(
+            errors.FormatError, match=r"is a checkpoint of DeepSpeed .*zero_to_fp32"
+        ):
+            shardckpt.open(path)
     for path in step.iterdir():
         with pytest.raises(
             errors.FormatError, match=rf"^{path} has one process's part .*zero_to_fp32\.py"
