@@ -14,6 +14,7 @@ from convert_states import random, saved, sharded
 
 import shardckpt
 from shardckpt import errors
+from shardckpt.convert.files import local_files
 from shardckpt.convert.files.local_files import LocalFiles
 from shardckpt.convert.formats.safetensors.layout import lay_out
 from shardckpt.convert.formats.safetensors.target import write_safetensors
@@ -108,6 +109,32 @@ def test_the_index_is_never_there_beside_files_that_it_does_not_mean(
     assert sorted(path.name for path in out.iterdir()) == NAMES
     assert (out / "index.json").read_bytes() == INDEX
     assert sorted(safetensors.torch.load_file(out / "a.safetensors")) == ["none", "v", "w"]
+
+
+def test_an_export_killed_before_it_named_files_takes_none_of_an_older_model_of_equal_sizes(
+    tmp_path, place, monkeypatch
+):
+    out = tmp_path / "out"
+    state = {
+        "w": random((50, 40), seed=7),
+        "v": random((3,), "bool", 8),
+        "none": random((0, 4)),
+        "s": random((), "float16", 9),
+    }
+    saved(tmp_path / "old", state)
+    write(tmp_path / "old", out)
+
+    def stop(*_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local_files, "_NOTE_BYTES", 1)  # the index alone has as many
+    with monkeypatch.context() as patch:
+        patch.setattr(local_files, "read_back", stop)
+        with pytest.raises(KeyboardInterrupt):
+            write(place, out, overwrite=True)
+    write(place, out, overwrite=True)
+    weight = safetensors.torch.load_file(out / "a.safetensors")["w"].numpy()
+    assert weight.tobytes() == random((50, 40)).tobytes()
 
 
 def test_files_without_hard_links_are_replaced_by_one_rename_each(tmp_path, place, monkeypatch):

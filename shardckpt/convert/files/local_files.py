@@ -158,7 +158,8 @@ class LocalFiles:
                 self._write_run(run)
         self._checks += checks
         # Of the current file: earlier ones became durable when the file changed.
-        if self._unnoted >= _NOTE_BYTES:
+        # A note without blocks would say that all files have their names.
+        if self._unnoted >= _NOTE_BYTES and self._noted < len(self._checks):
             assert self._notes is not None
             assert self._open is not None
             self._notes.add_later(
