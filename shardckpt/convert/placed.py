@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of
+from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of, tensors_of
 from shardckpt.convert.strided import read_box, run_of, strided_chunks
 from shardckpt.errors import CorruptionError, FormatError, extend
 from shardckpt.layout.box import Box
 from shardckpt.layout.dtypes import by_name, of_numpy
-from shardckpt.state import flatten
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
@@ -111,14 +110,10 @@ def place_tensors(
         FormatError: the parts of a tensor do not cover it.
     """
     structure = structure_of(state, str(location))
-    tensors = flatten(
-        state,
-        lambda value: isinstance(value, PlacedTensor),
-        lambda value: cast("PlacedTensor", value).identity,
-    ).tensors
     places = {
         name: {part.start: place for part, place in zip(tensor.parts, tensor.places, strict=True)}
-        for name, tensor in tensors.items()
+        for name, tensor in tensors_of(state).items()
+        if isinstance(tensor, PlacedTensor)
     }
     return Placed(format, location, structure, identity, tuple(notes), {}, places)
 
