@@ -195,24 +195,29 @@ class ForeignSource(Checkpoint):
         The CRC-32 of the entries in zip archives, which torch writes, is compared.
         """
         with self.reading():
-            compared, damage = self._compare_crcs()
+            compared, damage = self._compare_crcs(progress)
             report = read_all(
                 self.reader, self.record, str(self.location), progress, compared=compared
             )
         report.damage[:0] = damage
         return report
 
-    def _compare_crcs(self) -> tuple[list[str], list[Damage]]:
+    def _compare_crcs(
+        self, progress: Callable[[int, int], None] | None
+    ) -> tuple[list[str], list[Damage]]:
         """Compare the tensors that are stored with a CRC-32; return their names, and the damage."""
         compared, damage = [], []
-        for tensor in (
-            self.record.structure.tensors.values() if self._arrangement.is_unchanged else ()
-        ):
+        tensors = self.record.structure.tensors.values()
+        done, total = 0, sum(tensor.num_chunks for tensor in tensors)
+        for tensor in tensors if self._arrangement.is_unchanged else ():
             runs = [self.foreign.run(tensor, piece) for piece in tensor.pieces]
             known = [run for run in runs if run is not None and run.crc is not None]
             if len(known) < len(runs) or not tensor.nbytes:
                 continue
             compared.append(tensor.name)
+            if progress is not None:
+                progress(done, total)
+            done += tensor.num_chunks
             for run, piece in zip(known, tensor.pieces, strict=True):
                 try:
                     run.check_all()

@@ -180,6 +180,16 @@ def test_damage_in_a_torch_file_is_found_by_its_crc(run, tmp_path):
     assert damage["tensor"] == "w"
 
 
+def test_the_progress_of_a_verification_counts_tensors_that_are_compared_with_their_crc(tmp_path):
+    tensors = {f"w{i}": torch.full((1000,), float(i)) for i in range(4)}
+    torch.save(tensors, tmp_path / "model.pt")
+    calls = []
+    checkpoint = shardckpt.open(tmp_path / "model.pt")
+    report = checkpoint.verify(progress=lambda done, total: calls.append((done, total)))
+    assert report.compared == len(tensors)
+    assert calls == [(i, 4) for i in range(5)]
+
+
 def test_a_part_that_is_missing_is_damage(run, tmp_path):
     group = zarr.open_group(tmp_path / "z", mode="w")
     group.create_array("w", data=np.ones((40, 40)), chunks=(10, 10), compressors=None)
