@@ -173,6 +173,7 @@ def export(  # noqa: D417  (the other arguments are documented where they are de
     began = time.monotonic()
     options = StateOptions.of(given)
     checkpoint, location = Checkpoint(src), parse(dst)
+    _refuse_file_of_others(location, to)
     _refuse_within(location, checkpoint)
     with reading_takes_threads(src):
         written = write_state(checkpoint, location, to, options)
@@ -298,30 +299,31 @@ def export_safetensors(  # noqa: D417  (as above)
         return _write_safetensors(Checkpoint(src), parse(dst), options)
 
 
-def _refuse_file_of_others(location: Location) -> None:
-    """Raise OptionError if a safetensors destination is named like a file of another format.
+def _refuse_file_of_others(location: Location, to: str = "safetensors") -> None:
+    """Raise OptionError if a destination is named like a file of another format.
 
-    The destination would become a directory.
+    A directory of DCP may be named as a file of torch that ends in ".ckpt": Lightning names them
+    so.
     """
     suffix = PurePosixPath(location.name).suffix.lower()
-    if suffix in _TORCH_FILES:
-        advice = Message(
-            f"{location} is named like a file of torch, and the format is safetensors: write "
-            "torch's with ",
-            named("to", "torch"),
-        )
-        raise OptionError(
-            Message(
-                advice,
-                f", or choose a name that ends in {_SUFFIX}, or one without {suffix} for a "
-                "directory.",
-            )
-        )
+    named_for = {_SUFFIX: "safetensors", **dict.fromkeys(_TORCH_FILES, "torch")}.get(suffix)
+    choose = {
+        "safetensors": f"choose a name that ends in {_SUFFIX}, or one without {suffix} for a "
+        "directory.",
+        "torch": "choose a name that ends in .pt.",
+    }.get(to, f"choose a name without {suffix} for the directory.")
     if suffix in _OTHER_FILES:
         raise OptionError(
             f"{location} is named like a file of another format ({suffix}), which is not written; "
-            f"choose a name that ends in {_SUFFIX}, or one without {suffix} for a directory."
+            f"{choose}"
         )
+    if named_for not in {None, to} and (to, suffix) != ("dcp", ".ckpt"):
+        advice = Message(
+            f"{location} is named like a file of {named_for}, and the format is {to}: write "
+            f"{named_for}'s with ",
+            named("to", named_for),
+        )
+        raise OptionError(Message(advice, f", or {choose}"))
 
 
 def _write_safetensors(

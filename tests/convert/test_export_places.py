@@ -84,6 +84,28 @@ def test_a_directory_holds_one_model_and_another_one_is_replaced_as_a_whole(
     }
 
 
+@pytest.mark.parametrize(
+    ("to", "name", "words"),
+    [
+        ("safetensors", "a.pt", r"a file of torch, .*to='torch', or choose .* \.safetensors, or"),
+        ("torch", "a.safetensors", r"a file of safetensors, .*to='safetensors', or .* in \.pt\."),
+        ("torch", "a.gguf", r"a file of another format \(\.gguf\), .* ends in \.pt\."),
+        ("dcp", "a.pt", r"a file of torch, .*to='torch', or choose a name without \.pt for"),
+        ("orbax", "a.safetensors", r"a file of safetensors, .* without \.safetensors for"),
+    ],
+)
+def test_a_name_of_another_formats_file_is_refused(tmp_path, place, to, name, words):
+    with pytest.raises(errors.OptionError, match=f"{name} is named like {words}"):
+        shardckpt.export(place, tmp_path / name, to=to)
+    assert names(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "step.5"])
+def test_a_directory_of_dcp_may_have_a_suffix(tmp_path, place, name):
+    shardckpt.export(place, tmp_path / name, to="dcp")
+    assert (tmp_path / name / ".metadata").is_file()
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(("one", "other"), [(None, 100), (100, None)], ids=["one", "many"])
 def test_a_model_that_appears_during_an_export_is_the_only_one_or_is_replaced(
