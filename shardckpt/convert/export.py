@@ -141,8 +141,10 @@ def export(  # noqa: D417  (the other arguments are documented where they are de
         MissingExtraError: a package that the format needs is not installed.
     """
     given = locals()
-    if to != DELTA:
-        _refuse_options_of_versions(choices)
+    formats = ("safetensors", "peft", *FORMATS, DELTA)
+    if not isinstance(to, str) or to not in formats:
+        raise OptionError(Message(named("to", to), f": give {', '.join(map(repr, formats))}."))
+    _refuse_unknown_options(choices, to)
     if to in {"safetensors", "peft", DELTA}:
         if optimizer is not None:
             advice = (
@@ -155,13 +157,6 @@ def export(  # noqa: D417  (the other arguments are documented where they are de
             return _export_deltas(src, dst, DeltaOptions(**common, **choices))
         if to == "safetensors":
             return export_safetensors(src, dst, **common, **choices)
-    elif to not in FORMATS:
-        raise OptionError(
-            Message(
-                named("to", to),
-                f": give {', '.join(map(repr, ('safetensors', 'peft', *FORMATS, DELTA)))}.",
-            )
-        )
     if choices:
         without = Message(named("to", to), " does not have the option ", named(min(choices)))
         raise OptionError(Message(without, ", which is only for safetensors; leave it out."))
@@ -191,9 +186,12 @@ def export(  # noqa: D417  (the other arguments are documented where they are de
     )
 
 
-def _refuse_options_of_versions(choices: Mapping[str, object]) -> None:
+def _refuse_unknown_options(choices: Mapping[str, object], to: str) -> None:
     for name, value in choices.items():
-        if name in DeltaOptions.declared() and name not in SafetensorsOptions.declared():
+        if name not in DeltaOptions.declared():
+            without = Message(named("to", to), " does not have the option ", named(name))
+            raise OptionError(Message(without, "; leave it out."))
+        if to != DELTA and name not in SafetensorsOptions.declared():
             raise OptionError(
                 Message(named(name, value), " is only for ", named("to", DELTA), "; leave it out.")
             )

@@ -100,6 +100,18 @@ def test_a_name_of_another_formats_file_is_refused(tmp_path, place, to, name, wo
     assert names(tmp_path) == ["c"]
 
 
+@pytest.mark.parametrize("to", [["torch"], np.arange(2), None, "gguf"])
+def test_what_is_no_format_is_refused(tmp_path, place, to):
+    with pytest.raises(errors.OptionError, match=r"to=.*: give 'safetensors', 'peft', 'torch'"):
+        shardckpt.export(place, tmp_path / "a", to=to)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "peft", "torch", "dcp", "canonical-delta"])
+def test_an_option_that_there_is_not_is_refused(tmp_path, place, to):
+    with pytest.raises(errors.OptionError, match=f"to='{to}' does not have the option foo=; leave"):
+        shardckpt.export(place, tmp_path / "a", to=to, foo=1)
+
+
 @pytest.mark.parametrize("name", ["last.ckpt", "step.5"])
 def test_a_directory_of_dcp_may_have_a_suffix(tmp_path, place, name):
     shardckpt.export(place, tmp_path / name, to="dcp")
