@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from crc32c import crc32c
+
 from shardckpt import frameworks
 from shardckpt.errors import StructureMismatchError
 from shardckpt.format.fingerprint import Fingerprint, StateSums
@@ -13,13 +15,17 @@ from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.options import SaveOptions
 from shardckpt.state.flatten import flatten, local_names, plain_state
 from shardckpt.state.names import shown
-from shardckpt.writing.committer import COMMITTER
 from shardckpt.writing.replicas import ReplicaChecksums
 from shardckpt.writing.save_plan import plan_save, small_elements
 from shardckpt.writing.state_share import MOST_COPIES, read_to_host
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
+    from collections.abc import Container, Mapping, Sequence
+
+    from shardckpt.writing.save_plan import SavePlan
+
+_SMALL = "small"
+"""The group of the processes that have a small plain tensor: which they are, none of them knows."""
 
 
 def fingerprint(state: Any, *, coordinator: Coordinator | None = None) -> Fingerprint:
@@ -70,26 +76,55 @@ def fingerprint_of(
         for batch in batches:
             for block, elements, *_ in batch:
                 sums.add_box(block.piece, block.box.start, elements)
-    if world.process == COMMITTER:
-        for name, data in small_elements(plan, sources).items():
-            sums.add_stored(name, data)
     if world.processes == 1:
         return sums.fingerprint()
     replicas = ReplicaChecksums(plan, sources, wholly=True).complete()
+    # Any processes may have these.
+    small, checksums = StateSums(plan.tensors[name] for name in plan.small), dict[str, int]()
+    for name, data in small_elements(plan, sources).items():
+        small.add_stored(name, data)
+        checksums[name] = crc32c(data)
     own = {
         "sums": sums.to_json(),
-        "replicas": {as_text(group): of_group for group, of_group in replicas.items()},
+        "small": small.to_json(),
+        "replicas": {
+            _SMALL: checksums,
+            **{as_text(group): of_group for group, of_group in replicas.items()},
+        },
     }
-    together, groups = StateSums(), dict[str, list[tuple[list[int], dict[str, int]]]]()
-    for process, share in enumerate(coordinator.share("fingerprint", own)):
+    shares = coordinator.share("fingerprint", own)
+    together = _merge(shares)
+    _check_replicas(shares, plan)
+    return together.fingerprint()
+
+
+def _merge(shares: Sequence[Mapping[str, Any]]) -> StateSums:
+    """The sums of all processes; a small tensor counts once, for the lowest of its processes."""
+    together, small = StateSums(), dict[str, Any]()
+    for process, share in enumerate(shares):
         together.merge(StateSums.from_json(share["sums"], f"process {process}"))
+        small = share["small"] | small
+    together.merge(StateSums.from_json(small, "small tensors"))
+    return together
+
+
+def _check_replicas(shares: Sequence[Mapping[str, Any]], plan: SavePlan) -> None:
+    """Refuse copies that differ.
+
+    Raises:
+        StructureMismatchError: names the tensor, and processes on both sides.
+    """
+    groups = dict[str, list[tuple[list[int], dict[str, int]]]]()
+    for process, share in enumerate(shares):
         for group, of_group in share["replicas"].items():
             groups.setdefault(group, []).append(([process], of_group))
-    for checksums in groups.values():
+    for group, checksums in groups.items():
         differs = difference(checksums)
         if differs is not None:
-            kind = "plain" if plan.tensors[differs[0]].layout is None else "replicated"
+            name, how = differs
+            tensor = plan.tensors.get(name)  # this process may not have it
+            is_plain = group == _SMALL or (tensor is not None and tensor.layout is None)
+            kind = "plain" if is_plain else "replicated"
             raise StructureMismatchError(
-                f"{shown(differs[0])}: this {kind} tensor {differs[1]}; make them equal."
+                f"{shown(name)}: this {kind} tensor {how}; make them equal."
             )
-    return together.fingerprint()

@@ -133,6 +133,46 @@ def fingerprint_held(coordinator, case):
         leave(coordinator)
 
 
+def fingerprint_small(coordinator, url, values):
+    """The fingerprint of small plain tensors, of which each process has those that `values` gives
+    it, and the one that a save of them records."""
+    state = {
+        name: torch.full((8,), value) for name, value in values[coordinator.world.process].items()
+    }
+    shardckpt.save(
+        url,
+        state,
+        coordinator=coordinator,
+        options=SaveOptions(fingerprint=True, commit_timeout=60),
+    )
+    live = shardckpt.fingerprint(state, coordinator=coordinator).tensors
+    return [live, shardckpt.open(url).fingerprint().tensors]
+
+
+def fingerprint_small_alone(coordinator, values):
+    state = {
+        name: torch.full((8,), value) for name, value in values[coordinator.world.process].items()
+    }
+    return shardckpt.fingerprint(state, coordinator=coordinator).tensors
+
+
+def fingerprint_pair(coordinator, values):
+    """The fingerprint of a tensor that processes 1 and 2 hold, and process 0 does not."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    rank = join(coordinator).world.process
+    mesh = DeviceMesh("cpu", [1, 2])
+    state = {"all": torch.ones(8)}
+    if rank in (1, 2):
+        local = torch.full((100,), values[rank])
+        state["w"] = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+    try:
+        return shardckpt.fingerprint(state).tensors
+    finally:
+        leave(coordinator)
+
+
 def save_aliases(coordinator, url, kind):
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 

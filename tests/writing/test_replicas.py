@@ -192,6 +192,42 @@ def test_a_fingerprint_of_replicas_that_differ_is_refused(job):
     )
 
 
+def test_the_fingerprint_of_small_plain_tensors_is_the_recorded_one_whoever_has_them(tmp_path, job):
+    everyone = {"all": 3.0}
+    values = [{**everyone, "a": 1.0}, {**everyone, "b": 2.0, "c": 4.0}, {**everyone, "c": 4.0}]
+    answers = job.run("fingerprint_small", 3, tmp_path / "c", values)
+    live, recorded = answers[0]
+    assert live == recorded
+    assert [*sorted(live)] == ["a", "all", "b", "c"]
+    assert answers == [answers[0]] * 3
+    other = job.run("fingerprint_small_alone", 2, [everyone, {**everyone, "b": 2.5}])
+    assert other[0] == other[1]
+    assert other[0]["all"] == live["all"]
+    assert other[0]["b"] != live["b"]
+
+
+def test_a_fingerprint_of_small_plain_tensors_that_differ_is_refused(job):
+    values = [{"all": 3.0}, {"all": 3.0, "some": 1.0}, {"all": 3.0, "some": 2.0}]
+    answers = job.run("fingerprint_small_alone", 3, values)
+    assert {answer["error"] for answer in answers} == {"StructureMismatchError"}
+    assert all(
+        "'some': this plain tensor has other elements on process 1 than on process 2"
+        in answer["message"]
+        for answer in answers
+    )
+
+
+def test_a_fingerprint_of_replicas_that_differ_is_refused_on_a_process_without_them(job):
+    same = job.run("fingerprint_pair", 3, [0.0, 1.0, 1.0])
+    assert same[0] == same[1] == same[2]
+    answers = job.run("fingerprint_pair", 3, [0.0, 1.0, 2.0])
+    assert {answer["error"] for answer in answers} == {"StructureMismatchError"}
+    assert (
+        "'w': this replicated tensor has other elements on process 1 than on process 2"
+        in answers[0]["message"]
+    )
+
+
 @pytest.mark.parametrize("kind", ["the same", "detached", "view"])
 def test_one_shard_under_two_names_is_saved(tmp_path, job, kind):
     assert job.run("save_aliases", 2, tmp_path / "c", kind) == ["saved"] * 2
