@@ -416,7 +416,9 @@ class _Save:
                 replicas=replicas,
             ) as writer:
                 self._writes.set()
-                writer.append(self._stage.portions(writer, AT_A_TIME, self._count))
+                writer.append(
+                    self._stage.portions(writer, AT_A_TIME, self._count), self._stage.fail
+                )
         except BaseException as e:
             self._stage.fail(e)
             raise

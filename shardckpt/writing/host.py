@@ -190,18 +190,28 @@ class HostWriter:
             self._sums.add_run_sums(block.piece, sums)
             self._summed.add((block.piece.path, block.box.start))
 
-    def append(self, portions: Iterable[Portion]) -> None:
+    def append(
+        self,
+        portions: Iterable[Portion],
+        fail: Callable[[BaseException], object] = lambda _: None,
+    ) -> None:
         """Write portions on as many threads as the writer has.
 
         Their elements are not used any more when this returns.
 
         Args:
             portions: drawn one by one, by one thread at a time.
+            fail: called with an error at once, on the thread that failed: another one may wait for
+                the next portion.
         """
 
         def write(encoder: Encoder, portion: Portion) -> None:
-            encoder.append(portion.blocks, summed=portion.summed)
-            portion.written()
+            try:
+                encoder.append(portion.blocks, summed=portion.summed)
+                portion.written()
+            except BaseException as e:
+                fail(e)
+                raise
 
         run_on_threads(
             portions, [partial(write, encoder) for encoder in self._encoders], "shardckpt-write"

@@ -1,5 +1,6 @@
 """Threads that write in a background save: how many there are, and what they share."""
 
+import resource
 import threading
 
 import numpy as np
@@ -124,6 +125,24 @@ def test_an_error_of_any_thread_fails_the_save_and_its_memory_is_given_back(
         shardckpt.open(tmp_path / "c")
     monkeypatch.undo()
     shardckpt.save(tmp_path / "c", state(1), options=SaveOptions(overwrite=True))
+
+
+@pytest.mark.timeout(60)
+def test_a_full_disk_ends_a_save_whose_other_thread_waits_for_the_only_part_of_the_buffer(tmp_path):
+    """The framework's copies of this leaf alone take more than the limit."""
+    large = {"w": np.arange(24 * MiB, dtype=">f4")}
+    saver = Saver(memory_limit=32 * MiB)
+    options = SaveOptions(background_threads=2, memory_limit=32 * MiB)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 * MiB, hard))
+    try:
+        with pytest.raises(StorageError, match="File too large"):
+            saver.begin(tmp_path / "c", large, options).wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert saver.pool.take_at_once(32 * MiB) is not None
+    saver.begin(tmp_path / "c", large, options).wait()
+    assert (shardckpt.restore(tmp_path / "c")["w"] == large["w"]).all()
 
 
 def test_a_save_beside_others_of_the_same_saver_writes_its_own_bytes(tmp_path):
