@@ -134,8 +134,6 @@ class Warming:
     ) -> None:
         """Start it, unless it would take too much memory, or the pool is in use."""
         self._pool = pool
-        self._memory = memory
-        self._kept = [sources[name] for name in memory.kept]
         self._where = where
         self._thread: threading.Thread | None = None
         needed, free = min(memory.elements, pool.limit), free_memory()
@@ -151,7 +149,13 @@ class Warming:
             return
         if copies is not None:
             pool.pin_with(copies.pin)
-        self._thread = threading.Thread(target=self._run, name="shardckpt-warm", daemon=True)
+        # The thread alone has the tensors: they may be freed when it has ended.
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(memory, [sources[name] for name in memory.kept]),
+            name="shardckpt-warm",
+            daemon=True,
+        )
         start_background(self._thread)
 
     def join(self) -> None:
@@ -159,13 +163,10 @@ class Warming:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self) -> None:
+    def _run(self, memory: SaveMemory, kept: list[Source]) -> None:
         try:
-            streams = Stage(self._pool, lambda: None).warm(
-                self._memory.blocks, **self._memory.sizes
-            )
-            if not streams:
-                frameworks.warm(self._kept)
+            if not Stage(self._pool, lambda: None).warm(memory.blocks, **memory.sizes):
+                frameworks.warm(kept)
         except (ShardckptError, RuntimeError, MemoryError) as e:
             _log.warning(
                 "%s: memory for saves could not be prepared (%s); the first save tries again.",

@@ -1,6 +1,7 @@
 """Does with JAX on CPU, taken for an accelerator with pinned memory, what test_jax_pinned.py asks.
 Answers as JSON on stdout."""
 
+import gc
 import json
 import random
 import sys
@@ -182,9 +183,14 @@ def published(url):
 
 def warmed():
     """Shapes of what XLA's pool is asked for before the first save, and in it; and whether all of
-    it is given back meanwhile."""
+    it is given back meanwhile, and the state of the step before is free."""
     plain = {f"w{i}": numbers(2, i) for i in range(4)}
-    state = {name: sharded(array, "x") for name, array in plain.items()} | {"other": numbers(1)}
+
+    def next_state():
+        return {name: sharded(array, "x") for name, array in plain.items()} | {"other": numbers(1)}
+
+    state = next_state()
+    step_before = [weakref.ref(state[name]) for name in plain]
     asked, memory = [], []
 
     def put(shards, places):
@@ -204,13 +210,17 @@ def warmed():
         shardckpt.CheckpointManager(f"{ROOT}/warmed", every=2, keep=9) as manager,
     ):
         manager.save(1, state)  # is not due
-        manager._background._saver._settle()
+        manager._background._saver._warming.join()
         left = sum(reference() is not None for reference in memory)
+        state = next_state()
+        gc.collect()
+        held = sum(reference() is not None for reference in step_before)
         manager.save(2, state)
     return {
         "asked": len(asked),
         "alike": asked[0] == asked[1],
         "left": left,
+        "held": held,
         "wrong": wrong(f"{ROOT}/warmed/2", plain),
     }
 
