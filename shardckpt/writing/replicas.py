@@ -55,11 +55,10 @@ class ReplicaChecksums:
             sources: this process's tensors.
             wholly: whether to compare all elements, and wait for the devices that have them.
         """
-        self._sources = sources
         self._checksums: Checksums = {}
-        self._late: list[tuple[str, tuple[int, ...], int, tuple[int, ...]]] = []
+        self._late: list[tuple[str, tuple[int, ...], int, tuple[int, ...], int]] = []
         """Samples that are still on CUDA devices: tensor, holders, position of the box, and shape
-        of the sample."""
+        and bytes of the sample."""
         self._arrays: list[NDArray[Any]] = []
         self._arrival: Arrival | None = None
         on_devices = frozenset(frameworks.names_on_devices(sources))
@@ -67,8 +66,12 @@ class ReplicaChecksums:
         for name, of_box in plan.replicated.items():
             boxes = [(name, holders, box) for box, holders in enumerate(of_box) if len(holders) > 1]
             if name in on_devices and not wholly:
-                held = sources[name].boxes
-                self._late += [(*key, _shape_of_sample(held[key[2]].shape)) for key in boxes]
+                held, itemsize = sources[name].boxes, sources[name].dtype.itemsize
+                shapes = [_shape_of_sample(held[box].shape) for _, _, box in boxes]
+                self._late += [
+                    (*key, shape, prod(shape) * itemsize)
+                    for key, shape in zip(boxes, shapes, strict=True)
+                ]
             elif wholly or not sources[name].staged_bytes:
                 now += boxes
 
@@ -85,7 +88,7 @@ class ReplicaChecksums:
 
     def late_bytes(self) -> int:
         """Bytes of host memory for the samples that are still on devices."""
-        return sum(round_up(self._nbytes(name, shape)) for name, _, _, shape in self._late)
+        return sum(round_up(nbytes) for *_, nbytes in self._late)
 
     def queue(
         self, sources: Mapping[str, Source], copies: DeviceCopies, memory: NDArray[np.uint8]
@@ -95,8 +98,7 @@ class ReplicaChecksums:
         `sources` leaves them on their devices.
         """
         pairs: list[tuple[NDArray[Any], Any]] = []
-        for name, _, box, shape in self._late:
-            nbytes = self._nbytes(name, shape)
+        for name, _, box, shape, nbytes in self._late:
             ((elements,),) = frameworks.fetch([sources[name]], [[box]])
             array, memory = (
                 memory[:nbytes].view(elements.dtype).reshape(shape),
@@ -106,14 +108,14 @@ class ReplicaChecksums:
         self._arrays = [array for array, _ in pairs]
         self._arrival = copies.copy(pairs)
 
-    def fetch_late(self) -> None:
-        """Copy those samples to the host, and wait for them."""
+    def fetch_late(self, sources: Mapping[str, Source]) -> None:
+        """Copy those samples of this process's tensors to the host, and wait for them."""
         if self._late:
-            sources, copies = frameworks.on_devices(
-                {name: self._sources[name] for name, *_ in self._late}, overlap=False
+            left, copies = frameworks.on_devices(
+                {name: sources[name] for name, *_ in self._late}, overlap=False
             )
             assert copies is not None
-            self.queue(sources, copies, np.empty(self.late_bytes(), np.uint8))
+            self.queue(left, copies, np.empty(self.late_bytes(), np.uint8))
 
     def complete(self) -> Checksums:
         """All checksums, once the last samples have arrived."""
@@ -123,9 +125,6 @@ class ReplicaChecksums:
                 self._add(name, holders, checksum(array))
             self._late, self._arrays, self._arrival = [], [], None
         return self._checksums
-
-    def _nbytes(self, name: str, shape: tuple[int, ...]) -> int:
-        return prod(shape) * self._sources[name].dtype.itemsize
 
     def _add(self, name: str, holders: tuple[int, ...], crc: int) -> None:
         of_group = self._checksums.setdefault(holders, {})

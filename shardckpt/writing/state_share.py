@@ -158,7 +158,7 @@ def share_of(
             planned, sources, wholly=options.check_replicas is True or options.fingerprint
         )
         if waits:
-            replicas.fetch_late()
+            replicas.fetch_late(sources)
     return StateShare(planned, written, contents, values, late, replicas, unused_local(state))
 
 

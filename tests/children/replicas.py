@@ -1,11 +1,16 @@
 """Processes of jobs whose tensors describe their own shards, or are replicated on several of
 them."""
 
+import gc
+import threading
+import weakref
+
 import torch
 from e2e_torch import join, leave
 
 import shardckpt
 from shardckpt import SaveOptions
+from shardckpt.writing.background import Saver
 
 
 def described(rank, ranks, columns, *, fill=None, whole=8):
@@ -122,6 +127,28 @@ def save_held(coordinator, url, case, options=None):
     finally:
         leave(coordinator)
     return "saved"
+
+
+def save_and_drop(coordinator, url):
+    """Whether the tensor of a background save lives while it is written, though the program has
+    dropped it."""
+    rank, alive, dropped = join(coordinator).world.process, [], threading.Event()
+    local = held(rank, {"kind": "replicated", "size": 2_000_000})
+    reference = weakref.ref(local._local_tensor)
+
+    def progress(_done, _total):
+        dropped.wait(60)
+        gc.collect()
+        alive.append(reference() is not None)
+
+    try:
+        handle = Saver().begin(url, {"w": local}, SaveOptions(), progress=progress)
+        del local
+        dropped.set()
+        handle.wait()
+    finally:
+        leave(coordinator)
+    return sorted({*alive})
 
 
 def fingerprint_held(coordinator, case):

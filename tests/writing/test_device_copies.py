@@ -307,10 +307,7 @@ def test_samples_of_replicas_on_devices_are_those_of_the_host_and_come_behind_th
         assert checksums.complete() == expected
         fake.idle()
     pool.clear()
-    again = ReplicaChecksums(
-        plan,
-        frameworks.sources({name: fake.put(value.clone()) for name, value in values.items()}),
-        wholly=False,
-    )
-    again.fetch_late()
+    sources = frameworks.sources({name: fake.put(value.clone()) for name, value in values.items()})
+    again = ReplicaChecksums(plan, sources, wholly=False)
+    again.fetch_late(sources)
     assert again.complete() == expected

@@ -179,6 +179,10 @@ def test_equal_replicas_are_described_by_files_that_nobody_has_to_read(tmp_path,
     assert shardckpt.open(tmp_path / "c").verify().damage == []
 
 
+def test_a_background_save_of_replicas_does_not_keep_them_while_it_writes(tmp_path, job):
+    assert job.run("save_and_drop", 2, tmp_path / "c") == [[False]] * 2
+
+
 def test_a_fingerprint_of_replicas_that_differ_is_refused(job):
     same = job.run("fingerprint_held", 2, {"kind": "replicated", "size": 300_000})
     assert same[0] == same[1]
