@@ -29,7 +29,8 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
-from threading import Lock
+from itertools import count
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -59,8 +60,9 @@ class CallCounts:
     A place without a failed save costs one number.
     """
 
-    calls: dict[str, int] = field(default_factory=dict)
-    """Number of calls in a place's first series."""
+    calls: dict[str, count[int]] = field(default_factory=dict)
+    """The numbers of the next calls in a place's series. C code counts, so that a signal handler
+    that saves, too, gets another number."""
     in_use: WeakValueDictionary[str, Turns] = field(default_factory=WeakValueDictionary)
     """The places with a save in flight."""
     failed: dict[str, Turns] = field(default_factory=dict)
@@ -77,8 +79,6 @@ class Turns:
     places: CallCounts
     """The calls to all places."""
     series: str = ""
-    calls: int = 0
-    """Number of this process's calls in this series."""
     failed: str | None = None
     """Name of the attempt in which this process's last call failed; None if it did not fail."""
     closed_before: bool = False
@@ -86,21 +86,19 @@ class Turns:
     failed one."""
     closings: int = 0
     """Number of announcements by process 0 that it has given up an attempt here."""
-    lock: Lock = field(default_factory=Lock)
+    lock: RLock = field(default_factory=RLock)
+    """Held while the series changes. A signal handler may save, too."""
 
     def next_name(self) -> str | None:
         """Name of the next attempt; None if the process may have to meet the others first."""
         with self.lock:
-            if self.failed is not None:
-                self.closed_before = self.why_closed() is not None
-                return None
-            return self._next_name()
+            if self.failed is None:
+                return self._next_name()
+        self.closed_before = self.why_closed() is not None
+        return None
 
     def _next_name(self) -> str:
-        self.calls += 1
-        if not self.series:
-            self.places.calls[self.key] = self.calls
-        return self._name(self.calls)
+        return self._name(next(self.places.calls.setdefault(self.key, count(1))))
 
     def _name(self, call: int) -> str:
         series = f"{self.series}." if self.series else ""
@@ -196,8 +194,9 @@ class Turns:
                 f"{where}: the save before this one failed, so all processes meet in this one. {e}"
             ) from e
         with self.lock:
-            self.series, self.calls, self.failed = series, 1, None
-            return self._name(1)
+            self.places.calls[self.key] = count(1)
+            self.series, self.failed = series, None
+            return self._next_name()
 
     def _await_close(
         self,
@@ -256,7 +255,7 @@ class Turns:
         return None
 
 
-_lock = Lock()
+_lock = RLock()  # a signal handler may save, too
 
 
 def turns_at(coordinator: Coordinator, store: Store) -> Turns:
@@ -273,7 +272,5 @@ def turns_at(coordinator: Coordinator, store: Store) -> Turns:
         places: CallCounts = coordinator.notes.setdefault("places", CallCounts())
         turns = places.failed.get(key) or places.in_use.get(key)
         if turns is None:
-            turns = places.in_use[key] = Turns(
-                coordinator, key, places, calls=places.calls.get(key, 0)
-            )
+            turns = places.in_use[key] = Turns(coordinator, key, places)
         return turns

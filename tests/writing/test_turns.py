@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import uuid
 from datetime import timedelta
+from itertools import count
 
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
 from shardckpt.errors import CommitError
+from shardckpt.frameworks.coordination.base import SingleProcess
 from shardckpt.io.store import Store
+from shardckpt.writing import turns
 from shardckpt.writing.committer import CommitterWord
 
 RANKS, SAVES = 3, 7
@@ -93,3 +98,46 @@ def test_a_save_that_closes_the_series_while_a_process_waits_is_told_as_its_own(
     word = CommitterWord(Store.open(f"memory://{uuid.uuid4().hex}"), 2, job, job, 60)
     with pytest.raises(CommitError, match="process 0 did not commit the save: host 1 did not"):
         word.wait("attempt", stopped=lambda: "", look=lambda: None)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_signal_handler_that_saves_amid_the_count_of_a_save_gets_a_number_of_its_own(
+    failed,
+):
+    """At every line of the module that the interrupted call comes to."""
+
+    def interrupt_at(instant):
+        coordinator, instants, names, held = SingleProcess(), count(), [], []
+        store = Store.open(f"memory://{uuid.uuid4().hex}")
+
+        def save(*_):
+            held.append(turns.turns_at(coordinator, store))
+            names.append(held[-1].next_name())
+
+        def trace(frame, event, _):
+            if frame.f_code.co_filename != turns.__file__:
+                return None
+            if event == "line" and next(instants) == instant:
+                signal.raise_signal(signal.SIGUSR1)
+            return trace
+
+        if failed:
+            save()
+            held[0].fail(names.pop())
+        before = signal.signal(signal.SIGUSR1, save)
+        tracing = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            save()
+        finally:
+            sys.settrace(tracing)
+            signal.signal(signal.SIGUSR1, before)
+        return names
+
+    for instant in count():
+        names = interrupt_at(instant)
+        if len(names) == 1:
+            break
+        assert names == [None, None] if failed else len({*names}) == 2
+    assert instant > 5
