@@ -36,7 +36,7 @@ from shardckpt.writing.small_blocks import SmallBlocks, group_blocks
 from shardckpt.writing.tensor_storage import tensor_records
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -266,7 +266,7 @@ def stored(array: NDArray[np.generic], tensor: TensorRecord) -> NDArray[np.gener
 
 
 def small_elements(
-    plan: SavePlan, sources: Mapping[str, Source], without: Sequence[str] = ()
+    plan: SavePlan, sources: Mapping[str, Source], without: Collection[str] = ()
 ) -> dict[str, bytes]:
     """The elements of small plain tensors, as stored."""
     names = [name for name in plan.small if name not in without] if without else plan.small

@@ -41,7 +41,15 @@ from shardckpt.writing.save_plan import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import (
+        Collection,
+        Container,
+        Generator,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     from numpy.typing import NDArray
 
@@ -72,7 +80,7 @@ class StateShare:
     contents: Contents
     values: bytes | None
     """The file of the values that this process owns by itself; None: there are none."""
-    late: Sequence[str] = ()
+    late: Collection[str] = ()
     """The small plain tensors on devices, which `contents` lacks."""
     replicas: ReplicaChecksums | None = None
     """The checksums of boxes that other processes hold, too; None: they are not compared."""
@@ -142,9 +150,9 @@ def share_of(
         json.loads(json.dumps(options.metadata)),
     )
     late = (
-        []
+        frozenset()
         if waits or not planned.small
-        else [*{*frameworks.names_on_devices(sources)}.intersection(planned.small)]
+        else frozenset(planned.small).intersection(frameworks.names_on_devices(sources))
     )
     contents = Contents(structure, small_elements(planned, sources, late), metadata)
     written = (
