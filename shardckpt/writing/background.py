@@ -136,10 +136,8 @@ class Saver:
         self._settle()
         if options.reduce_partial:
             return
-        store, world = (
-            Store.open(parse(url)),
-            coordinator_of(self._coordinator, options.commit_timeout).world,
-        )
+        store = Store.open(parse(url))
+        world = coordinator_of(self._coordinator, options.commit_timeout).world
         with saving_takes_threads(store):
             share = share_of(state, options, world, waits=False)
             sources, copies = frameworks.on_devices(share.sources, overlap=False)
@@ -253,6 +251,7 @@ class _Save:
             self._copy(share)
         except BaseException as e:
             self._stage.give_up(e)
+            self.attempt.stop_waiting("copying the state has failed.")
             try:
                 self.join(None)
             except RuntimeError:
@@ -388,10 +387,8 @@ class _Save:
             durable = time.monotonic()
             self.outcome.durable()
             waited = attempt.commit(self._before_publish)
-        times, stage = (
-            SaveTimes(self._began, self._planned, self._copied, durable, waited),
-            self._stage,
-        )
+        stage = self._stage
+        times = SaveTimes(self._began, self._planned, self._copied, durable, waited)
         return report(
             attempt,
             self._tensors,
@@ -416,9 +413,8 @@ class _Save:
                 replicas=replicas,
             ) as writer:
                 self._writes.set()
-                writer.append(
-                    self._stage.portions(writer, AT_A_TIME, self._count), self._stage.fail
-                )
+                portions = self._stage.portions(writer, AT_A_TIME, self._count)
+                writer.append(portions, self._stage.fail)
         except BaseException as e:
             self._stage.fail(e)
             raise

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+from one_of_several import on_threads
 
 import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
@@ -84,6 +85,19 @@ def interrupted(_coordinator, url):
     saver.begin(url, state(1), SaveOptions()).wait()
     saver.close()
     return [error[0], len([path for path in left if path.is_file()]), threading.active_count()]
+
+
+def interrupted_while_the_writer_waits(_coordinator, url):
+    """Ctrl-C while the save streams, and its writing thread waits for process 0, which never comes:
+    the save before has failed on this process."""
+    saver, coordinator = Saver(memory_limit=LIMIT), on_threads(2, lambda ours: ours)[1]
+    options = SaveOptions(commit_timeout=300)
+    first = error_of(lambda: saver.begin(url, {"w": object()}, options, coordinator=coordinator))
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 2)
+    second = error_of(lambda: saver.begin(url, state(64), options, coordinator=coordinator))
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return [first[0], second[0]]
 
 
 def interrupted_by_another_save(_coordinator, url, mebibytes):

@@ -358,6 +358,12 @@ def test_ctrl_c_while_copying_gives_the_save_up(tmp_path, job):
     assert_holds(tmp_path / "c")
 
 
+@pytest.mark.timeout(100)
+def test_ctrl_c_while_copying_does_not_wait_for_other_processes(tmp_path, job):
+    answers = job.run("interrupted_while_the_writer_waits", 1, tmp_path / "c")
+    assert answers == [["LeafError", "KeyboardInterrupt"]]
+
+
 @pytest.mark.parametrize("mebibytes", [1, 40])
 def test_a_signal_handler_that_saves_amid_another_save_never_waits_for_it(tmp_path, job, mebibytes):
     (error,) = job.run("interrupted_by_another_save", 1, tmp_path / "c", mebibytes)
