@@ -107,8 +107,9 @@ class Saver:
         """Wait for memory that is being prepared; in a fork, begin anew."""
         if os.getpid() != self._process:
             self._renew()
-        if self._warming is not None:
-            self._warming.join()
+        warming = self._warming  # another thread may clear it meanwhile
+        if warming is not None:
+            warming.join()
             self._warming = None
 
     def warm(
