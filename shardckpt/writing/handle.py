@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from shardckpt.errors import CoordinationError, OptionError, out_of_memory
 from shardckpt.io.threads import InterruptibleCondition
+from shardckpt.options import check_seconds
 from shardckpt.writing.save import SaveReport
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 _log = logging.getLogger("shardckpt")
 
@@ -56,11 +60,14 @@ class SaveHandle:
         Raises:
             ShardckptError: the error that ended the save (see `save`), at every call. Other
                 exceptions are raised unchanged.
+            OptionError: `until` or `timeout` is invalid.
             CoordinationError: the timeout expired and the save continues; or this process was
                 forked during the save.
         """
         if until not in ("commit", "local"):
             raise OptionError(f'SaveHandle.wait({until!r}): use "commit" or "local".')
+        if timeout is not None and (timeout != 0 or isinstance(timeout, bool)):
+            check_seconds(timeout, "SaveHandle.wait(timeout")
         try:
             return self._outcome.wait(until, timeout)
         finally:
@@ -87,6 +94,8 @@ class SaveProgress:
         """Whether nobody can wait for it any more."""
         self._durable = False
         self._error: BaseException | None = None
+        self._trace: TracebackType | None = None
+        """The traceback with which the save has ended."""
         self._process = os.getpid()
         self._changed = InterruptibleCondition()
 
@@ -121,7 +130,8 @@ class SaveProgress:
                 lambda: self.ended or (until == "local" and self._durable), timeout
             )
         if self._error is not None:
-            raise self._error
+            # The frames of the save stay, and those of an earlier wait go.
+            raise self._error.with_traceback(self._trace)
         if self.report is None and not (until == "local" and self._durable):
             raise CoordinationError(
                 f"{self.url}: the save has not ended within {timeout:g} s, and goes on; call "
@@ -145,6 +155,7 @@ class SaveProgress:
                 if isinstance(ended, MemoryError):
                     self._error = out_of_memory(self.url, ended)
                     self._error.__cause__ = ended
+                self._trace = self._error.__traceback__
             self._changed.notify_all()
         if self._let_go:
             self.warn()

@@ -358,6 +358,15 @@ def test_ctrl_c_while_copying_gives_the_save_up(tmp_path, job):
     assert_holds(tmp_path / "c")
 
 
+@pytest.mark.parametrize("timeout", [float("inf"), 1e20, "5", float("nan"), -1, True])
+def test_a_wait_of_no_number_of_seconds_is_refused_by_name(tmp_path, timeout):
+    handle = shardckpt.save_async(tmp_path / "c", state())
+    with pytest.raises(errors.OptionError, match=r"SaveHandle.wait\(timeout="):
+        handle.wait(timeout=timeout)
+    handle.wait()
+    assert handle.wait(timeout=0) is handle.report
+
+
 @pytest.mark.timeout(100)
 def test_ctrl_c_while_copying_does_not_wait_for_other_processes(tmp_path, job):
     answers = job.run("interrupted_while_the_writer_waits", 1, tmp_path / "c")

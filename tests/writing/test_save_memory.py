@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 import tracemalloc
 
 import numpy as np
@@ -108,6 +109,18 @@ def test_memory_that_a_save_in_the_background_is_refused_is_an_error_of_ours():
         BudgetError, match=r"runs/7: the system gave this process no more memory \(no 64 MiB\)"
     ):
         outcome.wait("commit", 0)
+
+
+def test_an_error_that_is_raised_again_and_again_keeps_the_frames_of_one_wait_alone():
+    outcome = SaveProgress("runs/7")
+    outcome.end(BudgetError("full"))
+
+    def frames_of_error():
+        with pytest.raises(BudgetError) as raised:
+            outcome.wait("commit", 0)
+        return len([*traceback.walk_tb(raised.value.__traceback__)])
+
+    assert frames_of_error() == frames_of_error() == frames_of_error()
 
 
 def test_memory_that_a_verification_is_refused_is_an_error_of_ours(tmp_path):
