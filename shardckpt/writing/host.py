@@ -238,9 +238,18 @@ class HostWriter:
             summed: as in `Portion`.
         """
         most = at_a_time
-        if self._encoders[0].moves_blocks:  # larger portions, but still one for each thread
+        # Larger portions, but still one for each thread, of blocks that the extension moves.
+        if self._encoders[0].moves_blocks:
             most = max(at_a_time, min(extension.CALL_BYTES, nbytes // len(self._encoders)))
-        for group in batches(blocks, lambda block: (_bytes_of_chunks(block),), (most,)):
+
+        def weight(block: Elements) -> tuple[int]:
+            nbytes = _bytes_of_chunks(block)
+            piece, _, elements = block
+            if len(piece.shape) > extension.MOST_DIMS or elements.itemsize not in extension.KINDS:
+                nbytes = nbytes * most // at_a_time  # numpy lays it out, in memory
+            return (nbytes,)
+
+        for group in batches(blocks, weight, (most,)):
             grouped = sum([elements.nbytes for _, _, elements in group])
             yield Portion(group, partial(written, grouped), summed)
 

@@ -188,6 +188,24 @@ def test_edges_that_are_mostly_padding_count_as_they_are_laid_out(tmp_path, call
     host.abort()
 
 
+def test_blocks_of_more_dimensions_than_the_extension_moves_are_laid_out_few_at_a_time(tmp_path):
+    """numpy lays them out, in memory of their own."""
+
+    def blocks_in_portions(dimensions):
+        shape = (*(1,) * (dimensions - 1), 4096)
+        block = (
+            Piece("w", (0,) * dimensions, shape, shape),
+            Box((0,) * dimensions, shape),
+            np.ones(shape, np.float32),
+        )
+        portions = writer(tmp_path, 1).portions([block] * 20, 4 * ROW, 20 * ROW)
+        return [len(portion.blocks) for portion in portions]
+
+    most = extension.MOST_DIMS
+    assert blocks_in_portions(most) == ([4] * 5 if extension.moving is None else [20])
+    assert blocks_in_portions(most + 1) == [4] * 5
+
+
 def test_however_small_blocks_are_only_so_many_are_taken_at_a_time(tmp_path):
     scalar = Piece("w", (), (), ()), Box((), ()), np.ones((), np.uint8)
     portions = writer(tmp_path, 1).portions([scalar] * 20, 8 << 10, 20)
