@@ -306,6 +306,21 @@ def test_a_version_that_fails_is_told_once_and_followed_by_all_elements(tmp_path
         publisher.publish(3, {})
 
 
+def test_a_version_is_the_last_one_though_what_it_replaces_cannot_be_removed(tmp_path, monkeypatch):
+    with shardckpt.Publisher(tmp_path) as publisher:
+        publisher.publish(1, {"w": np.zeros(1000, np.float32)})
+
+    def refuse(store, replaced):
+        raise StorageError(f"{store}: {replaced} cannot be removed")
+
+    monkeypatch.setattr(attempt, "remove_replaced", refuse)
+    with shardckpt.Publisher(tmp_path) as publisher:
+        publisher.publish(1, {"w": np.ones(1000, np.float32)})
+        with pytest.raises(StorageError, match="cannot be removed"):
+            publisher.wait()
+        assert publisher.wait().attempt == shardckpt.open(tmp_path / "1").record.attempt
+
+
 def test_a_version_whose_wait_was_interrupted_is_waited_for_again(tmp_path, monkeypatch):
     gate = threading.Event()
 
