@@ -80,6 +80,10 @@ class SavePlan:
     )
     _structure: Structure = field(init=False, repr=False, compare=False)
     """The tensors without a tree."""
+    _noted: tuple[dict[str, str], Structure] | None = field(
+        init=False, repr=False, compare=False, default=None
+    )
+    """The last `arrays` of `structure`, and the tensors with these."""
 
     def __post_init__(self) -> None:
         """Count bytes once: a plan is used for many saves."""
@@ -98,14 +102,24 @@ class SavePlan:
             object.__setattr__(self, "_copy_groups", groups)
         return groups
 
-    def structure(self, tree: Tree, tensors: dict[str, TensorRecord]) -> Structure:
-        """The structure of a state with these tensors, the plan's own or changed ones.
+    def structure(self, tree: Tree, arrays: dict[str, str]) -> Structure:
+        """The structure of a state with these tensors, which are encoded once for all saves.
 
-        Its own are encoded once for all saves.
+        Args:
+            tree: the state's document.
+            arrays: as `noted_arrays` returns them; {}: none are marked.
         """
-        return (
-            self._structure.with_tree(tree) if tensors is self.tensors else Structure(tree, tensors)
-        )
+        if not arrays:
+            return self._structure.with_tree(tree)
+        noted = self._noted
+        if noted is None or noted[0] != arrays:
+            marked = {
+                name: replace(tensor, array=arrays[name]) if name in arrays else tensor
+                for name, tensor in self.tensors.items()
+            }
+            noted = arrays, Structure({}, marked)
+            object.__setattr__(self, "_noted", noted)
+        return noted[1].with_tree(tree)
 
 
 def plan_save(
@@ -279,26 +293,16 @@ def small_elements(
     return elements
 
 
-def with_arrays_noted(
-    tensors: dict[str, TensorRecord], leaves: Mapping[str, object]
-) -> dict[str, TensorRecord]:
-    """The records, where arrays of numpy and JAX are marked.
+def noted_arrays(leaves: Mapping[str, object]) -> dict[str, str]:
+    """The frameworks of the arrays of numpy and JAX, which their records mark.
 
     A new object of a training may not say what it had there.
     """
-    frameworks_of = {
+    return {
         name: framework
         for name, leaf in leaves.items()
         if (framework := frameworks.framework_of(leaf)) in ("numpy", "jax")
     }
-    return (
-        {
-            name: replace(tensor, array=frameworks_of[name]) if name in frameworks_of else tensor
-            for name, tensor in tensors.items()
-        }
-        if frameworks_of
-        else tensors
-    )
 
 
 def check_local(unused: Sequence[str], tree: Tree, where: object) -> None:

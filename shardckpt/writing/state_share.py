@@ -33,11 +33,11 @@ from shardckpt.state import flatten
 from shardckpt.state.flatten import StateOwner, local_names, plain_state, unused_local
 from shardckpt.writing.replicas import ReplicaChecksums
 from shardckpt.writing.save_plan import (
+    noted_arrays,
     plans,
     skipped_names,
     small_elements,
     stored,
-    with_arrays_noted,
 )
 
 if TYPE_CHECKING:
@@ -140,15 +140,9 @@ def share_of(
         frameworks.check_aliases(sources, plain=options.host_tensors == "replicated")
     planned = plans.plan(sources, options, world, differences=version is not None)
     values = values_file(encode_values(flat.per_process, flat.axes)) if flat.per_process else None
-    records = (
-        with_arrays_noted(planned.tensors, tensors)
-        if isinstance(state, StateOwner)
-        else planned.tensors
-    )
-    structure, metadata = (
-        planned.structure(flat.tree, records),
-        json.loads(json.dumps(options.metadata)),
-    )
+    arrays = noted_arrays(tensors) if isinstance(state, StateOwner) else {}
+    structure = planned.structure(flat.tree, arrays)
+    metadata = json.loads(json.dumps(options.metadata))
     late = (
         frozenset()
         if waits or not planned.small

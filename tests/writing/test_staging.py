@@ -7,10 +7,12 @@ from itertools import chain
 
 import numpy as np
 import pytest
+import torch
 from chunk_oracle import chunks_inside
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shardckpt
 from shardckpt import errors, frameworks
 from shardckpt.io.buffers import BufferPool
 from shardckpt.io.store import Store
@@ -25,7 +27,7 @@ from shardckpt.plan.pieces import Piece
 from shardckpt.writing.host import HostWriter
 from shardckpt.writing.save_plan import PlanCache, plan_save
 from shardckpt.writing.staging import Stage
-from shardckpt.writing.state_share import BlockElements, read
+from shardckpt.writing.state_share import BlockElements, read, share_of
 
 MiB = 1 << 20
 
@@ -124,6 +126,21 @@ def test_the_same_state_is_planned_once_whatever_its_values_are():
     first = plans.plan(frameworks.sources({"w": np.zeros((300, 200))}), options, world)
     assert plans.plan(frameworks.sources({"w": np.ones((300, 200))}), options, world) is first
     assert plans.plan(frameworks.sources({"w": np.ones((300, 201))}), options, world) is not first
+
+
+def test_the_records_of_arrays_of_a_training_state_are_made_once_for_all_saves():
+    def structure(array):
+        state = shardckpt.train_state(params={"w": array, "t": torch.zeros(3)})
+        share = share_of(state, SaveOptions(), World(), waits=False)
+        return share.contents.structure
+
+    first, again = structure(np.zeros(7)), structure(np.ones(7))
+    assert first.tensors["params/w"].array == "numpy"
+    assert first.tensors["params/t"].array == ""
+    assert again.tensors is first.tensors
+    other = structure(torch.zeros(7, dtype=torch.float64))
+    assert {tensor.array for tensor in other.tensors.values()} == {""}
+    assert structure(np.zeros(7)).tensors == first.tensors
 
 
 def test_a_batch_is_fetched_by_the_thread_that_asks_for_it_and_used_by_any(monkeypatch):
