@@ -180,11 +180,30 @@ def decompress(stored: NDArray[np.uint8], expected: int, where: str) -> NDArray[
     """
     out = np.empty(expected, np.uint8)
     try:
-        # With an output buffer, numcodecs does not trust the size in the frame.
+        # With an output buffer, numcodecs refuses a frame of more bytes, whatever its header says.
         data = _zstd().decompress(stored, out)
     except (RuntimeError, ValueError) as e:
         raise CorruptionError(f"{where}: not a zstd frame of {expected} bytes ({e}).") from e
+    if not _fills(bytes(stored[:_LONGEST_HEADER]), expected):
+        raise CorruptionError(f"{where}: not a zstd frame of {expected} bytes (it has fewer).")
     return np.frombuffer(data, np.uint8)
+
+
+_LONGEST_HEADER = 18
+
+
+def _fills(header: bytes, expected: int) -> bool:
+    """Whether a frame that numcodecs has decompressed into a buffer has filled all of it.
+
+    numcodecs compares the frame with the size in its header (RFC 8878, section 3.1.1.1), and with
+    the buffer only where the header has none.
+    """
+    flags = header[4]
+    single_segment = flags >> 5 & 1
+    begin = 6 - single_segment + (0, 1, 2, 4)[flags & 3]
+    width = (single_segment, 2, 4, 8)[flags >> 6]
+    size = int.from_bytes(header[begin : begin + width], "little") + (256 if width == 2 else 0)
+    return header.startswith(b"\x28\xb5\x2f\xfd") and (not width or size == expected)
 
 
 def compress(data: NDArray[np.uint8]) -> bytes:

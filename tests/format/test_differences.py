@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from shardckpt.errors import CorruptionError
 from shardckpt.format.differences import apply, changes, difference, needs_older, whole
+from shardckpt.format.stored_chunks import compress
 
 ITEMSIZES = st.sampled_from([1, 2, 4, 8, 16])
 
@@ -77,6 +78,16 @@ def test_a_difference_that_is_applied_to_other_elements_is_refused():
     stored = np.frombuffer(difference(old, new, 2)[0], np.uint8)
     with pytest.raises(CorruptionError, match="its base is another one"):
         apply(stored, np.ones(1000, np.uint8), 2, "w")
+
+
+@pytest.mark.parametrize("contents", [3, 0], ids=["fewer bytes", "none"])
+def test_a_difference_whose_frame_has_fewer_bytes_than_its_changes_need_is_refused(contents):
+    old, new = np.zeros(1000, np.uint8), np.zeros(1000, np.uint8)
+    new[[5, 70, 900]] = 1
+    head = difference(old, new, 2)[0][:13]
+    stored = np.frombuffer(head + compress(np.zeros(contents, np.uint8)), np.uint8)
+    with pytest.raises(CorruptionError, match="not a zstd frame of"):
+        changes(stored, 500, 2, "w")
 
 
 @given(st.data())

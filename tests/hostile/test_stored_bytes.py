@@ -1,6 +1,7 @@
 """Chunks and files that are larger than they can be are refused before memory is taken for them."""
 
 import os
+from dataclasses import replace
 
 import crc32c
 import numpy as np
@@ -12,25 +13,53 @@ from numcodecs.zstd import Zstd
 
 import shardckpt
 from shardckpt import ShardckptError, errors
+from shardckpt.format.stored_chunks import compress, decompress
 from shardckpt.io import ocdbt
 
 
-def test_a_frame_that_unpacks_to_more_than_its_chunk_is_refused_without_unpacking_it(tmp_path):
-    forgery = Forgery.of_one_host(
+def store_first_chunk(forgery, frame):
+    """Store bytes as the first chunk of "w", with a checksum and a chunk table that agree."""
+    (forgery.attempt / "zarr" / "w" / "c" / "0" / "0").write_bytes(
+        frame + crc32c.crc32c(frame).to_bytes(4, "little")
+    )
+    files, arrays = decode_table(forgery.table, "")
+    length, crc = arrays["w"].length.copy(), arrays["w"].crc.copy()
+    length[0], crc[0] = len(frame) + 4, crc32c.crc32c(frame)
+    forgery.write(table=encode_table(files, {"w": replace(arrays["w"], length=length, crc=crc)}))
+
+
+@pytest.fixture
+def compressed(tmp_path):
+    """A checkpoint of "w", whose chunks have 2,500 bytes before they are compressed."""
+    return Forgery.of_one_host(
         tmp_path / "checkpoint", "zarr", "zstd", {"w": np.zeros((100, 100), np.uint8)}
     )
-    for bomb in (Zstd().encode(bytes(300 * MIB)), Zstd().encode(bytes(10)), b"", b"no frame"):
-        stored = bomb + crc32c.crc32c(bomb).to_bytes(4, "little")
-        (forgery.attempt / "zarr" / "w" / "c" / "0" / "0").write_bytes(stored)
-        files, arrays = decode_table(forgery.table, "")
-        columns = {
-            **{n: getattr(arrays["w"], n) for n in ("chunk", "file", "offset")},
-            "length": np.array([len(stored)]),
-            "crc": np.array([crc32c.crc32c(bomb)]),
-        }
-        forgery.write(table=encode_table(files, {"w": type(arrays["w"])(**columns)}))
+
+
+def test_a_frame_that_unpacks_to_more_than_its_chunk_is_refused_without_unpacking_it(compressed):
+    for bomb in (Zstd().encode(bytes(300 * MIB)), Zstd().encode(bytes(60 * MIB)), b"", b"no frame"):
+        store_first_chunk(compressed, bomb)
         with at_most(256 * MIB), pytest.raises(ShardckptError, match="w"):
-            shardckpt.restore(forgery.url)
+            shardckpt.restore(compressed.url)
+
+
+def test_a_frame_of_fewer_bytes_than_its_chunk_is_refused_and_its_other_elements_not_made_up(
+    compressed,
+):
+    for short in (1, 10, 300, 2499):
+        store_first_chunk(compressed, Zstd().encode(bytes(short)))
+        with pytest.raises(errors.CorruptionError, match=r"w.*not a zstd frame of 2500 bytes"):
+            shardckpt.restore(compressed.url)
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 65_791, 65_792, MIB])
+def test_a_frame_unpacks_to_exactly_the_bytes_that_its_header_gives_in_any_width(size):
+    contents = np.arange(size, dtype=np.uint8)
+    frame = np.frombuffer(compress(contents), np.uint8)
+    np.testing.assert_array_equal(decompress(frame, size, "w"), contents)
+    for other in (size - 1, size + 1, size + 256, 2 * size):
+        with pytest.raises(errors.CorruptionError, match=f"not a zstd frame of {other} bytes"):
+            decompress(frame, other, "w")
 
 
 def test_a_table_that_gives_a_chunk_gigabytes_is_refused_before_they_are_allocated(forgery):
