@@ -38,9 +38,18 @@ def number_like(array: NDArray[Any], like: object) -> object:
     form: Any = type(like)
     with suppress(TypeError, ValueError, OverflowError), np.errstate(all="ignore"):
         same = form(number)
-        if same == number or same != same:  # noqa: PLR0124 - a NaN of either form
+        if _is_same(np.asarray(same).item(), array.item()):
             return same
     return number
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two Python numbers are equal, or both are a NaN and the second is real.
+
+    Python compares numbers of two types exactly; numpy rounds an integer to compare it.
+    """
+    nan = one != one and other != other  # noqa: PLR0124 - only a NaN is not itself
+    return bool(one == other or (nan and not np.iscomplexobj(other)))
 
 
 def in_form_of(like: object, stored: object) -> object:

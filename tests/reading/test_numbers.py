@@ -126,6 +126,32 @@ def test_a_float_is_rounded_and_a_value_that_the_form_lacks_keeps_its_own(tmp_pa
     )
 
 
+@pytest.mark.parametrize(
+    ("stored", "form"),
+    [
+        (2**53 + 1, np.float64),
+        (2**53 + 1, np.complex128),
+        (np.array(2**53 + 1), np.float64),
+        (np.array(2**64 - 1, np.uint64), np.float64),
+        (np.array(2**64 - 1, np.uint64), ml_dtypes.bfloat16),
+        (np.array(complex(np.nan, 5)), np.float64),
+        (np.array(complex(np.nan, 0.1)), np.complex64),
+    ],
+    ids=repr,
+)
+@pytest.mark.filterwarnings("ignore:Casting complex")
+def test_a_number_that_a_numpy_scalar_s_form_would_round_keeps_its_own(tmp_path, stored, form):
+    shardckpt.save(tmp_path / "c", {"n": stored})
+    restored = shardckpt.restore(tmp_path / "c", {"n": form(0)})["n"]
+    np.testing.assert_equal(restored.item(), np.asarray(stored).item())
+
+
+def test_a_nan_takes_the_form_of_a_numpy_scalar(tmp_path):
+    shardckpt.save(tmp_path / "c", {"n": np.array(np.nan), "same": float("nan")})
+    restored = shardckpt.restore(tmp_path / "c", {"n": np.float32(0), "same": np.float32(0)})
+    assert [(type(n), np.isnan(n)) for n in restored.values()] == [(np.float32, True)] * 2
+
+
 def test_tensors_with_dimensions_and_other_leaves_do_not_match_numbers(tmp_path):
     shardckpt.save(tmp_path / "c", {"a": np.ones(1), "b": "text", "n": 3})
     for like, words in (
