@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 from shardckpt.errors import NamesMismatchError, OptionError
 from shardckpt.state.document import Branch, Node, Tensor, Tied, ends, leaves_of, parse, write
 from shardckpt.state.glob import compile_glob, is_glob
+from shardckpt.state.names import child_name, component_names, shown
 from shardckpt.text import Message, few, named, shorten
 
 if TYPE_CHECKING:
     from shardckpt.state.document import Tree
     from shardckpt.state.leaves import JSON
+    from shardckpt.state.names import PathKey
 
 Only = str | Sequence[str] | Callable[[str], bool]
 """A selection of names: a pattern, several patterns, or a function."""
@@ -151,6 +153,9 @@ def select(tree: Tree, only: Callable[[str], bool]) -> tuple[JSON, dict[str, str
     Returns:
         The document of the selected part, and for each of its tensors the name under which it is
         stored in the complete state; both are empty if nothing is selected.
+
+    Raises:
+        NamesMismatchError: a name of the part would change without a name that is left out.
     """
     root = parse(tree)
     meaning = {leaf.name: leaf.meaning for leaf in leaves_of(root) if isinstance(leaf, Tensor)}
@@ -173,6 +178,7 @@ def select(tree: Tree, only: Callable[[str], bool]) -> tuple[JSON, dict[str, str
             if not kept:
                 return None
             complete = len(kept) == len(node.keys)
+            _check_names(node.name, kept)
             form, composite = (node.form, node.composite) if complete else ("dict", None)
             return replace(
                 node,
@@ -199,3 +205,16 @@ def select(tree: Tree, only: Callable[[str], bool]) -> tuple[JSON, dict[str, str
     return write(left), {
         leaf.name: stored[leaf.name] for leaf in leaves_of(left) if isinstance(leaf, Tensor)
     }
+
+
+def _check_names(place: str, kept: Sequence[tuple[PathKey, Node]]) -> None:
+    """Refuse a container in which the names of the kept items depend on items that are left out.
+
+    A document has no names: they follow from its keys.
+    """
+    for component, (_, child) in zip(component_names([key for key, _ in kept]), kept, strict=True):
+        if child.name != child_name(place, component):
+            raise NamesMismatchError(
+                f"{shown(child.name)} would be called {shown(child_name(place, component))} "
+                "without the key beside it that has the same text; select both or neither."
+            )

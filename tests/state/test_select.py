@@ -1,7 +1,9 @@
 """A part of a state is the document of what is left, and all names stay what they are."""
 
 import numpy as np
+import pytest
 
+from shardckpt.errors import NamesMismatchError
 from shardckpt.state import flatten, select, tensor_names, unflatten
 from shardckpt.state.select import selector
 
@@ -53,3 +55,14 @@ def test_a_tied_name_whose_first_is_left_out_is_the_tensor_itself():
     part, stored = select(document(state()), selector("model/head"))
     assert part == {"model": {"head": "$tensor"}}
     assert stored == {"model/head": "model/w"}
+
+
+def test_a_part_in_which_a_key_would_have_another_name_is_refused():
+    """The document has no names: without the key "0", the key 0 beside it is called 0."""
+    whole = document({"a": {"0": np.zeros(1), 0: {"w": np.zeros(1)}, "b": np.zeros(1)}})
+    for only in ("a/0~/w", ["a/0~/w", "a/b"], "a/0~/**"):
+        with pytest.raises(NamesMismatchError, match=r"'a/0~' would be called 'a/0' without"):
+            select(whole, selector(only))
+    for only in ("a/0", "a/**", ["a/0", "a/0~/w"], "a/b"):
+        part, stored = select(whole, selector(only))
+        assert list(stored) == tensor_names(part)
