@@ -138,7 +138,8 @@ class _Walk:
         """Name of the registered leaf whose encoded form is being walked."""
 
     def visit(self, value: object, name: str, depth: int) -> JSON:
-        if self.is_local is not None and not self.inside_local and self.is_local(name):
+        is_local = None if self.inside_local or self.leaf is not None else self.is_local
+        if is_local is not None and is_local(name):
             return self.local(value, name, depth)
         made = None if self.composite is None else self.composite(value, name)
         if made is not None:

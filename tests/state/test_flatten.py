@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardckpt.errors import DtypeError, FormatError, LeafError
-from shardckpt.state import flatten, iter_leaves, leaf_names, leaves, tensor_names, unflatten
+from shardckpt.state import flatten, iter_leaves, leaf_names, leaves, parse, tensor_names, unflatten
 
 W = np.zeros(1)
 
@@ -338,6 +338,18 @@ def test_a_registered_leaf_is_one_leaf_and_comes_back(schedule):
     assert through_json(state) == state
     assert leaf_names(tree_of(state)) == ["s", "t"]
     assert list(iter_leaves(tree_of(state))) == [("s", "Schedule", ""), ("t", "Fraction", "")]
+
+
+def test_what_is_local_is_not_asked_inside_a_registered_leaf_but_of_the_leaf_itself(schedule):
+    state = {"sampler": schedule({"seed": 3}), "seed": 4}
+
+    def walk(local):
+        return flatten(state, is_tensor, local=local, process=1).tree
+
+    alone = walk(lambda name: name.endswith("seed"))
+    assert alone == {"sampler": tree_of(state)["sampler"], "seed": {"$local": {"1": 4}}}
+    parse(alone)
+    parse(walk(lambda name: name == "sampler"))
 
 
 def test_a_registered_leaf_that_nobody_registered_here_names_what_to_register(
