@@ -73,15 +73,16 @@ def meaning_mismatch(
 def names_mismatch(missing: list[str], unexpected: list[str], advice: str) -> NamesMismatchError:
     """The error of names that only one side has: those only in `like`, and those only stored."""
     parts = []
+    in_like, stored = names.Candidates(missing), names.Candidates(unexpected)
     if missing:
         parts.append(
             f"{_count(missing)} in `like` but not in the checkpoint: "
-            f"{_list_names(missing, unexpected)}"
+            f"{_list_names(missing, _hints(missing, in_like, unexpected, stored))}"
         )
     if unexpected:
         parts.append(
             f"{_count(unexpected)} in the checkpoint but not in `like`: "
-            f"{_list_names(unexpected, missing)}"
+            f"{_list_names(unexpected, _hints(unexpected, stored, missing, in_like))}"
         )
     return NamesMismatchError(f"{'; '.join(parts)}. {advice}")
 
@@ -89,12 +90,12 @@ def names_mismatch(missing: list[str], unexpected: list[str], advice: str) -> Na
 def skipped_names(missing: list[str], unexpected: list[str]) -> str:
     """A text about names that only one side has, and that were skipped."""
     kept = (
-        f"; {_count(missing)} only in `like`, left unchanged: {_list_names(missing, [])}"
+        f"; {_count(missing)} only in `like`, left unchanged: {_list_names(missing)}"
         if missing
         else ""
     )
     left = (
-        f"; {_count(unexpected)} only in the checkpoint, not read: {_list_names(unexpected, [])}"
+        f"; {_count(unexpected)} only in the checkpoint, not read: {_list_names(unexpected)}"
         if unexpected
         else ""
     )
@@ -105,16 +106,26 @@ def _count(missing: list[str]) -> str:
     return "1 name is" if len(missing) == 1 else f"{len(missing)} names are"
 
 
-def _list_names(missing: list[str], others: list[str]) -> str:
-    # Suggestions come from the names that only the other side has: a name that both have is not a
-    # candidate.
+def _list_names(missing: list[str], hints: Iterable[str] = ("",) * _LISTED) -> str:
+    listed = [shown(name) + hint for name, hint in zip(missing, hints, strict=False)]
+    return ", ".join(listed) + (", …" if len(missing) > _LISTED else "")
+
+
+def _hints(
+    missing: list[str], own: names.Candidates, others: list[str], candidates: names.Candidates
+) -> list[str]:
+    """What to say after each of the names that are listed.
+
+    Suggestions come from the names that only the other side has: a name that both have is not a
+    candidate. A name is suggested for the most similar one only.
+    """
     same_text = set(others)
-    shown_names = []
+    hints = []
     for name in missing[:_LISTED]:
-        hint = (
-            " (there it is a key of another type)"
-            if name in same_text
-            else names.did_you_mean(name, others, missing=missing)
-        )
-        shown_names.append(shown(name) + hint)
-    return ", ".join(shown_names) + (", …" if len(missing) > _LISTED else "")
+        near = candidates.nearest(name)
+        if name in same_text:
+            hints.append(" (there it is a key of another type)")
+        else:
+            is_mutual = near is not None and own.nearest(near) == name
+            hints.append(names.suggested(near if is_mutual else None))
+    return hints

@@ -39,6 +39,7 @@ import copy
 import dataclasses
 import re
 import sys
+from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -428,52 +429,55 @@ def _unescape(component: str, path: str) -> str:
 # --- suggestions ----------------------------------------------------------------------------------
 
 _SHORTLIST = 100
+"""Most names that are compared with a name."""
 _COMPARED = 200
+"""Most characters of a name that are compared."""
 
 
-def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that is most similar to `name`, or None if none is similar.
+class Candidates:
+    """Names that may be suggested, sorted once for many questions."""
 
-    A good comparison of texts is slow, so a shortlist comes first: the candidates with the most
-    characters in common at both ends.
-    """
-    backwards = name[::-1]
+    def __init__(self, candidates: Iterable[str]) -> None:
+        names = list(candidates)
+        self._sorted = [
+            sorted((name[:_COMPARED], name) for name in names),
+            sorted((_backwards(name), name) for name in names),
+        ]
+        """The names by their beginnings, and by their ends."""
 
-    def common_ends(candidate: str) -> int:
-        return _common_start(name, candidate) + _common_start(backwards, candidate[::-1])
+    def nearest(self, name: str) -> str | None:
+        """The candidate that is most similar to `name`, or None if none is similar.
 
-    best, best_ratio = None, 0.6
-    for candidate in sorted(candidates, key=common_ends, reverse=True)[:_SHORTLIST]:
-        ratio = SequenceMatcher(
-            None, name[-_COMPARED:], candidate[-_COMPARED:], autojunk=False
-        ).ratio()
-        if ratio > best_ratio:
-            best, best_ratio = candidate, ratio
-    return best
+        A good comparison of texts is slow, so a shortlist comes first: the candidates beside the
+        name in both orders, among which are those with the longest common beginning and end.
+        """
+        beside: dict[str, None] = {}
+        for names, end in zip(self._sorted, (name[:_COMPARED], _backwards(name)), strict=True):
+            at = bisect_left(names, (end, ""))
+            near = names[max(0, at - _SHORTLIST // 4) : at + _SHORTLIST // 4]
+            beside.update(dict.fromkeys(candidate for _, candidate in near))
+        best, best_ratio = None, 0.6
+        for candidate in beside:
+            matcher = SequenceMatcher(
+                None, name[-_COMPARED:], candidate[-_COMPARED:], autojunk=False
+            )
+            if matcher.quick_ratio() > best_ratio and matcher.ratio() > best_ratio:
+                best, best_ratio = candidate, matcher.ratio()
+        return best
 
 
-def _common_start(one: str, other: str) -> int:
-    return next(
-        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
-    )
+def _backwards(name: str) -> str:
+    return name[: -_COMPARED - 1 : -1]
 
 
-def did_you_mean(name: str, candidates: Iterable[str], missing: Iterable[str] | None = None) -> str:
-    """The end of a message about a missing name: " (did you mean …?)", or empty.
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """The end of a message about a missing name: " (did you mean …?)", or empty."""
+    return suggested(Candidates(candidates).nearest(name))
 
-    Args:
-        name: the missing name.
-        candidates: the names that may have been meant.
-        missing: all missing names, if a candidate is to be suggested for the most similar one of
-            them only.
-    """
-    suggestion = nearest(name, candidates)
-    return (
-        ""
-        if suggestion is None or (missing is not None and nearest(suggestion, missing) != name)
-        else f" (did you mean {suggestion!r}?)"
-    )
+
+def suggested(name: str | None) -> str:
+    """A suggestion in a message; empty if there is none."""
+    return "" if name is None else f" (did you mean {shown(name)}?)"
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from counting import steps
 
 from shardckpt.errors import LeafError, NamesMismatchError, StructureMismatchError
 from shardckpt.state import flatten, leaves, match
+from shardckpt.state.mismatches import names_mismatch
 from shardckpt.state.select import selector
 
 
@@ -264,6 +266,17 @@ def test_a_long_list_of_names_is_cut_short():
         restored({}, {f"w{i}": T() for i in range(100_000)})
     assert "100000 names are in the checkpoint but not in `like`" in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+def test_names_that_all_differ_by_a_prefix_are_compared_with_a_few_of_the_others_each():
+    kinds = "attn.q.weight", "attn.k.weight", "mlp.up.weight", "mlp.down.weight", "norm.weight"
+    stored = [f"model.layers.{i}.{kind}" for i in range(1000) for kind in kinds]
+    like = [f"module.{name}" for name in stored]
+    error = names_mismatch(like, stored, "Change `like`.")
+    for name in stored[:10]:
+        assert f"'module.{name}' (did you mean '{name}'?)" in str(error)
+        assert f"'{name}' (did you mean 'module.{name}'?)" in str(error)
+    assert steps(lambda: names_mismatch(like, stored, "Change `like`.")) < 30 * len(stored)
 
 
 def test_sequences_of_other_lengths_miss_names_or_have_too_many():

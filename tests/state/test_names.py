@@ -227,13 +227,22 @@ def test_what_is_no_pattern_is_an_option_error(pattern):
 
 def test_the_nearest_name_is_suggested():
     stored = [f"model/layers.{i}.mlp.weight" for i in range(2000)] + ["opt/step"]
-    assert names.nearest("model/layers.1234.mlp.wieght", stored) == "model/layers.1234.mlp.weight"
+    near = names.Candidates(stored)
+    assert near.nearest("model/layers.1234.mlp.wieght") == "model/layers.1234.mlp.weight"
+    assert near.nearest("module.model/layers.77.mlp.weight") == "model/layers.77.mlp.weight"
+    assert near.nearest("model/layer.777.mlp.weight") == "model/layers.777.mlp.weight"
+    assert near.nearest("model/layers.5.mlp.weight_orig") == "model/layers.5.mlp.weight"
     assert names.did_you_mean("opt/stpe", stored) == " (did you mean 'opt/step'?)"
 
 
 def test_nothing_is_suggested_where_nothing_is_near():
-    assert names.nearest("model/w", ["rng", ""]) is None
+    assert names.Candidates(["rng", ""]).nearest("model/w") is None
     assert names.did_you_mean("model/w", []) == ""
+
+
+def test_a_suggestion_is_shown_on_a_bounded_number_of_characters_too():
+    long = "a" * 1_000_000
+    assert len(names.did_you_mean(long + "b", [long + "c"])) < 400
 
 
 def test_a_message_shows_a_name_on_a_bounded_number_of_characters():

@@ -31,7 +31,7 @@ from shardckpt.reshard.rules.mesh_text import parse_mesh
 from shardckpt.reshard.rules.pattern import match
 from shardckpt.reshard.rules.preset import Preset
 from shardckpt.reshard.rules.rule import Rule
-from shardckpt.state.names import did_you_mean, nearest, shown
+from shardckpt.state.names import Candidates, did_you_mean, shown
 from shardckpt.text import Message, named, shorten
 
 if TYPE_CHECKING:
@@ -375,7 +375,7 @@ def _why_unused(rule: Rule, before: Sequence[Step], tensors: Mapping[str, tuple[
                 f"{rule.title} matches no tensor; patterns are matched with whole names, and "
                 f"{wider!r} would match {shown(example)}."
             )
-    like = nearest(rule.pattern, tensors) or next(iter(tensors))
+    like = Candidates(tensors).nearest(rule.pattern) or next(iter(tensors))
     return (
         f"{rule.title} matches no tensor; patterns are matched with whole names, such as "
         f"{shown(like)}."
