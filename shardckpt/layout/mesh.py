@@ -7,6 +7,7 @@ permutation, or numbers that start at 2048. Nothing here assumes 0…N-1.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -34,6 +35,7 @@ MAX_AXES = 32
 _LARGEST = (1 << 62) - 1
 """Maximum dimension: a longer one could overflow int64 when the end of a padded tile is
 computed."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
@@ -248,6 +250,12 @@ def _checked_names(axis_names: Sequence[str] | None, shape: tuple[int, ...]) -> 
     if not all(isinstance(name, str) and name for name in names):
         raise ShardingError(
             f"Mesh: axis names must be strings that are not empty, found {shorten(names)}."
+        )
+    surrogate = next((name for name in names if _SURROGATE.search(name)), None)
+    if surrogate is not None:
+        raise ShardingError(
+            f"Mesh: the axis name {shorten(surrogate)} is not Unicode text, which has no lone "
+            "surrogates; give another name."
         )
     if len(names) != len(shape):
         raise ShardingError(

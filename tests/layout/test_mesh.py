@@ -67,6 +67,7 @@ def test_equality_is_of_shape_names_and_ids():
         (((2, 2), ("x", "x")), "'x' is used more than once"),
         (((2, 2), "xy"), "single string 'xy'"),
         (((2,), ("",)), "not empty"),
+        (((2,), ("\ud800",)), r"'\\ud800' is not Unicode text"),
         (((4,), ("x",), [0, 1, 2]), "3 device ids for shape \\(4,\\), which has 4"),
         (((4,), ("x",), [0, 1, 2, 3, 4]), "5 device ids"),
         (((2,), ("x",), []), "0 device ids"),
