@@ -17,13 +17,13 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import json
+import math
 import re
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt.errors import FormatError, VersionError
-from shardckpt.text import shorten
+from shardckpt.text import clip, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -113,7 +113,9 @@ def open_envelope(data: bytes, where: str) -> dict[str, Any]:
     """
     body, _ = _checked_body(data, where)
     try:
-        record = json.loads(body, object_pairs_hook=_object, parse_constant=_no_constant)
+        record = json.loads(
+            body, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite
+        )
     except (ValueError, RecursionError, MemoryError) as e:
         raise FormatError(
             f"{where}: the record is not JSON that can be read here ({e or type(e).__name__})."
@@ -170,6 +172,13 @@ def _head(data: bytes, where: str) -> re.Match[bytes]:
 
 def _no_constant(token: str) -> NoReturn:
     raise ValueError(f"{token} is not JSON")
+
+
+def _finite(token: str) -> float:
+    number = float(token)
+    if math.isinf(number):
+        raise ValueError(f"{clip(token)} is not a finite number")
+    return number
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -407,7 +416,7 @@ class Fields:
                 f"{key!r} is {shorten(values)}, at most {MOST_DIMENSIONS} whole numbers >= "
                 f"{least} are expected"
             )
-        if prod(max(n, 1) for n in values) > LARGEST_DIMENSION:
+        if math.prod(max(n, 1) for n in values) > LARGEST_DIMENSION:
             self.fail(f"{key!r} is {shorten(values)}, more elements than can be addressed")
         return tuple(values)
 

@@ -18,6 +18,8 @@ from shardckpt import errors
         ('{"totals":' + "9" * 10_000 + "}", "JSON"),
         ('{"metadata":NaN}', "NaN"),
         ('{"metadata":[-Infinity]}', "Infinity"),
+        ('{"metadata":{"a":1e999}}', "1e999 is not a finite number"),
+        ('{"metadata":{"a":-1' + "0" * 400 + ".5}}", "is not a finite number"),
         ("null", "NoneType"),
         ('"text"', "str"),
         ("{", "JSON"),
