@@ -112,12 +112,16 @@ class Option:
             check_function(value, name)
         elif self.kind == "size" and not (value is None and self.default is None):
             return parse_bytes(value, name)
-        elif self.choices and value != self.default and value not in self.choices:
+        elif self.choices and not _is_choice(value, (self.default, *self.choices)):
             words = ", ".join(f'"{choice}"' for choice in self.choices)
             raise OptionError(
                 Message(named(name, value), f": use {' or '.join(words.rsplit(', ', 1))}.")
             )
         return value
+
+
+def _is_choice(value: object, choices: Sequence[object]) -> bool:
+    return any(value is one or (isinstance(value, str) and value == one) for one in choices)
 
 
 def option(about: str, default: Any = None, *, kind: Kind = "text", **more: Any) -> Any:
@@ -285,16 +289,11 @@ class SaveOptions:
         """Check every option."""
         for option, choices in _CHOICES.items():
             value = getattr(self, option)
-            if not any(
-                value is choice or (isinstance(choice, str) and value == choice)
-                for choice in choices
-            ):
+            if not _is_choice(value, choices):
                 words = " or ".join(
                     f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in choices
                 )
-                raise OptionError(
-                    f"SaveOptions({option}={shorten(getattr(self, option))}): use {words}."
-                )
+                raise OptionError(f"SaveOptions({option}={shorten(value)}): use {words}.")
         object.__setattr__(self, "memory_limit", parse_bytes(self.memory_limit, "memory_limit"))
         check_flag(self.overwrite, "overwrite")
         check_flag(self.reduce_partial, "reduce_partial")

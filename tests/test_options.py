@@ -11,6 +11,7 @@ import shardckpt
 from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
 from shardckpt.errors import OptionError, ShardckptError
 from shardckpt.options import parse_bytes
+from shardckpt.reshard.options import ReshardOptions
 from shardckpt.text import shorten
 
 LAYOUT = Sharding(Mesh((2,), ("x",)), PartitionSpec("x"))
@@ -54,11 +55,18 @@ def test_metadata_that_contains_itself_is_refused():
         ({"overwrite": "no"}, "overwrite='no': give True or False"),
         ({"overwrite": None}, "overwrite=None: give True or False"),
         ({"memory_limit": "16KiB"}, "at least 16 MiB"),
+        ({"layout": np.ones(3)}, r'a ndarray of shape 3\): use "packed" or "zarr"'),
+        ({"check_replicas": np.ones(3)}, 'use "sample" or True or False'),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_with_what_to_give(options, message):
     with pytest.raises(OptionError, match=message):
         SaveOptions(**options)
+
+
+def test_an_array_in_the_place_of_a_choice_is_refused_with_the_choices():
+    with pytest.raises(OptionError, match=r'layout=a ndarray of shape 3: use "packed" or "zarr"'):
+        ReshardOptions(layout=np.ones(3))
 
 
 def test_sizes_are_numbers_or_text():
