@@ -331,6 +331,7 @@ class SaveOptions:
                 "SaveOptions(metadata=…): it would change when stored as JSON; use string keys, "
                 "and lists instead of tuples."
             )
+        object.__setattr__(self, "metadata", same)
 
     @property
     def budget(self) -> int:

@@ -40,6 +40,14 @@ def test_metadata_that_contains_itself_is_refused():
         SaveOptions(metadata=inner)
 
 
+def test_metadata_that_changes_after_it_was_checked_is_stored_as_it_was(tmp_path):
+    metadata = {"losses": [0.5]}
+    options = SaveOptions(metadata=metadata)
+    metadata["losses"].append(float("nan"))
+    shardckpt.save(tmp_path / "c", {"step": 1}, options=options)
+    assert shardckpt.open(tmp_path / "c").metadata == {"losses": [0.5]}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
