@@ -164,9 +164,15 @@ class _Float(_MlDType):
             return data in _SPECIAL or self._bits_of_text(data) is not None
         # Neither complex numbers nor bools are valid. ml_dtypes' scalars have __float__ and are not
         # numbers.Real.
-        return not isinstance(data, (bool, complex, np.complexfloating, np.ndarray)) and hasattr(
+        if isinstance(data, (bool, complex, np.complexfloating, np.ndarray)) or not hasattr(
             data, "__float__"
-        )
+        ):
+            return False
+        try:
+            float(data)
+        except OverflowError:  # an integer of too many digits
+            return False
+        return True
 
     def _of_number(self, data: Any) -> np.generic:
         if isinstance(data, str) and data not in _SPECIAL:
@@ -203,7 +209,10 @@ class _Integer(_MlDType):
         ) or not hasattr(data, "__int__"):
             return False
         info = ml_dtypes.iinfo(self.native)
-        return bool(int(data) == data and info.min <= int(data) <= info.max)
+        try:
+            return bool(int(data) == data and info.min <= int(data) <= info.max)
+        except (OverflowError, ValueError):  # infinite, or not a number
+            return False
 
     def _of_number(self, data: Any) -> np.generic:
         return super()._of_number(int(data))

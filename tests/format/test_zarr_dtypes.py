@@ -165,9 +165,19 @@ def test_what_is_no_fill_value_is_refused(name, fill):
 
 
 @pytest.mark.parametrize(
-    ("name", "fill"), [("int4", 8), ("int4", -9), ("int2", 2), ("int2", 0.5), ("int4", "0x1")]
+    ("name", "fill"),
+    [
+        ("int4", 8),
+        ("int4", -9),
+        ("int2", 2),
+        ("int2", 0.5),
+        ("int4", "0x1"),
+        ("int4", float("nan")),
+        ("int4", float("inf")),
+        ("bfloat16", 10**400),
+    ],
 )
-def test_an_integer_out_of_range_is_no_fill_value(name, fill):
+def test_a_number_out_of_range_is_no_fill_value(name, fill):
     with pytest.raises(TypeError, match=name):
         CLASSES[name]().from_json_scalar(fill, zarr_format=3)
 
