@@ -23,6 +23,8 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _WILDCARD = re.compile(r"[*?]|\[!?(?:\][^\]]*|[^\]]+)\]")
+_RANGE_OR_ONE = re.compile(r"(.)-(.)|(.)", re.DOTALL)
+"""The parts of a set of characters."""
 _MOST_TRANSITIONS = 1024
 """Transitions that a pattern keeps; then it begins anew."""
 
@@ -147,7 +149,10 @@ def compile_glob(pattern: str) -> Glob:
 
 
 def _characters(pattern: str, token: re.Match[str]) -> re.Pattern[str]:
-    members = re.sub(r"([\\\[\]^&|~])", r"\\\1", token["members"])
+    members = _RANGE_OR_ONE.sub(
+        lambda match: "-".join(re.escape(one) for one in match.groups() if one is not None),
+        token["members"],
+    )
     try:
         return re.compile(f"[{'^' if token['negated'] else ''}{members}]")
     except re.error as error:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from shardckpt.errors import OptionError
 from shardckpt.state.glob import Glob, compile_glob
 from shardckpt.state.select import selector
 
@@ -63,6 +64,27 @@ def test_a_pattern_matches_what_its_definition_matches(pattern, names):
     glob = Glob(pattern)
     for name in [*names, *names, pattern, ""]:
         assert glob.fullmatch(name) == bool(definition(pattern).fullmatch(name)), name
+
+
+@pytest.mark.parametrize(
+    ("pattern", "members"),
+    [
+        ("[+--b]", "+,-b"),
+        ("[--0]", "-./0"),
+        ("[a--]", None),
+        ("[!--0]", "+,b"),
+        ("[a-c-e]", "abc-e"),
+        ("[a-]", "a-"),
+        ("[]-a]", "]^_`a"),
+    ],
+)
+def test_a_hyphen_in_a_set_stands_for_itself_where_it_makes_no_range(pattern, members):
+    if members is None:
+        with pytest.raises(OptionError, match="bad character range"):
+            Glob(pattern)
+        return
+    glob = Glob(pattern)
+    assert {character for character in members if glob.fullmatch(character)} == {*members} - {"/"}
 
 
 @pytest.mark.parametrize("unit", ["**?", "*?", "**a", "**/", "**/*", "*/**/", "[a-z]**", "a*"])
