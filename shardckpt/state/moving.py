@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shardckpt.state.names import Form, PathKey
 
 _ESCAPED = re.compile(r"~(?:([01e])|u([0-9a-f]{4}))")
+_INDEX = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 _PLAIN = {"0": "~", "1": "/", "e": ""}
 
 
@@ -148,7 +149,7 @@ def _like(branch: Branch) -> _Container:
 
 def _key(component: str, form: Form) -> PathKey:
     """The key of a new component."""
-    if form != "dict" and component.isdecimal() and str(int(component)) == component:
+    if form != "dict" and _INDEX.fullmatch(component):
         return int(component)
     return _ESCAPED.sub(
         lambda match: _PLAIN[match[1]] if match[1] else chr(int(match[2], 16)), component

@@ -486,8 +486,8 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
     >>> sorted(["10", "9", "step-2"], key=natural_key)
     ['9', '10', 'step-2']
     """
+    digits = [(part.isdecimal(), part) for part in re.split(r"(\d+)", name) if part]
     return [
-        (0, int(part), "") if part.isdecimal() else (1, 0, part)
-        for part in re.split(r"(\d+)", name)
-        if part
+        (0, len(part.lstrip("0")), part.lstrip("0")) if is_number else (1, 0, part)
+        for is_number, part in digits
     ]

@@ -17,6 +17,8 @@ from shardckpt.state import (
     tensor_names,
     unflatten,
 )
+from shardckpt.state.document import parse, write
+from shardckpt.state.moving import ends_by_place, moved_tree
 
 TREE = {
     "model": {"w": "$tensor", "layers": ["$tensor", {"$tuple": ["$tensor", 3]}], "buffers": {}},
@@ -268,3 +270,11 @@ def test_whatever_json_says_it_is_a_state_or_a_format_error(tree):
         return
     again = flatten(state, lambda _value: False)
     json.dumps(again.tree, allow_nan=False)
+
+
+def test_a_place_of_5000_digits_in_a_list_is_a_text_key():
+    root = parse({"a": ["$tensor", "$tensor"]})
+    first, last = ends_by_place(root).values()
+    digits = "1" * 5000
+    moved = moved_tree(root, [("a/0", first), (f"a/{digits}", last)])
+    assert write(moved) == {"a": {"$dict": [[0, "$tensor"], [digits, "$tensor"]]}}

@@ -245,6 +245,13 @@ def test_a_suggestion_is_shown_on_a_bounded_number_of_characters_too():
     assert len(names.did_you_mean(long + "b", [long + "c"])) < 400
 
 
+def test_numbers_in_names_are_in_the_order_of_their_values_with_any_number_of_digits():
+    digits = "1" * 5000
+    in_order = ["007", "8", "10", "a-2", "a-02-x", "a-10", f"a-{digits}", f"a-{digits}0", "b"]
+    assert sorted(in_order[5:] + in_order[:5], key=names.natural_key) == in_order
+    assert names.natural_key("a-01") == names.natural_key("a-1")
+
+
 def test_a_message_shows_a_name_on_a_bounded_number_of_characters():
     assert names.shown("a/b") == "'a/b'"
     assert names.shown("") == "The state itself"
