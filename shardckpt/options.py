@@ -386,7 +386,7 @@ def parse_bytes(value: int | str, what: str) -> int:
     Raises:
         OptionError: neither a whole number nor a valid text; names the option, `what`.
     """
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() < 1024:
         return value
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     size = math.inf
@@ -394,7 +394,7 @@ def parse_bytes(value: int | str, what: str) -> int:
         size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(
             match[2].upper() or " "
         )
-    if math.isinf(size):  # a float of too many digits is infinite
+    if math.isinf(size):  # as a number of too many digits is
         advice = ': give bytes as a whole number, or as text such as "512MiB".'
         raise OptionError(Message(named(what, value), advice))
     return int(size)
@@ -493,6 +493,6 @@ def _check_shardings(shardings: object) -> None:
         # Checked by an attribute of both kinds: importing them here would import numpy.
         if not hasattr(layout, "device_boxes"):
             raise OptionError(
-                f"SaveOptions(shardings=…): {pattern!r} has a {type(layout).__name__}; give a "
-                "shardckpt Sharding or OpSharding."
+                f"SaveOptions(shardings=…): {shorten(pattern)} has a {type(layout).__name__}; give "
+                "a shardckpt Sharding or OpSharding."
             )

@@ -126,7 +126,7 @@ def named(field: str, *value: object) -> NamedOption:
         shown = {key: of if isinstance(of, str) else shorten(of) for key, of in one.items()}
         texts = [f"{key}={of}" for key, of in shown.items()]
     elif isinstance(one, tuple) and not several:  # worker 0 of 8
-        texts = ["/".join(map(str, one))]
+        texts = ["/".join(map(shorten, one))]
     most = _SHORT.maxlist
     return NamedOption(
         field, shorten(one), (*map(clip, texts[:most]), *["…"] * (len(texts) > most))

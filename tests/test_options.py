@@ -12,7 +12,7 @@ from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
 from shardckpt.errors import OptionError, ShardckptError
 from shardckpt.options import parse_bytes
 from shardckpt.reshard.options import ReshardOptions
-from shardckpt.text import shorten
+from shardckpt.text import named, shorten
 
 LAYOUT = Sharding(Mesh((2,), ("x",)), PartitionSpec("x"))
 
@@ -63,6 +63,8 @@ def test_metadata_that_changes_after_it_was_checked_is_stored_as_it_was(tmp_path
         ({"overwrite": "no"}, "overwrite='no': give True or False"),
         ({"overwrite": None}, "overwrite=None: give True or False"),
         ({"memory_limit": "16KiB"}, "at least 16 MiB"),
+        ({"memory_limit": -(10**6000)}, "give bytes as a whole number"),
+        ({"shardings": {"w" * 10_000: "x"}}, r"'w{10,60}\.\.\.w{10,60}' has a str"),
         ({"layout": np.ones(3)}, r'a ndarray of shape 3\): use "packed" or "zarr"'),
         ({"check_replicas": np.ones(3)}, 'use "sample" or True or False'),
     ],
@@ -101,6 +103,8 @@ def test_sizes_are_numbers_or_text():
         1.5,
         None,
         b"1",
+        10**400,
+        pytest.param(-(10**6000), id="6001 digits"),
         "9" * 400,
         "9" * 400 + "T",
         "9" * 300 + "TiB" * 9,
@@ -161,5 +165,7 @@ def test_values_are_shown_in_few_words_whatever_they_are():
     weight = "{'weight': a Parameter of shape 5×6}"
     assert shorten(torch.nn.Linear(6, 5, bias=False).state_dict(keep_vars=True)) == weight
     assert shorten(np.float32(3)) == "np.float32(3.0)"
+    assert named("worker", (0, 8)).typed == ("0/8",)
+    assert named("worker", (10**5000, 2)).typed == ("a int/2",)
     assert "nested_tensor" in shorten(nested), "it has no shape"
     assert shorten(Mesh((2, 4), ("a", "b"))) == "Mesh((2, 4), ('a', 'b'))"

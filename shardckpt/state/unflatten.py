@@ -99,8 +99,8 @@ class _Builder:
             if stored not in self.tensors:
                 what = "per-process value" if isinstance(node, Owned) else "tensor"
                 raise FormatError(
-                    f"The tree names a {what} {stored!r} that the checkpoint does not have; its "
-                    "record is damaged."
+                    f"The tree names a {what} {shown(stored)} that the checkpoint does not have; "
+                    "its record is damaged."
                 )
             return self.tensors[stored]
         if isinstance(node, Branch):
