@@ -115,6 +115,6 @@ class _Builder:
                 items[key] = item
         if not items:
             return _LEFT_OUT
-        if node.form == "dict" or len(items) < len(node.keys):
+        if node.form == "dict" or [*items] != [*range(len(node.keys))]:
             return items
         return tuple(items.values()) if node.form == "tuple" else list(items.values())

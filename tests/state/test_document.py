@@ -17,7 +17,7 @@ from shardckpt.state import (
     tensor_names,
     unflatten,
 )
-from shardckpt.state.document import parse, write
+from shardckpt.state.document import of_process, parse, write
 from shardckpt.state.moving import ends_by_place, moved_tree
 
 TREE = {
@@ -278,3 +278,10 @@ def test_a_place_of_5000_digits_in_a_list_is_a_text_key():
     digits = "1" * 5000
     moved = moved_tree(root, [("a/0", first), (f"a/{digits}", last)])
     assert write(moved) == {"a": {"$dict": [[0, "$tensor"], [digits, "$tensor"]]}}
+
+
+def test_a_list_without_the_values_of_other_processes_keeps_its_indices():
+    tree = parse({"a": [{"$local": {"0": "$tensor"}}, "$tensor"], "b": {"$tuple": [1, 2]}})
+    values = {"a/0/0": "A", "a/1": "B"}
+    assert unflatten(of_process(tree, 0), values) == {"a": ["A", "B"], "b": (1, 2)}
+    assert unflatten(of_process(tree, 1), values) == {"a": {1: "B"}, "b": (1, 2)}
