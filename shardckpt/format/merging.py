@@ -53,9 +53,7 @@ def merge_structures(parts: Sequence[tuple[Sequence[int], Structure]]) -> Struct
 def _join(
     one: TensorRecord, other: TensorRecord, processes: Sequence[int], others: Sequence[int]
 ) -> TensorRecord:
-    """Merge two processes' records of one tensor; a record without pieces adds nothing."""
-    if one.partial and other.partial and not (one.pieces and other.pieces):
-        return one if one.pieces else other
+    """Merge two processes' records of one tensor; a partial record without pieces adds nothing."""
     for what, a, b in (
         ("shape", one.shape, other.shape),
         ("dtype", one.dtype.name, other.dtype.name),

@@ -243,6 +243,20 @@ def test_processes_that_know_one_tensor_differently_are_named(other, what):
         merge_structures([([3, 4], of(tensor("w", (4, 8)))), ([5], of(other))])
 
 
+def test_a_process_without_pieces_of_a_tensor_must_know_it_as_the_others_do():
+    nothing = tensor("w", (4, 8), pieces=(), partial=True)
+    piece = tensor("w", (4, 8), pieces=rows("w", (4, 8), (0, 4)), partial=True)
+    assert merge_structures([([0], of(nothing)), ([1], of(piece))]).tensors["w"].shape == (4, 8)
+    for odd, what in (
+        (replace(nothing, shape=(4, 9)), "shape"),
+        (replace(nothing, dtype=dtypes.by_name("int8")), "dtype"),
+        (replace(nothing, layout=Sharding(MESH, PartitionSpec("data"))), "layout"),
+    ):
+        for parts in ([([0], of(odd)), ([1], of(piece))], [([0], of(piece)), ([1], of(odd))]):
+            with pytest.raises(CommitError, match=f"'w': its {what} is .* on process 0"):
+                merge_structures(parts)
+
+
 def in_base(attempt, url, name="w"):
     return of(replace(tensor("w", (6, 2)), base=InBase(Base(attempt, "packed", None, url), name)))
 
