@@ -30,6 +30,7 @@ from shardckpt.format.documents import (
 from shardckpt.format.merging import merge_structures
 from shardckpt.format.replicas import ReplicasReference
 from shardckpt.format.structure import Structure, TensorRecord
+from shardckpt.state.composites import same_document
 from shardckpt.state.names import shown
 from shardckpt.text import numbered, shorten
 
@@ -406,6 +407,7 @@ class Contents:
                 "all the same, or one of them alone, and put what differs into the state as "
                 "shardckpt.PerProcess."
             ),
+            same_document,
         )
         # Before the elements: where shapes differ, elements do too.
         structure = parts[0][1].structure
@@ -484,13 +486,14 @@ class Contents:
 def _agree(
     parts: Sequence[tuple[Sequence[int], Mapping[str, T]]],
     contradiction: Callable[[str, str, str], str],
+    same: Callable[[T, T], bool] = lambda one, other: one == other,
 ) -> dict[str, T]:
     """Merge mappings; `contradiction` makes a message of a name and two processes."""
     merged: dict[str, T] = {}
     holders: dict[str, Sequence[int]] = {}
     for processes, part in parts:
         for name, value in part.items():
-            if merged.setdefault(name, value) != value:
+            if not same(merged.setdefault(name, value), value):
                 one, other = numbered("process", holders[name]), numbered("process", processes)
                 raise CommitError(f"{contradiction(name, one, other)} Nothing was published.")
             holders.setdefault(name, processes)

@@ -27,6 +27,13 @@ def test_metadata_that_contradicts_itself_is_refused_with_the_processes_that_do(
         Contents.union([([0], says()), ([1], says(loss=0.5)), ([2, 3], says(loss=0.25))])
 
 
+@pytest.mark.parametrize("other", [1.0, True])
+def test_metadata_of_another_type_is_a_contradiction_although_python_has_the_values_equal(other):
+    with pytest.raises(CommitError, match=r"'n' differs between process 0 and process 1"):
+        Contents.union([([0], says(n=[{"deep": 1}])), ([1], says(n=[{"deep": other}]))])
+    Contents.union([([0], says(n={"a": 1, "b": 2})), ([1], says(n={"b": 2, "a": 1}))])
+
+
 def test_other_shapes_are_told_as_shapes_not_as_other_elements():
     def has(n):
         record = TensorRecord("w", (n,), by_name("float32"), None, (Piece("w", (0,), (n,), (n,)),))
