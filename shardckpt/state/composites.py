@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.errors import LeafError, OptionError
 from shardckpt.state import leaves
 from shardckpt.state.names import shown
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -112,12 +114,18 @@ def register_tensor(
             tables.
 
     Raises:
-        OptionError: the name belongs to another class, or is empty.
+        OptionError: the name belongs to another class, or is empty, or an argument is invalid.
     """
+    leaves.check_registration("register_tensor", type, split=split, make=make)
+    is_list = isinstance(shared, Collection) and not isinstance(shared, str)
+    if not is_list or not all(isinstance(part, str) for part in shared):
+        raise OptionError(
+            f"register_tensor({type.__qualname__}, shared={shorten(shared)}): give a list of names."
+        )
     if not isinstance(name, str) or not name or not name.isprintable() or len(name) > _LONGEST_NAME:
         raise OptionError(
             f"register_tensor({type.__qualname__}): name= takes 1 to {_LONGEST_NAME} printable "
-            f"characters, not {name!r:.300}."
+            f"characters, not {shorten(name)}."
         )
     leaves.register(
         TensorType(type, name, split, make, frozenset(shared)),

@@ -36,7 +36,7 @@ import numpy as np
 from shardckpt.errors import FormatError, MissingExtraError, OptionError
 from shardckpt.state.names import imported_module, shown
 from shardckpt.state.scalars import decode_scalar, encode_scalar, from_hex
-from shardckpt.text import clip
+from shardckpt.text import clip, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,6 +103,17 @@ def register(entry: R, by_type: dict[type, R], by_name: dict[str, R], function: 
     by_type[kind] = by_name[entry.name] = entry
 
 
+def check_registration(function: str, kind: object, **functions: object) -> None:
+    """Refuse, by an OptionError, what is not a class, and functions that cannot be called."""
+    if not isinstance(kind, type):
+        raise OptionError(f"{function}({shorten(kind)}): the first argument is a class.")
+    for option, value in functions.items():
+        if not callable(value):
+            raise OptionError(
+                f"{function}({kind.__qualname__}, {option}={shorten(value)}): give a function."
+            )
+
+
 def register_leaf(
     type: type[T],  # noqa: A002
     *,
@@ -124,12 +135,14 @@ def register_leaf(
             another author.
 
     Raises:
-        OptionError: the name belongs to another type, or the type needs no registration.
+        OptionError: the name belongs to another type, the type needs no registration, or an
+            argument is invalid.
     """
+    check_registration("register_leaf", type, encode=encode, decode=decode)
     if not isinstance(name, str) or not name:
         raise OptionError(
             f"register_leaf({type.__qualname__}): name= takes a text that is not empty, not "
-            f"{name!r}."
+            f"{shorten(name)}."
         )
     if type in {*_ENCODERS, tuple, list, dict} or issubclass(type, np.generic):
         raise OptionError(

@@ -386,6 +386,23 @@ def test_a_registered_type_is_found_by_type_and_by_name():
 
 
 @pytest.mark.usefixtures("empty_register")
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (5, {}, r"register_leaf\(5\): the first argument is a class"),
+        (int | str, {}, r"register_leaf\(int | str\): the first argument is a class"),
+        (Schedule, {"encode": 5}, r"\(Schedule, encode=5\): give a function"),
+        (Schedule, {"decode": None}, r"\(Schedule, decode=None\): give a function"),
+        (Schedule, {"name": np.zeros(9)}, r"not a ndarray of shape 9\."),
+    ],
+)
+def test_what_cannot_be_registered_is_an_option_error(kind, arguments, message):
+    given = {"name": "x", "encode": vars, "decode": Schedule} | arguments
+    with pytest.raises(OptionError, match=message):
+        leaves.register_leaf(kind, **given)
+
+
+@pytest.mark.usefixtures("empty_register")
 def test_a_subclass_needs_a_registration_of_its_own():
     leaves.register_leaf(Schedule, name="tests.Schedule", encode=vars, decode=Schedule)
     assert leaves.leaf_type(type("Other", (Schedule,), {})(1)) is None
