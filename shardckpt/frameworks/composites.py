@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.errors import LeafError, ShardingError, StructureMismatchError
+from shardckpt.errors import LeafError, ShardckptError, ShardingError, StructureMismatchError
 from shardckpt.state.composites import (
     SHARDS,
     CompositeTensor,
@@ -29,6 +29,7 @@ from shardckpt.state.document import write
 from shardckpt.state.flatten import flatten
 from shardckpt.state.names import shown
 from shardckpt.state.unflatten import assemble
+from shardckpt.text import clip, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -188,7 +189,15 @@ def _inner(name: str, tensor: Any) -> tuple[TensorType, dict[str, Any], Any] | N
         known = TensorType(
             kind, f"{kind.__module__}.{kind.__qualname__}", _flatten, _unflatten(kind)
         )
-    parts, context = known.split(tensor)
+    try:
+        parts, context = known.split(tensor)
+    except ShardckptError:
+        raise
+    except Exception as error:
+        raise LeafError(
+            f"{shown(name)}: the split function of {shorten(known.name)} failed "
+            f"({type(error).__name__}: {clip(str(error), 300)})."
+        ) from error
     for key, part in parts.items():
         if not isinstance(part, torch.Tensor):
             raise LeafError(

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.errors import LeafError
+from shardckpt.errors import LeafError, ShardckptError
 from shardckpt.state import leaves, names
 from shardckpt.state.document import MAX_DEPTH, is_meaning, write_composite, write_dict
 from shardckpt.state.names import Container, container_of, shown
 from shardckpt.state.per_process import PerProcess
-from shardckpt.text import shorten
+from shardckpt.text import clip, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -158,12 +158,8 @@ class _Walk:
             registered = leaves.leaf_type(value)
             if registered is not None:
                 with _Inside(self, value, name, depth):
-                    return {
-                        "$leaf": [
-                            registered.name,
-                            self.encoded(registered.encode(value), name, depth + 1),
-                        ]
-                    }
+                    content = _encode_registered(registered, value, name)
+                    return {"$leaf": [registered.name, self.encoded(content, name, depth + 1)]}
             if leaves.is_small(value):
                 return leaves.encode(value, name)
         container = container_of(value, name)
@@ -256,6 +252,18 @@ class _Walk:
         if container.form == "dict":
             return write_dict(container.keys, nodes, name)
         return nodes if container.form == "list" else {"$tuple": nodes}
+
+
+def _encode_registered(registered: leaves.LeafType, value: object, name: str) -> object:
+    try:
+        return registered.encode(value)
+    except ShardckptError:
+        raise
+    except Exception as error:
+        raise LeafError(
+            f"{shown(name)}: the encode function registered as {shorten(registered.name)} failed "
+            f"({type(error).__name__}: {clip(str(error), 300)})."
+        ) from error
 
 
 def _too_deep(name: str) -> LeafError:

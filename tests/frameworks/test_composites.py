@@ -231,6 +231,36 @@ def test_a_name_of_another_registered_class_is_refused():
         shardckpt.register_tensor(Scaled, name="", split=lambda t: ({}, None), make=lambda *_: None)
 
 
+def test_a_split_function_that_fails_is_a_leaf_error_with_the_name_and_the_registration(tmp_path):
+    class Odd(torch.Tensor):
+        pass
+
+    shardckpt.register_tensor(
+        Odd, name="tests.Odd", split=lambda t: vars(t)["scale"], make=lambda *_: None
+    )
+    with pytest.raises(
+        LeafError, match=r"'w': the split function of 'tests.Odd' failed \(KeyError: 'scale'\)"
+    ):
+        shardckpt.save(tmp_path / "c", {"w": torch.zeros(3).as_subclass(Odd)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (5, {}, r"register_tensor\(5\): the first argument is a class"),
+        (Scaled, {"split": 5}, r"\(Scaled, split=5\): give a function"),
+        (Scaled, {"make": 7}, r"\(Scaled, make=7\): give a function"),
+        (Scaled, {"shared": "lut"}, r"\(Scaled, shared='lut'\): give a list of names"),
+        (Scaled, {"shared": 3}, r"\(Scaled, shared=3\): give a list of names"),
+        (Scaled, {"name": torch.zeros(9)}, r"not a Tensor of shape 9\."),
+    ],
+)
+def test_what_cannot_be_registered_is_an_option_error(kind, arguments, message):
+    given = {"name": "x", "split": vars, "make": vars} | arguments
+    with pytest.raises(OptionError, match=message):
+        shardckpt.register_tensor(kind, **given)
+
+
 @pytest.mark.parametrize(
     "damage",
     [

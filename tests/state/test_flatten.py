@@ -340,6 +340,17 @@ def test_a_registered_leaf_is_one_leaf_and_comes_back(schedule):
     assert list(iter_leaves(tree_of(state))) == [("s", "Schedule", ""), ("t", "Fraction", "")]
 
 
+def test_an_encode_function_that_fails_is_a_leaf_error_with_the_name_and_the_registration(schedule):
+    def fail(_value):
+        raise KeyError("lr")
+
+    leaves.register_leaf(schedule, name="Schedule", encode=fail, decode=schedule)
+    words = r"'opt/s': the encode function registered as 'Schedule' failed \(KeyError: 'lr'\)"
+    with pytest.raises(LeafError, match=words) as raised:
+        tree_of({"opt": {"s": schedule({})}})
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
 def test_what_is_local_is_not_asked_inside_a_registered_leaf_but_of_the_leaf_itself(schedule):
     state = {"sampler": schedule({"seed": 3}), "seed": 4}
 
