@@ -417,7 +417,10 @@ def _torch_dtype(content: object) -> object:
 
 def _torch_device(content: object) -> object:
     name = _word(content)
-    return _torch().device(name)
+    device = _torch().device(name)
+    if str(device) != name:  # torch keeps 8 bits of an index
+        raise ValueError
+    return device
 
 
 def _torch_size(content: object) -> object:

@@ -289,6 +289,8 @@ print({"torch", "jax", "tensorstore", "zarr"} & set(sys.modules))
         {"$torch.dtype": 3},
         {"$torch.device": "nowhere"},
         {"$torch.device": "cuda:x"},
+        {"$torch.device": "cpu:300"},
+        {"$torch.device": "cuda:00"},
         {"$torch.device": None},
         {"$torch.Size": [1, "2"]},
         {"$torch.Size": [True]},
