@@ -404,7 +404,9 @@ class _Walk:
 
     def any_selected(self, node: Node) -> bool:
         """Whether `only` selects a place, or anything below it."""
-        return self.selected(node.name) or any(self.selected(leaf.name) for leaf in leaves_of(node))
+        return self.selected(node.name) or (
+            isinstance(node, Branch) and any(self.selected(leaf.name) for leaf in leaves_of(node))
+        )
 
 
 def _keep(value: object) -> _Step:

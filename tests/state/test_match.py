@@ -314,6 +314,13 @@ def test_outside_a_choice_like_keeps_its_values_whatever_they_are():
     assert (back["step"], back["missing"], back["l"]) == (0, 1, [0, 2])
 
 
+def test_a_choice_is_asked_once_about_a_leaf():
+    asked = []
+    state = {"a": T(), "b": 5, "c": [T()]}
+    restored(state, state, only=lambda name: bool(asked.append(name)))
+    assert sorted(name for name in asked if name in ("a", "b", "c/0")) == ["a", "b", "c/0"]
+
+
 def test_inside_a_choice_missing_and_unexpected_names_are_still_errors():
     with pytest.raises(
         NamesMismatchError, match=r"^1 name is in `like` but not in the checkpoint: 'a/x'\."
