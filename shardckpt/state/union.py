@@ -148,7 +148,8 @@ def _essence(node: Node) -> object:
     """
     if isinstance(node, Branch) and node.composite is not None:
         of = node.composite
-        return of.type_name, of.shape, json.dumps(write(of.context)), tuple(node.keys)
+        context = json.dumps(write(of.context), sort_keys=True)
+        return of.type_name, of.shape, context, frozenset(node.keys)
     if isinstance(node, Branch):
         return node.form, node.local, None if node.form == "dict" else len(node.children)
     if isinstance(node, Tensor):
@@ -157,7 +158,7 @@ def _essence(node: Node) -> object:
         return Tied, node.stored
     # Compared as text, because in Python the leaves 1, 1.0 and True are equal, and so are 0.0 and
     # -0.0.
-    return type(node), json.dumps(write(node))
+    return type(node), json.dumps(write(node), sort_keys=True)
 
 
 def _in_words(node: Node) -> str:

@@ -382,3 +382,18 @@ def test_a_message_is_short_whatever_it_is_about():
 def test_each_of_several_documents_has_to_be_valid():
     with pytest.raises(FormatError):
         union([([0], {"a": 1}), ([1], {"a": {"$what": 1}})])
+
+
+def test_documents_whose_keys_are_in_another_order_are_the_same_value():
+    def leaf(**content):
+        return {"s": {"$leaf": ["Schedule", content]}}
+
+    assert union([([0], leaf(a=1, b=2)), ([1], leaf(b=2, a=1))]) == leaf(a=1, b=2)
+
+    def tensor(context, **parts):
+        described = {"type": "Coded", "shape": [2], "context": context, "parts": parts}
+        return {"w": {"$composite": described}}
+
+    one = tensor({"k": 1, "l": 2}, data="$tensor", scale="$tensor")
+    other = tensor({"l": 2, "k": 1}, scale="$tensor", data="$tensor")
+    assert union([([0], one), ([1], other)]) == one
