@@ -1,8 +1,8 @@
 """Exact JSON encoding of leaves that are not tensors, and decoding.
 
 A value that JSON has is written as itself; any other is an object with one key that begins with
-"$". The JSON is strict: no NaN or Infinity tokens, no integer that another language would round, no
-lone surrogates.
+"$". The JSON is strict: no NaN or Infinity tokens, no integer that another language would round
+(except in an extent of a torch.Size), no lone surrogates.
 
     null, true, false       None, bool
     42                      int, absolute value below 2^53   {"$int": "-1f"} in hex beyond that
