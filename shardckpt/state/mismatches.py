@@ -114,7 +114,7 @@ def _list_names(missing: list[str], hints: Iterable[str] = ("",) * _LISTED) -> s
 def _hints(
     missing: list[str], own: names.Candidates, others: list[str], candidates: names.Candidates
 ) -> list[str]:
-    """What to say after each of the names that are listed.
+    """Texts that follow the listed names in a message, one per name.
 
     Suggestions come from the names that only the other side has: a name that both have is not a
     candidate. A name is suggested for the most similar one only.
