@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from shardckpt import Coordinator
-from shardckpt.errors import ShardckptError
+from shardckpt.errors import CoordinationError, ShardckptError
 from shardckpt.layout.world import World
 
 if TYPE_CHECKING:
@@ -43,14 +43,38 @@ class OneOfThreads(Coordinator):
         return self.keys.get(key)
 
 
-def on_threads(processes: int, action: Callable[[Coordinator], Any]) -> list[Any]:
+class MayLoseStore(OneOfThreads):
+    """One of several threads whose store is gone once a key has been set, until this is undone."""
+
+    last: str | None = None
+    """The end of that key."""
+    is_gone = False
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._check()
+        super()._set(key, value)
+        self.is_gone = self.last is not None and key.endswith(self.last)
+        self._check()
+
+    def _get(self, key: str) -> bytes | None:
+        self._check()
+        return super()._get(key)
+
+    def _check(self) -> None:
+        if self.is_gone:
+            raise CoordinationError("the store is gone")
+
+
+def on_threads(
+    processes: int, action: Callable[[Any], Any], kind: type[OneOfThreads] = OneOfThreads
+) -> list[Any]:
     """The results of an action, or its ShardckptErrors, in each of several threads that take
-    themselves for the processes of a job."""
+    themselves for the processes of a job; `kind` is the class of their coordinators."""
     keys: dict[str, bytes] = {}
 
     def act(process: int) -> Any:
         try:
-            return action(OneOfThreads(keys, process, processes))
+            return action(kind(keys, process, processes))
         except ShardckptError as error:
             return error
 

@@ -191,30 +191,54 @@ def lead(
 
 
 def gather(
-    key: str, process: int, processes: int, value: bytes, number: int = 0
-) -> Steps[list[Any]]:
+    key: str, process: int, processes: int, value: bytes, token: str, number: int = 0
+) -> Steps[list[Any] | None]:
     """The values of all processes, by process: process 0 collects them and publishes them as one.
 
     A process may be a question ahead of others only if it has declined that one: so an older number
     is no answer yet, and a process with a newer one has declined. A process whose call has failed
-    sets `WITHDRAWN`, and may call again with another value, so every look reads all values.
+    sets `WITHDRAWN`, and may call again with another value, so every look reads all values. The
+    answer may have the value of the failed call nevertheless; its token tells the two apart.
 
     Args:
         key: a key under the run id.
         process: the number of this process.
         processes: the number of processes.
         value: the value of this process, encoded.
+        token: a new text, which no other call of this process has used.
         number: greater than in all earlier uses of the key.
+
+    Returns:
+        The values, None for a process that has declined. None if an earlier call of this process,
+        which has failed, was answered: nobody else asks this question any more.
 
     Raises:
         CoordinationError: the time is up; names the missing processes. Or process 0 has gone on.
     """
+    own = b"[%b,%b]" % (encode(token), value)
     if process:
-        yield Set(f"{key}/{process}", numbered(number, value))
-        answer: list[Any] = yield from await_answer(key, process, number)
-        return answer
+        yield Set(f"{key}/{process}", numbered(number, own))
+        answer = yield from await_answer(key, process, number)
+    else:
+        answer = yield from _collect(key, processes, own, number)
+    if answer is None:  # process 0 has declined
+        return [None] * processes
+    if answer[process][0] != token:
+        return None
+    return [None if one is None else one[1] for one in answer]
+
+
+def _collect(key: str, processes: int, own: bytes, number: int) -> Steps[list[Any]]:
+    """The tokens and values of all processes, None for those that have declined, as process 0.
+
+    They are published, unless an earlier call of process 0 has published an answer.
+    """
+    data = yield Get(f"{key}/all")
+    published: tuple[int, list[Any]] = (-1, []) if data is None else decode(data)
+    if published[0] == number:
+        return published[1]
     while True:
-        values: dict[int, Any] = {0: decode(value)}
+        values: dict[int, Any] = {0: decode(own)}
         for p in range(1, processes):
             data = yield Get(f"{key}/{p}")
             if data is not None and (answered := decode(data))[0] >= number:

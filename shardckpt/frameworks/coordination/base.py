@@ -143,16 +143,17 @@ class Coordinator(ABC):
         Raises:
             CoordinationError: not all processes called it in time; names the missing ones.
         """
-        question, number = self._shared(key)
-        world = self.world
-        steps = agreement.gather(question, world.process, world.processes, encode(value), number)
-        try:
-            values = self._run(steps, timeout)
-        except BaseException:
-            with suppress(CoordinationError):
-                self._set(f"{_PREFIX}{question}/{world.process}", agreement.WITHDRAWN)
-            raise
-        self._asked[key] += 1
+        values, encoded, who = None, encode(value), (self.world.process, self.world.processes)
+        while values is None:
+            question, number = self._shared(key)
+            steps = agreement.gather(question, *who, encoded, secrets.token_hex(8), number)
+            try:
+                values = self._run(steps, timeout)
+            except BaseException:
+                with suppress(CoordinationError):
+                    self._set(f"{_PREFIX}{question}/{who[0]}", agreement.WITHDRAWN)
+                raise
+            self._asked[key] += 1
         return values
 
     def decline(self, key: str) -> None:
@@ -166,14 +167,10 @@ class Coordinator(ABC):
         Raises:
             CoordinationError: the store is gone, or silent.
         """
-        (question, number), world = self._shared(key), self.world
-        whose, value = (
-            (world.process, encode(None))
-            if world.process
-            else ("all", encode([None] * world.processes))
-        )
+        question, number = self._shared(key)
         self._asked[key] += 1
-        self._set(f"{_PREFIX}{question}/{whose}", agreement.numbered(number, value))
+        nothing = agreement.numbered(number, encode(None))
+        self._set(f"{_PREFIX}{question}/{self.world.process or 'all'}", nothing)
 
     def agree(self, key: str, propose: Callable[[], Any], *, timeout: float | None = None) -> Any:
         """The value that process 0 proposes, when all have called it: for the start of a job.

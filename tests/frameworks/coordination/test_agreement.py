@@ -9,7 +9,7 @@ from threading import Barrier
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from one_of_several import on_threads
+from one_of_several import MayLoseStore, on_threads
 
 from shardckpt.errors import CoordinationError
 from shardckpt.frameworks.coordination.agreement import (
@@ -203,7 +203,7 @@ def test_a_gathered_value_is_everybodys_on_all_processes_and_costs_each_but_one_
 ):
     store, sets, results = {}, [0] * processes, {}
     values = [None if p == 1 else {"process": p} for p in range(processes)]
-    steps = {p: gather("question", p, processes, encode(values[p])) for p in range(processes)}
+    steps = {p: gather("question", p, processes, encode(values[p]), "") for p in range(processes)}
     replies = dict.fromkeys(steps)
     for p in [*order, *list(range(processes)) * PATIENCE]:
         if p >= processes or p in results:
@@ -233,12 +233,12 @@ def test_questions_that_share_two_keys_are_never_taken_for_each_other(processes,
         for number in range(6):
             key = f"question#{number % 2}"
             if (p, number) in declined:
-                whose, value = (p, None) if p else ("all", [None] * processes)
-                yield Set(f"{key}/{whose}", numbered(number, encode(value)))
+                whose = p or "all"
+                yield Set(f"{key}/{whose}", numbered(number, encode(None)))
                 continue
             value = encode([p, number])
             try:
-                answers[p, number] = yield from gather(key, p, processes, value, number)
+                answers[p, number] = yield from gather(key, p, processes, value, "", number)
             except CoordinationError:  # process 0 has declined several questions since
                 assert p
                 assert {(0, n) for n in range(number + 1, number + 3)} & declined
@@ -275,7 +275,7 @@ def test_a_value_that_is_withdrawn_before_process_0_looks_is_in_no_answer(proces
 
     def call(p):
         calls[p] += 1
-        steps[p] = gather("question", p, processes, encode([p, calls[p]]))
+        steps[p] = gather("question", p, processes, encode([p, calls[p]]), f"{calls[p]}")
         replies[p] = None
 
     for p in range(processes):
@@ -301,6 +301,76 @@ def test_a_value_that_is_withdrawn_before_process_0_looks_is_in_no_answer(proces
             between_looks = isinstance(operation, Wait)
     expected = [[p, calls[p]] for p in range(processes)]
     assert [answers[p] for p in range(processes)] == [expected] * processes
+
+
+@given(
+    processes=st.integers(2, 4),
+    events=st.lists(
+        st.tuples(st.sampled_from(["steps", "fails", "vanishes"]), st.integers(0, 3)), max_size=120
+    ),
+)
+@example(processes=2, events=[("steps", 1)] * 2 + [("steps", 0)] * 4 + [("vanishes", 1)])
+@example(processes=2, events=[("steps", 1)] * 2 + [("steps", 0)] * 4 + [("vanishes", 0)])
+def test_an_answer_has_the_value_of_the_very_call_that_returns_it(processes, events):
+    store, answers, own, calls = {}, {}, [], dict.fromkeys(range(processes), 0)
+    numbers, steps, replies = dict.fromkeys(range(processes), 0), {}, {}
+
+    def ask(p):
+        key = f"question#{numbers[p] % 2}"
+        value, token = encode([p, calls[p]]), f"{calls[p]}"
+        steps[p] = gather(key, p, processes, value, token, numbers[p])
+        replies[p] = None
+
+    def call(p):
+        calls[p] += 1
+        ask(p)
+
+    for p in range(processes):
+        call(p)
+    for event, number in [*events, *(("steps", p) for p in list(range(processes)) * PATIENCE)]:
+        p = number % processes
+        if numbers[p] == 3:
+            continue
+        if event != "steps":
+            if event == "fails":
+                store[f"question#{numbers[p] % 2}/{p}"] = WITHDRAWN
+            call(p)
+            continue
+        try:
+            operation = steps[p].send(replies[p])
+        except StopIteration as end:
+            if end.value is not None:
+                answers.setdefault(numbers[p], []).append(end.value)
+                own.append((end.value[p], [p, calls[p]]))
+            numbers[p] += 1
+            (ask if end.value is None else call)(p)
+            continue
+        replies[p] = store.get(operation.key) if isinstance(operation, Get) else None
+        if isinstance(operation, Set):
+            store[operation.key] = operation.value
+    assert set(numbers.values()) == {3}
+    assert all(in_answer == of_call for in_answer, of_call in own)
+    assert all(answer == one[0] for one in answers.values() for answer in one)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_answer_to_a_call_that_lost_its_store_is_not_the_next_ones(failing):
+    first = Barrier(2)
+
+    def share(coordinator):
+        process = coordinator.world.process
+        if process == failing:
+            coordinator.last = f"/share/key#0/{process or 'all'}"
+            with pytest.raises(CoordinationError, match="gone"):
+                coordinator.share("key", f"first-{process}")
+            coordinator.last, coordinator.is_gone = None, False
+        else:
+            assert coordinator.share("key", f"first-{process}") == ["first-0", "first-1"]
+        first.wait(20)
+        return [coordinator.share("key", f"{which}-{process}") for which in ("second", "third")]
+
+    answers = [["second-0", "second-1"], ["third-0", "third-1"]]
+    assert on_threads(2, share, MayLoseStore) == [answers] * 2
 
 
 def test_a_value_of_a_call_that_timed_out_is_not_in_the_answer_to_the_next():
