@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 from shardckpt import errors
 from shardckpt.errors import CoordinationError, OptionError, ShardckptError
 from shardckpt.format.documents import document_digest
-from shardckpt.frameworks.coordination import Coordinator
+from shardckpt.frameworks.coordination import Coordinator, check_answered
 from shardckpt.frameworks.interconnect import Interconnect, interconnect_of
 from shardckpt.io.cores import note_local_processes
 from shardckpt.io.store import kind_of
@@ -151,7 +151,7 @@ class Meeting:
             processes use.
 
         Raises:
-            CoordinationError: not all processes called it in time.
+            CoordinationError: not all processes called it in time, or one was interrupted.
             ShardckptError: the error of another process that failed before.
         """
         connection = self._connection()
@@ -183,6 +183,7 @@ class Meeting:
             "cooperative",
             {"call": secrets.token_hex(8), "groups": [group.digest for group in proposed]},
         )
+        check_answered(answers)
         for process, one in enumerate(answers):
             if "failure" in one:
                 raise errors.by_code(one["failure"]["code"])(

@@ -39,6 +39,7 @@ from shardckpt.errors import (
     VersionError,
     extend,
 )
+from shardckpt.frameworks.coordination import check_answered
 from shardckpt.frameworks.coordination.names import Agreement
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.runs.committing import commit_places
@@ -422,12 +423,14 @@ def raise_together(coordinator: Coordinator, act: Callable[[], object]) -> None:
             coordinator.announce(f"{_BEFORE}/{coordinator.world.process}", document)
             coordinator.decline(_BEFORE)
         raise
-    for process, answer in enumerate(coordinator.share(_BEFORE, value=True)):
-        if answer is None:
-            what = coordinator.peek(f"{_BEFORE}/{process}")
+    answers = coordinator.share(_BEFORE, value=True)
+    for process, answer in enumerate(answers):
+        what = coordinator.peek(f"{_BEFORE}/{process}") if answer is None else None
+        if what is not None:
             raise errors.by_code(what["code"])(
                 f"process {process} could not restore: {what['message']}"
             )
+    check_answered(answers)
 
 
 def _first_failure(
@@ -436,12 +439,16 @@ def _first_failure(
     """The first process's failure as an error of this process, and whether all failures are damage.
 
     None if no process failed.
+
+    Raises:
+        CoordinationError: not all processes answered in time, or one was interrupted.
     """
-    mine = None
+    mine: dict[str, Any] = {}
     if failure is not None:
         mine = errors.error_document(failure) | {"damage": _is_damage(failure)}
     failures = coordinator.share("resumed", mine)
-    failed = [(process, what) for process, what in enumerate(failures) if what is not None]
+    check_answered(failures)
+    failed = [(process, what) for process, what in enumerate(failures) if what]
     if not failed:
         return None
     process, what = failed[0]

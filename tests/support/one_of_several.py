@@ -65,6 +65,19 @@ class MayLoseStore(OneOfThreads):
             raise CoordinationError("the store is gone")
 
 
+class Interrupted(OneOfThreads):
+    """One of several threads that is interrupted once, before it sets a key."""
+
+    at: str | None = None
+    """The end of that key."""
+
+    def _set(self, key: str, value: bytes) -> None:
+        if self.at is not None and key.endswith(self.at):
+            self.at = None
+            raise KeyboardInterrupt
+        super()._set(key, value)
+
+
 def on_threads(
     processes: int, action: Callable[[Any], Any], kind: type[OneOfThreads] = OneOfThreads
 ) -> list[Any]:

@@ -16,7 +16,7 @@ from shardckpt.frameworks.coordination.base import (
     coordinator_of,
 )
 from shardckpt.frameworks.coordination.calls import SilentStoreError
-from shardckpt.frameworks.coordination.outcomes import on_all_processes
+from shardckpt.frameworks.coordination.outcomes import check_answered, on_all_processes
 from shardckpt.frameworks.coordination.waiting import ALL_MUST_CALL, WaitNotice
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "SilentStoreError",
     "SingleProcess",
     "WaitNotice",
+    "check_answered",
     "check_coordinator",
     "coordinator_of",
     "on_all_processes",

@@ -33,7 +33,7 @@ import json
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from shardckpt.errors import CoordinationError
+from shardckpt.errors import CoordinationError, OptionError
 from shardckpt.frameworks.coordination.waiting import ALL_MUST_CALL
 
 T = TypeVar("T")
@@ -78,8 +78,18 @@ Steps: TypeAlias = Generator[Get | Set | Wait | Report, Any, T]
 
 
 def encode(value: Any) -> bytes:
-    """The value as JSON, in ASCII."""
-    return json.dumps(value, separators=(",", ":")).encode("ascii")
+    """The value as JSON, in ASCII.
+
+    Raises:
+        OptionError: it is not JSON.
+    """
+    try:
+        return json.dumps(value, separators=(",", ":")).encode("ascii")
+    except (TypeError, ValueError, RecursionError) as e:
+        raise OptionError(
+            f"the processes of a job exchange JSON, and this value is not JSON: {e}; give numbers, "
+            "texts, lists, and dicts of them."
+        ) from e
 
 
 def decode(value: bytes) -> Any:

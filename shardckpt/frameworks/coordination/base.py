@@ -130,7 +130,7 @@ class Coordinator(ABC):
         return _current(devices, timeout, timeout)
 
     def share(self, key: str, value: Any, *, timeout: float | None = None) -> list[Any]:
-        """The values of all processes, by process.
+        """The values of all processes, by process; None for one that has declined.
 
         Blocks until all have called it: for the start of a job.
 
@@ -142,16 +142,23 @@ class Coordinator(ABC):
 
         Raises:
             CoordinationError: not all processes called it in time; names the missing ones.
+            OptionError: the value is not JSON. After this error, and after Ctrl-C, the others get
+                what they get from `decline`.
         """
-        values, encoded, who = None, encode(value), (self.world.process, self.world.processes)
+        values, who = None, (self.world.process, self.world.processes)
         while values is None:
             question, number = self._shared(key)
-            steps = agreement.gather(question, *who, encoded, secrets.token_hex(8), number)
             try:
+                token = secrets.token_hex(8)
+                steps = agreement.gather(question, *who, encode(value), token, number)
                 values = self._run(steps, timeout)
-            except BaseException:
+            except CoordinationError:
                 with suppress(CoordinationError):
                     self._set(f"{_PREFIX}{question}/{who[0]}", agreement.WITHDRAWN)
+                raise
+            except BaseException:
+                with suppress(CoordinationError):
+                    self.decline(key)
                 raise
             self._asked[key] += 1
         return values

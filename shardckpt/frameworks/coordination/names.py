@@ -52,25 +52,15 @@ class Agreement:
         bits = np.packbits([name in lacking for name in names])
         data = base64.b85encode(zlib.compress(bits.tobytes())).decode()
         names_of = hashlib.sha256("\0".join(names).encode("utf-8", "surrogatepass")).hexdigest()
-        answers = self._share({"names": names_of, "unexpected": data})
+        answers = self._coordinator.share(_KEY, {"names": names_of, "unexpected": data})
         if any(one is None for one in answers):
             return []  # a process has failed, and tells why after the reading
         if len({one["names"] for one in answers}) == 1:
             every = np.bitwise_and.reduce([_bits(one["unexpected"]) for one in answers])
             return [name for name, none in zip(names, np.unpackbits(every), strict=False) if none]
-        for one in self._share(unexpected):
+        for one in self._coordinator.share(_KEY, unexpected):
             lacking.intersection_update(one or ())
         return [name for name in unexpected if name in lacking]
-
-    def _share(self, value: object) -> list[Any]:
-        try:
-            return self._coordinator.share(_KEY, value)
-        except CoordinationError:
-            raise
-        except BaseException:  # Ctrl-C: the others would wait for process 0
-            with suppress(CoordinationError):
-                self._coordinator.decline(_KEY)
-            raise
 
     def __enter__(self) -> Self:
         """The agreement itself."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import CoordinationError, by_code, error_document
+from shardckpt.frameworks.coordination.agreement import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from shardckpt.frameworks.coordination.base import Coordinator
 
@@ -29,21 +31,39 @@ def on_all_processes(coordinator: Coordinator, key: str, act: Callable[[], T]) -
             with an exception that is not a ShardckptError.
     """
     failed: Exception | None = None
-    outcome: dict[str, Any] = {}
+    outcome: dict[str, Any]
     try:
-        outcome["result"] = act()
+        outcome = {"result": act()}
+        encode(outcome)
     except Exception as e:  # noqa: BLE001  (raised below, after the others know)
         failed = e
-        outcome |= error_document(e) | {"message": f"{type(e).__name__}: {e}"}
+        outcome = error_document(e) | {"message": f"{type(e).__name__}: {e}"}
     except BaseException:  # Ctrl-C: the others do not wait
-        coordinator.decline(key)
+        with suppress(CoordinationError):
+            coordinator.decline(key)
         raise
-    outcomes = coordinator.share(key, outcome)
+    with suppress(*(() if failed is None else (CoordinationError,))):
+        outcomes = coordinator.share(key, outcome)
     if failed is not None:
         raise failed
+    check_answered(outcomes)
     for process, one in enumerate(outcomes):
-        if one is None:
-            raise CoordinationError(f"process {process} was interrupted")
         if "result" not in one:
             raise by_code(one["code"])(f"process {process} failed with {one['message']}")
     return [one["result"] for one in outcomes]
+
+
+def check_answered(answers: Sequence[Any]) -> None:
+    """Check that no process has declined to share a value.
+
+    Args:
+        answers: the result of `Coordinator.share`, of values that are not None.
+
+    Raises:
+        CoordinationError: a process has declined.
+    """
+    for process, one in enumerate(answers):
+        if one is None:
+            raise CoordinationError(
+                f"process {process} has failed, or was interrupted; see its log."
+            )

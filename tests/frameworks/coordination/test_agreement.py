@@ -4,14 +4,15 @@ every order."""
 import json
 import time
 from itertools import count
-from threading import Barrier
+from threading import Barrier, Event
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from one_of_several import MayLoseStore, on_threads
+from one_of_several import Interrupted, MayLoseStore, on_threads
 
-from shardckpt.errors import CoordinationError
+from shardckpt.errors import CoordinationError, OptionError
+from shardckpt.frameworks.coordination import on_all_processes
 from shardckpt.frameworks.coordination.agreement import (
     WITHDRAWN,
     Get,
@@ -387,6 +388,75 @@ def test_a_value_of_a_call_that_timed_out_is_not_in_the_answer_to_the_next():
         return coordinator.share("key", f"second-{process}")
 
     assert on_threads(3, share) == [["second-0", "second-1", "second-2"]] * 3
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_an_interrupted_share_keeps_nobody_waiting(interrupted):
+    is_over = Event()
+
+    def share(coordinator):
+        process = coordinator.world.process
+        if process == interrupted:
+            coordinator.at = f"/share/key#0/{process or 'missing'}"
+            with pytest.raises(KeyboardInterrupt):
+                on_all_processes(coordinator, "key", lambda: process)
+            is_over.set()
+        else:
+            assert process == 0 or is_over.wait(20)
+            with pytest.raises(CoordinationError, match=rf"^process {interrupted} has failed, or"):
+                on_all_processes(coordinator, "key", lambda: process)
+        return on_all_processes(coordinator, "key", lambda: process)
+
+    assert on_threads(2, share, Interrupted) == [[0, 1]] * 2
+
+
+def test_an_interrupted_call_stays_an_interruption_without_a_store():
+    def share(coordinator):
+        def act():
+            coordinator.is_gone = True
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            on_all_processes(coordinator, "key", act)
+
+    on_threads(1, share, MayLoseStore)
+
+
+def test_an_error_of_a_call_is_raised_without_a_store():
+    def share(coordinator):
+        def act():
+            coordinator.is_gone = True
+            return 1 / 0
+
+        with pytest.raises(ZeroDivisionError):
+            on_all_processes(coordinator, "key", act)
+
+    on_threads(1, share, MayLoseStore)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_what_is_not_json_is_refused_and_keeps_nobody_waiting(process):
+    def share(coordinator):
+        own = coordinator.world.process
+        value = b"bytes" if own == process else own
+        answers = []
+        for act in (
+            lambda: on_all_processes(coordinator, "key", lambda: value),
+            lambda: coordinator.share("key", value),
+            lambda: coordinator.announce(f"key {own}", value),
+        ):
+            try:
+                answers.append(act())
+            except OptionError as error:
+                answers.append(str(error))
+        return answers
+
+    answers = on_threads(2, share)
+    assert all("this value is not JSON: Object of type bytes" in text for text in answers[process])
+    in_all, shared, announced = answers[1 - process]
+    assert in_all.startswith(f"process {process} failed with OptionError: ")
+    assert shared == ([0, None] if process else [None, None])
+    assert announced is None
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])

@@ -3,6 +3,7 @@ and resume from the same."""
 
 import numpy as np
 import pytest
+from one_of_several import Interrupted, on_threads
 from processes import Processes
 
 import shardckpt
@@ -209,3 +210,21 @@ def test_a_process_that_fails_before_it_restores_keeps_nobody_waiting(tmp_path, 
     else:
         assert [kind for kind, _ in answers] == ["FormatError"] * 2
         assert answers[0][1].startswith("process 1 could not restore: ")
+
+
+@pytest.mark.parametrize("where", ["before a restore", "resumed"])
+def test_an_interrupted_restore_keeps_nobody_waiting(tmp_path, where):
+    with shardckpt.CheckpointManager(tmp_path) as manager:
+        manager.save(7, {"w": np.ones(3)})
+
+    def restore(coordinator):
+        manager = shardckpt.CheckpointManager(tmp_path, coordinator=coordinator)
+        if not coordinator.world.process:
+            return manager.restore({"w": np.zeros(3)})
+        coordinator.at = f"/share/{where}#0/1"
+        with pytest.raises(KeyboardInterrupt):
+            manager.restore({"w": np.zeros(3)})
+        return None
+
+    error, _ = on_threads(2, restore, Interrupted)
+    assert str(error).startswith("process 1 has failed, or was interrupted")
