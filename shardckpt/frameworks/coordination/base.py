@@ -164,9 +164,7 @@ class Coordinator(ABC):
         return values
 
     def decline(self, key: str) -> None:
-        """Take part in `share` without a value, because this process has failed.
-
-        The process waits for nobody.
+        """Take part in `share` without a value, because this process has failed; wait for nobody.
 
         The others get None as its value. If it is process 0, which collects them, they get None as
         all values.
@@ -202,11 +200,12 @@ class Coordinator(ABC):
             try:
                 published = encode({"value": propose()})
             except BaseException as error:
-                published = encode({"failure": f"{type(error).__name__}: {error}"})
+                failure = encode({"failure": f"{type(error).__name__}: {error}"})
+                with suppress(CoordinationError):
+                    self._set(f"{_PREFIX}{question}/all", agreement.numbered(0, failure))
                 raise
-            finally:
-                answer = agreement.numbered(0, published)
-                until(seconds, lambda: self._set(f"{_PREFIX}{question}/all", answer))
+            answer = agreement.numbered(0, published)
+            until(seconds, lambda: self._set(f"{_PREFIX}{question}/all", answer))
             return decode(published)["value"]
         answer = self._run(agreement.await_answer(question, self.world.process), seconds)
         if "failure" in answer:

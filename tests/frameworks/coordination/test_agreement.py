@@ -3,6 +3,7 @@ every order."""
 
 import json
 import time
+from functools import partial
 from itertools import count
 from threading import Barrier, Event
 
@@ -419,7 +420,7 @@ def test_an_interrupted_call_stays_an_interruption_without_a_store():
         with pytest.raises(KeyboardInterrupt):
             on_all_processes(coordinator, "key", act)
 
-    on_threads(1, share, MayLoseStore)
+    assert on_threads(1, share, MayLoseStore) == [None]
 
 
 def test_an_error_of_a_call_is_raised_without_a_store():
@@ -428,10 +429,12 @@ def test_an_error_of_a_call_is_raised_without_a_store():
             coordinator.is_gone = True
             return 1 / 0
 
-        with pytest.raises(ZeroDivisionError):
-            on_all_processes(coordinator, "key", act)
+        for call in (coordinator.agree, partial(on_all_processes, coordinator)):
+            coordinator.is_gone = False
+            with pytest.raises(ZeroDivisionError):
+                call("key", act)
 
-    on_threads(1, share, MayLoseStore)
+    assert on_threads(1, share, MayLoseStore) == [None]
 
 
 @pytest.mark.parametrize("process", [0, 1])
