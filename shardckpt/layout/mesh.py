@@ -246,7 +246,12 @@ def _checked_names(axis_names: Sequence[str] | None, shape: tuple[int, ...]) -> 
             f"Mesh: axis_names is the single string {axis_names!r}; give a tuple with one name "
             "per axis."
         )
-    names = tuple(axis_names)
+    try:
+        names = tuple(axis_names)
+    except TypeError:
+        raise ShardingError(
+            f"Mesh: axis_names is {shorten(axis_names)}; give a tuple with one name per axis."
+        ) from None
     if not all(isinstance(name, str) and name for name in names):
         raise ShardingError(
             f"Mesh: axis names must be strings that are not empty, found {shorten(names)}."

@@ -89,7 +89,9 @@ class Sharding:
             Sharding(mesh=Mesh((4, 2), ('dim0', 'replica')), spec=PartitionSpec('dim0', None))
         """
         parts = checked_sizes(
-            [1 if count is None else count for count in counts or ()], "Partition counts", least=1
+            [1 if count is None else count for count in (() if counts is None else counts)],
+            "Partition counts",
+            least=1,
         )
         (devices,) = checked_sizes([num_devices], "Number of devices", least=1)
         if devices % prod(parts):

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardckpt.errors import ShardingError
+from shardckpt.errors import OptionError, ShardingError
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,8 +73,10 @@ class World:
     """Number of processes on this one's host that may run on a core of its own, itself included."""
 
     def __post_init__(self) -> None:
-        """Check that the process number is in range."""
-        if not 0 <= self.process < self.processes:
-            raise ValueError(
-                f"process {self.process} of {self.processes}: processes are numbered from 0"
+        """Check that the process number is an integer, and in range."""
+        whole = all(isinstance(n, int | np.integer) for n in (self.process, self.processes))
+        if not whole or not 0 <= self.process < self.processes:
+            raise OptionError(
+                f"process {shorten(self.process)} of {shorten(self.processes)}: give two integers; "
+                "processes are numbered from 0."
             )

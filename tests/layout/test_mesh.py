@@ -64,6 +64,7 @@ def test_equality_is_of_shape_names_and_ids():
         (((2.0,), ("x",)), "expected integers, found 2.0"),
         ((2, ("x",)), "sequence of integers"),
         (((2, 2), ("x",)), "1 axis names"),
+        (((2,), 5), "axis_names is 5; give a tuple"),
         (((2, 2), ("x", "x")), "'x' is used more than once"),
         (((2, 2), "xy"), "single string 'xy'"),
         (((2,), ("",)), "not empty"),

@@ -248,6 +248,7 @@ def test_replicated_is_inferred_with_and_without_a_number_of_devices():
         ((1, 1), 4, "{replicated}", P(None, None)),
         (None, 4, "{replicated}", P()),
         ((1,), 1, "{replicated}", P(None)),
+        (np.array([4, 1]), 4, "{devices=[4,1]<=[4]}", P("dim0", None)),
     ],
 )
 def test_partition_counts_cut_in_row_major_order_and_the_rest_are_replicas(

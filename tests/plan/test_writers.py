@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardckpt.errors import ShardingError
+from shardckpt.errors import OptionError, ShardingError
 from shardckpt.layout.mesh import Mesh
 from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.partition_spec import PartitionSpec
@@ -131,6 +131,7 @@ def test_a_device_outside_of_the_layout_has_no_holders_but_an_error():
             box_holders(sharding, 1, [5, stranger], DeviceOwners.of({5: 0, 9: 1}))
 
 
-def test_a_world_counts_its_processes_from_zero():
-    with pytest.raises(ValueError, match="numbered from 0"):
-        World(2, 2)
+@pytest.mark.parametrize("numbers", [(2, 2), (-1, 2), (0, 0), ("0", "1"), (0.0, 1), (None, 2)])
+def test_a_world_counts_its_processes_from_zero(numbers):
+    with pytest.raises(OptionError, match="numbered from 0"):
+        World(*numbers)

@@ -142,16 +142,16 @@ class Coordinator(ABC):
 
         Raises:
             CoordinationError: not all processes called it in time; names the missing ones.
-            OptionError: the value is not JSON. After this error, and after Ctrl-C, the others get
-                what they get from `decline`.
+            OptionError: the value is not JSON. The others get None, as after Ctrl-C.
         """
         values, who = None, (self.world.process, self.world.processes)
+        seconds = self._seconds(timeout, "share")
         while values is None:
             question, number = self._shared(key)
             try:
                 token = secrets.token_hex(8)
                 steps = agreement.gather(question, *who, encode(value), token, number)
-                values = self._run(steps, timeout)
+                values = self._run(steps, seconds)
             except CoordinationError:
                 with suppress(CoordinationError):
                     self._set(f"{_PREFIX}{question}/{who[0]}", agreement.WITHDRAWN)
@@ -193,7 +193,7 @@ class Coordinator(ABC):
             CoordinationError: not all processes called it in time; names the missing ones. Or
                 process 0 failed to propose.
         """
-        seconds = self._timeout if timeout is None else timeout
+        seconds = self._seconds(timeout, "agree")
         met = self.meet(f"agree/{key}", timeout=seconds, check=lambda: None)
         question = f"{self.run_id}/agree/{met}"
         if self.world.process == 0:
@@ -225,10 +225,8 @@ class Coordinator(ABC):
     def announce(self, key: str, value: Any) -> None:
         """Set a value that every process of this round sees when it peeks at the key.
 
-        It replaces an earlier value.
-
-        It waits for no process. If the store is silent, because the process that holds it is
-        stopped, it gives up after 5 seconds.
+        It replaces an earlier value, and waits for no process. If the store is silent, because the
+        process that holds it is stopped, it gives up after 5 seconds.
 
         Args:
             key: the name of the value.
@@ -265,10 +263,8 @@ class Coordinator(ABC):
         Raises:
             CoordinationError: not all of them announced a value in time; names the missing ones.
         """
-        return self._run(
-            agreement.listen(f"{self.run_id}/announce/{key}", self.world.process, processes),
-            timeout,
-        )
+        steps = agreement.listen(f"{self.run_id}/announce/{key}", self.world.process, processes)
+        return self._run(steps, self._seconds(timeout, "listen"))
 
     def meet(self, key: str, *, timeout: float, check: Callable[[], None]) -> str:
         """A new id, the same on all processes that meet.
@@ -307,24 +303,27 @@ class Coordinator(ABC):
         number = self._asked[key]
         return f"{self.run_id}/share/{key}#{number % _SHARED}", number
 
+    def _seconds(self, timeout: float | None, call: str) -> float:
+        """The time limit of a call: its `timeout`, or the coordinator's own."""
+        if timeout is not None:
+            check_seconds(timeout, f"Coordinator.{call}(timeout")
+        return self._timeout if timeout is None else timeout
+
     def _run(
         self,
         steps: Steps[T],
-        timeout: float | None,
+        seconds: float,
         *,
         under: str = "",
         check: Callable[[], None] = lambda: None,
     ) -> T:
-        """Execute an agreement.
-
-        `timeout` is None for the coordinator's own, and `under` a prefix of the agreement's keys.
-        """
+        """Execute an agreement, whose keys get the prefix `under`."""
         prefix = _PREFIX + under
         return execute(
             steps,
             lambda key: self._get(prefix + key),
             lambda key, value: self._set(prefix + key, value),
-            seconds=self._timeout if timeout is None else timeout,
+            seconds=seconds,
             check=check,
         )
 

@@ -1,6 +1,7 @@
 """A process without torch.distributed and without jax.distributed is alone."""
 
 import math
+from functools import partial
 from threading import TIMEOUT_MAX
 
 import pytest
@@ -52,6 +53,19 @@ def test_what_is_no_coordinator_is_refused_by_kind(given, named):
             OptionError, match=f"coordinator=…: {named} is not a coordinator; give an instance"
         ):
             call()
+
+
+@pytest.mark.parametrize("seconds", [math.inf, -1, 0, "x", True])
+def test_a_time_limit_of_one_call_that_cannot_be_waited_for_is_refused_by_name(seconds):
+    alone = shardckpt.SingleProcess()
+    for name, call in (
+        ("share", partial(alone.share, "key", 1)),
+        ("agree", partial(alone.agree, "key", lambda: 1)),
+        ("listen", partial(alone.listen, "key", [])),
+    ):
+        with pytest.raises(OptionError) as refused:
+            call(timeout=seconds)
+        assert str(refused.value).startswith(f"Coordinator.{name}(timeout={seconds!r}): give a ")
 
 
 @pytest.mark.parametrize("seconds", [math.inf, math.nan, 1e12, -5, -1, 0, None, "x", True])
