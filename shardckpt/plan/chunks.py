@@ -122,10 +122,8 @@ def smallest_chunk(total_bytes: int, *, files: bool = False, differences: bool =
     1048576
     """
     needed = 1 << max(0, -(-total_bytes // MOST_CHUNKS) - 1).bit_length()
-    if files or differences:
-        least = SMALLEST_FILE if files else SMALLEST_DIFFERENCE
-        return Floor(max(least, needed), least)
-    return Floor(max(SMALLEST_CHUNK, needed))
+    least = SMALLEST_FILE if files else SMALLEST_DIFFERENCE if differences else SMALL_TENSOR_CHUNK
+    return Floor(max(SMALLEST_CHUNK, least, needed), max(least, needed))
 
 
 def chunk_shape(

@@ -91,6 +91,32 @@ def test_the_number_of_chunks_of_a_whole_checkpoint_is_bounded():
     assert chunks <= 1.5 * MOST_CHUNKS
 
 
+@pytest.mark.parametrize("differences", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "total"),
+    [
+        ((1024, 1024), 8 << 40),
+        ((2048, 7168), 9 << 40),  # experts that are not stacked
+        ((1 << 20,), 8 << 40),
+        ((1000, 1000), 240 << 30),
+        ((511, 1024), 240 << 30),
+    ],
+)
+def test_the_number_of_chunks_of_many_medium_tensors_is_bounded(shape, total, differences):
+    smallest = smallest_chunk(total, differences=differences)
+    chunks = prod(
+        grid_shape(shape, chunking(shape, 4, (1,) * len(shape), smallest=smallest).chunks)
+    )
+    tensors = total // (4 * prod(shape))
+    assert chunks * tensors <= max(1.5 * MOST_CHUNKS, tensors)
+
+
+def test_a_small_checkpoint_has_the_smallest_chunks():
+    assert smallest_chunk(64 * 10**9) == smallest_chunk(0) == (64 << 10, 16 << 10)
+    assert smallest_chunk(0, differences=True) == (128 << 10, 128 << 10)
+    assert smallest_chunk(0, files=True) == (1 << 20, 1 << 20)
+
+
 @given(st.lists(st.integers(1, 4000), min_size=1, max_size=3), st.sampled_from([1, 2, 4, 8]))
 def test_where_each_chunk_is_a_file_none_is_cut_below_a_mebibyte(shape, itemsize):
     chunks = chunk_shape(
