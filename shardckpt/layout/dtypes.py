@@ -94,6 +94,11 @@ class DType:
         """
         return self.numpy != self.storage
 
+    @property
+    def is_complex(self) -> bool:
+        """Whether the elements are complex numbers; ml_dtypes has a kind of its own for these."""
+        return self.numpy.kind in "cW"
+
     def __str__(self) -> str:
         """The name, for messages."""
         return self.name
@@ -156,7 +161,7 @@ def castable(stored: DType, target: DType) -> bool:
     """Whether elements can be converted as by `numpy.astype`, without losing imaginary parts."""
     if stored == target:
         return True
-    if stored.numpy.kind == "c" and target.numpy.kind != "c":
+    if stored.is_complex and not target.is_complex:
         return False
     try:
         np.zeros(1, stored.numpy).astype(target.numpy)

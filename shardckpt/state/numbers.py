@@ -21,7 +21,7 @@ def is_number(value: object) -> bool:
     """Whether a value is a Python number or a numpy scalar of numbers; bools count."""
     return type(value) in (bool, int, float, complex) or (
         isinstance(value, np.generic)
-        and value.dtype.kind in "biufcV"
+        and value.dtype.kind in "biufcVW"
         and not isinstance(value, np.void)
     )
 
@@ -75,7 +75,7 @@ def array_of_number(number: Any, dtype: np.dtype[Any], where: str, *, cast: bool
     Raises:
         DtypeMismatchError: the dtype does not have this number; names the leaf.
     """
-    cast = cast and (dtype.kind == "c" or not isinstance(number, complex | np.complexfloating))
+    cast = cast and (dtype.kind in "cW" or np.asarray(number).dtype.kind not in "cW")
     with (
         suppress(TypeError, ValueError, OverflowError),
         np.errstate(all="ignore"),

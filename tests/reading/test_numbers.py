@@ -110,9 +110,10 @@ def test_with_cast_a_number_is_converted_as_a_tensor_is_and_complex_to_real_is_r
         like = {"a": np.zeros((), dtype), "b": np.zeros((), dtype)}
         shardckpt.restore(tmp_path / "c", like, cast=True)
         assert like["a"].item() == like["b"].item()
-    shardckpt.save(tmp_path / "z", {"a": 1j})
-    with pytest.raises(errors.DtypeMismatchError, match="'a' is the number 1j"):
-        shardckpt.restore(tmp_path / "z", {"a": np.zeros(())}, cast=True)
+    for name, number in (("z", 1j), ("half", ml_dtypes.complex32(1j))):
+        shardckpt.save(tmp_path / name, {"a": number})
+        with pytest.raises(errors.DtypeMismatchError, match="'a' is the number .*1j"):
+            shardckpt.restore(tmp_path / name, {"a": np.zeros(())}, cast=True)
 
 
 def test_a_float_is_rounded_and_a_value_that_the_form_lacks_keeps_its_own(tmp_path):

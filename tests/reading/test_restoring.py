@@ -87,6 +87,7 @@ CASTS = [
     "int4",
     "bool",
     "complex64",
+    "complex32",
     "float8_e4m3",
 ]
 
@@ -98,8 +99,9 @@ def test_a_cast_is_numpy_s_or_refused_before_anything_is_read(stored, target):
     shardckpt.save(url, {"w": value})
     checkpoint = shardckpt.open(url)
     like = np.zeros((2, 3), _dtype(target))
+    loses = "complex" in stored and "complex" not in target
     try:
-        expected = value.astype(_dtype(target)) if value.dtype.kind != "c" else None
+        expected = None if loses else value.astype(_dtype(target))
     except TypeError:
         expected = None
     if expected is None:
