@@ -142,7 +142,10 @@ class Placements:
                 "dimensions; give one for each."
             )
         splits = _order_splits(self)
-        if prod(split.parts for of_dimension in splits for split in of_dimension) > MOST_BOXES:
+        every = [split for of_dimension in splits for split in of_dimension]
+        of_each_rank = prod(split.parts for split in every if split.axis is None)
+        cells = prod(split.parts for split in every)
+        if max(cells, self.mesh.size * of_each_rank) > MOST_BOXES:
             raise ShardingError(f"{self.text}: a tensor would be in more than {MOST_BOXES} boxes.")
         object.__setattr__(self, "_splits", splits)
 

@@ -254,6 +254,10 @@ def test_placements_of_another_number_or_for_another_rank_are_refused():
 def test_more_boxes_than_anybody_has_are_refused():
     with pytest.raises(ShardingError, match=f"more than {MOST_BOXES} boxes"):
         Placements.of(DP_TP, [f"_S(0,{MOST_BOXES})", "R"])
+    # As many cells as there can be boxes, a quarter of which every rank holds.
+    most = MOST_BOXES // 4
+    with pytest.raises(ShardingError, match=f"more than {MOST_BOXES} boxes"):
+        Placements.of(Mesh((4, 2), None), ["R", f"_S(0,{most})"])
 
 
 @pytest.mark.parametrize("shape", [(-1,), (2.5,), (2**63,), (1,) * 33])

@@ -112,7 +112,7 @@ def test_with_cast_a_number_is_converted_as_a_tensor_is_and_complex_to_real_is_r
         assert like["a"].item() == like["b"].item()
     for name, number in (("z", 1j), ("half", ml_dtypes.complex32(1j))):
         shardckpt.save(tmp_path / name, {"a": number})
-        with pytest.raises(errors.DtypeMismatchError, match="'a' is the number .*1j"):
+        with pytest.raises(errors.DtypeMismatchError, match=r"'a' is the number .*1j"):
             shardckpt.restore(tmp_path / name, {"a": np.zeros(())}, cast=True)
 
 
