@@ -100,7 +100,7 @@ class Tiling:
         tile = tile_shape(shape, self.parts)
         ids, coords, replicas = self.device_ids, self.coords, self.replica_id
         if device_ids is not None:
-            rows = self._rows(np.unique(np.asarray(device_ids, np.int64)))
+            rows = self._rows(np.unique(_integers(device_ids)))
             ids, coords, replicas = ids[rows], coords[rows], replicas[rows]
         end = np.array(shape, np.int64)
         start = coords * np.array(tile, np.int64)
@@ -116,6 +116,17 @@ class Tiling:
                 "layout; ask for those only."
             )
         return rows.astype(np.int64)
+
+
+def _integers(device_ids: ArrayLike) -> Index:
+    """Device ids as an array."""
+    try:
+        ids = np.asarray(device_ids)
+    except ValueError as error:
+        raise ShardingError(f"Device ids must be integers, found {error}.") from error
+    if ids.size and not np.issubdtype(ids.dtype, np.integer):
+        raise ShardingError(f"Device ids must be integers, found an array of {ids.dtype}.")
+    return ids.astype(np.int64, copy=False)
 
 
 def tile_shape(shape: tuple[int, ...], parts: tuple[int, ...]) -> tuple[int, ...]:
