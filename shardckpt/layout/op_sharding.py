@@ -25,7 +25,7 @@ from shardckpt.errors import FormatError, ShardingError
 from shardckpt.layout.device_boxes import DeviceBoxes, Tiling, checked_tensor_shape, tile_shape
 from shardckpt.layout.hlo_text import Kind, parse_hlo
 from shardckpt.layout.tile_assignment import Form, TileAssignment
-from shardckpt.text import clip
+from shardckpt.text import clip, shorten
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -75,6 +75,8 @@ class OpSharding:
 
     def __post_init__(self) -> None:
         """Refuse fields that contradict each other."""
+        object.__setattr__(self, "kind", _kind(self.kind))
+        object.__setattr__(self, "subgroups", tuple(map(_kind, self.subgroups)))
         dims = None if self.tiles is None else self.tiles.dims
         if self.kind is Kind.TILED and dims is None:
             raise ShardingError("OpSharding: tiled needs a tile assignment.")
@@ -111,10 +113,10 @@ class OpSharding:
         """
         if devices is None:
             return cls(Kind.REPLICATED)
-        if isinstance(devices, int):
-            return cls(Kind.REPLICATED, TileAssignment((devices,)))
-        ids = np.asarray(devices).reshape(-1)
-        return cls(Kind.REPLICATED, TileAssignment((len(ids),), ids))
+        ids = np.asarray(devices)
+        if ids.ndim == 0:
+            return cls(Kind.REPLICATED, TileAssignment((ids.item(),)))
+        return cls(Kind.REPLICATED, TileAssignment((ids.size,), ids.reshape(-1)))
 
     @classmethod
     def maximal(cls, device: int) -> OpSharding:
@@ -419,6 +421,17 @@ class OpSharding:
                     f"{_NO_BOXES[kind]}."
                 )
         return same
+
+
+def _kind(given: object) -> Kind:
+    """The kind, given as such or in words."""
+    try:
+        return Kind(given)
+    except ValueError:
+        kinds = ", ".join(Kind)
+        raise ShardingError(
+            f"OpSharding: {shorten(given)} is not a kind of sharding; the kinds are {kinds}."
+        ) from None
 
 
 @lru_cache(maxsize=64)

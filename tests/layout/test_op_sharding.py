@@ -239,6 +239,13 @@ def test_the_number_of_devices_is_checked_and_given_to_replicated():
         (lambda: OpSharding(Kind.REPLICATED, OpSharding.tiled((2, 2)).tiles), "flat list"),
         (lambda: OpSharding(Kind.REPLICATED, None, (Kind.MANUAL,)), "replicated has no subgroups"),
         (lambda: OpSharding.tiled((2, 2), subgroups=(Kind.UNKNOWN,)), "cannot be unknown"),
+        (lambda: OpSharding.tiled((2, 2), subgroups=["other"]), "'other' is not a kind"),
+        (lambda: OpSharding.tiled((2, 2), subgroups=[3]), "3 is not a kind"),
+        (lambda: OpSharding("nonsense"), "'nonsense' is not a kind"),
+        (lambda: OpSharding.replicated(True), "expected integers, found True"),
+        (lambda: OpSharding.replicated(8).device_boxes((4,), [0.5]), "integers, found .*float64"),
+        (lambda: OpSharding.replicated(8).device_boxes((4,), ["a"]), "integers, found .*<U1"),
+        (lambda: OpSharding.replicated(8).device_boxes((4,), [[0], [1, 2]]), "integers, found"),
         (
             lambda: OpSharding.tiled((2,), subgroups=(Kind.MANUAL, Kind.MANUAL)),
             "2 subgroups for the 1 dimensions",
@@ -459,3 +466,19 @@ def test_json_that_is_no_sharding_is_a_format_error(doc):
 
 def test_str_is_the_text():
     assert re.fullmatch(r"\{devices=.*\}", str(OpSharding.tiled((2,))))
+
+
+def test_a_kind_in_words_is_the_kind():
+    sharding = OpSharding.tiled((1, 8), subgroups=["replicated"])
+    assert sharding == OpSharding.tiled((1, 8), subgroups=(Kind.REPLICATED,))
+    assert sharding.device_boxes((4,)).replica_id.tolist() == [*range(8)]
+    assert OpSharding("manual") == OpSharding(Kind.MANUAL)
+
+
+@pytest.mark.parametrize("eight", [8, np.int64(8), np.uint8(8), np.array(8)])
+def test_a_number_of_devices_may_be_numpys(eight):
+    for sharding in (
+        OpSharding.replicated(eight),
+        OpSharding.parse("{replicated}", num_devices=eight),
+    ):
+        assert sharding.num_devices == 8
