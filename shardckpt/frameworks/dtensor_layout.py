@@ -58,6 +58,11 @@ def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> P
             converted.append(Placement())
         elif type(placement) in (Shard, _StridedShard):
             _check_ascending(mesh, name)
+            if placement.dim < -ndim:
+                raise ShardingError(
+                    f"over mesh dimension {name!r} its placement is {placement!r}, and it has "
+                    f"{ndim} dimensions; shard one of these."
+                )
             dim = placement.dim + ndim if placement.dim < 0 else placement.dim
             converted.append(Placement(dim, getattr(placement, "split_factor", 1)))
         else:
@@ -65,6 +70,11 @@ def from_placements(mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> P
                 f"over mesh dimension {name!r} its placement is {placement!r}, which is not "
                 "known; use Shard or Replicate."
             )
+    if len(placements) != mesh.ndim:
+        raise ShardingError(
+            f"it has {len(placements)} placements for a mesh of {mesh.ndim} dimensions; give one "
+            "for each."
+        )
     return _cached_placements(from_device_mesh(mesh), tuple(converted))
 
 

@@ -553,6 +553,8 @@ def targets(_):
         ],
         "partial": error(frameworks.target, "w", Target((mesh, [Partial()])), (5, 2), F32),
         "too few": error(frameworks.target, "w", Target((mesh, [])), (5, 2), F32),
+        "too many": error(frameworks.target, "w", Target((mesh, 2 * [Shard(0)])), (5, 2), F32),
+        "before": error(frameworks.target, "w", Target((mesh, [Shard(-5)])), (5, 2), F32),
         "not placements": error(frameworks.target, "w", Target((mesh, "S(0)")), (5, 2), F32),
         "one placement": error(frameworks.target, "w", Target((mesh, Shard(0))), (5, 2), F32),
         "no placements": error(frameworks.target, "w", Target((mesh, None)), (5, 2), F32),

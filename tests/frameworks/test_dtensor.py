@@ -377,6 +377,8 @@ def test_a_target_that_cannot_be_is_refused_by_name(answers):
     for question, kind, words in (
         ("partial", "ShardingError", "partial values"),
         ("too few", "ShardingError", "0 placements for a mesh of 1"),
+        ("too many", "ShardingError", "2 placements for a mesh of 1"),
+        ("before", "ShardingError", "its placement is Shard(dim=-5), and it has 2 dimensions"),
         ("not placements", "ShardingError", "use Shard or Replicate"),
         ("one placement", "ShardingError", "give one for each of the 1 dimensions"),
         ("no placements", "ShardingError", "give one for each of the 1 dimensions"),
