@@ -287,12 +287,28 @@ def touched(pieces: Sequence[Piece], boxes: BoxArray) -> list[Piece]:
 
 def touching(pieces: Sequence[Piece], boxes: BoxArray) -> tuple[Ints, Ints]:
     """(n,) pieces and (n,) boxes that may overlap; a single piece is paired with every box."""
-    if len(pieces) == 1:
-        return np.zeros(len(boxes), np.int64), np.arange(len(boxes))
-    held = BoxArray.of([piece.box for piece in pieces], boxes.start.shape[1])
-    near = [held.overlapping(boxes[i]) for i in range(len(boxes))]
+    n, m, ndim = len(pieces), len(boxes), boxes.start.shape[1]
+    if n == 1 or ndim == 0:
+        return np.tile(np.arange(n), m), np.repeat(np.arange(m), n)
+    held = BoxArray.of([piece.box for piece in pieces], ndim)
+    # Each box is compared with the pieces near it in one dimension, where these are fewest.
+    order = np.argsort(held.start, axis=0, kind="stable")
+    starts = np.take_along_axis(held.start, order, axis=0)
+    ends = np.maximum.accumulate(np.take_along_axis(held.stop, order, axis=0), axis=0)
+    low, high = (
+        np.stack([np.searchsorted(of_pieces[:, d], of_boxes[:, d], side) for d in range(ndim)])
+        for of_pieces, of_boxes, side in (
+            (ends, boxes.start, "right"),
+            (starts, boxes.stop, "left"),
+        )
+    )
+    near = []
+    for i, d in enumerate(np.argmin(high - low, axis=0).tolist()):
+        which = np.sort(order[low[d, i] : high[d, i], d])
+        candidates = BoxArray(held.start[which], held.stop[which])
+        near.append(which[candidates.overlapping(boxes[i])])
     return np.concatenate([*near, np.empty(0, np.int64)]), np.repeat(
-        np.arange(len(boxes)), [len(of_box) for of_box in near]
+        np.arange(m), [len(of_box) for of_box in near]
     )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from shardckpt.layout.box import Box, BoxArray, distinct_boxes
 from shardckpt.layout.placements import Placements
-from shardckpt.plan.pieces import overlaps, touched
+from shardckpt.plan.pieces import overlaps_of, touching
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,23 +118,18 @@ def chunks_read(pieces: Sequence[Piece], held: HostBoxes) -> ChunksRead:
         held: the boxes that each group needs.
     """
     begins = np.cumsum([0, *(piece.num_chunks for piece in pieces)])
-    number = {piece.path: int(begin) for piece, begin in zip(pieces, begins[:-1], strict=True)}
-    keys_of_pieces = []
-    for piece in touched(pieces, held.boxes):
-        # There may be as many pieces as boxes; each piece is compared only with the boxes near it.
-        near = held.boxes.overlapping(piece.box)
-        pairs = overlaps(piece, BoxArray(held.boxes.start[near], held.boxes.stop[near]))
-        order = np.argsort(pairs.box, kind="stable")
-        begin = np.searchsorted(near[pairs.box[order]], np.arange(len(held.boxes) + 1))
-        counts = (begin[1:] - begin[:-1])[held.held]
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        chunk = pairs.chunk[order][np.repeat(begin[held.held], counts) + within]
-        # A group's boxes may share chunks; each is read once.
-        keys_of_pieces.append(
-            np.unique(
-                np.repeat(held.held_by, counts) * int(begins[-1]) + number[piece.path] + chunk
-            )
-        )
-    keys = np.sort(np.concatenate([*keys_of_pieces, np.empty(0, np.int64)]))
+    # There may be as many pieces as boxes; each box is compared only with the pieces near it.
+    piece, box = touching(pieces, held.boxes)
+    near = BoxArray(held.boxes.start[box], held.boxes.stop[box])
+    pairs = overlaps_of(pieces, near, piece)
+    of_box = box[pairs.box]
+    order = np.argsort(of_box, kind="stable")
+    numbers = (begins[piece[pairs.box]] + pairs.chunk)[order]
+    begin = np.searchsorted(of_box[order], np.arange(len(held.boxes) + 1))
+    counts = (begin[1:] - begin[:-1])[held.held]
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    chunk = numbers[np.repeat(begin[held.held], counts) + within]
+    # A group's boxes may share chunks; each is read once.
+    keys = np.unique(np.repeat(held.held_by, counts) * int(begins[-1]) + chunk)
     group, chunk = np.divmod(keys, max(int(begins[-1]), 1))
     return ChunksRead(group, chunk)

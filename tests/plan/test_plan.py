@@ -16,6 +16,7 @@ from shardckpt.plan.pieces import (
     coverage_gap,
     overlaps,
     touched,
+    touching,
 )
 
 
@@ -129,6 +130,24 @@ def test_pieces_are_touched_by_boxes_with_which_their_chunks_overlap(grids_drawn
         piece for piece in touched(pieces, boxes) if len(overlaps(piece, boxes).chunk)
     ] == expected
     assert len(pieces) == 1 or touched(pieces, boxes) == expected
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 20)] * 4), max_size=20), st.randoms())
+def test_each_box_is_paired_with_the_pieces_of_a_grid_that_it_overlaps(corners, random):
+    pieces = [
+        Piece(f"w{row}.{column}", (row, column), (3, 5), (2, 2))
+        for row in range(0, 18, 3)
+        for column in range(0, 20, 5)
+    ]
+    random.shuffle(pieces)
+    boxes = BoxArray.of([Box(c[:2], tuple(map(max, c[:2], c[2:]))) for c in corners], 2)
+    which, of_box = touching(pieces, boxes)
+    assert [*zip(of_box.tolist(), which.tolist(), strict=True)] == [
+        (b, k)
+        for b in range(len(boxes))
+        for k, piece in enumerate(pieces)
+        if len(overlaps(piece, BoxArray.of([boxes[b]], 2)).chunk)
+    ]
 
 
 def test_a_chunk_with_two_writers_is_refused():
