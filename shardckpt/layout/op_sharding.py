@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -423,7 +423,7 @@ class OpSharding:
         return same
 
 
-def _kind(given: object) -> Kind:
+def _kind(given: Any) -> Kind:
     """The kind, given as such or in words."""
     try:
         return Kind(given)

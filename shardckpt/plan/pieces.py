@@ -295,13 +295,10 @@ def touching(pieces: Sequence[Piece], boxes: BoxArray) -> tuple[Ints, Ints]:
     order = np.argsort(held.start, axis=0, kind="stable")
     starts = np.take_along_axis(held.start, order, axis=0)
     ends = np.maximum.accumulate(np.take_along_axis(held.stop, order, axis=0), axis=0)
-    low, high = (
-        np.stack([np.searchsorted(of_pieces[:, d], of_boxes[:, d], side) for d in range(ndim)])
-        for of_pieces, of_boxes, side in (
-            (ends, boxes.start, "right"),
-            (starts, boxes.stop, "left"),
-        )
-    )
+    low, high = np.empty((2, ndim, m), np.int64)
+    for d in range(ndim):
+        low[d] = np.searchsorted(ends[:, d], boxes.start[:, d], "right")
+        high[d] = np.searchsorted(starts[:, d], boxes.stop[:, d], "left")
     near = []
     for i, d in enumerate(np.argmin(high - low, axis=0).tolist()):
         which = np.sort(order[low[d, i] : high[d, i], d])
