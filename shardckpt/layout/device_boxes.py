@@ -57,8 +57,8 @@ class Tiling:
     """(n,) int64, ascending."""
     parts: tuple[int, ...]
     """Tiles per dimension."""
-    coords: Index
-    """(n, ndim) int64: 0 <= coords[i, d] < parts[d]."""
+    tile_ids: Index
+    """(n,) int64 row-major number of the tile."""
     replica_id: Index
     """(n,) int64: rank by device id among the devices with the same tile."""
 
@@ -74,12 +74,8 @@ class Tiling:
         if not (device_ids[1:] > device_ids[:-1]).all():
             order = np.argsort(device_ids)
             device_ids, tile_ids = device_ids[order], tile_ids[order]
-        coords = np.empty((len(device_ids), len(parts)), np.int64)
-        rest = tile_ids
-        for d in reversed(range(len(parts))):
-            rest, coords[:, d] = np.divmod(rest, parts[d])
-        tiling = cls(device_ids, parts, coords, _ranks(tile_ids, prod(parts)))
-        for array in (tiling.device_ids, tiling.coords, tiling.replica_id):
+        tiling = cls(device_ids, parts, tile_ids, _ranks(tile_ids, prod(parts)))
+        for array in (tiling.device_ids, tiling.tile_ids, tiling.replica_id):
             array.setflags(write=False)  # shared through a cache
         return tiling
 
@@ -98,12 +94,12 @@ class Tiling:
         """
         shape = checked_tensor_shape(shape)
         tile = tile_shape(shape, self.parts)
-        ids, coords, replicas = self.device_ids, self.coords, self.replica_id
+        ids, tiles, replicas = self.device_ids, self.tile_ids, self.replica_id
         if device_ids is not None:
             rows = self._rows(np.unique(_integers(device_ids)))
-            ids, coords, replicas = ids[rows], coords[rows], replicas[rows]
+            ids, tiles, replicas = ids[rows], tiles[rows], replicas[rows]
         end = np.array(shape, np.int64)
-        start = coords * np.array(tile, np.int64)
+        start = tile_coords(tiles, self.parts) * np.array(tile, np.int64)
         stop = np.minimum(start + np.array(tile, np.int64), end)
         return DeviceBoxes(ids, BoxArray(np.minimum(start, end), stop), tile, replicas, self.parts)
 
@@ -127,6 +123,20 @@ def _integers(device_ids: ArrayLike) -> Index:
     if ids.size and not np.issubdtype(ids.dtype, np.integer):
         raise ShardingError(f"Device ids must be integers, found an array of {ids.dtype}.")
     return ids.astype(np.int64, copy=False)
+
+
+def tile_coords(tile_ids: Index, parts: tuple[int, ...]) -> Index:
+    """(n, ndim) coordinates of tiles with some row-major numbers; 0 <= coords[i, d] < parts[d].
+
+    >>> tile_coords(np.array([0, 5]), (3, 2)).tolist()
+    [[0, 0], [2, 1]]
+    """
+    coords = np.zeros((len(tile_ids), len(parts)), np.int64)
+    rest = tile_ids
+    for d in reversed(range(len(parts))):
+        if parts[d] > 1:
+            rest, coords[:, d] = np.divmod(rest, parts[d])
+    return coords
 
 
 def tile_shape(shape: tuple[int, ...], parts: tuple[int, ...]) -> tuple[int, ...]:

@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from shardckpt.errors import FormatError, ShardingError
-from shardckpt.layout.device_boxes import DeviceBoxes, Tiling, checked_tensor_shape, tile_shape
+from shardckpt.layout.device_boxes import (
+    DeviceBoxes,
+    Tiling,
+    checked_tensor_shape,
+    tile_coords,
+    tile_shape,
+)
 from shardckpt.layout.hlo_text import Kind
 from shardckpt.layout.mesh import Mesh, checked_sizes, referred_mesh
 from shardckpt.layout.op_sharding import OpSharding
@@ -135,11 +141,12 @@ class Sharding:
         order = np.argsort(mesh.device_ids)
         if not np.array_equal(mesh.device_ids[order], tiling.device_ids):
             return None
-        coords = np.empty_like(tiling.coords)
-        coords[order] = tiling.coords  # by position in the mesh
+        tile_ids = np.empty_like(tiling.tile_ids)
+        tile_ids[order] = tiling.tile_ids  # by position in the mesh
         cuts: list[list[tuple[int, str]]] = [[] for _ in range(ndim)]
         for axis, (name, size) in enumerate(mesh.axis_sizes.items()):
-            step = coords[prod(mesh.shape[axis + 1 :])] if size > 1 else coords[0]
+            at = prod(mesh.shape[axis + 1 :]) if size > 1 else 0
+            step = tile_coords(tile_ids[at : at + 1], tiling.parts)[0]
             for d in np.flatnonzero(step).tolist():
                 cuts[d].append((int(step[d]), name))
         try:
@@ -150,7 +157,7 @@ class Sharding:
             return None
         sharding = cls(mesh, spec)
         same = sharding.parts(ndim) == tiling.parts and np.array_equal(
-            sharding.tiling(ndim).coords, tiling.coords
+            sharding.tiling(ndim).tile_ids, tiling.tile_ids
         )
         return sharding if same else None
 

@@ -49,12 +49,7 @@ def tiles_of(layout: Layout, shape: tuple[int, ...]) -> Tiles:
     """
     tiling = layout.tiling(len(shape))
     tile = tile_shape(shape, tiling.parts)
-    order = np.argsort(
-        np.ravel_multi_index(tuple(tiling.coords.T), tiling.parts)
-        if tiling.parts
-        else np.zeros(len(tiling.coords)),
-        kind="stable",
-    )
+    order = np.argsort(tiling.tile_ids, kind="stable")
     devices = tiling.device_ids[order].reshape(*tiling.parts, -1)
     used = tuple(-(-n // max(side, 1)) for n, side in zip(shape, tile, strict=True))
     return Tiles(shape, tile, used, devices)

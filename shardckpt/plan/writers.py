@@ -154,9 +154,7 @@ class _Tiles:
 @lru_cache(maxsize=64)
 def _tiles(layout: Layout, ndim: int, owners: DeviceOwners) -> _Tiles:
     tiling = layout.tiling(ndim)
-    tile_of = np.zeros(len(tiling.device_ids), np.int64)
-    for d, parts in enumerate(tiling.parts):
-        tile_of = tile_of * parts + tiling.coords[:, d]
+    tile_of = tiling.tile_ids
     tiles = prod(tiling.parts)
     if len(tile_of) % tiles:
         raise ShardingError(
