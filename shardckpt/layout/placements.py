@@ -195,17 +195,6 @@ class Placements:
         """
         return tuple(cuts(length, splits) for length, splits in self._dimensions(shape))
 
-    def distinct_boxes(self, shape: Sequence[int]) -> BoxArray:
-        """The distinct non-empty boxes of all ranks, in row-major order.
-
-        Together they cover the tensor.
-
-        Raises:
-            ShardingError: as for `cuts`.
-        """
-        cuts = self.cuts(shape)
-        return grid_boxes(1, [c[None, :-1] for c in cuts], [np.diff(c[None]) for c in cuts])
-
     def boxes(self, shape: Sequence[int]) -> tuple[Index, BoxArray]:
         """The non-empty boxes of every rank.
 

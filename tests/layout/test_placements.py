@@ -2,6 +2,7 @@
 frameworks/test_dtensor.py."""
 
 import json
+from itertools import pairwise, product
 from math import prod
 
 import numpy as np
@@ -52,6 +53,12 @@ def listed(boxes):
     return [boxes[i] for i in range(len(boxes))]
 
 
+def cells(layout, shape):
+    """The boxes between the cuts, in row-major order."""
+    ranges = product(*(pairwise(cuts.tolist()) for cuts in layout.cuts(shape)))
+    return [Box(tuple(a for a, _ in cell), tuple(b for _, b in cell)) for cell in ranges]
+
+
 def painted(boxes, shape):
     counts = np.zeros(shape, int)
     for box in boxes:
@@ -66,10 +73,10 @@ def painted(boxes, shape):
 @given(layouts())
 def test_the_distinct_boxes_are_the_whole_tensor_each_element_once_and_none_of_them_empty(case):
     layout, shape = case
-    boxes = layout.distinct_boxes(shape)
-    assert (painted(listed(boxes), shape) == 1).all()
-    assert (boxes.sizes() > 0).all()
-    assert boxes.start.tolist() == sorted(boxes.start.tolist())
+    boxes = cells(layout, shape)
+    assert (painted(boxes, shape) == 1).all()
+    assert all(box.size > 0 for box in boxes)
+    assert [box.start for box in boxes] == sorted(box.start for box in boxes)
     assert (
         len(boxes)
         == prod(len(cuts) - 1 for cuts in layout.cuts(shape))
@@ -85,7 +92,7 @@ def test_ranks_hold_distinct_boxes_each_as_often_as_it_has_holders(case):
     held = {rank: [] for rank in layout.mesh.device_ids.tolist()}
     for rank, box in zip(ranks.tolist(), listed(boxes), strict=True):
         held[rank].append(box)
-    assert set(listed(boxes)) == set(listed(layout.distinct_boxes(shape)))
+    assert set(listed(boxes)) == set(cells(layout, shape))
     for rank, mine in held.items():
         assert mine == listed(layout.rank_boxes(shape, rank))
         same = [other for other in sorted(held) if held[other] == mine]
@@ -193,9 +200,7 @@ def test_a_rank_that_the_mesh_does_not_have_holds_nothing():
 
 def test_scalars_and_meshes_without_dimensions_are_held_whole():
     for layout in Placements.of(DP_TP, ["R", "R"]), Placements.of(Mesh((), ()), []):
-        assert (
-            listed(layout.rank_boxes((), 0)) == listed(layout.distinct_boxes(())) == [Box((), ())]
-        )
+        assert listed(layout.rank_boxes((), 0)) == cells(layout, ()) == [Box((), ())]
         assert layout.holders(0) == tuple(range(layout.num_devices))
         assert layout.as_sharding(()) == Sharding(layout.mesh, PartitionSpec())
         assert (layout.local_shape((), 0), layout.boxes(())[0].tolist()) == (
@@ -222,14 +227,14 @@ def test_a_hundred_thousand_ranks_are_no_trouble():
 @pytest.mark.parametrize("shape", [(10,), (13,), (1,)])
 def test_strided_shards_that_torch_itself_splits_in_two_ways_are_refused(shape):
     layout = Placements.of(Mesh((2, 2), ("x", "y")), ["S(0)", "_S(0,2)"])
-    for question in (layout.cuts, layout.distinct_boxes, layout.boxes, layout.as_sharding):
+    for question in (layout.cuts, layout.boxes, layout.as_sharding):
         with pytest.raises(
             ShardingError,
             match=r"S\(0\) over x=2, _S\(0,2\) over y=2: the length .*torch has no single rule .* "
             r"redistribute it",
         ):
             question(shape)
-    assert len(layout.distinct_boxes((0,))) == 0
+    assert cells(layout, (0,)) == []
 
 
 @pytest.mark.parametrize("texts", [["_S(0,2)", "S(0)"], ["_S(0,5)", "S(0)"], ["_S(0,4)", "S(0)"]])
