@@ -131,7 +131,7 @@ def open_arrays(
             spec = {
                 "driver": driver,
                 "fill_missing_data_reads": fill_missing,
-                "recheck_cached_metadata": False,
+                "recheck_cached_metadata": "open",
             }
             under_way.append(
                 (

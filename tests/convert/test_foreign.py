@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import zarr
@@ -16,7 +18,7 @@ from shardckpt.convert.foreign import (
     row_chunks,
     structure_of,
 )
-from shardckpt.errors import BudgetError, FormatError
+from shardckpt.errors import BudgetError, FormatError, ReplacedError
 from shardckpt.io import foreign_arrays
 from shardckpt.layout.dtypes import by_name
 from shardckpt.state import alias_map
@@ -69,3 +71,24 @@ def test_verify_does_not_report_a_chunk_as_damaged_because_memory_is_short(tmp_p
     monkeypatch.setattr(foreign_arrays, "free_memory", lambda: 1)
     with pytest.raises(BudgetError, match="memory are free"):
         shardckpt.open(tmp_path).verify()
+
+
+def write_group(path, elements, version):
+    """Write a zarr group in the place of one that may be there."""
+    shutil.rmtree(path, ignore_errors=True)
+    group = zarr.open_group(path, mode="w", zarr_format=version)
+    group.create_array("in/a", data=elements)
+    return group
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_group_that_was_replaced_is_opened_with_its_new_dtype_and_shape(tmp_path, version):
+    place = tmp_path / "group"
+    states = [np.arange(4, dtype="f4"), np.arange(4, dtype="i4"), np.arange(9, dtype="i4")]
+    for elements in states:
+        write_group(place, elements, version)
+        checkpoint = shardckpt.open(place)
+        assert checkpoint.tensor("in/a").dtype.name == elements.dtype.name
+        np.testing.assert_array_equal(checkpoint.read("in/a"), elements)
+
+

@@ -197,6 +197,14 @@ def test_a_directory_appears_whole_or_not_at_all_and_a_former_checkpoint_stays_u
     assert [path.name for path in tmp_path.iterdir()] == ["o"]
 
 
+def test_a_checkpoint_that_an_export_replaced_is_read_with_its_new_dtype(tmp_path):
+    for dtype in ("float32", "int32"):
+        tensors = {"w": np.arange(4, dtype=dtype)}
+        shardckpt.save(tmp_path / dtype, tensors)
+        export(tmp_path / dtype, tmp_path / "o", overwrite=True)
+        np.testing.assert_array_equal(shardckpt.open(tmp_path / "o").read("w"), tensors["w"])
+
+
 def test_orbax_finds_the_shardings_of_arrays_with_any_name(tmp_path):
     """Their names are in base64, for which there are two alphabets."""
     import tensorstore as ts
