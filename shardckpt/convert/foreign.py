@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from shardckpt.convert.files.file_version import FileVersion
     from shardckpt.convert.span import StoredRun
     from shardckpt.format.structure import StoredLayout
+    from shardckpt.io.foreign_arrays import ForeignArray
     from shardckpt.io.url import Location
     from shardckpt.layout.box import Box
     from shardckpt.layout.dtypes import DType
@@ -134,6 +136,25 @@ class Elements(Protocol):
     def read(self, box: Box) -> NDArray[Any]:
         """Read the elements of a box."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class VersionedArray:
+    """An array's elements, as long as a file that is written with it stays the same.
+
+    TensorStore opens chunks by itself, and does not notice that they are of another array.
+    """
+
+    array: ForeignArray
+    file: FileVersion
+    """A file that every writer of the array replaces."""
+
+    def read(self, box: Box) -> NDArray[Any]:
+        """See `Elements`; ReplacedError if the file has changed."""
+        try:
+            return self.array.read(box)
+        finally:
+            self.file.read(0, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -92,3 +92,23 @@ def test_a_group_that_was_replaced_is_opened_with_its_new_dtype_and_shape(tmp_pa
         np.testing.assert_array_equal(checkpoint.read("in/a"), elements)
 
 
+@pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part")
+@pytest.mark.parametrize("consolidated", [False, True])
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_group_that_is_replaced_while_it_is_open_is_an_error(tmp_path, version, consolidated):
+    place = tmp_path / "group"
+
+    def write(dtype):
+        group = write_group(place, np.arange(4, dtype=dtype), version)
+        if consolidated:
+            zarr.consolidate_metadata(group.store)
+
+    write("f4")
+    checkpoint = shardckpt.open(place)
+    np.testing.assert_array_equal(checkpoint.read("in/a"), np.arange(4, dtype="f4"))
+    write("i4")
+    with pytest.raises(ReplacedError, match=r"in/a/.* was changed, replaced or deleted"):
+        checkpoint.read("in/a")
+    (damage,) = checkpoint.verify().damage
+    assert "was changed, replaced or deleted" in damage.reason
+    assert shardckpt.open(place).verify().damage == []

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.convert.files.file_version import FileVersion
-from shardckpt.convert.foreign import Elements, ForeignPart, ForeignTensor
+from shardckpt.convert.foreign import Elements, ForeignPart, ForeignTensor, VersionedArray
 from shardckpt.convert.formats.orbax.aggregate import read_aggregate
 from shardckpt.convert.formats.orbax.metadata import (
     Leaf,
@@ -73,24 +73,6 @@ class _Held:
         return self.array[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Elements in an array.
-
-    A read fails if the tree's metadata file has changed: every save writes this file again.
-    """
-
-    array: ForeignArray
-    tree: FileVersion
-    """The metadata file of the tree."""
-
-    def read(self, box: Box) -> NDArray[Any]:
-        try:
-            return self.array.read(box)
-        finally:
-            self.tree.read(0, 0)
-
-
 def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]) -> object:
     """Read the tree at a place: containers, small leaves and tensors.
 
@@ -105,6 +87,7 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
         DtypeError: an array's elements cannot be stored.
         UncommittedError: the save was not finished.
     """
+    # Every save writes this file again.
     version = FileVersion(place, METADATA if METADATA in names else MSGPACK)
     tree, zarr3, stores_all = _describe(place, names)
     leaves = list(_leaves(tree))
@@ -170,7 +153,7 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
             layouts.get(leaf.name),
             generators.get(leaf.name),
         )
-        sources[tensor] = _Stored(array, version)
+        sources[tensor] = VersionedArray(array, version)
         return tensor
 
     return _map(tree, value)

@@ -19,13 +19,15 @@ from shardckpt.convert.foreign import (
     ForeignArrays,
     ForeignPart,
     ForeignTensor,
+    VersionedArray,
     structure_of,
     tensors_of,
 )
 from shardckpt.errors import DtypeError, FormatError, NotFoundError
-from shardckpt.format.documents import document_digest
+from shardckpt.format.documents import check_key, document_digest
 from shardckpt.io.foreign_arrays import open_arrays
 from shardckpt.io.store import Store
+from shardckpt.io.threads import map_on_threads
 from shardckpt.layout.dtypes import by_name
 from shardckpt.state.names import natural_key
 from shardckpt.text import shorten
@@ -107,6 +109,23 @@ class _Members:
                     path, self.document(key), self.place.path_of(key), 3 if key.endswith(_V3) else 2
                 ):
                     groups.append(path)
+
+    def versions(self) -> dict[str, FileVersion]:
+        """The file with the metadata of each array, by path; MissingDataError if one is missing.
+
+        Consolidated metadata is a copy, and TensorStore reads the array's own.
+        """
+        known = {file.key: file for file in self.files}
+
+        def version(path: str) -> FileVersion:
+            name = _V3 if self.arrays[path] == "zarr3" else _ARRAY
+            key = f"{path}/{name}" if path else name
+            if key in known:
+                return known[key]
+            check_key(path, self.place)
+            return FileVersion(self.place, key)
+
+        return dict(zip(self.arrays, map_on_threads(version, self.arrays), strict=True))
 
     def consolidated(self, root: dict[str, Any], version: int) -> dict[str, Any] | None:
         """The documents of all members by path, if the root has them.
@@ -212,6 +231,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
     """
     members = _Members(Store.open(location))
     members.find()
+    versions = members.versions()
     arrays: dict[str, ForeignArray] = {}
     for driver in ("zarr", "zarr3"):
         names = [name for name, used in members.arrays.items() if used == driver]
@@ -223,7 +243,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
             arrays |= open_arrays(members.place, names, driver, ocdbt=False, fill_missing=True)
     state = _nest(arrays, str(location))
     by_tensor = {
-        name: arrays[tensor.identity]
+        name: VersionedArray(arrays[tensor.identity], versions[tensor.identity])
         for name, tensor in tensors_of(state).items()
         if isinstance(tensor.identity, str)
     }
