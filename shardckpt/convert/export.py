@@ -354,7 +354,8 @@ def _write_safetensors(
             configs, kept = without_others(configs, directory, file_names[-1])
     file_names = [*configs, *file_names]
     obsolete: Callable[[], Sequence[str]] = tuple
-    if single is None:
+    # An adapter may lie beside its base model: PEFT reads no other weights than the adapter's.
+    if single is None and plan is not plan_adapter_files:
         obsolete = partial(_obsolete, directory, file_names, overwrite=options.overwrite)
     obsolete()  # another model is refused at once, and again before the files get their names
     written = write_safetensors(

@@ -169,6 +169,21 @@ def test_a_directory_that_holds_more_than_an_earlier_export_is_not_replaced(
     assert names(tmp_path) == ["c", "out"]
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_adapter_is_written_beside_its_base_model_which_stays(tmp_path, place, overwrite):
+    """PEFT reads no other weights than `adapter_model.safetensors`."""
+    out = tmp_path / "out"
+    shardckpt.export(place, out, max_shard_size=100)
+    base = {path.name: path.read_bytes() for path in out.iterdir()}
+    adapters = {"default": {"config": {"r": 1}, "keys": {}, "computed": []}}
+    state = {"model": {"q.lora_A.default.weight": STATE["a"]}}
+    options = shardckpt.SaveOptions(metadata={"peft": adapters})
+    shardckpt.save(tmp_path / "adapter", state, options=options)
+    shardckpt.export(tmp_path / "adapter", out, to="peft", overwrite=overwrite)
+    assert names(out) == sorted([*base, "adapter_config.json", "adapter_model.safetensors"])
+    assert {name: (out / name).read_bytes() for name in base} == base
+
+
 def test_what_other_exports_have_left_is_not_taken_for_ones_own(tmp_path, place):
     others = [
         tmp_path / name for name in (".model.safetensors.partial", ".model.old.0123abcd.partial")
