@@ -3,6 +3,7 @@ held against DCP's own reading."""
 
 from __future__ import annotations
 
+import json
 import pickle  # DCP's own way to write its metadata
 import re
 import shutil
@@ -14,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from foreign_contents import contents
 from processes import Processes
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 import shardckpt
@@ -177,6 +179,49 @@ def test_the_files_that_the_hugging_face_writer_leaves_of_each_process_are_one_s
     (tmp_path / "shards" / "shard-00001-model-00001-of-00001.safetensors").unlink()
     with pytest.raises(MissingDataError, match="the file of shard 1 is missing"):
         opened(location)
+
+
+def write_shards(place, parts):
+    """Write files of that writer: name → the elements of `w` or `b` in it, and where they begin."""
+    place.mkdir()
+    for file, (name, start, elements) in parts.items():
+        starts = json.dumps({name: {"saved_offsets": [start]}})
+        path = place / f"shard-{file}.safetensors"
+        save_file({name: torch.tensor(elements)}, path, metadata={"DCP_SHARDING_INFO": starts})
+
+
+TWO_OF_TWO = {
+    "00001-model-00001-of-00002": ("w", 0, [1, 2]),
+    "00001-model-00002-of-00002": ("b", 0, [5, 6]),
+    "00002-model-00001-of-00002": ("w", 2, [3, 4]),
+    "00002-model-00002-of-00002": ("b", 2, [7, 8]),
+}
+
+
+def test_a_file_that_no_process_has_is_missing(tmp_path):
+    parts = {file: part for file, part in TWO_OF_TWO.items() if "00002-of" not in file}
+    write_shards(tmp_path / "shards", parts)
+    with pytest.raises(MissingDataError, match=r"no shard has file 2 of 2"):
+        opened(tmp_path / "shards")
+
+
+def test_a_note_names_the_processes_that_lack_a_file_which_others_have(tmp_path):
+    write_shards(tmp_path / "whole", TWO_OF_TWO)
+    assert not any("lacks" in note for note in opened(tmp_path / "whole").notes)
+    write_shards(tmp_path / "shards", dict([*TWO_OF_TWO.items()][:3]))
+    notes = opened(tmp_path / "shards").notes
+    assert any("shard 2 lacks file 2 of 2" in note for note in notes)
+
+
+def test_a_large_number_in_the_name_of_a_file_takes_no_time(tmp_path):
+    last = f"{10**15}-model-00001-of-00001"
+    write_shards(tmp_path / "shards", {last: ("w", 0, [1, 2])})
+    with pytest.raises(MissingDataError, match="the file of shard 1 is missing"):
+        opened(tmp_path / "shards")
+    many = f"00001-model-00001-of-{10**15}"
+    write_shards(tmp_path / "files", {many: ("w", 0, [1, 2])})
+    with pytest.raises(MissingDataError, match=f"no shard has file 2 of {10**15}"):
+        opened(tmp_path / "files")
 
 
 # --- what is refused ------------------------------------------------------------------------------

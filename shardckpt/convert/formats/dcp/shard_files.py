@@ -5,7 +5,9 @@
 
 Each header gives the offset of every part in its tensor (`DCP_SHARDING_INFO`,
 torch/distributed/checkpoint/_hf_utils.py), but not the tensor's shape: it is computed from the
-parts. Missing files of a process are detected by its number, unless it is the last one.
+parts. The files of a process are known to be missing by its number, unless it is the last one; a
+file of all processes by its number, too. A process writes no file for which it has no part, so a
+note names the files that only some processes have.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.file_version import FileVersion, identity_of
@@ -26,7 +30,7 @@ from shardckpt.errors import FormatError, MissingDataError
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.state.names import shown
-from shardckpt.text import shorten
+from shardckpt.text import few, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import Box
     from shardckpt.layout.dtypes import DType
 
-_SHARD = re.compile(r"shard-([0-9]{5,})-model-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII)
+_SHARD = re.compile(r"shard-([0-9]{5,})-model-([0-9]{5,})-of-([0-9]{5,})\.safetensors", re.ASCII)
 _STARTS = "DCP_SHARDING_INFO"
 
 
@@ -55,31 +59,18 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
         names: their names.
 
     Raises:
-        MissingDataError: the files of a process are missing.
+        MissingDataError: the files of a process are missing, or one file of all processes is.
         FormatError: a file is malformed, or parts do not cover a tensor; the message names the
             tensor.
         DtypeError: a tensor's dtype cannot be stored.
     """
     store = Store.open(location)
-    processes = sorted({int(match[1]) for name in names if (match := _SHARD.fullmatch(name))})
-    missing = sorted(set(range(1, processes[-1] + 1)) - set(processes))
-    if missing:
-        raise MissingDataError(
-            f"{location}: the file of shard {missing[0]} is missing, although shard "
-            f"{processes[-1]} exists; replace it with a backup."
-        )
+    notes = _notes(location, names)
     parts: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], _Shard]] = {}
     opened = map_on_threads(lambda name: _open(store, name), names)
     for _, shards in opened:
         for name, shard in shards.items():
             parts.setdefault(name, {}).setdefault((shard.start, shard.tensor.shape), shard)
-    notes = [
-        (
-            f"{len(names)} safetensors files of {len(processes)} processes. They do not say how "
-            f"large tensors are: if there were more processes than {processes[-1]}, their data is "
-            "missing."
-        )
-    ]
     state = {
         name: _tensor(name, list(of_tensor.values()), str(location))
         for name, of_tensor in parts.items()
@@ -87,6 +78,51 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
     return place_tensors(
         state, "dcp", location, identity_of(location, [version for version, _ in opened]), notes
     )
+
+
+def _notes(location: Location, names: Sequence[str]) -> list[str]:
+    """Notes on files that may be missing; MissingDataError if one certainly is."""
+    matches = [match for name in names if (match := _SHARD.fullmatch(name))]
+    held = {tuple(map(int, match.groups())) for match in matches}
+    processes = sorted({process for process, _, _ in held})
+    last = processes[-1]
+    if (process := _first_gap(processes)) < last:
+        raise MissingDataError(
+            f"{location}: the file of shard {process} is missing, although shard {last} exists; "
+            "replace it with a backup."
+        )
+    files = sorted({(count, file) for _, file, count in held})
+    for count, of_count in groupby(files, itemgetter(0)):
+        if (file := _first_gap([file for _, file in of_count])) <= count:
+            raise MissingDataError(
+                f"{location}: no shard has file {file} of {count}; replace it with a backup."
+            )
+    note = (
+        f"{len(names)} safetensors files of {len(processes)} processes. They do not say how large "
+        f"tensors are: if there were more processes than {last}, their data is missing."
+    )
+    lacking = [
+        f"shard {process} lacks file {file} of {count}"
+        for process in processes
+        for count, file in files
+        if (process, file, count) not in held
+    ]
+    if not lacking:
+        return [note]
+    return [
+        note,
+        f"{few(lacking)}: either no part of a tensor belonged there, or the end of one is missing.",
+    ]
+
+
+def _first_gap(numbers: Sequence[int]) -> int:
+    """The least number from 1 on that is not among ascending numbers.
+
+    >>> _first_gap([0, 1, 2, 4])
+    3
+    """
+    positive = [n for n in numbers if n > 0]
+    return next((i for i, n in enumerate(positive, 1) if i != n), len(positive) + 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
