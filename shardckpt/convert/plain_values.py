@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -47,6 +48,11 @@ _NUMBERS = re.compile(r"[biufc][0-9]{1,2}")
 """Dtypes of numbers, as numpy pickles them."""
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _COMPLEX = ("builtins.complex", "__builtin__.complex")
+ATTRIBUTED = "torch._utils._rebuild_parameter_with_state"
+"""The call that makes a tensor with Python attributes: its first argument is the tensor, and its
+last one the attributes."""
+_SHOWN = 5
+"""Most attributes of a tensor in a note."""
 _DICTS = ("collections.defaultdict", "collections.Counter")
 
 
@@ -221,11 +227,8 @@ class _Walk:
         return type(value)(None if child is LEFT else child for child in children)
 
     def instance(self, value: Instance, name: str, depth: int) -> object:
-        if value.name in _NAMESPACES and type(value.state) is dict:
-            return self.dictionary(value.state, name, depth)
-        if value.name in _DICTS:
-            first = value.arguments[0] if value.arguments else None
-            return self.dictionary(first if type(first) is dict else value.items, name, depth)
+        if (members := _members(value)) is not None:
+            return self.dictionary(members, name, depth)
         if (
             value.name == "_io.BytesIO"
             and type(value.state) is tuple
@@ -234,6 +237,8 @@ class _Walk:
             return value.state[0]
         if value.name == "torch.device":
             return _torch(lambda torch: torch.device(*value.arguments))
+        if value.name == ATTRIBUTED:
+            return self.attributed(value, name, depth)
         if _NUMPY.fullmatch(value.name) or value.name in _COMPLEX:
             return (
                 place_array(_array(value))
@@ -241,6 +246,28 @@ class _Walk:
                 else _scalar(value)
             )
         return self.leave(name, f"is a {clip(value.name)}", value)
+
+    def attributed(self, value: Instance, name: str, depth: int) -> object:
+        """The tensor; its attributes are left behind."""
+        tensor, *_others, attributes = value.arguments
+        # Attributes in `__slots__` are a second dict.
+        dicts = attributes[:2] if type(attributes) is tuple else (attributes,)
+        if any(dicts):
+            names = [shorten(key) for of in dicts if type(of) is dict for key in islice(of, _SHOWN)]
+            self.leave(
+                f"{name or 'the state'}.__dict__",
+                f"has the attributes {', '.join(names)}",
+                attributes,
+            )
+        return self.visit(tensor, name, depth + 1)
+
+
+def _members(value: Instance) -> dict[Any, object] | None:
+    """The members of a namespace or of a dict of another class; None: it is neither."""
+    if value.name in _DICTS:
+        first = value.arguments[0] if value.arguments else None
+        return first if type(first) is dict else value.items
+    return value.state if value.name in _NAMESPACES and type(value.state) is dict else None
 
 
 def _parts(value: object) -> Iterable[object]:

@@ -238,6 +238,22 @@ def test_parameters_with_attributes_are_tensors(tmp_path):
     expect(saved(tmp_path, {"of a class": scaled(torch.ones(2))}), {"of a class": torch.ones(2)})
 
 
+def with_attribute(tensor, **attributes):
+    tensor.__dict__.update(attributes)
+    return tensor
+
+
+@pytest.mark.parametrize("make", [torch.clone, torch.nn.Parameter])
+def test_an_attribute_of_a_tensor_is_left_behind_with_a_note(tmp_path, make):
+    scale = torch.ones(1)
+    weight = with_attribute(make(torch.ones(3)), rate=0.5, scale=scale)
+    foreign = opened(saved(tmp_path, {"in": {"w": weight}, "scale": scale}))
+    np.testing.assert_array_equal(contents(foreign)["in"]["w"], np.ones(3))
+    assert foreign.notes == (
+        "in/w.__dict__ is left behind: it has the attributes 'rate', 'scale'.",
+    )
+
+
 class Custom:
     """Of somebody's own."""
 
@@ -312,6 +328,12 @@ UNSTORABLE = {
         2.5: torch.ones(2)
     },
     "a key that cannot be stored": lambda: {torch.ones(2): 1},
+    "'odd.__dict__' has the attributes 'scale' with a tensor": lambda: with_attribute(
+        torch.nn.Parameter(torch.ones(2)), scale=[torch.ones(1)]
+    ),
+    "'odd.__dict__' has the attributes 'scale' with a tensor that": lambda: with_attribute(
+        torch.ones(2), scale=torch.ones(1)
+    ),
     "a UntypedStorage": lambda: torch.ones(2).untyped_storage(),
     "nested too deep": lambda: deep(300),
 }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.convert.formats.torch.file import open_torch_file
 from shardckpt.convert.formats.torch.objects import TABLE
 from shardckpt.convert.formats.torch.unpickling import Build, Instance, Name
-from shardckpt.convert.plain_values import whole
+from shardckpt.convert.plain_values import ATTRIBUTED, whole
 from shardckpt.errors import FormatError
 
 if TYPE_CHECKING:
@@ -40,10 +40,12 @@ def _of_type(rebuild: object, kind: object, arguments: object, attributes: objec
         if isinstance(rebuild, Name)
         else rebuild.function(*arguments)
     )
-    if isinstance(kind, Name) and kind.text not in _TENSORS and attributes:
+    if not attributes:
+        return tensor
+    if isinstance(kind, Name) and kind.text not in _TENSORS:
         # Its elements may mean nothing without the attributes: scales, an index.
         return Instance(kind.text, (tensor,), attributes)
-    return tensor
+    return Instance(ATTRIBUTED, (tensor, attributes))
 
 
 def _first(tensor: object, *_others: object) -> object:
@@ -80,7 +82,6 @@ _TABLE: Mapping[str, object] = MappingProxyType(
         **{name: _lazy_too(name) for name in _METADATA},
         **{f"{module}.complex": Build(_complex) for module in _BUILTINS},
         "torch._tensor._rebuild_from_type_v2": Build(_of_type),
-        "torch._utils._rebuild_parameter_with_state": Build(_first),
         "torch._utils._rebuild_device_tensor_from_cpu_tensor": Build(_first),
     }
 )
