@@ -42,6 +42,8 @@ LEFT = object()
 """Marks a value that is left behind."""
 MOST_PER_BYTE = 4
 """Most values per byte of the pickle: more values mean that some are shared again and again."""
+_NAME_BYTES = 256
+"""Bytes of a value's name that count as one more value: names grow with the keys around it."""
 _MOST_NOTES = 100
 _NUMPY = re.compile(r"numpy\.(_core|core)\.multiarray\.(scalar|_reconstruct)")
 _NUMBERS = re.compile(r"[biufc][0-9]{1,2}")
@@ -138,7 +140,7 @@ class _Walk:
     seen: int = 0
 
     def visit(self, value: object, name: str, depth: int) -> Any:
-        self.seen += 1
+        self.seen += 1 + len(name) // _NAME_BYTES
         if depth > MAX_DEPTH or self.seen > 1000 + MOST_PER_BYTE * self.file.pickle_bytes:
             return self.leave(
                 name, "is nested too deep, or has too many shared parts", value, refused=True

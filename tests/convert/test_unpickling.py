@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from shardckpt.convert.formats.dcp.metadata import CLASSES, parse_metadata
 from shardckpt.convert.formats.torch.file import open_torch_file
-from shardckpt.convert.formats.torch.objects import TABLE, storage_of
+from shardckpt.convert.formats.torch.objects import TABLE, Dtype, PickledTensor, Storage, storage_of
 from shardckpt.convert.formats.torch.unpickling import Build, Instance, Name, unpickle
 from shardckpt.convert.plain_values import plain, whole
 from shardckpt.convert.span import LoadedFile, Span
@@ -136,6 +136,44 @@ def test_a_large_number_in_few_bytes_takes_no_memory():
     ):
         with pytest.raises(FormatError, match="ends at byte"):
             unpickle(length + b"abc.", "file")
+
+
+def _text(value):
+    return b"X" + struct.pack("<I", len(value)) + value
+
+
+LONG = b"m" * 10_000
+MANY = b"(" + b"K\x01" * 10_000
+OVER_AND_OVER = {
+    "a name": _text(LONG[:400]) + b"\x94]" + b"h\x00h\x00\x93a" * 40_000,
+    "a text as bytes": b"c_codecs\nencode\n\x94"
+    + _text(LONG)
+    + b"\x85\x94]"
+    + b"h\x00h\x01Ra" * 400,
+    "a list as a torch.Size": b"ctorch\nSize\n\x94]" + MANY + b"e\x85\x94]" + b"h\x00h\x01Ra" * 80,
+    "arguments of a method": b"ca\nb\n)R\x94" + MANY + b"t\x94]" + b"h\x00h\x01Ra" * 80,
+    "arguments beside keywords": b"ca\nb\n\x94" + MANY + b"t\x94]" + b"h\x00h\x01}\x92a" * 80,
+    "a text as a key": _text(LONG) + b"\x94]" + b"}h\x00Nsa" * 400,
+    "a number as a key": b"\x8b\x10\x27\x00\x00" + b"\x7f" * 10_000 + b"\x94]" + b"}h\x00Nsa" * 400,
+    "a tuple as a key": MANY + b"t\x94]" + b"}h\x00Nsa" * 80,
+}
+
+
+@pytest.mark.parametrize("case", OVER_AND_OVER)
+def test_a_program_that_copies_one_long_value_over_and_over_is_refused(case):
+    with pytest.raises(FormatError, match="it uses long values over and over"):
+        unpickle(OVER_AND_OVER[case] + b".", "file", TABLE)
+
+
+def test_a_name_that_is_too_long_is_refused():
+    with pytest.raises(FormatError, match="a name is too long"):
+        unpickle(b"c" + LONG + b"\nb\n.", "file")
+
+
+@pytest.mark.parametrize("shape", [(1,) * 33, (1 << 63, 0), (1 << 20_000, 0)])
+def test_a_tensor_with_a_shape_that_none_can_have_is_refused(shape):
+    with pytest.raises(ValueError, match="a tensor has shape"):
+        PickledTensor(Storage("0", None, 1), Dtype("uint8"), 0, shape, (0,) * len(shape))
 
 
 def test_a_pickle_that_is_cut_off_or_nested_without_end_is_an_error_and_no_crash():
@@ -307,6 +345,15 @@ def test_what_is_shared_over_and_over_is_left_behind():
     assert left
     assert "too many shared parts" in left[0]
     assert set(value) <= {"bomb", "fine"}
+
+
+def test_values_below_long_names_are_left_behind():
+    """Each has a name as long as the keys around it."""
+    buffer = io.BytesIO()
+    torch.save({"fine": 1, "k" * 100_000: [0] * 20_000}, buffer)
+    value, left = plain(file_of(buffer.getvalue()), "leaf")
+    assert value["fine"] == 1
+    assert "too many shared parts" in left[0]
 
 
 @pytest.mark.parametrize(

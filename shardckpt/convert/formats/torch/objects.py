@@ -16,6 +16,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.formats.torch.unpickling import Build
+from shardckpt.format.documents import MOST_DIMENSIONS
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -114,11 +116,14 @@ class PickledTensor:
     def __post_init__(self) -> None:
         """Refuse invalid shapes, strides and offsets."""
         numbers = (self.offset, *self.shape, *self.strides)
-        if len(self.shape) != len(self.strides) or not all(
-            type(n) is int and n >= 0 for n in numbers
+        if (
+            len(self.shape) != len(self.strides)
+            or len(self.shape) > MOST_DIMENSIONS
+            or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
         ):
             raise ValueError(
-                f"a tensor has shape {self.shape}, strides {self.strides} and offset {self.offset}"
+                f"a tensor has shape {shorten(self.shape)}, strides {shorten(self.strides)} and "
+                f"offset {shorten(self.offset)}"
             )
         if (elements := prod(self.shape)) > max(_MOST_REPEATED, 1000 * self.storage.count):
             raise ValueError(

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 from shardckpt.errors import FormatError
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping
 
 NEWEST_PROTOCOL = 5
+_LEAST_ROOM, _ROOM_PER_BYTE = 1 << 20, 100
+"""Bytes that a program may copy and hash: some, and more for each of its own bytes."""
+_ITEM_BYTES: dict[type, int] = {str: 1, bytes: 1, list: 8, tuple: 8}
+"""Bytes of an item of a sequence, or of a character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +171,9 @@ class _Machine:
         self.marks: list[int] = []
         """Heights of the stack at the marks."""
         self.memo: dict[int, object] = {}
+        self.room = _LEAST_ROOM + _ROOM_PER_BYTE * len(program)
+        """Bytes that may still be copied or hashed: a program can name one long value many
+        times."""
 
     def run(self) -> object:
         program, instructions = self.program, _INSTRUCTIONS
@@ -232,11 +240,25 @@ class _Machine:
     def remember(self, where: int) -> None:
         self.memo[where] = self.top()
 
+    def charge(self, *values: Any) -> None:
+        """Count values that are about to be copied or hashed; ValueError if they are too many."""
+        for value in values:
+            kind = type(value)
+            if kind in _ITEM_BYTES:
+                self.room -= _ITEM_BYTES[kind] * len(value)
+            elif kind is int:
+                self.room -= value.bit_length() // 8
+        if self.room < 0:
+            raise ValueError("it uses long values over and over")
+
     # --- objects ---
 
     def name(self, module: object, name: object) -> None:
         if type(module) is not str or type(name) is not str:
             raise TypeError("a name is not text")
+        if len(module) + len(name) >= _LONGEST_NAME:
+            raise ValueError("a name is too long")
+        self.charge(module, name)
         text = f"{module}.{name}"
         if self.only is not None and text not in self.only:
             raise _RefusedNameError(text)
@@ -246,6 +268,7 @@ class _Machine:
         arguments, function = self.pop(), self.pop()
         if type(arguments) is not tuple:
             raise TypeError("arguments are not a tuple")
+        self.charge(arguments, *arguments)
         if type(function) is Build:
             self.stack.append(function.function(*arguments))
         elif type(function) is Name:
@@ -269,6 +292,7 @@ class _Machine:
         keywords, arguments = self.pop(), self.pop()
         if type(arguments) is not tuple:
             raise TypeError("arguments are not a tuple")
+        self.charge(arguments)
         self.stack.append((*arguments, keywords))
         self.call()
 
@@ -284,7 +308,10 @@ class _Machine:
         items = target.items if type(target) is Instance else target
         if type(items) is not dict or len(pairs) % 2:
             raise TypeError(f"a {type(target).__name__} is given items")
-        items.update(zip(map(_key, pairs[::2]), pairs[1::2], strict=True))
+        keys = pairs[::2]
+        self.charge(*keys)
+        self.charge(*chain.from_iterable(key for key in keys if type(key) is tuple))
+        items.update(zip(map(_key, keys), pairs[1::2], strict=True))
 
     def persistent_object(self) -> None:
         if self.persistent is None:
