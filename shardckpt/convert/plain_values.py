@@ -45,7 +45,9 @@ MOST_PER_BYTE = 4
 _NAME_BYTES = 256
 """Bytes of a value's name that count as one more value: names grow with the keys around it."""
 _MOST_NOTES = 100
-_NUMPY = re.compile(r"numpy\.(_core|core)\.multiarray\.(scalar|_reconstruct)")
+_NUMPY = re.compile(
+    r"numpy\.(_core|core)\.(multiarray\.(scalar|_reconstruct)|numeric\._frombuffer)"
+)
 _NUMBERS = re.compile(r"[biufc][0-9]{1,2}")
 """Dtypes of numbers, as numpy pickles them."""
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
@@ -243,9 +245,9 @@ class _Walk:
             return self.attributed(value, name, depth)
         if _NUMPY.fullmatch(value.name) or value.name in _COMPLEX:
             return (
-                place_array(_array(value))
-                if value.name.endswith("_reconstruct")
-                else _scalar(value)
+                _scalar(value)
+                if value.name in _COMPLEX or value.name.endswith(".scalar")
+                else place_array(_array(value))
             )
         return self.leave(name, f"is a {clip(value.name)}", value)
 
@@ -313,12 +315,22 @@ def _scalar(value: Instance) -> object:
 
 
 def _array(value: Instance) -> np.ndarray[Any, np.dtype[Any]]:
+    if value.name.endswith("._frombuffer"):  # of protocol 5
+        buffer, dtype, shape, order = value.arguments
+        data = buffer.arguments[0] if isinstance(buffer, Instance) else buffer
+        return _ordered(data, dtype, shape, order == "F", value.name)
     if type(value.state) is not tuple or len(value.state) != 5 or type(value.state[1]) is not tuple:
         raise FormatError(f"is a {value.name} without its elements")
     _version, shape, dtype, fortran, data = value.state
+    return _ordered(data, dtype, shape, bool(fortran), value.name)
+
+
+def _ordered(
+    data: object, dtype: object, shape: tuple[Any, ...], fortran: bool, what: str
+) -> np.ndarray[Any, np.dtype[Any]]:
     if not fortran:
-        return _numbers(data, dtype, shape, value.name)
-    return _numbers(data, dtype, tuple(reversed(shape)), value.name).T
+        return _numbers(data, dtype, shape, what)
+    return _numbers(data, dtype, tuple(reversed(shape)), what).T
 
 
 def _numbers(
