@@ -144,6 +144,16 @@ def test_what_is_a_plain_value_in_other_clothes_is_taken(tmp_path):
     expect(saved(tmp_path, state), plain)
 
 
+def test_arrays_of_numpy_are_read_from_pickles_of_any_protocol(tmp_path):
+    whole = np.arange(6.0).reshape(2, 3)
+    for protocol in (2, 4, 5):
+        state = {"rows": whole, "columns": whole.T, "big": whole.astype(">i4"), "empty": whole[:0]}
+        for name, array in contents(
+            opened(saved(tmp_path, state, pickle_protocol=protocol))
+        ).items():
+            np.testing.assert_array_equal(array, state[name])
+
+
 def test_every_dtype_of_torch_is_read(tmp_path):
     random = torch.randint(
         0, 2, (40, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
@@ -610,6 +620,7 @@ def test_split_files_are_one_state(split):
         ({"a": "../state.pt"}, FormatError, "files outside its directory"),
         (["a"], FormatError, "not an index of split files"),
         ({"a": 3}, FormatError, "files outside its directory"),
+        ({}, FormatError, "names no tensor"),
     ],
 )
 def test_an_index_that_disagrees_with_its_files_is_refused(split, weight_map, error, words):
@@ -619,6 +630,19 @@ def test_an_index_that_disagrees_with_its_files_is_refused(split, weight_map, er
 
 
 # --- other places, and imports --------------------------------------------------------------------
+
+
+def test_a_split_model_of_one_file_is_read_without_an_index(tmp_path):
+    torch.save({"a": torch.ones(3)}, tmp_path / "pytorch_model-00001-of-00001.bin")
+    expect(tmp_path, {"a": torch.ones(3)})
+    assert looks_like(parse(str(tmp_path))) is not None
+
+
+@pytest.mark.parametrize("number", ["00001-of-00000", "00000-of-00001", "00003-of-00002"])
+def test_a_file_with_a_number_that_none_of_a_split_model_has_is_refused(tmp_path, number):
+    torch.save({"a": torch.ones(3)}, tmp_path / f"pytorch_model-{number}.bin")
+    with pytest.raises(FormatError, match=rf"pytorch_model-{number}\.bin cannot be file"):
+        opened(tmp_path)
 
 
 def test_in_a_bucket_ranges_are_read(tmp_path, cloud):

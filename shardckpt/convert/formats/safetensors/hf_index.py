@@ -48,7 +48,8 @@ def parts_of(name: str, names: Sequence[str], where: object) -> list[str]:
 
     Raises:
         MissingDataError: other parts are missing.
-        FormatError: the file has only slices of the tensors.
+        FormatError: the file has only slices of the tensors, or cannot be one of as many files as
+            its name says.
     """
     sliced = sorted(filter(_SLICES.fullmatch, names)) if _SLICES.fullmatch(name) else []
     if len(sliced) > 1 or note_of_slices(name):
@@ -60,7 +61,12 @@ def parts_of(name: str, names: Sequence[str], where: object) -> list[str]:
     match = _PART.fullmatch(name)
     if match is None:
         return [name]
-    width, count = len(match[2]), int(match[3])
+    width, number, count = len(match[2]), int(match[2]), int(match[3])
+    if not 1 <= number <= count:
+        raise FormatError(
+            f"{where}: {name} cannot be file {number} of {count}; get a new copy, or give it the "
+            "name that it had."
+        )
     parts = [
         f"{match[1]}-{number:0{width}d}-of-{match[3]}{match[4]}" for number in range(1, count + 1)
     ]
@@ -72,6 +78,11 @@ def parts_of(name: str, names: Sequence[str], where: object) -> list[str]:
             "path of one file to import only its tensors."
         )
     return parts
+
+
+def is_part(name: str) -> bool:
+    """Whether a file has the name of one file of a split model, even if it is the only one."""
+    return _PART.fullmatch(name) is not None
 
 
 def note_of_part(name: str) -> list[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.file_version import FileVersion, file_at, identity_of
-from shardckpt.convert.formats.safetensors.hf_index import note_of_part, parts_of
+from shardckpt.convert.formats.safetensors.hf_index import is_part, note_of_part, parts_of
 from shardckpt.convert.formats.torch.deepspeed import note_of_file, refuse_directory
 from shardckpt.convert.formats.torch.file import is_torch_file
 from shardckpt.convert.formats.torch.states import open_state_file, state_in
@@ -144,7 +144,7 @@ def _parts(names: Sequence[str]) -> list[str]:
     return sorted(
         name
         for name in names
-        if name.startswith("pytorch_model-") and name.endswith(".bin") and note_of_part(name)
+        if name.startswith("pytorch_model-") and name.endswith(".bin") and is_part(name)
     )
 
 
@@ -210,6 +210,8 @@ def _weight_map(index: FileVersion) -> Mapping[str, str]:
         ) from e
     if not beside:
         raise FormatError(f"{index} names files outside its directory; get a new copy of it.")
+    if not weight_map:
+        raise FormatError(f"{index} names no tensor; get a new copy of it.")
     return weight_map
 
 
