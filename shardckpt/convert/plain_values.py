@@ -326,7 +326,7 @@ def _array(value: Instance) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def _ordered(
-    data: object, dtype: object, shape: tuple[Any, ...], fortran: bool, what: str
+    data: object, dtype: object, shape: Any, fortran: bool, what: str
 ) -> np.ndarray[Any, np.dtype[Any]]:
     if not fortran:
         return _numbers(data, dtype, shape, what)
