@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of, tensors_of
 from shardckpt.convert.strided import read_box, run_of, strided_chunks
 from shardckpt.errors import CorruptionError, FormatError, extend
+from shardckpt.format.documents import LARGEST_DIMENSION
 from shardckpt.layout.box import Box
 from shardckpt.layout.dtypes import by_name, of_numpy
 from shardckpt.state.names import shown
@@ -140,8 +142,13 @@ def place_pickled(file: TorchFile, tensor: PickledTensor) -> PlacedTensor:
 
     Raises:
         DtypeError: the tensor's dtype cannot be stored.
+        FormatError: it is too large to be addressed.
+        CorruptionError: it has more elements than its storage in the file.
     """
     dtype = by_name(tensor.dtype.name)
+    file.check_count(tensor.storage, 1 if tensor.storage.dtype is None else dtype.itemsize)
+    if prod(max(n, 1) for n in tensor.shape) * dtype.itemsize > LARGEST_DIMENSION:
+        raise FormatError(f"has a shape {tensor.shape} of more bytes than can be addressed")
     chunks = strided_chunks(tensor.shape, tensor.strides, dtype.itemsize)
     tied = (str(file.span), tensor) if 0 not in tensor.shape else None
     return PlacedTensor(

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import struct
+import zipfile
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
@@ -345,6 +346,21 @@ def test_what_is_shared_over_and_over_is_left_behind():
     assert left
     assert "too many shared parts" in left[0]
     assert set(value) <= {"bomb", "fine"}
+
+
+def test_a_storage_that_claims_more_elements_than_its_entry_has_is_refused():
+    reference = (
+        b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000NJ\x05\x00\x00\x00tQ"
+    )
+    tensor = (
+        b"ctorch._utils\n_rebuild_tensor_v2\n(" + reference + b"K\x00K\x01\x85K\x00\x85\x89)tR."
+    )
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("a/data.pkl", tensor)
+        archive.writestr("a/data/0", bytes(16))
+    with pytest.raises(CorruptionError, match=r"'0' has 5 elements, but it has 16 bytes"):
+        plain(file_of(buffer.getvalue()), "leaf")
 
 
 def test_values_below_long_names_are_left_behind():

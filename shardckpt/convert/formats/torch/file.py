@@ -83,6 +83,16 @@ class TorchFile:
         self._runs[storage.key] = run
         return run
 
+    def check_count(self, storage: Storage, itemsize: int) -> None:
+        """Raise CorruptionError if a storage is said to have more elements than its entry."""
+        info = self._storages.get(storage.key)
+        if info is not None and storage.count * itemsize > info.file_size:
+            raise CorruptionError(
+                f"{self.span}: its pickle says that the storage {storage.key[:100]!r} has "
+                f"{storage.count} elements, but it has {info.file_size} bytes; replace the file "
+                "with a backup."
+            )
+
 
 def is_torch_file(beginning: bytes) -> bool:
     """Whether a file with these first bytes may be a file of `torch.save`."""
