@@ -115,3 +115,4 @@ def test_a_newest_iteration_that_is_none_is_refused(tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("../../etc")
     with pytest.raises(FormatError, match=r"'\.\./\.\./etc' is not an iteration"):
         from_megatron.open_foreign(parse(tmp_path), trust_pickle=True)
+    assert from_megatron.looks_like(parse(tmp_path)) is None

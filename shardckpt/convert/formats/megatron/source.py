@@ -57,7 +57,10 @@ def looks_like(location: Location) -> str | None:
             else f"a checkpoint of Megatron-Core, format {backend}: {CONFIG}"
         )
     if NEWEST in names:
-        newest = _newest(location)
+        try:
+            newest = _newest(location)
+        except FormatError:  # what lies beside it may be a checkpoint of another format
+            return None
         return (
             f"steps of Megatron's training, of which {NEWEST} says that {newest.name} is the newest"
         )
