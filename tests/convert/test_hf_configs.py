@@ -76,6 +76,7 @@ def test_config_json_names_the_dtype_of_converted_weights(tmp_path, dtype):
         "dtype": "float32",
         "text_config": {"torch_dtype": "float32"},
         "quantization_config": {"dtype": "float32"},
+        "other": {"torch_dtype": ["float32"]},
         "width": 4,
     }
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))

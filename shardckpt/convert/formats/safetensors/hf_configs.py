@@ -84,7 +84,8 @@ def with_dtype(config: bytes | None, tensors: Iterable[OutputTensor]) -> bytes |
         # Models of several parts have a config of each.
         if isinstance(value, dict) and key != "quantization_config":
             return {inner: renamed(inner, part) for inner, part in value.items()}
-        return name if key in ("dtype", "torch_dtype") and value in _OF_TRANSFORMERS else value
+        named = key in ("dtype", "torch_dtype") and isinstance(value, str)
+        return name if named and value in _OF_TRANSFORMERS else value
 
     document = json.loads(config)
     changed = renamed("", document)
