@@ -331,6 +331,15 @@ def test_boxes_that_do_not_make_the_tensor_are_refused_by_name(copied, size, why
         opened(copied)
 
 
+def test_a_tensor_of_more_dimensions_than_any_has_is_refused(copied):
+    def resize(metadata):
+        metadata.state_dict_metadata["part"].size = torch.Size([1] * 70)
+
+    change_metadata(copied, resize)
+    with pytest.raises(FormatError, match=r"'part' has 70 dimensions, more than 32"):
+        opened(copied)
+
+
 def test_a_box_that_is_announced_twice_is_taken_once(copied):
     change_metadata(
         copied,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.convert.formats.torch.objects import TABLE, Dtype
 from shardckpt.convert.formats.torch.unpickling import Instance, unpickle
 from shardckpt.errors import FormatError
-from shardckpt.format.documents import LARGEST_DIMENSION
+from shardckpt.format.documents import LARGEST_DIMENSION, MOST_DIMENSIONS
 from shardckpt.text import clip, shorten
 
 if TYPE_CHECKING:
@@ -201,6 +201,8 @@ def _tensor(
     if type(dtype) is not Dtype:
         raise TypeError(f"{name!r} has no dtype")
     shape = _extents(state["size"])
+    if len(shape) > MOST_DIMENSIONS:
+        raise ValueError(f"{name!r} has {len(shape)} dimensions, more than {MOST_DIMENSIONS}")
     if prod(max(n, 1) for n in shape) * LARGEST_ITEM > LARGEST_DIMENSION:
         raise ValueError(f"{name!r} of shape {shape} has more bytes than can be addressed")
     chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], DcpChunk] = {}
