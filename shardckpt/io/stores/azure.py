@@ -215,10 +215,11 @@ class AzureContainer(Bucket):
     def _pages_below(self, folder: str) -> Iterator[Page]:
         """The pages of everything in a directory.
 
-        After a failure the listing begins again, behind the last name that it gave.
+        After a failure the listing begins again, without the names that it gave. Services differ in
+        the order of names, so none is left out for its place in it.
         """
         stream: Any = None
-        last = ""
+        given: set[str] = set()
 
         def once() -> list[Listed] | None:
             nonlocal stream
@@ -234,11 +235,11 @@ class AzureContainer(Bucket):
             return (
                 None
                 if page is None
-                else [_list_objects(meta) for meta in page if meta["path"] > last]
+                else [_list_objects(meta) for meta in page if meta["path"] not in given]
             )
 
         while (objects := self._call("read", once)) is not None:
-            last = objects[-1].name if objects else last
+            given.update(one.name for one in objects)
             yield Page(objects, [], None)
 
     def _children(self, folder: str) -> Any:
