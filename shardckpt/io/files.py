@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from shardckpt.errors import FormatError
-from shardckpt.io.locks import GONE, HIDDEN, is_at, lock_file
+from shardckpt.io.locks import GONE, HIDDEN, LEAST_PAUSE, MOST_PAUSE, is_at, lock_file
 from shardckpt.io.status import is_directory
 
 if TYPE_CHECKING:
@@ -46,8 +46,6 @@ LARGEST_WHOLE = 1 << 30
 any size."""
 _LOCK_SECONDS = 60.0
 """Seconds that a writer waits for another writer of the same file. A write takes milliseconds."""
-_LEAST_PAUSE, _MOST_PAUSE = 0.001, 0.1
-"""Least and most seconds between two tries to lock a file."""
 _MOST_LOOKS = 100
 """Most times in a row that another file than the locked one may be at the name of a lock."""
 _ABSENT = b"absent"
@@ -389,23 +387,19 @@ def open_locked(target: Path) -> LockedFile:
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     lock = target.with_name(f"{target.name}{LOCK_SUFFIX}")
-    deadline, pause, looks = time.monotonic() + _LOCK_SECONDS, _LEAST_PAUSE, 0
+    deadline, pause, looks = time.monotonic() + _LOCK_SECONDS, LEAST_PAUSE, 0
     while True:
         file, keep = OpenFile(lock, flags), False
         fd = file.fileno()
         try:
-            links = _links(fd, lock)
             lock_file(fd, target)
+            links = _links(fd, lock)
             here, mark = bool(links) and is_at(fd, lock), None
             if here is None:
                 mark = _mark(fd, lock, target)
-            if (
-                links > 1
-                # A copy of the directory by hard links: writing here would change the other one's
-                # file.
-            ):
-                with suppress(FileNotFoundError):
-                    lock.unlink()
+            if links > 1 and here is not False:
+                # A copy of the directory by hard links: writing here would change the other file.
+                lock.unlink(missing_ok=True)
             elif here or mark:  # otherwise the writer before has just renamed or removed it
                 keep = True
                 _held.add(file)
@@ -425,7 +419,7 @@ def open_locked(target: Path) -> LockedFile:
                 ) from None
             looks = 0
             time.sleep(pause)
-            pause = min(2 * pause, _MOST_PAUSE)
+            pause = min(2 * pause, MOST_PAUSE)
         finally:
             if not keep:
                 file.close()

@@ -31,7 +31,8 @@ HIDDEN = re.compile(r"\.nfs[0-9a-f]{16,}|\.fuse_hidden[0-9a-f]{16,}")
 _HIDDEN_SECONDS = 1.0
 """Seconds to wait for deleted files to be closed. FUSE closes a file a moment after the program
 does."""
-_LEAST_PAUSE, _MOST_PAUSE = 0.001, 0.1
+LEAST_PAUSE, MOST_PAUSE = 0.001, 0.1
+"""Least and most seconds between two tries to lock a file, or to remove a directory."""
 
 
 def lock_file(fd: int, path: Path) -> None:
@@ -105,7 +106,7 @@ def remove_directory(path: Path) -> bool:
     Raises:
         OSError: it cannot be removed for another reason than its contents.
     """
-    deadline, pause = time.monotonic() + _HIDDEN_SECONDS, _LEAST_PAUSE
+    deadline, pause = time.monotonic() + _HIDDEN_SECONDS, LEAST_PAUSE
     while True:
         try:
             path.rmdir()
@@ -121,4 +122,4 @@ def remove_directory(path: Path) -> bool:
         ):
             return False
         time.sleep(pause)
-        pause = min(2 * pause, _MOST_PAUSE)
+        pause = min(2 * pause, MOST_PAUSE)

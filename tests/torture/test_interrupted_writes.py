@@ -18,6 +18,7 @@ from placeholders import put_placeholder
 import shardckpt
 from shardckpt.errors import StorageError
 from shardckpt.io import files
+from shardckpt.io.locks import is_at
 from shardckpt.io.store import Store
 from shardckpt.runs import collecting
 
@@ -194,6 +195,31 @@ def test_a_write_in_a_copy_by_hard_links_leaves_the_original_alone(tmp_path):
     Store.open(tmp_path / "b").write("key", NEW)
     assert (tmp_path / "a" / "key").read_bytes() == LEFT
     assert names(tmp_path / "b") == ["key"]
+
+
+def test_of_two_writers_in_a_copy_by_hard_links_one_holds_the_lock(tmp_path, monkeypatch):
+    """The other one opens the lock file of a killed writer just before the first puts its own
+    there; the copy's files have it under further names."""
+    key = tmp_path / "key"
+    for name in ("a", "b"):
+        os.link(leave(key), tmp_path / name)
+    first, held, call = [], [], fcntl.fcntl
+
+    def interleaved(fd, *rest):
+        if not first:
+            first.append(None)
+            first[0] = files.open_locked(key)
+        elif first[0] is not None:
+            held.append(is_at(first[0].fd, first[0].path))
+            files.release(first[0], delete=True)
+            first[0] = None
+        return call(fd, *rest)
+
+    monkeypatch.setattr(fcntl, "fcntl", interleaved)
+    files.replace(key, NEW, None)
+    assert held == [True]
+    assert key.read_bytes() == NEW
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() == LEFT
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
