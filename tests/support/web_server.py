@@ -26,6 +26,12 @@ class WebServer:
     """Statuses of the next answers."""
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)
     """Method, path and authorization of each request."""
+    length: int | None = None
+    """Bytes that answers with a file claim to have; None: as many as they have."""
+    open_end: bool = False
+    """Whether answers say nothing about their length."""
+    version: str | None = '"1"'
+    """ETag of the files; None: they have none."""
     sent: int = 0
     """Bytes of files."""
 
@@ -57,7 +63,10 @@ def web_server(folder):
             file = state.folder / unquote(self.path).lstrip("/")
             if not file.is_file():
                 return self.answer(404)
-            data, headers, status = file.read_bytes(), {"ETag": '"1"'}, 200
+            data, status = file.read_bytes(), 200
+            headers = {} if state.version is None else {"ETag": state.version}
+            if state.length is not None:
+                headers["Content-Length"] = state.length
             if self.headers["Range"] and state.ranges:
                 first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
                 total, status = len(data), 206
@@ -71,8 +80,9 @@ def web_server(folder):
 
         def answer(self, status, headers=None, data=b""):
             self.send_response(status)
-            for name, value in {**(headers or {}), "Content-Length": str(len(data))}.items():
-                self.send_header(name, value)
+            framing = {"Connection": "close"} if state.open_end else {"Content-Length": len(data)}
+            for name, value in {**framing, **(headers or {})}.items():
+                self.send_header(name, str(value))
             self.end_headers()
             if self.command != "HEAD":
                 state.sent += len(data)

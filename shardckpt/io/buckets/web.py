@@ -161,7 +161,10 @@ def _range_of(answer: Response) -> re.Match[str] | None:
 
 
 def _generation(answer: Response) -> bytes:
-    return (answer.headers.get("ETag") or answer.headers.get("Last-Modified") or "unknown").encode()
+    """The version of a file, or its length if the server does not say more."""
+    headers, span = answer.headers, _range_of(answer)
+    version = headers.get("ETag") or headers.get("Last-Modified")
+    return (version or f"{headers['Content-Length'] if span is None else span[1]} bytes").encode()
 
 
 def close_response(answer: Response) -> None:

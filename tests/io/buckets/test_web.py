@@ -12,7 +12,14 @@ from web_server import web_server
 
 import shardckpt
 from shardckpt.cli.app import app
-from shardckpt.errors import NotFoundError, OptionError, ShardckptError, StorageError, UrlError
+from shardckpt.errors import (
+    NotFoundError,
+    OptionError,
+    ShardckptError,
+    StorageError,
+    UrlError,
+)
+from shardckpt.io.store import Store
 
 STATE = {
     "model": {"w é": np.arange(1 << 18, dtype=np.float32).reshape(512, 512), "b": np.arange(7)},
@@ -109,6 +116,21 @@ def test_a_server_without_ranges_is_refused(server):
     server.ranges = False
     with pytest.raises(StorageError, match="does not send ranges"):
         shardckpt.restore(f"{server.url}/runs/1")
+
+
+def test_without_an_etag_a_file_of_another_length_is_another_version(server, tmp_path):
+    server.folder, server.version = tmp_path, None
+    (tmp_path / "file").write_bytes(b"before")
+    store = Store.open(server.url)
+    data, version = store.read_versioned("file")
+    assert data == b"before"
+    assert {
+        store.read_versioned("file", 2, 4)[1],
+        store.read_into("file", 1, [memoryview(bytearray(3))]),
+        store.change_token("file"),
+    } == {version}
+    (tmp_path / "file").write_bytes(b"afterwards")
+    assert store.change_token("file") != version
 
 
 @pytest.mark.parametrize(
