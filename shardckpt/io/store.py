@@ -182,7 +182,7 @@ class Store(Capabilities, ABC):
         On object stores, the bytes are not copied.
 
         Returns:
-            The object's generation; b"" on a disk.
+            The object's generation; b"" where it takes a request of its own, or all bytes of a file.
 
         Raises:
             MissingDataError: there is no such object.

@@ -12,11 +12,13 @@ import pytest
 from emulators import environment
 from fault_proxy import FaultProxy
 from processes import Processes
+from web_server import web_server
 
 import shardckpt
 from shardckpt import Mesh, SaveOptions, errors
 from shardckpt.commit.base_places import base_location
 from shardckpt.commit.publish import hold_place, read_prior
+from shardckpt.convert.files.file_version import FileVersion
 from shardckpt.format.structure import Base
 from shardckpt.frameworks.coordination.base import SingleProcess
 from shardckpt.io.doctor import PROMISES, examine
@@ -235,6 +237,33 @@ def test_a_protocol_that_is_not_proved_is_read_only(tmp_path):
         ):
             store.write("key", b"")
         assert not examine(url).ok
+
+
+def test_a_file_of_another_program_is_imported_and_one_that_was_replaced_is_refused(
+    written, tmp_path
+):
+    shardckpt.save(tmp_path / "1", {"w": STATE["w"]})
+    shardckpt.export_safetensors(tmp_path / "1", tmp_path / "model.safetensors")
+    store = Store.open(written)
+    store.write("model.safetensors", (tmp_path / "model.safetensors").read_bytes())
+    shardckpt.import_checkpoint(f"{written}/model.safetensors", tmp_path / "2")
+    np.testing.assert_array_equal(shardckpt.restore(tmp_path / "2")["w"], STATE["w"])
+    file = FileVersion(store, "model.safetensors")
+    store.write("model.safetensors", bytes(len(file.read_whole(1 << 20))))
+    for use in (lambda: file.read(10, 20), lambda: file.read_whole(1 << 20)):
+        with pytest.raises(errors.ReplacedError):
+            use()
+
+
+def test_without_a_length_an_object_is_there_and_its_size_is_an_error_that_says_so(tmp_path):
+    (tmp_path / "key").write_bytes(b"bytes")
+    with web_server(tmp_path) as server:
+        server.open_end = True
+        store = Store.open(f"fsspec+{server.url}")
+        assert store.exists("key")
+        assert store.read("key") == b"bytes"
+        with pytest.raises(errors.StorageError, match="does not say how long the object is"):
+            store.size("key")
 
 
 @contextmanager

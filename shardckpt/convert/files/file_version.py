@@ -3,8 +3,8 @@
 The file is read unchanged since it was first opened, or not at all.
 
 On a local disk its size and time are compared each time that it is opened, and before it is closed.
-On an object store the generation comes with every response. A file that is overwritten with as many
-bytes, and gets its former time, is not detected.
+On an object store the generation comes with every response; by fsspec it is asked for afterwards. A
+file that is overwritten with as many bytes, and gets its former time, is not detected.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class FileVersion:
             ):
                 raise self._replacement_error() from e
             raise
-        if version != self._known:
+        if (version or self.store.change_token(self.key)) != self._known:
             raise self._replacement_error()
 
     def _replacement_error(self) -> ReplacedError:

@@ -41,10 +41,20 @@ _VERSIONS = (
     "etag",
     "e_tag",
     "md5",
+    "Content-MD5",
+    "Digest",
+    "checksum",
+    "blob_id",
+    "xet_hash",
+    "sha",
+    "hex",
     "mtime",
+    "modificationTime",
+    "modify",
     "updated",
     "last_modified",
     "LastModified",
+    "Last-Modified",
     "created",
     "size",
 )
@@ -83,33 +93,27 @@ class FsspecReader(Store):
     def _read(
         self, key: str, start: int | None, stop: int | None, *, versioned: bool
     ) -> tuple[bytes | None, bytes]:
-        version = self._version(key) if versioned else b""
-        if version == ABSENT:
-            return None, ABSENT
+        empty = start is not None and start == stop
+        if empty:
+            info = self._info(key)
+            if info is None:
+                return None, ABSENT
+            if _length(info) < (start or 0):
+                raise EOFError(f"it has only {_length(info)} bytes")
+            return b"", _version(info)
         try:
             with _errors():
-                data = (
-                    b""
-                    if start is not None and start == stop
-                    else self._files.cat_file(self._path(key), start=start, end=stop)
-                )
+                data = self._files.cat_file(self._path(key), start=start, end=stop)
         except FileNotFoundError:
             return None, ABSENT
         except OSError:
-            size = self._size(key)
-            if size is not None and max(start or 0, stop or 0) > size:
-                raise EOFError(f"it has only {size} bytes") from None
+            now = self._info(key) or {}
+            if now.get("size") is not None and max(start or 0, stop or 0) > _length(now):
+                raise EOFError(f"it has only {_length(now)} bytes") from None
             raise
-        if (
-            not data
-            and start is not None
-            and start == stop
-            and ((size := self._size(key)) is None or size < start)
-        ):
-            if size is None:
-                return None, ABSENT
-            raise EOFError(f"it has only {size} bytes")
-        return bytes(data), version
+        # After the bytes: the version is then another one if the object was replaced meanwhile.
+        version = self._version(key) if versioned else b""
+        return (None if version == ABSENT else bytes(data)), version
 
     def _info(self, key: str) -> dict[str, Any] | None:
         try:
@@ -121,15 +125,14 @@ class FsspecReader(Store):
 
     def _version(self, key: str) -> bytes:
         info = self._info(key)
-        return (
-            ABSENT
-            if info is None
-            else repr([info[name] for name in _VERSIONS if name in info]).encode()
-        )
+        return ABSENT if info is None else _version(info)
 
     def _size(self, key: str) -> int | None:
         info = self._info(key)
-        return None if info is None else int(info["size"])
+        return None if info is None else _length(info)
+
+    def _exists(self, key: str) -> bool:
+        return self._info(key) is not None
 
     def _change_token(self, key: str) -> object:
         return self._version(key)
@@ -159,7 +162,7 @@ class FsspecReader(Store):
         return (key for key, _ in self._entries(prefix))
 
     def _sizes(self, prefix: str) -> dict[str, int]:
-        return {key: int(info["size"]) for key, info in self._entries(prefix)}
+        return {key: _length(info) for key, info in self._entries(prefix)}
 
     def _entries(self, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Every object whose key starts with `prefix`, and its details.
@@ -238,6 +241,18 @@ class FsspecStore(FsspecReader):
                 self._files.rm_file(self._path(key))
         except FileNotFoundError:
             pass
+
+
+def _version(info: dict[str, Any]) -> bytes:
+    """The version of an object with these details."""
+    return repr([(name, info[name]) for name in _VERSIONS if name in info]).encode()
+
+
+def _length(info: dict[str, Any]) -> int:
+    """Bytes of an object with these details."""
+    if info.get("size") is None:
+        raise OSError("the place does not say how long the object is")
+    return int(info["size"])
 
 
 def _url(location: Location) -> str:
