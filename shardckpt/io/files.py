@@ -126,16 +126,22 @@ def read(path: Path, start: int = 0, stop: int | None = None) -> bytes | None:
 def _read_open(file: OpenFile, path: Path, start: int, stop: int | None) -> bytes:
     with file as fd:
         status = _regular(fd, path)
-        if stop is None and status.st_size - start > LARGEST_WHOLE:
-            raise FormatError(
-                f"{path} has {status.st_size} bytes, at most {LARGEST_WHOLE} are expected; it was "
-                "not written by shardckpt."
-            )
+        if stop is None:
+            check_whole(status.st_size - start, path)
         length = max(0, (status.st_size if stop is None else min(stop, status.st_size)) - start)
         data = os.pread(fd, length, start)
         while len(data) < length and (more := os.pread(fd, length - len(data), start + len(data))):
             data += more
         return data
+
+
+def check_whole(nbytes: int, place: object) -> None:
+    """Raise FormatError if a file that is read completely has more than `LARGEST_WHOLE` bytes."""
+    if nbytes > LARGEST_WHOLE:
+        raise FormatError(
+            f"{place} has {nbytes} bytes, at most {LARGEST_WHOLE} are expected; it was not written "
+            "by shardckpt."
+        )
 
 
 def generation_of(data: bytes | None) -> bytes:

@@ -143,8 +143,8 @@ class Store(Capabilities, ABC):
         Raises:
             MissingDataError: there is no such object.
             CorruptionError: the object ends before `stop`.
-            FormatError: the complete object was requested, and the file on disk has more than
-                `files.LARGEST_WHOLE` bytes.
+            FormatError: the complete object was requested, and has more than `files.LARGEST_WHOLE`
+                bytes; not in memory.
         """
         data, _ = self._read_checked(key, start, stop, versioned=False)
         if data is None:
@@ -182,7 +182,7 @@ class Store(Capabilities, ABC):
         On object stores, the bytes are not copied.
 
         Returns:
-            The object's generation; b"" where it takes a request of its own, or all bytes of a file.
+            The object's generation; b"" where that needs a further request or all bytes.
 
         Raises:
             MissingDataError: there is no such object.

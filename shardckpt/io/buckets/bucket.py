@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from shardckpt.io.buckets import cloud
 from shardckpt.io.buckets.rate_limit import ALONE, RequestShare
 from shardckpt.io.buckets.retry import PassingError, Retry
+from shardckpt.io.files import LARGEST_WHOLE, check_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -117,6 +118,7 @@ class Bucket(ABC):
 
         Raises:
             EOFError: the object ends before `stop`.
+            FormatError: no `stop` is given, and the object has too many bytes to read them all.
             OSError: the service failed or refused.
         """
 
@@ -124,6 +126,9 @@ class Bucket(ABC):
             body = self._get(name, start, stop)
             if body is None:
                 return None, ABSENT
+            if stop is None and body.nbytes > LARGEST_WHOLE:
+                body.close()
+                check_whole(body.nbytes, f"{self.name}/{name}")
             data = bytearray(body.nbytes if stop is None else stop - start)
             _fill(body, [memoryview(data)], start)
             return bytes(data), body.generation

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.errors import MissingExtraError, StorageError, UrlError
 from shardckpt.io.buckets.bucket import ABSENT
 from shardckpt.io.failures import begin_use
+from shardckpt.io.files import check_whole
 from shardckpt.io.store import Store, byte_view
 from shardckpt.io.url import FSSPEC_WRITTEN, NOT_BY_FSSPEC
 from shardckpt.text import install_command
@@ -94,13 +95,16 @@ class FsspecReader(Store):
         self, key: str, start: int | None, stop: int | None, *, versioned: bool
     ) -> tuple[bytes | None, bytes]:
         empty = start is not None and start == stop
-        if empty:
+        if empty or stop is None:
             info = self._info(key)
             if info is None:
                 return None, ABSENT
-            if _length(info) < (start or 0):
-                raise EOFError(f"it has only {_length(info)} bytes")
-            return b"", _version(info)
+            if empty:
+                if _length(info) < (start or 0):
+                    raise EOFError(f"it has only {_length(info)} bytes")
+                return b"", _version(info)
+            if info.get("size") is not None:
+                check_whole(_length(info) - (start or 0), self.path_of(key))
         try:
             with _errors():
                 data = self._files.cat_file(self._path(key), start=start, end=stop)

@@ -13,6 +13,7 @@ from web_server import web_server
 import shardckpt
 from shardckpt.cli.app import app
 from shardckpt.errors import (
+    FormatError,
     NotFoundError,
     OptionError,
     ShardckptError,
@@ -116,6 +117,13 @@ def test_a_server_without_ranges_is_refused(server):
     server.ranges = False
     with pytest.raises(StorageError, match="does not send ranges"):
         shardckpt.restore(f"{server.url}/runs/1")
+
+
+@pytest.mark.parametrize("by", ["", "fsspec+"])
+def test_a_file_of_any_length_that_the_server_claims_is_refused_as_on_a_disk(server, by):
+    server.length = 10**15
+    with pytest.raises(FormatError, match=r"has 10{15} bytes, at most"):
+        shardckpt.open(f"{by}{server.url}/runs/1")
 
 
 def test_without_an_etag_a_file_of_another_length_is_another_version(server, tmp_path):
