@@ -7,16 +7,23 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
+from interrupting import interrupted
 from paths import CHILDREN
 
 import shardckpt
+from shardckpt.errors import StorageError
+from shardckpt.io import requests
+from shardckpt.io.buckets import retry
 from shardckpt.io.deletion import remove_tree
 from shardckpt.io.files import OpenFile
+from shardckpt.io.requests import Upload
 
 
 @pytest.mark.parametrize("call", ["save", "restore", "export", "torch", "dcp", "import"])
@@ -86,6 +93,36 @@ def test_an_interrupt_after_any_call_leaves_the_coordinator_to_the_next():
     join = partial(shardckpt.Coordinator.current, timeout=1)
     for _ in interrupted_after_each_call(join):
         join()
+
+
+def test_an_interrupt_of_giving_up_leaves_an_upload_that_can_be_given_up():
+    files = (threading.__file__, retry.__file__)
+    retry.note_answer("service")  # it is asked again for minutes
+
+    def fail():
+        raise retry.PassingError("not now")
+
+    def write(asked):
+        asked.call(fail, lambda _: True, "service")
+
+    for at in count():
+        upload = Upload("place", write, background=True)
+        was_interrupted = interrupted(
+            at,
+            requests.__file__,
+            lambda code: code.co_filename in files,
+            upload.abandon,
+            lambda: True,
+        )
+        clean_up = threading.Thread(target=upload.abandon, daemon=True)
+        clean_up.start()
+        clean_up.join(20)
+        assert not clean_up.is_alive(), at
+        with pytest.raises(StorageError, match="the upload was given up"):
+            upload.wait()
+        if was_interrupted is None:
+            break
+    assert at > 2
 
 
 def test_an_open_file_is_closed_with_its_object(tmp_path):

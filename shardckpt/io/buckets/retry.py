@@ -21,6 +21,8 @@ import random
 import socket
 import threading
 import time
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 import tensorstore as ts
@@ -74,16 +76,21 @@ class Retry:
     """Makes requests until they succeed. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._given_up = threading.Event()
-
-    @property
-    def given_up(self) -> bool:
+        self.given_up = False
         """Whether no request is sent again."""
-        return self._given_up.is_set()
+        self._word: SimpleQueue[None] = SimpleQueue()
+        """Ends pauses. An Event would stay locked by Ctrl-C amid `set`."""
 
     def give_up(self) -> None:
         """Do not retry from now on, and end the pauses of waiting threads."""
-        self._given_up.set()
+        self.given_up = True
+        self._word.put(None)
+
+    def pause(self, seconds: float) -> None:
+        """Wait, at most until no request is sent again."""
+        with suppress(Empty):
+            self._word.get(timeout=seconds)
+            self._word.put(None)  # for other threads
 
     def call(self, once: Callable[[], T], passing: Callable[[Exception], bool], service: str) -> T:
         """The result of a request, with retries.
@@ -123,7 +130,8 @@ class Retry:
                         why,
                         _FIRST_SECONDS if new else longest,
                     )
-                if self._given_up.wait(pause * random.uniform(0.5, 1)):  # noqa: S311  (to spread, not to hide)
+                self.pause(pause * random.uniform(0.5, 1))  # noqa: S311  (to spread, not to hide)
+                if self.given_up:
                     raise OSError(f"retries were given up because {why}") from e
                 with _counting:
                     _retries += 1

@@ -31,7 +31,7 @@ class Service:
 
     def ask(self):
         call = Retry()
-        call._given_up.wait = self.pauses.append
+        call.pause = self.pauses.append
         return call.call(self._once, lambda error: isinstance(error, PassingError), self.name)
 
     def _once(self):
