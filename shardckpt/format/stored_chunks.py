@@ -218,3 +218,36 @@ def _zstd() -> Any:
     from numcodecs import zstd
 
     return zstd
+
+
+_MAGIC = b"\x28\xb5\x2f\xfd"
+_REPEATED, _COMPRESSED = 1, 2
+_BLOCK_BYTES = 1 << 17
+"""Most bytes of a compressed block when it is decompressed."""
+
+
+def frame_limit(frame: bytes) -> int:
+    """Most bytes of a zstd frame when it is decompressed (RFC 8878, section 3.1.1).
+
+    Raises:
+        ValueError: not one complete frame.
+    """
+    if not frame.startswith(_MAGIC) or len(frame) < 6:
+        raise ValueError("it is not a zstd frame")
+    flags = frame[4]
+    single_segment = flags >> 5 & 1
+    at = 6 - single_segment + (0, 1, 2, 4)[flags & 3]
+    width = (single_segment, 2, 4, 8)[flags >> 6]
+    if width:
+        return int.from_bytes(frame[at : at + width], "little") + (256 if width == 2 else 0)
+    nbytes, last = 0, 0
+    while not last:
+        block = int.from_bytes(frame[at : at + 3], "little")
+        last, kind, size = block & 1, block >> 1 & 3, block >> 3
+        nbytes += _BLOCK_BYTES if kind == _COMPRESSED else size
+        at += 3 + (1 if kind == _REPEATED else size)
+        if at > len(frame):
+            raise ValueError("the zstd frame is incomplete")
+    if at + 4 * (flags >> 2 & 1) != len(frame):
+        raise ValueError("more than a zstd frame is there")
+    return nbytes

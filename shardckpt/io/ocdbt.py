@@ -26,6 +26,8 @@ import crc32c
 import numpy as np
 import tensorstore as ts
 
+from shardckpt.format.stored_chunks import frame_limit
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -53,7 +55,9 @@ _COMPARED_BYTES = 1 << 22
 """Bytes of keys that are compared at a time, each padded to the longest."""
 _MAX_DECODED_NODE_BYTES = 8 << 20
 """TensorStore's default; a hint to writers that readers do not enforce."""
-
+_LARGEST_NODE = 1 << 28
+"""Most bytes of a node or manifest in memory, and most of all keys in one. Orbax lets TensorStore
+make nodes of 100 MB."""
 _LATEST = (1 << 63) - 1
 """The latest time that a manifest can have, in nanoseconds: in the year 2262, which a clock may
 have passed."""
@@ -395,6 +399,7 @@ def _decode_prefixed(
     shared: NDArray[np.uint64], rest: NDArray[np.uint64], suffixes: bytes
 ) -> Iterator[bytes]:
     """Decode texts given by suffix and by length of the prefix shared with the previous text."""
+    _check_room(sum(shared.tolist()) + sum(rest.tolist()))
     text, at = b"", 0
     for prefix, length in zip(shared.tolist(), rest.tolist(), strict=True):
         if prefix > len(text):
@@ -419,8 +424,8 @@ class _Reader:
 
     def varints(self, count: int) -> NDArray[np.uint64]:
         """A column of integers."""
-        if count > len(self._body) - self._at:
-            raise ValueError("OUT_OF_RANGE: it ends in the middle of a column")
+        if count > min(MOST_KEYS, len(self._body) - self._at):
+            raise ValueError(f"OUT_OF_RANGE: it says that a column has {count} numbers")
         coded = np.frombuffer(
             self._body,
             np.uint8,
@@ -475,11 +480,17 @@ def _unframe(magic: int, encoded: bytes) -> bytes:
         raise ValueError(f"version {version} with compression {compression} is not known here")
     if not compression:
         return body
+    _check_room(frame_limit(body))
     try:
         decoded: bytes = _zstd().decode(body)
     except RuntimeError as e:
         raise ValueError(f"it cannot be decompressed ({e})") from e
     return decoded
+
+
+def _check_room(nbytes: int) -> None:
+    if nbytes > _LARGEST_NODE:
+        raise ValueError(f"it has {nbytes} bytes in memory, at most {_LARGEST_NODE} are expected")
 
 
 def _zstd() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import pairwise, takewhile
 
+import crc32c
 import pytest
 import tensorstore as ts
 from hypothesis import given, settings
@@ -240,6 +241,56 @@ def test_a_damaged_node_is_refused():
 def test_a_node_that_makes_no_sense_is_refused_whatever_its_checksum(body):
     with suppress(ValueError):  # some bodies are nodes
         list(read_node(ocdbt._frame(ocdbt._NODE_MAGIC, body)).values)
+
+
+def zstd_frame(blocks, size=None):
+    """A frame of blocks of equal bytes, each given by the number of bytes."""
+    last = len(blocks) - 1
+    return b"".join(
+        [
+            b"\x28\xb5\x2f\xfd",
+            b"\0\x58" if size is None else b"\xe0" + size.to_bytes(8, "little"),
+            *(
+                (n << 3 | 2 | (i == last)).to_bytes(3, "little") + b"\0"
+                for i, n in enumerate(blocks)
+            ),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        zstd_frame([1 << 17] * 8000),
+        zstd_frame([1 << 17] * 8000, 8000 << 17),
+        zstd_frame([9], 10**15),
+    ],
+    ids=["without a size", "with its size", "with another size"],
+)
+def test_a_small_node_that_is_large_in_memory_is_refused(frame):
+    body = b"\0" + bytes([ocdbt._ZSTD]) + frame
+    head = ocdbt._NODE_MAGIC.to_bytes(4, "big") + (16 + len(body)).to_bytes(8, "little") + body
+    with pytest.raises(ValueError, match="bytes in memory, at most"):
+        read_node(head + crc32c.crc32c(head).to_bytes(4, "little"))
+
+
+def test_keys_of_a_small_node_that_are_large_in_memory_are_refused():
+    n = 30_000
+    body = b"".join(
+        [
+            b"\0\0",  # a leaf, without files
+            *(varints([n]), varints(range(n - 1)), varints([1] * n), b"k" * n),
+            *(varints([0] * n), bytes(n)),
+        ]
+    )
+    with pytest.raises(ValueError, match="bytes in memory, at most"):
+        read_node(ocdbt._frame(ocdbt._NODE_MAGIC, body, compress=True))
+
+
+def test_a_node_of_more_keys_than_tensorstore_accepts_is_refused():
+    body = b"\0\0" + varints([1 << 24]) + bytes(4 << 24)
+    with pytest.raises(ValueError, match="a column has 16777215 numbers"):
+        read_node(ocdbt._frame(ocdbt._NODE_MAGIC, body, compress=True))
 
 
 def test_a_damaged_manifest_is_refused():
