@@ -67,14 +67,18 @@ import re
 from configparser import ConfigParser, ParsingError
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from shardckpt.errors import MissingExtraError, OptionError, StorageError
 from shardckpt.io.buckets.rate_limit import ALONE, RateLimiter, RequestShare
 from shardckpt.io.status import exists
 from shardckpt.text import install_command
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _EXTRAS = {
     "gs": ("google.auth", "google-auth", "gcs"),
@@ -87,6 +91,8 @@ _EXTRAS = {
 """Scheme → the module and the package that its requests need, and the extra that installs it."""
 _HEADER = re.compile(r"(https?://[^\s/]+/?)\s+([A-Za-z0-9-]+):\s*(.+)")
 _RETRY_SECONDS = 300.0
+_MOST_TRIES = 1 << 16
+"""Most retries of TensorStore: for twelve days."""
 _STALLED_SECONDS = 30.0
 LEAST_STALLED = 10.0
 """Least seconds after which a connection without traffic, or an operation, is given up."""
@@ -183,7 +189,7 @@ def context(number: int = 0) -> dict[str, Any]:
     Raises:
         OptionError: a number of seconds is invalid.
     """
-    tries = pauses()
+    tries = list(islice(pauses(), _MOST_TRIES))
     # If each try fails immediately, this number of retries with these pauses takes about the
     # configured time.
     retries = {
@@ -327,8 +333,8 @@ def retry_seconds() -> float:
     return _number("SHARDCKPT_RETRY_SECONDS") or _RETRY_SECONDS
 
 
-def pauses() -> list[float]:
-    """Seconds of the pauses between tries.
+def pauses() -> Iterator[float]:
+    """Yield the seconds of the pauses between tries.
 
     The pauses double up to a maximum, and add up to about `SHARDCKPT_RETRY_SECONDS`.
 
@@ -336,11 +342,12 @@ def pauses() -> list[float]:
         OptionError: the variable is not a positive number.
     """
     seconds = retry_seconds()
-    first, longest = min(0.5, seconds / 8), min(16.0, seconds / 4)
-    seconds_of = [first]
-    while sum(seconds_of) < seconds:
-        seconds_of.append(min(longest, 2 * seconds_of[-1]))
-    return seconds_of
+    pause, longest = min(0.5, seconds / 8), min(16.0, seconds / 4)
+    total = 0.0
+    while total < seconds:
+        yield pause
+        total += pause
+        pause = min(longest, 2 * pause)
 
 
 def _is_installed(module: str) -> bool:

@@ -22,6 +22,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
@@ -107,7 +108,7 @@ class Retry:
         global _retries  # noqa: PLW0603  (of this process)
         pauses, longest = cloud.pauses(), max(cloud.retry_seconds(), cloud.LEAST_STALLED)
         began = time.monotonic()
-        for made, pause in enumerate((*pauses, None)):
+        for made, pause in enumerate(chain(pauses, (None,))):
             try:
                 return once()
             except Exception as e:

@@ -330,6 +330,12 @@ def test_pauses_between_tries_take_as_long_as_was_asked_for(seconds):
     ts.Context(settings.context())
 
 
+def test_only_the_pauses_that_are_made_are_counted():
+    with environment({"SHARDCKPT_RETRY_SECONDS": "1e15"}):
+        assert [*itertools.islice(settings.pauses(), 8)] == [0.5, 1, 2, 4, 8, 16, 16, 16]
+        ts.Context(settings.context())
+
+
 def test_a_store_keeps_to_the_rate(cloud, monkeypatch):
     counts = {"read": 0, "write": 0}
 

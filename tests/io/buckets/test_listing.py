@@ -130,7 +130,7 @@ def test_a_listing_that_fails_for_good_is_asked_for_as_often_as_the_environment_
     place.write("records/0", b"")
     for seconds in ("0.05", "0.5"):
         with environment({"SHARDCKPT_RETRY_SECONDS": seconds}), proxy.rules.during(rule):
-            tries = len(settings.pauses()) + 1
+            tries = len([*settings.pauses()]) + 1
             proxy.traffic.reset()
             with pytest.raises(
                 StorageError, match=f"{place}.* {tries} attempts failed.*SHARDCKPT_RETRY_SECONDS"
