@@ -49,6 +49,25 @@ def test_a_program_without_standard_streams_saves_and_restores(tmp_path, how):
     assert (tmp_path / "o.safetensors").exists()
 
 
+RETRIED = """
+import sys
+from shardckpt.io.buckets.retry import PassingError, Retry, note_answer
+note_answer("service")
+errors, call = [PassingError("503")] * 8, Retry()
+call.pause = lambda seconds: None  # they take no time
+def once():
+    if errors:
+        raise errors.pop()
+sys.stderr.close()
+call.call(once, lambda error: True, "service")
+"""
+
+
+def test_a_request_is_repeated_though_standard_error_is_closed():
+    command = [sys.executable, "-c", RETRIED]
+    subprocess.run(command, capture_output=True, check=True, timeout=200)
+
+
 STATUSES = {
     "ls .": 0,
     "info c": 0,

@@ -34,7 +34,7 @@ from shardckpt.io.failures import causes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-log = logging.getLogger("shardckpt.storage")
+log = logging.getLogger("shardckpt")
 T = TypeVar("T")
 _COUNTS = ("/tensorstore/kvstore/gcs/retries", "/tensorstore/kvstore/s3/retries")
 """TensorStore's own counts of its retries, one for each kind of storage."""

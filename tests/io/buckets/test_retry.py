@@ -97,7 +97,7 @@ def test_an_unknown_bucket_is_tried_again_only_if_it_was_known_before():
 def test_the_log_names_the_service_once_until_it_answers(caplog):
     errors = [PassingError("503 Slow Down")] * 8
     service = Service("https://storage.example", *errors)
-    with caplog.at_level(logging.WARNING, "shardckpt.storage"):
+    with caplog.at_level(logging.WARNING, "shardckpt"):
         service.ask()
         service.errors = errors[:2]
         service.ask()  # short: nothing is said
@@ -109,6 +109,6 @@ def test_the_log_names_the_service_once_until_it_answers(caplog):
 
 
 def test_pauses_before_the_log_says_anything_are_short(caplog):
-    with caplog.at_level(logging.WARNING, "shardckpt.storage"):
+    with caplog.at_level(logging.WARNING, "shardckpt"):
         Service("https://storage.example", *[PassingError("503")] * 2).ask()
     assert not caplog.records
