@@ -64,8 +64,9 @@ class GcsConnection:
         self._stalled = stalled
         self._lock = threading.Lock()
         self._credentials: Any = None
-        self._lacking: Exception | None = None
-        """The error of looking for credentials; a public bucket can be read without any."""
+        self._lacking: str | None = None
+        """Why there are no credentials; a public bucket can be read without any. An error would
+        keep the frames that it was raised in."""
         self._renewed = "", 0.0
         """The access token that was made because another one was refused, and the time."""
         self._stamp: object = None
@@ -117,7 +118,7 @@ class GcsConnection:
             if self._lacking is not None and (
                 method != "GET" or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
             ):
-                raise self._lacking
+                raise auth_errors.DefaultCredentialsError(self._lacking)  # type: ignore[no-untyped-call]
             if self._credentials is not None:
                 self._credentials.before_request(self._transport(), method, url, headers)
 
@@ -129,7 +130,7 @@ class GcsConnection:
         with self._lock, _auth_errors():
             self._find_credentials()
             if self._lacking is not None:
-                raise self._lacking
+                raise auth_errors.DefaultCredentialsError(self._lacking)  # type: ignore[no-untyped-call]
 
     def _find_credentials(self) -> None:
         if self.service.startswith("http:"):  # an emulator: no credentials are sent
@@ -143,7 +144,7 @@ class GcsConnection:
         try:
             self._credentials = _default_credentials()
         except auth_errors.DefaultCredentialsError as e:
-            self._lacking = e
+            self._lacking = str(e)
         self._stamp, self._looked = stamp, time.monotonic()
 
     def _renew(self, used: str, refusal: OSError) -> None:

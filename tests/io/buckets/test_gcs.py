@@ -4,12 +4,14 @@ nothing, tokens, and damage on the way."""
 from __future__ import annotations
 
 import datetime as dt
+import gc
 import ipaddress
 import json
 import selectors
 import socket
 import ssl
 import threading
+import weakref
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -229,6 +231,29 @@ def test_a_token_that_is_refused_is_renewed_once(tmp_path, certificate, accepted
         server.shutdown()
         server.server_close()
     assert issued == ["token 1", "token 2"]
+
+
+def test_a_write_without_credentials_keeps_no_buffer(tmp_path, monkeypatch):
+    """Credentials that are lacking are looked for once; each write says so by itself."""
+
+    class Buffer(bytearray):
+        pass
+
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_AUTH_TOKEN_FOR_TESTING"):
+        monkeypatch.delenv(name, raising=False)
+    nobody = {"HOME": str(tmp_path), "CLOUDSDK_CONFIG": str(tmp_path), "NO_GCE_CHECK": "true"}
+    url = "https://127.0.0.1:9"
+    with environment({"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url, **nobody}):
+        store = GcsBucket("bucket")
+        buffers = []
+        for _ in range(3):
+            data = Buffer(b"bytes")
+            buffers.append(weakref.ref(data))
+            with pytest.raises(OSError, match="default credentials were not found") as error:
+                store.write("object", [memoryview(data)])
+            del data, error
+    gc.collect()
+    assert [one() for one in buffers] == [None] * 3
 
 
 def test_a_server_that_says_nothing_is_given_up_at_the_deadline(gcs_server, monkeypatch):
