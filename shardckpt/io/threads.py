@@ -384,8 +384,8 @@ def map_on_threads(read: Callable[[T], R], items: Iterable[T]) -> list[R]:
     if len(listed) < 2:
         return [read(item) for item in listed]
     with ThreadPoolExecutor(min(AT_ONCE, len(listed)), "shardckpt-together") as pool:
-        calls = [PoolCall(pool, read, item) for item in listed]
         try:
+            calls = [PoolCall(pool, read, item) for item in listed]
             return [call.result() for call in calls]
         finally:
             pool.shutdown(cancel_futures=True)

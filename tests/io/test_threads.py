@@ -28,6 +28,7 @@ from shardckpt.io.threads import (
     Workers,
     _Setting,
     collector_paused,
+    map_on_threads,
     prompt_turns,
     read_ahead,
     run_on_threads,
@@ -212,6 +213,23 @@ def test_an_interrupt_at_any_instant_leaves_no_thread_at_work(run, items):
             break
         assert len(done) == left, f"interrupted at instant {at}"
     assert at > 20
+
+
+def test_an_interrupt_while_small_reads_begin_stops_those_that_wait_for_a_thread():
+    done = []
+
+    def read(item):
+        time.sleep(0.3)
+        done.append(item)
+
+    interrupted(
+        99,
+        None,
+        lambda code: code is PoolCall.__init__.__code__,
+        lambda: map_on_threads(read, range(100)),
+        lambda: None,
+    )
+    assert len(done) < 99
 
 
 @pytest.mark.parametrize("enabled", [True, False])
