@@ -46,7 +46,7 @@ def read_file(path: str | os.PathLike[str], what: str, kinds: Sequence[str]) -> 
         )
     try:
         text = file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise OptionError(f"{file}: the {what} cannot be read: {error}.") from error
     return parse_text(text, kind, str(file))
 
@@ -69,7 +69,7 @@ def parse_text(text: str, kind: str, where: str) -> Any:
 def _toml(text: str, where: str) -> Any:
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise OptionError(f"{where}: not TOML: {error}.") from error
 
 
@@ -92,11 +92,25 @@ def _yaml(text: str, where: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """A loader that refuses duplicate keys; YAML's own loader keeps the last one."""
+        """A loader that refuses duplicate keys; YAML's own loader keeps the last one.
+
+        Its errors have a place, also where YAML's own loader raises what Python raises.
+        """
+
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            try:
+                return super().construct_object(node, deep)
+            except (ValueError, TypeError, AttributeError, LookupError) as error:
+                raise yaml.constructor.ConstructorError(
+                    None,
+                    None,
+                    f"{shorten(node.value)} cannot be read as {node.tag.rpartition(':')[2]}",
+                    node.start_mark,
+                ) from error
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             keys: set[Any] = set()
-            for key, _ in node.value:
+            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
                 name = (key.tag, str(key.value))
                 if name in keys:
                     raise yaml.constructor.ConstructorError(

@@ -75,6 +75,16 @@ def test_an_empty_file_has_no_rules(tmp_path):
          "the key 'a' appears twice.*line 3, column 3"),
         ("a.yaml", "!!python/object/apply:os.system [ls]", OptionError,
          "could not determine a constructor"),
+        ("a.yaml", "mesh: 2024-13-45", OptionError,
+         "a.yaml: not YAML: '2024-13-45' cannot be read as timestamp.*line 1, column 7"),
+        ("a.yaml", "mesh: 2024-01-02 25:00:00", OptionError, "cannot be read as timestamp"),
+        ("a.yaml", "mesh: !!timestamp foo", OptionError, "'foo' cannot be read as timestamp"),
+        ("a.yaml", "mesh: !!int foo", OptionError, "'foo' cannot be read as int"),
+        ("a.yaml", "mesh: !!float x", OptionError, "'x' cannot be read as float"),
+        ("a.yaml", "mesh: !!bool foo", OptionError, "'foo' cannot be read as bool"),
+        ("a.yaml", "mesh: !!map [1, 2]", OptionError, "not YAML: expected a mapping node"),
+        ("a.yaml", "mesh: " + "9" * 5000, OptionError, "a.yaml: not YAML: .* read as int"),
+        ("a.toml", "mesh = " + "9" * 5000, OptionError, "a.toml: not TOML: .*5000 digits"),
         ("a.yaml", "", OptionError, "expected keys .*, found a NoneType"),
         ("a.yaml", "- a", OptionError, "expected keys .*, found a list"),
         ("a.toml", "rule = []", OptionError,
@@ -107,6 +117,8 @@ def test_a_mistake_names_the_file_and_the_place(tmp_path, name, text, kind, mess
 def test_a_file_that_is_not_there_or_no_text_is_an_option_error(tmp_path):
     with pytest.raises(OptionError, match=r"none.toml: the rules file cannot be read"):
         Rules.from_file(tmp_path / "none.toml")
+    with pytest.raises(OptionError, match=r"the rules file cannot be read: embedded null byte"):
+        Rules.from_file(f"{tmp_path}/no\0ne.toml")
     (tmp_path / "a.toml").write_bytes(b"\xff")
     with pytest.raises(OptionError, match=r"a.toml: the rules file cannot be read"):
         Rules.from_file(tmp_path / "a.toml")
