@@ -21,6 +21,7 @@ from shardckpt.io import locks
 from shardckpt.io.ages import storage_now
 from shardckpt.io.buckets.uploading import SMALLEST, open_upload
 from shardckpt.io.datafile import free_bytes
+from shardckpt.io.failures import storage_errors
 from shardckpt.io.status import exists
 from shardckpt.io.store import Store
 from shardckpt.io.trial_writers import TrialWriter, open_other_writer, trial_path
@@ -153,8 +154,12 @@ def examine(url: Location | str | os.PathLike[str]) -> Diagnosis:
 def _removed_afterwards(store: Store, name: str, left: list[str]) -> Iterator[None]:
     """Remove the directory of the trials afterwards.
 
-    On disk, this also removes the directories above it that did not exist before.
+    On disk, this also removes the directories above it that did not exist before. Where nothing can
+    be written, nothing is removed.
     """
+    if not store.writable:
+        yield
+        return
     path = store.local_path("")
     missing = (
         [] if path is None else [above for above in (path, *path.parents) if not exists(above)]
@@ -333,8 +338,13 @@ def _exports(store: Store) -> str:
     if not store.uploads_in_parts:
         raise LackError("no uploads in parts, so that export and its relatives cannot write there")
     with open_upload(store.location.join("export"), part_bytes=SMALLEST) as upload:
-        upload.write(b"bytes")
-        upload.finish()
+        try:
+            upload.write(b"bytes")
+            upload.finish()
+        except BaseException:
+            with suppress(StorageError):
+                upload.abort()
+            raise
     _expect(store.read("export") == b"bytes", "an upload in parts is read differently")
     return "uploads in parts"
 
@@ -342,10 +352,9 @@ def _exports(store: Store) -> str:
 def _driver(store: Store) -> str:
     if not store.has_driver:
         raise LackError("TensorStore has no driver; layout='zarr' is for zarr-python")
-    _expect(
-        store.kvstore().read("written/key").result().state == "value",
-        "TensorStore does not see an object that was written",
-    )
+    with storage_errors("read", store.path_of("written/key")):
+        state = store.kvstore().read("written/key").result().state
+    _expect(state == "value", "TensorStore does not see an object that was written")
     return "TensorStore sees the same objects"
 
 

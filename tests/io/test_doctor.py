@@ -11,9 +11,13 @@ import time
 import uuid
 
 import pytest
+import tensorstore
 from emulators import environment
+from fault_proxy import FaultProxy
+from fault_rules import Rule
 from latent_store import LatentStore
 from typer.testing import CliRunner
+from web_server import web_server
 
 import shardckpt
 from shardckpt.cli.app import app
@@ -91,6 +95,19 @@ class ReadOnly(LatentStore):
         raise PermissionError(f"{key}: forbidden")
 
 
+class Driven(LatentStore):
+    """TensorStore has a driver for it that cannot read."""
+
+    has_driver = True
+
+    def kvstore(self):
+        context = tensorstore.Context()
+        base = tensorstore.KvStore.open("memory://", context=context).result()
+        base["manifest.ocdbt"] = b"no manifest"
+        spec = {"driver": "ocdbt", "base": "memory://"}
+        return tensorstore.KvStore.open(spec, context=context).result()
+
+
 class Closed(LatentStore):
     """Forbids even looking."""
 
@@ -123,6 +140,7 @@ class Careless(LatentStore):
             "forbidden",
         ),
         (Careless, {"remove"}, {"replace", "clean"}, "an object that had changed was deleted"),
+        (Driven, {"driver"}, set(), "DATA_LOSS"),
     ],
 )
 def test_an_ability_that_a_place_has_not_got_breaks_the_promises_that_need_it(
@@ -152,6 +170,32 @@ def test_nothing_else_is_tried_where_nothing_can_be_written_or_looked_at(
         {"restore"} if works else set()
     )
     assert not diagnosis.ok
+
+
+def test_at_a_web_server_nothing_is_written_and_nothing_left(tmp_path):
+    with web_server(tmp_path) as server:
+        diagnosis = examine(f"{server.url}/run")
+    assert outcomes(diagnosis)["look"] == "works"
+    assert outcomes(diagnosis)["write"] == "lacks"
+    assert diagnosis.left is None
+
+
+def test_an_upload_that_cannot_be_finished_is_ended(s3_server):
+    """The first request begins the upload, the second sends its part, the third publishes it."""
+    from boto3 import client
+
+    bucket = s3_server.new_bucket(f"b-{uuid.uuid4().hex}")
+    refusal = Rule("status", status=403, kinds=("upload",), objects="*/export", skip=2)
+    with (
+        FaultProxy(s3_server.endpoint) as proxy,
+        environment(s3_server.env(proxy.url)),
+        proxy.rules.during(refusal),
+    ):
+        diagnosis = examine(f"s3://{bucket}/run")
+        listed = client("s3", endpoint_url=s3_server.endpoint).list_multipart_uploads(Bucket=bucket)
+    assert outcomes(diagnosis)["exports"] == "fails"
+    assert diagnosis.left is None
+    assert not listed.get("Uploads")
 
 
 def test_a_real_service_that_ignores_conditions_is_found_out(gcs_server):
