@@ -32,6 +32,7 @@ class WebServer:
     """Whether answers say nothing about their length."""
     version: str | None = '"1"'
     """ETag of the files; None: they have none."""
+    connections: int = 0
     sent: int = 0
     """Bytes of files."""
 
@@ -47,6 +48,10 @@ def web_server(folder):
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+
+        def setup(self):
+            state.connections += 1
+            super().setup()
 
         def do_GET(self):
             state.asked.append((self.command, self.path, self.headers["Authorization"]))

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _CONNECTIONS = 64
 """Connections that are kept for the next requests."""
 _REDIRECTS = 5
+_SHORT = 1 << 16
+"""Most bytes that are read to use a connection again."""
 _RANGE = re.compile(r"bytes \d+-\d+/(\d+)")
 
 
@@ -102,7 +104,7 @@ class HttpServer(Bucket):
                 _connections(origin), method, url, given, cloud.stalled_seconds(), stream=True
             )
             if answer.status in (404, 410):
-                answer.drain_conn()
+                _give_back(answer)
                 return None
             if answer.status in cloud.PASSING:
                 answer.close()
@@ -114,7 +116,7 @@ class HttpServer(Bucket):
                     kind = PermissionError if answer.status in cloud.DENIED else OSError
                     raise kind(f"{answer.status} {answer.reason}")
                 return answer
-            answer.close()
+            _give_back(answer)
             before, url = url, urljoin(url, target)
             if urlsplit(url).scheme not in ("https", urlsplit(before).scheme):
                 raise OSError(f"{before} redirects to {url}, which is not encrypted")
@@ -170,6 +172,15 @@ def _generation(answer: Response) -> bytes:
 def close_response(answer: Response) -> None:
     """End a response: its connection is used again if all bytes were read, and closed otherwise."""
     if answer.length_remaining == 0:
+        answer.drain_conn()
+        answer.release_conn()
+    else:
+        answer.close()
+
+
+def _give_back(answer: Response) -> None:
+    """End a response without use: a short one is read, so that its connection is used again."""
+    if answer.length_remaining is not None and answer.length_remaining <= _SHORT:
         answer.drain_conn()
         answer.release_conn()
     else:

@@ -108,6 +108,17 @@ def test_redirects_have_an_end(server):
         shardckpt.open(f"{server.url}/runs/1")
 
 
+def test_reads_that_are_redirected_use_their_connections_again(server, tmp_path):
+    (tmp_path / "file").write_bytes(b"bytes")
+    server.folder, server.moved = tmp_path, {"/old": f"{server.url}/file"}
+    store = Store.open(server.url)
+    for _ in range(5):
+        assert store.read("old") == b"bytes"
+        assert store.size("old") == 5
+        assert not store.exists("another")
+    assert server.connections == 1
+
+
 def test_a_server_that_fails_for_a_moment_is_asked_again(server):
     server.failures += [503, 500]
     assert shardckpt.restore(f"{server.url}/runs/1")["step"] == 3
