@@ -38,6 +38,8 @@ def idle_seconds(store: Store, prefixes: Iterable[str]) -> dict[str, float | Non
     Raises:
         StorageError: the storage failed or refused.
     """
+    if not store.has_directory():  # the object that tells the time would make it
+        return dict.fromkeys(prefixes)
     now = storage_now(store)
     last = {prefix: last_written(store, prefix) for prefix in prefixes}
     return {prefix: None if time is None else max(0.0, now - time) for prefix, time in last.items()}

@@ -67,3 +67,9 @@ def test_the_storages_clock_decides_and_not_this_machines(disk, monkeypatch):
 def test_a_date_in_the_future_counts_as_now(disk):
     write(disk, "a/x", at=NOW + 86400)
     assert idle_seconds(disk, ["a/"]) == {"a/": 0.0}
+
+
+def test_a_look_at_what_is_not_there_makes_nothing(disk):
+    place = disk.sub("run").sub("100")
+    assert idle_seconds(place, ["a/", "key"]) == {"a/": None, "key": None}
+    assert disk.list_children() == []
