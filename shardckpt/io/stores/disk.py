@@ -11,7 +11,7 @@ from shardckpt.io.buckets import listing
 from shardckpt.io.deletion import delete_file, remove_empty_directory, remove_file, remove_tree
 from shardckpt.io.failures import begin_use, storage_errors
 from shardckpt.io.files import DurableDirectories
-from shardckpt.io.status import is_directory, is_file
+from shardckpt.io.status import is_directory, is_file, status
 from shardckpt.io.store import Store, byte_view
 
 if TYPE_CHECKING:
@@ -154,8 +154,9 @@ class DiskStore(Store):
         folder = prefix[: prefix.rfind("/") + 1]
         top = self.local_path(folder)
         names = [folder + name for name in listing.directory(top) if not name.endswith("/")]
-        return {
-            name: (top / name.removeprefix(folder)).stat().st_size
+        entries = {
+            name: status(top / name.removeprefix(folder))
             for name in names
             if name.startswith(prefix)
         }
+        return {name: entry.st_size for name, entry in entries.items() if entry is not None}

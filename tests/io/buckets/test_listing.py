@@ -28,6 +28,12 @@ def test_files_that_go_away_while_a_directory_is_walked_are_left_out(tmp_path):
     assert [first, *(key for key, _ in walk)] == [first]
 
 
+def test_a_link_to_nothing_has_no_size_and_hides_none(tmp_path):
+    (tmp_path / "file").write_bytes(b"bytes")
+    (tmp_path / "link").symlink_to("nothing")
+    assert Store.open(tmp_path).sizes("") == {"file": 5}
+
+
 def test_links_are_listed_and_not_followed(tmp_path):
     (tmp_path / "away").mkdir()
     (tmp_path / "away" / "x").write_bytes(b"")
