@@ -38,9 +38,9 @@ def children(location: Location, prefix: str = "") -> list[str]:
 
 
 def keys(location: Location, prefix: str = "") -> Iterator[str]:
-    """All keys on an object store that start with `prefix`, in order.
+    """All names on an object store that start with `prefix`, in the service's order.
 
-    Each page shows the keys at the time of its request.
+    Each page shows the names at the time of its request. Not each is a key (`is_key`).
 
     Raises:
         StorageError: the storage failed or refused.
@@ -48,6 +48,11 @@ def keys(location: Location, prefix: str = "") -> Iterator[str]:
     with storage_errors("list", f"{location}/{prefix}"):
         for page in pages(location, prefix):
             yield from (file.name for file in page.objects)
+
+
+def is_key(name: str) -> bool:
+    """Whether the name of an object is a key; that of a folder which a console has made is not."""
+    return name != "" and not name.endswith("/")
 
 
 def pages(location: Location, prefix: str, delimiter: str = "") -> Iterator[Page]:

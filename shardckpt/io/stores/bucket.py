@@ -136,11 +136,11 @@ class BucketStore(Store):
         delete_objects(listing.keys(self.location, prefix), self._delete)
 
     def _list(self, prefix: str) -> Iterable[str]:
-        return listing.keys(self.location, prefix)
+        return filter(listing.is_key, listing.keys(self.location, prefix))
 
     def _times(self, prefix: str) -> Iterator[tuple[str, float]]:
         for page in listing.pages(self.location, prefix):
-            yield from ((one.name, one.time) for one in page.objects)
+            yield from ((one.name, one.time) for one in page.objects if listing.is_key(one.name))
 
     def _list_children(self, prefix: str) -> list[str]:
         return listing.children(self.location, prefix)
@@ -150,6 +150,7 @@ class BucketStore(Store):
             one.name: one.nbytes
             for page in listing.pages(self.location, prefix)
             for one in page.objects
+            if listing.is_key(one.name)
         }
 
 

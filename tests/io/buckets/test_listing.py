@@ -13,7 +13,7 @@ from fault_rules import Rule
 
 from shardckpt.errors import StorageError
 from shardckpt.io.buckets import cloud as settings
-from shardckpt.io.buckets.bucket import Bucket
+from shardckpt.io.buckets.bucket import Bucket, open_bucket
 from shardckpt.io.store import Store
 
 
@@ -91,6 +91,21 @@ def test_a_listing_of_several_pages_is_complete(place, proxy, pages):
     assert len(proxy.traffic.exchanges()) == 4
     assert place.list_children() == ["a/", "b/", "c/"]
     assert len(dict(place.modification_times("b/"))) == 5
+
+
+def test_a_folder_that_a_console_has_made_is_no_object_and_is_deleted_with_the_rest(cloud_store):
+    """Consoles write an empty object whose name ends in a slash."""
+    bucket, prefix = open_bucket(cloud_store.location), cloud_store.location.object_prefix
+    for name in ("", "a/", "a/b/"):
+        bucket.write(prefix + name, [])
+    cloud_store.write("a/key", b"bytes")
+    assert cloud_store.list() == ["a/key"]
+    assert cloud_store.list("a/") == ["a/key"]
+    assert cloud_store.sizes("a/") == {"a/key": 5}
+    assert [key for key, _ in cloud_store.modification_times()] == ["a/key"]
+    assert cloud_store.list_children() == ["a/"]
+    cloud_store.delete_prefix()
+    assert not [one for page in bucket.pages(prefix) for one in page.objects]
 
 
 def test_all_pages_of_a_prefix_are_deleted(place, pages):
