@@ -50,7 +50,13 @@ PROBE = "shardckpt-answers"
 """Key of an object that nobody has. That there is none, or that this user may not know, are answers
 of a storage that works."""
 _FULL = "no space left"
+_MORE_THREADS = (
+    "allow this process more threads (ulimit -u, the container's limit of pids), or end some, and "
+    "try again"
+)
+_NO_THREADS = ("can't start new thread", "can't create new thread")
 _ADVICE = {
+    **dict.fromkeys(_NO_THREADS, _MORE_THREADS),
     "has no locks": (
         "mount it with locks (Lustre: -o flock; NFS 3: without nolock, and with its lock "
         "service), or choose another place; see the table of file systems in docs/storage.md"
@@ -278,15 +284,8 @@ def saving_takes_threads(place: object) -> AbstractContextManager[None]:
     )
 
 
-_THREAD_ADVICE = (
-    "Allow this process more threads (ulimit -u, the container's limit of pids), or end some, "
-    "and try again."
-)
-_THREAD_MESSAGES = (
-    "can't start new thread",
-    "can't create new thread",
-    "cannot schedule new futures",
-)
+_THREAD_ADVICE = f"{_MORE_THREADS.capitalize()}."
+_THREAD_MESSAGES = (*_NO_THREADS, "cannot schedule new futures")
 
 
 @contextmanager

@@ -186,6 +186,7 @@ def test_a_request_that_fails_for_good_is_an_error_with_the_url(proxied, fault):
             "choose another place",
         ),
         ("PERMISSION_DENIED: 403 Insufficient Permission", "give these credentials permission"),
+        ("can't start new thread", "allow this process more threads"),
         ("something new", "storage's own message"),
     ],
 )
