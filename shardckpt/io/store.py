@@ -142,7 +142,7 @@ class Store(Capabilities, ABC):
 
         Raises:
             MissingDataError: there is no such object.
-            CorruptionError: the object ends before `stop`.
+            CorruptionError: the object ends before `start` or `stop`.
             FormatError: the complete object was requested, and has more than `files.LARGEST_WHOLE`
                 bytes; not in memory.
         """
@@ -170,7 +170,8 @@ class Store(Capabilities, ABC):
     ) -> tuple[bytes | None, bytes]:
         """Read all of an object's bytes that are asked for, and its generation if asked for."""
         check_key(key, self)
-        with storage_errors("read", self.path_of(key)), self._ends_too_early(key, stop):
+        end = start if stop is None else stop
+        with storage_errors("read", self.path_of(key)), self._ends_too_early(key, end):
             data, generation = self._read(key, start, stop, versioned=versioned)
         if data is not None and stop is not None and len(data) != stop - (start or 0):
             raise self._cut_off(key, stop, f"it gave {len(data)} bytes from {start or 0} on")
@@ -424,7 +425,7 @@ class Store(Capabilities, ABC):
         """Read bytes (None: no object) and the generation, which may be b"" unless `versioned`.
 
         Raises:
-            EOFError, ValueError("OUT_OF_RANGE…"): the object ends before `stop`.
+            EOFError, ValueError("OUT_OF_RANGE…"): the object ends before `start` or `stop`.
         """
 
     def _read_into(self, key: str, start: int, into: Sequence[memoryview]) -> bytes:

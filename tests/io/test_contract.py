@@ -74,6 +74,9 @@ def test_a_range_beyond_the_end_is_corruption(store):
         with pytest.raises(CorruptionError, match="ends before byte") as error:
             store.read("key", start, stop)
         assert f"{store}/key" in str(error.value)
+    for span in ((20, 20), (20, None)):
+        with pytest.raises(CorruptionError, match="ends before byte 20"):
+            store.read("key", *span)
 
 
 def test_a_missing_object_is_missing_data_with_its_name(store):

@@ -98,6 +98,8 @@ class DiskStore(Store):
         self, key: str, start: int | None, stop: int | None, *, versioned: bool
     ) -> tuple[bytes | None, bytes]:
         data = files.read(self._file(key), start or 0, stop)
+        if data == b"" and start and (self._size(key) or 0) < start:
+            raise EOFError("the file is shorter than that")
         return data, files.generation_of(
             data
         ) if versioned and start is None and stop is None else b""
