@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.errors import MissingExtraError, StorageError, UrlError
 from shardckpt.io.buckets.bucket import ABSENT
+from shardckpt.io.deletion import delete_objects
 from shardckpt.io.failures import begin_use
 from shardckpt.io.files import check_whole
 from shardckpt.io.store import Store, byte_view
@@ -245,6 +246,9 @@ class FsspecStore(FsspecReader):
                 self._files.rm_file(self._path(key))
         except FileNotFoundError:
             pass
+
+    def _delete_below(self, prefix: str) -> None:
+        delete_objects(self._list(prefix), self._delete)
 
 
 def _version(info: dict[str, Any]) -> bytes:
