@@ -65,7 +65,7 @@ class GcsConnection:
         self._lock = threading.Lock()
         self._credentials: Any = None
         self._lacking: str | None = None
-        """Why there are no credentials; a public bucket can be read without any. An error would
+        """The reason if there are no credentials; a public bucket needs none. An error would
         keep the frames that it was raised in."""
         self._renewed = "", 0.0
         """The access token that was made because another one was refused, and the time."""
