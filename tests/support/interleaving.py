@@ -223,7 +223,7 @@ class Stage:
 
     @property
     def past(self):
-        """What the storage holds, and what has happened there."""
+        """The contents of the storage, and all that has happened there."""
         contents = {path: self.store.read(path) for path in self.times}
         own = ("url", "versions", "local", "store", "root", "original")
         return contents, _copies({k: v for k, v in vars(self).items() if k not in own})
