@@ -452,6 +452,7 @@ def restore_jobs(
     """
     jobs = []
     record = checkpoint.tensor if adaptation is None else adaptation.tensor
+    title = str if adaptation is None else adaptation.title
     for stored, sinks in places:
         tensor = record(stored)
         landings: dict[Hashable, Landing] = {}
@@ -459,20 +460,22 @@ def restore_jobs(
             if sink.shape != tensor.shape and not (
                 adaptation is not None and adaptation.fits(name, tensor, sink)
             ):
-                raise refusals.another_shape(name, checkpoint.location, tensor, sink)
+                raise refusals.another_shape(title(name), checkpoint.location, tensor, sink)
             same = sink.dtype is tensor.dtype or sink.dtype == tensor.dtype
             if not same and not (cast and castable(tensor.dtype, sink.dtype)):
-                raise refusals.another_dtype(name, checkpoint.location, tensor, sink, cast=cast)
+                raise refusals.another_dtype(
+                    title(name), checkpoint.location, tensor, sink, cast=cast
+                )
             # Tied leaves with equal sinks get one object, because they were one object when saved.
             if sink.tie_key not in landings:
                 landings[sink.tie_key] = Landing(tensor, sink)
             landings[sink.tie_key].names.append(name)
         jobs.append(RestoreJob(tensor, list(landings.values())))
-    _refuse_shared_memory(chain(chain.from_iterable(job.landings for job in jobs), beside))
+    _refuse_shared_memory(chain(chain.from_iterable(job.landings for job in jobs), beside), title)
     return jobs
 
 
-def _refuse_shared_memory(landings: Iterable[Landing]) -> None:
+def _refuse_shared_memory(landings: Iterable[Landing], title: Callable[[str], str]) -> None:
     """Raise if destinations share memory: threads write to them in no particular order."""
     arrays = [(array, landing) for landing in landings for array in landing.memory]
     bounds = np.array([_bounds(array) for array, _ in arrays], np.int64).reshape(-1, 2)
@@ -487,7 +490,7 @@ def _refuse_shared_memory(landings: Iterable[Landing]) -> None:
         for _, other, before in open_until:
             same_view = landing.tensor is before.tensor and landing.view == before.view
             if not same_view and refusals.share_memory(array, other):
-                raise refusals.shared_memory(landing.names[0], before.names[0])
+                raise refusals.shared_memory(title(landing.names[0]), title(before.names[0]))
         open_until.append((stop, array, landing))
 
 

@@ -334,6 +334,45 @@ def test_a_tensor_that_a_mapping_makes_may_have_the_name_of_a_stored_one(tmp_pat
     assert shardckpt.restore(tmp_path / "c", mapping=tmp_path / "m.toml")["a"].tolist() == [1, 1, 0]
 
 
+MANY_NAMED_W = """
+[[map]]
+from = ["w", "x"]
+to = "w"
+[[map]]
+from = ["y", "z"]
+to = "w'"
+"""
+
+
+def test_made_tensors_have_names_of_their_own_beside_any_other_names(tmp_path):
+    (tmp_path / "m.toml").write_text(MANY_NAMED_W)
+    options = {"mapping": tmp_path / "m.toml"}
+    state = {name: np.full(2, float(i)) for i, name in enumerate("wxyz")}
+    shardckpt.save(tmp_path / "c", state)
+    restored = shardckpt.restore(tmp_path / "c", **options)
+    assert restored["w"].tolist() == [0, 0, 1, 1]
+    assert restored["w'"].tolist() == [2, 2, 3, 3]
+    (tmp_path / "m.toml").write_text(MANY_NAMED_W.replace("""to = "w'\"""", 'to = "v"'))
+    shardckpt.save(tmp_path / "own", state | {"w'": PerProcess(5)})
+    like = {"w": np.zeros(4), "v": np.zeros(4), "w'": PerProcess(None)}
+    back = shardckpt.restore(tmp_path / "own", like, **options)
+    assert (back["w"].tolist(), back["w'"].value) == ([0, 0, 1, 1], 5)
+
+
+def test_messages_name_made_tensors_by_their_places(tmp_path, caplog):
+    (tmp_path / "m.toml").write_text('[[map]]\nfrom = ["a", "b"]\nto = "a"')
+    options = {"mapping": tmp_path / "m.toml"}
+    shardckpt.save(tmp_path / "c", {"a": np.ones(2), "b": np.zeros(1), "c": np.zeros(2)})
+    like = {"a": np.zeros(2), "c": np.zeros(2)}
+    with pytest.raises(errors.ShapeMismatchError, match=r"^a: .* pass fit=\{'a': 'slice'\}"):
+        shardckpt.restore(tmp_path / "c", like, **options)
+    shared = np.zeros(3)
+    with pytest.raises(errors.StructureMismatchError, match=r"^a: in `like` .* with c, so"):
+        shardckpt.restore(tmp_path / "c", {"a": shared, "c": shared[:2]}, **options)
+    shardckpt.restore(tmp_path / "c", like, fit={"a": "slice"}, **options)
+    assert "'a': (3,) made of a, b; (3,) → (2,), slice" in caplog.text
+
+
 def test_a_base_holds_the_parts_of_a_tensor_that_is_made(tmp_path):
     (tmp_path / "m.toml").write_text(STACK)
     state = {

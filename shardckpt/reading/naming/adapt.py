@@ -80,6 +80,8 @@ class Adaptation:
         self.moved: dict[str, str] = {}
         """Place in the stored state → place in `like`, for the leaves that are left after the
         renaming and are not joined or split."""
+        self._names: set[str] = set()
+        """Names of the stored state's tensors and leaves, and of the made tensors."""
         self._modes: dict[str, Fit] = {}
         """Tensors that are fitted because another one is, by stored name."""
         self._fitted: dict[str, str] = {}
@@ -153,6 +155,10 @@ class Adaptation:
         """
         old = ends_by_place(tree)
         own = {place: place for place in old if place.partition("/")[0] not in apart}
+        self._names = {
+            *self._checkpoint.record.structure.tensors,
+            *(leaf.name for leaf in leaves_of(tree)),
+        }
         self.stored = {
             place: end.node.stored
             for place, end in old.items()
@@ -240,18 +246,28 @@ class Adaptation:
     def make(self, place: str, output: OutputTensor) -> str:
         """Add a tensor that is made of stored ones.
 
-        Return its name, which is its place unless the checkpoint has a tensor of this name.
+        Return its name, which is its place unless another leaf has this name.
         """
-        name = place
-        while name in self._checkpoint.record.structure.tensors:
-            name += "'"
+        name = self._unused_name(place)
         sources = tuple((view, self._checkpoint.tensor(view.tensor)) for view in output.sources)
         pieces = tuple(piece for view, record in sources for piece in view.pieces(record.pieces))
-        self.places[name] = place
         self.made[name] = MadeTensor(
             name, output.shape, output.dtype, None, pieces, sources=sources
         )
         return name
+
+    def _unused_name(self, place: str) -> str:
+        """A name for a new leaf at a place: its place, unless another leaf has this name."""
+        name = place
+        while name in self._names:
+            name += "'"
+        self._names.add(name)
+        self.places[name] = place
+        return name
+
+    def title(self, name: str) -> str:
+        """The name of a leaf in messages: the place of a made tensor, and otherwise the name."""
+        return self.places[name] if name in self.made else name
 
     def renamed(self, place: str) -> str:
         """The new place of anything in the stored state, whether or not the state has it."""
@@ -358,14 +374,14 @@ class Adaptation:
                 else "no dimension may be larger in `like`"
             )
             raise ShapeMismatchError(
-                f"{name}: {self._checkpoint.location} has shape {tensor.shape}, the leaf to "
-                f"restore into has {sink.shape}, and fit= says {mode!r}: {needs}, and both must "
-                "have as many dimensions. Make them fit, or leave the tensor out with only=."
+                f"{self.title(name)}: {self._checkpoint.location} has shape {tensor.shape}, the "
+                f"leaf to restore into has {sink.shape}, and fit= says {mode!r}: {needs}, and both "
+                "must have as many dimensions. Make them fit, or leave the tensor out with only=."
             )
         if mode == "pad" and complex(np.zeros((), np.float32).astype(sink.dtype.numpy)) != 0:
             raise ShapeMismatchError(
-                f"{name}: {sink.dtype.name} has no zero to fill the rest with; restore it as "
-                "another dtype."
+                f"{self.title(name)}: {sink.dtype.name} has no zero to fill the rest with; "
+                "restore it as another dtype."
             )
         self._fitted[name] = f"{tensor.shape} → {sink.shape}, {mode}"
         return True
@@ -399,7 +415,7 @@ class Adaptation:
             if name in self._fitted:
                 says.append(self._fitted[name])
             if says:
-                yield f"{shown(name)}: {'; '.join(says)}"
+                yield f"{shown(self.title(name))}: {'; '.join(says)}"
 
     def expected(self, recorded: Mapping[str, str]) -> dict[str, str]:
         """Recorded fingerprints, by place in `like`, of tensors that are restored as stored."""
