@@ -373,6 +373,22 @@ def test_messages_name_made_tensors_by_their_places(tmp_path, caplog):
     assert "'a': (3,) made of a, b; (3,) → (2,), slice" in caplog.text
 
 
+def test_a_tied_tensor_that_is_transposed_under_each_name_goes_into_a_tied_one(tmp_path, caplog):
+    rules = [f'[[map]]\nfrom = "{name}"\nto = "{name}"\ntranspose = true\n' for name in "eh"]
+    (tmp_path / "m.toml").write_text("".join(rules))
+    options = {"mapping": tmp_path / "m.toml"}
+    stored, shared = np.arange(6.0).reshape(2, 3), np.zeros((3, 2))
+    shardckpt.save(tmp_path / "c", {"e": stored, "h": stored})
+    back = shardckpt.restore(tmp_path / "c", {"e": shared, "h": shared}, **options)
+    assert back["e"] is back["h"] is shared
+    assert np.array_equal(shared, stored.T)
+    assert "'e': (3, 2) made of e\n'h': (3, 2) made of e" in caplog.text
+    apart = {"e": np.zeros((3, 2)), "h": np.zeros((3, 2))}
+    shardckpt.restore(tmp_path / "c", apart, **options)
+    assert np.array_equal(apart["e"], stored.T)
+    assert np.array_equal(apart["h"], stored.T)
+
+
 def test_a_base_holds_the_parts_of_a_tensor_that_is_made(tmp_path):
     (tmp_path / "m.toml").write_text(STACK)
     state = {

@@ -81,7 +81,11 @@ class Adaptation:
         """Place in the stored state → place in `like`, for the leaves that are left after the
         renaming and are not joined or split."""
         self._names: set[str] = set()
-        """Names of the stored state's tensors and leaves, and of the made tensors."""
+        """Names of the stored state's tensors and leaves, and of the made ones."""
+        self._titles: dict[str, str] = {}
+        """Names of made leaves → their places."""
+        self._made_names: dict[object, str] = {}
+        """Shape, dtype and sources of an output of the mapping → the name of the made tensor."""
         self._modes: dict[str, Fit] = {}
         """Tensors that are fitted because another one is, by stored name."""
         self._fitted: dict[str, str] = {}
@@ -224,7 +228,7 @@ class Adaptation:
             ):
                 moves.setdefault(before, place)  # of a tied tensor the first name
             else:
-                outputs[place] = End(Tensor(self.make(place, output)), outputs[place].path)
+                outputs[place] = End(self._made_leaf(place, output), outputs[place].path)
         for old, place in list(self.moved.items()):
             if place in moves:
                 self.moved[old] = moves[place]
@@ -242,6 +246,16 @@ class Adaptation:
                 "another name."
             )
         return {**outputs, **kept}
+
+    def _made_leaf(self, place: str, output: OutputTensor) -> Tensor | Tied:
+        """The leaf of an output: of several that are equal, all but the first are tied to it."""
+        if not output.sources:  # of such tensors, each is stored by itself
+            return Tensor(self.make(place, output))
+        key = output.shape, output.dtype, output.sources
+        if key in self._made_names:
+            return Tied(self._unused_name(place), self._made_names[key])
+        self._made_names[key] = self.make(place, output)
+        return Tensor(self._made_names[key])
 
     def make(self, place: str, output: OutputTensor) -> str:
         """Add a tensor that is made of stored ones.
@@ -262,12 +276,12 @@ class Adaptation:
         while name in self._names:
             name += "'"
         self._names.add(name)
-        self.places[name] = place
+        self.places[name] = self._titles[name] = place
         return name
 
     def title(self, name: str) -> str:
-        """The name of a leaf in messages: the place of a made tensor, and otherwise the name."""
-        return self.places[name] if name in self.made else name
+        """The name of a leaf in messages: the place of a made one, and otherwise its name."""
+        return self._titles.get(name, name)
 
     def renamed(self, place: str) -> str:
         """The new place of anything in the stored state, whether or not the state has it."""
@@ -407,9 +421,10 @@ class Adaptation:
             if name not in self._restored:
                 continue
             says = []
-            if name in self.made:
-                parts = list(dict.fromkeys(record.name for _, record in self.made[name].sources))
-                says.append(f"{self.made[name].shape} made of {few(parts, 3)}")
+            made = self.made.get(self.at.get(place, name))
+            if made is not None:
+                parts = list(dict.fromkeys(record.name for _, record in made.sources))
+                says.append(f"{made.shape} made of {few(parts, 3)}")
             elif name != place:
                 says.append(f"restored as {shown(place)}")
             if name in self._fitted:
