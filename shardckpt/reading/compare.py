@@ -37,6 +37,7 @@ from shardckpt.state.document import (
     write,
 )
 from shardckpt.state.leaves import describe
+from shardckpt.state.names import component_names
 from shardckpt.text import Message, clip, count, file_size, named_size, visible
 
 if TYPE_CHECKING:
@@ -226,8 +227,8 @@ class _Structure:
                 continue
             if isinstance(node_a, Small | Custom) and isinstance(node_b, Small | Custom):
                 self.leaf(name, node_a, node_b)
-            elif _kinds_differ(node_a, node_b):
-                self.changes.append(Change(name, "kind", _kind(node_a), _kind(node_b)))
+            elif (kinds := _unlike_kinds(node_a, node_b)) is not None:
+                self.changes.append(Change(name, "kind", *kinds))
             elif (
                 isinstance(node_a, Branch)
                 and isinstance(node_b, Branch)
@@ -341,15 +342,22 @@ def _counts(node: Node) -> bool:
     return not isinstance(node, Branch) or not node.children
 
 
-def _kinds_differ(a: Node, b: Node) -> bool:
-    if (
-        isinstance(a, Branch)
-        and isinstance(b, Branch)
-        and a.form == b.form
-        and not (a.children and b.children)
-    ):
-        return False  # an empty dict has keys of no type
-    return _kind(a) != _kind(b)
+def _unlike_kinds(a: Node, b: Node) -> tuple[str, str] | None:
+    """The kinds at a place, or the types of a key that two dicts have; None: they are the same."""
+    if isinstance(a, Branch) and isinstance(b, Branch) and a.form == b.form:
+        if not (a.children and b.children):
+            return None  # an empty dict has keys of no type
+        types_a, types_b = (
+            dict(zip(component_names(of.keys), map(type, of.keys), strict=True)) for of in (a, b)
+        )
+        key = next((key for key in types_a if types_b.get(key, types_a[key]) != types_a[key]), None)
+        if key is not None and _kind(a) == _kind(b):
+            return (
+                f"dict, key {key} of type {types_a[key].__name__}",
+                f"dict, key {key} of type {types_b[key].__name__}",
+            )
+    kinds = _kind(a), _kind(b)
+    return None if kinds[0] == kinds[1] else kinds
 
 
 def _kind(node: Node) -> str:

@@ -176,6 +176,13 @@ def test_a_container_of_another_kind_is_a_difference(saved):
     assert comparison.only_b == ("w/v", "same/more")
 
 
+def test_keys_of_two_types_that_are_exchanged_are_a_difference(saved):
+    p, q = np.zeros(2), np.ones(2)
+    comparison = compare(saved({"m": {1: p, "2": q}}), saved({"m": {"1": p, 2: q}}))
+    assert changed(comparison) == [("m", "dict, key 1 of type int", "dict, key 1 of type str")]
+    assert not comparison.equal()
+
+
 def test_composite_tensors_are_compared_with_their_types_shapes_and_contexts(saved):
     data, scale = torch.arange(12, dtype=torch.int8).reshape(3, 4), torch.ones(3, 1)
     one, same = (saved({"w": Scaled(data.clone(), scale.clone()), "plain": 1}) for _ in range(2))
