@@ -41,7 +41,7 @@ from shardckpt.state.names import component_names
 from shardckpt.text import Message, clip, count, file_size, named_size, visible
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from shardckpt.format.structure import StoredLayout
     from shardckpt.reading.checkpoint import Checkpoint
@@ -201,6 +201,7 @@ class _Structure:
 
     def __init__(self, a: Checkpoint, b: Checkpoint) -> None:
         self.nodes_a, self.nodes_b = _nodes(a), _nodes(b)
+        self.ties_a, self.ties_b = _ties(self.nodes_a), _ties(self.nodes_b)
         self.tensors_a, self.tensors_b = a.record.structure.tensors, b.record.structure.tensors
         self.only_a = [
             name
@@ -277,7 +278,7 @@ class _Structure:
         first_a, first_b = (
             node.stored if isinstance(node, Tied) else None for node in (node_a, node_b)
         )
-        if first_a != first_b:
+        if first_a != first_b and self.ties_a[node_a.stored] != self.ties_b[node_b.stored]:
             self.changes.append(Change(name, "tied", first_a, first_b))
         a, b = self.tensors_a[node_a.stored], self.tensors_b[node_b.stored]
         if a.shape != b.shape:
@@ -325,6 +326,15 @@ def _nodes(checkpoint: Checkpoint) -> dict[str, Node]:
         if isinstance(node, Branch):
             stack.extend(reversed(node.children))
     return nodes
+
+
+def _ties(nodes: Mapping[str, Node]) -> dict[str, set[str]]:
+    """Name under which a tensor is stored → all its names."""
+    ties: dict[str, set[str]] = {}
+    for name, node in nodes.items():
+        if isinstance(node, Tensor | Tied):
+            ties.setdefault(node.stored, set()).add(name)
+    return ties
 
 
 def _values_of_processes(checkpoint: Checkpoint) -> dict[str, list[Any]]:

@@ -163,6 +163,14 @@ def test_a_tensor_that_is_tied_in_one_only_is_a_difference_and_its_values_are_co
     ]
 
 
+def test_tied_tensors_are_equal_in_any_order_of_their_names(saved):
+    p, q = np.zeros(2), np.zeros(2)
+    a = saved({"x": p, "y": p, "z": p, "w": q})
+    assert compare(a, saved({"z": p, "y": p, "w": q, "x": p})).equal()
+    other = compare(a, saved({"y": p, "z": p, "w": q, "x": q}))
+    assert changed(other, "tied") == [("x", None, "w"), ("y", "x", None), ("z", "x", "y")]
+
+
 def test_a_container_of_another_kind_is_a_difference(saved):
     a = {"x": [1, 2], "y": {0: 1}, "z": {}, "w": np.ones(2), "same": {}}
     b = {"x": (1, 2), "y": {"0": 1}, "z": [], "w": {"v": np.ones(2)}, "same": {"more": 1}}
