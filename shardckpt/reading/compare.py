@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.errors import OptionError, ShardingError
-from shardckpt.io.failures import reading_takes_threads
 from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.placements import Placements
 from shardckpt.options import check_flag, check_function, parse_bytes
@@ -154,6 +153,7 @@ def compare(
         OptionError: The memory limit is too low, or another option is invalid.
         FormatError: A tree is invalid.
         CorruptionError: Stored bytes are damaged or missing; `verify` lists them.
+        ReplacedError: A checkpoint was replaced or deleted meanwhile.
     """
     check_flag(values, "values")
     check_function(progress, "progress")
@@ -165,11 +165,13 @@ def compare(
                 f": comparing takes at least {file_size(LEAST_MEMORY_LIMIT)}.",
             )
         )
-    structure = _Structure(a, b)
-    structure.compare()
-    pairs = list(structure.pairs.values()) if values else []
-    compared = _unlike(a, b, pairs)
-    with reading_takes_threads(a.location):
+    with a.reading(), b.reading():
+        structure = _Structure(a, b)
+        structure.compare()
+        pairs = list(structure.pairs.values()) if values else []
+        compared = _unlike(a, b, pairs)
+        a.open_bases(pair.a for pair in compared)
+        b.open_bases(pair.b for pair in compared)
         differing = tuple(
             compare_values(a.reader, b.reader, compared, limit, progress) if compared else ()
         )

@@ -1,5 +1,6 @@
 """Comparing checkpoints: numpy is the oracle for values, the saved states for structure."""
 
+import shutil
 import tracemalloc
 
 import ml_dtypes
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import shardckpt
 from shardckpt import Mesh, OpSharding, PartitionSpec, SaveOptions, Sharding
-from shardckpt.errors import CorruptionError, OptionError
+from shardckpt.errors import CorruptionError, MissingDataError, OptionError, ReplacedError
 from shardckpt.reading.compare import compare
 from shardckpt.reading.compare_values import Pair, compare_values
 from shardckpt.reading.reader import LOCAL_RUN
@@ -329,3 +330,25 @@ def test_damage_is_an_error_and_not_a_difference(saved, tmp_path):
     chunk.write_bytes(b"\xff" + chunk.read_bytes()[1:])
     with pytest.raises(CorruptionError, match=r"^t"):
         compare(a, b)
+
+
+@pytest.mark.parametrize("deleted", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"fingerprint": True}])
+def test_a_checkpoint_that_is_deleted_meanwhile_is_named_and_not_called_damaged(
+    saved, deleted, options
+):
+    pair = [saved({"t": np.arange(9999) + i}, **options) for i in range(2)]
+    shutil.rmtree(str(pair[deleted].location))
+    with pytest.raises(ReplacedError, match=f"{pair[deleted].location}: the checkpoint was del"):
+        compare(*pair)
+
+
+def test_a_base_that_is_gone_is_an_error_before_anything_is_read(saved):
+    base = saved({"t": np.ones(9)})
+    large = np.zeros(1 << 18)
+    a = saved({"s": large, "t": np.ones(9)}, base=str(base.location), skip="t")
+    b = saved({"s": large, "t": np.zeros(9)})
+    shutil.rmtree(str(base.location))
+    with pytest.raises(MissingDataError, match="t"):
+        compare(a, b, memory_limit="1MiB")
+    assert a.stats.bytes_read == 0
