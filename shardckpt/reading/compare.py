@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.errors import OptionError, ShardingError
@@ -63,9 +63,10 @@ class Change:
     a: object
     """In the first checkpoint. kind: text; tied: the first name of the same tensor, or None; shape:
     tuple; dtype: name; leaf: the value as text, and its type where types differ; layout: the
-    `Layout`, or None; context: everything except the tensors of a composite tensor, as text."""
+    `Layout`, or None; context: everything except the tensors of a composite tensor, as text; per
+    process: the number of values, as text."""
     b: object
-    """The same for the second checkpoint."""
+    """The same for the second checkpoint; per process: also how many processes' values differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,21 +242,8 @@ class _Structure:
                 self.composite(name, node_a.composite, node_b.composite)
             elif isinstance(node_a, Tensor | Tied) and isinstance(node_b, Tensor | Tied):
                 self.tensor(name, node_a, node_b)
-            elif (
-                isinstance(node_a, Owned)
-                and (values_of_both := [of.get(name, []) for of in self.owned])[0]
-                != values_of_both[1]
-            ):
-                self.changes.append(
-                    Change(
-                        name,
-                        "per process",
-                        *(
-                            f"{len(values)} value{'s'[: len(values) != 1]}"
-                            for values in values_of_both
-                        ),
-                    )
-                )
+            elif isinstance(node_a, Owned):
+                self.values_of_processes(name)
 
     def leaf(self, name: str, a: Small | Custom, b: Small | Custom) -> None:
         """Compare two small leaves, including their types."""
@@ -266,6 +254,15 @@ class _Structure:
             )
         elif _content(a) != _content(b):
             self.changes.append(Change(name, "leaf", _value(a), _value(b)))
+
+    def values_of_processes(self, name: str) -> None:
+        """Compare the values that processes have for themselves at a name."""
+        a, b = (of.get(name, {}) for of in self.owned)
+        differing = sum(a.get(process) != b.get(process) for process in a | b)
+        if differing:
+            number_a, number_b = (count(len(values), "value") for values in (a, b))
+            other = f"{number_b}, different in {differing:,} process{'es'[: 2 * (differing > 1)]}"
+            self.changes.append(Change(name, "per process", number_a, other))
 
     def composite(self, name: str, a: Composite, b: Composite) -> None:
         """Compare everything except the parts of two composite tensors of one type."""
@@ -339,13 +336,14 @@ def _ties(nodes: Mapping[str, Node]) -> dict[str, set[str]]:
     return ties
 
 
-def _values_of_processes(checkpoint: Checkpoint) -> dict[str, list[Any]]:
-    """Processes' own values, not decoded: name → the values of the processes that have one."""
-    by_name: dict[str, list[Any]] = {}
+def _values_of_processes(checkpoint: Checkpoint) -> dict[str, dict[int, str]]:
+    """Processes' own values as JSON text: name → process → value."""
+    by_name: dict[str, dict[int, str]] = {}
     if any(isinstance(node, Owned) for node in leaves_of(checkpoint.parsed_tree)):
         for process in range(checkpoint.record.processes):
             for name, value in checkpoint.process_values(process).items():
-                by_name.setdefault(name, []).append(value)
+                # As text, because to Python's == the values 1, 1.0 and True are equal.
+                by_name.setdefault(name, {})[process] = json.dumps(value, sort_keys=True)
     return by_name
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardckpt
-from shardckpt import Mesh, OpSharding, PartitionSpec, SaveOptions, Sharding
+from shardckpt import Mesh, OpSharding, PartitionSpec, PerProcess, SaveOptions, Sharding
 from shardckpt.errors import CorruptionError, MissingDataError, OptionError, ReplacedError
 from shardckpt.reading.compare import compare
 from shardckpt.reading.compare_values import Pair, compare_values
@@ -190,6 +190,15 @@ def test_keys_of_two_types_that_are_exchanged_are_a_difference(saved):
     comparison = compare(saved({"m": {1: p, "2": q}}), saved({"m": {"1": p, 2: q}}))
     assert changed(comparison) == [("m", "dict, key 1 of type int", "dict, key 1 of type str")]
     assert not comparison.equal()
+
+
+def test_values_of_processes_that_differ_are_counted(saved):
+    one, same, *others = (saved({"rng": PerProcess({"seed": seed})}) for seed in (1, 1, 2, 1.0))
+    assert compare(one, same).equal()
+    for other in others:
+        assert changed(compare(one, other), "per process") == [
+            ("rng", "1 value", "1 value, different in 1 process")
+        ]
 
 
 def test_composite_tensors_are_compared_with_their_types_shapes_and_contexts(saved):
