@@ -40,11 +40,21 @@ Bits = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two tensors of one shape and dtype."""
+    """Two tensors of one shape, and for a comparison of one dtype."""
 
     name: str
     a: TensorRecord
     b: TensorRecord
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element, in the tensor where it has more."""
+        return max(self.a.dtype.itemsize, self.b.dtype.itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, in the tensor that has more."""
+        return prod(self.a.shape) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +90,8 @@ class BlockOfPair:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements, in one of the tensors."""
-        return self.box.size * self.pair.a.dtype.itemsize
+        """Bytes of its elements, in the tensor that has more."""
+        return self.box.size * self.pair.itemsize
 
 
 def compare_values(
@@ -100,7 +110,7 @@ def compare_values(
         limit: Bytes for elements of both tensors.
         progress: Called with bytes compared so far and in all.
     """
-    total = sum(pair.a.nbytes for pair in pairs)
+    total = sum(pair.nbytes for pair in pairs)
     done = 0
     tally: _Tally | None = None
     for batch in batches(
@@ -127,11 +137,11 @@ def compare_values(
 def cut_pairs(pairs: Sequence[Pair], nbytes: int) -> Iterator[BlockOfPair]:
     """All blocks of all pairs, in row-major order of each array of `a`.
 
-    Each block has at most `nbytes` in one of the tensors.
+    Each block has at most `nbytes` in each of the tensors.
     """
     for pair in pairs:
         pieces = [piece for piece in pair.a.pieces if prod(piece.shape)]
-        most = max(1, nbytes // pair.a.dtype.itemsize)
+        most = max(1, nbytes // pair.itemsize)
         for piece in pieces:
             # Chunks of `b` are divided where no common border is within reach, those of `a` only if
             # one is too large.

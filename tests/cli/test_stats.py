@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 import shardckpt
+from shardckpt.reading.inspection.statistics import state_statistics
+from shardckpt.reading.reader import LOCAL_RUN
 
 
 def test_all_elements_are_read_within_the_memory_limit(run, saver, tmp_path):
@@ -20,6 +24,21 @@ def test_all_elements_are_read_within_the_memory_limit(run, saver, tmp_path):
     assert (by_name["b"]["zeros"], by_name["n"]["max"]) == (7, 4)
     assert doc["all"]["read"] == values.size + 12
     assert "1,500,012 elements of 3 tensors" in run("stats", tmp_path / "1").out
+
+
+def test_tensors_of_two_dtypes_are_read_within_the_memory_limit(saver, tmp_path):
+    large = np.zeros((8192, 1024), ml_dtypes.float8_e4m3fn)  # 8 MiB
+    places = [tmp_path / name for name in ("small", "wide")]
+    for place, dtype in zip(places, (large.dtype, np.float64), strict=True):
+        saver(place, {"w": large.astype(dtype)})
+    a, b = map(shardckpt.open, places)
+    assert a.reader, b.reader
+    tracemalloc.start()
+    try:
+        assert state_statistics(a, b, memory_limit="16MiB").changes[0].norm == 0
+        assert tracemalloc.get_traced_memory()[1] < (16 << 20) + 2 * LOCAL_RUN[1]
+    finally:
+        tracemalloc.stop()
 
 
 def test_two_checkpoints_are_listed_by_the_size_of_changes(run, saver, tmp_path):

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.reading.checkpoint import Checkpoint
+    from shardckpt.reading.compare_values import BlockOfPair
 
 LEAST_MEMORY_LIMIT = 1 << 20
 _MOST_BOXES = 64
@@ -158,7 +159,7 @@ def state_statistics(
     pairs = _pairs(checkpoint, other, only, statistics)
     sides = [checkpoint] if other is None else [checkpoint, other]
     distances: dict[str, _Distance] = {}
-    done, total = 0, sum(pair.a.nbytes for pair in pairs)
+    done, total = 0, sum(pair.nbytes for pair in pairs)
     each = limit // 2 // len(sides)
     with reading_takes_threads(checkpoint.location):
         for batch in batches(
@@ -166,26 +167,36 @@ def state_statistics(
         ):
             if progress is not None:
                 progress(done, total)
-            blocks = []
-            for one, side in zip(sides, "ab", strict=False):
-                with one.reading():
-                    blocks.append(read_blocks(one.reader, batch, side))
-            for block, *elements in zip(batch, *blocks, strict=True):
-                flat = [
-                    part.reshape(-1).view(of.dtype.numpy)
-                    for part, of in zip(elements, (block.pair.a, block.pair.b), strict=False)
-                ]
-                for tally, values in zip(statistics.tensors[block.pair.name], flat, strict=True):
-                    tally.add(values)
-                if other is not None:
-                    distances.setdefault(block.pair.name, _Distance()).add(*flat)
-                done += block.nbytes
+            _add_batch(sides, batch, statistics, distances)
+            done += sum(block.nbytes for block in batch)
     if progress is not None:
         progress(total, total)
     norms = {name: statistics.tensors[name][0].to_json()["norm"] or 0.0 for name in distances}
     changes = [distance.result(name, norms[name]) for name, distance in distances.items()]
     statistics.changes = sorted(changes, key=_by_relative)
     return statistics
+
+
+def _add_batch(
+    sides: Sequence[Checkpoint],
+    batch: Sequence[BlockOfPair],
+    statistics: StateStatistics,
+    distances: dict[str, _Distance],
+) -> None:
+    """Read the blocks of a batch, and add their elements to the statistics and the distances."""
+    blocks = []
+    for one, side in zip(sides, "ab", strict=False):
+        with one.reading():
+            blocks.append(read_blocks(one.reader, batch, side))
+    for block, *elements in zip(batch, *blocks, strict=True):
+        flat = [
+            part.reshape(-1).view(of.dtype.numpy)
+            for part, of in zip(elements, (block.pair.a, block.pair.b), strict=False)
+        ]
+        for tally, values in zip(statistics.tensors[block.pair.name], flat, strict=True):
+            tally.add(values)
+        if len(flat) > 1:
+            distances.setdefault(block.pair.name, _Distance()).add(*flat)
 
 
 def _by_relative(change: ElementChange) -> float:
