@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import shardckpt
-from shardckpt.reading.inspection.statistics import state_statistics
+from shardckpt import Mesh, PartitionSpec, SaveOptions, Sharding
+from shardckpt.reading.inspection.statistics import state_statistics, tensor_statistics
 from shardckpt.reading.reader import LOCAL_RUN
 
 
@@ -39,6 +40,23 @@ def test_tensors_of_two_dtypes_are_read_within_the_memory_limit(saver, tmp_path)
         assert tracemalloc.get_traced_memory()[1] < (16 << 20) + 2 * LOCAL_RUN[1]
     finally:
         tracemalloc.stop()
+
+
+def test_a_sample_of_a_tensor_of_many_chunks_takes_little_memory(tmp_path):
+    n = 1 << 16
+    sharding = Sharding(Mesh((n,), ("x",)), PartitionSpec("x"))
+    options = SaveOptions(shardings={"w": sharding})
+    shardckpt.save(tmp_path / "1", {"w": np.arange(n, dtype=np.int32)}, options=options)
+    checkpoint = shardckpt.open(tmp_path / "1")
+    assert checkpoint.tensor("w").num_chunks == n
+    checkpoint["w"][:1]  # the chunk table is read
+    tracemalloc.start()
+    try:
+        sample = tensor_statistics(checkpoint, "w", budget=4096)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert (sample["read"], sample["min"], sample["max"]) == (64, 0, n - n // 64)
 
 
 def test_two_checkpoints_are_listed_by_the_size_of_changes(run, saver, tmp_path):

@@ -294,16 +294,14 @@ def _sample(tensor: TensorRecord, budget: int) -> Iterator[Box]:
     if tensor.nbytes <= budget:
         yield Box.full(tensor.shape)
         return
-    chunks = [
-        (piece, k)
-        for piece in tensor.pieces
-        for k in (range(piece.num_chunks) if len(tensor.pieces) == 1 else (0,))
-    ]
-    each = prod(tensor.pieces[0].chunks) * tensor.dtype.itemsize
-    n = max(1, min(_MOST_BOXES, budget // max(each, 1), len(chunks)))
+    pieces = tensor.pieces  # of several, the first chunk of each is read
+    number = pieces[0].num_chunks if len(pieces) == 1 else len(pieces)
+    each = prod(pieces[0].chunks) * tensor.dtype.itemsize
+    n = max(1, min(_MOST_BOXES, budget // max(each, 1), number))
     most = max(1, budget // (n * tensor.dtype.itemsize))
     for i in range(n):
-        piece, position = chunks[i * len(chunks) // n]
+        at = i * number // n
+        piece, position = (pieces[0], at) if len(pieces) == 1 else (pieces[at], 0)
         index = np.unravel_index(position, piece.grid) if piece.grid else ()
         start = [
             a + int(j) * side for a, j, side in zip(piece.start, index, piece.chunks, strict=True)
