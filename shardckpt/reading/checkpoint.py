@@ -423,6 +423,7 @@ class Checkpoint:
             merged index, or the zarr.json documents).
 
         Raises:
+            ReplacedError: the checkpoint was replaced or deleted before everything was read.
             StorageError: the storage does not answer, or denies permission.
         """
         check_fork(self.location)  # its errors would be reported as damage

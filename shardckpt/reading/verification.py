@@ -6,7 +6,8 @@
 3. The metadata for stock zarr readers is compared with record and table.
 
 Damage does not stop the verification; all damage is reported. A storage that does not answer or
-denies permission stops it.
+denies permission stops it. If anything is damaged or missing because another checkpoint has taken
+this one's place, or none is there any more, that is an error, and no damage.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from shardckpt.plan.pieces import batches
 from shardckpt.reading.inspection import every_chunk
 from shardckpt.reading.locate import Request
 from shardckpt.reading.lookup import WholeTable
+from shardckpt.reading.missing import replaced_error
 from shardckpt.reading.reader import ChunkReader, ReadStats, open_chunks, open_reader
 from shardckpt.text import count
 
@@ -130,6 +132,7 @@ def verify(
 
     Raises:
         OptionError: `after` is not a number of chunks of the checkpoint.
+        ReplacedError: the checkpoint was replaced or deleted before everything was read.
         StorageError: the storage does not answer, or denies permission.
     """
     with (
@@ -168,7 +171,9 @@ class _Verification:
     def run(self) -> VerifyReport:
         """The report; a storage that fails ends it, and its error has the damage up to there."""
         try:
-            return self._checked()
+            self._checked()
+            if self.report.damage:
+                self._refuse_replaced()
         except StorageError as e:
             damage = self.report.damage
             if not damage:
@@ -177,8 +182,9 @@ class _Verification:
                 f"{e} Before that, {count(len(damage), 'damaged part')} came to light, the first "
                 f"in {damage[0].file}: {damage[0].reason}"
             ) from e
+        return self.report
 
-    def _checked(self) -> VerifyReport:
+    def _checked(self) -> None:
         """Check the metadata first, then all chunks, then the metadata for stock readers."""
         total = sum(t.num_chunks for t in self.record.structure.tensors.values())
         if not 0 <= self.after <= total:
@@ -204,7 +210,6 @@ class _Verification:
         # extra entries.
         if complete and self.record.compression != "difference":
             self._index(table)
-        return self.report
 
     def _chunks(self, own: ChunkReader) -> Iterator[tuple[int, int]]:
         """Compare all chunks with the tables that have them.
@@ -380,8 +385,16 @@ class _Verification:
     def _report(self, damage: Damage) -> None:
         """Report damage; called by several threads."""
         with self.lock:
+            if not self.report.damage:
+                self._refuse_replaced()
             self.report.damage.append(damage)
             self.on_damage(damage)
+
+    def _refuse_replaced(self) -> None:
+        """Raise if the data seems damaged because the checkpoint was replaced or deleted."""
+        replaced = replaced_error(self.store, self.store.location, self.record.attempt)
+        if replaced is not None:
+            raise replaced
 
     def _damaged_record(self, reason: str) -> None:
         self._report(Damage(None, None, RECORD, reason))

@@ -203,6 +203,37 @@ def test_a_base_that_is_gone_is_damage_to_each_of_its_tensors_wherever_a_verific
     assert [d.tensor for d in check(checkpoint).damage] == in_x != []
 
 
+@pytest.mark.parametrize("layout", ["packed", "zarr"])
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("what", ["deleted", "replaced"])
+def test_a_checkpoint_that_is_deleted_or_replaced_meanwhile_is_not_damaged(
+    tmp_path, layout, begun, what
+):
+    options = SaveOptions(layout=layout, overwrite=True)
+    shardckpt.save(tmp_path / "c", TENSORS, options=options)
+    checkpoint = shardckpt.open(tmp_path / "c")
+
+    def remove(*_of_progress):
+        if what == "deleted":
+            shutil.rmtree(tmp_path / "c", ignore_errors=True)
+        elif shardckpt.open(tmp_path / "c").record.attempt == checkpoint.record.attempt:
+            shardckpt.save(tmp_path / "c", TENSORS, options=options)
+
+    if not begun:
+        remove()
+    with pytest.raises(errors.ReplacedError, match=f"the checkpoint was {what} while"):
+        checkpoint.verify(remove)
+
+
+def test_a_checkpoint_whose_files_are_deleted_before_its_record_is_not_damaged(tmp_path):
+    shardckpt.save(tmp_path / "c", TENSORS)
+    checkpoint = shardckpt.open(tmp_path / "c")
+    shutil.rmtree(tmp_path / "c" / checkpoint.record.attempt)
+    with pytest.raises(errors.ReplacedError, match="the checkpoint was deleted while"):
+        check(checkpoint, on_damage=lambda _damage: shutil.rmtree(tmp_path / "c", True))
+    assert not (tmp_path / "c").exists()
+
+
 def test_a_position_that_no_verification_of_the_checkpoint_can_have_is_refused(tmp_path):
     shardckpt.save(tmp_path / "c", TENSORS)
     checkpoint = shardckpt.open(tmp_path / "c")

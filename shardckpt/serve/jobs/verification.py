@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.commit.publish import RECORD, published_attempt
-from shardckpt.errors import FormatError, ReplacedError
+from shardckpt.commit.publish import RECORD
 from shardckpt.io.store import Store
 from shardckpt.reading import verification as reading
+from shardckpt.reading.missing import replaced_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,7 +89,10 @@ def verify_checkpoint(work: Work, checkpoint: Checkpoint) -> dict[str, Any]:
             return
         if not known:
             time.sleep(_SETTLE_SECONDS)
-        _check_there(store, attempt)  # data of a checkpoint that is being deleted may be missing
+        # Data of a checkpoint that is being deleted may be missing.
+        replaced = replaced_error(store, checkpoint.location, attempt)
+        if replaced is not None:
+            raise replaced
         known.add(key)
         counts["damaged"] += 1
         if len(counts["damage"]) < MOST_DAMAGE:
@@ -98,22 +100,14 @@ def verify_checkpoint(work: Work, checkpoint: Checkpoint) -> dict[str, Any]:
         work.note(counts)
 
     group = {} if rate is None else {"group_bytes": max(_LEAST_GROUP, round(rate * _GROUP_SECONDS))}
-    store = Store.open(checkpoint.location)
     reading.verify(
         store, checkpoint.record, progress, after=counts["chunks"], on_damage=damaged, **group
     )
-    _check_there(store, attempt)
     work.note({**counts, "over": True})
     return {
         "ok": not counts["damaged"],
         **{name: counts[name] for name in ("chunks", "bytes", "damaged", "damage")},
     }
-
-
-def _check_there(store: Store, attempt: str) -> None:
-    with suppress(FormatError):  # a damaged record is damage
-        if published_attempt(store) != attempt:
-            raise ReplacedError(f"{store}: it was replaced or deleted while it was verified.")
 
 
 def verify_unreadable(work: Work, error: ShardckptError) -> dict[str, Any]:
