@@ -29,6 +29,7 @@ from shardckpt.errors import (
     OptionError,
     ShardckptError,
     StorageError,
+    extend,
 )
 from shardckpt.format.documents import envelope_digest, format_version
 from shardckpt.format.record import CheckpointRecord, parse_checkpoint
@@ -176,12 +177,12 @@ class _Verification:
                 self._refuse_replaced()
         except StorageError as e:
             damage = self.report.damage
-            if not damage:
-                raise
-            raise StorageError(
-                f"{e} Before that, {count(len(damage), 'damaged part')} came to light, the first "
-                f"in {damage[0].file}: {damage[0].reason}"
-            ) from e
+            if damage:
+                before = (
+                    f" Before that, {count(len(damage), 'damaged part')} came to light, the first "
+                )
+                extend(e, after=f"{before}in {damage[0].file}: {damage[0].reason}")
+            raise
         return self.report
 
     def _checked(self) -> None:

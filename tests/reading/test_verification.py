@@ -248,3 +248,15 @@ def test_an_error_of_the_caller_stops_the_verification(damaged):
 
     with pytest.raises(Stopped):
         check(damaged, on_damage=refuse)
+
+
+class StoppedByStorage(errors.StorageError):
+    """Raised by a storage of a class of its own."""
+
+
+def test_an_error_of_the_storage_keeps_its_class_and_names_the_damage_before(damaged):
+    def fail(_damage):
+        raise StoppedByStorage("it does not answer.")
+
+    with pytest.raises(StoppedByStorage, match=r"answer\. Before that, 1 damaged part came to"):
+        check(damaged, on_damage=fail)
