@@ -144,3 +144,18 @@ class View:
                 for part in product(*sides)
             ]
         return inside
+
+
+def overlapping_views(insides: BoxArray, boxes: BoxArray) -> list[int]:
+    """Indices of the views that may have elements of some boxes of the output, ascending.
+
+    A view that has none may be among them, but none that lies outside of the box around all.
+
+    Args:
+        insides: `inside` of each view.
+        boxes: at least one box.
+    """
+    if len(insides) <= 1:
+        return [*range(len(insides))]
+    around = Box(tuple(boxes.start.min(axis=0).tolist()), tuple(boxes.stop.max(axis=0).tolist()))
+    return [*map(int, insides.overlapping(around))]

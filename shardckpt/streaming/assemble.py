@@ -21,6 +21,7 @@ import numpy as np
 
 from shardckpt.io.threads import read_ahead
 from shardckpt.layout.box import BoxArray
+from shardckpt.plan.views import overlapping_views
 from shardckpt.reading.read_list import ReadList
 from shardckpt.streaming.batches import (
     Batch,
@@ -160,7 +161,8 @@ class _Reading:
                 self._room(planned, piece, pairs, boxes, begun, batch),
                 (boxes.stop - boxes.start).tolist(),
             )
-            for tensor, view in planned.target.sources:
+            for i in overlapping_views(planned.target.insides, parts):
+                tensor, view = planned.target.sources[i]
                 chunks = [
                     planned.target.elements(raw, piece, shape, tensor)
                     for raw, shape in zip(raws, shapes, strict=True)

@@ -109,6 +109,12 @@ class ChunkTarget:
         """Whether the target is a single chunk, as most are; no grid lookup is needed then."""
         return len(self.pieces) == 1 and self.pieces[0].num_chunks == 1
 
+    @cached_property
+    def insides(self) -> BoxArray:
+        """The boxes that the views of the sources fill."""
+        boxes = [view.inside for _, view in self.sources]
+        return BoxArray.of(boxes, len(self.pieces[0].shape))
+
     def nbytes(self, piece: Piece, shape: Sequence[int]) -> int:
         """Bytes in memory of a chunk with this shape of elements."""
         return room_for(

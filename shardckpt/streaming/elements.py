@@ -23,6 +23,7 @@ import numpy as np
 
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.cut import Order, cut
+from shardckpt.plan.views import overlapping_views
 from shardckpt.reading.naming.outputs import check
 from shardckpt.reading.read_list import ReadList
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from shardckpt.plan.views import View
     from shardckpt.reading.checkpoint import Checkpoint
     from shardckpt.reading.locate import Request
     from shardckpt.reading.naming.outputs import OutputTensor
@@ -90,6 +92,8 @@ class OutputReader:
             check(output, self._tensors)
         self._most = cache_bytes
         self._blocks: dict[int, _Blocks] = {}
+        self._insides: dict[int, BoxArray] = {}
+        """The boxes that the views of an output fill, of outputs with several."""
         self._cache: OrderedDict[Key, Bytes] = OrderedDict()
         self._touched: OrderedDict[Key, int] = OrderedDict()
         """Bytes of blocks of which parts were read lately; a block is kept when it is read
@@ -270,9 +274,16 @@ class OutputReader:
             for piece in view.pieces(self._tensors[view.tensor].pieces)
         ]
         room = max(1, LARGEST_BLOCK // output.dtype.itemsize)
-        parts = [
-            step.box for step in cut(Box.full(output.shape), (), room, Order.ROWS, sources=stored)
-        ]
+        # Views of single rows end inside of a chunk; a block has the bytes of a chunk.
+        chunk = max(
+            prod(piece.chunks)
+            for view in output.sources
+            for piece in self._tensors[view.tensor].pieces
+        )
+        steps = cut(
+            Box.full(output.shape), (), room, Order.ROWS, sources=stored, joined=min(room, chunk)
+        )
+        parts = [step.box for step in steps]
         boxes = BoxArray.of(parts, len(output.shape))
         strides = np.array(
             [prod(output.shape[d + 1 :]) * output.dtype.itemsize for d in range(len(output.shape))],
@@ -305,13 +316,24 @@ class OutputReader:
         """The requests of `read_boxes`."""
         reads = ReadList()
         for number, box, elements in boxes:
-            output = self._outputs[number]
-            for view in output.sources:
+            output, boxes_of_output = self._outputs[number], BoxArray.of([box], box.ndim)
+            for view in self._views(number, boxes_of_output):
                 tensor = self._tensors[view.tensor]
                 reads.of(tensor, converts=output.dtype != tensor.dtype).add(
-                    view, BoxArray.of([box], box.ndim), [elements]
+                    view, boxes_of_output, [elements]
                 )
         return reads.requests()
+
+    def _views(self, number: int, boxes: BoxArray) -> Sequence[View]:
+        """The views of an output that may have elements of some boxes."""
+        views = self._outputs[number].sources
+        if len(views) <= 1:
+            return views
+        if number not in self._insides:
+            self._insides[number] = BoxArray.of(
+                [view.inside for view in views], len(views[0].start)
+            )
+        return [views[i] for i in overlapping_views(self._insides[number], boxes)]
 
     def _whole(
         self, blocks: Iterable[tuple[Key, Bytes]]

@@ -1,0 +1,48 @@
+"""Bytes of outputs that are made of many views."""
+
+import sys
+
+import numpy as np
+
+import shardckpt
+from shardckpt import Box
+from shardckpt.reading.naming.mapping_file import parse_mapping
+from shardckpt.reading.read_list import TensorBoxes
+from shardckpt.streaming.elements import OutputReader
+
+HEADS, WIDTH = 2, 64
+ROTARY = {"map": [{"from": "w", "to": "w", "rotary": {"heads": HEADS, "to": "pairs"}}]}
+
+
+def calls_of_add(function, argument):
+    """The number of views whose reads a call of a function plans."""
+    number = 0
+
+    def count(frame, event, _value):
+        nonlocal number
+        number += event == "call" and frame.f_code is TensorBoxes.add.__code__
+
+    sys.setprofile(count)
+    try:
+        function(argument)
+    finally:
+        sys.setprofile(None)
+    return number
+
+
+def test_a_view_for_each_row_neither_cuts_blocks_nor_is_planned_for_reads_of_other_rows(tmp_path):
+    stored = np.arange(WIDTH * 5.0).reshape(WIDTH, 5)
+    shardckpt.save(tmp_path / "c", {"w": stored})
+    checkpoint = shardckpt.open(tmp_path / "c")
+    (output,) = parse_mapping(ROTARY, "m").outputs({"w": checkpoint.tensor("w")})
+    assert len(output.sources) == WIDTH
+    reader = OutputReader(checkpoint, [output])
+    assert reader.edges(0) == [0, stored.nbytes]
+    halves = stored.reshape(HEADS, 2, WIDTH // HEADS // 2, 5)
+    expected = halves.transpose(0, 2, 1, 3).reshape(WIDTH, 5)
+    for first, last in [(0, WIDTH), (7, 10), (63, 64)]:
+        memory = np.zeros((last - first, 4))
+        box = Box((first, 1), (last, 5))
+        assert calls_of_add(reader.requests, [(0, box, memory)]) == last - first
+        reader.read_boxes([(0, box, memory)])
+        assert np.array_equal(memory, expected[first:last, 1:])
