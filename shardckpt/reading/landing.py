@@ -450,7 +450,7 @@ def restore_jobs(
         adaptation: has the tensors that are made, and says which sinks may have another size.
         beside: destinations that are filled without reading.
     """
-    jobs = []
+    jobs, where = [], checkpoint.location
     record = checkpoint.tensor if adaptation is None else adaptation.tensor
     title = str if adaptation is None else adaptation.title
     for stored, sinks in places:
@@ -460,12 +460,10 @@ def restore_jobs(
             if sink.shape != tensor.shape and not (
                 adaptation is not None and adaptation.fits(name, tensor, sink)
             ):
-                raise refusals.another_shape(title(name), checkpoint.location, tensor, sink)
+                raise refusals.another_shape(title(name), where, tensor, sink)
             same = sink.dtype is tensor.dtype or sink.dtype == tensor.dtype
             if not same and not (cast and castable(tensor.dtype, sink.dtype)):
-                raise refusals.another_dtype(
-                    title(name), checkpoint.location, tensor, sink, cast=cast
-                )
+                raise refusals.another_dtype(title(name), where, tensor, sink, cast=cast)
             # Tied leaves with equal sinks get one object, because they were one object when saved.
             if sink.tie_key not in landings:
                 landings[sink.tie_key] = Landing(tensor, sink)
