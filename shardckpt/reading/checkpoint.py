@@ -489,9 +489,7 @@ def _reopen(location: Location, attempt: str) -> Checkpoint:
     """Open an attempt after unpickling."""
     checkpoint = Checkpoint(location)
     if checkpoint.record.attempt != attempt:
-        raise ReplacedError(
-            f"{location}: the checkpoint was replaced after it was pickled; open it again."
-        )
+        raise ReplacedError(f"{location}: it was replaced after it was pickled; open it again.")
     return checkpoint
 
 
