@@ -86,7 +86,7 @@ class Unsaveable:
 
 
 def save_what_cannot_be_encoded(coordinator, url):
-    """An error that is none of ours, on process 1 alone."""
+    """A function of the program fails, on process 1 alone."""
     leaf = 3
     if coordinator.world.process == 1:
         shardckpt.register_leaf(

@@ -169,9 +169,11 @@ def test_a_save_where_nothing_locks_is_refused_with_what_to_mount(tmp_path, refu
         shardckpt.save(tmp_path / "c", STATE)
 
 
-@pytest.mark.parametrize("to", ["safetensors", "dcp", "torch"])
+@pytest.mark.parametrize(
+    ("to", "name"), [("safetensors", "x.safetensors"), ("dcp", "x"), ("torch", "x.pt")]
+)
 def test_an_export_where_nothing_locks_is_refused_with_what_to_mount_and_leaves_nothing(
-    tmp_path, refused, to
+    tmp_path, refused, to, name
 ):
     shardckpt.save(tmp_path / "c", STATE)
     (tmp_path / "out").mkdir()
@@ -179,7 +181,7 @@ def test_an_export_where_nothing_locks_is_refused_with_what_to_mount_and_leaves_
     with pytest.raises(
         StorageError, match=r"this file system has no locks \(Refused\); mount it with locks"
     ):
-        shardckpt.export(tmp_path / "c", tmp_path / "out" / "x.safetensors", to=to)
+        shardckpt.export(tmp_path / "c", tmp_path / "out" / name, to=to)
     assert names(tmp_path / "out") == []
 
 

@@ -101,8 +101,8 @@ def test_an_error_on_one_process_reaches_all_in_words(tmp_path, job):
     for answer in (answers[0], answers[2]):
         assert answer["error"] == "CommitError"
         assert (
-            "process 1 could not write its share: KeyError: 'missing'. Nothing was published."
-            in answer["message"]
+            "process 1 could not write its share: 'leaf': the encode function registered as "
+            "'unsaveable' failed (KeyError: 'missing'). Nothing was published." in answer["message"]
         )
 
 
