@@ -66,16 +66,20 @@ class MayLoseStore(OneOfThreads):
 
 
 class Interrupted(OneOfThreads):
-    """One of several threads that is interrupted once, before it sets a key."""
+    """One of several threads that is interrupted once, before or after it sets a key."""
 
     at: str | None = None
     """The end of that key."""
+    is_late = False
+    """Whether the key is set before the interruption."""
 
     def _set(self, key: str, value: bytes) -> None:
-        if self.at is not None and key.endswith(self.at):
+        is_hit = self.at is not None and key.endswith(self.at)
+        if not is_hit or self.is_late:
+            super()._set(key, value)
+        if is_hit:
             self.at = None
             raise KeyboardInterrupt
-        super()._set(key, value)
 
 
 def on_threads(

@@ -16,7 +16,13 @@ from shardckpt.frameworks.coordination.base import (
     coordinator_of,
 )
 from shardckpt.frameworks.coordination.calls import SilentStoreError
-from shardckpt.frameworks.coordination.outcomes import check_answered, on_all_processes
+from shardckpt.frameworks.coordination.outcomes import (
+    check_answered,
+    check_outcomes,
+    first_failure,
+    on_all_processes,
+    share_failure,
+)
 from shardckpt.frameworks.coordination.waiting import ALL_MUST_CALL, WaitNotice
 
 __all__ = [
@@ -27,6 +33,9 @@ __all__ = [
     "WaitNotice",
     "check_answered",
     "check_coordinator",
+    "check_outcomes",
     "coordinator_of",
+    "first_failure",
     "on_all_processes",
+    "share_failure",
 ]

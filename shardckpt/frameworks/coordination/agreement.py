@@ -33,13 +33,17 @@ import json
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from shardckpt.errors import CoordinationError, OptionError
+from shardckpt.errors import CoordinationError, OptionError, extend
 from shardckpt.frameworks.coordination.waiting import ALL_MUST_CALL
 
 T = TypeVar("T")
 
 _NAMED = 12
 """Most processes that a message names."""
+_KEYS = 8
+"""Number of questions of one name that have keys of their own, so that a job of any length keeps
+few. A process may leave so many in a row while another one still looks for the answer to the one
+before."""
 
 
 class Get(NamedTuple):
@@ -195,51 +199,151 @@ def lead(
             data = None if key is None else (yield Get(key))
             if data is not None:
                 values[process] = decode(data)
-        if (yield from _publish(f"{run_id}/start", values, processes)):
+        if (yield from _are_there(f"{run_id}/start", values, processes)):
             served |= nonces
-            return [values[p] for p in range(processes)]
+            in_order = [values[p] for p in range(processes)]
+            yield Set(f"{run_id}/start/all", numbered(0, encode(in_order)))
+            return in_order
+
+
+class Questions:
+    """The questions of one name that the processes ask each other, as one process counts them.
+
+    `share` and `leave` go by these rules, whatever fails in between:
+
+    1. A process asks with the number of the question and of its call: `<key>/<process> = [number,
+       [call, value]]`. Process 0 publishes all values, and every `call` that is not 1, under
+       `<key>/all`. A call that returns ends its question.
+    2. A process that leaves sends a value, and ends its question without the answer; process 0
+       publishes at once, for all calls. So a process may be ahead of others: an older number is no
+       value yet, and a newer one means that the process has left.
+    3. A call that fails withdraws its value and ends no question, so that all can call again. If
+       process 0 had seen the value, the others have their answer and go on. The next call of this
+       process sees that the answer is for another call, and takes part in the next question.
+    4. A call that is interrupted leaves, unless its answer is there: then the others have it, too.
+
+    One gap remains: if a process leaves in the moment between process 0's look at the value of its
+    failed call and the answer, the others wait for it at the next question.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Nothing was asked yet.
+
+        Args:
+            name: the beginning of the keys, under the run id.
+        """
+        self._name = name
+        self.number = 0
+        """The current question."""
+        self.calls = 0
+        """Calls of this process about it, with the current one."""
+
+    @property
+    def key(self) -> str:
+        """The key of the current question."""
+        return f"{self._name}#{self.number % _KEYS}"
+
+    def end(self) -> None:
+        """Go on to the next question."""
+        self.number += 1
+        self.calls = 0
+
+
+def share(questions: Questions, process: int, processes: int, value: bytes) -> Steps[list[Any]]:
+    """The values of all processes for the current question; the caller ends it.
+
+    Args:
+        questions: the questions of a name; the call is counted.
+        process: the number of this process.
+        processes: the number of processes.
+        value: the value of this process, encoded.
+
+    Returns:
+        The value of each process, by process; as for `gather`.
+
+    Raises:
+        CoordinationError: the time is up; names the missing processes. Or process 0 has gone on.
+    """
+    who = process, processes, value
+    values = yield from gather(questions.key, *who, questions.calls, questions.number)
+    if values is None:
+        questions.end()
+        questions.calls = 1
+        try:
+            values = yield from gather(questions.key, *who, 1, questions.number)
+        except CoordinationError as e:
+            extend(
+                e,
+                after=" The call before, which failed on this process, was answered on the others: "
+                "they may have gone on without a second one.",
+            )
+            raise
+    assert values is not None  # no call before has asked it
+    return values
+
+
+def leave(questions: Questions, process: int, value: bytes) -> Steps[None]:
+    """End the current question, and wait for nobody.
+
+    Args:
+        questions: the questions of a name; the call is counted. If an earlier call, which has
+            failed, was answered, the question after it is the one to end.
+        process: the number of this process.
+        value: the value that the others get, encoded. The others get None as that of all other
+            processes if this is process 0, which collects them.
+    """
+    data = yield Get(f"{questions.key}/all")
+    number, answer = (-1, None) if data is None else decode(data)
+    if number == questions.number:
+        calls = questions.calls
+        questions.end()
+        if _answers(answer, process, calls):
+            return
+        questions.calls = 1
+    if process:
+        own = b"[%d,%b]" % (questions.calls, value)
+        yield Set(f"{questions.key}/{process}", numbered(questions.number, own))
+    else:
+        yield Set(f"{questions.key}/all", numbered(questions.number, b"[[%b],null]" % value))
+    questions.end()
 
 
 def gather(
-    key: str, process: int, processes: int, value: bytes, token: str, number: int = 0
+    key: str, process: int, processes: int, value: bytes, call: int = 1, number: int = 0
 ) -> Steps[list[Any] | None]:
     """The values of all processes, by process: process 0 collects them and publishes them as one.
 
-    A process may be a question ahead of others only if it has declined that one: so an older number
-    is no answer yet, and a process with a newer one has declined. A process whose call has failed
-    sets `WITHDRAWN`, and may call again with another value, so every look reads all values. The
-    answer may have the value of the failed call nevertheless; its token tells the two apart.
+    A process whose call has failed sets `WITHDRAWN`, so every look reads all values.
 
     Args:
         key: a key under the run id.
         process: the number of this process.
         processes: the number of processes.
         value: the value of this process, encoded.
-        token: a new text, which no other call of this process has used.
+        call: the number of this call with the key and the number, from 1.
         number: greater than in all earlier uses of the key.
 
     Returns:
-        The values, None for a process that has declined. None if an earlier call of this process,
-        which has failed, was answered: nobody else asks this question any more.
+        The values, None for a process that has left without one. None if an earlier call of this
+        process, which has failed, was answered: nobody else asks this question any more.
 
     Raises:
         CoordinationError: the time is up; names the missing processes. Or process 0 has gone on.
     """
-    own = b"[%b,%b]" % (encode(token), value)
+    own = b"[%d,%b]" % (call, value)
     if process:
         yield Set(f"{key}/{process}", numbered(number, own))
         answer = yield from await_answer(key, process, number)
     else:
         answer = yield from _collect(key, processes, own, number)
-    if answer is None:  # process 0 has declined
-        return [None] * processes
-    if answer[process][0] != token:
+    if not _answers(answer, process, call):
         return None
-    return [None if one is None else one[1] for one in answer]
+    values: list[Any] = answer[0]
+    return values + [None] * (processes - len(values))
 
 
 def _collect(key: str, processes: int, own: bytes, number: int) -> Steps[list[Any]]:
-    """The tokens and values of all processes, None for those that have declined, as process 0.
+    """The values of all processes, and their calls, as process 0.
 
     They are published, unless an earlier call of process 0 has published an answer.
     """
@@ -252,9 +356,20 @@ def _collect(key: str, processes: int, own: bytes, number: int) -> Steps[list[An
         for p in range(1, processes):
             data = yield Get(f"{key}/{p}")
             if data is not None and (answered := decode(data))[0] >= number:
-                values[p] = answered[1] if answered[0] == number else None
-        if (yield from _publish(key, values, processes, number)):
-            return [values[p] for p in range(processes)]
+                values[p] = answered[1] if answered[0] == number else [1, None]
+        if (yield from _are_there(key, values, processes, number)):
+            calls = {str(p): values[p][0] for p in values if values[p][0] != 1}
+            answer = [[values[p][1] for p in range(processes)], calls]
+            yield Set(f"{key}/all", numbered(number, encode(answer)))
+            return answer
+
+
+def _answers(answer: Any, process: int, call: int) -> bool:
+    """Whether a published answer is for this call of a process, and not for an earlier one."""
+    calls = answer[1]
+    if calls is None:  # process 0 has left
+        return process > 0
+    return bool(calls.get(str(process), 1) == call)
 
 
 def numbered(number: int, value: bytes) -> bytes:
@@ -314,22 +429,16 @@ def await_answer(key: str, process: int, number: int = 0) -> Steps[Any]:
             )
 
 
-def _publish(key: str, values: dict[int, Any], processes: int, number: int = 0) -> Steps[bool]:
-    """Publish the values of all processes, or the numbers of the missing ones.
-
-    Return whether all are there.
-    """
-    if len(values) == processes:
-        answer = encode([values[p] for p in range(processes)])
-        yield Set(f"{key}/all", numbered(number, answer))
-        return True
+def _are_there(key: str, values: dict[int, Any], processes: int, number: int = 0) -> Steps[bool]:
+    """Whether all processes have values; if not, publish the missing ones, and wait."""
     missing = [p for p in range(processes) if p not in values]
-    # So that the other processes can name them too, without their own search.
-    yield Set(f"{key}/missing", numbered(number, encode(missing)))
-    late = yield Wait()
-    if late is not None:
-        yield from _overdue(0, missing, late)
-    return False
+    if missing:
+        # So that the other processes can name them too, without their own search.
+        yield Set(f"{key}/missing", numbered(number, encode(missing)))
+        late = yield Wait()
+        if late is not None:
+            yield from _overdue(0, missing, late)
+    return not missing
 
 
 def _without_answer(process: int, missing: bytes | None, number: int = 0) -> Sequence[int]:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from collections import defaultdict
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -47,9 +47,6 @@ T = TypeVar("T")
 
 _PREFIX = "shardckpt/"
 """The prefix of all keys, because other programs use the store, too."""
-_SHARED = 8
-"""Number of questions of one name in `share` that have keys of their own. A process may decline so
-many in a row while another one still looks for the answer to the one before."""
 _TIMEOUT = 600.0
 """Default seconds to wait for other processes."""
 
@@ -96,7 +93,7 @@ class Coordinator(ABC):
         check_seconds(timeout, f"{type(self).__name__}(timeout")
         self.world = World(process, processes)
         self._timeout = timeout
-        self._asked: Counter[str] = Counter()
+        self._asked: dict[str, agreement.Questions] = {}
         self._served: defaultdict[str, dict[int, bytes]] = defaultdict(dict)
         own = encode(report(processes, devices))
         new = time.strftime("%Y%m%dT%H%M%S-", time.gmtime()) + secrets.token_hex(4)
@@ -144,23 +141,20 @@ class Coordinator(ABC):
             CoordinationError: not all processes called it in time; names the missing ones.
             OptionError: the value is not JSON. The others get None, as after Ctrl-C.
         """
-        values, who = None, (self.world.process, self.world.processes)
         seconds = self._seconds(timeout, "share")
-        while values is None:
-            question, number = self._shared(key)
-            try:
-                token = secrets.token_hex(8)
-                steps = agreement.gather(question, *who, encode(value), token, number)
-                values = self._run(steps, seconds)
-            except CoordinationError:
-                with suppress(CoordinationError):
-                    self._set(f"{_PREFIX}{question}/{who[0]}", agreement.WITHDRAWN)
-                raise
-            except BaseException:
-                with suppress(CoordinationError):
-                    self.decline(key)
-                raise
-            self._asked[key] += 1
+        process, questions = self.world.process, self._questions(key)
+        try:
+            steps = agreement.share(questions, process, self.world.processes, encode(value))
+            values = self._run(steps, seconds)
+        except CoordinationError:
+            with suppress(Exception):
+                self._set(f"{_PREFIX}{questions.key}/{process}", agreement.WITHDRAWN)
+            raise
+        except BaseException:
+            with suppress(Exception):
+                self._run(agreement.leave(questions, process, encode(None)), 0)
+            raise
+        questions.end()
         return values
 
     def decline(self, key: str) -> None:
@@ -172,10 +166,12 @@ class Coordinator(ABC):
         Raises:
             CoordinationError: the store is gone, or silent.
         """
-        question, number = self._shared(key)
-        self._asked[key] += 1
-        nothing = agreement.numbered(number, encode(None))
-        self._set(f"{_PREFIX}{question}/{self.world.process or 'all'}", nothing)
+        self._leave(key, None)
+
+    def _leave(self, key: str, value: Any) -> None:
+        """Take part in `share` with a value, but wait for nobody; see `decline`."""
+        steps = agreement.leave(self._questions(key), self.world.process, encode(value))
+        self._run(steps, 0)
 
     def agree(self, key: str, propose: Callable[[], Any], *, timeout: float | None = None) -> Any:
         """The value that process 0 proposes, when all have called it: for the start of a job.
@@ -197,16 +193,20 @@ class Coordinator(ABC):
         met = self.meet(f"agree/{key}", timeout=seconds, check=lambda: None)
         question = f"{self.run_id}/agree/{met}"
         if self.world.process == 0:
+
+            def publish(answer: bytes, wait: float) -> None:
+                numbered = agreement.numbered(0, answer)
+                until(wait, lambda: self._set(f"{_PREFIX}{question}/all", numbered))
+
             try:
-                published = encode({"value": propose()})
+                proposed = encode({"value": propose()})
             except BaseException as error:
                 failure = encode({"failure": f"{type(error).__name__}: {error}"})
-                with suppress(CoordinationError):
-                    self._set(f"{_PREFIX}{question}/all", agreement.numbered(0, failure))
+                with suppress(Exception):
+                    publish(failure, seconds if isinstance(error, Exception) else 0)
                 raise
-            answer = agreement.numbered(0, published)
-            until(seconds, lambda: self._set(f"{_PREFIX}{question}/all", answer))
-            return decode(published)["value"]
+            publish(proposed, seconds)
+            return decode(proposed)["value"]
         answer = self._run(agreement.await_answer(question, self.world.process), seconds)
         if "failure" in answer:
             raise CoordinationError(
@@ -295,13 +295,13 @@ class Coordinator(ABC):
     def _get(self, key: str) -> bytes | None:
         """The value of a key; None, at once, if the key is missing."""
 
-    def _shared(self, key: str) -> tuple[str, int]:
-        """The key and the number of the current question for `share`.
-
-        Few keys serve all questions of a name, so that a job of any length keeps few.
-        """
-        number = self._asked[key]
-        return f"{self.run_id}/share/{key}#{number % _SHARED}", number
+    def _questions(self, key: str) -> agreement.Questions:
+        """The questions for `share` of a name, with a new call that is counted."""
+        # Another name than in 0.2.0 and before, whose values have another form: a job of both
+        # versions hears that processes are missing.
+        questions = self._asked.setdefault(key, agreement.Questions(f"{self.run_id}/shares/{key}"))
+        questions.calls += 1
+        return questions
 
     def _seconds(self, timeout: float | None, call: str) -> float:
         """The time limit of a call: its `timeout`, or the coordinator's own."""

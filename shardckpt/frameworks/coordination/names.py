@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from shardckpt.errors import CoordinationError
-
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -78,7 +76,7 @@ class Agreement:
         """
         if self._open:
             self._open = False
-            with suppress(*(() if error is None else (CoordinationError,))):
+            with suppress(*(() if error is None else (Exception,))):
                 self._coordinator.decline(_KEY)
 
 

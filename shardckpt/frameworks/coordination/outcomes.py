@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardckpt.errors import CoordinationError, by_code, error_document
+from shardckpt.errors import CoordinationError, ShardckptError, by_code, error_document
 from shardckpt.frameworks.coordination.agreement import encode
 
 if TYPE_CHECKING:
@@ -39,18 +39,49 @@ def on_all_processes(coordinator: Coordinator, key: str, act: Callable[[], T]) -
         failed = e
         outcome = error_document(e) | {"message": f"{type(e).__name__}: {e}"}
     except BaseException:  # Ctrl-C: the others do not wait
-        with suppress(CoordinationError):
+        with suppress(Exception):
             coordinator.decline(key)
         raise
-    with suppress(*(() if failed is None else (CoordinationError,))):
+    with suppress(*(() if failed is None else (Exception,))):
         outcomes = coordinator.share(key, outcome)
     if failed is not None:
         raise failed
-    check_answered(outcomes)
-    for process, one in enumerate(outcomes):
-        if "result" not in one:
-            raise by_code(one["code"])(f"process {process} failed with {one['message']}")
+    check_outcomes(outcomes, "failed with")
     return [one["result"] for one in outcomes]
+
+
+def share_failure(coordinator: Coordinator, key: str, error: BaseException) -> None:
+    """Take part in `Coordinator.share` with an error, for `check_outcomes`; wait for nobody.
+
+    The caller raises its error, whether the others hear of it or not.
+    """
+    with suppress(Exception):
+        coordinator._leave(key, error_document(error))
+
+
+def check_outcomes(answers: Sequence[Any], failed: str) -> None:
+    """Check that no process has shared an error, or declined.
+
+    Args:
+        answers: the result of `Coordinator.share`, of values that are not None.
+        failed: the verb of the message, such as "failed with".
+
+    Raises:
+        ShardckptError: the error of the first process that has shared one (`error_document`).
+        CoordinationError: a process has declined.
+    """
+    error = first_failure(answers, failed)
+    if error is not None:
+        raise error
+    check_answered(answers)
+
+
+def first_failure(answers: Sequence[Any], failed: str) -> ShardckptError | None:
+    """The error of the first process that has shared one; see `check_outcomes`."""
+    for process, one in enumerate(answers):
+        if one is not None and "code" in one:
+            return by_code(one["code"])(f"process {process} {failed} {one['message']}")
+    return None
 
 
 def check_answered(answers: Sequence[Any]) -> None:

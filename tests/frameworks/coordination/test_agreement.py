@@ -3,6 +3,7 @@ every order."""
 
 import json
 import time
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from threading import Barrier, Event
@@ -10,14 +11,15 @@ from threading import Barrier, Event
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from one_of_several import Interrupted, MayLoseStore, on_threads
+from one_of_several import Interrupted, MayLoseStore, OneOfThreads, on_threads
 
-from shardckpt.errors import CoordinationError, OptionError
-from shardckpt.frameworks.coordination import on_all_processes
+from shardckpt.errors import CoordinationError, CorruptionError, OptionError
+from shardckpt.frameworks.coordination import SilentStoreError, on_all_processes
 from shardckpt.frameworks.coordination.agreement import (
     WITHDRAWN,
     Get,
     Late,
+    Questions,
     Report,
     Set,
     Wait,
@@ -25,8 +27,9 @@ from shardckpt.frameworks.coordination.agreement import (
     gather,
     join,
     lead,
+    leave,
     listen,
-    numbered,
+    share,
 )
 
 PATIENCE = 200
@@ -205,7 +208,7 @@ def test_a_gathered_value_is_everybodys_on_all_processes_and_costs_each_but_one_
 ):
     store, sets, results = {}, [0] * processes, {}
     values = [None if p == 1 else {"process": p} for p in range(processes)]
-    steps = {p: gather("question", p, processes, encode(values[p]), "") for p in range(processes)}
+    steps = {p: gather("question", p, processes, encode(values[p])) for p in range(processes)}
     replies = dict.fromkeys(steps)
     for p in [*order, *list(range(processes)) * PATIENCE]:
         if p >= processes or p in results:
@@ -231,19 +234,25 @@ def test_a_gathered_value_is_everybodys_on_all_processes_and_costs_each_but_one_
 def test_questions_that_share_two_keys_are_never_taken_for_each_other(processes, declined, order):
     store, answers = {}, {}
 
+    class TwoKeys(Questions):
+        @property
+        def key(self):
+            return f"question#{self.number % 2}"
+
     def ask(p):
+        questions = TwoKeys("question")
         for number in range(6):
-            key = f"question#{number % 2}"
+            assert questions.number == number
+            questions.calls += 1
             if (p, number) in declined:
-                whose = p or "all"
-                yield Set(f"{key}/{whose}", numbered(number, encode(None)))
+                yield from leave(questions, p, encode(None))
                 continue
-            value = encode([p, number])
             try:
-                answers[p, number] = yield from gather(key, p, processes, value, "", number)
+                answers[p, number] = yield from share(questions, p, processes, encode([p, number]))
             except CoordinationError:  # process 0 has declined several questions since
                 assert p
                 assert {(0, n) for n in range(number + 1, number + 3)} & declined
+            questions.end()
 
     steps = {p: ask(p) for p in range(processes)}
     replies = dict.fromkeys(steps)
@@ -277,7 +286,7 @@ def test_a_value_that_is_withdrawn_before_process_0_looks_is_in_no_answer(proces
 
     def call(p):
         calls[p] += 1
-        steps[p] = gather("question", p, processes, encode([p, calls[p]]), f"{calls[p]}")
+        steps[p] = gather("question", p, processes, encode([p, calls[p]]), calls[p])
         replies[p] = None
 
     for p in range(processes):
@@ -308,49 +317,61 @@ def test_a_value_that_is_withdrawn_before_process_0_looks_is_in_no_answer(proces
 @given(
     processes=st.integers(2, 4),
     events=st.lists(
-        st.tuples(st.sampled_from(["steps", "fails", "vanishes"]), st.integers(0, 3)), max_size=120
+        st.tuples(
+            st.sampled_from(["steps", "fails", "vanishes", "interrupted", "leaves"]),
+            st.integers(0, 3),
+        ),
+        max_size=120,
     ),
 )
 @example(processes=2, events=[("steps", 1)] * 2 + [("steps", 0)] * 4 + [("vanishes", 1)])
 @example(processes=2, events=[("steps", 1)] * 2 + [("steps", 0)] * 4 + [("vanishes", 0)])
+@example(processes=2, events=[("steps", 1)] * 2 + [("steps", 0)] * 4 + [("interrupted", 0)])
+@example(processes=2, events=[("steps", 1)] * 2 + [("steps", 0)] * 4 + [("leaves", 1)])
 def test_an_answer_has_the_value_of_the_very_call_that_returns_it(processes, events):
     store, answers, own, calls = {}, {}, [], dict.fromkeys(range(processes), 0)
-    numbers, steps, replies = dict.fromkeys(range(processes), 0), {}, {}
+    questions = {p: Questions("question") for p in range(processes)}
+    steps, replies, values = {}, {}, {}
 
-    def ask(p):
-        key = f"question#{numbers[p] % 2}"
-        value, token = encode([p, calls[p]]), f"{calls[p]}"
-        steps[p] = gather(key, p, processes, value, token, numbers[p])
-        replies[p] = None
-
-    def call(p):
+    def call(p, *, leaves=False):
+        questions[p].calls += 1
         calls[p] += 1
-        ask(p)
+        values[p] = "left" if leaves else [p, calls[p]]
+        value = encode(values[p])
+        steps[p] = (
+            leave(questions[p], p, value) if leaves else share(questions[p], p, processes, value)
+        )
+        replies[p] = None
 
     for p in range(processes):
         call(p)
     for event, number in [*events, *(("steps", p) for p in list(range(processes)) * PATIENCE)]:
         p = number % processes
-        if numbers[p] == 3:
+        if questions[p].number >= 3:
             continue
+        if event in ("fails", "leaves"):
+            store[f"{questions[p].key}/{p}"] = WITHDRAWN
+        if event == "interrupted":
+            values[p], replies[p] = "left", None
+            steps[p] = leave(questions[p], p, encode("left"))
+        elif event != "steps":
+            call(p, leaves=event == "leaves")
         if event != "steps":
-            if event == "fails":
-                store[f"question#{numbers[p] % 2}/{p}"] = WITHDRAWN
-            call(p)
             continue
         try:
             operation = steps[p].send(replies[p])
         except StopIteration as end:
             if end.value is not None:
-                answers.setdefault(numbers[p], []).append(end.value)
-                own.append((end.value[p], [p, calls[p]]))
-            numbers[p] += 1
-            (ask if end.value is None else call)(p)
+                answers.setdefault(questions[p].number, []).append(end.value)
+                is_all_left = end.value[0] == "left" and set(end.value[1:]) == {None}
+                own.append((end.value[p], None if p and is_all_left else values[p]))
+                questions[p].end()
+            call(p)
             continue
         replies[p] = store.get(operation.key) if isinstance(operation, Get) else None
         if isinstance(operation, Set):
             store[operation.key] = operation.value
-    assert set(numbers.values()) == {3}
+    assert all(one.number >= 3 for one in questions.values())
     assert all(in_answer == of_call for in_answer, of_call in own)
     assert all(answer == one[0] for one in answers.values() for answer in one)
 
@@ -362,7 +383,7 @@ def test_the_answer_to_a_call_that_lost_its_store_is_not_the_next_ones(failing):
     def share(coordinator):
         process = coordinator.world.process
         if process == failing:
-            coordinator.last = f"/share/key#0/{process or 'all'}"
+            coordinator.last = f"/shares/key#0/{process or 'all'}"
             with pytest.raises(CoordinationError, match="gone"):
                 coordinator.share("key", f"first-{process}")
             coordinator.last, coordinator.is_gone = None, False
@@ -375,6 +396,80 @@ def test_the_answer_to_a_call_that_lost_its_store_is_not_the_next_ones(failing):
     assert on_threads(2, share, MayLoseStore) == [answers] * 2
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_process_whose_answered_call_failed_declines_the_next_question(failing):
+    first = Barrier(2)
+
+    def act(coordinator):
+        process = coordinator.world.process
+        if process == failing:
+            coordinator.last = f"/shares/key#0/{process or 'all'}"
+            with pytest.raises(CoordinationError, match="gone"):
+                coordinator.share("key", f"first-{process}")
+            coordinator.last, coordinator.is_gone = None, False
+        else:
+            assert coordinator.share("key", f"first-{process}") == ["first-0", "first-1"]
+        first.wait(20)
+        if process == failing:
+            coordinator.decline("key")
+            declined = None
+        else:
+            declined = coordinator.share("key", f"second-{process}")
+        return declined, coordinator.share("key", f"third-{process}")
+
+    answers = on_threads(2, act, MayLoseStore)
+    assert [third for _, third in answers] == [["third-0", "third-1"]] * 2
+    assert answers[1 - failing][0] == (["second-0", None] if failing else [None, None])
+
+
+def test_a_process_that_calls_alone_again_waits_once_and_hears_why():
+    def act(coordinator):
+        if not coordinator.world.process:
+            return coordinator.share("key", "first")
+        coordinator.last = "/shares/key#0/1"
+        with pytest.raises(CoordinationError, match="gone"):
+            coordinator.share("key", "first")
+        coordinator.last, coordinator.is_gone = None, False
+        while "0" not in coordinator.keys:
+            time.sleep(0.01)
+        with pytest.raises(CoordinationError, match=r"waited 0\.5 s for process 0, .*") as late:
+            coordinator.share("key", "first", timeout=0.5)
+        return str(late.value)
+
+    class Ends(MayLoseStore):
+        def share(self, key, value, **options):
+            answer = super().share(key, value, **options)
+            self.keys[str(self.world.process)] = b""
+            return answer
+
+    answer, message = on_threads(2, act, Ends)
+    assert answer == ["first"] * 2
+    assert message.endswith(
+        "The call before, which failed on this process, was answered on the others: they may have "
+        "gone on without a second one."
+    )
+
+
+def test_values_of_another_version_are_not_read():
+    def act(coordinator):
+        if not coordinator.world.process:
+            return coordinator.share("key", 0, timeout=0.5)
+        key = f"shardckpt/{coordinator.run_id}/share/key#0/1"  # of 0.2.0
+        return coordinator._set(key, b"[0,1]")
+
+    error, _ = on_threads(2, act)
+    assert "process 0 waited 0.5 s for process 1, which did not answer" in str(error)
+
+
+def test_an_answer_is_hardly_larger_than_the_values():
+    def act(coordinator):
+        coordinator.share("key", None)
+        (answer,) = [value for key, value in coordinator.keys.items() if key.endswith("#0/all")]
+        return len(answer)
+
+    assert on_threads(8, act) == [len(json.dumps([None] * 8, separators=(",", ":"))) + 9] * 8
+
+
 def test_a_value_of_a_call_that_timed_out_is_not_in_the_answer_to_the_next():
     failed = Barrier(3)
 
@@ -382,7 +477,7 @@ def test_a_value_of_a_call_that_timed_out_is_not_in_the_answer_to_the_next():
         process = coordinator.world.process
         if process < 2:
             with pytest.raises(CoordinationError, match="for process 2,"):
-                coordinator.share("key", f"first-{process}", timeout=0.2)
+                coordinator.share("key", f"first-{process}", timeout=(1 + process) / 2)
         failed.wait()
         if process == 1:
             time.sleep(0.2)  # the others come first
@@ -398,7 +493,7 @@ def test_an_interrupted_share_keeps_nobody_waiting(interrupted):
     def share(coordinator):
         process = coordinator.world.process
         if process == interrupted:
-            coordinator.at = f"/share/key#0/{process or 'missing'}"
+            coordinator.at = f"/shares/key#0/{process or 'missing'}"
             with pytest.raises(KeyboardInterrupt):
                 on_all_processes(coordinator, "key", lambda: process)
             is_over.set()
@@ -409,6 +504,38 @@ def test_an_interrupted_share_keeps_nobody_waiting(interrupted):
         return on_all_processes(coordinator, "key", lambda: process)
 
     assert on_threads(2, share, Interrupted) == [[0, 1]] * 2
+
+
+def test_a_share_of_process_0_that_is_interrupted_after_its_answer_counts_for_all():
+    first = Barrier(2)
+
+    def act(coordinator):
+        process = coordinator.world.process
+        if process == 0:
+            coordinator.at, coordinator.is_late = "/shares/key#0/all", True
+            with pytest.raises(KeyboardInterrupt):
+                coordinator.share("key", process)
+        else:
+            assert coordinator.share("key", process) == [0, 1]
+        first.wait(20)
+        return coordinator.share("key", f"second-{process}")
+
+    assert on_threads(2, act, Interrupted) == [["second-0", "second-1"]] * 2
+
+
+def test_the_error_of_one_process_is_raised_though_another_was_interrupted():
+    def act(coordinator):
+        def fail():
+            if coordinator.world.process:
+                raise [CorruptionError("w is damaged"), KeyboardInterrupt][process - 1]
+
+        process = coordinator.world.process
+        with suppress(KeyboardInterrupt):
+            on_all_processes(coordinator, "key", fail)
+
+    error, *_ = on_threads(3, act)
+    assert isinstance(error, CorruptionError)
+    assert str(error) == "process 1 failed with CorruptionError: w is damaged"
 
 
 def test_an_interrupted_call_stays_an_interruption_without_a_store():
@@ -435,6 +562,46 @@ def test_an_error_of_a_call_is_raised_without_a_store():
                 call("key", act)
 
     assert on_threads(1, share, MayLoseStore) == [None]
+
+
+def test_a_failed_proposal_is_told_to_the_others_once_a_silent_store_answers():
+    class Silent(OneOfThreads):
+        refusals = 2
+
+        def _set(self, key, value):
+            if "/agree/" in key and b"failure" in value and self.refusals:
+                self.refusals -= 1
+                raise SilentStoreError("silent")
+            super()._set(key, value)
+
+    def act(coordinator):
+        if coordinator.world.process:
+            return coordinator.agree("key", None, timeout=10)
+        with pytest.raises(ZeroDivisionError):
+            coordinator.agree("key", lambda: 1 / 0, timeout=10)
+        return None
+
+    _, error = on_threads(2, act, Silent)
+    assert "process 0 could not decide on 'key': ZeroDivisionError" in str(error)
+
+
+def test_an_error_of_a_call_is_raised_where_an_own_store_fails():
+    class Failing(OneOfThreads):
+        def _set(self, key, value):
+            if "/shares/" in key or ("/agree/" in key and "/meet/" not in key):
+                raise OSError("disk is full")
+            super()._set(key, value)
+
+    def act(coordinator):
+        for call in (coordinator.agree, partial(on_all_processes, coordinator)):
+            for kind in (ZeroDivisionError, KeyboardInterrupt):
+                with pytest.raises(kind):
+                    call("key", partial(raise_, kind))
+
+    def raise_(kind):
+        raise kind
+
+    assert on_threads(1, act, Failing) == [None]
 
 
 @pytest.mark.parametrize("process", [0, 1])
