@@ -11,7 +11,7 @@ from shardckpt import frameworks
 from shardckpt.errors import StructureMismatchError
 from shardckpt.format.fingerprint import Fingerprint, StateSums
 from shardckpt.format.replicas import as_text, difference
-from shardckpt.frameworks.coordination import Coordinator, check_coordinator
+from shardckpt.frameworks.coordination import Coordinator, check_answered, check_coordinator
 from shardckpt.options import SaveOptions
 from shardckpt.state.flatten import flatten, local_names, plain_state
 from shardckpt.state.names import shown
@@ -44,7 +44,7 @@ def fingerprint(state: Any, *, coordinator: Coordinator | None = None) -> Finger
         LeafError, ShardingError: as in `save`.
         StructureMismatchError: processes have different tensors under one name, or different copies
             of one tensor.
-        CoordinationError: another process did not call it in time.
+        CoordinationError: another process did not call it in time, or was interrupted.
     """
     check_coordinator(coordinator)
     coordinator = Coordinator.current() if coordinator is None else coordinator
@@ -93,6 +93,7 @@ def fingerprint_of(
         },
     }
     shares = coordinator.share("fingerprint", own)
+    check_answered(shares)
     together = _merge(shares)
     _check_replicas(shares, plan)
     return together.fingerprint()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_of_several import Interrupted, on_threads
 
 import shardckpt
 from shardckpt import Mesh, SaveOptions, Sharding, errors
@@ -197,3 +198,18 @@ def test_the_command_prints_it(tmp_path):
         fingerprint.tensors,
     )
     assert Fingerprint(document["tensors"]) == fingerprint
+
+
+def test_an_interrupted_fingerprint_is_an_error_that_names_the_process():
+    def act(coordinator):
+        process = coordinator.world.process
+        state = {"w": np.ones(3), f"own{process}": np.ones(3)}
+        if process:
+            coordinator.at = "/shares/fingerprint#0/1"
+            with pytest.raises(KeyboardInterrupt):
+                shardckpt.fingerprint(state, coordinator=coordinator)
+            return None
+        return shardckpt.fingerprint(state, coordinator=coordinator)
+
+    error, _ = on_threads(2, act, Interrupted)
+    assert str(error).startswith("process 1 has failed, or was interrupted")
