@@ -26,10 +26,9 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from shardckpt import errors
-from shardckpt.errors import CoordinationError, OptionError, ShardckptError
+from shardckpt.errors import CoordinationError, OptionError, error_document
 from shardckpt.format.documents import document_digest
-from shardckpt.frameworks.coordination import Coordinator, check_answered
+from shardckpt.frameworks.coordination import Coordinator, check_outcomes
 from shardckpt.frameworks.interconnect import Interconnect, interconnect_of
 from shardckpt.io.cores import note_local_processes
 from shardckpt.io.store import kind_of
@@ -130,8 +129,8 @@ class Meeting:
             try:
                 connection = self._connection()
                 if not isinstance(connection, str):
-                    connection[0].share("cooperative", {"failure": errors.error_document(error)})
-            except ShardckptError as e:
+                    connection[0].share("cooperative", error_document(error))
+            except Exception as e:  # noqa: BLE001  (the error of this process is the one to raise)
                 _log.debug("%s: the others have not heard of the failure: %s", self.location, e)
 
     def divide(
@@ -183,12 +182,7 @@ class Meeting:
             "cooperative",
             {"call": secrets.token_hex(8), "groups": [group.digest for group in proposed]},
         )
-        check_answered(answers)
-        for process, one in enumerate(answers):
-            if "failure" in one:
-                raise errors.by_code(one["failure"]["code"])(
-                    f"process {process} could not restore: {one['failure']['message']}"
-                )
+        check_outcomes(answers, "could not restore:")
         agreed = [
             group
             for group in proposed

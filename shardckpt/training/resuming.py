@@ -18,7 +18,7 @@ changes nothing.
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,7 +28,6 @@ from shardckpt.commit.attempts import same_elements
 from shardckpt.commit.dependants import users_beside
 from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.errors import (
-    CoordinationError,
     CorruptionError,
     FormatError,
     NamesMismatchError,
@@ -39,7 +38,12 @@ from shardckpt.errors import (
     VersionError,
     extend,
 )
-from shardckpt.frameworks.coordination import check_answered
+from shardckpt.frameworks.coordination import (
+    check_answered,
+    check_outcomes,
+    first_failure,
+    share_failure,
+)
 from shardckpt.frameworks.coordination.names import Agreement
 from shardckpt.reading.checkpoint import Checkpoint
 from shardckpt.runs.committing import commit_places
@@ -62,6 +66,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _log = logging.getLogger("shardckpt")
 _BEFORE = "before a restore"
+_FAILED = "could not restore:"
 _LEVELS = {"committed": logging.INFO, "refused": logging.WARNING}
 """The log level for each outcome of an attempt."""
 
@@ -418,19 +423,9 @@ def raise_together(coordinator: Coordinator, act: Callable[[], object]) -> None:
     try:
         act()
     except BaseException as e:
-        with suppress(CoordinationError):
-            document = errors.error_document(e)
-            coordinator.announce(f"{_BEFORE}/{coordinator.world.process}", document)
-            coordinator.decline(_BEFORE)
+        share_failure(coordinator, _BEFORE, e)
         raise
-    answers = coordinator.share(_BEFORE, value=True)
-    for process, answer in enumerate(answers):
-        what = coordinator.peek(f"{_BEFORE}/{process}") if answer is None else None
-        if what is not None:
-            raise errors.by_code(what["code"])(
-                f"process {process} could not restore: {what['message']}"
-            )
-    check_answered(answers)
+    check_outcomes(coordinator.share(_BEFORE, {}), _FAILED)
 
 
 def _first_failure(
@@ -438,23 +433,21 @@ def _first_failure(
 ) -> tuple[ShardckptError, bool] | None:
     """The first process's failure as an error of this process, and whether all failures are damage.
 
-    None if no process failed.
+    None if no process failed. An interruption is not damage.
 
     Raises:
-        CoordinationError: not all processes answered in time, or one was interrupted.
+        CoordinationError: not all processes answered in time, or none failed and one was
+            interrupted.
     """
     mine: dict[str, Any] = {}
     if failure is not None:
         mine = errors.error_document(failure) | {"damage": _is_damage(failure)}
     failures = coordinator.share("resumed", mine)
-    check_answered(failures)
-    failed = [(process, what) for process, what in enumerate(failures) if what]
-    if not failed:
+    error = first_failure(failures, _FAILED)
+    if error is None:
+        check_answered(failures)
         return None
-    process, what = failed[0]
-    return errors.by_code(what["code"])(
-        f"process {process} could not restore: {what['message']}"
-    ), all(what["damage"] for _, what in failed)
+    return error, all(one is not None and one.get("damage", True) for one in failures)
 
 
 def _is_damage(error: Exception | None) -> bool:

@@ -11,7 +11,7 @@ from simulated_hosts import Hosts
 
 import shardckpt
 from shardckpt import Bandwidths, Coordinator, Mesh, PartitionSpec, Sharding
-from shardckpt.errors import CoordinationError, OptionError
+from shardckpt.errors import CoordinationError, CorruptionError, OptionError
 from shardckpt.frameworks.base import PlainSink
 from shardckpt.layout.world import World
 from shardckpt.reading import cooperative
@@ -173,11 +173,19 @@ def test_others_hear_of_a_process_that_made_no_choice(checkpoint, monkeypatch):
     coordinator = Said(World(1, 2), values=[])
     with pytest.raises(OptionError, match="cooperative='yes'"):
         shardckpt.restore(checkpoint, cooperative="yes", coordinator=coordinator)
-    assert coordinator.own["failure"]["code"] == "option"
+    assert coordinator.own["code"] == "option"
 
 
 def test_an_interrupted_process_is_named_by_the_others(checkpoint, monkeypatch):
     monkeypatch.setattr(cooperative, "interconnect_of", lambda _: Link())
     coordinator = Said(World(1, 2), values=[None, {"call": "", "groups": []}])
     with pytest.raises(CoordinationError, match=r"^process 0 has failed, or was"):
+        shardckpt.restore(checkpoint, cooperative=True, coordinator=coordinator)
+
+
+def test_the_error_of_one_process_is_heard_though_another_was_interrupted(checkpoint, monkeypatch):
+    monkeypatch.setattr(cooperative, "interconnect_of", lambda _: Link())
+    failure = {"code": CorruptionError.code, "message": "w is damaged"}
+    coordinator = Said(World(2, 3), values=[None, failure, {"call": "", "groups": []}])
+    with pytest.raises(CorruptionError, match=r"^process 1 could not restore: w is damaged"):
         shardckpt.restore(checkpoint, cooperative=True, coordinator=coordinator)

@@ -7,6 +7,8 @@ from one_of_several import Interrupted, on_threads
 from processes import Processes
 
 import shardckpt
+from shardckpt.errors import CoordinationError, StorageError
+from shardckpt.training.resuming import raise_together
 
 OWN_PACE = [0.0, 0.002, 0.0, 0.001]
 
@@ -221,10 +223,38 @@ def test_an_interrupted_restore_keeps_nobody_waiting(tmp_path, where):
         manager = shardckpt.CheckpointManager(tmp_path, coordinator=coordinator)
         if not coordinator.world.process:
             return manager.restore({"w": np.zeros(3)})
-        coordinator.at = f"/share/{where}#0/1"
+        coordinator.at = f"/shares/{where}#0/1"
         with pytest.raises(KeyboardInterrupt):
             manager.restore({"w": np.zeros(3)})
         return None
 
     error, _ = on_threads(2, restore, Interrupted)
     assert str(error).startswith("process 1 has failed, or was interrupted")
+
+
+def test_an_interrupted_restore_is_not_taken_for_an_earlier_failure():
+    def restore(coordinator):
+        process = coordinator.world.process
+
+        def fail():
+            if process:
+                raise StorageError("the save before failed")
+
+        try:
+            raise_together(coordinator, fail)
+        except StorageError as error:
+            first = str(error)
+        if process:
+            coordinator.at = "/shares/before a restore#1/1"
+            with pytest.raises(KeyboardInterrupt):
+                raise_together(coordinator, lambda: None)
+            return first
+        with pytest.raises(CoordinationError, match=r"^process 1 has failed, or was interrupted"):
+            raise_together(coordinator, lambda: None)
+        return first
+
+    message = "the save before failed"
+    assert on_threads(2, restore, Interrupted) == [
+        f"process 1 could not restore: {message}",
+        message,
+    ]
