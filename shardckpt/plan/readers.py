@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
+_PAIRS = 2**16
+"""Most pairs of pieces and boxes that are compared at a time, unless one piece has more."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostBoxes:
@@ -120,8 +123,29 @@ def chunks_read(pieces: Sequence[Piece], held: HostBoxes) -> ChunksRead:
     begins = np.cumsum([0, *(piece.num_chunks for piece in pieces)])
     # There may be as many pieces as boxes; each box is compared only with the pieces near it.
     piece, box = touching(pieces, held.boxes)
+    order = np.argsort(piece, kind="stable")
+    piece, box = piece[order], box[order]
+    keys = [np.empty(0, np.int64)]
+    # Of one piece, or of many that few boxes touch, at a time: there may be many pairs in all.
+    pairs_before = np.searchsorted(piece, np.arange(len(pieces) + 1))
+    begin = 0
+    while begin < len(piece):
+        fits = np.searchsorted(pairs_before, begin + _PAIRS, "right") - 1
+        stop = int(pairs_before[max(fits, piece[begin] + 1)])
+        keys.append(_chunk_keys(pieces, held, piece[begin:stop], box[begin:stop], begins))
+        begin = stop
+    # The batches share no chunks.
+    group, chunk = np.divmod(np.sort(np.concatenate(keys)), max(int(begins[-1]), 1))
+    return ChunksRead(group, chunk)
+
+
+def _chunk_keys(
+    pieces: Sequence[Piece], held: HostBoxes, piece: Ints, box: Ints, begins: Ints
+) -> Ints:
+    """`group * begins[-1] + chunk` for each chunk that a group reads, of pairs of piece and box."""
     near = BoxArray(held.boxes.start[box], held.boxes.stop[box])
-    pairs = overlaps_of(pieces, near, piece)
+    first, last = int(piece[0]), int(piece[-1])
+    pairs = overlaps_of(pieces[first : last + 1], near, piece - first)
     of_box = box[pairs.box]
     order = np.argsort(of_box, kind="stable")
     numbers = (begins[piece[pairs.box]] + pairs.chunk)[order]
@@ -130,6 +154,4 @@ def chunks_read(pieces: Sequence[Piece], held: HostBoxes) -> ChunksRead:
     within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     chunk = numbers[np.repeat(begin[held.held], counts) + within]
     # A group's boxes may share chunks; each is read once.
-    keys = np.unique(np.repeat(held.held_by, counts) * int(begins[-1]) + chunk)
-    group, chunk = np.divmod(keys, max(int(begins[-1]), 1))
-    return ChunksRead(group, chunk)
+    return np.unique(np.repeat(held.held_by, counts) * int(begins[-1]) + chunk)

@@ -1,6 +1,8 @@
 """The chunks that each host reads: computed by hand, by device and by element, they are the
 same."""
 
+import tracemalloc
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from shardckpt.layout.mesh import Mesh
 from shardckpt.layout.partition_spec import PartitionSpec
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
+from shardckpt.layout.world import DeviceOwners
 from shardckpt.plan.pieces import Piece, chunk_boxes
 from shardckpt.plan.readers import chunks_read, host_boxes
 from shardckpt.reshard.forecast.hosts import Bins, Hosts
@@ -87,6 +90,23 @@ def boxes_of(layout, shape, device):
         boxes = layout.rank_boxes(shape, device)
         return [boxes[i] for i in range(len(boxes))]
     return [layout.device_boxes(shape, [device]).boxes[0]]
+
+
+def test_many_pieces_that_every_box_touches_are_compared_in_batches():
+    n = 400
+    pieces = [Piece(f"w{i}", (8 * i, 0), (8, n), (4, n)) for i in range(n)]
+    layout = Sharding(Mesh((n,), ("x",)), PartitionSpec(None, "x"))
+    owners = DeviceOwners(np.arange(n), np.arange(n))
+    held = host_boxes(layout, (8 * n, n), owners, n)
+    tracemalloc.start()
+    try:
+        read = chunks_read(pieces, held)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert read.group.tolist() == np.repeat(np.arange(n), 2 * n).tolist()
+    assert read.chunk.tolist() == np.tile(np.arange(2 * n), n).tolist()
+    assert peak < 8 * read.chunk.nbytes + (24 << 20)
 
 
 @given(st.integers(1, 5000))
