@@ -96,7 +96,7 @@ class Tiling:
         tile = tile_shape(shape, self.parts)
         ids, tiles, replicas = self.device_ids, self.tile_ids, self.replica_id
         if device_ids is not None:
-            rows = self._rows(np.unique(_integers(device_ids)))
+            rows = self._rows(np.unique(integer_ids(device_ids)).astype(np.int64, copy=False))
             ids, tiles, replicas = ids[rows], tiles[rows], replicas[rows]
         end = np.array(shape, np.int64)
         start = tile_coords(tiles, self.parts) * np.array(tile, np.int64)
@@ -114,15 +114,19 @@ class Tiling:
         return rows.astype(np.int64)
 
 
-def _integers(device_ids: ArrayLike) -> Index:
-    """Device ids as an array."""
+def integer_ids(device_ids: object) -> NDArray[np.integer]:
+    """Device ids as an array of integers of any kind and shape.
+
+    Raises:
+        ShardingError: The ids are not integers.
+    """
     try:
         ids = np.asarray(device_ids)
     except ValueError as error:
         raise ShardingError(f"Device ids must be integers, found {error}.") from error
     if ids.size and not np.issubdtype(ids.dtype, np.integer):
         raise ShardingError(f"Device ids must be integers, found an array of {ids.dtype}.")
-    return ids.astype(np.int64, copy=False)
+    return ids
 
 
 def tile_coords(tile_ids: Index, parts: tuple[int, ...]) -> Index:

@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardckpt.errors import FormatError, ShardingError
-from shardckpt.layout.device_boxes import DeviceBoxes, Tiling, checked_tensor_shape, tile_shape
+from shardckpt.layout.device_boxes import (
+    DeviceBoxes,
+    Tiling,
+    checked_tensor_shape,
+    integer_ids,
+    tile_shape,
+)
 from shardckpt.layout.hlo_text import Kind, parse_hlo
 from shardckpt.layout.tile_assignment import Form, TileAssignment
 from shardckpt.text import clip, shorten
@@ -113,7 +119,9 @@ class OpSharding:
         """
         if devices is None:
             return cls(Kind.REPLICATED)
-        ids = np.asarray(devices)
+        if isinstance(devices, int):
+            return cls(Kind.REPLICATED, TileAssignment((devices,)))
+        ids = integer_ids(devices)
         if ids.ndim == 0:
             return cls(Kind.REPLICATED, TileAssignment((ids.item(),)))
         return cls(Kind.REPLICATED, TileAssignment((ids.size,), ids.reshape(-1)))
@@ -181,7 +189,7 @@ class OpSharding:
         Raises:
             ShardingError: This sharding names a position beyond the end of the list.
         """
-        ids = np.asarray(device_ids).reshape(-1)
+        ids = integer_ids(device_ids).reshape(-1)
         if self.kind is Kind.REPLICATED and self.tiles is None:
             return OpSharding.replicated(ids)
         if self.tiles is None:

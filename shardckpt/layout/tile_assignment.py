@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shardckpt.errors import ShardingError
+from shardckpt.layout.device_boxes import integer_ids
 from shardckpt.layout.mesh import MAX_DEVICES, checked_ids, checked_sizes
 from shardckpt.text import clip
 
@@ -242,7 +243,7 @@ def _checked_iota(iota: Iota, dims: tuple[int, ...]) -> Iota:
 
 
 def _id_array(devices: object, dims: tuple[int, ...]) -> Ids:
-    ids = checked_ids(np.asarray(devices).reshape(-1), (prod(dims),), what="Tile assignment")
+    ids = checked_ids(integer_ids(devices).reshape(-1), (prod(dims),), what="Tile assignment")
     ids.setflags(write=False)
     return ids
 

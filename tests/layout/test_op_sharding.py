@@ -482,3 +482,17 @@ def test_a_number_of_devices_may_be_numpys(eight):
         OpSharding.parse("{replicated}", num_devices=eight),
     ):
         assert sharding.num_devices == 8
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        OpSharding.replicated,
+        OpSharding.parse("{replicated}").relabel,
+        lambda ids: OpSharding.tiled((3,), ids),
+        lambda ids: OpSharding.tiled((2,)).device_boxes((4,), ids),
+    ],
+)
+def test_ragged_device_ids_are_refused(make):
+    with pytest.raises(ShardingError, match="Device ids must be integers"):
+        make([[0, 1], [2]])
