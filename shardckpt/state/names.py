@@ -439,6 +439,7 @@ class Candidates:
 
     def __init__(self, candidates: Iterable[str]) -> None:
         names = list(candidates)
+        self._names = names
         self._sorted = [
             sorted((name[:_COMPARED], name) for name in names),
             sorted((_backwards(name), name) for name in names),
@@ -448,22 +449,28 @@ class Candidates:
     def nearest(self, name: str) -> str | None:
         """The candidate that is most similar to `name`, or None if none is similar.
 
-        A good comparison of texts is slow, so a shortlist comes first: the candidates beside the
-        name in both orders, among which are those with the longest common beginning and end.
+        A good comparison of texts is slow, so a shortlist comes first: of many candidates, those
+        beside the name in both orders, among which are those with the longest common beginning and
+        end.
         """
-        beside: dict[str, None] = {}
-        for names, end in zip(self._sorted, (name[:_COMPARED], _backwards(name)), strict=True):
-            at = bisect_left(names, (end, ""))
-            near = names[max(0, at - _SHORTLIST // 4) : at + _SHORTLIST // 4]
-            beside.update(dict.fromkeys(candidate for _, candidate in near))
         best, best_ratio = None, 0.6
-        for candidate in beside:
+        for candidate in self._shortlist(name):
             matcher = SequenceMatcher(
                 None, name[-_COMPARED:], candidate[-_COMPARED:], autojunk=False
             )
             if matcher.quick_ratio() > best_ratio and matcher.ratio() > best_ratio:
                 best, best_ratio = candidate, matcher.ratio()
         return best
+
+    def _shortlist(self, name: str) -> Iterable[str]:
+        if len(self._names) <= _SHORTLIST:
+            return self._names
+        beside: dict[str, None] = {}
+        for names, end in zip(self._sorted, (name[:_COMPARED], _backwards(name)), strict=True):
+            at = bisect_left(names, (end, ""))
+            near = names[max(0, at - _SHORTLIST // 4) : at + _SHORTLIST // 4]
+            beside.update(dict.fromkeys(candidate for _, candidate in near))
+        return beside
 
 
 def _backwards(name: str) -> str:

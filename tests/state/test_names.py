@@ -235,6 +235,12 @@ def test_the_nearest_name_is_suggested():
     assert names.did_you_mean("opt/stpe", stored) == " (did you mean 'opt/step'?)"
 
 
+def test_among_few_names_one_that_differs_at_both_ends_is_suggested():
+    stored = [f"{c}model/layers.{i}.mlp.weight{c}" for c in "ac" for i in range(40)]
+    stored.append("zmodel/decoder.norm.scalez")
+    assert names.Candidates(stored).nearest("bmodel/decoder.norm.scaleb") == stored[-1]
+
+
 def test_nothing_is_suggested_where_nothing_is_near():
     assert names.Candidates(["rng", ""]).nearest("model/w") is None
     assert names.did_you_mean("model/w", []) == ""
