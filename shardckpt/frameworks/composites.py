@@ -12,6 +12,7 @@ The register entries of this module are for classes of other libraries, and do n
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ from shardckpt.state.unflatten import assemble
 from shardckpt.text import clip, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from shardckpt.state.document import Composite
     from shardckpt.state.leaves import JSON
@@ -198,6 +199,11 @@ def _inner(name: str, tensor: Any) -> tuple[TensorType, dict[str, Any], Any] | N
             f"{shown(name)}: the split function of {shorten(known.name)} failed "
             f"({type(error).__name__}: {clip(str(error), 300)})."
         ) from error
+    if not isinstance(parts, Mapping) or not all(isinstance(key, str) for key in parts):
+        raise LeafError(
+            f"{shown(name)}: the split function of {shorten(known.name)} returned "
+            f"{shorten(parts)} as the parts; it returns a dict of tensors by name, and a context."
+        )
     for key, part in parts.items():
         if not isinstance(part, torch.Tensor):
             raise LeafError(

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -117,8 +116,11 @@ def register_tensor(
         OptionError: the name belongs to another class, or is empty, or an argument is invalid.
     """
     leaves.check_registration("register_tensor", type, split=split, make=make)
-    is_list = isinstance(shared, Collection) and not isinstance(shared, str)
-    if not is_list or not all(isinstance(part, str) for part in shared):
+    try:
+        parts = frozenset[Any](() if isinstance(shared, str) else shared)
+    except TypeError:  # no iterable, or of what has no hash
+        parts = frozenset([None])
+    if isinstance(shared, str) or not all(isinstance(part, str) for part in parts):
         raise OptionError(
             f"register_tensor({type.__qualname__}, shared={shorten(shared)}): give a list of names."
         )
@@ -128,7 +130,7 @@ def register_tensor(
             f"characters, not {shorten(name)}."
         )
     leaves.register(
-        TensorType(type, name, split, make, frozenset(shared)),
+        TensorType(type, name, split, make, parts),
         _BY_TYPE,
         _BY_NAME,
         "register_tensor",

@@ -13,6 +13,7 @@ from torch import nn
 
 import shardckpt
 from shardckpt.errors import LeafError, OptionError, StructureMismatchError
+from shardckpt.state.composites import tensor_type
 
 
 def same(a, b):
@@ -244,6 +245,32 @@ def test_a_split_function_that_fails_is_a_leaf_error_with_the_name_and_the_regis
         shardckpt.save(tmp_path / "c", {"w": torch.zeros(3).as_subclass(Odd)})
 
 
+@pytest.mark.parametrize("parts", [[torch.zeros(3)], {0: torch.zeros(3)}], ids=["list", "key"])
+def test_parts_without_names_are_a_leaf_error_with_the_name_and_the_registration(tmp_path, parts):
+    class Unnamed(torch.Tensor):
+        pass
+
+    shardckpt.register_tensor(
+        Unnamed,
+        name=f"tests.Unnamed{type(parts).__name__}",
+        split=lambda t: (parts, None),
+        make=lambda *_: None,
+    )
+    message = r"'w': the split function of 'tests.Unnamed(list|dict)' returned .* as the parts"
+    with pytest.raises(LeafError, match=message):
+        shardckpt.save(tmp_path / "c", {"w": torch.zeros(3).as_subclass(Unnamed)})
+
+
+def test_names_of_shared_parts_come_from_any_iterable():
+    class Generated(torch.Tensor):
+        pass
+
+    registration = {"split": lambda t: ({}, None), "make": lambda *_: None}
+    names = (name for name in ["table"])
+    shardckpt.register_tensor(Generated, name="tests.Generated", shared=names, **registration)
+    assert tensor_type(Generated).shared == {"table"}
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
@@ -251,6 +278,7 @@ def test_a_split_function_that_fails_is_a_leaf_error_with_the_name_and_the_regis
         (Scaled, {"split": 5}, r"\(Scaled, split=5\): give a function"),
         (Scaled, {"make": 7}, r"\(Scaled, make=7\): give a function"),
         (Scaled, {"shared": "lut"}, r"\(Scaled, shared='lut'\): give a list of names"),
+        (Scaled, {"shared": [["lut"]]}, r"\(Scaled, shared=.*\): give a list of names"),
         (Scaled, {"shared": 3}, r"\(Scaled, shared=3\): give a list of names"),
         (Scaled, {"name": torch.zeros(9)}, r"not a Tensor of shape 9\."),
     ],
