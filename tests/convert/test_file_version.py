@@ -56,7 +56,11 @@ def test_one_that_was_replaced_or_deleted_is_not_read_any_more(store, then):
     if then is not None:
         store.write("a", then)
         assert identity_of(store.location, [FileVersion(store, "a")]) != before
-    for read in (lambda: version.read(2, 5), lambda: version.read_whole(100)):
+    for read in (
+        lambda: version.read(2, 5),
+        lambda: version.read(0, 0),
+        lambda: version.read_whole(100),
+    ):
         with pytest.raises(
             ReplacedError, match="changed, replaced or deleted while it was being read"
         ):

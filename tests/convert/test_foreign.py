@@ -95,15 +95,19 @@ def test_a_group_that_was_replaced_is_opened_with_its_new_dtype_and_shape(tmp_pa
 @pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part")
 @pytest.mark.parametrize("consolidated", [False, True])
 @pytest.mark.parametrize("version", [2, 3])
-def test_a_group_that_is_replaced_while_it_is_open_is_an_error(tmp_path, version, consolidated):
-    place = tmp_path / "group"
-
+def test_a_group_that_is_replaced_while_it_is_open_is_an_error(
+    store, tmp_path, version, consolidated
+):
     def write(dtype):
-        group = write_group(place, np.arange(4, dtype=dtype), version)
+        group = write_group(tmp_path / "group", np.arange(4, dtype=dtype), version)
         if consolidated:
             zarr.consolidate_metadata(group.store)
+        for path in (tmp_path / "group").rglob("*"):
+            if path.is_file():
+                store.write(str(path.relative_to(tmp_path)), path.read_bytes())
 
     write("f4")
+    place = str(store.location.join("group"))
     checkpoint = shardckpt.open(place)
     np.testing.assert_array_equal(checkpoint.read("in/a"), np.arange(4, dtype="f4"))
     write("i4")

@@ -100,7 +100,7 @@ class FileVersion:
         """
         if self._path is not None:
             self._of_file(start, vectors)
-        elif any(map(len, vectors)):
+        else:
             self._of_object(start, vectors)
 
     def read_whole(self, most: int) -> bytes:
@@ -165,7 +165,11 @@ class FileVersion:
 
     def _of_object(self, start: int, vectors: Sequence[memoryview]) -> None:
         try:
-            version = self.store.read_into(self.key, start, vectors)
+            version = (
+                self.store.read_into(self.key, start, vectors)
+                if any(map(len, vectors))
+                else self.store.read_versioned(self.key, 0, 0)[1]
+            )
         except (CorruptionError, MissingDataError) as e:
             if (
                 isinstance(e, MissingDataError)
