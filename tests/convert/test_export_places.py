@@ -149,6 +149,9 @@ def test_a_model_that_appears_during_an_export_is_the_only_one_or_is_replaced(
         ("orbax", "my_notes.txt"),
         ("orbax", "step_2/_METADATA"),
         ("orbax", "default/d/0"),
+        ("orbax", "other/zarr.json"),
+        ("orbax", "step_2/w/zarr.json"),
+        ("orbax", "d/mydata.txt"),
     ],
 )
 def test_a_directory_that_holds_more_than_an_earlier_export_is_not_replaced(

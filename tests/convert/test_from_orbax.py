@@ -380,6 +380,13 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_an_error(written, cop
         contents(foreign)
 
 
+@pytest.mark.parametrize("name", [*LAYOUTS, "older"])
+def test_an_export_replaces_a_checkpoint_that_orbax_has_written(copied, tmp_path, name):
+    shardckpt.save(tmp_path / "new", {"w": np.arange(4.0)})
+    shardckpt.export(tmp_path / "new", copied(name), to="orbax", overwrite=True)
+    assert shardckpt.open(tmp_path / name).names() == ["w"]
+
+
 def test_a_checkpoint_whose_chunk_changes_during_its_import_is_an_error(copied, tmp_path):
     path = copied("zarr 2")
     with pytest.raises(ReplacedError, match="was changed, replaced or deleted"):

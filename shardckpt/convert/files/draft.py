@@ -62,7 +62,7 @@ class Draft:
         overwrite: bool,
         nbytes: int,
         marks: Collection[str] | None = None,
-        is_own: Callable[[Path], bool] = lambda _entry: True,
+        own_names: Callable[[Path], Callable[[str], bool]] = lambda _directory: lambda _name: True,
     ) -> None:
         """Make an empty draft.
 
@@ -72,8 +72,8 @@ class Draft:
             nbytes: approximate bytes of the finished draft.
             marks: None for a file. For a directory: names of files of which an existing directory
                 must have one, or be empty, before `overwrite` replaces it.
-            is_own: whether an entry of such a directory is one that the format writes; `overwrite`
-                replaces no directory that has others.
+            own_names: returns, for such a directory, the test of a name in it: whether the format
+                writes it. `overwrite` replaces no directory that has others.
 
         Raises:
             OptionError: the location is not on a local disk.
@@ -88,7 +88,7 @@ class Draft:
             )
         self.final: Path = final
         self._marks = None if marks is None else frozenset(marks)
-        self._is_own = is_own
+        self._own_names = own_names
         self._overwrite = overwrite
         self._replacing = False
         """Whether the draft takes the name of an old directory: from then on both are complete."""
@@ -221,8 +221,9 @@ class Draft:
                 return None
         if not any(entry.name in marks for entry in entries):
             return f"is not an earlier export (it has no {' or '.join(sorted(marks))})"
+        is_own = self._own_names(self.final)
         for entry in entries:
-            if not (self._is_own(entry) or HIDDEN.fullmatch(entry.name)):
+            if not (is_own(entry.name) or HIDDEN.fullmatch(entry.name)):
                 return f"holds {shown(entry.name)} beside an earlier export"
         return None
 

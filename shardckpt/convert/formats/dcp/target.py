@@ -114,7 +114,9 @@ class DcpDirectory(StateWriter):
             overwrite=overwrite,
             nbytes=nbytes,
             marks={METADATA},
-            is_own=lambda entry: entry.name == METADATA or bool(_FILES.fullmatch(entry.name)),
+            own_names=lambda _directory: (
+                lambda name: name == METADATA or bool(_FILES.fullmatch(name))
+            ),
         )
         try:
             with storage_errors("create", self._where):

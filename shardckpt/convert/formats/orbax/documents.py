@@ -60,7 +60,7 @@ RESERVED = (
     "commit_success.txt",
 )
 """Names of Orbax's own files and directories."""
-_DATABASE = ("manifest.ocdbt", "d")
+MANIFEST, DATABASE = "manifest.ocdbt", "d"
 """Names of the file and the directory of a database that has all arrays."""
 _PROCESS_PART = re.compile(r"ocdbt\.process_\w*")
 """Matches the directory of one process's arrays, which Orbax merges when the save is finished."""
@@ -237,12 +237,12 @@ def _check_names(listing: list[OrbaxEntry], where: str) -> None:
 
 def is_of_orbax(name: str) -> bool:
     """Whether Orbax itself writes a file or directory of this name beside those of arrays."""
-    return name in (*RESERVED, *_DATABASE) or _PROCESS_PART.fullmatch(name) is not None
+    return name in (*RESERVED, _LEGACY_FILE, MANIFEST) or bool(_PROCESS_PART.fullmatch(name))
 
 
 def _check_directory(name: str, where: str) -> None:
     first = name.partition("/")[0]
-    if first in (*RESERVED, _LEGACY_FILE) or _PROCESS_PART.fullmatch(first):
+    if is_of_orbax(first):
         raise NamesMismatchError(
             f"{where}: {shown(name)} is the name of a file of Orbax itself; export it under "
             "another name."

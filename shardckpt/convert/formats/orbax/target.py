@@ -20,13 +20,13 @@ from shardckpt.convert.files.draft import Draft
 from shardckpt.convert.files.read_back import WrittenBlock
 from shardckpt.convert.formats.orbax import documents
 from shardckpt.convert.formats.orbax.source import open_foreign
+from shardckpt.convert.formats.orbax.tree import array_names
 from shardckpt.convert.small_leaves import describe_losses
 from shardckpt.convert.state_writer import StateWriter
 from shardckpt.convert.tree_back import check_tree
 from shardckpt.errors import DtypeError, MissingDataError
 from shardckpt.format.stored_chunks import encode
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, array_json, chunk_key
-from shardckpt.io.status import exists, is_directory
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse as parse_url
 from shardckpt.plan.grids import LARGEST, block_shape, one_grid
@@ -34,7 +34,7 @@ from shardckpt.state.names import shown
 from shardckpt.writing.plain import PlainWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -101,7 +101,7 @@ class OrbaxDirectory(StateWriter):
             overwrite=overwrite,
             nbytes=nbytes,
             marks=documents.RESERVED,
-            is_own=lambda entry: documents.is_of_orbax(entry.name) or _holds_arrays(entry),
+            own_names=_own_names,
         )
         try:
             self._writer = PlainWriter(Store.open(parse_url(self._draft.path)), place=str)
@@ -204,11 +204,10 @@ class OrbaxDirectory(StateWriter):
             )
 
 
-def _holds_arrays(directory: Path) -> bool:
-    """Whether a directory is an array of zarr, or holds only arrays."""
-    if not is_directory(directory):
-        return False
-    if any(exists(directory / name) for name in ("zarr.json", ".zarray")):
-        return True
-    entries = list(directory.iterdir())
-    return bool(entries) and all(map(_holds_arrays, entries))
+def _own_names(directory: Path) -> Callable[[str], bool]:
+    """The test of a name in a directory: whether it is of Orbax's files, or of the arrays there."""
+    place = Store.open(parse_url(directory))
+    arrays = {name.partition("/")[0] for name in array_names(place)}
+    if place.exists(documents.MANIFEST):
+        arrays.add(documents.DATABASE)
+    return lambda name: documents.is_of_orbax(name) or name in arrays

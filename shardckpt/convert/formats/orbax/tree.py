@@ -91,7 +91,7 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
     version = FileVersion(place, METADATA if METADATA in names else MSGPACK)
     tree, zarr3, stores_all = _describe(place, names)
     leaves = list(_leaves(tree))
-    stored = [leaf.name for leaf in leaves if leaf.kind not in {*_EMPTY, "string"}]
+    stored = _stored(leaves)
     others = {name.rstrip("/") for name in names} - set(stored)
     if (
         _MANIFEST not in names
@@ -157,6 +157,19 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
         return tensor
 
     return _map(tree, value)
+
+
+def array_names(place: Store) -> list[str]:
+    """The names of the arrays of a tree; none if there is no tree, or it is malformed."""
+    try:
+        return _stored(_leaves(_describe(place, place.list_children())[0]))
+    except FormatError:
+        return []
+
+
+def _stored(leaves: Iterable[Leaf]) -> list[str]:
+    """The names of the leaves that have an array."""
+    return [leaf.name for leaf in leaves if leaf.kind not in {*_EMPTY, "string"}]
 
 
 def _describe(place: Store, names: list[str]) -> tuple[object, bool, bool]:
