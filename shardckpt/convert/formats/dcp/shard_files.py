@@ -5,15 +5,16 @@
 
 Each header gives the offset of every part in its tensor (`DCP_SHARDING_INFO`,
 torch/distributed/checkpoint/_hf_utils.py), but not the tensor's shape: it is computed from the
-parts. The files of a process are known to be missing by its number, unless it is the last one; a
-file of all processes by its number, too. A process writes no file for which it has no part, so a
-note names the files that only some processes have.
+parts. The files of a process are known to be missing by its number, unless it is the last one. A
+process writes no file for which it has no part, so a note names the files that no process has, or
+only some.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -59,7 +60,7 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
         names: their names.
 
     Raises:
-        MissingDataError: the files of a process are missing, or one file of all processes is.
+        MissingDataError: the files of a process are missing.
         FormatError: a file is malformed, or parts do not cover a tensor; the message names the
             tensor.
         DtypeError: a tensor's dtype cannot be stored.
@@ -81,7 +82,7 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
 
 
 def _notes(location: Location, names: Sequence[str]) -> list[str]:
-    """Notes on files that may be missing; MissingDataError if one certainly is."""
+    """Notes on files that may be missing; MissingDataError if those of a process are."""
     matches = [match for name in names if (match := _SHARD.fullmatch(name))]
     held = {tuple(map(int, match.groups())) for match in matches}
     processes = sorted({process for process, _, _ in held})
@@ -91,27 +92,26 @@ def _notes(location: Location, names: Sequence[str]) -> list[str]:
             f"{location}: the file of shard {process} is missing, although shard {last} exists; "
             "replace it with a backup."
         )
-    files = sorted({(count, file) for _, file, count in held})
-    for count, of_count in groupby(files, itemgetter(0)):
-        if (file := _first_gap([file for _, file in of_count])) <= count:
-            raise MissingDataError(
-                f"{location}: no shard has file {file} of {count}; replace it with a backup."
-            )
+    files = sorted(Counter((count, file) for _, file, count in held).items())
+    lacking = [
+        f"no shard has file {gap} of {count}"
+        for count, of_count in groupby((file for file, _ in files), itemgetter(0))
+        if (gap := _first_gap([file for _, file in of_count])) <= count
+    ]
+    lacking.extend(
+        f"file {file} of {count} is there for {shards} of {len(processes)} shards"
+        for (count, file), shards in files
+        if shards < len(processes)
+    )
     note = (
         f"{len(names)} safetensors files of {len(processes)} processes. They do not say how large "
         f"tensors are: if there were more processes than {last}, their data is missing."
     )
-    lacking = [
-        f"shard {process} lacks file {file} of {count}"
-        for process in processes
-        for count, file in files
-        if (process, file, count) not in held
-    ]
     if not lacking:
         return [note]
     return [
         note,
-        f"{few(lacking)}: either no part of a tensor belonged there, or the end of one is missing.",
+        f"{few(lacking)}: either no part of a tensor belonged there, or files are missing.",
     ]
 
 
