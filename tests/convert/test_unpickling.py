@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from shardckpt.convert.formats.dcp.metadata import CLASSES, parse_metadata
 from shardckpt.convert.formats.torch.file import open_torch_file
 from shardckpt.convert.formats.torch.objects import TABLE, Dtype, PickledTensor, Storage, storage_of
+from shardckpt.convert.formats.torch.states import open_state_file
 from shardckpt.convert.formats.torch.unpickling import Build, Instance, Name, unpickle
 from shardckpt.convert.plain_values import plain, whole
 from shardckpt.convert.span import LoadedFile, Span
@@ -361,6 +362,27 @@ def test_a_storage_that_claims_more_elements_than_its_entry_has_is_refused():
         archive.writestr("a/data/0", bytes(16))
     with pytest.raises(CorruptionError, match=r"'0' has 5 elements, but it has 16 bytes"):
         plain(file_of(buffer.getvalue()), "leaf")
+
+
+@pytest.mark.parametrize(
+    "rebuild",
+    [b"ctorch\nSize\n", b"c_codecs\nencode\n", b"ctorch._tensor\n_rebuild_from_type_v2\n"],
+)
+def test_a_tensor_that_no_function_for_tensors_makes_is_refused(rebuild):
+    """Such a function may copy long values that no call has as an argument, so nothing counts."""
+    program = (
+        b"ctorch._tensor\n_rebuild_from_type_v2\n("
+        + rebuild
+        + b"ctorch\nTensor\n]"
+        + MANY
+        + b"e\x85}tR."
+    )
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("a/data.pkl", program)
+    data = buffer.getvalue()
+    with pytest.raises(FormatError, match="a tensor is made by something else than a function"):
+        open_state_file(Span(LoadedFile("the file", data), 0, len(data)))
 
 
 def test_values_below_long_names_are_left_behind():

@@ -33,13 +33,14 @@ _TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.
 
 def _of_type(rebuild: object, kind: object, arguments: object, attributes: object) -> object:
     """A tensor with Python attributes: torch._tensor._rebuild_from_type_v2."""
-    if type(arguments) is not tuple or not isinstance(rebuild, Build | Name):
-        raise TypeError("a tensor is made by something else than a function")
-    tensor = (
-        Instance(rebuild.text, arguments)
-        if isinstance(rebuild, Name)
-        else rebuild.function(*arguments)
-    )
+    if type(arguments) is not tuple:
+        raise TypeError("a tensor is made from something else than arguments")
+    if isinstance(rebuild, Name):
+        tensor: object = Instance(rebuild.text, arguments)
+    elif isinstance(rebuild, Build) and rebuild in _BUILDERS.values():
+        tensor = rebuild.function(*arguments)
+    else:
+        raise TypeError("a tensor is made by something else than a function for tensors")
     if not attributes:
         return tensor
     if isinstance(kind, Name) and kind.text not in _TENSORS:
@@ -76,13 +77,17 @@ def _lazy_too(name: str) -> Build:
 _LAZY = "a lazy view"
 _METADATA = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}
 """Index of the argument that marks such tensors."""
+_BUILDERS = {
+    **{name: _lazy_too(name) for name in _METADATA},
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": Build(_first),
+}
+"""Builders of tensors that may also have Python attributes."""
 _TABLE: Mapping[str, object] = MappingProxyType(
     {
         **TABLE,
-        **{name: _lazy_too(name) for name in _METADATA},
+        **_BUILDERS,
         **{f"{module}.complex": Build(_complex) for module in _BUILTINS},
         "torch._tensor._rebuild_from_type_v2": Build(_of_type),
-        "torch._utils._rebuild_device_tensor_from_cpu_tensor": Build(_first),
     }
 )
 _UNSTORABLE = {
