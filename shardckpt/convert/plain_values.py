@@ -316,8 +316,10 @@ def _scalar(value: Instance) -> object:
 
 def _array(value: Instance) -> np.ndarray[Any, np.dtype[Any]]:
     if value.name.endswith("._frombuffer"):  # of protocol 5
-        buffer, dtype, shape, order = value.arguments
+        buffer, dtype, shape, order, *axes = cast("tuple[Any, ...]", value.arguments)
         data = buffer.arguments[0] if isinstance(buffer, Instance) else buffer
+        if order == "K" and axes:  # of numpy 2.4
+            return _numbers(data, dtype, shape, value.name).transpose(*axes)
         return _ordered(data, dtype, shape, order == "F", value.name)
     if type(value.state) is not tuple or len(value.state) != 5 or type(value.state[1]) is not tuple:
         raise FormatError(f"is a {value.name} without its elements")

@@ -148,9 +148,11 @@ def test_arrays_of_numpy_are_read_from_pickles_of_any_protocol(tmp_path):
     whole = np.arange(6.0).reshape(2, 3)
     for protocol in (2, 4, 5):
         state = {"rows": whole, "columns": whole.T, "big": whole.astype(">i4"), "empty": whole[:0]}
-        for name, array in contents(
-            opened(saved(tmp_path, state, pickle_protocol=protocol))
-        ).items():
+        for axes in ((1, 0, 2), (1, 2, 0)):
+            state[f"axes {axes}"] = np.arange(24.0).reshape(2, 3, 4).transpose(axes)
+        arrays = contents(opened(saved(tmp_path, state, pickle_protocol=protocol)))
+        assert arrays.keys() == state.keys()
+        for name, array in arrays.items():
             np.testing.assert_array_equal(array, state[name])
 
 
