@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from shardckpt.commit.publish import RECORD
 from shardckpt.convert.files.file_version import file_at
+from shardckpt.convert.formats.megatron.source import refuse_without_newest
 from shardckpt.convert.formats.torch.deepspeed import refuse_directory
 from shardckpt.convert.hub_cache import hub_snapshot
 from shardckpt.errors import FormatError, NotFoundError, OptionError, ShardckptError
@@ -131,7 +132,8 @@ def detect_known(location: Location) -> Detected | None:
 
     Raises:
         NotFoundError: there is nothing at the location.
-        FormatError: it is a checkpoint of DeepSpeed; the message says how to convert it.
+        FormatError: it is a checkpoint of DeepSpeed, and the message says how to convert it; or it
+            has Megatron's file of the newest iteration, which names none.
         OptionError: the location is a checkpoint of shardckpt, or could be of two formats.
         StorageError: the storage failed or refused.
     """
@@ -172,6 +174,7 @@ def detect_known(location: Location) -> Detected | None:
         )
     if file is None:
         refuse_directory(Store.open(location), names)
+        refuse_without_newest(location, names)
     return None
 
 

@@ -15,6 +15,7 @@ import torch
 from foreign_contents import contents
 from paths import GOLDEN
 
+import shardckpt
 from shardckpt import restore
 from shardckpt.convert.detect import detect
 from shardckpt.convert.formats.dcp import source as from_dcp
@@ -112,7 +113,13 @@ def test_what_of_the_common_state_only_python_has_is_left_behind(tmp_path):
 
 
 def test_a_newest_iteration_that_is_none_is_refused(tmp_path):
+    (tmp_path / "iter_0000001").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("../../etc")
-    with pytest.raises(FormatError, match=r"'\.\./\.\./etc' is not an iteration"):
-        from_megatron.open_foreign(parse(tmp_path), trust_pickle=True)
+    for read in (
+        lambda: from_megatron.open_foreign(parse(tmp_path), trust_pickle=True),
+        lambda: shardckpt.open(tmp_path),
+        lambda: detect(parse(tmp_path)),
+    ):
+        with pytest.raises(FormatError, match=r"'\.\./\.\./etc' is not an iteration"):
+            read()
     assert from_megatron.looks_like(parse(tmp_path)) is None

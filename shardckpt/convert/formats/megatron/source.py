@@ -33,6 +33,8 @@ from shardckpt.state.names import shown
 from shardckpt.text import shorten
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from shardckpt.convert.foreign import Foreign
     from shardckpt.convert.formats.dcp.source import DcpState
     from shardckpt.io.url import Location
@@ -65,6 +67,12 @@ def looks_like(location: Location) -> str | None:
             f"steps of Megatron's training, of which {NEWEST} says that {newest.name} is the newest"
         )
     return None
+
+
+def refuse_without_newest(location: Location, names: Sequence[str]) -> None:
+    """Raise FormatError if a directory of these names has no readable iteration in `NEWEST`."""
+    if NEWEST in names:
+        _newest(location)
 
 
 def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
