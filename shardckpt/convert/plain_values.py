@@ -69,10 +69,12 @@ def plain(file: TorchFile, name: str) -> tuple[Any, list[str]]:
 
     Returns:
         Plain containers, small leaves and `PlacedTensor`s, or `LEFT`; and a line for each value
-        that is left behind.
+        that is left behind, which says whether a tensor is lost with it.
     """
     walk = _Walk(file, {})
-    return walk.visit(file.state, name, 0), _notes(walk.left)
+    state = walk.visit(file.state, name, 0)
+    lost = {one.name: one for one in walk.with_tensors() if not one.refused}
+    return state, _notes([lost.get(one.name, one) for one in walk.left])
 
 
 def _notes(left: Sequence[_Left]) -> list[str]:

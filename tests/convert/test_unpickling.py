@@ -349,6 +349,20 @@ def test_what_is_shared_over_and_over_is_left_behind():
     assert set(value) <= {"bomb", "fine"}
 
 
+def test_the_note_on_an_object_says_that_a_tensor_is_lost_with_it():
+    scaled = torch.nn.Parameter(torch.ones(2))
+    scaled.scale, scaled.kind = torch.ones(3), "int8"
+    buffer = io.BytesIO()
+    torch.save({"x": (scaled, 2), "y": {1, 2}}, buffer)
+    value, left = plain(file_of(buffer.getvalue()), "leaf")
+    assert value["x"][1] == 2
+    assert left == [
+        "leaf/x/0.__dict__ is left behind: it has the attributes 'scale', 'kind' with a tensor "
+        "that is nowhere else in the file.",
+        "leaf/y is left behind: it is a __builtin__.set.",
+    ]
+
+
 def test_a_storage_that_claims_more_elements_than_its_entry_has_is_refused():
     reference = (
         b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000NJ\x05\x00\x00\x00tQ"
