@@ -357,8 +357,10 @@ def test_the_note_on_an_object_says_that_a_tensor_is_lost_with_it():
     value, left = plain(file_of(buffer.getvalue()), "leaf")
     assert value["x"][1] == 2
     assert left == [
-        "leaf/x/0.__dict__ is left behind: it has the attributes 'scale', 'kind' with a tensor "
-        "that is nowhere else in the file.",
+        (
+            "leaf/x/0.__dict__ is left behind: it has the attributes 'scale', 'kind' with a tensor "
+            "that is nowhere else in the file."
+        ),
         "leaf/y is left behind: it is a __builtin__.set.",
     ]
 
