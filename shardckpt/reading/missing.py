@@ -68,7 +68,11 @@ def no_checkpoint(store: Store, tombstone: Tombstone | None) -> ShardckptError:
             f"{store}: a save was begun there and never committed; if its data is complete, "
             "`shardckpt commit` commits it."
         )
-    latest = sorted(children, key=naming.natural_key, reverse=True)[:_MOST_LOOKS]
+    latest = sorted(
+        children,
+        key=lambda child: (step_of(child) is not None, naming.natural_key(child)),
+        reverse=True,
+    )[:_MOST_LOOKS]
     inside = next((child for child in latest if store.exists(f"{child}/{RECORD}")), None)
     if inside is not None:
         return NotFoundError(f"{store}: no checkpoint there; did you mean {store.sub(inside)}?")

@@ -211,6 +211,9 @@ def test_of_a_root_with_many_steps_the_latest_are_looked_at_one_by_one():
     assert [key for key in looks if key.endswith("checkpoint.json")] == [
         f"{step}/checkpoint.json" for step in (202, 201, 200, 139)
     ]
+    for i in range(20):
+        MemoryStore(root).write(f"tensorboard-{i}/events", b"")
+    assert f"did you mean {root}/139?" in str(no_checkpoint(MemoryStore(root), None))
     for step in range(200, 260):
         MemoryStore(root).write(f"{step}/attempt", b"")
     looks.clear()
