@@ -36,6 +36,7 @@ from shardckpt.io.threads import collector_paused
 from shardckpt.io.url import parse
 from shardckpt.options import DEFAULT_MEMORY_LIMIT, LEAST_MEMORY_LIMIT, checked_options, parse_bytes
 from shardckpt.text import file_size
+from shardckpt.writing.announcements import in_words
 from shardckpt.writing.attempt import Attempt
 from shardckpt.writing.handle import SaveHandle, SaveProgress
 from shardckpt.writing.late_elements import LateElements, late_bytes
@@ -252,7 +253,7 @@ class _Save:
             self._copy(share)
         except BaseException as e:
             self._stage.give_up(e)
-            self.attempt.stop_waiting("copying the state has failed.")
+            self.attempt.stop_waiting(f"copying the state has failed: {in_words(e)}")
             try:
                 self.join(None)
             except RuntimeError:

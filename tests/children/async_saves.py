@@ -100,6 +100,29 @@ def interrupted_while_the_writer_waits(_coordinator, url):
     return [first[0], second[0]]
 
 
+def out_of_memory_while_the_writer_waits(_coordinator, url):
+    """Memory runs out while process 0's save streams, and its writing thread waits for process 2,
+    which never comes: the save before has failed. Process 1 waits, too."""
+    savers, coordinators = (
+        [Saver(memory_limit=LIMIT) for _ in range(2)],
+        on_threads(3, lambda ours: ours),
+    )
+    options = SaveOptions(commit_timeout=60)
+
+    def begin(process, state):
+        return savers[process].begin(url, state, options, coordinator=coordinators[process])
+
+    def handler(*_):
+        raise MemoryError("no room")
+
+    error_of(lambda: begin(0, {"w": object()}))
+    error_of(lambda: begin(1, state(1)).wait())
+    other = begin(1, state(1))
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 2)
+    return [error_of(lambda: begin(0, state(64))), error_of(other.wait)]
+
+
 def interrupted_by_another_save(_coordinator, url, mebibytes):
     """A signal handler that saves, too, while the thread that saves waits for a buffer in the
     middle of a save."""

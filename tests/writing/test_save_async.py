@@ -373,6 +373,13 @@ def test_ctrl_c_while_copying_does_not_wait_for_other_processes(tmp_path, job):
     assert answers == [["LeafError", "KeyboardInterrupt"]]
 
 
+@pytest.mark.timeout(100)
+def test_an_error_while_copying_is_announced_with_its_cause(tmp_path, job):
+    ((first, other),) = job.run("out_of_memory_while_the_writer_waits", 1, tmp_path / "c")
+    assert first[0] == "BudgetError"
+    assert "copying the state has failed: MemoryError: no room." in other[1]
+
+
 @pytest.mark.parametrize("mebibytes", [1, 40])
 def test_a_signal_handler_that_saves_amid_another_save_never_waits_for_it(tmp_path, job, mebibytes):
     (error,) = job.run("interrupted_by_another_save", 1, tmp_path / "c", mebibytes)
