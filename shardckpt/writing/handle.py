@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Literal
+from numbers import Real
+from threading import TIMEOUT_MAX
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import CoordinationError, OptionError, out_of_memory
 from shardckpt.io.threads import InterruptibleCondition
-from shardckpt.options import check_seconds
+from shardckpt.text import shorten
 from shardckpt.writing.save import SaveReport
 
 if TYPE_CHECKING:
@@ -66,10 +68,9 @@ class SaveHandle:
         """
         if until not in ("commit", "local"):
             raise OptionError(f'SaveHandle.wait({until!r}): use "commit" or "local".')
-        if timeout is not None and (timeout != 0 or isinstance(timeout, bool)):
-            check_seconds(timeout, "SaveHandle.wait(timeout")
+        seconds = None if timeout is None else _seconds(timeout)
         try:
-            return self._outcome.wait(until, timeout)
+            return self._outcome.wait(until, seconds)
         finally:
             self._outcome.heard = self._outcome.ended
 
@@ -79,6 +80,16 @@ class SaveHandle:
 
     def __repr__(self) -> str:
         return f"<SaveHandle of {self.url}: {self._outcome.state}>"
+
+
+def _seconds(timeout: Any) -> float | None:
+    """The seconds of a number, at least 0; None if Python cannot wait as long."""
+    is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if not is_number or timeout != timeout:  # noqa: PLR0124 - only a NaN is not itself
+        raise OptionError(
+            f"SaveHandle.wait(timeout={shorten(timeout)}): give a number of seconds, or None."
+        )
+    return None if timeout > TIMEOUT_MAX else max(0.0, float(timeout))
 
 
 class SaveProgress:

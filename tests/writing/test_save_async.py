@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import count
 
@@ -358,13 +359,27 @@ def test_ctrl_c_while_copying_gives_the_save_up(tmp_path, job):
     assert_holds(tmp_path / "c")
 
 
-@pytest.mark.parametrize("timeout", [float("inf"), 1e20, "5", float("nan"), -1, True])
+@pytest.mark.parametrize("timeout", ["5", float("nan"), np.float32("nan"), True, 1j])
 def test_a_wait_of_no_number_of_seconds_is_refused_by_name(tmp_path, timeout):
     handle = shardckpt.save_async(tmp_path / "c", state())
     with pytest.raises(errors.OptionError, match=r"SaveHandle.wait\(timeout="):
         handle.wait(timeout=timeout)
     handle.wait()
     assert handle.wait(timeout=0) is handle.report
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e20, np.int64(60), np.float32(60)])
+def test_a_wait_takes_any_number_of_seconds(tmp_path, timeout):
+    handle = shardckpt.save_async(tmp_path / "c", state())
+    assert handle.wait(timeout=timeout) is handle.report
+
+
+@pytest.mark.parametrize("timeout", [-1, -np.inf, np.float64(-0.5)])
+def test_a_wait_whose_time_is_over_does_not_wait(tmp_path, timeout):
+    handle = shardckpt.save_async(tmp_path / "c", state())
+    with suppress(errors.CoordinationError):  # the save may have ended
+        assert handle.wait(timeout=timeout) is handle.report
+    assert handle.wait() is handle.report
 
 
 @pytest.mark.timeout(100)
