@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from math import prod
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,12 +98,18 @@ class LazyArray:
         return map(self.__getitem__, range(len(self)))
 
     def __eq__(self, other: object) -> Any:
-        """Compare each element, as numpy does; all elements are read."""
-        return np.asarray(self) == other
+        """Compare each element with an array or a number, as numpy does; all elements are read.
+
+        Raises:
+            ValueError: the array has another shape; nothing is read.
+        """
+        operand = self._operand(other)
+        return operand if operand is NotImplemented else np.asarray(self) == operand
 
     def __ne__(self, other: object) -> Any:
-        """Compare each element, as numpy does; all elements are read."""
-        return np.asarray(self) != other
+        """See `__eq__`."""
+        operand = self._operand(other)
+        return operand if operand is NotImplemented else np.asarray(self) != operand
 
     __hash__ = None  # type: ignore[assignment]  # like numpy's arrays
 
@@ -164,6 +171,15 @@ class LazyArray:
         from shardckpt.reading.inspection.display import tensor_html
 
         return tensor_html(self.name, self.shape, self._dtype.name, self.sharding, self.chunks)
+
+    def _operand(self, other: Any) -> Any:
+        """An array or number that elements are compared with; NotImplemented: it is neither."""
+        if isinstance(other, Number):
+            return other
+        if not (hasattr(other, "__array__") or isinstance(other, list | tuple)):
+            return NotImplemented
+        np.broadcast_shapes(self.shape, np.shape(other))
+        return np.asarray(other)
 
     def _only_element(self) -> Any:
         if self.size != 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 import tempfile
 import tracemalloc
@@ -9,6 +10,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -112,6 +114,22 @@ def test_arrays_are_compared_by_their_elements(checkpoint):
     for number in (bool, int, float):
         with pytest.raises(TypeError, match=r"w1: an array of shape \(7,\) is not one number"):
             number(opened["w1"])
+
+
+def test_a_comparison_that_needs_no_elements_reads_none(tmp_path):
+    shardckpt.save(tmp_path / "c", {"w": np.arange(6).reshape(2, 3)})
+    opened = shardckpt.open(tmp_path / "c")
+    w = opened["w"]
+    assert w not in (None, "a", {}, shardckpt.Target())
+    assert w != "a"
+    for other in (np.ones(2), [1, 2], torch.ones(3, 2)):
+        for compare in (operator.eq, operator.ne):
+            with pytest.raises(ValueError, match="shape mismatch"):
+                compare(w, other)
+    assert opened.stats.bytes_read == 0
+    assert (w == 1).tolist() == (w == np.int8(1)).tolist() == [[False, True, False], [False] * 3]
+    assert (w == [[0], [4]]).sum() == 2
+    assert (torch.ones(3) != w).sum() == 5
 
 
 def test_it_can_be_pickled_and_reads_the_same_checkpoint_or_says_that_it_is_gone(tmp_path):
