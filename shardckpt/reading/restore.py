@@ -383,7 +383,7 @@ def restoring(
     if matched.missing or matched.unexpected:
         _log.warning("%s: restore(strict=False): %s", checkpoint.location, matched.skipped())
     numbers = arrays_for_numbers(checkpoint, matched, record) if matched.numbers else {}
-    filled = landings_of_numbers(matched, cast=cast) if matched.filled else []
+    filled = landings_of_numbers(checkpoint, matched, cast=cast) if matched.filled else []
     places = {
         **matched.tensors,
         **{

@@ -75,14 +75,16 @@ def array_of_number(number: Any, dtype: np.dtype[Any], where: str, *, cast: bool
     Raises:
         DtypeMismatchError: the dtype does not have this number; names the leaf.
     """
-    cast = cast and (dtype.kind in "cW" or np.asarray(number).dtype.kind not in "cW")
+    natural = np.asarray(number)
+    if natural.dtype == dtype:
+        return natural
+    cast = cast and (dtype.kind in "cW" or natural.dtype.kind not in "cW")
     with (
         suppress(TypeError, ValueError, OverflowError),
         np.errstate(all="ignore"),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        natural = np.asarray(number)
         array: NDArray[Any] = np.asarray(natural.astype(dtype))
         if cast or _is_rounded(natural.item(), array.item()):
             return array

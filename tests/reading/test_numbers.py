@@ -186,6 +186,44 @@ def test_a_number_is_not_written_into_memory_that_another_leaf_has(tmp_path):
     assert (memory == -1).all()
 
 
+@pytest.mark.parametrize(
+    "leaf", [torch.zeros(()), np.zeros((), np.float32)], ids=["torch", "numpy"]
+)
+def test_equal_numbers_go_into_one_tensor_of_several_names_and_different_ones_are_refused(
+    tmp_path, leaf
+):
+    shardckpt.save(tmp_path / "c", {"a": 0.5, "b": 0.5, "c": 0.25, "w": np.ones(3)})
+    like = {"a": leaf, "b": leaf, "w": np.zeros(3)}
+    restored = shardckpt.restore(tmp_path / "c", like, strict="like")
+    assert restored["a"] is restored["b"] is leaf
+    assert leaf.item() == 0.5
+    like = {"a": leaf, "b": leaf.reshape(()), "w": np.zeros(3)}
+    restored = shardckpt.restore(tmp_path / "c", like, strict="like")
+    assert (restored["a"], restored["b"]) == (0.5, 0.5)
+    with pytest.raises(
+        errors.StructureMismatchError,
+        match=r"'a' and 'c' are one tensor in `like`, .* the numbers 0.5 and 0.25 for them; give",
+    ):
+        shardckpt.restore(tmp_path / "c", {"a": leaf, "c": leaf}, strict="like")
+    assert leaf.item() == 0.5
+    with pytest.raises(errors.StructureMismatchError, match="shares memory with"):
+        shardckpt.restore(tmp_path / "c", {"a": leaf, "c": leaf.reshape(())}, strict="like")
+
+
+def test_numbers_of_an_optimizer_go_into_the_tensor_that_its_groups_share(tmp_path):
+    def state(rate):
+        modules = [torch.nn.Linear(2, 2) for _ in range(2)]
+        groups = [{"params": list(module.parameters())} for module in modules]
+        model = torch.nn.ModuleList(modules)
+        optimizer = torch.optim.AdamW(groups, lr=rate)
+        return shardckpt.train_state(model=model, optimizer=optimizer, rng=False), optimizer
+
+    shardckpt.save(tmp_path / "c", state(0.5)[0])
+    fresh, optimizer = state(torch.tensor(0.1))
+    shardckpt.restore(tmp_path / "c", fresh)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.5]
+
+
 def test_a_training_s_counter_and_scale_may_change_their_form(tmp_path):
     shardckpt.save(
         tmp_path / "c",
