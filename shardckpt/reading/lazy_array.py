@@ -210,8 +210,10 @@ class LazyArray:
         around = empty(self.name, box.shape, self.dtype)
         self._read([box], [around])
         steps = zip(ranges, start, strict=True)
-        cut: NDArray[Any] = around[tuple(_slice(indices, first) for indices, first in steps)]
-        return cut.copy()
+        cut = around[tuple(_slice(indices, first) for indices, first in steps)]
+        out = empty(self.name, cut.shape, self.dtype)
+        out[...] = cut
+        return out
 
     def _entries(self, index: Any) -> list[Any]:
         """One entry per dimension."""
@@ -266,8 +268,13 @@ def _runs(indices: range) -> list[tuple[int, int, slice]]:
     return [(i, i + 1, slice(at, at + 1)) for at, i in enumerate(indices)]
 
 
-def empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Allocate memory for a tensor.
+def empty(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    advice: str = "read a smaller part of it",
+) -> NDArray[Any]:
+    """Allocate memory for a tensor; `advice` ends the message of the error.
 
     Raises:
         BudgetError: this machine has not enough memory, or the shape is larger than any memory.
@@ -276,6 +283,5 @@ def empty(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[An
         return np.empty(shape, dtype)
     except (MemoryError, ValueError) as e:
         raise BudgetError(
-            f"{name}: there is no memory for an array of {shape} ({e}); read a box of it, or "
-            "leave it out with only=."
+            f"{name}: there is no memory for an array of {shape} ({e}); {advice}."
         ) from e

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from forgery import at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -75,8 +76,13 @@ def test_a_part_that_no_memory_holds_is_refused_by_name():
         "w", (1 << 60, 4), dtypes.by_name("int8"), None, lambda *_: None, (1,)
     )
     for index in (..., (slice(None, None, 2), 0)):
-        with pytest.raises(errors.BudgetError, match="w: there is no memory"):
+        with pytest.raises(errors.BudgetError, match=r"w: there is no memory .*; read a smaller"):
             lazy[index]
+    lazy = lazy_array.LazyArray(
+        "w", (3 << 30,), dtypes.by_name("int8"), None, lambda *_: None, (1,)
+    )
+    with at_most(4 << 30), pytest.raises(errors.BudgetError, match="w: there is no memory"):
+        lazy[::2]  # all is read, and there is no memory for the half of it beside it
 
 
 def test_it_is_an_array_for_others(checkpoint):

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from shardckpt.reading.naming.adapt import Adaptation
     from shardckpt.state.document import Node
 
+_ADVICE = "read a box of it, or leave it out with only="
+
 
 def complete(
     checkpoint: Checkpoint,
@@ -36,7 +38,7 @@ def complete(
         adaptation: the options for names and sizes; None: everything stays as it is.
     """
     leaves: dict[str, list[tuple[str, object]]] = {
-        name: [(name, empty(name, t.shape, t.dtype.numpy))]
+        name: [(name, empty(name, t.shape, t.dtype.numpy, _ADVICE))]
         for name, t in ((name, record(name)) for name in stored_names(tree, selects))
     }
     own = _all_values(checkpoint, per_process_names(tree, selects))
