@@ -93,7 +93,7 @@ class Checkpoint:
         self._store = Store.open(location)
         self._describe(location, self._record())
         self._place = self._store.sub(self.record.attempt)
-        self._opening = RLock()  # a signal handler may read from it, too
+        self._opening = RLock()  # a signal handler may read amid the opening, not amid a read
         self._opened: ChunkReader | None = None
         self._reading: tuple[int | None, int] = (None, OBJECT_MEMORY)
         _opened[id(self)] = self

@@ -167,8 +167,9 @@ def test_a_checkpoint_that_is_replaced_under_a_reader_says_so(tmp_path, two):
             read()
 
 
-def test_a_signal_handler_may_open_and_read_wherever_the_program_does(tmp_path, two):
-    """At each line of the module, something else opens and reads, as a handler would."""
+def test_a_signal_handler_may_open_and_read_while_the_program_opens_a_checkpoint(tmp_path, two):
+    """At each line of the module, something else opens and reads, as a handler would. Amid a read,
+    which locks chunk tables and thread pools, a handler may wait for good."""
     place, inside = parse(tmp_path / "c"), []
 
     def interrupted(frame, event, _argument):
