@@ -17,8 +17,9 @@
 5. Every block is compared with its digest in the header, and every row with its expected position.
 6. If the table is damaged, it is given up, and the other tables (`spare`) are used from then on.
 
-The most recently used units are kept, up to 32 MiB, or as many as the last `prepare` asked for.
-Another 32 MiB are kept of hosts' tables.
+The most recently used units are kept, up to 32 MiB. If one call reads more, all of them are kept
+until the next call of any thread; later calls read again what they need of the rest. Another 32 MiB
+are kept of hosts' tables.
 """
 
 from __future__ import annotations
@@ -160,8 +161,6 @@ class TableBlocks:
         """Rows from hosts' own tables; None if hosts' tables are not used."""
         self._units: dict[int, NDArray[np.void]] = {}
         """Kept units by number, the most recently used last."""
-        self._prepared = 0
-        """Number of units of the last `prepare`; as many are kept."""
         self._last = range(-1, -1)
         """The adjacent units that were read last."""
         self._instead: WholeTable | None = None
@@ -183,9 +182,7 @@ class TableBlocks:
         """See `Lookup`."""
         if self._instead is not None or len(self._units) == self._source.units:
             return
-        units = self._units_to_read(boxes)
-        self._prepared = len(units)
-        self._load(units)
+        self._load(self._units_to_read(boxes))
 
     def find(
         self, paths: Sequence[str], array: NDArray[np.int64], chunks: NDArray[np.int64]
@@ -324,8 +321,7 @@ class TableBlocks:
             for unit in units:
                 self._units[unit] = self._units.pop(unit)  # most recently used
                 loaded.append(self._units[unit])
-            kept = KEPT_BYTES // (self._source.rows * ROW.itemsize)
-            most = max(len(loaded), self._prepared, kept)
+            most = max(len(loaded), KEPT_BYTES // (self._source.rows * ROW.itemsize))
             for unit in list(islice(self._units, max(0, len(self._units) - most))):
                 del self._units[unit]
         return loaded

@@ -266,20 +266,6 @@ def test_rows_that_were_asked_for_long_ago_are_not_kept(tmp_path, blocks_of_four
     assert len(blocks._units) == 3
 
 
-def test_rows_of_a_call_are_read_once_though_they_are_more_than_are_kept(
-    tmp_path, blocks_of_four, monkeypatch
-):
-    monkeypatch.setattr(table_blocks, "KEPT_BYTES", 3 * 4 * ROW.itemsize)
-    blocks, stats = opened(Store.open(tmp_path), complete(a=400))
-    piece = Piece("a", (0,), (400,), (1,))
-    blocks.prepare([(piece, BoxArray.of([Box((0,), (200,))], 1))])
-    for i in (*range(0, 200, 4), *range(0, 200, 4)):
-        find(blocks, "a", np.array([i]))
-    assert stats.index_reads == 2
-    blocks.prepare([(piece, BoxArray.of([Box((0,), (4,))], 1))])
-    assert len(blocks._units) == 3
-
-
 def test_damage_to_a_block_that_nobody_needs_does_no_harm(tmp_path, blocks_of_four):
     place = Store.open(tmp_path)
     blocks, _ = opened(place, complete(a=400))
