@@ -247,6 +247,6 @@ def detect_below(location: Location, known: Collection[str] = ()) -> dict[str, D
 def _try_detect(location: Location) -> Detected | None:
     """The format at a location; None if there is none, or it is not certain."""
     try:
-        return detect(hub_snapshot(location) or location)
+        return detect_known(hub_snapshot(location) or location)
     except ShardckptError:
         return None
