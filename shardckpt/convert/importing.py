@@ -119,13 +119,16 @@ def import_checkpoint(  # noqa: D417  (the other arguments are documented where 
         CommitError, CoordinationError, StorageError: as in `reshard`.
     """
     options = ImportOptions.of(locals())
-    location = parse(src)
-    if location.resolved == parse(dst).resolved:
+    location, destination = parse(src), parse(dst)
+    snapshot = hub_snapshot(location)
+    if destination.resolved == location.resolved or (
+        snapshot is not None and destination.is_within(snapshot)
+    ):
         raise OptionError(
             f"{location}: the new checkpoint would be written into the source; choose another "
             "place for it."
         )
-    location = hub_snapshot(location) or location
+    location = snapshot or location
     format_name, signs = _format_at(location, from_)
     spec = ForeignSpec(str(location), format_name, trust_pickle, into, options.names())
     source = spec.open()

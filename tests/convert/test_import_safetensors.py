@@ -366,6 +366,17 @@ def test_nothing_is_written_into_what_is_read(tmp_path: Path) -> None:
             shardckpt.import_checkpoint(tmp_path, target)
 
 
+def test_nothing_is_written_into_the_snapshot_that_is_read_for_a_model(tmp_path: Path) -> None:
+    model, snapshot = tmp_path / "m", tmp_path / "m" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (model / "refs").mkdir()
+    save_file(A, snapshot / "model.safetensors")
+    for target in (model, snapshot, snapshot / "new"):
+        with pytest.raises(errors.OptionError, match="written into the source"):
+            shardckpt.import_checkpoint(model, target, workers=1)
+    assert [path.name for path in snapshot.iterdir()] == ["model.safetensors"]
+
+
 def test_every_name_of_a_dtype_stands_for_one_of_ours() -> None:
     assert len({by_name(name).name for name in _DTYPES.values()}) == len(_DTYPES)
 
