@@ -297,11 +297,11 @@ def export_safetensors(  # noqa: D417  (as above)
         return _write_safetensors(Checkpoint(src), parse(dst), options)
 
 
-def _refuse_file_of_others(location: Location, to: str = "safetensors") -> None:
+def _refuse_file_of_others(location: Location, to: str) -> None:
     """Raise OptionError if a destination is named like a file of another format.
 
-    A directory of DCP may be named as a file of torch that ends in ".ckpt": Lightning names them
-    so.
+    A directory of DCP or Orbax may be named as a file of torch that ends in ".ckpt": Lightning
+    names them so.
     """
     suffix = PurePosixPath(location.name).suffix.lower()
     named_for = {_SUFFIX: "safetensors", **dict.fromkeys(_TORCH_FILES, "torch")}.get(suffix)
@@ -315,7 +315,7 @@ def _refuse_file_of_others(location: Location, to: str = "safetensors") -> None:
             f"{location} is named like a file of another format ({suffix}), which is not written; "
             f"{choose}"
         )
-    if named_for not in {None, to} and (to, suffix) != ("dcp", ".ckpt"):
+    if named_for not in {None, to} and not (to in {"dcp", "orbax"} and suffix == ".ckpt"):
         advice = Message(
             f"{location} is named like a file of {named_for}, and the format is {to}: write "
             f"{named_for}'s with ",
@@ -332,14 +332,9 @@ def _write_safetensors(
     plan: Callable[..., ModelFiles] = plan_model_files,
 ) -> ExportReport:
     began = time.monotonic()
-    _refuse_file_of_others(location)
+    _refuse_file_of_others(location, "peft" if plan is plan_adapter_files else "safetensors")
     _refuse_within(location, checkpoint)
     directory, single = _place(location, split_up=options.max_shard_size is not None)
-    if single is not None and plan is plan_adapter_files:
-        raise OptionError(
-            f"{location}: an adapter of PEFT has several files; give a directory for them, not "
-            "the name of one."
-        )
     model = plan(checkpoint, options)
     file_names = (
         [single]

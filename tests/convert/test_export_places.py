@@ -92,6 +92,8 @@ def test_a_directory_holds_one_model_and_another_one_is_replaced_as_a_whole(
         ("torch", "a.gguf", r"a file of another format \(\.gguf\), .* ends in \.pt\."),
         ("dcp", "a.pt", r"a file of torch, .*to='torch', or choose a name without \.pt for"),
         ("orbax", "a.safetensors", r"a file of safetensors, .* without \.safetensors for"),
+        ("peft", "a.bin", r"a file of torch, and the format is peft: .* without \.bin for the dir"),
+        ("peft", "a.safetensors", r"a file of safetensors, .* without \.safetensors for"),
     ],
 )
 def test_a_name_of_another_formats_file_is_refused(tmp_path, place, to, name, words):
@@ -113,9 +115,10 @@ def test_an_option_that_there_is_not_is_refused(tmp_path, place, to):
 
 
 @pytest.mark.parametrize("name", ["last.ckpt", "step.5"])
-def test_a_directory_of_dcp_may_have_a_suffix(tmp_path, place, name):
-    shardckpt.export(place, tmp_path / name, to="dcp")
-    assert (tmp_path / name / ".metadata").is_file()
+@pytest.mark.parametrize(("to", "sign"), [("dcp", ".metadata"), ("orbax", "_METADATA")])
+def test_a_directory_of_dcp_or_orbax_may_have_a_suffix(tmp_path, place, name, to, sign):
+    shardckpt.export(place, tmp_path / name, to=to)
+    assert (tmp_path / name / sign).is_file()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
