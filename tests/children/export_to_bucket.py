@@ -9,7 +9,7 @@ import signal
 import sys
 
 import shardckpt
-from shardckpt.convert.files import object_files
+from shardckpt.convert.files import object_target
 from shardckpt.io.buckets import uploading
 from shardckpt.streaming import stream as streaming
 
@@ -19,7 +19,7 @@ LIMIT = 24 * MiB
 
 def small():
     """Parts, batches and notes of a MiB, so that a small export has all that a large one has."""
-    uploading.SMALLEST = object_files.SAVE_EVERY = streaming._BATCH = MiB
+    uploading.SMALLEST = object_target.SAVE_EVERY = streaming._BATCH = MiB
 
 
 if __name__ == "__main__":

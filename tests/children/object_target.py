@@ -6,8 +6,8 @@ import sys
 
 import numpy as np
 
-from shardckpt.convert.files import object_files
-from shardckpt.convert.files.object_files import ObjectTarget
+from shardckpt.convert.files import object_target
+from shardckpt.convert.files.object_target import ObjectTarget
 from shardckpt.io.buckets import uploading
 from shardckpt.io.url import parse
 
@@ -33,7 +33,7 @@ def write(target, until=SIZE, at=None):
 
 
 if __name__ == "__main__":
-    uploading.SMALLEST = object_files.SAVE_EVERY = MiB
+    uploading.SMALLEST = object_target.SAVE_EVERY = MiB
     write(
         ObjectTarget.open(
             parse(sys.argv[1]), nbytes=SIZE, digest="a", overwrite=False, memory_limit=LIMIT

@@ -19,8 +19,8 @@ from paths import CHILDREN
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.convert.files import object_files
-from shardckpt.convert.files.object_files import ObjectTarget
+from shardckpt.convert.files import object_target
+from shardckpt.convert.files.object_target import ObjectTarget
 from shardckpt.io.buckets import uploading
 from shardckpt.io.store import Store
 from shardckpt.streaming import stream as streaming
@@ -47,7 +47,7 @@ def cloud(request):
 def place(cloud, monkeypatch):
     """A url at which nothing is yet; parts, batches and notes are of a MiB."""
     monkeypatch.setattr(uploading, "SMALLEST", MiB)
-    monkeypatch.setattr(object_files, "SAVE_EVERY", MiB)
+    monkeypatch.setattr(object_target, "SAVE_EVERY", MiB)
     monkeypatch.setattr(streaming, "_BATCH", MiB)
     return cloud.emulator.url(uuid.uuid4().hex)
 

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.convert.files.object_files import ObjectTarget
+from shardckpt.convert.files.object_target import ObjectTarget
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 

@@ -15,8 +15,8 @@ from faults import Rule, faulty_cloud
 from object_target import LIMIT, SIZE, MiB, content, write
 from paths import CHILDREN
 
-from shardckpt.convert.files import object_files
-from shardckpt.convert.files.object_files import ObjectTarget, upload_note
+from shardckpt.convert.files import object_target
+from shardckpt.convert.files.object_target import ObjectTarget, upload_note
 from shardckpt.errors import AlreadyExistsError, BudgetError, CommitError, StorageError
 from shardckpt.io.buckets import uploading
 from shardckpt.io.store import Store
@@ -39,7 +39,7 @@ def cloud(request):
 def place(cloud, monkeypatch):
     """Of a file that is not there yet; parts may be of 1 MiB."""
     monkeypatch.setattr(uploading, "SMALLEST", MiB)
-    monkeypatch.setattr(object_files, "SAVE_EVERY", MiB)
+    monkeypatch.setattr(object_target, "SAVE_EVERY", MiB)
     return parse(cloud.emulator.url(uuid.uuid4().hex, "model.safetensors"))
 
 
@@ -181,7 +181,7 @@ def test_one_that_appears_meanwhile_is_found_at_the_end_or_by_the_next_process(p
 
 def test_it_makes_one_request_per_part_and_a_few_more(cloud, place, monkeypatch):
     """As docs/lab/bucket-requests.md says."""
-    monkeypatch.setattr(object_files, "SAVE_EVERY", 256 * MiB)
+    monkeypatch.setattr(object_target, "SAVE_EVERY", 256 * MiB)
     with cloud.breaking():
         with open_target(place) as target:
             write(target)
@@ -228,7 +228,7 @@ def test_of_two_that_begin_at_the_same_moment_one_is_told(cloud, place, monkeypa
             others[0] = open_target(place, digest="b")
         return upload
 
-    monkeypatch.setattr(object_files, "open_upload", begin)
+    monkeypatch.setattr(object_target, "open_upload", begin)
     with pytest.raises(StorageError, match="at the same moment"):
         open_target(place)
     with others[0] as other:
@@ -247,7 +247,7 @@ def test_an_upload_that_cannot_be_recorded_is_ended(place, monkeypatch):
     def fail(*_):
         raise StorageError("refused")
 
-    monkeypatch.setattr(object_files, "open_upload", begin)
+    monkeypatch.setattr(object_target, "open_upload", begin)
     with monkeypatch.context() as patch:
         patch.setattr(Store, "replace", fail)
         with pytest.raises(StorageError, match="refused"):
