@@ -100,6 +100,24 @@ def test_a_model_that_appears_during_an_export_is_the_only_one(tmp_path, place, 
     assert contents(store) == on_disk(place, tmp_path / "out", max_shard_size=other)
 
 
+@pytest.mark.parametrize(("one", "other"), [(None, SPLIT), (SPLIT, None)], ids=["one", "many"])
+def test_of_two_models_that_may_replace_others_the_one_that_began_last_stays(
+    tmp_path, place, there, one, other
+):
+    (url, store), begun = there, []
+
+    def export_another(done, _total):
+        if done and not begun:
+            begun.append(store.list())
+            shardckpt.export(place, url, max_shard_size=other, overwrite=True, **OPTIONS)
+
+    options = {"max_shard_size": one, "overwrite": True, "progress": export_another, **OPTIONS}
+    with pytest.raises(errors.StorageError, match="another export has begun there"):
+        shardckpt.export(place, url, **options)
+    assert ("model-00001-of-00002.safetensors" in begun[0]) == (one is not None)
+    assert contents(store) == on_disk(place, tmp_path / "out", max_shard_size=other)
+
+
 def test_several_files_are_gone_on_with_and_the_index_comes_last(tmp_path, place, there):
     url, store = there
 
@@ -140,4 +158,12 @@ def test_a_limit_of_a_few_bytes_is_refused_with_one_that_suffices(place, there):
     url, store = there
     with pytest.raises(errors.BudgetError, match=r"memory_limit=3 B .*raise it to \d+ MiB"):
         shardckpt.export(place, url, memory_limit=3)
+    assert contents(store) == {}
+
+
+@pytest.mark.parametrize("most", [None, SPLIT], ids=["one", "several"])
+def test_a_limit_too_small_for_the_parts_of_an_upload_leaves_nothing(place, there, most):
+    url, store = there
+    with pytest.raises(errors.BudgetError, match="holds two parts"):
+        shardckpt.export(place, url, max_shard_size=most, memory_limit="32MiB")
     assert contents(store) == {}

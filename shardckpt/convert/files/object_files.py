@@ -9,6 +9,8 @@
    token. Replaced files are deleted before the export begins, so the listed files that exist belong
    to it: the same export continues after them, another one changes the token, and removes them. An
    export whose token is gone fails, and removes nothing. The object is deleted at the end.
+3. A directory holds one model, of one or several files, and all exports of one share that object. A
+   single file replaces the old one when it is published, so it is not listed.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from shardckpt.convert.files.destination import already_exists
 from shardckpt.convert.files.object_target import ObjectTarget, abandon, read_note
 from shardckpt.errors import ShardckptError, StorageError
 from shardckpt.format.documents import seal
+from shardckpt.io.buckets.uploading import part_size
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:
@@ -32,16 +35,20 @@ if TYPE_CHECKING:
     from shardckpt.io.url import Location
 
 
+_MODELS = ("model.safetensors", "model.safetensors.index.json")
+"""Last file of a model of one file, and of several. A directory holds one of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class _ExportNote:
-    """The contents of the object that records an export of several files."""
+    """The contents of the object that records an export."""
 
     digest: str
     """Digest of the export; "" while the files of an earlier one are removed."""
     token: str
     """Random text that the same export keeps when it continues."""
     named: tuple[str, ...]
-    """Names of the files that it has begun, or that are removed."""
+    """Names of the files that it has begun, if it has several, or that are removed."""
 
     @classmethod
     def read(cls, store: Store, key: str) -> tuple[Self, bytes]:
@@ -52,6 +59,13 @@ class _ExportNote:
             lambda doc: cls(doc.string("digest"), doc.string("token"), tuple(doc.keys("named"))),
         )
         return note or cls("", "", ()), generation
+
+    def incomplete(self, store: Store, key: str) -> Sequence[str]:
+        """The files that it names, unless the last one of that export is there."""
+        is_complete = (
+            self.named and _note_of(self.named[-1]) == key and store.exists(self.named[-1])
+        )
+        return () if is_complete else self.named
 
 
 class ObjectFiles:
@@ -84,6 +98,7 @@ class ObjectFiles:
         self._obsolete = obsolete
         self._store = Store.open(directory)
         self._note = _note_of(names[-1])
+        self._has_note = len(names) > 1 or names[-1] in _MODELS
         self._token = token_hex()
         self._finished = 0
         """Number of files that are visible."""
@@ -92,7 +107,9 @@ class ObjectFiles:
     def begin(self, plan: WritePlan) -> int:
         """See `Destination`."""
         self._plan = plan
-        if len(self._names) > 1:
+        # A memory limit that is too low is refused before anything is written.
+        part_size(max(plan.sizes), self.memory)
+        if self._has_note:
             self._take_up()
         is_complete = self._finished == len(self._names)
         at = self._finished, 0 if is_complete else self._open_upload(self._finished).resume_at
@@ -119,10 +136,12 @@ class ObjectFiles:
         del verify
         if self._finished < len(self._names):
             last = self._open_upload(len(self._names) - 1)
-            for name in self._obsolete():
+            obsolete = self._obsolete()
+            self._refuse_if_replaced()
+            for name in obsolete:
                 self._store.delete(name)
             self._finish_one(last)
-        if len(self._names) > 1 and self._is_mine():
+        if self._has_note and self._is_mine():
             self._store.delete(self._note)
 
     def abort(self, *, keep: bool) -> None:
@@ -133,7 +152,7 @@ class ObjectFiles:
                 target.close()
             elif target is not None:
                 target.abort()
-        if not keep and 1 < len(self._names) > self._finished:  # else it was complete already
+        if not keep and self._has_note and self._finished < len(self._names):
             with suppress(ShardckptError):
                 for name in [*self._names[: self._finished], self._note] if self._is_mine() else ():
                     self._store.delete(name)
@@ -148,11 +167,12 @@ class ObjectFiles:
         return self._target
 
     def _open(self, number: int) -> None:
-        if len(self._names) > 1:
+        if self._has_note:
             note, generation = _ExportNote.read(self._store, self._note)
             if note.token != self._token:
                 raise self._replaced()
-            self._write_note(self._digest(0), self._names[: number + 1], generation)
+            begun = self._names[: number + 1] if len(self._names) > 1 else ()
+            self._write_note(self._digest(0), begun, generation)
         self._target = ObjectTarget.open(
             self._directory.join(self._names[number]),
             nbytes=self._plan.sizes[number],
@@ -161,7 +181,10 @@ class ObjectFiles:
             memory_limit=self.memory,
         )
         # An export that begins after this finds the upload, and ends it.
-        if len(self._names) > 1 and not self._is_mine():
+        self._refuse_if_replaced()
+
+    def _refuse_if_replaced(self) -> None:
+        if self._has_note and not self._is_mine():
             self.abort(keep=False)
             raise self._replaced()
 
@@ -175,12 +198,19 @@ class ObjectFiles:
             raise self._replaced()
 
     def _replaced(self) -> StorageError:
+        """The error for an export whose token is gone.
+
+        Raises:
+            AlreadyExistsError: another model is there, and may not be replaced.
+        """
+        self._obsolete()
         return StorageError(
             f"cannot export to {self._directory}: another export has begun there, or has ended; "
             "let only one of them do it."
         )
 
     def _finish_one(self, target: ObjectTarget) -> None:
+        self._refuse_if_replaced()
         self._target = None
         with target:
             target.finish()
@@ -192,23 +222,22 @@ class ObjectFiles:
     def _take_up(self) -> None:
         """Continue after an earlier call's finished files, or remove the files of another call."""
         note, generation = _ExportNote.read(self._store, self._note)
-        named = note.named
         if note.digest == self._digest(0):
             self._token = note.token
-            for name, size in zip(named, self._plan.sizes, strict=False):
+            for name, size in zip(note.named, self._plan.sizes, strict=False):
                 if self._store.size(name) != size:
                     break
                 self._finished += 1
             return
-        if named and self._store.exists(self._names[-1]):
-            named = ()  # that export was complete
+        named = note.incomplete(self._store, self._note)
         for name in [] if self._overwrite else self._names:
             if name not in named and self._store.exists(name):
                 raise already_exists(self._store.path_of(name))
         self._write_note("", named, generation)
-        for name in dict.fromkeys(
-            [self._names[-1], *named, *(self._names if self._overwrite else ())]
-        ):
+        removed = named
+        if len(self._names) > 1:
+            removed = [self._names[-1], *named, *(self._names if self._overwrite else ())]
+        for name in dict.fromkeys(removed):
             abandon(self._directory.join(name))
             self._store.delete(name)
 
@@ -218,11 +247,10 @@ def begun(directory: Location, last: str) -> Sequence[str]:
 
     `last` is the file that would complete it.
     """
-    store = Store.open(directory)
-    note, _ = _ExportNote.read(store, _note_of(last))
-    return note.named if note.named and not store.exists(last) else ()
+    store, key = Store.open(directory), _note_of(last)
+    return _ExportNote.read(store, key)[0].incomplete(store, key)
 
 
 def _note_of(last: str) -> str:
     """Name of the object that records an export's progress."""
-    return f".{last}.export.json"
+    return f".{_MODELS[-1] if last in _MODELS else last}.export.json"
