@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 import shardckpt
 from shardckpt import errors
 from shardckpt.convert.files.object_target import ObjectTarget
+from shardckpt.format.documents import open_envelope, seal
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
 
@@ -116,6 +117,27 @@ def test_of_two_models_that_may_replace_others_the_one_that_began_last_stays(
         shardckpt.export(place, url, **options)
     assert ("model-00001-of-00002.safetensors" in begun[0]) == (one is not None)
     assert contents(store) == on_disk(place, tmp_path / "out", max_shard_size=other)
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"], ids=["same", "another"])
+def test_an_export_that_an_earlier_release_has_begun_is_gone_on_with_or_removed(
+    tmp_path, place, there, dtype
+):
+    """Its note has no token."""
+    url, store = there
+
+    def interrupted(done, total):
+        if done == total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        shardckpt.export(place, url, max_shard_size=SPLIT, progress=interrupted, **OPTIONS)
+    (key,) = (name for name in store.list() if name.endswith(".export.json"))
+    note = open_envelope(store.read(key), key)
+    store.write(key, seal({"digest": note["digest"], "named": note["named"]}))
+    report = shardckpt.export(place, url, max_shard_size=SPLIT, dtype=dtype, **OPTIONS)
+    assert (report.resumed_bytes > 0) == (dtype is None)
+    assert contents(store) == on_disk(place, tmp_path / "out", max_shard_size=SPLIT, dtype=dtype)
 
 
 def test_several_files_are_gone_on_with_and_the_index_comes_last(tmp_path, place, there):

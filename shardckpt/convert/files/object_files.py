@@ -46,7 +46,7 @@ class _ExportNote:
     digest: str
     """Digest of the export; "" while the files of an earlier one are removed."""
     token: str
-    """Random text that the same export keeps when it continues."""
+    """Random text that the same export keeps when it continues; "" in notes of 0.2.0."""
     named: tuple[str, ...]
     """Names of the files that it has begun, if it has several, or that are removed."""
 
@@ -56,7 +56,11 @@ class _ExportNote:
         note, generation = read_note(
             store,
             key,
-            lambda doc: cls(doc.string("digest"), doc.string("token"), tuple(doc.keys("named"))),
+            lambda doc: cls(
+                doc.string("digest"),
+                doc.string("token") if "token" in doc.doc else "",
+                tuple(doc.keys("named")),
+            ),
         )
         return note or cls("", "", ()), generation
 
@@ -223,7 +227,10 @@ class ObjectFiles:
         """Continue after an earlier call's finished files, or remove the files of another call."""
         note, generation = _ExportNote.read(self._store, self._note)
         if note.digest == self._digest(0):
-            self._token = note.token
+            if note.token:
+                self._token = note.token
+            else:
+                self._write_note(note.digest, note.named, generation)
             for name, size in zip(note.named, self._plan.sizes, strict=False):
                 if self._store.size(name) != size:
                     break
