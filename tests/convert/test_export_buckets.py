@@ -209,6 +209,31 @@ def test_an_export_that_another_one_replaces_between_two_files_publishes_no_mixe
     assert objects(place) == on_disk(other)
 
 
+def test_an_export_that_another_one_has_replaced_does_not_end_its_upload(
+    source, other, place, monkeypatch
+):
+    begin, refused = ObjectTarget.open.__func__, []
+
+    def begin_amid_the_other(cls, at, **options):
+        if refused:
+            return begin(cls, at, **options)
+        refused.append(None)
+
+        def begin_again(done, _total):
+            if done > MiB and refused == [None]:
+                with pytest.raises(errors.StorageError, match="another export") as info:
+                    begin(cls, at, **options)
+                refused.append(info.value)
+
+        export(other, place, max_shard_size=SHARD, progress=begin_again)
+        raise refused[-1]
+
+    monkeypatch.setattr(ObjectTarget, "open", classmethod(begin_amid_the_other))
+    with pytest.raises(errors.StorageError, match="another export has begun there"):
+        export(source, place, max_shard_size=SHARD)
+    assert objects(place) == on_disk(other)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_export_that_another_one_has_replaced_deletes_nothing_of_it(source, other, place, fails):
     begun = []

@@ -183,6 +183,7 @@ class ObjectFiles:
             digest=self._digest(number),
             overwrite=self._overwrite,
             memory_limit=self.memory,
+            before_abort=self._refuse_if_replaced,
         )
         # An export that begins after this finds the upload, and ends it.
         self._refuse_if_replaced()

@@ -124,7 +124,14 @@ class ObjectTarget:
 
     @classmethod
     def open(
-        cls, place: Location, *, nbytes: int, digest: str, overwrite: bool, memory_limit: int
+        cls,
+        place: Location,
+        *,
+        nbytes: int,
+        digest: str,
+        overwrite: bool,
+        memory_limit: int,
+        before_abort: Callable[[], object] = tuple,
     ) -> Self:
         """Begin to write a file, or continue where another process has stopped.
 
@@ -134,6 +141,7 @@ class ObjectTarget:
             digest: digest of the complete file; equal for equal bytes.
             overwrite: whether the finished file may replace an existing one.
             memory_limit: bytes for buffers.
+            before_abort: called before an upload of other bytes is aborted; may refuse it.
 
         Raises:
             AlreadyExistsError: the object exists, and may not be replaced.
@@ -149,6 +157,7 @@ class ObjectTarget:
         note, generation = read_note(store, key, _UploadNote.parse)
         resume = note.state if note is not None and note.digest == digest else None
         if note is not None and resume is None:
+            before_abort()
             abandon_upload(place, note.state)
         if resume is not None and 2 * resume.part_bytes <= memory_limit:
             part_bytes = resume.part_bytes
