@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from crc32c import crc32c
 
 from shardckpt import frameworks
 from shardckpt.errors import StructureMismatchError
+from shardckpt.format.documents import document_digest
 from shardckpt.format.fingerprint import Fingerprint, StateSums
 from shardckpt.format.replicas import as_text, difference
-from shardckpt.frameworks.coordination import Coordinator, check_answered, check_coordinator
+from shardckpt.frameworks.coordination import (
+    Coordinator,
+    check_answered,
+    check_coordinator,
+    check_outcomes,
+    share_failure,
+)
 from shardckpt.options import SaveOptions
 from shardckpt.state.flatten import flatten, local_names, plain_state
 from shardckpt.state.names import shown
@@ -20,10 +27,11 @@ from shardckpt.writing.save_plan import plan_save, small_elements
 from shardckpt.writing.state_share import MOST_COPIES, read_to_host
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
     from shardckpt.writing.save_plan import SavePlan
 
+_KEY = "fingerprint"
 _SMALL = "small"
 """The group of the processes that have a small plain tensor: which they are, none of them knows."""
 
@@ -49,14 +57,15 @@ def fingerprint(state: Any, *, coordinator: Coordinator | None = None) -> Finger
     check_coordinator(coordinator)
     coordinator = Coordinator.current() if coordinator is None else coordinator
     world = coordinator.world
-    flat = flatten(
-        plain_state(state),
-        frameworks.is_tensor,
-        frameworks.identity,
-        composite=frameworks.composite,
-        local=local_names(state),
-        process=world.process,
-    )
+    with _heard_by_all(coordinator):
+        flat = flatten(
+            plain_state(state),
+            frameworks.is_tensor,
+            frameworks.identity,
+            composite=frameworks.composite,
+            local=local_names(state),
+            process=world.process,
+        )
     return fingerprint_of(flat.tensors, coordinator, local=flat.local)
 
 
@@ -66,6 +75,39 @@ def fingerprint_of(
     """The fingerprint of tensors by name; see `fingerprint`.
 
     `local`: names of the tensors that this process alone has.
+    """
+    with _heard_by_all(coordinator):
+        plan, sums, own, small = _own(tensors, coordinator, local)
+    if coordinator.world.processes == 1:
+        return sums.fingerprint()
+    shares = coordinator.share(_KEY, own)
+    check_outcomes(shares, "failed with")
+    of_small = [small]
+    if len({share["small"] for share in shares}) > 1:
+        of_small = coordinator.share(f"{_KEY}: small tensors", small)
+        check_answered(of_small)
+    together = _merge(shares, of_small)
+    _check_replicas(shares, of_small, plan)
+    return together.fingerprint()
+
+
+@contextmanager
+def _heard_by_all(coordinator: Coordinator) -> Iterator[None]:
+    """Tell the other processes of an error in the block, which they would wait for."""
+    try:
+        yield
+    except BaseException as e:
+        if coordinator.world.processes > 1:
+            share_failure(coordinator, _KEY, e)
+        raise
+
+
+def _own(
+    tensors: Mapping[str, Any], coordinator: Coordinator, local: Container[str]
+) -> tuple[SavePlan, StateSums, dict[str, Any], dict[str, Any]]:
+    """The plan, the sums of this process's share, and in a job what it tells the others.
+
+    The last is about the small tensors: the others need it only if theirs has another digest.
     """
     world = coordinator.world
     sources = frameworks.sources(tensors, world, local=local)
@@ -77,39 +119,36 @@ def fingerprint_of(
             for block, elements, *_ in batch:
                 sums.add_box(block.piece, block.box.start, elements)
     if world.processes == 1:
-        return sums.fingerprint()
+        return plan, sums, {}, {}
     replicas = ReplicaChecksums(plan, sources, wholly=True).complete()
     # Any processes may have these.
     small, checksums = StateSums(plan.tensors[name] for name in plan.small), dict[str, int]()
     for name, data in small_elements(plan, sources).items():
         small.add_stored(name, data)
         checksums[name] = crc32c(data)
+    of_small = {"sums": small.to_json(), "checksums": checksums}
     own = {
         "sums": sums.to_json(),
-        "small": small.to_json(),
-        "replicas": {
-            _SMALL: checksums,
-            **{as_text(group): of_group for group, of_group in replicas.items()},
-        },
+        "small": document_digest(of_small),
+        "replicas": {as_text(group): of_group for group, of_group in replicas.items()},
     }
-    shares = coordinator.share("fingerprint", own)
-    check_answered(shares)
-    together = _merge(shares)
-    _check_replicas(shares, plan)
-    return together.fingerprint()
+    return plan, sums, own, of_small
 
 
-def _merge(shares: Sequence[Mapping[str, Any]]) -> StateSums:
+def _merge(shares: Sequence[Mapping[str, Any]], of_small: Sequence[Mapping[str, Any]]) -> StateSums:
     """The sums of all processes; a small tensor counts once, for the lowest of its processes."""
     together, small = StateSums(), dict[str, Any]()
     for process, share in enumerate(shares):
         together.merge(StateSums.from_json(share["sums"], f"process {process}"))
-        small = share["small"] | small
+    for one in of_small:
+        small = one["sums"] | small
     together.merge(StateSums.from_json(small, "small tensors"))
     return together
 
 
-def _check_replicas(shares: Sequence[Mapping[str, Any]], plan: SavePlan) -> None:
+def _check_replicas(
+    shares: Sequence[Mapping[str, Any]], of_small: Sequence[Mapping[str, Any]], plan: SavePlan
+) -> None:
     """Refuse copies that differ.
 
     Raises:
@@ -119,6 +158,7 @@ def _check_replicas(shares: Sequence[Mapping[str, Any]], plan: SavePlan) -> None
     for process, share in enumerate(shares):
         for group, of_group in share["replicas"].items():
             groups.setdefault(group, []).append(([process], of_group))
+    groups[_SMALL] = [([process], one["checksums"]) for process, one in enumerate(of_small)]
     for group, checksums in groups.items():
         differs = difference(checksums)
         if differs is not None:

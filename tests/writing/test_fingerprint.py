@@ -213,3 +213,23 @@ def test_an_interrupted_fingerprint_is_an_error_that_names_the_process():
 
     error, _ = on_threads(2, act, Interrupted)
     assert str(error).startswith("process 1 has failed, or was interrupted")
+
+
+def test_a_process_that_cannot_read_its_tensors_is_heard_by_all():
+    def act(coordinator):
+        kind = "datetime64[s]" if coordinator.world.process else np.float32
+        return shardckpt.fingerprint({"w": np.ones(3).astype(kind)}, coordinator=coordinator)
+
+    heard, own = on_threads(2, act)
+    assert type(heard) is type(own) is errors.DtypeError
+    assert str(heard) == f"process 1 failed with {own}"
+
+
+def test_small_tensors_that_all_processes_have_are_sent_as_a_digest():
+    def act(coordinator):
+        state = {f"step of parameter {i}": np.full(3, i) for i in range(1000)}
+        return shardckpt.fingerprint(state, coordinator=coordinator).total, dict(coordinator.keys)
+
+    (one, keys), (other, _) = on_threads(2, act)
+    assert one == other
+    assert max(map(len, keys.values())) < 100_000
