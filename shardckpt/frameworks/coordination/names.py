@@ -56,7 +56,7 @@ class Agreement:
         if len({one["names"] for one in answers}) == 1:
             every = np.bitwise_and.reduce([_bits(one["unexpected"]) for one in answers])
             return [name for name, none in zip(names, np.unpackbits(every), strict=False) if none]
-        for one in self._coordinator.share(_KEY, unexpected):
+        for one in self._coordinator.share(f"{_KEY} in full", unexpected):
             lacking.intersection_update(one or ())
         return [name for name in unexpected if name in lacking]
 
