@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import logging
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from shardckpt.errors import CoordinationError, OptionError, error_document
+from shardckpt.errors import OptionError
 from shardckpt.format.documents import document_digest
-from shardckpt.frameworks.coordination import Coordinator, check_outcomes
+from shardckpt.frameworks.coordination import Coordinator, check_outcomes, share_failure
 from shardckpt.frameworks.interconnect import Interconnect, interconnect_of
 from shardckpt.io.cores import note_local_processes
 from shardckpt.io.store import kind_of
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 Choice: TypeAlias = "bool | Literal['auto'] | Bandwidths"
 """Whether to share reads: never, always, or as the estimate says."""
 _log = logging.getLogger("shardckpt")
+_KEY = "cooperative"
 
 
 def check_choice(choice: object) -> None:
@@ -121,17 +123,11 @@ class Meeting:
             return
         for reading in self._readings:
             reading.give_up(error)
-        if (
-            not self._met
-            and isinstance(error, Exception)
-            and not isinstance(error, CoordinationError)
-        ):
-            try:
+        if not self._met:
+            with suppress(Exception):  # the error of this process is the one to raise
                 connection = self._connection()
                 if not isinstance(connection, str):
-                    connection[0].share("cooperative", error_document(error))
-            except Exception as e:  # noqa: BLE001  (the error of this process is the one to raise)
-                _log.debug("%s: the others have not heard of the failure: %s", self.location, e)
+                    share_failure(connection[0], _KEY, error)
 
     def divide(
         self, checkpoint: Checkpoint, jobs: Sequence[RestoreJob], limit: int
@@ -179,7 +175,7 @@ class Meeting:
         proposed = [group for group in groups if group.estimate is None or group.estimate.together]
         self._met = True
         answers = coordinator.share(
-            "cooperative",
+            _KEY,
             {"call": secrets.token_hex(8), "groups": [group.digest for group in proposed]},
         )
         check_outcomes(answers, "could not restore:")

@@ -18,7 +18,7 @@ changes nothing.
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _log = logging.getLogger("shardckpt")
-_BEFORE = "before a restore"
+_BEFORE, _RESUMED = "before a restore", "resumed"
 _FAILED = "could not restore:"
 _LEVELS = {"committed": logging.INFO, "refused": logging.WARNING}
 """The log level for each outcome of an attempt."""
@@ -148,12 +148,13 @@ def resume(
             if chosen["step"] is None:
                 return Resumed(None, None, {}, was_superseded=False, later=later, kept=kept)
             url = str(root.location.join(str(chosen["step"])))
-            opened, failure = _try(partial(_open, url, chosen["attempt"], check=check))
+            opened, failure = _try(coordinator, partial(_open, url, chosen["attempt"], check=check))
             worst = _first_failure(coordinator, failure) if together else None
             restored = None
             if worst is None:
                 # The state, and what changed on the way.
-                restored, failure = _try(partial(_read, coordinator, opened, failure, read_noting))
+                read_here = partial(_read, coordinator, opened, failure, read_noting)
+                restored, failure = _try(coordinator, read_here)
             worst = worst or _first_failure(coordinator, failure)
             if worst is None:
                 assert opened is not None
@@ -300,15 +301,19 @@ def check_restored(
         )
 
 
-def _try(act: Callable[[], T]) -> tuple[T, None] | tuple[None, Exception]:
+def _try(coordinator: Coordinator, act: Callable[[], T]) -> tuple[T, None] | tuple[None, Exception]:
     """The result or the exception of a call.
 
-    The exception is raised later, when the other processes know of it.
+    The exception is raised later, when the other processes know of it; an interruption at once.
     """
     try:
         return act(), None
     except Exception as e:  # noqa: BLE001
         return None, e
+    except BaseException:
+        with suppress(Exception):
+            coordinator.decline(_RESUMED)
+        raise
 
 
 def _open(url: str, attempt: str | None, *, check: bool) -> tuple[Checkpoint, dict[str, str]]:
@@ -442,7 +447,7 @@ def _first_failure(
     mine: dict[str, Any] = {}
     if failure is not None:
         mine = errors.error_document(failure) | {"damage": _is_damage(failure)}
-    failures = coordinator.share("resumed", mine)
+    failures = coordinator.share(_RESUMED, mine)
     error = first_failure(failures, _FAILED)
     if error is None:
         check_answered(failures)

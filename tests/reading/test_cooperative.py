@@ -45,6 +45,9 @@ class Said(Coordinator):
             raise InterruptedError
         return self.values
 
+    def _leave(self, key, value):
+        self.own = value
+
     _set = _get = None
 
 
@@ -174,6 +177,17 @@ def test_others_hear_of_a_process_that_made_no_choice(checkpoint, monkeypatch):
     with pytest.raises(OptionError, match="cooperative='yes'"):
         shardckpt.restore(checkpoint, cooperative="yes", coordinator=coordinator)
     assert coordinator.own["code"] == "option"
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, CoordinationError])
+def test_others_hear_of_a_process_that_fails_before_it_divides_its_reads(
+    checkpoint, monkeypatch, kind
+):
+    monkeypatch.setattr(cooperative, "interconnect_of", lambda _: Link())
+    coordinator = Said(World(1, 2))
+    with pytest.raises(kind), cooperative.Meeting(True, coordinator, checkpoint.location):
+        raise kind("amid the planning")
+    assert coordinator.own["message"].endswith("amid the planning")
 
 
 def test_an_interrupted_process_is_named_by_the_others(checkpoint, monkeypatch):

@@ -232,6 +232,29 @@ def test_an_interrupted_restore_keeps_nobody_waiting(tmp_path, where):
     assert str(error).startswith("process 1 has failed, or was interrupted")
 
 
+def test_a_restore_that_is_interrupted_while_it_reads_keeps_nobody_waiting(tmp_path):
+    with shardckpt.CheckpointManager(tmp_path) as manager:
+        manager.save(7, {"w": np.ones(3)})
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    def restore(coordinator):
+        manager = shardckpt.CheckpointManager(tmp_path, coordinator=coordinator)
+        only = interrupt if coordinator.world.process else None
+        return manager.restore({"w": np.zeros(3)}, only=only)
+
+    def act(coordinator):
+        if not coordinator.world.process:
+            return restore(coordinator)
+        with pytest.raises(KeyboardInterrupt):
+            restore(coordinator)
+        return None
+
+    error, _ = on_threads(2, act)
+    assert str(error).startswith("process 1 has failed, or was interrupted")
+
+
 def test_an_interrupted_restore_is_not_taken_for_an_earlier_failure():
     def restore(coordinator):
         process = coordinator.world.process
