@@ -36,8 +36,13 @@ def test_a_storm_of_interrupts_leaks_no_open_file_and_locks_no_name(tmp_path, ca
     assert (leaked, raised) == ([], None)
 
 
-@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp", "orbax"])
-def test_an_interrupt_right_after_a_lock_was_taken_leaves_the_name_free(tmp_path, monkeypatch, to):
+@pytest.mark.parametrize(
+    ("to", "name"),
+    [("safetensors", "o.safetensors"), ("torch", "o.pt"), ("dcp", "o"), ("orbax", "o")],
+)
+def test_an_interrupt_right_after_a_lock_was_taken_leaves_the_name_free(
+    tmp_path, monkeypatch, to, name
+):
     shardckpt.save(tmp_path / "c", {"w": np.ones((30, 30), np.float32)})
     flock = fcntl.flock
 
@@ -48,8 +53,8 @@ def test_an_interrupt_right_after_a_lock_was_taken_leaves_the_name_free(tmp_path
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", interrupted)
         with pytest.raises(KeyboardInterrupt) as kept:  # as a notebook keeps the last error
-            shardckpt.export(tmp_path / "c", tmp_path / "o.safetensors", to=to)
-    shardckpt.export(tmp_path / "c", tmp_path / "o.safetensors", to=to)
+            shardckpt.export(tmp_path / "c", tmp_path / name, to=to)
+    shardckpt.export(tmp_path / "c", tmp_path / name, to=to)
     assert kept.type is KeyboardInterrupt
 
 
