@@ -317,8 +317,7 @@ def _refuse_file_of_others(location: Location, to: str) -> None:
         )
     if named_for not in {None, to} and not (to in {"dcp", "orbax"} and suffix == ".ckpt"):
         advice = Message(
-            f"{location} is named like a file of {named_for}, and the format is {to}: write "
-            f"{named_for}'s with ",
+            f"{location} is named like a file of {named_for}, and the format is {to}; give ",
             named("to", named_for),
         )
         raise OptionError(Message(advice, f", or {choose}"))
