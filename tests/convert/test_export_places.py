@@ -92,7 +92,7 @@ def test_a_directory_holds_one_model_and_another_one_is_replaced_as_a_whole(
         ("torch", "a.gguf", r"a file of another format \(\.gguf\), .* ends in \.pt\."),
         ("dcp", "a.pt", r"a file of torch, .*to='torch', or choose a name without \.pt for"),
         ("orbax", "a.safetensors", r"a file of safetensors, .* without \.safetensors for"),
-        ("peft", "a.bin", r"a file of torch, and the format is peft: .* without \.bin for the dir"),
+        ("peft", "a.bin", r"a file of torch, and the format is peft; .* without \.bin for the dir"),
         ("peft", "a.safetensors", r"a file of safetensors, .* without \.safetensors for"),
     ],
 )
