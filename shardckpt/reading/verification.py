@@ -12,7 +12,7 @@ this one's place, or none is there any more, that is an error, and no damage.
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -392,8 +392,13 @@ class _Verification:
             self.on_damage(damage)
 
     def _refuse_replaced(self) -> None:
-        """Raise if the data seems damaged because the checkpoint was replaced or deleted."""
-        replaced = replaced_error(self.store, self.store.location, self.record.attempt)
+        """Raise if the data seems damaged because the checkpoint was replaced or deleted.
+
+        A record that cannot be read is damage of its own.
+        """
+        replaced = None
+        with suppress(StorageError):
+            replaced = replaced_error(self.store, self.store.location, self.record.attempt)
         if replaced is not None:
             raise replaced
 
