@@ -112,7 +112,7 @@ class Option:
             check_function(value, name)
         elif self.kind == "size" and not (value is None and self.default is None):
             return parse_bytes(value, name)
-        elif self.choices and not _is_choice(value, (self.default, *self.choices)):
+        elif self.choices and not is_choice(value, (self.default, *self.choices)):
             words = ", ".join(f'"{choice}"' for choice in self.choices)
             raise OptionError(
                 Message(named(name, value), f": use {' or '.join(words.rsplit(', ', 1))}.")
@@ -120,7 +120,8 @@ class Option:
         return value
 
 
-def _is_choice(value: object, choices: Sequence[object]) -> bool:
+def is_choice(value: object, choices: Sequence[object]) -> bool:
+    """Whether a value is one of some choices: an array, which `==` compares by element, is not."""
     return any(value is one or (isinstance(value, str) and value == one) for one in choices)
 
 
@@ -289,7 +290,7 @@ class SaveOptions:
         """Check every option."""
         for option, choices in _CHOICES.items():
             value = getattr(self, option)
-            if not _is_choice(value, choices):
+            if not is_choice(value, choices):
                 words = " or ".join(
                     f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in choices
                 )

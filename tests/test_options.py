@@ -169,3 +169,18 @@ def test_values_are_shown_in_few_words_whatever_they_are():
     assert named("worker", (10**5000, 2)).typed == ("a int/2",)
     assert "nested_tensor" in shorten(nested), "it has no shape"
     assert shorten(Mesh((2, 4), ("a", "b"))) == "Mesh((2, 4), ('a', 'b'))"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda url, array: shardckpt.restore(url, strict=array), "strict"),
+        (lambda url, array: shardckpt.import_checkpoint(url, f"{url}-b", from_=array), "from_"),
+        (lambda url, array: shardckpt.CheckpointManager(url, in_flight=array), "in_flight"),
+        (lambda url, array: shardckpt.Publisher(url, snapshot=array), "snapshot"),
+    ],
+)
+def test_an_array_in_place_of_a_choice_is_refused_by_name(tmp_path, call, words):
+    shardckpt.save(tmp_path / "c", {"w": np.ones(3)})
+    with pytest.raises(OptionError, match=words):
+        call(tmp_path / "c", np.ones(3))

@@ -18,7 +18,7 @@ from shardckpt.errors import NotFoundError, OptionError, out_of_memory_is_typed
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
-from shardckpt.options import documented
+from shardckpt.options import documented, is_choice
 from shardckpt.reshard.execute import ReshardReport, run_job
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES
 
@@ -146,7 +146,7 @@ def import_checkpoint(  # noqa: D417  (the other arguments are documented where 
 
 def _format_at(location: Location, from_: str) -> tuple[str, tuple[str, ...]]:
     """The name of the source's format, and the signs by which it was detected."""
-    if from_ == AUTO:
+    if is_choice(from_, (AUTO,)):
         detected = detect(location)
         return detected.format, (
             f"{detected.format}: {detected.seen}",

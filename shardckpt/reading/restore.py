@@ -241,7 +241,7 @@ def restore_adapted(
                 pause.close()
                 meeting.location = parse(place)
                 check_choice(cooperative)
-            if not callable(strict) and strict != "like":
+            if not callable(strict) and not (isinstance(strict, str) and strict == "like"):
                 check_flag(strict, "strict")
             check_flag(cast, "cast")
             check_function(progress, "progress")

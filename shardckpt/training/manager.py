@@ -13,7 +13,7 @@ from shardckpt.errors import OptionError
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
-from shardckpt.options import check_flag, check_function, checked_options
+from shardckpt.options import check_flag, check_function, checked_options, is_choice
 from shardckpt.reading.restore import adaptation_of, restore_adapted
 from shardckpt.runs.job import RUN, check_root
 from shardckpt.runs.measured import METRICS, decode_metrics, encode_metrics
@@ -119,7 +119,7 @@ class CheckpointManager(OpenRun):
             UrlError: `root` is not a valid place.
         """
         check_coordinator(coordinator)
-        if in_flight not in ("wait", "skip"):
+        if not is_choice(in_flight, ("wait", "skip")):
             raise OptionError(
                 f'CheckpointManager(in_flight={shorten(in_flight)}): use "wait" or "skip".'
             )

@@ -17,7 +17,7 @@ from shardckpt.frameworks.coordination import check_coordinator, coordinator_of
 from shardckpt.io.failures import check_fork
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
-from shardckpt.options import DEFAULT_MEMORY_LIMIT, SaveOptions, check_flag, check_whole
+from shardckpt.options import DEFAULT_MEMORY_LIMIT, SaveOptions, check_flag, check_whole, is_choice
 from shardckpt.runs.announcing import Announcer, server
 from shardckpt.runs.cleaning import Cleaner
 from shardckpt.runs.job import RUN, JobFence
@@ -123,7 +123,7 @@ class Publisher:
             bases_after_folding(anchor_every, catch_up)
         check_coordinator(coordinator)
         selector(include), selector(exclude)
-        if snapshot not in ("device", "host"):
+        if not is_choice(snapshot, ("device", "host")):
             raise OptionError(f'Publisher(snapshot={shorten(snapshot)}): use "device" or "host".')
         check_flag(proof, "proof")
         if keep is not None:
