@@ -258,5 +258,8 @@ def test_an_error_of_the_storage_keeps_its_class_and_names_the_damage_before(dam
     def fail(_damage):
         raise StoppedByStorage("it does not answer.")
 
-    with pytest.raises(StoppedByStorage, match=r"answer\. Before that, 1 damaged part came to"):
+    # Another thread may have come to a second one.
+    with pytest.raises(
+        StoppedByStorage, match=r"answer\. Before that, [12] damaged parts? came to"
+    ):
         check(damaged, on_damage=fail)
