@@ -258,8 +258,6 @@ def test_an_error_of_the_storage_keeps_its_class_and_names_the_damage_before(dam
     def fail(_damage):
         raise StoppedByStorage("it does not answer.")
 
-    # Another thread may have come to a second one.
-    with pytest.raises(
-        StoppedByStorage, match=r"answer\. Before that, [12] damaged parts? came to"
-    ):
+    # Other threads may have come to more meanwhile.
+    with pytest.raises(StoppedByStorage, match=r"answer\. Before that, \d+ damaged parts? came to"):
         check(damaged, on_damage=fail)
