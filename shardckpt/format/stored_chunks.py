@@ -180,30 +180,15 @@ def decompress(stored: NDArray[np.uint8], expected: int, where: str) -> NDArray[
     """
     out = np.empty(expected, np.uint8)
     try:
-        # With an output buffer, numcodecs refuses a frame of more bytes, whatever its header says.
+        # With an output buffer, numcodecs refuses a frame of more bytes, whatever its header says,
+        # and one of fewer bytes only where the header does not say how many.
         data = _zstd().decompress(stored, out)
+        declared, _ = _frame_header(bytes(stored[:_LONGEST_HEADER]))
     except (RuntimeError, ValueError) as e:
         raise CorruptionError(f"{where}: not a zstd frame of {expected} bytes ({e}).") from e
-    if not _fills(bytes(stored[:_LONGEST_HEADER]), expected):
+    if declared not in (None, expected):
         raise CorruptionError(f"{where}: not a zstd frame of {expected} bytes (it has fewer).")
     return np.frombuffer(data, np.uint8)
-
-
-_LONGEST_HEADER = 18
-
-
-def _fills(header: bytes, expected: int) -> bool:
-    """Whether a frame that numcodecs has decompressed into a buffer has filled all of it.
-
-    numcodecs compares the frame with the size in its header (RFC 8878, section 3.1.1.1), and with
-    the buffer only where the header has none.
-    """
-    flags = header[4]
-    single_segment = flags >> 5 & 1
-    begin = 6 - single_segment + (0, 1, 2, 4)[flags & 3]
-    width = (single_segment, 2, 4, 8)[flags >> 6]
-    size = int.from_bytes(header[begin : begin + width], "little") + (256 if width == 2 else 0)
-    return header.startswith(b"\x28\xb5\x2f\xfd") and (not width or size == expected)
 
 
 def compress(data: NDArray[np.uint8]) -> bytes:
@@ -221,9 +206,28 @@ def _zstd() -> Any:
 
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
+_LONGEST_HEADER = 18
 _REPEATED, _COMPRESSED = 1, 2
 _BLOCK_BYTES = 1 << 17
 """Most bytes of a compressed block when it is decompressed."""
+
+
+def _frame_header(frame: bytes) -> tuple[int | None, int]:
+    """The bytes in memory that a zstd frame declares (None: it does not), and its header's length.
+
+    See RFC 8878, section 3.1.1.1.
+
+    Raises:
+        ValueError: it does not begin as a frame.
+    """
+    if not frame.startswith(_MAGIC) or len(frame) < 6:
+        raise ValueError("it is not a zstd frame")
+    flags = frame[4]
+    single_segment = flags >> 5 & 1
+    begin = 6 - single_segment + (0, 1, 2, 4)[flags & 3]
+    width = (single_segment, 2, 4, 8)[flags >> 6]
+    size = int.from_bytes(frame[begin : begin + width], "little") + (256 if width == 2 else 0)
+    return size if width else None, begin + width
 
 
 def frame_limit(frame: bytes) -> int:
@@ -232,14 +236,9 @@ def frame_limit(frame: bytes) -> int:
     Raises:
         ValueError: not one complete frame.
     """
-    if not frame.startswith(_MAGIC) or len(frame) < 6:
-        raise ValueError("it is not a zstd frame")
-    flags = frame[4]
-    single_segment = flags >> 5 & 1
-    at = 6 - single_segment + (0, 1, 2, 4)[flags & 3]
-    width = (single_segment, 2, 4, 8)[flags >> 6]
-    if width:
-        return int.from_bytes(frame[at : at + width], "little") + (256 if width == 2 else 0)
+    declared, at = _frame_header(frame)
+    if declared is not None:
+        return declared
     nbytes, last = 0, 0
     while not last:
         block = int.from_bytes(frame[at : at + 3], "little")
@@ -248,6 +247,6 @@ def frame_limit(frame: bytes) -> int:
         at += 3 + (1 if kind == _REPEATED else size)
         if at > len(frame):
             raise ValueError("the zstd frame is incomplete")
-    if at + 4 * (flags >> 2 & 1) != len(frame):
+    if at + 4 * (frame[4] >> 2 & 1) != len(frame):
         raise ValueError("more than a zstd frame is there")
     return nbytes
