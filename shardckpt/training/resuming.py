@@ -42,7 +42,7 @@ from shardckpt.frameworks.coordination import (
     check_answered,
     check_outcomes,
     first_failure,
-    share_failure,
+    heard_by_all,
 )
 from shardckpt.frameworks.coordination.names import Agreement
 from shardckpt.reading.checkpoint import Checkpoint
@@ -425,11 +425,8 @@ def raise_together(coordinator: Coordinator, act: Callable[[], object]) -> None:
 
     A process on which it fails waits for nobody: another one may have ended.
     """
-    try:
+    with heard_by_all(coordinator, _BEFORE):
         act()
-    except BaseException as e:
-        share_failure(coordinator, _BEFORE, e)
-        raise
     check_outcomes(coordinator.share(_BEFORE, {}), _FAILED)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from crc32c import crc32c
@@ -17,7 +17,7 @@ from shardckpt.frameworks.coordination import (
     check_answered,
     check_coordinator,
     check_outcomes,
-    share_failure,
+    heard_by_all,
 )
 from shardckpt.options import SaveOptions
 from shardckpt.state.flatten import flatten, local_names, plain_state
@@ -27,7 +27,7 @@ from shardckpt.writing.save_plan import plan_save, small_elements
 from shardckpt.writing.state_share import MOST_COPIES, read_to_host
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from shardckpt.writing.save_plan import SavePlan
 
@@ -57,7 +57,7 @@ def fingerprint(state: Any, *, coordinator: Coordinator | None = None) -> Finger
     check_coordinator(coordinator)
     coordinator = Coordinator.current() if coordinator is None else coordinator
     world = coordinator.world
-    with _heard_by_all(coordinator):
+    with heard_by_all(coordinator, _KEY):
         flat = flatten(
             plain_state(state),
             frameworks.is_tensor,
@@ -76,7 +76,7 @@ def fingerprint_of(
 
     `local`: names of the tensors that this process alone has.
     """
-    with _heard_by_all(coordinator):
+    with heard_by_all(coordinator, _KEY):
         plan, sums, own, small = _own(tensors, coordinator, local)
     if coordinator.world.processes == 1:
         return sums.fingerprint()
@@ -89,17 +89,6 @@ def fingerprint_of(
     together = _merge(shares, of_small)
     _check_replicas(shares, of_small, plan)
     return together.fingerprint()
-
-
-@contextmanager
-def _heard_by_all(coordinator: Coordinator) -> Iterator[None]:
-    """Tell the other processes of an error in the block, which they would wait for."""
-    try:
-        yield
-    except BaseException as e:
-        if coordinator.world.processes > 1:
-            share_failure(coordinator, _KEY, e)
-        raise
 
 
 def _own(

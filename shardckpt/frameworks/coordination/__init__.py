@@ -20,6 +20,7 @@ from shardckpt.frameworks.coordination.outcomes import (
     check_answered,
     check_outcomes,
     first_failure,
+    heard_by_all,
     on_all_processes,
     share_failure,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "check_outcomes",
     "coordinator_of",
     "first_failure",
+    "heard_by_all",
     "on_all_processes",
     "share_failure",
 ]

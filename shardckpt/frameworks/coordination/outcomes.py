@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardckpt.errors import CoordinationError, ShardckptError, by_code, error_document
 from shardckpt.frameworks.coordination.agreement import encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from shardckpt.frameworks.coordination.base import Coordinator
 
@@ -57,6 +57,16 @@ def share_failure(coordinator: Coordinator, key: str, error: BaseException) -> N
     """
     with suppress(Exception):
         coordinator._leave(key, error_document(error))
+
+
+@contextmanager
+def heard_by_all(coordinator: Coordinator, key: str) -> Iterator[None]:
+    """Share an error of the block with the others, which would wait; see `share_failure`."""
+    try:
+        yield
+    except BaseException as e:
+        share_failure(coordinator, key, e)
+        raise
 
 
 def check_outcomes(answers: Sequence[Any], failed: str) -> None:
