@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardckpt.errors import LeafError, ShardckptError, ShardingError, StructureMismatchError
+from shardckpt.errors import LeafError, ShardingError, StructureMismatchError
 from shardckpt.state.composites import (
     SHARDS,
     CompositeTensor,
@@ -29,8 +29,9 @@ from shardckpt.state.composites import (
 from shardckpt.state.document import write
 from shardckpt.state.flatten import flatten
 from shardckpt.state.names import shown
+from shardckpt.state.registered import call_registered
 from shardckpt.state.unflatten import assemble
-from shardckpt.text import clip, shorten
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -190,15 +191,7 @@ def _inner(name: str, tensor: Any) -> tuple[TensorType, dict[str, Any], Any] | N
         known = TensorType(
             kind, f"{kind.__module__}.{kind.__qualname__}", _flatten, _unflatten(kind)
         )
-    try:
-        parts, context = known.split(tensor)
-    except ShardckptError:
-        raise
-    except Exception as error:
-        raise LeafError(
-            f"{shown(name)}: the split function of {shorten(known.name)} failed "
-            f"({type(error).__name__}: {clip(str(error), 300)})."
-        ) from error
+    parts, context = call_registered(known.split, tensor, name, "split function of", known.name)
     if not isinstance(parts, Mapping) or not all(isinstance(key, str) for key in parts):
         raise LeafError(
             f"{shown(name)}: the split function of {shorten(known.name)} returned "

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from shardckpt.errors import LeafError, OptionError
 from shardckpt.state import leaves
 from shardckpt.state.names import shown
+from shardckpt.state.registered import check_registration
 from shardckpt.text import shorten
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def register_tensor(
     Raises:
         OptionError: the name belongs to another class, or is empty, or an argument is invalid.
     """
-    leaves.check_registration("register_tensor", type, split=split, make=make)
+    check_registration("register_tensor", type, split=split, make=make)
     try:
         parts = frozenset[Any](() if isinstance(shared, str) else shared)
     except TypeError:  # no iterable, or of what has no hash

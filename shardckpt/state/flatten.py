@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardckpt.errors import LeafError, ShardckptError
+from shardckpt.errors import LeafError
 from shardckpt.state import leaves, names
 from shardckpt.state.document import MAX_DEPTH, is_meaning, write_composite, write_dict
 from shardckpt.state.names import Container, container_of, shown
 from shardckpt.state.per_process import PerProcess
-from shardckpt.text import clip, shorten
+from shardckpt.state.registered import call_registered
+from shardckpt.text import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -158,7 +159,13 @@ class _Walk:
             registered = leaves.leaf_type(value)
             if registered is not None:
                 with _Inside(self, value, name, depth):
-                    content = _encode_registered(registered, value, name)
+                    content = call_registered(
+                        registered.encode,
+                        value,
+                        name,
+                        "encode function registered as",
+                        registered.name,
+                    )
                     return {"$leaf": [registered.name, self.encoded(content, name, depth + 1)]}
             if leaves.is_small(value):
                 return leaves.encode(value, name)
@@ -252,18 +259,6 @@ class _Walk:
         if container.form == "dict":
             return write_dict(container.keys, nodes, name)
         return nodes if container.form == "list" else {"$tuple": nodes}
-
-
-def _encode_registered(registered: leaves.LeafType, value: object, name: str) -> object:
-    try:
-        return registered.encode(value)
-    except ShardckptError:
-        raise
-    except Exception as error:
-        raise LeafError(
-            f"{shown(name)}: the encode function registered as {shorten(registered.name)} failed "
-            f"({type(error).__name__}: {clip(str(error), 300)})."
-        ) from error
 
 
 def _too_deep(name: str) -> LeafError:

@@ -35,6 +35,7 @@ import numpy as np
 
 from shardckpt.errors import FormatError, MissingExtraError, OptionError
 from shardckpt.state.names import imported_module, shown
+from shardckpt.state.registered import check_registration
 from shardckpt.state.scalars import decode_scalar, encode_scalar, from_hex
 from shardckpt.text import clip, shorten
 
@@ -101,17 +102,6 @@ def register(entry: R, by_type: dict[type, R], by_name: dict[str, R], function: 
     if previous is not None:
         by_name.pop(previous.name, None)
     by_type[kind] = by_name[entry.name] = entry
-
-
-def check_registration(function: str, kind: object, **functions: object) -> None:
-    """Refuse, by an OptionError, what is not a class, and functions that cannot be called."""
-    if not isinstance(kind, type):
-        raise OptionError(f"{function}({shorten(kind)}): the first argument is a class.")
-    for option, value in functions.items():
-        if not callable(value):
-            raise OptionError(
-                f"{function}({kind.__qualname__}, {option}={shorten(value)}): give a function."
-            )
 
 
 def register_leaf(
