@@ -178,10 +178,9 @@ class _Verification:
         except StorageError as e:
             damage = self.report.damage
             if damage:
-                before = (
-                    f" Before that, {count(len(damage), 'damaged part')} came to light, the first "
-                )
-                extend(e, after=f"{before}in {damage[0].file}: {damage[0].reason}")
+                parts = count(len(damage), "damaged part")
+                first = f"the first in {damage[0].file}: {damage[0].reason}"
+                extend(e, after=f" Before that, {parts} came to light, {first}")
             raise
         return self.report
 
