@@ -20,7 +20,7 @@ from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
 from shardckpt.errors import OptionError, ShardckptError, advise
-from shardckpt.format.documents import DEEPEST_METADATA, is_deeper
+from shardckpt.format.documents import DEEPEST_METADATA, is_choice, is_deeper
 from shardckpt.text import Message, file_size, named, shorten
 
 if TYPE_CHECKING:
@@ -118,11 +118,6 @@ class Option:
                 Message(named(name, value), f": use {' or '.join(words.rsplit(', ', 1))}.")
             )
         return value
-
-
-def is_choice(value: object, choices: Sequence[object]) -> bool:
-    """Whether a value is one of some choices: an array, which `==` compares by element, is not."""
-    return any(value is one or (isinstance(value, str) and value == one) for one in choices)
 
 
 def option(about: str, default: Any = None, *, kind: Kind = "text", **more: Any) -> Any:

@@ -15,10 +15,11 @@ from shardckpt.convert.foreign_source import ForeignSpec
 from shardckpt.convert.hub_cache import hub_snapshot
 from shardckpt.convert.options import ImportOptions
 from shardckpt.errors import NotFoundError, OptionError, out_of_memory_is_typed
+from shardckpt.format.documents import is_choice
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
-from shardckpt.options import documented, is_choice
+from shardckpt.options import documented
 from shardckpt.reshard.execute import ReshardReport, run_job
 from shardckpt.reshard.options import DEFAULT_MEMORY_LIMIT, DEFAULT_TASK_BYTES
 

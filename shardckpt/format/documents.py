@@ -306,6 +306,11 @@ def check_sizes(reference: TableReference, where: str) -> None:
 # --- the contents of a document
 
 
+def is_choice(value: object, choices: Sequence[object]) -> bool:
+    """Whether a value is one of some choices: an array, which `==` compares by element, is not."""
+    return any(value is one or (isinstance(value, str) and value == one) for one in choices)
+
+
 def is_deeper(value: object, most: int) -> bool:
     """Whether dicts and lists are nested deeper than `most`, or contain themselves.
 
@@ -395,7 +400,7 @@ class Fields:
     def one_of(self, key: str, allowed: Sequence[str | None]) -> Any:
         """One of a few values."""
         value = self.value(key)
-        if not any(value is a or (isinstance(value, str) and value == a) for a in allowed):
+        if not is_choice(value, allowed):
             self.fail(f"{key!r} is {shorten(value)}, one of {allowed} is expected")
         return value
 

@@ -10,10 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import OptionError
+from shardckpt.format.documents import is_choice
 from shardckpt.frameworks.coordination import Coordinator, check_coordinator
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
-from shardckpt.options import check_flag, check_function, checked_options, is_choice
+from shardckpt.options import check_flag, check_function, checked_options
 from shardckpt.reading.restore import adaptation_of, restore_adapted
 from shardckpt.runs.job import RUN, check_root
 from shardckpt.runs.measured import METRICS, decode_metrics, encode_metrics

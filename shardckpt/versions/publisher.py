@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shardckpt.errors import OptionError, ShardckptError
 from shardckpt.format.bases import names_beside
-from shardckpt.format.documents import utc_now
+from shardckpt.format.documents import is_choice, utc_now
 from shardckpt.frameworks.base import dtype_of
 from shardckpt.frameworks.coordination import check_coordinator, coordinator_of
 from shardckpt.io.failures import check_fork
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
-from shardckpt.options import DEFAULT_MEMORY_LIMIT, SaveOptions, check_flag, check_whole, is_choice
+from shardckpt.options import DEFAULT_MEMORY_LIMIT, SaveOptions, check_flag, check_whole
 from shardckpt.runs.announcing import Announcer, server
 from shardckpt.runs.cleaning import Cleaner
 from shardckpt.runs.job import RUN, JobFence
