@@ -6,10 +6,9 @@ The request can be given up.
 from __future__ import annotations
 
 import threading
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from shardckpt.io.buckets.retry import Retry
+from shardckpt.io.buckets.retry import Retry, Signal
 from shardckpt.io.failures import storage_errors
 
 if TYPE_CHECKING:
@@ -37,9 +36,7 @@ class Upload:
         self._place = place
         self._write = write
         self._retry = Retry()
-        self._over = False
-        self._ended: SimpleQueue[None] = SimpleQueue()
-        """Wakes what waits for the end. An Event would stay locked by Ctrl-C amid `set`."""
+        self._ended = Signal()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if background:
@@ -54,9 +51,8 @@ class Upload:
         Raises:
             StorageError: it could not be written, or the upload was given up.
         """
-        if not self._over:
-            self._ended.get()
-            self._ended.put(None)  # for others that wait
+        if not self._ended.is_set:
+            self._ended.wait()
         with storage_errors("write", self._place):
             if self._retry.given_up:
                 raise OSError("the upload was given up")
@@ -65,9 +61,9 @@ class Upload:
 
     def abandon(self) -> None:
         """Give up the upload if it has not ended; the object may or may not exist afterwards."""
-        if not self._over:
+        if not self._ended.is_set:
             self._retry.give_up()
-            self._end()
+            self._ended.set()
 
     def let_go(self) -> None:
         """After `abandon`: wait a moment for a request in progress.
@@ -83,8 +79,4 @@ class Upload:
         except BaseException as e:  # noqa: BLE001  (`wait` raises it)
             self._error = e
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        self._over = True
-        self._ended.put(None)
+            self._ended.set()

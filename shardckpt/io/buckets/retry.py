@@ -73,25 +73,39 @@ def has_answered(service: str) -> bool:
     return service in _answered
 
 
+class Signal:
+    """A flag that threads wait for. An Event would stay locked by Ctrl-C amid `set`."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._word: SimpleQueue[None] = SimpleQueue()
+
+    def set(self) -> None:
+        """Set the flag, and wake all that wait for it."""
+        self.is_set = True
+        self._word.put(None)
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until it is set, at most for some seconds."""
+        with suppress(Empty):
+            self._word.get(timeout=seconds)
+            self._word.put(None)  # for other threads
+
+
 class Retry:
     """Makes requests until they succeed. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self.given_up = False
+        self._given_up = Signal()
+
+    @property
+    def given_up(self) -> bool:
         """Whether no request is sent again."""
-        self._word: SimpleQueue[None] = SimpleQueue()
-        """Ends pauses. An Event would stay locked by Ctrl-C amid `set`."""
+        return self._given_up.is_set
 
     def give_up(self) -> None:
         """Do not retry from now on, and end the pauses of waiting threads."""
-        self.given_up = True
-        self._word.put(None)
-
-    def pause(self, seconds: float) -> None:
-        """Wait, at most until no request is sent again."""
-        with suppress(Empty):
-            self._word.get(timeout=seconds)
-            self._word.put(None)  # for other threads
+        self._given_up.set()
 
     def call(self, once: Callable[[], T], passing: Callable[[Exception], bool], service: str) -> T:
         """The result of a request, with retries.
@@ -131,7 +145,7 @@ class Retry:
                         why,
                         _FIRST_SECONDS if new else longest,
                     )
-                self.pause(pause * random.uniform(0.5, 1))  # noqa: S311  (to spread, not to hide)
+                self._given_up.wait(pause * random.uniform(0.5, 1))  # noqa: S311  (to spread, not to hide)
                 if self.given_up:
                     raise OSError(f"retries were given up because {why}") from e
                 with _counting:
