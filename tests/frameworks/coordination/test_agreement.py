@@ -376,19 +376,26 @@ def test_an_answer_has_the_value_of_the_very_call_that_returns_it(processes, eve
     assert all(answer == one[0] for one in answers.values() for answer in one)
 
 
+def share_first(coordinator, failing):
+    """The first question of two processes, of which one does not hear the answer: its store is gone
+    for a moment."""
+    process = coordinator.world.process
+    if process == failing:
+        coordinator.last = f"/shares/key#0/{process or 'all'}"
+        with pytest.raises(CoordinationError, match="gone"):
+            coordinator.share("key", f"first-{process}")
+        coordinator.last, coordinator.is_gone = None, False
+    else:
+        assert coordinator.share("key", f"first-{process}") == ["first-0", "first-1"]
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_answer_to_a_call_that_lost_its_store_is_not_the_next_ones(failing):
     first = Barrier(2)
 
     def share(coordinator):
         process = coordinator.world.process
-        if process == failing:
-            coordinator.last = f"/shares/key#0/{process or 'all'}"
-            with pytest.raises(CoordinationError, match="gone"):
-                coordinator.share("key", f"first-{process}")
-            coordinator.last, coordinator.is_gone = None, False
-        else:
-            assert coordinator.share("key", f"first-{process}") == ["first-0", "first-1"]
+        share_first(coordinator, failing)
         first.wait(20)
         return [coordinator.share("key", f"{which}-{process}") for which in ("second", "third")]
 
@@ -402,13 +409,7 @@ def test_a_process_whose_answered_call_failed_declines_the_next_question(failing
 
     def act(coordinator):
         process = coordinator.world.process
-        if process == failing:
-            coordinator.last = f"/shares/key#0/{process or 'all'}"
-            with pytest.raises(CoordinationError, match="gone"):
-                coordinator.share("key", f"first-{process}")
-            coordinator.last, coordinator.is_gone = None, False
-        else:
-            assert coordinator.share("key", f"first-{process}") == ["first-0", "first-1"]
+        share_first(coordinator, failing)
         first.wait(20)
         if process == failing:
             coordinator.decline("key")
