@@ -107,6 +107,10 @@ class Retry:
         """Do not retry from now on, and end the pauses of waiting threads."""
         self._given_up.set()
 
+    def pause(self, seconds: float) -> None:
+        """Wait, at most until no request is sent again."""
+        self._given_up.wait(seconds)
+
     def call(self, once: Callable[[], T], passing: Callable[[Exception], bool], service: str) -> T:
         """The result of a request, with retries.
 
@@ -145,7 +149,7 @@ class Retry:
                         why,
                         _FIRST_SECONDS if new else longest,
                     )
-                self._given_up.wait(pause * random.uniform(0.5, 1))  # noqa: S311  (to spread, not to hide)
+                self.pause(pause * random.uniform(0.5, 1))  # noqa: S311  (to spread, not to hide)
                 if self.given_up:
                     raise OSError(f"retries were given up because {why}") from e
                 with _counting:
