@@ -142,7 +142,10 @@ def _reads(
                 for tensor in batch
             ]
             for shares in rounds(shared, len(members), exchange_bytes(DEFAULT_MEMORY_LIMIT)):
-                mine = groupby(shares[members.index(host)], lambda region: region.tensor)
+                share_of_host = shares[members.index(host)]
+                if not share_of_host:
+                    continue  # fewer chunks than hosts
+                mine = groupby(share_of_host, lambda region: region.tensor)
                 parts = [
                     (
                         batch[i],
