@@ -323,7 +323,7 @@ class _Save:
         # Copies that are kept, and those from devices, come in one batch.
         streams_or_proves = stage.streamed or stage.shapes_to_prove
         in_one = memory.kept or stage.copies is not None or streams_or_proves
-        groups = [[*plan.blocks]] if in_one else plan.copy_groups()
+        groups = [[*plan.blocks]] if in_one else plan.copy_groups
         with collector_paused() if is_short(plan) and not stage.streamed else nullcontext():
             for group in groups:
                 every = group.names if isinstance(group, SmallBlocks) else group

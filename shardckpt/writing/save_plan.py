@@ -17,6 +17,7 @@ it the same.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -54,9 +55,9 @@ MOST_SMALL_BYTES = 64 << 20
 """Most total bytes of small plain tensors; the committer holds several copies of them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class SavePlan:
-    """One process's share of a save."""
+    """One process's share of a save; many saves use one plan, and its cached properties."""
 
     tensors: dict[str, TensorRecord]
     """Storage of every tensor of this process: its array or pieces."""
@@ -70,37 +71,31 @@ class SavePlan:
     order of the tensors; tensors without any are left out."""
     skipped: frozenset[str] = frozenset()
     """Tensors that stay in the base; their records get the base's pieces later."""
-    nbytes: int = field(init=False)
-    """Bytes of the elements that this process writes."""
-    largest_chunk: int = field(init=False)
-    """Bytes of the largest chunk."""
-
-    _copy_groups: list[SmallBlocks | list[str]] | None = field(
-        init=False, repr=False, compare=False, default=None
-    )
-    _structure: Structure = field(init=False, repr=False, compare=False)
-    """The tensors without a tree."""
     _noted: tuple[dict[str, str], Structure] | None = field(
         init=False, repr=False, compare=False, default=None
     )
     """The last `arrays` of `structure`, and the tensors with these."""
 
-    def __post_init__(self) -> None:
-        """Count bytes once: a plan is used for many saves."""
-        object.__setattr__(self, "_structure", Structure({}, self.tensors))
-        blocks = [*chain.from_iterable(self.blocks.values())]
-        object.__setattr__(self, "nbytes", sum([block.nbytes for block in blocks]))
-        object.__setattr__(
-            self, "largest_chunk", max([block.chunk_bytes for block in blocks], default=0)
-        )
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the elements that this process writes."""
+        return sum([block.nbytes for block in chain.from_iterable(self.blocks.values())])
 
+    @cached_property
+    def largest_chunk(self) -> int:
+        """Bytes of the largest chunk."""
+        blocks = chain.from_iterable(self.blocks.values())
+        return max([block.chunk_bytes for block in blocks], default=0)
+
+    @cached_property
     def copy_groups(self) -> list[SmallBlocks | list[str]]:
         """The tensors with blocks in order: small ones that are copied together, and others."""
-        groups = self._copy_groups
-        if groups is None:
-            groups = group_blocks(self.blocks, self.tensors)
-            object.__setattr__(self, "_copy_groups", groups)
-        return groups
+        return group_blocks(self.blocks, self.tensors)
+
+    @cached_property
+    def _structure(self) -> Structure:
+        """The tensors without a tree."""
+        return Structure({}, self.tensors)
 
     def structure(self, tree: Tree, arrays: dict[str, str]) -> Structure:
         """The structure of a state with these tensors, which are encoded once for all saves.
@@ -117,8 +112,7 @@ class SavePlan:
                 name: replace(tensor, array=arrays[name]) if name in arrays else tensor
                 for name, tensor in self.tensors.items()
             }
-            noted = arrays, Structure({}, marked)
-            object.__setattr__(self, "_noted", noted)
+            noted = self._noted = arrays, Structure({}, marked)
         return noted[1].with_tree(tree)
 
 
