@@ -180,7 +180,7 @@ class GcsBucket(Bucket):
         super().__init__(name)
         self._http = connection()
         self._objects = f"{self._http.service}/storage/v1/b/{quote(name, safe='')}/o"
-        self._uploads = f"{self._http.service}/upload/storage/v1/b/{quote(name, safe='')}/o"
+        self.uploads = f"{self._http.service}/upload/storage/v1/b/{quote(name, safe='')}/o"
 
     @property
     def service(self) -> str:
@@ -194,13 +194,14 @@ class GcsBucket(Bucket):
         )
         return status not in (404, 412)
 
-    def _url(self, name: str) -> str:
+    def url_of(self, name: str) -> str:
+        """The url of an object."""
         return f"{self._objects}/{quote(name, safe='')}"
 
     def _get(self, name: str, start: int, stop: int | None) -> Body | None:
         answer = self._http.once(
             "GET",
-            self._url(name),
+            self.url_of(name),
             query={"alt": "media"},
             headers=range_header(start, stop),
             stream=True,
@@ -214,7 +215,7 @@ class GcsBucket(Bucket):
         return body_of(answer, answer.headers["x-goog-generation"].encode())
 
     def _stat(self, name: str) -> tuple[int | None, bytes]:
-        answer = self._http.once("GET", self._url(name), query={"fields": "generation,size"})
+        answer = self._http.once("GET", self.url_of(name), query={"fields": "generation,size"})
         if answer.status == 404:
             return None, ABSENT
         document = checked(answer)
@@ -249,7 +250,7 @@ class GcsBucket(Bucket):
             nbytes += len(head) + len(tail)
         answer = self._http.once(
             "POST",
-            self._uploads,
+            self.uploads,
             query=query,
             headers={**headers, "Content-Length": str(nbytes)},
             body=framed,
@@ -267,7 +268,7 @@ class GcsBucket(Bucket):
         return str(made["generation"]).encode()
 
     def _delete(self, name: str, query: Mapping[str, object] | None = None) -> int:  # type: ignore[override]
-        answer = self._http.once("DELETE", self._url(name), query=query or {})
+        answer = self._http.once("DELETE", self.url_of(name), query=query or {})
         if answer.status not in (200, 204, 404, 412):
             raise refused(answer)
         return answer.status
@@ -301,7 +302,7 @@ class GcsBucket(Bucket):
 
     def _copy(self, name: str, bucket: str, new: str) -> None:
         """https://cloud.google.com/storage/docs/json_api/v1/objects/rewrite."""
-        target = f"{self._url(name)}/rewriteTo/b/{quote(bucket, safe='')}/o/{quote(new, safe='')}"
+        target = f"{self.url_of(name)}/rewriteTo/b/{quote(bucket, safe='')}/o/{quote(new, safe='')}"
         query: dict[str, object] = {}
         while True:
             answer = self._http.once(
@@ -351,7 +352,7 @@ def refused(answer: Response) -> OSError:
 
 
 def crc32c_of(parts: Iterable[memoryview], crc: int = 0) -> str:
-    """CRC32C of the bytes of all parts, in the form of Cloud Storage and S3.
+    """CRC32C of the bytes of all parts, in the form of Cloud Storage.
 
     The parts follow bytes with the CRC32C `crc`.
     """

@@ -18,19 +18,17 @@ https://cloud.google.com/storage/docs/performing-resumable-uploads#json-api
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
 import re
 from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import quote
 
 from crc32c import crc32c
 
 from shardckpt.errors import CorruptionError
 from shardckpt.io.buckets import cloud
 from shardckpt.io.buckets.bucket import pieces
-from shardckpt.io.buckets.gcs import GcsBucket, checked, connection, refused
+from shardckpt.io.buckets.gcs import GcsBucket, checked, connection, crc32c_of, refused
 from shardckpt.io.buckets.retry import PassingError, Retry
 from shardckpt.io.buckets.upload_session import (
     TOKEN,
@@ -65,9 +63,8 @@ class GcsSession:
         self._place = place
         bucket, self._name = bucket_and_name(place)
         self._http = connection()
-        objects = f"storage/v1/b/{quote(bucket, safe='')}/o"
-        self._uploads = f"{self._http.service}/upload/{objects}"
-        self._object = f"{self._http.service}/{objects}/{quote(self._name, safe='')}"
+        self._bucket = GcsBucket(bucket)
+        self._object = self._bucket.url_of(self._name)
         self._retry = Retry()
         self._unsure = False
         """Whether a request has failed since the session's last response."""
@@ -82,7 +79,7 @@ class GcsSession:
             raise already_exists(place)
         answer = session._ask(
             "POST",
-            session._uploads,
+            session._bucket.uploads,
             query={
                 "uploadType": "resumable",
                 "name": session._name,
@@ -133,12 +130,12 @@ class GcsSession:
         """Send a part."""
         self._put(offset, data, last=False)
         self.state = dataclasses.replace(
-            self.state, summed=offset + len(data), crc32c=self._sum(data)
+            self.state, summed=offset + len(data), crc32c=crc32c(data, self.state.crc32c)
         )
 
     def publish(self, offset: int, data: memoryview) -> None:
         """Send the last part, and make the object visible."""
-        checksum = base64.b64encode(self._sum(data).to_bytes(4)).decode()
+        checksum = crc32c_of([data], self.state.crc32c)
         self._put(offset, data, last=True, headers={"x-goog-hash": f"crc32c={checksum}"})
         document = self._look()
         if document is None or _token_of(document) != self.state.token:
@@ -173,10 +170,7 @@ class GcsSession:
 
         Our bytes and credentials go only to the service.
         """
-        return self.state.upload.startswith(f"{self._uploads}?")
-
-    def _sum(self, data: memoryview) -> int:
-        return int(crc32c(data, self.state.crc32c))
+        return self.state.upload.startswith(f"{self._bucket.uploads}?")
 
     def _put(
         self, offset: int, data: memoryview, *, last: bool, headers: dict[str, str] | None = None
