@@ -24,7 +24,7 @@ import numpy as np
 from shardckpt.layout.box import Box, BoxArray
 from shardckpt.plan.cut import Order, cut
 from shardckpt.plan.views import overlapping_views
-from shardckpt.reading.naming.outputs import check
+from shardckpt.reading.naming.outputs import source_tensors
 from shardckpt.reading.read_list import ReadList
 
 if TYPE_CHECKING:
@@ -83,13 +83,7 @@ class OutputReader:
         """
         self._checkpoint = checkpoint
         self._outputs = outputs
-        self._tensors = {
-            view.tensor: checkpoint.tensor(view.tensor)
-            for output in outputs
-            for view in output.sources
-        }
-        for output in outputs:
-            check(output, self._tensors)
+        self._tensors = source_tensors(outputs, checkpoint.tensor)
         self._most = cache_bytes
         self._blocks: dict[int, _Blocks] = {}
         self._insides: dict[int, BoxArray] = {}

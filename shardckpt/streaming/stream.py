@@ -32,7 +32,7 @@ from shardckpt.plan.cells import plan_cells
 from shardckpt.plan.cut import Order, Step, cut
 from shardckpt.plan.grids import cut_into_grids
 from shardckpt.plan.pieces import Piece
-from shardckpt.reading.naming.outputs import OutputTensor, check
+from shardckpt.reading.naming.outputs import OutputTensor, source_tensors
 from shardckpt.state.names import shown
 from shardckpt.streaming.assemble import assemble_chunks
 from shardckpt.streaming.batches import BatchMemory, ChunkTarget, PlannedStep
@@ -99,13 +99,7 @@ class Stream:
         self.outputs = outputs
         self._checkpoint = checkpoint
         self._in_order = in_order
-        self._tensors = {
-            view.tensor: checkpoint.tensor(view.tensor)
-            for output in outputs
-            for view in output.sources
-        }
-        for output in outputs:
-            check(output, self._tensors)
+        self._tensors = source_tensors(outputs, checkpoint.tensor)
         largest = largest_chunk(self._tensors.values())
         sizes = Sizes(
             source_chunk=largest,

@@ -21,7 +21,7 @@ from shardckpt.plan.views import View
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.layout.dtypes import DType
@@ -79,17 +79,22 @@ def identity(
     )
 
 
-def check(output: OutputTensor, tensors: Mapping[str, TensorRecord]) -> None:
-    """Refuse an output that cannot be made of some tensors.
-
-    Args:
-        output: the output.
-        tensors: tensors by name; all that its views name.
+def source_tensors(
+    outputs: Sequence[OutputTensor], tensor: Callable[[str], TensorRecord]
+) -> dict[str, TensorRecord]:
+    """The tensors that outputs are made of by name, each as `tensor` returns it.
 
     Raises:
         ShapeMismatchError: a view lies outside its tensor; the message names both.
         DtypeMismatchError: a tensor's elements cannot be converted.
     """
+    tensors = {view.tensor: tensor(view.tensor) for output in outputs for view in output.sources}
+    for output in outputs:
+        _check(output, tensors)
+    return tensors
+
+
+def _check(output: OutputTensor, tensors: Mapping[str, TensorRecord]) -> None:
     for view in output.sources:
         tensor = tensors[view.tensor]
         if view.box.ndim != len(tensor.shape) or any(
