@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MEMORY_LIMIT = 256 << 20
 """Bytes of elements of both checkpoints together that are in memory at once."""
-MOST_BLOCKS = 4096
+_MOST_BLOCKS = 4096
 """Most blocks in one batch; keeps planning cheap compared with reading."""
 STRIDE = 1 << 16
 """Elements compared at a time, so that masks and differences fit the processor's cache."""
@@ -113,9 +113,7 @@ def compare_values(
     total = sum(pair.nbytes for pair in pairs)
     done = 0
     tally: _Tally | None = None
-    for batch in batches(
-        cut_pairs(pairs, limit // 2), lambda block: (block.nbytes, 1), (limit // 2, MOST_BLOCKS)
-    ):
+    for batch in block_batches(pairs, limit // 2):
         if progress is not None:
             progress(done, total)
         for block, one, other in zip(
@@ -134,7 +132,14 @@ def compare_values(
         progress(done, total)
 
 
-def cut_pairs(pairs: Sequence[Pair], nbytes: int) -> Iterator[BlockOfPair]:
+def block_batches(pairs: Sequence[Pair], nbytes: int) -> Iterator[list[BlockOfPair]]:
+    """All blocks of all pairs, in batches of at most `nbytes` in each of the tensors."""
+    return batches(
+        _cut_pairs(pairs, nbytes), lambda block: (block.nbytes, 1), (nbytes, _MOST_BLOCKS)
+    )
+
+
+def _cut_pairs(pairs: Sequence[Pair], nbytes: int) -> Iterator[BlockOfPair]:
     """All blocks of all pairs, in row-major order of each array of `a`.
 
     Each block has at most `nbytes` in each of the tensors.

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 
 from shardckpt.commit.fingerprints import recorded_fingerprint
 from shardckpt.format.fingerprint import Fingerprint, StateSums
-from shardckpt.plan.pieces import batches
 from shardckpt.reading.compare_values import (
     DEFAULT_MEMORY_LIMIT,
-    MOST_BLOCKS,
     Pair,
-    cut_pairs,
+    block_batches,
     read_blocks,
 )
 
@@ -42,8 +40,7 @@ def stored_fingerprint(
     checkpoint.open_bases(missing)
     sums, done, total = StateSums(missing), 0, sum(tensor.nbytes for tensor in missing)
     pairs = [Pair(tensor.name, tensor, tensor) for tensor in missing]
-    limits = DEFAULT_MEMORY_LIMIT // 2, MOST_BLOCKS
-    for batch in batches(cut_pairs(pairs, limits[0]), lambda block: (block.nbytes, 1), limits):
+    for batch in block_batches(pairs, DEFAULT_MEMORY_LIMIT // 2):
         if progress is not None:
             progress(done, total)
         with checkpoint.reading():

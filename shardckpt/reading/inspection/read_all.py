@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardckpt.errors import ShardckptError
 from shardckpt.io.failures import raise_unless_damage
-from shardckpt.plan.pieces import batches
-from shardckpt.reading.compare_values import MOST_BLOCKS, Pair, cut_pairs, read_blocks
+from shardckpt.reading.compare_values import Pair, block_batches, read_blocks
 from shardckpt.reading.verification import Damage, VerifyReport
 
 if TYPE_CHECKING:
@@ -52,10 +51,7 @@ def read_all(
     total = sum(t.num_chunks for t in record.structure.tensors.values())
     report = VerifyReport(chunks=total, checked=False, compared=len(known))
     done = total - sum(t.num_chunks for t in tensors)
-    pairs = [Pair(t.name, t, t) for t in tensors]
-    for batch in batches(
-        cut_pairs(pairs, BLOCK_BYTES), lambda block: (block.nbytes, 1), (BLOCK_BYTES, MOST_BLOCKS)
-    ):
+    for batch in block_batches([Pair(t.name, t, t) for t in tensors], BLOCK_BYTES):
         if progress is not None:
             progress(done, total)
         _read(reader, batch, where, report)

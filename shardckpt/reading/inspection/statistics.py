@@ -18,12 +18,10 @@ from shardckpt.io.failures import reading_takes_threads
 from shardckpt.layout.box import Box
 from shardckpt.layout.dtypes import by_name, castable
 from shardckpt.options import parse_bytes
-from shardckpt.plan.pieces import batches
 from shardckpt.reading.compare_values import (
     DEFAULT_MEMORY_LIMIT,
-    MOST_BLOCKS,
     Pair,
-    cut_pairs,
+    block_batches,
     read_blocks,
 )
 from shardckpt.reading.inspection.running import RunningStatistics
@@ -160,11 +158,8 @@ def state_statistics(
     sides = [checkpoint] if other is None else [checkpoint, other]
     distances: dict[str, _Distance] = {}
     done, total = 0, sum(pair.nbytes for pair in pairs)
-    each = limit // 2 // len(sides)
     with reading_takes_threads(checkpoint.location):
-        for batch in batches(
-            cut_pairs(pairs, each), lambda block: (block.nbytes, 1), (each, MOST_BLOCKS)
-        ):
+        for batch in block_batches(pairs, limit // 2 // len(sides)):
             if progress is not None:
                 progress(done, total)
             _add_batch(sides, batch, statistics, distances)
