@@ -23,6 +23,7 @@ from shardckpt.layout.op_sharding import OpSharding
 from shardckpt.layout.placements import Placements
 from shardckpt.options import check_flag, check_function, parse_bytes
 from shardckpt.reading.compare_values import DEFAULT_MEMORY_LIMIT, Pair, ValueChange, compare_values
+from shardckpt.reading.inspection.words import nodes_of
 from shardckpt.state.document import (
     Branch,
     Composite,
@@ -203,7 +204,7 @@ class _Structure:
     """Comparison of two trees and of the tensors' records."""
 
     def __init__(self, a: Checkpoint, b: Checkpoint) -> None:
-        self.nodes_a, self.nodes_b = _nodes(a), _nodes(b)
+        self.nodes_a, self.nodes_b = nodes_of(a.parsed_tree), nodes_of(b.parsed_tree)
         self.ties_a, self.ties_b = _ties(self.nodes_a), _ties(self.nodes_b)
         self.tensors_a, self.tensors_b = a.record.structure.tensors, b.record.structure.tensors
         self.only_a = [
@@ -313,18 +314,6 @@ def _equivalent(a: StoredLayout, b: StoredLayout, ndim: int) -> bool:
     except ShardingError:
         return False
     return one.equivalent(other)
-
-
-def _nodes(checkpoint: Checkpoint) -> dict[str, Node]:
-    """Every place of the tree by name, in order."""
-    nodes: dict[str, Node] = {}
-    stack = [checkpoint.parsed_tree]
-    while stack:
-        node = stack.pop()
-        nodes[node.name] = node
-        if isinstance(node, Branch):
-            stack.extend(reversed(node.children))
-    return nodes
 
 
 def _ties(nodes: Mapping[str, Node]) -> dict[str, set[str]]:

@@ -75,14 +75,14 @@ class Inspected(Protocol):
 
 
 def nodes_of(root: Node) -> dict[str, Node]:
-    """All nodes of a tree by name."""
+    """All nodes of a tree by name, in order."""
     nodes: dict[str, Node] = {}
     stack = [root]
     while stack:
         node = stack.pop()
         nodes[node.name] = node
         if isinstance(node, Branch):
-            stack.extend(node.children)
+            stack.extend(reversed(node.children))
     return nodes
 
 
