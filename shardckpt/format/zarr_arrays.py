@@ -356,12 +356,12 @@ def split_chunk_key(key: str, pieces: dict[str, Piece]) -> tuple[Piece, int] | N
     else:
         path, _, index = key.rpartition("/c/")
     piece = pieces.get(path)
-    position = None if piece is None else _position(index, piece.grid)
+    position = None if piece is None else chunk_position(index, piece.grid)
     return None if piece is None or position is None else (piece, position)
 
 
 @lru_cache(1 << 12)
-def _position(index: str, grid: tuple[int, ...]) -> int | None:
+def chunk_position(index: str, grid: tuple[int, ...]) -> int | None:
     """The position of the chunk whose key ends with these coordinates.
 
     None if the grid has no such chunk.

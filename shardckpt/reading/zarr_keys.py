@@ -19,9 +19,11 @@ from shardckpt.format.stored_chunks import close
 from shardckpt.format.zarr_arrays import (
     CHECKSUM_BYTES,
     chunk_object_key,
+    chunk_position,
     group_json,
     parent_groups,
     room_for,
+    split_chunk_key,
     zarr_documents,
 )
 from shardckpt.layout.box import BoxArray
@@ -51,9 +53,9 @@ class ZarrKeys:
         """
         self._record = record
         self._reader = reader
-        self._arrays: dict[str, tuple[TensorRecord, Piece]] = {
-            p.path: (t, p) for t in record.structure.tensors.values() for p in t.pieces
-        }
+        tensors = record.structure.tensors.values()
+        self._tensors = {piece.path: tensor for tensor in tensors for piece in tensor.pieces}
+        self._pieces = {piece.path: piece for tensor in tensors for piece in tensor.pieces}
         documents = dict(zarr_documents(record.structure, record.compression, in_bases=True))
         groups = {path: group_json() for path in parent_groups(documents)}
         self._documents = {**groups, **documents}
@@ -124,13 +126,14 @@ class ZarrKeys:
         array = self._array(path)
         if array is None:
             return None
-        _, piece, rest = array
+        piece, rest = array
         if not rest:
             return [DOCUMENT, *(["c"] if piece.num_chunks else [])]
-        index = _index(rest, piece.grid[: len(rest) - 1])
-        if index is None or len(index) >= len(piece.grid):
+        depth = len(rest) - 1
+        above = rest[0] == "c" and depth < len(piece.grid)
+        if not above or chunk_position("/".join(rest[1:]), piece.grid[:depth]) is None:
             return None
-        return [str(i) for i in range(piece.grid[len(index)])]
+        return [str(i) for i in range(piece.grid[depth])]
 
     def starting_with(self, prefix: str = "") -> Iterator[str]:
         """All keys that start with `prefix`."""
@@ -138,48 +141,25 @@ class ZarrKeys:
             key = f"{path}/{DOCUMENT}" if path else DOCUMENT
             if key.startswith(prefix):
                 yield key
-        for path, (_, piece) in self._arrays.items():
+        for path, piece in self._pieces.items():
             chunks = f"{path}/c"
             if chunks.startswith(prefix) or prefix.startswith(chunks):
                 keys = (chunk_object_key(piece, position) for position in range(piece.num_chunks))
                 yield from (key for key in keys if key.startswith(prefix))
 
-    def _array(self, path: str) -> tuple[TensorRecord, Piece, Sequence[str]] | None:
+    def _array(self, path: str) -> tuple[Piece, Sequence[str]] | None:
         """The array that a path leads into, and the rest of the path. Arrays are never nested."""
         parts = path.split("/")
         for end in range(1, len(parts) + 1):
-            array = self._arrays.get("/".join(parts[:end]))
-            if array is not None:
-                return *array, parts[end:]
+            piece = self._pieces.get("/".join(parts[:end]))
+            if piece is not None:
+                return piece, parts[end:]
         return None
 
     def _chunk(self, key: str) -> tuple[TensorRecord, Piece, int] | None:
         """The chunk with that key: tensor, array, position in grid order; None if there is none."""
-        array = self._array(key)
-        if array is None:
-            return None
-        tensor, piece, rest = array
-        index = _index(rest, piece.grid)
-        if index is None:
-            return None
-        position = 0
-        for i, n in zip(index, piece.grid, strict=True):
-            position = position * n + i
-        return tensor, piece, position
-
-
-def _index(parts: Sequence[str], grid: tuple[int, ...]) -> list[int] | None:
-    """The coordinates in `c/0/1`, in zarr's form and inside the grid.
-
-    None if the parts are invalid.
-    """
-    if not parts or parts[0] != "c" or len(parts) != len(grid) + 1:
-        return None
-    index = [int(part) if part.isdecimal() and len(part) < 20 else -1 for part in parts[1:]]
-    inside = all(
-        0 <= i < n and str(i) == part for i, n, part in zip(index, grid, parts[1:], strict=True)
-    )
-    return index if inside else None
+        chunk = split_chunk_key(key, self._pieces)
+        return None if chunk is None else (self._tensors[chunk[0].path], *chunk)
 
 
 def stored_chunk(
