@@ -300,7 +300,7 @@ class _Save:
             resident = [name for name in plan.blocks if sources[name].resident]
         blocks = [*chain.from_iterable(read(plan, sources, memory.room, only=resident))]
         most = self._stage.fit(
-            memory.blocks, **memory.sizes, streams=self._stage.copies is None or not overlap
+            memory.blocks, memory.sizes, streams=self._stage.copies is None or not overlap
         )
         if self._stage.copies is not None and share.late:
             self._late = LateElements(share, sources, self._stage.copies, self._stage.late)

@@ -12,7 +12,7 @@ import logging
 import threading
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardckpt import frameworks
 from shardckpt.errors import ShardckptError
@@ -23,7 +23,7 @@ from shardckpt.io.threads import collector_paused
 from shardckpt.text import file_size
 from shardckpt.writing.late_elements import late_bytes
 from shardckpt.writing.save import thread_bytes, writing_threads
-from shardckpt.writing.staging import Stage
+from shardckpt.writing.staging import Stage, StageSizes
 from shardckpt.writing.state_share import MOST_COPIES, are_own, only_kept
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ class SaveMemory:
     threads: int
     """Number of threads that write: on a local disk, and for differences, half of the cores, or as
     many as the caller allows."""
-    sizes: dict[str, Any]
-    """The arguments of `Stage.fit`."""
+    sizes: StageSizes
+    """The memory that is needed beside the blocks."""
 
     @classmethod
     @collector_paused()
@@ -97,13 +97,12 @@ class SaveMemory:
             largest = max((sources[name].staged_bytes for name in names), default=0)
             return max(room, largest) if largest else 0
 
-        sizes = {
-            "fetching": 0 if in_place else fetching(plan.blocks),
-            "keeping": fetching(plan.blocks.keys() - kept) if kept else None,
-            "writing": in_flight + threads * each,
-            "late": late_bytes(share)
-            + (0 if share.replicas is None else share.replicas.late_bytes()),
-        }
+        sizes = StageSizes(
+            fetching=0 if in_place else fetching(plan.blocks),
+            keeping=fetching(plan.blocks.keys() - kept) if kept else None,
+            writing=in_flight + threads * each,
+            late=late_bytes(share) + (0 if share.replicas is None else share.replicas.late_bytes()),
+        )
         if in_place:
             blocks = [(block, False) for block in chain.from_iterable(plan.blocks.values())]
         else:
@@ -118,7 +117,7 @@ class SaveMemory:
     @property
     def elements(self) -> int:
         """Bytes of the elements that are held until they are written."""
-        return int(self.sizes["late"]) + sum(round_up(block.nbytes) for block, _ in self.blocks)
+        return self.sizes.late + sum(round_up(block.nbytes) for block, _ in self.blocks)
 
 
 class Warming:
@@ -165,7 +164,7 @@ class Warming:
 
     def _run(self, memory: SaveMemory, kept: list[Source]) -> None:
         try:
-            if not Stage(self._pool, lambda: None).warm(memory.blocks, **memory.sizes):
+            if not Stage(self._pool, lambda: None).warm(memory.blocks, memory.sizes):
                 frameworks.warm(kept)
         except (ShardckptError, RuntimeError, MemoryError) as e:
             _log.warning(

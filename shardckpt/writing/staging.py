@@ -105,6 +105,20 @@ class _Part:
         return blocks + self.blocks[done:]
 
 
+@dataclass(frozen=True, slots=True)
+class StageSizes:
+    """Bytes of memory that a save needs beside its blocks."""
+
+    fetching: int = 0
+    """Bytes that frameworks allocate at a time, until everything is copied."""
+    keeping: int | None = None
+    """The same while blocks that have memory of their own are kept; None: as much."""
+    writing: int = 0
+    """Bytes that the writing thread allocates, until everything is written."""
+    late: int = 0
+    """Bytes of memory for other elements, which the writing thread reads: `Stage.late`."""
+
+
 class Stage:
     """Blocks in transit from the thread that saves to the thread that writes."""
 
@@ -126,7 +140,7 @@ class Stage:
         self.copies: DeviceCopies | None = None
         """Copies elements that are on devices; None: none are."""
         self.late: NDArray[np.uint8] = np.empty(0, np.uint8)
-        """Leased memory for the `late` bytes of `fit`; valid until both sides have left."""
+        """Leased memory for the `late` bytes of the sizes; valid until both sides have left."""
         self._pool = pool
         self._start = start
         self._lease: Lease | None = None
@@ -148,23 +162,13 @@ class Stage:
     # --- the thread that saves
 
     def fit(
-        self,
-        blocks: Iterable[tuple[Block, bool]],
-        *,
-        fetching: int = 0,
-        keeping: int | None = None,
-        writing: int = 0,
-        late: int = 0,
-        streams: bool = True,
+        self, blocks: Iterable[tuple[Block, bool]], sizes: StageSizes, *, streams: bool = True
     ) -> int:
         """Lease everything that the save needs from the pool; wait until that is possible.
 
         Args:
             blocks: all blocks of the save, and whether each has memory of its own.
-            fetching: bytes that frameworks allocate at a time, until everything is copied.
-            keeping: the same while blocks that have memory of their own are kept; None: as much.
-            writing: bytes that the writing thread allocates, until everything is written.
-            late: bytes of memory for other elements, which the writing thread reads: `late`.
+            sizes: the memory that is needed beside them.
             streams: whether a buffer that is smaller than the blocks will do.
 
         Returns:
@@ -175,22 +179,19 @@ class Stage:
                 much memory to pin; or this thread would wait for another save that it is in the
                 middle of itself.
         """
-        keeping = fetching if keeping is None else keeping
-        most = self._fit(
-            blocks, fetching=fetching, keeping=keeping, writing=writing, late=late, streams=streams
-        )
+        most = self._fit([*blocks], sizes, streams=streams)
         if get_ident() not in self._pool.copying:
             self._fills = get_ident()
             self._pool.copying.add(self._fills)
         return most
 
-    def warm(self, blocks: Iterable[tuple[Block, bool]], **sizes: Any) -> bool:
+    def warm(self, blocks: Iterable[tuple[Block, bool]], sizes: StageSizes) -> bool:
         """Touch the memory of the lease that `fit` would make for a save, and give it back.
 
         Return whether the save streams.
         """
         try:
-            self.fit(blocks, **sizes)
+            self.fit(blocks, sizes)
             assert self._lease is not None
             self._lease.touch()
             return self.streamed
@@ -198,21 +199,12 @@ class Stage:
             self._leave("writing")
             self._leave("copying")
 
-    def _fit(
-        self,
-        blocks: Iterable[tuple[Block, bool]],
-        *,
-        fetching: int,
-        keeping: int,
-        writing: int,
-        late: int,
-        streams: bool,
-    ) -> int:
+    def _fit(self, pairs: Sequence[tuple[Block, bool]], sizes: StageSizes, *, streams: bool) -> int:
         """See `fit`."""
-        pairs = [*blocks]
+        keeping = sizes.fetching if sizes.keeping is None else sizes.keeping
         copied = sum(round_up(block.nbytes) for block, own in pairs if not own)
-        late = round_up(late)
-        kept = sum(block.nbytes for block, own in pairs if own) + keeping + writing
+        late = round_up(sizes.late)
+        kept = sum(block.nbytes for block, own in pairs if own) + keeping + sizes.writing
         self._fetching = keeping
         needed = late + copied + kept
         if needed <= self._pool.limit:
@@ -229,8 +221,8 @@ class Stage:
             self.late = self._lease.array((late,), np.uint8).view(np.uint8)
             self._free.append(self._lease.array((copied,), np.uint8))
             return sys.maxsize
-        beside = fetching + writing
-        self._fetching = fetching
+        beside = sizes.fetching + sizes.writing
+        self._fetching = sizes.fetching
         chunk = max((round_up(block.chunk_bytes) for block, _ in pairs), default=0)
         least = max(chunk, (self._pool.limit - beside) // _LEAST_PARTS)
         self._lease = self._take(

@@ -26,7 +26,7 @@ from shardckpt.plan.blocks import Block, parts_of, smaller
 from shardckpt.plan.pieces import Piece
 from shardckpt.writing.host import HostWriter
 from shardckpt.writing.save_plan import PlanCache, plan_save
-from shardckpt.writing.staging import Stage
+from shardckpt.writing.staging import Stage, StageSizes
 from shardckpt.writing.state_share import BlockElements, read, share_of
 
 MiB = 1 << 20
@@ -183,7 +183,8 @@ class Saved:
         plan = plan_save(sources, SaveOptions(), World())
         try:
             most = self.stage.fit(
-                [(block, False) for block in chain(*plan.blocks.values())], fetching=fetching
+                [(block, False) for block in chain(*plan.blocks.values())],
+                StageSizes(fetching=fetching),
             )
             for batch in read(plan, sources, 0, most=most):
                 self.stage.put(batch)
@@ -266,7 +267,7 @@ def one_block():
 def test_a_stage_that_gives_up_returns_its_memory():
     pool, block = BufferPool(16 * MiB), one_block()
     stage = Stage(pool, lambda: None)
-    stage.fit([(block, False)], fetching=MiB, writing=MiB)
+    stage.fit([(block, False)], StageSizes(fetching=MiB, writing=MiB))
     stage.put([BlockElements(block, np.zeros(1000), False)])
     stage.give_up(KeyboardInterrupt())
     assert not pool.kept, "a thread may still be copying into it"
@@ -278,7 +279,7 @@ def test_a_stage_that_gives_up_returns_its_memory():
 def test_what_is_in_memory_of_its_own_is_counted_and_not_copied():
     pool, block, array = BufferPool(16 * MiB), one_block(), np.random.default_rng(0).random(1000)
     stage = Stage(pool, lambda: None)
-    stage.fit([(block, True)], fetching=MiB)
+    stage.fit([(block, True)], StageSizes(fetching=MiB))
     stage.put([BlockElements(block, array, True)])
     stage.close()
     assert MiB + array.nbytes <= pool.high_water < MiB + array.nbytes + 1000
@@ -292,7 +293,7 @@ def test_what_is_in_memory_of_its_own_is_counted_and_not_copied():
 def test_the_buffer_is_not_given_back_while_the_other_side_may_touch_it():
     pool, block = BufferPool(16 * MiB), one_block()
     stage = Stage(pool, lambda: None)
-    stage.fit([(block, False)])
+    stage.fit([(block, False)], StageSizes())
     stage.put([BlockElements(block, np.ones(1000), False)])
     stage.close()
     blocks = portions(stage)
