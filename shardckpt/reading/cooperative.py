@@ -86,25 +86,23 @@ class Meeting:
     """One restore, in which all processes of the job agree on the reads to share.
 
     A context manager around all code that may fail: an error inside is announced to the others, so
-    that they do not wait. There is no communication if the choice is False, the job has one
-    process, or nothing connects its processes; nor if the choice is "auto" and the checkpoint is on
-    a path, whose speed is not known.
+    that they do not wait. There is no communication if the job has one process, or nothing connects
+    its processes; nor if the choice is "auto" and the checkpoint is on a path, whose speed is not
+    known.
     """
 
-    def __init__(
-        self, choice: Choice, coordinator: Coordinator | None, location: Location | None = None
-    ) -> None:
+    def __init__(self, choice: Choice, coordinator: Coordinator | None) -> None:
         """Prepare without communication.
 
         Args:
-            choice: the same on all processes; it need not be valid (`check_choice`).
+            choice: the same on all processes, and not False; it need not be valid (`check_choice`).
             coordinator: coordinator of the job; None: detected.
-            location: location of the checkpoint; None: not known yet.
         """
         # With an invalid choice the others expect this process.
         self._choice: Choice = choice if _is_choice(choice) else True
         self._given = coordinator
-        self.location = location
+        self.location: Location | None = None
+        """Location of the checkpoint; None: not known yet."""
         self._met = False
         self._readings: list[SharedReading] = []
 
@@ -119,7 +117,7 @@ class Meeting:
         trace: TracebackType | None,
     ) -> None:
         """Announce the error, if any, to the others."""
-        if error is None or self._choice is False:
+        if error is None:
             return
         for reading in self._readings:
             reading.give_up(error)
@@ -151,8 +149,7 @@ class Meeting:
         """
         connection = self._connection()
         if isinstance(connection, str):
-            if self._choice is not False:
-                _say(checkpoint, connection)
+            _say(checkpoint, connection)
             return list(jobs), []
         coordinator, link = connection
         groups = _groups(checkpoint, jobs, coordinator.world, limit)
@@ -206,8 +203,6 @@ class Meeting:
 
         The result is the same on all processes.
         """
-        if self._choice is False:
-            return "cooperative=False"
         if self._choice == "auto" and (self.location is None or kind_of(self.location).near):
             return (
                 "the speed of a file system is not known; to read together, give "

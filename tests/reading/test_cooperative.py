@@ -56,7 +56,8 @@ class Link:
 
 
 def divided(checkpoint, jobs, choice, coordinator):
-    meeting = cooperative.Meeting(choice, coordinator, checkpoint.location)
+    meeting = cooperative.Meeting(choice, coordinator)
+    meeting.location = checkpoint.location
     return meeting.divide(checkpoint, jobs, 1 << 20)
 
 
@@ -185,7 +186,7 @@ def test_others_hear_of_a_process_that_fails_before_it_divides_its_reads(
 ):
     monkeypatch.setattr(cooperative, "interconnect_of", lambda _: Link())
     coordinator = Said(World(1, 2))
-    with pytest.raises(kind), cooperative.Meeting(True, coordinator, checkpoint.location):
+    with pytest.raises(kind), cooperative.Meeting(True, coordinator):
         raise kind("amid the planning")
     assert coordinator.own["message"].endswith("amid the planning")
 
