@@ -26,6 +26,7 @@ from shardckpt.frameworks.cuda_runtime import host_tensor, pin, within_slices
 from shardckpt.frameworks.numpy import address_of
 from shardckpt.frameworks.torch import TensorSink, array_of
 from shardckpt.layout.box import Box, BoxArray
+from shardckpt.plan.blocks import index_within
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -61,11 +62,7 @@ class CudaSink(TensorSink):
             common = Box(tuple(start), tuple(stop)).overlap(part)
             if common is not None:
                 boxes.append(common)
-                inside = (
-                    slice(a - o, b - o)
-                    for a, b, o in zip(common.start, common.stop, start, strict=True)
-                )
-                views.append(view[(*inside, ...)])
+                views.append(view[index_within(common.start, common.stop, start)])
         return (
             replace(self, boxes=BoxArray.of(boxes, len(self.shape)), views=tuple(views))
             if boxes

@@ -59,7 +59,7 @@ class Block:
     @property
     def inside(self) -> Index:
         """Index of the block in the array of the held box."""
-        return _index(self.box.start, self.box.stop, self.corner)
+        return index_within(self.box.start, self.box.stop, self.corner)
 
 
 def blocks_of(
@@ -120,10 +120,10 @@ def parts_of(block: Block, most: int) -> Iterator[tuple[Box, Index]]:
         yield block.box, (...,)
         return
     for part in _cut(block, most):
-        yield part.box, _index(part.box.start, part.box.stop, block.box.start)
+        yield part.box, index_within(part.box.start, part.box.stop, block.box.start)
 
 
-def _index(
+def index_within(
     start: list[int] | tuple[int, ...], stop: list[int] | tuple[int, ...], corner: tuple[int, ...]
 ) -> Index:
     """The index of a box in an array that begins at `corner`.

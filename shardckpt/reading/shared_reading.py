@@ -18,7 +18,7 @@ import logging
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from shardckpt.errors import ShardckptError
 from shardckpt.io.buffers import round_up
 from shardckpt.io.threads import read_ahead
 from shardckpt.layout.box import BoxArray
+from shardckpt.plan.blocks import index_within
 from shardckpt.plan.shares import Region, SharedBoxes, rounds
 from shardckpt.reading.locate import Request
 
@@ -177,12 +178,8 @@ class _Packed:
 
 def _view(landing: Landing, region: Region) -> Array:
     """The part of a landing's buffer for a region."""
-    origin = landing.boxes[region.box].start
-    inside: tuple[Any, ...] = tuple(
-        slice(a - o, b - o)
-        for a, b, o in zip(region.part.start, region.part.stop, origin, strict=True)
-    )
-    view: Array = landing.targets[region.box][(*inside, ...)]
+    part, corner = region.part, landing.boxes[region.box].start
+    view: Array = landing.targets[region.box][index_within(part.start, part.stop, corner)]
     return view
 
 
