@@ -100,6 +100,12 @@ class TensorRecord:
             array=self.array,
         )
 
+    def pieces_called(self, name: str) -> tuple[Piece, ...]:
+        """Its pieces, as a tensor of another name has them."""
+        if [piece.path for piece in self.pieces] == [array_path(self.name)]:
+            return (self.pieces[0].with_path(array_path(name)),)
+        return tuple([p.with_path(piece_path(name, self.shape, p.start)) for p in self.pieces])
+
     @property
     def nbytes(self) -> int:
         """Bytes of the stored elements, without padding and checksums."""

@@ -22,7 +22,6 @@ from shardckpt.reshard.dtype_rules import plan_dtypes
 from shardckpt.reshard.optimizer_state import optimizer_state
 from shardckpt.reshard.rules import Decision
 from shardckpt.state import meanings, per_process_names, select
-from shardckpt.state.names import array_path, piece_path
 from shardckpt.state.select import check_selection, selector
 from shardckpt.writing.tensor_storage import tensor_record
 
@@ -103,16 +102,7 @@ def renamed(tensor: TensorRecord, name: str, dtype: DType) -> TensorRecord:
     if name == tensor.name:
         # The new checkpoint has all elements.
         return replace(tensor, dtype=dtype, base=None, difference=False)
-    whole = len(tensor.pieces) == 1 and tensor.pieces[0].path == array_path(tensor.name)
-    paths = (
-        [array_path(name)]
-        if whole
-        else [piece_path(name, tensor.shape, piece.start) for piece in tensor.pieces]
-    )
-    pieces = tuple(
-        replace(piece, path=path) for piece, path in zip(tensor.pieces, paths, strict=True)
-    )
-    return TensorRecord(name, tensor.shape, dtype, tensor.layout, pieces)
+    return TensorRecord(name, tensor.shape, dtype, tensor.layout, tensor.pieces_called(name))
 
 
 def _decide_layouts(

@@ -25,14 +25,13 @@ from shardckpt.errors import (
 from shardckpt.format.bases import Base, InBase
 from shardckpt.format.structure import Structure
 from shardckpt.reading.checkpoint import Checkpoint
-from shardckpt.state.names import array_path, piece_path, shown
+from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.io.url import Location
-    from shardckpt.plan.pieces import Piece
 
 
 def left_in_base(
@@ -101,7 +100,9 @@ class _Found:
             if theirs.base is None
             else replace(theirs.base, base=self._renamed(theirs.base.base))
         )
-        return replace(skipped, pieces=_pieces(skipped.name, theirs), partial=False, base=there)
+        return replace(
+            skipped, pieces=theirs.pieces_called(skipped.name), partial=False, base=there
+        )
 
     def _renamed(self, base: Base) -> Base:
         """A base of the base, as the checkpoint names it."""
@@ -110,14 +111,3 @@ class _Found:
                 base, url=base_url(self.checkpoint, base_location(self.base.location, base))
             )
         return self.its_own[base]
-
-
-def _pieces(name: str, theirs: TensorRecord) -> tuple[Piece, ...]:
-    """The pieces of the base's tensor, under the name of our tensor."""
-    in_one = [piece.path for piece in theirs.pieces] == [array_path(theirs.name)]
-    return tuple(
-        replace(
-            piece, path=array_path(name) if in_one else piece_path(name, theirs.shape, piece.start)
-        )
-        for piece in theirs.pieces
-    )
