@@ -64,10 +64,11 @@ class TorchStore(Coordinator):
         try:
             return self._calls.make(lambda: question(store))
         except RuntimeError as error:  # torch's DistError is a RuntimeError
+            reason = str(error).partition("\n")[0]
             raise CoordinationError(
-                f"torch.distributed's store does not answer ({_first_line(error)}); the process "
-                "that holds it has ended, or was never there: start the job again, and end it on "
-                "all processes at the same point."
+                f"torch.distributed's store does not answer ({reason}); the process that holds it "
+                "has ended, or was never there: start the job again, and end it on all processes "
+                "at the same point."
             ) from error
 
 
@@ -85,7 +86,3 @@ def _own_connection(store: Any) -> Callable[[], Any]:
         # Older torch, or a store written in Python.
         return weakref.ref(store)
     return lambda: client
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
