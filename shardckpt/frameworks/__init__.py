@@ -1,10 +1,10 @@
 """Leaves of a state in any framework: tensors to boxes and host arrays, and back.
 
-There is one module per framework, each with the same functions: `matches`, `accepts`, `settle`,
-`identity`, `sources`, `target`. A framework's module is imported when a leaf of it occurs, and a
-leaf can only occur if the program has imported the framework: so a state without torch, torch_xla
-or jax leaves imports none of them. `writing` and `reading` import this package; it imports the pure
-core.
+There is one module per framework, each with the same functions: `matches`, `accepts`, `identity`,
+`sources`, `target`; some have `meaning` and `settle`, too. A framework's module is imported when a
+leaf of it occurs, and a leaf can only occur if the program has imported the framework: so a state
+without torch, torch_xla or jax leaves imports none of them. `writing` and `reading` import this
+package; it imports the pure core.
 """
 
 from __future__ import annotations
@@ -76,8 +76,6 @@ _NO_LEAVES = frozenset((dict, list, tuple, str, int, float, bool, type(None)))
 _BY_CLASS: dict[type, tuple[str, Callable[[Any], bool], _Adapter]] = {}
 """The adapter of a class in its `CLASSES`: its name, its function `owns`, which decides for one
 instance, and itself. No other adapter is asked then."""
-
-
 ADDRESSES: dict[type, Callable[[Any], int]] = {}
 """The adapter's function `address`, for some of the classes in `_BY_CLASS`; see `flatten`."""
 
@@ -87,7 +85,6 @@ class _Adapter(Protocol):
 
     def matches(self, leaf: object) -> bool: ...
     def accepts(self, leaf: Target) -> bool: ...
-    def settle(self, leaves: Iterable[object]) -> None: ...
     def identity(self, leaf: Any) -> Hashable | None: ...
     def sources(self, leaves: dict[str, Any], world: World) -> dict[str, Source]: ...
     def target(self, name: str, leaf: Any, shape: tuple[int, ...], dtype: DType) -> Sink: ...
@@ -155,6 +152,9 @@ def meaning(leaf: object) -> str | EllipsisType | None:
 
     None for most leaves; `...` for a Target, which does not know.
     """
+    known = _BY_CLASS.get(type(leaf))
+    if known is not None and known[1](leaf):  # adapters with `CLASSES` have none
+        return None
     adapter = _adapter(leaf)
     if adapter is None:
         return ... if isinstance(leaf, Target) else None
@@ -165,8 +165,8 @@ def meaning(leaf: object) -> str | EllipsisType | None:
 def settle(leaves: Iterable[object]) -> None:
     """Compute the pending leaves whose layout is unknown before, in one program per framework.
 
-    Call it before `target` on many leaves: otherwise `target` runs a program per such leaf.
-    (`sources` computes all pending leaves.)
+    Call it before `target` on many leaves, which else runs a program per such leaf. (`sources`
+    computes all pending leaves.)
     """
     pending: dict[str, list[object]] = {}
     for leaf in leaves:
@@ -177,7 +177,8 @@ def settle(leaves: Iterable[object]) -> None:
         if framework is not None:
             pending.setdefault(framework, []).append(leaf)
     for framework, group in pending.items():
-        _module(framework).settle(group)
+        if settle_of := vars(_module(framework)).get("settle"):
+            settle_of(group)
 
 
 def reduce_partial(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -379,10 +380,7 @@ def on_accelerator(state: object) -> bool:
 
 
 def placers(sinks: Iterable[Sink]) -> dict[type[Placer], Placer]:
-    """The objects that copy to devices for sinks, by their class.
-
-    None for those that are placed one after another.
-    """
+    """The objects that copy to devices for sinks, by their class, where sinks have one."""
     groups: dict[type[Placer], list[Sink]] = {}
     for sink in sinks:
         if (kind := sink.placer) is not None:

@@ -167,6 +167,10 @@ class Sink(Protocol):
         """
 
     @property
+    def address(self) -> int:
+        """Address of its only destination; 0: it has none or several, or that is not known."""
+
+    @property
     def memory(self) -> Sequence[Array]:
         """The leaf's memory on a device as arrays, only to compare addresses.
 
@@ -276,6 +280,16 @@ class HostSource:
     resident: ClassVar[bool] = False
 
     @property
+    def own_pieces(self) -> bool:
+        """False: this process knows the boxes of all others, too."""
+        return False
+
+    @property
+    def private(self) -> bool:
+        """False: fetched arrays may be views of the leaf."""
+        return False
+
+    @property
     def address(self) -> int:
         """0: not known."""
         return 0
@@ -337,8 +351,19 @@ class PlainSink:
     """Defaults of `Sink`: it takes buffers of any memory, and all of them at once."""
 
     __slots__ = ()
+    adopts: ClassVar[bool] = False
     divisible: ClassVar[bool] = False
     placer: ClassVar[type[Placer] | None] = None
+
+    @property
+    def address(self) -> int:
+        """0: not known."""
+        return 0
+
+    @property
+    def placing_bytes(self) -> int:
+        """0: buffers are copied straight to the leaf."""
+        return 0
 
     @property
     def memory(self) -> Sequence[Array]:

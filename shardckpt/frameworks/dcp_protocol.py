@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from operator import index
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
@@ -41,7 +41,7 @@ from shardckpt.layout.box import Box, BoxArray
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Hashable, Sequence
 
     from shardckpt.frameworks.base import Array, Sink, Source, Target
     from shardckpt.layout.dtypes import DType
@@ -88,10 +88,6 @@ def accepts(leaf: Target) -> bool:  # noqa: ARG001 - every adapter has the same 
     return False
 
 
-def settle(leaves: Iterable[object]) -> None:
-    """Do nothing: reading a shard waits for its pending computations."""
-
-
 def identity(leaf: object) -> Hashable | None:
     """A key that is equal for tensors over the same memory that describe it in the same way.
 
@@ -124,8 +120,7 @@ class _ProtocolSource(HostSource):
     shards: _Shards
     process: int
     layout: None = None
-    own_pieces: bool = True
-    private: bool = False
+    own_pieces: ClassVar[bool] = True
 
     @property
     def shape(self) -> tuple[int, ...]:

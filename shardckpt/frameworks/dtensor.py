@@ -63,7 +63,7 @@ from shardckpt.frameworks.torch_kinds import check_fillable, check_kind
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Hashable, Sequence
 
     from shardckpt.layout.box import Box, BoxArray
     from shardckpt.layout.dtypes import DType
@@ -92,10 +92,6 @@ def accepts(leaf: Target) -> bool:
         and len(leaf.sharding) == 2
         and isinstance(leaf.sharding[0], DeviceMesh)
     )
-
-
-def settle(leaves: Iterable[object]) -> None:
-    """Do nothing: reading a tensor waits for its running collective."""
 
 
 def identity(leaf: Any) -> Hashable | None:
@@ -253,8 +249,6 @@ class _DTensorSource(HostSource):
     dtype: DType
     local: Any
     held: _Held
-    own_pieces: bool = False
-    private: bool = False
 
     @property
     def layout(self) -> Sharding | Placements:

@@ -129,7 +129,6 @@ class _JaxSource(HostSource):
     """None where each process has its own devices, and for an uncommitted array."""
     held: dict[int, Any]
     """The array of each of this process's devices, by the device's id."""
-    own_pieces: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from shardckpt.layout.dtypes import DType, of_numpy
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Hashable, Sequence
 
     from shardckpt.layout.box import BoxArray
     from shardckpt.layout.world import World
@@ -45,8 +45,6 @@ class ArraySource(HostSource):
     dtype: DType
     layout: None = None
     holders: None = None
-    own_pieces: bool = False
-    private: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,8 +89,6 @@ class ArraySink(PlainSink):
     """The leaf's memory, writable."""
     dtype: DType
     tie_key: Hashable
-    placing_bytes: int = 0
-    adopts: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -142,10 +138,6 @@ def matches(leaf: object) -> bool:
 def accepts(leaf: Target) -> bool:
     """Whether the target is a numpy array, because it names no sharding."""
     return leaf.sharding is None
-
-
-def settle(leaves: Iterable[object]) -> None:
-    """Do nothing: numpy has no pending computations."""
 
 
 def identity(leaf: Array) -> Hashable | None:

@@ -42,7 +42,7 @@ from shardckpt.layout.dtypes import DType, by_name
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Hashable, Sequence
 
     from shardckpt.layout.box import BoxArray
     from shardckpt.layout.world import World
@@ -91,8 +91,6 @@ class TensorSource(HostSource):
     """Whether that memory is known to be contiguous."""
     holders: list[tuple[int, ...]] | None = None
     layout: ClassVar[None] = None
-    own_pieces: ClassVar[bool] = False
-    private: ClassVar[bool] = False
 
     @property
     def boxes(self) -> BoxArray:
@@ -146,8 +144,6 @@ class TensorSink(PlainSink):
     """The tensors that autograd must see as written."""
     ranks: tuple[int, ...] | Literal["all"] | None = None
     """The processes that need the same boxes; None: not known."""
-    placing_bytes: int = 0
-    adopts: bool = False
     on_host: bool = field(init=False)
     """Whether all of the memory is on the host."""
     destinations: list[Array] | None = field(init=False)
@@ -164,6 +160,11 @@ class TensorSink(PlainSink):
     def buffer_shapes(self) -> list[tuple[int, ...]]:
         """The boxes' own shapes."""
         return [tuple(view.shape) for view in self.views]
+
+    @property
+    def address(self) -> int:
+        """As in `Sink`; torch tells it in a tenth of the time that numpy takes."""
+        return self.views[0].data_ptr() if self.on_host and len(self.views) == 1 else 0
 
     def sharers(self, world: World) -> tuple[int, ...] | None:
         """The processes that the layout gives."""
@@ -210,10 +211,6 @@ def matches(leaf: object) -> bool:
 def accepts(leaf: Target) -> bool:
     """Whether the target is a torch device, for a new tensor on it."""
     return isinstance(leaf.sharding, torch.device)
-
-
-def settle(leaves: Iterable[object]) -> None:
-    """Do nothing: the copy waits for running kernels."""
 
 
 def identity(leaf: Any) -> Hashable | None:

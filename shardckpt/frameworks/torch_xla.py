@@ -162,7 +162,6 @@ class _XlaSource(HostSource):
     """None for a tensor that every device holds completely, and without SPMD."""
     holders: list[tuple[int, ...]] | None
     """None where each process has its own devices."""
-    own_pieces: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -306,7 +305,6 @@ class _ShardedSink(PlainSink):
     """torch_xla's object of the layout."""
     shards: XlaShards
     destinations: None = None
-    adopts: bool = False
 
     @property
     def boxes(self) -> BoxArray:
@@ -392,7 +390,6 @@ class _DeviceSink(PlainSink):
     dtype: DType
     device: Any
     destinations: None = None
-    adopts: bool = False
 
     @property
     def boxes(self) -> BoxArray:

@@ -418,13 +418,13 @@ def read_and_place(
 
 def sinks_of(
     leaves: Mapping[str, Sequence[tuple[str, object]]], record: Callable[[str], TensorRecord]
-) -> Iterator[tuple[str, list[tuple[str, Sink]]]]:
-    """Per stored name, the sinks of the leaves that get the tensor, with their names in `like`."""
+) -> Iterator[tuple[TensorRecord, list[tuple[str, Sink]]]]:
+    """Per stored tensor, the sinks of the leaves that get it, with their names in `like`."""
     frameworks.settle(leaf for targets in leaves.values() for _, leaf in targets)
     for stored, targets in leaves.items():
         tensor = record(stored)
         yield (
-            stored,
+            tensor,
             [
                 (name, frameworks.target(name, leaf, tensor.shape, tensor.dtype))
                 for name, leaf in targets
@@ -435,7 +435,7 @@ def sinks_of(
 @collector_paused()
 def restore_jobs(
     checkpoint: Checkpoint,
-    places: Iterable[tuple[str, Iterable[tuple[str, Sink]]]],
+    places: Iterable[tuple[TensorRecord, Iterable[tuple[str, Sink]]]],
     *,
     cast: bool,
     adaptation: Adaptation | None = None,
@@ -445,16 +445,14 @@ def restore_jobs(
 
     Args:
         checkpoint: the source.
-        places: stored name, and (name for messages, sink) of every destination of the tensor.
+        places: tensor, and (name for messages, sink) of every destination of it.
         cast: whether dtypes may differ.
         adaptation: has the tensors that are made, and says which sinks may have another size.
         beside: destinations that are filled without reading.
     """
     jobs, where = [], checkpoint.location
-    record = checkpoint.tensor if adaptation is None else adaptation.tensor
     title = str if adaptation is None else adaptation.title
-    for stored, sinks in places:
-        tensor = record(stored)
+    for tensor, sinks in places:
         landings: dict[Hashable, Landing] = {}
         for name, sink in sinks:
             if sink.shape != tensor.shape and not (
@@ -476,7 +474,8 @@ def restore_jobs(
 def _refuse_shared_memory(landings: Iterable[Landing], title: Callable[[str], str]) -> None:
     """Raise if destinations share memory: threads write to them in no particular order."""
     arrays = [(array, landing) for landing in landings for array in landing.memory]
-    bounds = np.array([_bounds(array) for array, _ in arrays], np.int64).reshape(-1, 2)
+    bounds = np.array([_bounds(array, landing.sink.address) for array, landing in arrays], np.int64)
+    bounds = bounds.reshape(-1, 2)
     order = np.lexsort((bounds[:, 1], bounds[:, 0]))
     bounds = bounds[order]
     if (bounds[1:, 0] >= bounds[:-1, 1]).all():
@@ -492,9 +491,9 @@ def _refuse_shared_memory(landings: Iterable[Landing], title: Callable[[str], st
         open_until.append((stop, array, landing))
 
 
-def _bounds(array: Array) -> tuple[int, int]:
-    """The address of an array's first byte, and one past its last."""
+def _bounds(array: Array, address: int) -> tuple[int, int]:
+    """The address of an array's first byte (`address`, if not 0), and one past its last."""
     if array.flags.c_contiguous:
-        start: int = array.__array_interface__["data"][0]
+        start: int = address or array.__array_interface__["data"][0]
         return start, start + array.nbytes
     return byte_bounds(array)

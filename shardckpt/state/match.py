@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.errors import LeafError
@@ -195,12 +196,7 @@ class _Walk:
         self.is_tensor = is_tensor
         self.selected = selected
         self.meaning = meaning
-        self.meanings = (
-            {}
-            if meaning is None
-            else {leaf.name: leaf.meaning for leaf in leaves_of(root) if isinstance(leaf, Tensor)}
-        )
-        """Meaning by stored name."""
+        self.root = root
         self.tensors: dict[str, list[tuple[str, Any]]] = {}
         self.per_process: dict[str, PerProcess] = {}
         self.numbers: dict[str, list[tuple[str, Any]]] = {}
@@ -209,6 +205,12 @@ class _Walk:
         self.misses_tensors = False
         """Whether a tensor of `like` is not stored."""
         self.unexpected: list[str] = []
+
+    @cached_property
+    def meanings(self) -> dict[str, str | None]:
+        """Meaning by stored name."""
+        stored = (leaf for leaf in leaves_of(self.root) if isinstance(leaf, Tensor))
+        return {leaf.name: leaf.meaning for leaf in stored}
 
     # A place that both sides have. Its name is the checkpoint's.
 
@@ -266,12 +268,11 @@ class _Walk:
             advice = WRAP if isinstance(node, Owned) else "pass a value of the stored kind there"
             raise structure_mismatch(node, f"a tensor ({type(value).__qualname__}); {advice}")
         name = node.name
-        own, stored = (
-            ... if self.meaning is None else self.meaning(value),
-            self.meanings.get(node.stored),
-        )
-        if own is not ... and own != stored:
-            raise meaning_mismatch(name, stored, own, type(value).__qualname__)
+        own = ... if self.meaning is None else self.meaning(value)
+        if own is not ...:
+            stored = node.meaning if isinstance(node, Tensor) else self.meanings.get(node.stored)
+            if own != stored:
+                raise meaning_mismatch(name, stored, own, type(value).__qualname__)
         self.tensors.setdefault(node.stored, []).append((name, value))
         return lambda values: values[name]
 

@@ -125,7 +125,10 @@ def test_all_members_of_a_group_read_it_together_or_none_does(checkpoint, seed, 
             }
         names = rng.sample(list(requested), len(requested))  # nor need they be in one order
         sources = hosts.sources(world.process, {name: requested[name] for name in names})
-        places = [(name, [(name, Wanted(source, world))]) for name, source in sources.items()]
+        places = [
+            (checkpoint.tensor(name), [(name, Wanted(source, world))])
+            for name, source in sources.items()
+        ]
         jobs.append(restore_jobs(checkpoint, places, cast=False))
 
     with pytest.MonkeyPatch.context() as patch:

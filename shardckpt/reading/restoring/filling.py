@@ -31,6 +31,10 @@ def fill(checkpoint: Checkpoint, places: Mapping[str, Sequence[tuple[str, Sink]]
     read_all(
         checkpoint,
         DEFAULT_MEMORY_LIMIT,
-        restore_jobs(checkpoint, places.items(), cast=False),
+        restore_jobs(
+            checkpoint,
+            ((checkpoint.tensor(stored), sinks) for stored, sinks in places.items()),
+            cast=False,
+        ),
         beside=(),
     )
