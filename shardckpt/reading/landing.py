@@ -463,9 +463,10 @@ def restore_jobs(
             if not same and not (cast and castable(tensor.dtype, sink.dtype)):
                 raise refusals.another_dtype(title(name), where, tensor, sink, cast=cast)
             # Tied leaves with equal sinks get one object, because they were one object when saved.
-            if sink.tie_key not in landings:
-                landings[sink.tie_key] = Landing(tensor, sink)
-            landings[sink.tie_key].names.append(name)
+            landing = landings.get(sink.tie_key)
+            if landing is None:
+                landing = landings[sink.tie_key] = Landing(tensor, sink)
+            landing.names.append(name)
         jobs.append(RestoreJob(tensor, list(landings.values())))
     _refuse_shared_memory(chain(chain.from_iterable(job.landings for job in jobs), beside), title)
     return jobs
