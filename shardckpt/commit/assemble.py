@@ -415,6 +415,11 @@ def _lacking(parts: _Parts, *suspects: TensorRecord) -> str:
             if tensor.name not in part.structure.tensors
             for p in processes
         )
+        if without and tensor.layout is not None:
+            return (
+                f" {shown(tensor.name)} is missing from {numbered('process', without)}: give it to "
+                "all processes whose devices its sharding names."
+            )
         if without:
             return (
                 f" All processes share the writing of plain tensors, and {shown(tensor.name)} is "

@@ -135,7 +135,12 @@ def absent():
         answers["failure"] = failure_of(lambda: Coordinator.current(timeout=1))
     dist.barrier()
     # All of them now: the same processes in the same group, after some of them had given up.
-    return answers | {"run_id": Coordinator.current(timeout=60).run_id}
+    ours = Coordinator.current(timeout=60)
+    if rank < world - 1:
+        Coordinator.current(timeout=1)
+        answers["later"] = failure_of(lambda: Coordinator.current().share("alone", None))
+    dist.barrier()
+    return answers | {"run_id": ours.run_id}
 
 
 def saves_alone():

@@ -363,6 +363,13 @@ def descending(folder):
     }
 
 
+def lacking(folder):
+    """A save of a sharded tensor that the second rank leaves out."""
+    shared = distribute_tensor(numbered((8, 2)), mesh_of((4,)), [Shard(0)])
+    state = {"w": shared} | ({} if dist.get_rank() == 1 else {"x": shared.clone()})
+    return error(shardckpt.save, Path(folder, "lacking"), state)
+
+
 def tied(_):
     """One row for two ranks: the second rank's shards are all empty."""
     model = nn.Sequential(*(nn.Linear(3, 1, bias=False) for _ in range(3)))
@@ -673,6 +680,7 @@ TOPICS = {
         from_local,
         outside,
         descending,
+        lacking,
         tied,
         slices,
         autograd,

@@ -141,6 +141,7 @@ JOBS = [
             "trained": None,
             "slices": None,
             "descending": None,
+            "lacking": None,
         },
     },
     {
@@ -154,7 +155,8 @@ JOBS = [
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     """By the number of ranks and topic: what each rank answered."""
-    JOBS[1]["topics"]["descending"] = str(tmp_path_factory.mktemp("descending"))
+    folder = str(tmp_path_factory.mktemp("saved"))
+    JOBS[1]["topics"] |= {"descending": folder, "lacking": folder}
     command = [sys.executable, CHILD]
     child = forks.run(command, input=json.dumps(JOBS), capture_output=True, text=True, timeout=250)
     assert child.returncode == 0, child.stderr[-4000:]
@@ -424,6 +426,13 @@ def test_a_mesh_whose_ranks_descend_along_a_sharded_dimension_is_refused_before_
                 assert "make the mesh with ascending ranks" in refused[call][1]
             assert not refused["written"]
             assert not refused["read"]
+
+
+def test_a_sharded_tensor_that_a_rank_leaves_out_is_an_error_that_names_both(answers):
+    for refused in answers[4, "lacking"]:
+        assert refused[0] == "CommitError"
+        assert "chunks of 'x' were not written" in refused[1]
+        assert "'x' is missing from process 1: give it to all processes whose dev" in refused[1]
 
 
 def test_ranks_of_replicas_may_descend(answers):

@@ -104,7 +104,7 @@ class Coordinator(ABC):
 
     @staticmethod
     def current(
-        *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float = 600
+        *, devices: Mapping[str, Iterable[int]] | None = None, timeout: float | None = None
     ) -> Coordinator:
         """The coordinator of this process's job.
 
@@ -115,7 +115,7 @@ class Coordinator(ABC):
         Args:
             devices: ids of the devices that this process owns, by framework, where they differ from
                 the devices that the framework shows; pass it with the first call.
-            timeout: seconds to wait for the others.
+            timeout: seconds to wait for the others, from this call on; None: as before, or 600.
 
         Raises:
             CoordinationError: not all processes joined in time; or there are several processes and
@@ -123,8 +123,9 @@ class Coordinator(ABC):
             OptionError: two processes own the same device, `devices` differs from the first call's,
                 or the timeout is invalid.
         """
-        check_seconds(timeout, "Coordinator.current(timeout")
-        return _current(devices, timeout, timeout)
+        if timeout is not None:
+            check_seconds(timeout, "Coordinator.current(timeout")
+        return _current(devices, timeout, timeout or _TIMEOUT)
 
     def share(self, key: str, value: Any, *, timeout: float | None = None) -> list[Any]:
         """The values of all processes, by process; None for one that has declined.
@@ -339,7 +340,7 @@ def coordinator_of(coordinator: Coordinator | None, seconds: float) -> Coordinat
     Raises:
         CoordinationError: as `Coordinator.current` does.
     """
-    return _current(None, _TIMEOUT, seconds) if coordinator is None else coordinator
+    return _current(None, None, seconds) if coordinator is None else coordinator
 
 
 def check_coordinator(coordinator: object) -> None:
@@ -414,15 +415,9 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _current(
-    devices: Mapping[str, Iterable[int]] | None, timeout: float, joining: float
+    devices: Mapping[str, Iterable[int]] | None, timeout: float | None, joining: float
 ) -> Coordinator:
-    """The coordinator of this round of the job; see `Coordinator.current`.
-
-    Args:
-        devices: as for `Coordinator.current`.
-        timeout: seconds to wait for other processes in later agreements.
-        joining: seconds to wait for them now.
-    """
+    """As `Coordinator.current`; other processes have `joining` seconds to join."""
     global _round  # noqa: PLW0603
     given = given_devices(devices) if devices else {}
     lock = _lock
@@ -438,7 +433,7 @@ def _current(
         kind = _kind()
         if _round is None or type(_round.coordinator) is not kind or not _is_current(_round):
             made = kind(devices=given, timeout=joining)
-            made._timeout = timeout
+            made._timeout = _TIMEOUT
             _round = _Round(made, os.getpid(), given)
         elif devices is not None and given != _round.given:
             raise OptionError(
@@ -446,6 +441,8 @@ def _current(
                 f"agreed when the job started, and not {given}; give devices= with the first call "
                 "that coordinates."
             )
+        if timeout is not None:
+            _round.coordinator._timeout = timeout
         return _round.coordinator
     finally:
         if is_ours == [True]:
