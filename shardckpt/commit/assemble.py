@@ -49,7 +49,7 @@ from shardckpt.format.record import (
     HostRecord,
     host_record_key,
 )
-from shardckpt.format.table import Table
+from shardckpt.format.table import OWN_OBJECT, Table
 from shardckpt.format.zarr_arrays import (
     chunk_object_key,
     chunk_object_keys,
@@ -295,7 +295,7 @@ def _tables(
 def _check_counts(place: Store, hosts: Sequence[HostRecord], tables: Sequence[Table]) -> None:
     """Check that every host's chunk table is as long as its record says.
 
-    The table must also lie in the indexes that the record names.
+    The chunks must also lie where the record's layout has them, in the indexes that it names.
     """
     for host, table in zip(hosts, tables, strict=True):
         what = f"{place}: the chunk table of host {host.host} has"
@@ -308,6 +308,11 @@ def _check_counts(place: Store, hosts: Sequence[HostRecord], tables: Sequence[Ta
         if nbytes != host.stored_bytes:
             raise CommitError(
                 f"{what} chunks of {nbytes} bytes, but its record says {host.stored_bytes}; "
+                "nothing was published."
+            )
+        if host.layout == "packed" and (table.rows.file == OWN_OBJECT).any():
+            raise CommitError(
+                f"{what} chunks in files of their own, but its record's layout is 'packed'; "
                 "nothing was published."
             )
         lanes = {file.rpartition("/d/")[0] for file in table.files}

@@ -23,7 +23,7 @@ from shardckpt.commit.waiting import pause, wait_for_hosts
 from shardckpt.errors import CommitError, FormatError, MissingDataError
 from shardckpt.format.documents import open_envelope, seal
 from shardckpt.format.record import HostRecord
-from shardckpt.format.table import ArrayChunks, Table
+from shardckpt.format.table import OWN_OBJECT, ArrayChunks, Table
 from shardckpt.io import ocdbt
 from shardckpt.io.store import Store
 
@@ -221,6 +221,21 @@ def test_chunks_of_no_tensor_are_refused_by_their_path(saved):
 def test_a_list_that_is_not_as_long_as_its_record_says_is_refused(saved, off):
     saved.write_table(2, *saved.table(2), chunks=saved.record(2).chunks + off)
     saved.refuses("the chunk table of host 2 has .* its record says")
+
+
+def test_a_list_of_another_layout_than_its_records_is_refused(saved):
+    records = [saved.record(host) for host in range(HOSTS)]
+    if records[0].layout == "packed":
+        for host in range(HOSTS):
+            files, rows = saved.table(host)
+            alone = {
+                path: [(chunk, OWN_OBJECT, 0, length, crc) for chunk, _, _, length, crc in of_array]
+                for path, of_array in rows.items()
+            }
+            saved.write_table(host, files, alone)
+    for host in range(HOSTS):
+        saved.write_record(replace(saved.record(host), layout="packed"))
+    saved.refuses("the chunk table of host 0 has chunks in files of their own")
 
 
 def test_a_list_that_is_not_the_one_its_record_vouches_for_is_refused(saved):
