@@ -66,8 +66,12 @@ if TYPE_CHECKING:
 
     from shardckpt.format.record import HostRecord
     from shardckpt.format.structure import Structure, TensorRecord
+    from shardckpt.plan.pieces import Piece
     from shardckpt.reading.locate import Request
+    from shardckpt.reading.reader import ChunkReader
 
+    _Arrays = Mapping[str, tuple[TensorRecord, Piece]]
+    """Array path → its tensor and itself."""
     _Joined = Mapping[tuple[str, int], Joined]
     """Array path and position of a chunk → its differences so far."""
 
@@ -276,18 +280,22 @@ class _Fold:
 
     def _write_folded(self, place: Store) -> CheckpointRecord:
         record = self.path[-1][1]
-        tensor_of = {
-            piece.path: tensor
+        arrays = {
+            piece.path: (tensor, piece)
             for tensor in record.structure.tensors.values()
             for piece in tensor.pieces
         }
+        versions = [
+            (open_reader(store, of_version, memory=self.at_a_time), of_version.structure)
+            for store, of_version in self.path
+        ]
         for host in range(len(record.hosts)):
             old, _ = read_host_record(self.present, host)
             writer = PackedWriter(place, host)
             columns: list[tuple[str, NDArray[np.int64], list[int]]] = []
             try:
                 for needed, stored in self._join(
-                    tensor_of, read_table(self.present, old.files.table)
+                    arrays, versions, read_table(self.present, old.files.table)
                 ):
                     data, lengths, crcs = with_checksums(stored)
                     writer.append(chunk_object_keys(needed.piece, needed.positions), data, lengths)
@@ -309,15 +317,11 @@ class _Fold:
         return replace(new, created=record.created, writer=record.writer)
 
     def _join(
-        self, tensor_of: Mapping[str, TensorRecord], table: Table
+        self, arrays: _Arrays, versions: Sequence[tuple[ChunkReader, Structure]], table: Table
     ) -> Iterator[tuple[Needed, list[bytes]]]:
         """The chunks of a table, part after part, as differences from the new base."""
-        versions = [
-            (open_reader(place, record, memory=self.at_a_time), record)
-            for place, record in self.path
-        ]
         for group in batches(
-            _parts(tensor_of, table, self.at_a_time),
+            _parts(arrays, table, self.at_a_time),
             lambda part: (part.chunk_bytes * len(part.positions),),
             (self.at_a_time,),
         ):
@@ -335,15 +339,9 @@ class _Fold:
                     stored, f"{request.name}, chunk {position} of {piece.path} in {self.store}"
                 )
 
-            for (
-                reader,
-                record,
-            ) in versions:  # where one lacks the array, a later one has all elements
-                there = [
-                    part
-                    for part in group
-                    if has_array(record.structure, tensor_of[part.piece.path], part.piece)
-                ]
+            # Where one lacks the array, a later one has all elements.
+            for reader, structure in versions:
+                there = [part for part in group if has_array(structure, *arrays[part.piece.path])]
                 reader.read_stored([part.request() for part in there], take)
             stored = {key: one.stored() for key, one in joined.items()}
             unknown = {key for key, chunk in stored.items() if chunk is None}
@@ -419,11 +417,10 @@ class _Fold:
         )
 
 
-def _parts(tensor_of: Mapping[str, TensorRecord], table: Table, most: int) -> Iterator[Needed]:
+def _parts(arrays: _Arrays, table: Table, most: int) -> Iterator[Needed]:
     """The chunks of a table, some of an array at a time: `most` bytes, or one chunk."""
     for path, rows in table.arrays().items():
-        tensor = tensor_of[path]
-        piece = next(piece for piece in tensor.pieces if piece.path == path)
+        tensor, piece = arrays[path]
         array = Needed(tensor.name, tensor.dtype.storage, piece, rows.chunk.astype(np.int64))
         at_a_time = max(1, most // array.chunk_bytes)
         for first in range(0, len(rows.chunk), at_a_time):

@@ -13,6 +13,7 @@ import pytest
 from failing import failing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_of_several import on_threads
 from paths import CHILDREN
 from typer.testing import CliRunner
 
@@ -244,6 +245,22 @@ def test_what_named_a_version_before_a_fold_means_it_afterwards(tmp_path):
     # A pin or a deletion that has read the record before the fold.
     assert renew(place, before)
     assert bury(place, "test", before) == after
+
+
+def test_a_fold_of_several_hosts_opens_each_version_once(tmp_path, monkeypatch):
+    results = on_threads(2, lambda coordinator: publish(tmp_path, coordinator=coordinator))
+    assert results == [None, None]
+    opened, open_it = [], folding.open_reader
+
+    def count(place, record, **options):
+        opened.append(place)
+        return open_it(place, record, **options)
+
+    monkeypatch.setattr(folding, "open_reader", count)
+    assert {one.step: one.base for one in fold(tmp_path)} == STEPS
+    assert len(shardckpt.open(tmp_path / "6").record.hosts) == 2
+    assert len(opened) == 11  # 1 to 3, then a folded one and the three after it, twice
+    assert max(check(tmp_path).values()) == 5
 
 
 # Of some hundred operations; the sweep has more of them.
