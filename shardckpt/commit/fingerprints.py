@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardckpt.commit.table_reading import read_document
 from shardckpt.format.documents import Fields, FileReference, seal
 from shardckpt.format.fingerprint import StateSums
 from shardckpt.io.threads import map_on_threads
@@ -39,7 +40,7 @@ def write_fingerprint(
     def read(host: HostRecord) -> StateSums:
         reference = host.files.sums
         assert reference is not None
-        document = reference.open(place.read(reference.key), place.path_of(reference.key))
+        document = read_document(place, reference)
         return StateSums.from_json(document.mapping("sums"), document.where)
 
     sums = StateSums(tensors.values())
@@ -72,6 +73,6 @@ def recorded_fingerprint(place: Store, record: CheckpointRecord) -> dict[str, st
     reference = record.fingerprint
     if reference is None:
         return {}
-    document = reference.open(place.read(reference.key), place.path_of(reference.key))
+    document = read_document(place, reference)
     read = Fields(document.mapping("tensors"), document.where)
     return {name: read.string(name) for name in read.doc}

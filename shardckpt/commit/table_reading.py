@@ -1,4 +1,4 @@
-"""Reading of the chunk tables of an attempt, with checks against the records that refer to them."""
+"""Reading of an attempt's chunk tables and documents, checked against what refers to them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from shardckpt.io.files import LARGEST_WHOLE
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shardckpt.format.documents import FileReference, TableReference
+    from shardckpt.format.documents import Fields, FileReference, TableReference
     from shardckpt.io.store import Store
 
 PART_BLOCKS = 1 << 13
 """Blocks of a large table that are read at a time; 28 MiB with the block size that is written."""
 
 
+def read_document(place: Store, reference: FileReference) -> Fields:
+    """A sealed document; FormatError unless it is the file that the reference is to."""
+    return reference.open(place.read(reference.key), place.path_of(reference.key))
+
+
 def read_host_files(place: Store, reference: FileReference) -> HostFiles:
     """The references in a host's record, checked against the reference in the commit record."""
-    document = reference.open(place.read(reference.key), f"{place}/{reference.key}")
+    document = read_document(place, reference)
     return HostFiles.from_json(document.doc, document.where)
 
 

@@ -19,6 +19,7 @@ from shardckpt.commit.assemble import finished_hosts, read_host_record
 from shardckpt.commit.attempts import attempts, is_attempt_name, places
 from shardckpt.commit.markers import PINNED, SUPERSEDED, Protection, is_superseded, protection
 from shardckpt.commit.publish import RECORD, record_digest
+from shardckpt.commit.table_reading import read_document
 from shardckpt.errors import (
     FormatError,
     MissingDataError,
@@ -267,13 +268,8 @@ def _unfinished_entry(
             first, _ = read_host_record(inside, finished[0])
             hosts = first.hosts
             if finished == list(range(hosts)) and first.prior == digest:
-                contents = first.files.contents
-                metadata = _require(
-                    open_envelope(inside.read(contents.key), inside.path_of(contents.key)),
-                    "metadata",
-                    dict,
-                    name,
-                )
+                contents = read_document(inside, first.files.contents)
+                metadata = _require(contents.doc, "metadata", dict, name)
                 check_leftover(place, attempt, metadata, published)
                 committable = True
     return CatalogEntry(

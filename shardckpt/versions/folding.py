@@ -32,7 +32,7 @@ from shardckpt.commit.attempts import folded_name, step_of
 from shardckpt.commit.base_places import base_url, has_array
 from shardckpt.commit.markers import is_superseded
 from shardckpt.commit.publish import Prior, discard, is_published, publish, read_prior
-from shardckpt.commit.table_reading import read_table
+from shardckpt.commit.table_reading import read_document, read_table
 from shardckpt.errors import (
     AlreadyExistsError,
     CorruptionError,
@@ -42,7 +42,6 @@ from shardckpt.errors import (
 )
 from shardckpt.format.bases import Base, names_beside
 from shardckpt.format.differences import Joined, whole
-from shardckpt.format.documents import open_envelope
 from shardckpt.format.record import CheckpointRecord, Contents, HostFiles, host_record_key
 from shardckpt.format.stored_chunks import with_checksums
 from shardckpt.format.table import ArrayChunks, Table
@@ -378,11 +377,8 @@ class _Fold:
             counts,
             ArrayChunks.of_columns(chunk, extents.file, extents.offset, extents.length, crc),
         )
-        reference = old.files.contents
-        contents = Contents.from_json(
-            open_envelope(present.read(reference.key), f"{present}/{reference.key}"),
-            f"{present}/{reference.key}",
-        )
+        document = read_document(present, old.files.contents)
+        contents = Contents.from_json(document.doc, document.where)
         tensors = {
             name: replace(
                 tensor,

@@ -25,8 +25,15 @@ from shardckpt.commit.dependants import Dependants, users_beside
 from shardckpt.commit.markers import SUPERSEDED, mark
 from shardckpt.commit.publish import published_attempt
 from shardckpt.commit.remove import bury, renew
-from shardckpt.errors import MissingDataError, NotFoundError, OptionError, ShardckptError
+from shardckpt.errors import (
+    FormatError,
+    MissingDataError,
+    NotFoundError,
+    OptionError,
+    ShardckptError,
+)
 from shardckpt.format.differences import Joined, apply, difference, needs_older, whole
+from shardckpt.format.documents import open_envelope, seal
 from shardckpt.io.store import Store
 from shardckpt.runs.catalog import catalog
 from shardckpt.runs.collecting import collect
@@ -261,6 +268,16 @@ def test_a_fold_of_several_hosts_opens_each_version_once(tmp_path, monkeypatch):
     assert len(shardckpt.open(tmp_path / "6").record.hosts) == 2
     assert len(opened) == 11  # 1 to 3, then a folded one and the three after it, twice
     assert max(check(tmp_path).values()) == 5
+
+
+def test_contents_that_the_record_does_not_name_are_not_folded(tmp_path):
+    publish(tmp_path)
+    before = published_attempt(Store.open(tmp_path / "3"))
+    (path,) = (tmp_path / "3" / before).glob("**/contents*")
+    path.write_bytes(seal(open_envelope(path.read_bytes(), "contents") | {"metadata": {"by": 1}}))
+    with pytest.raises(FormatError, match=f"{path}: not the file that the checkpoint's record"):
+        fold(tmp_path)
+    assert published_attempt(Store.open(tmp_path / "3")) == before
 
 
 # Of some hundred operations; the sweep has more of them.
