@@ -37,17 +37,6 @@ to the checkpoint."""
 MARKERS = frozenset({PINNED, SUPERSEDED})
 
 
-def mark(store: Store, marker: str, attempt: str) -> None:
-    """Set a marker for an attempt.
-
-    Args:
-        store: the checkpoint's place.
-        marker: `PINNED` or `SUPERSEDED`.
-        attempt: the attempt that the commit record names.
-    """
-    store.write(marker, seal({"attempt": attempt}))
-
-
 def is_superseded(store: Store, attempt: str | None) -> bool:
     """Whether an attempt is marked as superseded.
 
@@ -165,8 +154,3 @@ def read_sealed(store: Store, key: str) -> Fields | None:
         return None
     where = store.path_of(key)
     return Fields(open_envelope(data, where), where)
-
-
-def unmark(store: Store, marker: str) -> None:
-    """Remove a marker, if it is set."""
-    store.delete(marker)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from shardckpt.commit.attempts import is_reshard, same_elements, step_of
-from shardckpt.commit.markers import SUPERSEDED, is_superseded, supersedes, unmark
+from shardckpt.commit.markers import SUPERSEDED, is_superseded, supersedes
 from shardckpt.commit.publish import RECORD
 from shardckpt.commit.remove import CONTENDED, ROUNDS, StoredRecord
 from shardckpt.errors import FormatError, StorageError
@@ -77,7 +77,7 @@ class Rollback:
             StorageError: the storage failed.
         """
         if self.revived:
-            unmark(root.sub(str(self.step)), SUPERSEDED)
+            root.sub(str(self.step)).delete(SUPERSEDED)
         supersede(root, self.neighbours)
 
 

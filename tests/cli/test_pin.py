@@ -1,9 +1,8 @@
 """`shardckpt pin` and `shardckpt unpin`, and what `ls` and `rm` make of it."""
 
 import shardckpt
-from shardckpt.commit.markers import SUPERSEDED, mark
-from shardckpt.io.store import Store
-from shardckpt.io.url import parse
+from shardckpt.commit.markers import SUPERSEDED
+from shardckpt.format.documents import seal
 
 
 def test_a_pinned_checkpoint_is_listed_so_and_cannot_be_deleted(run, saver, tmp_path):
@@ -60,9 +59,8 @@ def test_an_error_after_some_are_done_names_those(run, saver, tmp_path):
 
 def test_a_superseded_checkpoint_is_listed_so(run, saver, tmp_path):
     saver(tmp_path / "1")
-    mark(
-        Store.open(parse(tmp_path / "1")), SUPERSEDED, shardckpt.open(tmp_path / "1").record.attempt
-    )
+    attempt = shardckpt.open(tmp_path / "1").record.attempt
+    (tmp_path / "1" / SUPERSEDED).write_bytes(seal({"attempt": attempt}))
     assert run("ls", tmp_path, width=200).out.splitlines()[1].endswith("superseded")
     run("pin", tmp_path / "1")
     assert run("ls", tmp_path, width=200).out.splitlines()[1].endswith("superseded, pinned")

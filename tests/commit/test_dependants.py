@@ -16,8 +16,9 @@ from training_runs import state as state_of_step
 import shardckpt
 from shardckpt import Mesh, SaveOptions, errors
 from shardckpt.commit.dependants import Dependants
-from shardckpt.commit.markers import SUPERSEDED, mark
+from shardckpt.commit.markers import SUPERSEDED
 from shardckpt.commit.publish import published_attempt
+from shardckpt.format.documents import seal
 from shardckpt.frameworks.coordination import Coordinator
 from shardckpt.io.store import Store
 from shardckpt.layout.world import World
@@ -170,7 +171,7 @@ def test_a_neighbour_that_cannot_be_read_is_believed_to_need_the_base_that_it_na
 def test_a_neighbour_that_is_superseded_does_not_count(root):
     RELIED_ON["a base"](root)
     lora = Store.open(root / "lora")
-    mark(lora, SUPERSEDED, published_attempt(lora))
+    lora.write(SUPERSEDED, seal({"attempt": published_attempt(lora)}))
     save(root)
     assert shardckpt.restore(root / "c") == {"other": 1}
 

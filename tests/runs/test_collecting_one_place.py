@@ -15,7 +15,7 @@ import pytest
 import shardckpt
 from shardckpt import SaveOptions
 from shardckpt.commit.attempts import attempts, is_attempt, places
-from shardckpt.commit.markers import PINNED, SUPERSEDED, mark
+from shardckpt.commit.markers import PINNED, SUPERSEDED
 from shardckpt.commit.publish import RECORD, clear_place, hold_place, publish, read_prior
 from shardckpt.errors import (
     AlreadyExistsError,
@@ -425,7 +425,7 @@ def test_where_no_checkpoint_is_there_is_nothing_to_delete(disk):
 @pytest.mark.parametrize("markers", [[PINNED], [SUPERSEDED], [PINNED, SUPERSEDED]])
 def test_markers_of_a_checkpoint_that_is_gone_are_collected(disk, markers):
     for marker in markers:
-        mark(disk, marker, ORPHAN)
+        disk.write(marker, seal({"attempt": ORPHAN}))
     assert collect(disk, grace=0) == []
     assert not exists(disk.local_path(""))
 

@@ -17,7 +17,6 @@ from shardckpt.commit.markers import (
     PINNED,
     SUPERSEDED,
     Protection,
-    mark,
     protection,
 )
 from shardckpt.errors import (
@@ -268,7 +267,7 @@ def test_a_slow_deletion_does_not_undo_the_pin_of_the_checkpoint_which_took_the_
         with Stage.set(versions) as stage:
             stage.begin(lambda stage=stage: save(stage.url)).finish()
             if marker:
-                mark(stage.store, marker, stage.named)
+                stage.store.write(marker, seal({"attempt": stage.named}))
             slow = stage.begin(lambda stage=stage: collecting.delete(stage.url))
             for _ in range(operations):
                 slow.step()

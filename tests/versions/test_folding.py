@@ -22,7 +22,7 @@ from shardckpt import SaveOptions
 from shardckpt.cli.app import app
 from shardckpt.commit.attempts import attempts
 from shardckpt.commit.dependants import Dependants, users_beside
-from shardckpt.commit.markers import SUPERSEDED, mark
+from shardckpt.commit.markers import SUPERSEDED
 from shardckpt.commit.publish import published_attempt
 from shardckpt.commit.remove import bury, renew
 from shardckpt.errors import (
@@ -157,7 +157,7 @@ def test_versions_keep_their_contents_and_marks_and_few_differences_lead_to_each
     assert max(check(url).values()) == 5
     assert fold(url) == []
     # By a process that had read its record before.
-    mark(store.sub("6"), SUPERSEDED, before[6].attempt)
+    store.sub("6").write(SUPERSEDED, seal({"attempt": before[6].attempt}))
     for step, record in before.items():
         now = shardckpt.open(f"{url}/{step}").record
         assert (now.attempt != record.attempt) == (step in STEPS)
@@ -219,7 +219,7 @@ def test_a_version_that_is_pinned_superseded_or_replaced_during_the_fold_is_left
         if asked[-1] == 3:
             pin(str(store))
         if asked[-1] == 6:
-            mark(store, SUPERSEDED, shardckpt.open(str(store)).record.attempt)
+            store.write(SUPERSEDED, seal({"attempt": published_attempt(store)}))
         return publish_it(store, record, prior)
 
     monkeypatch.setattr(folding, "publish", meanwhile)
@@ -349,7 +349,7 @@ def test_a_version_that_goes_while_it_is_folded_is_left_as_it_is_and_the_others_
     def meanwhile(place):
         store = Store.open(place.location.parent)
         if store.location.name == "3" and what == "superseded":
-            mark(store, SUPERSEDED, shardckpt.open(str(store)).record.attempt)
+            store.write(SUPERSEDED, seal({"attempt": published_attempt(store)}))
         elif store.location.name == "3":
             for path in (tmp_path / "3").glob("*/records/*"):
                 path.unlink()

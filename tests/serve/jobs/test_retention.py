@@ -17,7 +17,7 @@ from paths import CHILDREN
 
 import shardckpt
 from shardckpt import SaveOptions
-from shardckpt.commit.markers import PINNED, SUPERSEDED, Protection, mark
+from shardckpt.commit.markers import PINNED, SUPERSEDED, Protection
 from shardckpt.errors import CommitError, OptionError, StorageError
 from shardckpt.format.documents import open_envelope, seal
 from shardckpt.io.store import Store
@@ -414,7 +414,7 @@ def build(root, template, described):
         if about["marker"] is not None:
             (place / PINNED).write_bytes(about["marker"].sealed(attempt))
         if about["superseded"]:
-            mark(Store.open(place), SUPERSEDED, attempt)
+            (place / SUPERSEDED).write_bytes(seal({"attempt": attempt}))
 
 
 @settings(
