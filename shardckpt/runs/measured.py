@@ -43,13 +43,12 @@ def encode_metrics(metrics: Mapping[str, Any]) -> dict[str, float | str]:
     return encoded
 
 
-def decode_metrics(metadata: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics in a checkpoint's metadata; entries that are not numbers are ignored.
+def decode_metrics(values: object) -> dict[str, float]:
+    """The metrics of a checkpoint's metadata; what is not a number by name is ignored.
 
-    >>> decode_metrics({"metrics": {"loss": "nan", "tag": "a"}, "run": 7})
+    >>> decode_metrics({"loss": "nan", "tag": "a"})
     {'loss': nan}
     """
-    values = metadata.get(METRICS)
     metrics = {}
     for name, value in values.items() if isinstance(values, dict) else ():
         try:

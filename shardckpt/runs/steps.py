@@ -25,7 +25,7 @@ from shardckpt.format.bases import BESIDE, bases_of, names_beside
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import parse
-from shardckpt.runs.measured import decode_metrics
+from shardckpt.runs.measured import METRICS, decode_metrics
 from shardckpt.runs.retention import SavedStep
 from shardckpt.text import shorten
 
@@ -152,10 +152,10 @@ def read_step(root: Store, step: int) -> StepInfo | None:
         record = read_sealed(store, RECORD)
         if record is None or "tombstone" in record.doc:
             return None
-        attempt, created, metadata = (
+        attempt, created, metrics = (
             record.string("attempt"),
             record.string("created"),
-            record.mapping("metadata"),
+            decode_metrics(record.mapping("metadata").get(METRICS)),
         )
         bases = frozenset(steps_named(names_beside(bases_of(record.doc, record.where))))
     except FormatError:
@@ -168,9 +168,7 @@ def read_step(root: Store, step: int) -> StepInfo | None:
         "superseded" if is_superseded(store, attempt) else "committed",
         protection(store, attempt),
     )
-    return StepInfo(
-        step, state, attempt, created, decode_metrics(metadata), marks.pinned, marks.tags, bases
-    )
+    return StepInfo(step, state, attempt, created, metrics, marks.pinned, marks.tags, bases)
 
 
 def check_step(step: object) -> int:

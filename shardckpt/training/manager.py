@@ -260,7 +260,7 @@ class CheckpointManager(OpenRun):
             metadata=metadata,
         )
         self._joins_later = False
-        failed = self._background.begin(step, state, options, decode_metrics({METRICS: measured}))
+        failed = self._background.begin(step, state, options, decode_metrics(measured))
         self._decisions.saved(step)
         self._last, self._owed = step, False
         self._background.raise_failures(self._on_failure, failed)

@@ -26,7 +26,7 @@ from shardckpt.runs.catalog import CatalogEntry, catalog
 from shardckpt.runs.collecting import GRACE, delete_place
 from shardckpt.runs.ended import check_idle
 from shardckpt.runs.leases import LEASED, LeasedSteps
-from shardckpt.runs.measured import METRICS, decode_metrics
+from shardckpt.runs.measured import decode_metrics
 from shardckpt.runs.retention import (
     Best,
     EveryKth,
@@ -281,7 +281,7 @@ def _survey(
 
 
 def _info(step: int, entry: CatalogEntry) -> StepInfo:
-    metrics = decode_metrics({METRICS: entry.metrics})
+    metrics = decode_metrics(entry.metrics)
     state: Literal["superseded", "committed"] = "superseded" if entry.superseded else "committed"
     return StepInfo(
         step, state, entry.attempt, entry.created or "", metrics, entry.pinned, entry.tags

@@ -122,7 +122,7 @@ class RayTrainManager(CheckpointManager):
             ShardckptError: as in `CheckpointManager.save`; or the previous save failed, and this
                 one was not begun.
         """
-        measured = decode_metrics({METRICS: encode_metrics(metrics or {})})
+        measured = decode_metrics(encode_metrics(metrics or {}))
         if force or self.should_save(step):
             self.wait()
         saving = super().save(step, state, metrics, force=force, skip=skip)
@@ -154,7 +154,7 @@ class RayTrainManager(CheckpointManager):
                 "run has no step; to start anew, give RunConfig another name."
             )
         if restored is not None and (self._known is None or restored.step > self._known):
-            self._report(restored.step, decode_metrics(restored.metadata))
+            self._report(restored.step, decode_metrics(restored.metadata.get(METRICS)))
         return restored
 
     def wait(self) -> None:
