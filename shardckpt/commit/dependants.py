@@ -217,7 +217,7 @@ def _look(place: Store, known: _Neighbour | None) -> _Neighbour:
         document = open_envelope(data, where)
         bases: dict[str, frozenset[str]] = {}
         for base in bases_of(document, where):
-            for name in names_beside([base]):
+            for name in names_beside([base.url]):
                 bases[name] = bases.get(name, frozenset()) | {base.attempt}
         attempt = Fields(document, where).string("attempt") if bases else ""
     except FormatError:  # damaged, or of a newer version

@@ -94,9 +94,11 @@ def bases_of(record: dict[str, Any], where: str) -> list[Base]:
     ]
 
 
-def names_beside(bases: Iterable[Base]) -> frozenset[str]:
-    """Names of the bases that lie directly beside the checkpoint that names them."""
-    below = (
-        unquote(base.url.removeprefix(BESIDE)) for base in bases if base.url.startswith(BESIDE)
-    )
+def names_beside(urls: Iterable[str]) -> frozenset[str]:
+    """Names of the bases that lie directly beside the checkpoint that names their urls.
+
+    >>> sorted(names_beside(["../3", "../a%20b", "../other/4", "../other%2F5", "/run/6"]))
+    ['3', 'a b']
+    """
+    below = (unquote(url.removeprefix(BESIDE)) for url in urls if url.startswith(BESIDE))
     return frozenset(name for name in below if "/" not in name)

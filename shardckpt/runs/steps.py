@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Literal
-from urllib.parse import unquote
 
 from shardckpt.commit.attempts import LARGEST_STEP, step_of
 from shardckpt.commit.base_places import base_url
 from shardckpt.commit.markers import is_superseded, protection, read_sealed
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import FormatError, OptionError
-from shardckpt.format.bases import BESIDE, bases_of, names_beside
+from shardckpt.format.bases import bases_of, names_beside
 from shardckpt.io.failures import reading_takes_threads
 from shardckpt.io.threads import map_on_threads
 from shardckpt.io.url import parse
@@ -87,9 +86,7 @@ def steps_among(root: Store, urls: Iterable[str | os.PathLike[str]]) -> frozense
     """
     beside = root.location.join(secrets.token_hex(8))  # a name that none of them has
     relative = (base_url(beside, parse(url)) for url in urls)
-    return frozenset(
-        steps_named(unquote(url.removeprefix(BESIDE)) for url in relative if url.startswith(BESIDE))
-    )
+    return frozenset(steps_named(names_beside(relative)))
 
 
 def steps_named(names: Iterable[str]) -> Iterator[int]:
@@ -157,7 +154,8 @@ def read_step(root: Store, step: int) -> StepInfo | None:
             record.string("created"),
             decode_metrics(record.mapping("metadata").get(METRICS)),
         )
-        bases = frozenset(steps_named(names_beside(bases_of(record.doc, record.where))))
+        urls = (base.url for base in bases_of(record.doc, record.where))
+        bases = frozenset(steps_named(names_beside(urls)))
     except FormatError:
         state: Literal["committed", "superseded", "unreadable"] = (
             "superseded" if is_superseded(store, None) else "unreadable"

@@ -191,7 +191,7 @@ def fold_chain(
 
 def _step(base: Base) -> int:
     """The step of a version beside the one that names it; -1: it lies elsewhere."""
-    (name,) = names_beside([base]) or [""]
+    (name,) = names_beside([base.url]) or [""]
     step = step_of(name)
     return -1 if step is None else step
 

@@ -254,8 +254,8 @@ class Follower:
         """
         if self._lease is None:
             return nullcontext()
-        chain = version.checkpoint.record.structure.chain
-        return self._lease.holding({version.step, *steps_named(names_beside(chain))}, version.step)
+        urls = (base.url for base in version.checkpoint.record.structure.chain)
+        return self._lease.holding({version.step, *steps_named(names_beside(urls))}, version.step)
 
     def close(self) -> None:
         """End the iteration, give the lease up, and free the memory."""

@@ -367,7 +367,7 @@ class Publisher:
         self._last = published
         if self._announcer is not None:
             self._announcer.announce(str(self._root.location.join(str(published.step))))
-        bases = frozenset(steps_named(names_beside(published.chain)))
+        bases = frozenset(steps_named(names_beside(base.url for base in published.chain)))
         self._cleaner.clean(
             StepInfo(published.step, "committed", published.attempt, utc_now(), bases=bases)
         )

@@ -12,13 +12,12 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import unquote
 
 from shardckpt.commit.attempts import step_of
 from shardckpt.commit.markers import Protection
 from shardckpt.commit.publish import RECORD
 from shardckpt.errors import CommitError, FormatError, NotFoundError, OptionError, StorageError
-from shardckpt.format.bases import BESIDE
+from shardckpt.format.bases import names_beside
 from shardckpt.io.ages import idle_seconds
 from shardckpt.options import parse_duration
 from shardckpt.runs import cleaning
@@ -176,7 +175,7 @@ def retain(
         dependants = [
             name
             for name, entry in entries.items()
-            if one.name in _bases(entry) and name != one.name
+            if one.name in names_beside(entry.bases) and name != one.name
         ]
         if leased:
             stays[one.name] = LEASED
@@ -257,13 +256,13 @@ def _survey(
     stack = [*(entries.keys() - given_up.keys()), *left]
     while stack:
         name = stack.pop()
-        for base in (_bases(entries[name]) & given_up.keys()) - left.keys():
+        for base in (names_beside(entries[name].bases) & given_up.keys()) - left.keys():
             left[base] = f"{name} stays, and needs it"
             stack.append(base)
     order: list[str] = []
     rest = given_up.keys() - left.keys()
     while rest:
-        named = frozenset[str]().union(*(_bases(entries[name]) - {name} for name in rest))
+        named = {b for name in rest for b in names_beside(entries[name].bases) if b != name}
         free = sorted(rest - named, key=int)
         if not free:  # only in forged records
             left |= dict.fromkeys(rest, "it and others store tensors in each other")
@@ -285,13 +284,6 @@ def _info(step: int, entry: CatalogEntry) -> StepInfo:
     state: Literal["superseded", "committed"] = "superseded" if entry.superseded else "committed"
     return StepInfo(
         step, state, entry.attempt, entry.created or "", metrics, entry.pinned, entry.tags
-    )
-
-
-def _bases(entry: CatalogEntry) -> frozenset[str]:
-    """Names of the checkpoints beside this one that hold tensors of it."""
-    return frozenset(
-        unquote(url.removeprefix(BESIDE)) for url in entry.bases if url.startswith(BESIDE)
     )
 
 
