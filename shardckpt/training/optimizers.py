@@ -40,7 +40,7 @@ from shardckpt.state.moving import ends_by_place
 from shardckpt.state.names import child_name, shown
 from shardckpt.text import shorten
 from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, fitting, mirror, new_tensor
-from shardckpt.training.optimizer_state.forms import OptimizerNodes, read_optimizer
+from shardckpt.training.optimizer_state.forms import OptimizerNodes, group_name, read_optimizer
 from shardckpt.training.optimizer_state.loaded import put_back_as_stored
 from shardckpt.training.optimizer_state.settings import OF_THE_GROUP, check_class, settings_of_group
 
@@ -129,10 +129,7 @@ class NamedOptimizer:
 
     def firsts(self) -> list[str]:
         """The name of each group: the name of its first parameter."""
-        return [
-            members[0] if members else f"(empty group {number})"
-            for number, members in enumerate(self.groups)
-        ]
+        return [group_name(members, number) for number, members in enumerate(self.groups)]
 
     def sources(self) -> list[list[str]]:
         """For each group, the names of its parameters' groups in the state restored last."""

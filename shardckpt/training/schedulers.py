@@ -109,7 +109,7 @@ class NamedScheduler:
         Raises:
             StructureMismatchError: several groups match, and have different values.
         """
-        settings = {group.first(0): group.settings for group in stored.groups}
+        settings = {str(group.members[0]): group.settings for group in stored.groups}
         items = of_each.children
         values: dict[str, Node] = {}
         for first in self.optimizer.firsts() if items else ():

@@ -49,10 +49,6 @@ class Group:
     said_by: tuple[Node, ...]
     """For each member, the stored leaf that assigns it to the group."""
 
-    def first(self, number: int) -> str:
-        """The name of the group: the name of its first parameter."""
-        return str(self.members[0]) if self.members else f"(empty group {number})"
-
 
 @dataclass(frozen=True, slots=True)
 class OptimizerNodes:
@@ -72,7 +68,7 @@ class OptimizerNodes:
 
     def firsts(self) -> list[str]:
         """The name of each group."""
-        return [group.first(number) for number, group in enumerate(self.groups)]
+        return [group_name(group.members, number) for number, group in enumerate(self.groups)]
 
     def members(self) -> list[str | int]:
         """All parameters, in the order of the groups."""
@@ -343,6 +339,11 @@ def _is_dict(node: Node | None) -> bool:
 
 def _items(node: Node | None) -> list[tuple[PathKey, Node]]:
     return list(zip(node.keys, node.children, strict=True)) if isinstance(node, Branch) else []
+
+
+def group_name(members: Sequence[str | int], number: int) -> str:
+    """The name of a group: the name of its first parameter."""
+    return str(members[0]) if members else f"(empty group {number})"
 
 
 def value_of(node: Node | None) -> object:
