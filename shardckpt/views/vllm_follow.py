@@ -197,26 +197,18 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
             step: the version; None: the first rank looks.
             newest: whether to look for a newer one than the one that is prepared.
         """
-        chosen: tuple[int, bool] | None = None if step is None else (step, False)
-        error: ShardckptError | None = None
-        if chosen is None and get_world_group().rank_in_group == 0:
-            newer: FollowedVersion | None = None
-            try:
-                if self._version is None or (newest and not self._is_reading()):
-                    newer = follower.poll()
-            except ShardckptError as e:
-                error = e
+
+        def choose() -> tuple[int, bool] | None:
+            if step is not None:
+                return step, False
+            if get_world_group().rank_in_group > 0:
+                return None
+            look = self._version is None or (newest and not self._is_reading())
+            newer = follower.poll() if look else None
             version = newer or self._version
-            chosen = None if version is None else (version.step, newer is not None)
-        described = None if error is None else error_document(error)
-        decided, failure = of_all_ranks((chosen, described))[0]
-        if error is not None:
-            raise error
-        if failure is not None:
-            raise by_code(failure["code"])(
-                f"{follower.root}: the first rank found no version: {failure['message']}"
-            )
-        return decided
+            return None if version is None else (version.step, newer is not None)
+
+        return _on_all_ranks(f"{follower.root}: no version was found", choose)[0]
 
     def _begin(self, follower: _ModelFollower, step: int, is_new: bool) -> None:
         """Begin to prepare a version, unless it is prepared or being prepared."""
