@@ -44,21 +44,14 @@ from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta, 
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
 from shardckpt.commit.attempts import unfolded
-from shardckpt.errors import (
-    NamesMismatchError,
-    OptionError,
-    ReplacedError,
-    ShardckptError,
-    by_code,
-    error_document,
-)
+from shardckpt.errors import OptionError, ReplacedError, by_code, error_document
 from shardckpt.frameworks.coordination import SingleProcess
 from shardckpt.versions.cache import chunks_of
 from shardckpt.versions.follower import Follower
 from shardckpt.views.model_view import ModelView
-from shardckpt.views.placeholders import Recorder, storage_addresses
+from shardckpt.views.placeholders import Recorder
 from shardckpt.views.proof import ReadProof
-from shardckpt.views.vllm_plugin import NAME, of_all_ranks, refuse_missing, refuse_models
+from shardckpt.views.vllm_plugin import NAME, load_weights, of_all_ranks, refuse_models
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -243,19 +236,9 @@ class FollowEngine(WeightTransferEngine[FollowInit, FollowUpdate]):  # type: ign
         if forms == follower.forms:
             return
         where, recorder = str(checkpoint.location), Recorder(view)
+        advice = 'init_info, as in {"options": {"include": "model/**", "strip_prefix": "model/"}}'
         with set_current_vllm_config(self.vllm_config), _unpack(self.model):
-            before = storage_addresses(self.model.named_parameters())
-            try:
-                loaded = recorder.run(self.model.load_weights)
-            except ShardckptError:
-                raise
-            except (KeyError, ValueError) as error:
-                raise NamesMismatchError(
-                    f"{where}: {type(self.model).__name__} does not take the tensors ({error}); "
-                    "choose and name tensors as the model does, with init_info, as in "
-                    '{"options": {"include": "model/**", "strip_prefix": "model/"}}.'
-                ) from error
-            refuse_missing(where, self.model, recorder, loaded, before)
+            load_weights(where, self.model, recorder, advice)
         follower.forms, follower.boxes = forms, recorder.boxes
 
     def _prepare(self, version: FollowedVersion) -> None:

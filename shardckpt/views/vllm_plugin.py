@@ -78,19 +78,10 @@ class CheckpointLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM is not in
         view = ModelView(url, **self._options)
         proof = ReadProof(view)
         recorder = Recorder(view, proof.add)
-        before = storage_addresses(model.named_parameters())
-        try:
-            loaded = recorder.run(model.load_weights)
-        except ShardckptError:
-            raise
-        except (KeyError, ValueError) as error:
-            raise NamesMismatchError(
-                f"{url}: {type(model).__name__} does not take the tensors ({error}); choose and "
-                "name tensors as the model does, with "
-                '--model-loader-extra-config, as in {"include": "model/**", "strip_prefix": '
-                '"model/"}.'
-            ) from error
-        refuse_missing(url, model, recorder, loaded, before)
+        advice = (
+            '--model-loader-extra-config, as in {"include": "model/**", "strip_prefix": "model/"}'
+        )
+        load_weights(url, model, recorder, advice)
         proved = proof.check(of_all_ranks(proof.parts))
         _log.info(
             "%s: read %.3f GB in %.1f seconds; %d tensors proved by their fingerprint; "
@@ -117,7 +108,27 @@ def refuse_models(url: str, model: nn.Module, model_config: Any) -> None:
         )
 
 
-def refuse_missing(
+def load_weights(url: str, model: nn.Module, recorder: Recorder, advice: str) -> None:
+    """Call a model's `load_weights` with a recorder's placeholders.
+
+    Raises:
+        NamesMismatchError: the model does not take the tensors, or needs others; names the option
+            that chooses and names them, `advice`.
+    """
+    before = storage_addresses(model.named_parameters())
+    try:
+        loaded = recorder.run(model.load_weights)
+    except ShardckptError:
+        raise
+    except (KeyError, ValueError) as error:
+        raise NamesMismatchError(
+            f"{url}: {type(model).__name__} does not take the tensors ({error}); choose and name "
+            f"tensors as the model does, with {advice}."
+        ) from error
+    _refuse_missing(url, model, recorder, loaded, before)
+
+
+def _refuse_missing(
     url: str, model: nn.Module, recorder: Recorder, loaded: set[str] | None, before: dict[str, int]
 ) -> None:
     """Raise NamesMismatchError if parameters got no elements, or not all.
