@@ -39,12 +39,8 @@ if TYPE_CHECKING:
     from shardckpt.reading.naming.outputs import OutputTensor
     from shardckpt.reshard.dtype_rules import ConvertedSubtree
 
-FORMATS = {
-    "torch": ("torch", "TorchFileWriter"),
-    "dcp": ("dcp", "DcpDirectory"),
-    "orbax": ("orbax", "OrbaxDirectory"),
-}
-"""Format name, as `--to` expects it → its module and writer."""
+FORMATS = {"torch": "TorchFileWriter", "dcp": "DcpDirectory", "orbax": "OrbaxDirectory"}
+"""Format name, as `--to` expects it → its writer."""
 _OPTIMIZERS = {"torch": "names", "dcp": "names"}
 """Default form of optimizers; in other formats they keep their stored form."""
 
@@ -147,7 +143,6 @@ def _select(
 
 
 def _writer(to: str, structure: Structure, location: Location, *, overwrite: bool) -> StateWriter:
-    module, name = FORMATS[to]
-    made: Any = getattr(import_module(f"shardckpt.convert.formats.{module}.target"), name)
+    made: Any = getattr(import_module(f"shardckpt.convert.formats.{to}.target"), FORMATS[to])
     writer: StateWriter = made(structure, location, overwrite=overwrite)
     return writer

@@ -29,6 +29,7 @@ from shardckpt.errors import (
 from shardckpt.io.buckets.cloud import web_headers
 from shardckpt.layout.dtypes import by_name
 from shardckpt.reading.checkpoint import Checkpoint
+from shardckpt.runs.announcing import SILENCE
 from shardckpt.text import install_command, shorten
 
 if TYPE_CHECKING:
@@ -45,9 +46,6 @@ _PAGE = 500
 _DOTS = re.compile(r"(?<![^/])(\.\.?)(?![^/])")
 _PAUSE = 0.5
 """Seconds between two looks at a job that cannot be followed."""
-_SILENCE = 15.0
-"""Seconds after which a stream of events without a sign of life has ended; the service sends one
-every 10 s."""
 
 
 class RunEntry(TypedDict):
@@ -381,13 +379,13 @@ class Client:
         The changes are followed until the stream of events ends or the time is nearly over.
         """
         path = f"/v1/jobs/{number}"
-        if _seconds_left(end, 2 * _SILENCE) > _SILENCE:
+        if _seconds_left(end, 2 * SILENCE) > SILENCE:
             try:
-                with self._http.stream("GET", f"{path}/events", timeout=_SILENCE) as reply:
+                with self._http.stream("GET", f"{path}/events", timeout=SILENCE) as reply:
                     for line in reply.iter_lines() if reply.status_code == 200 else ():
                         if line.startswith("data: "):
                             yield json.loads(line[6:])
-                        if _seconds_left(end, 2 * _SILENCE) <= _SILENCE:
+                        if _seconds_left(end, 2 * SILENCE) <= SILENCE:
                             break
             except (*self._failures, ValueError):
                 # It was cut off, perhaps in a line; the job itself says more.

@@ -38,7 +38,7 @@ class _Queue(QueueHandler):
         return record
 
 
-def log_to_stderr(level: int = logging.INFO) -> QueueListener:
+def log_to_stderr() -> QueueListener:
     """Write the service's logs and uvicorn's errors to standard error as JSON.
 
     Writing ends when the returned listener is stopped.
@@ -51,5 +51,5 @@ def log_to_stderr(level: int = logging.INFO) -> QueueListener:
     for name in ("shardckpt.serve", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level if name == "shardckpt.serve" else logging.WARNING)
+        logger.setLevel(logging.INFO if name == "shardckpt.serve" else logging.WARNING)
     return listener

@@ -16,7 +16,6 @@ from shardckpt.errors import FormatError, NamesMismatchError, NotFoundError, Sha
 from shardckpt.io.store import Store
 from shardckpt.reading.documents import find_node
 from shardckpt.reading.inspection.markup import PREFIX, Html, el
-from shardckpt.reading.naming.mapping_file import PRESETS
 from shardckpt.runs.ended import ended
 from shardckpt.serve import api, forms
 from shardckpt.serve.access.guard import LOGIN
@@ -252,7 +251,7 @@ def _upkeep_sections(
         endpoints.job_json(service, one) for one in journal.jobs(subject=ident, limit=_FEW_JOBS)
     ]
     listed = (
-        jobs_table(about, _checkpoints_among(service, about), "jobs")
+        jobs_table(about, _checkpoints_among(service, about))
         if about
         else el("p", "There was no job about it.")
     )
@@ -296,7 +295,7 @@ def _jobs(service: Service, request: Request, viewer: Viewer) -> str:
         _checkpoints_among(service, doc["jobs"]),
         chosen,
         STATES,
-        import_form(PRESETS, viewer),
+        import_form(viewer),
         viewer,
     )
 

@@ -248,7 +248,7 @@ class Recorder:
         """Addresses of the storages into which copies are noted."""
         self.read_at_once: Counter[str] = Counter()
         """Operation → how often it needed elements while the model loaded."""
-        self._written_arguments: Counter[int] = Counter()
+        self._written: Counter[int] = Counter()
         """Address of a storage → elements that were copied or written to it."""
         self.boxes: set[tuple[int, Box]] = set()
         """Position in `view.arrays()` and box of all that was copied or read, also to tensors on
@@ -279,7 +279,7 @@ class Recorder:
             )
             self._noted.clear()
             self._touched.clear()
-            self._written_arguments.clear()
+            self._written.clear()
             with _FillBeforeUse(self):
                 returned = load_weights(
                     (name, self.read(placeholder, str(changed)))
@@ -315,7 +315,7 @@ class Recorder:
     def count(self, tensor: torch.Tensor) -> None:
         """Count the elements of a tensor as written."""
         if tensor.layout == torch.strided:
-            self._written_arguments[storage_address(tensor)] += tensor.numel()
+            self._written[storage_address(tensor)] += tensor.numel()
 
     def filled_in_part(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """Names of the parameters of which only some elements were written.
@@ -333,7 +333,7 @@ class Recorder:
 
     def _is_filled_in_part(self, tensor: torch.Tensor) -> bool:
         elements: int = tensor.numel()
-        return 0 < self._written_arguments[storage_address(tensor)] < elements
+        return 0 < self._written[storage_address(tensor)] < elements
 
     def unwritten(
         self, parameters: Iterable[tuple[str, torch.Tensor]], before: Mapping[str, int]
@@ -347,7 +347,7 @@ class Recorder:
         return [
             name
             for name, address in storage_addresses(parameters).items()
-            if before.get(name) == address and not self._written_arguments[address]
+            if before.get(name) == address and not self._written[address]
         ]
 
     def is_noted(self, tensor: torch.Tensor) -> bool:

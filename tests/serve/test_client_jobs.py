@@ -175,7 +175,7 @@ def test_a_wait_goes_on_after_lost_streams_and_answers(client, cutting, monkeypa
 def test_a_wait_that_has_long_heard_nothing_goes_on_after_a_lost_answer(
     client, lab, frozen, cutting, monkeypatch
 ):
-    monkeypatch.setattr(module, "_SILENCE", 5.0)
+    monkeypatch.setattr(module, "SILENCE", 5.0)
     monkeypatch.setattr(client, "_timeout", 4.0)
     transport = cutting(range(1, 2))
     with ThreadPoolExecutor(1) as pool:

@@ -9,11 +9,12 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.reading.inspection.markup import Html, Part, el
+from shardckpt.reading.naming.mapping_file import PRESETS
 from shardckpt.serve.pages.frame import section
 from shardckpt.text import visible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from shardckpt.serve.pages.frame import Viewer
 
@@ -84,7 +85,7 @@ def reshard_section(ident: str, asked: Mapping[str, Any], viewer: Viewer) -> Htm
     return section("Start this reshard", hint, job_form("reshard", given, "Start reshard", fields))
 
 
-def import_form(mappings: Sequence[str], viewer: Viewer) -> Html | None:
+def import_form(viewer: Viewer) -> Html | None:
     """The form that starts an import; None: the viewer may not."""
     if not viewer.may("operate"):
         return None
@@ -97,7 +98,7 @@ def import_form(mappings: Sequence[str], viewer: Viewer) -> Html | None:
         el(
             "label",
             "Mapping of names ",
-            choice("mapping", "import-mapping", ("", *mappings), None, "none"),
+            choice("mapping", "import-mapping", ("", *PRESETS), None, "none"),
         ),
         *_overwrite("import", viewer),
     ]

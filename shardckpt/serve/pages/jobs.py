@@ -57,9 +57,7 @@ def jobs_page(
         )
     chosen = el("form", fields, el("button", "Show", type="submit"), class_="line", role="search")
     listed = (
-        jobs_table(doc["jobs"], checkpoints, "jobs")
-        if doc["jobs"]
-        else el("p", "There are no such jobs.")
+        jobs_table(doc["jobs"], checkpoints) if doc["jobs"] else el("p", "There are no such jobs.")
     )
     following = more("/ui/jobs", **asked, before=doc["next"]) if doc["next"] else None
     main = el(
@@ -72,7 +70,7 @@ def jobs_page(
     return frame("Jobs", main, here="/ui/jobs", viewer=viewer)
 
 
-def jobs_table(docs: Sequence[Mapping[str, Any]], checkpoints: Collection[str], ident: str) -> Html:
+def jobs_table(docs: Sequence[Mapping[str, Any]], checkpoints: Collection[str]) -> Html:
     """Jobs as a table."""
     heads = (
         *(
@@ -100,7 +98,7 @@ def jobs_table(docs: Sequence[Mapping[str, Any]], checkpoints: Collection[str], 
         )
         for one in docs
     ]
-    return table(heads, rows, caption=count(len(rows), "job"), ident=ident)
+    return table(heads, rows, caption=count(len(rows), "job"), ident="jobs")
 
 
 def job_page(
