@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt.cli.screen import Cell, Screen, write_json
+from shardckpt.cli.screen import Cell, Json, Screen, write_json
 from shardckpt.text import visible
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def commit(
         str,
         typer.Argument(metavar="ROOT", help="A checkpoint, or a directory of them: a path or url."),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Commit saves whose data is complete.
 

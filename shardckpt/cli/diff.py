@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardckpt.cli.screen import Cell, Screen, progress_bar, write_json
+from shardckpt.cli.screen import Cell, Json, Screen, progress_bar, write_json
 from shardckpt.errors import OptionError
 from shardckpt.text import count, file_size, shape_text, visible
 
@@ -41,7 +41,7 @@ def diff(
             help="Limit of memory for the elements of both checkpoints (default: 256MiB).",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Compare two checkpoints bit by bit.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt.cli.screen import Screen, write_json
+from shardckpt.cli.screen import Json, Screen, write_json
 from shardckpt.text import visible
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def doctor(
         ),
     ],
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Try whether a place can hold checkpoints.
 

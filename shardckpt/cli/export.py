@@ -11,7 +11,7 @@ import typer
 from shardckpt.cli.exits import going_on_later
 from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.options import takes
-from shardckpt.cli.screen import Screen, transfer_bar, write_json, write_text
+from shardckpt.cli.screen import Json, Screen, transfer_bar, write_json, write_text
 from shardckpt.cli.text import conversion_lines
 from shardckpt.convert.options import AnyExportOptions
 from shardckpt.text import count, file_size, visible
@@ -43,7 +43,7 @@ def export(
     destination: Annotated[str, typer.Argument(metavar="OUT", help=_OUT)],
     *,
     given: dict[str, Any],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write a checkpoint in another format.
 

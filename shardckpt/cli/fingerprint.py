@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardckpt.cli.screen import Screen, progress_bar, write_json
+from shardckpt.cli.screen import Json, Screen, progress_bar, write_json
 from shardckpt.text import count, visible
 
 
@@ -20,7 +20,7 @@ def fingerprint(
         bool,
         typer.Option("--read", help="Read all elements, even if the save has recorded the hash."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Print a hash of all tensors of a checkpoint.
 

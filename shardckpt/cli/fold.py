@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt.cli.screen import Cell, Screen, write_json
+from shardckpt.cli.screen import Cell, Json, Screen, write_json
 from shardckpt.text import count, file_size
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def fold(
             help="Differences that a reader of any version applies at most.",
         ),
     ] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Fold the newest versions of a publisher.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardckpt.cli.screen import Cell, Screen, write_json
+from shardckpt.cli.screen import Cell, Json, Screen, write_json
 from shardckpt.io.streams import is_terminal
 from shardckpt.text import count, duration_text, visible
 
@@ -27,7 +27,6 @@ Grace = Annotated[
         help="Keep unfinished saves with a write within this time, as in 90min, 24h or 7d.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def gc(

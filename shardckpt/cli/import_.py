@@ -10,7 +10,7 @@ import typer
 from shardckpt.cli.exits import going_on_later
 from shardckpt.cli.options import takes
 from shardckpt.cli.reshard import lines
-from shardckpt.cli.screen import Screen, transfer_bar, write_json
+from shardckpt.cli.screen import Json, Screen, transfer_bar, write_json
 from shardckpt.convert.options import ImportOptions
 from shardckpt.text import visible
 
@@ -25,7 +25,7 @@ def import_(
     ],
     *,
     given: dict[str, Any],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Convert another format to a checkpoint.
 

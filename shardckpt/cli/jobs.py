@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardckpt.cli.exits import going_on_later
-from shardckpt.cli.screen import Cell, Screen, progress_bar, transfer_bar, write_json
+from shardckpt.cli.screen import Cell, Json, Screen, progress_bar, transfer_bar, write_json
 from shardckpt.cli.server import required_server
 from shardckpt.errors import OptionError
 from shardckpt.text import shorten, visible
@@ -29,7 +29,6 @@ _STYLES = {
 _IN_BYTES = ("reshard", "copy", "export", "import")
 """Operations with progress in bytes."""
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Number = Annotated[int, typer.Argument(metavar="NUMBER", min=1, help="The number of the job.")]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from shardckpt.cli.screen import Cell, Screen, write_json
+from shardckpt.cli.screen import Cell, Json, Screen, write_json
 from shardckpt.errors import NotFoundError, StorageError
 from shardckpt.text import clip, count, duration_text, file_size, shorten, visible
 
@@ -36,7 +36,7 @@ def ls(
         bool,
         typer.Option("--all", "-a", help="Also list unfinished saves and deleted checkpoints."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the checkpoints in a directory.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardckpt.cli.screen import Screen, write_json
+from shardckpt.cli.screen import Json, Screen, write_json
 from shardckpt.text import few, visible
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ Name = Annotated[
         metavar="NAME", help="The tag: 1 to 64 letters, digits, dots, dashes and underscores."
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def pin(urls: Urls, as_json: Json = False) -> None:

@@ -11,7 +11,7 @@ from shardckpt.cli.commit import commit
 from shardckpt.cli.exits import going_on_later
 from shardckpt.cli.opening import suggesting_import
 from shardckpt.cli.options import takes
-from shardckpt.cli.screen import Screen, transfer_bar, write_json
+from shardckpt.cli.screen import Json, Screen, transfer_bar, write_json
 from shardckpt.cli.text import conversion_lines
 from shardckpt.reshard.options import ReshardOptions
 from shardckpt.text import count, file_size, visible
@@ -43,7 +43,7 @@ def reshard(
     ],
     *,
     given: dict[str, Any],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Rewrite a checkpoint for another mesh.
 

@@ -12,7 +12,9 @@ import json
 import sys
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
 
 from shardckpt.io.streams import is_terminal
 
@@ -46,6 +48,9 @@ escaped there."""
 
 _COLORS = {"standard": "STANDARD", "256": "EIGHT_BIT", "truecolor": "TRUECOLOR"}
 """The name of rich's ColorSystem for each colour system of a Console."""
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+"""The flag of commands that print JSON instead of text."""
 
 
 class ReaderGoneError(Exception):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardckpt.cli.screen import Cell, Screen, progress_bar, write_json
+from shardckpt.cli.screen import Cell, Json, Screen, progress_bar, write_json
 from shardckpt.text import count, few, visible
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def stats(
             "--memory-limit", "--memory", metavar="BYTES", help="Limit of memory for elements."
         ),
     ] = "256MiB",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show extremes, norms and histograms of elements.
 

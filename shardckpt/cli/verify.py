@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardckpt.cli.screen import Screen, progress_bar, write_json
+from shardckpt.cli.screen import Json, Screen, progress_bar, write_json
 from shardckpt.text import count, file_size, visible
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def verify(
     url: Annotated[
         str, typer.Argument(metavar="URL", help="A checkpoint of any format: a path or url.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Compare every chunk with its checksum.
 

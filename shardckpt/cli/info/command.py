@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardckpt.cli.screen import Screen, write_json
+from shardckpt.cli.screen import Json, Screen, write_json
 
 
 def info(
@@ -31,7 +31,7 @@ def info(
             "--depth", min=1, metavar="N", help="Show at most N levels of nested containers."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show a checkpoint, or one of its tensors.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardckpt.cli.options import takes
-from shardckpt.cli.screen import Screen, write_json
+from shardckpt.cli.screen import Json, Screen, write_json
 from shardckpt.errors import OptionError
 from shardckpt.reshard.options import ReshardOptions
 
@@ -62,7 +62,7 @@ def plan(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Also write the plan to an HTML page."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show what a reshard would do and cost.
 
