@@ -10,6 +10,7 @@ import typer
 from shardckpt.cli.exits import going_on_later
 from shardckpt.cli.screen import Cell, Json, Screen, progress_bar, transfer_bar, write_json
 from shardckpt.cli.server import required_server
+from shardckpt.cli.text import time_text
 from shardckpt.errors import OptionError
 from shardckpt.text import shorten, visible
 
@@ -202,7 +203,7 @@ def _rows(listing: Sequence[JobEntry]) -> list[list[Cell]]:
                 Cell(visible(_state(one)), _STYLES.get(one["state"], "")),
                 Cell(share, right=True),
                 Cell(visible(one["who"])),
-                Cell(visible(_time(one["created"]))),
+                Cell(time_text(one["created"])),
             ]
         )
     return rows
@@ -217,7 +218,7 @@ def _lines(screen: Screen, job: JobEntry) -> Iterator[str]:
     for name in ("created", "started", "ended"):
         time: str | None = job[name]
         if time is not None:
-            yield f"  {name:<9} {visible(_time(time))}"
+            yield f"  {name:<9} {time_text(time)}"
     yield f"  {'by':<9} {visible(job['who'])}"
     if job["done"] is not None and job["total"] is not None:
         yield f"  {'progress':<9} {job['done']:,} of {job['total']:,}"
@@ -235,7 +236,3 @@ def _state(job: JobEntry) -> str:
         if job["cancelling"] and job["state"] in ("queued", "running")
         else job["state"]
     )
-
-
-def _time(text: str) -> str:
-    return text.replace("T", " ").removesuffix("+00:00")

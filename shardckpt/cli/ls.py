@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from shardckpt.cli.screen import Cell, Json, Screen, write_json
+from shardckpt.cli.text import time_text
 from shardckpt.errors import NotFoundError, StorageError
 from shardckpt.text import clip, count, duration_text, file_size, shorten, visible
 
@@ -149,8 +150,8 @@ def _run_lines(screen: Screen, runs: Sequence[RunEntry]) -> Iterator[str]:
         step = "" if one["last_step"] is None else f"{one['last_step']:,}"
         stored = file_size(one["stored_bytes"] or 0)
         numbers = [Cell(text, right=True) for text in (f"{one['checkpoints']:,}", step, stored)]
-        created = (one["created"] or "").replace("T", " ").removesuffix("+00:00")
-        rows.append([Cell(visible(one["run"]), "bold"), *numbers, Cell(visible(created))])
+        created = time_text(one["created"] or "")
+        rows.append([Cell(visible(one["run"]), "bold"), *numbers, Cell(created)])
     yield from screen.table(rows, gap=_GAP)
 
 
@@ -195,12 +196,9 @@ def _lines(screen: Screen, entries: list[CatalogEntry], root: str) -> Iterator[s
 
 def _row(entry: CatalogEntry, *, metrics: bool, states: bool) -> list[Cell]:
     """The table row of a checkpoint."""
-    created = (
-        "" if entry.created is None else entry.created.replace("T", " ").removesuffix("+00:00")
-    )
     cells = [
         Cell(visible(entry.name), "bold"),
-        Cell(visible(created)),
+        Cell(time_text(entry.created or "")),
         Cell("" if entry.tensors is None else f"{entry.tensors:,}", right=True),
         Cell("" if entry.nbytes is None else file_size(entry.nbytes), right=True),
         Cell(visible(entry.layout or "")),

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 _MOST_SUBTREES = 8
 
 
+def time_text(text: str) -> str:
+    """A time of a record, as commands print it."""
+    return visible(text.replace("T", " ").removesuffix("+00:00"))
+
+
 def conversion_lines(conversions: Sequence[ConvertedSubtree]) -> Iterator[str]:
     """The subtrees that `--dtype` converts or leaves, one line each."""
     for one in conversions[:_MOST_SUBTREES]:
