@@ -35,7 +35,7 @@ from shardckpt.reshard.plan import plan_reshard
 from shardckpt.serve.access.identity import UNKNOWN, WHO
 from shardckpt.serve.opened import OpenCheckpoints
 from shardckpt.serve.pages.plan import plan_parts
-from shardckpt.serve.problems import text_of
+from shardckpt.serve.problems import RETRY, text_of
 from shardckpt.serve.roots import Roots
 from shardckpt.state.select import selector
 from shardckpt.text import file_size
@@ -52,7 +52,6 @@ _AT_ONCE, _WAIT = 2, 30.0
 LARGEST_DIFF = 64 << 30
 _STACK = 1 << 20
 _BUG = "bug"
-_RETRY = {"Retry-After": "5"}
 _LATE = "this takes longer than {:.0f} s; use the command line on a machine near the data."
 _context = multiprocessing.get_context("forkserver")
 
@@ -96,7 +95,7 @@ class Calculations:
                 except (EOFError, OSError) as e:
                     advice = process_advice(e)
                     raise HTTPException(
-                        503, f"no process can be started for it ({e}). {advice}", _RETRY
+                        503, f"no process can be started for it ({e}). {advice}", RETRY
                     ) from e
                 unless_started.pop_all()
             try:
@@ -130,7 +129,7 @@ class Calculations:
                 left = end - time.monotonic()
                 if left <= 0:
                     detail = "other comparisons, plans and statistics are at work; try again."
-                    raise HTTPException(503, detail, _RETRY)
+                    raise HTTPException(503, detail, RETRY)
                 self._changed.wait(left)
             self._at_work[who] += 1
         try:

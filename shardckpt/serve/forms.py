@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from shardckpt.errors import OptionError, ShardckptError
 from shardckpt.reading.inspection.markup import PREFIX, Html, el
 from shardckpt.serve import problems
-from shardckpt.serve.access.guard import COOKIE, LOGIN, Guard
+from shardckpt.serve.access.guard import COOKIE, LOGIN, Guard, address_of
 from shardckpt.serve.access.identity import note, only_readable
 from shardckpt.serve.jobs.endpoints import job_number, key_of, operation_of, upkeep_of
 from shardckpt.serve.pages.actions import CONFIRM, KEY, RECORD
@@ -78,7 +78,6 @@ class PageSession:
         if request.method != "POST":
             return html(login_page(None))
         guard: Guard = request.app.state.guard
-        address = "" if request.client is None else request.client.host
         given = (
             parse_qs((await request.body()).decode("utf-8", "replace"))
             .get("token", [""])[0]
@@ -89,7 +88,7 @@ class PageSession:
         if who is None:
             if given and tokens.has_expired(given):
                 return html(login_page("This token has expired."), 403)
-            if given and (wait := guard.wrong_token(address)):
+            if given and (wait := guard.wrong_token(address_of(request))):
                 return html(login_page(f"Too many wrong tokens; try again in {wait} s."), 429)
             return html(login_page("Nobody has this token."), 403)
         response = RedirectResponse("/ui/runs", 303)
@@ -183,11 +182,7 @@ def _cancel(service: Service, request: Request) -> Response:
 
 def _fields(request: Request, body: bytes) -> dict[str, list[str]]:
     """The fields of a form, without those that are empty."""
-    if (
-        request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        != "application/x-www-form-urlencoded"
-    ):
-        raise HTTPException(415, "send a form, as application/x-www-form-urlencoded.")
+    problems.check_type(request, "a form", "application/x-www-form-urlencoded")
     try:
         return parse_qs(
             body.decode("ascii"), encoding="utf-8", errors="strict", max_num_fields=_MOST_FIELDS

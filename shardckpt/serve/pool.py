@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import StreamingResponse
 
 from shardckpt.serve.access.identity import UNKNOWN, WHO
+from shardckpt.serve.problems import RETRY
 
 if TYPE_CHECKING:
     import threading
@@ -60,7 +61,7 @@ async def on_thread(function: Callable[..., T], *args: Any, long: bool = False) 
             await share.acquire()
     except TimeoutError:
         raise HTTPException(
-            503, "too many requests with this token are at work; try again.", {"Retry-After": "5"}
+            503, "too many requests with this token are at work; try again.", RETRY
         ) from None
     try:
         return await to_thread.run_sync(function, *args, limiter=limiter)

@@ -55,6 +55,7 @@ _TITLES = {
     "version": "Of another version",
 }
 """Titles for what HTTP has no words."""
+RETRY = {"Retry-After": "5"}
 _CODES = {400: "option", 404: "not-found", 405: "method", 413: "memory"}
 LONGEST = 2000
 _PART = 500
@@ -90,6 +91,12 @@ def _list_parts(content: object) -> Iterator[bytes]:
     for first in range(0, len(content), _PART):
         yield (b"," if first else b"[") + _encode(content[first : first + _PART])[1:-1]
     yield b"]"
+
+
+def check_type(request: Request, body: str, kind: str) -> None:
+    """Refuse, by an HTTPException, a request whose body is of another media type."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
+        raise HTTPException(415, f"send {body}, as {kind}.")
 
 
 def problem(

@@ -23,7 +23,7 @@ from anyio.lowlevel import RunVar
 from starlette.exceptions import HTTPException
 
 from shardckpt.serve.pool import of_loop
-from shardckpt.serve.problems import problem
+from shardckpt.serve.problems import RETRY, problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -104,7 +104,7 @@ class AnswerMemory:
             self.give_back(nbytes)
 
 
-NO_MEMORY, RETRY = "too many large answers are being sent; try again.", {"Retry-After": "5"}
+NO_MEMORY = "too many large answers are being sent; try again."
 ANSWERS = AnswerMemory(128 << 20)
 """The memory for large answers of all services of this process."""
 
@@ -249,7 +249,7 @@ class SourceResponse:
                 data = await reader.read(begin)  # its errors come before the status is sent
             except TimeoutError:
                 raise HTTPException(
-                    503, "the storage does not answer in time; try again.", {"Retry-After": "5"}
+                    503, "the storage does not answer in time; try again.", RETRY
                 ) from None
             await _start(send, status, headers)
             at = begin

@@ -26,13 +26,12 @@ from starlette.responses import RedirectResponse
 from shardckpt.reading.inspection.markup import PREFIX
 from shardckpt.serve.access.identity import ANYBODY, NOBODY, begin_request
 from shardckpt.serve.access.tokens import Guesses
-from shardckpt.serve.problems import problem
+from shardckpt.serve.problems import RETRY, problem
 from shardckpt.serve.sources import (
     ABORT,
     ANSWERS,
     NO_MEMORY,
     PIECE,
-    RETRY,
     STREAMED,
     send_seconds,
     until_gone,
@@ -189,13 +188,11 @@ class Guard:
 
     @staticmethod
     def _fields(request: Request, answer: _Answer, who: Identity | None) -> dict[str, Any]:
-        client = "" if request.client is None else request.client.host
-        what = f"{request.method} {_path(request)}"
         return {
             "id": answer.ident,
             "who": None if who is None else who.name,
-            "client": client,
-            "what": what,
+            "client": address_of(request),
+            "what": f"{request.method} {_path(request)}",
         }
 
     def _admit(
@@ -263,13 +260,12 @@ class Guard:
     def _authenticate(
         self, request: Request, tokens: Tokens, member: Identity | None
     ) -> tuple[Response | None, Identity | None]:
-        address = "" if request.client is None else request.client.host
         given = _BEARER.fullmatch(request.headers.get("authorization", ""))
         who = None if given is None else tokens.identity(given[1])
         if given is not None and who is None and member is None:
             if tokens.has_expired(given[1]):
                 return problem(401, "token", "this token has expired.", _CHALLENGE), None
-            if wait := self.wrong_token(address):
+            if wait := self.wrong_token(address_of(request)):
                 return problem(
                     429,
                     "guesses",
@@ -321,7 +317,7 @@ class Guard:
             "status": answer.status,
             "bytes": answer.sent,
             "seconds": round(seconds, 6),
-            "client": "" if request.client is None else request.client.host,
+            "client": address_of(request),
             "token": None if who is None else who.name,
         }
         log.info("request", extra={"fields": fields})
@@ -456,6 +452,11 @@ class _Limited:
             raise HTTPException(413, f"bodies have at most {_LARGEST_BODY} bytes.", _CLOSE)
         self._complete = not message.get("more_body", False)
         return message
+
+
+def address_of(request: Request) -> str:
+    """The client's address; "": not known."""
+    return "" if request.client is None else request.client.host
 
 
 def _path(request: Request) -> str:

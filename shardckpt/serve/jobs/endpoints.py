@@ -16,7 +16,7 @@ from shardckpt.serve.jobs.operations import OPERATIONS
 from shardckpt.serve.jobs.rows import STATES
 from shardckpt.serve.openapi import Endpoint, Parameter
 from shardckpt.serve.pool import event_stream, on_thread
-from shardckpt.serve.problems import DocumentResponse
+from shardckpt.serve.problems import RETRY, DocumentResponse, check_type
 from shardckpt.text import shorten
 
 if TYPE_CHECKING:
@@ -152,11 +152,7 @@ async def start(service: Service, request: Request) -> Response:
     """Answer a POST that starts a job."""
     operation = operation_of(request.path_params["operation"])
     upkeep, who = upkeep_of(service), request.state.identity
-    if (
-        request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        != "application/json"
-    ):
-        raise HTTPException(415, "send a JSON object, as application/json.")
+    check_type(request, "a JSON object", "application/json")
     key = (
         None
         if "idempotency-key" not in request.headers
@@ -188,7 +184,7 @@ async def events(service: Service, request: Request) -> Response:
     busy = HTTPException(
         503,
         "too many clients follow jobs; ask for the job itself from time to time.",
-        {"Retry-After": "5"},
+        RETRY,
     )
     return event_stream(
         _follow(service, upkeep, first), service.streams, _MOST_STREAMS, busy, service.closing
