@@ -373,10 +373,6 @@ class CheckpointManager(OpenRun):
         step = None if step is None else check_step(step)
         self._settle()
 
-        adapted = partial(
-            adaptation_of, rename=rename, mapping=mapping, invert_mapping=invert_mapping, fit=fit
-        )
-
         def read(
             checkpoint: Checkpoint, agreement: Agreement, filling: Callable[[list[str]], None]
         ) -> tuple[Any, Adaptation | None]:
@@ -384,24 +380,25 @@ class CheckpointManager(OpenRun):
             with self._background.cleaner.reading(read_step):
                 self._background.emit(events.RestoreStarted, read_step)
                 began = time.monotonic()
-                options: dict[str, Any] = {
-                    "memory_limit": self.options.budget,
-                    "coordinator": self._coordinator,
-                }
                 progress = self._events.progress("restore", self.url(read_step), read_step)
-                given = {
-                    "only": only,
-                    "strict": agreement if strict is True else strict,
-                    "cast": cast,
-                    "cooperative": cooperative,
-                    "progress": progress,
-                    "filling": filling,
-                    **options,
-                }
                 try:
                     with agreement:  # also where this process has no need of it: the others may
-                        adaptation = adapted()
-                        state = restore_adapted(checkpoint, like, adaptation, **given)
+                        adaptation = adaptation_of(
+                            rename=rename, mapping=mapping, invert_mapping=invert_mapping, fit=fit
+                        )
+                        state = restore_adapted(
+                            checkpoint,
+                            like,
+                            adaptation,
+                            only=only,
+                            strict=agreement if strict is True else strict,
+                            cast=cast,
+                            cooperative=cooperative,
+                            progress=progress,
+                            filling=filling,
+                            memory_limit=self.options.budget,
+                            coordinator=self._coordinator,
+                        )
                 except BaseException as e:
                     self._background.emit(events.RestoreFailed, read_step, error=e)
                     raise

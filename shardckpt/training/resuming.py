@@ -135,10 +135,6 @@ def resume(
     damaged: Exception | None = None
     below: int | None = None
     overwritten: set[str] = set()
-
-    def read_noting(checkpoint: Checkpoint, agreement: Agreement) -> tuple[Any, Adaptation | None]:
-        return read(checkpoint, agreement, partial(_note_filled, overwritten, checkpoint, only))
-
     while True:
         with _because_of(damaged):
             propose = partial(_choose, root, step, below, rolled_back, commits=damaged is None)
@@ -153,7 +149,7 @@ def resume(
             restored = None
             if worst is None:
                 # The state, and what changed on the way.
-                read_here = partial(_read, coordinator, opened, failure, read_noting)
+                read_here = partial(_read, coordinator, opened, failure, read, overwritten, only)
                 restored, failure = _try(coordinator, read_here)
             worst = worst or _first_failure(coordinator, failure)
             if worst is None:
@@ -337,14 +333,17 @@ def _read(
     coordinator: Coordinator,
     opened: tuple[Checkpoint, dict[str, str]] | None,
     failure: Exception | None,
-    read: Callable[[Checkpoint, Agreement], T],
+    read: Callable[[Checkpoint, Agreement, Callable[[list[str]], None]], T],
+    overwritten: set[str],
+    only: Only | None,
 ) -> T:
     """The result of `read`. The others do not wait for the names of a process that cannot open."""
     with Agreement(coordinator) as agreement:
         if opened is None:
             assert failure is not None
             raise failure
-        return read(opened[0], agreement)
+        checkpoint, _ = opened
+        return read(checkpoint, agreement, partial(_note_filled, overwritten, checkpoint, only))
 
 
 def _choose(
