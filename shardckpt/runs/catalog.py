@@ -12,7 +12,7 @@ import contextlib
 import datetime as dt
 import re
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.assemble import finished_hosts, read_host_record
@@ -114,32 +114,14 @@ class CatalogEntry:
     @classmethod
     def from_json(cls, doc: Mapping[str, Any]) -> CatalogEntry:
         """The entry that `to_json` has written, perhaps on another machine."""
-        names = {"nbytes": "bytes"}
-        plain = (
-            *(
-                "name",
-                "state",
-                "attempt",
-                "created",
-                "layout",
-                "tensors",
-                "nbytes",
-                "stored_bytes",
-                "metrics",
-                "reason",
-                "finished",
-            ),
-            *("hosts", "committable", "pinned", "superseded", "idle"),
-        )
-        tags = tuple(doc.get("tags", ()))  # earlier versions wrote none
-        changed = doc.get("changed_bytes")
-        return cls(
-            location=parse(doc["url"]),
-            bases=tuple(doc["bases"]),
-            tags=tags,
-            changed_bytes=changed,
-            **{name: doc[names.get(name, name)] for name in plain},
-        )
+        read = {
+            "location": parse(doc["url"]),
+            "nbytes": doc["bytes"],
+            "bases": tuple(doc["bases"]),
+            "tags": tuple(doc.get("tags", ())),  # earlier versions wrote none
+        }
+        plain = {one.name: doc[one.name] for one in fields(cls) if one.name in doc}
+        return cls(**{**plain, **read})
 
     def to_json(self) -> dict[str, Any]:
         """The entry as JSON."""
