@@ -29,7 +29,6 @@ class Held:
     holders: list
     layout: object = None
     own_pieces: bool = False
-    private: bool = False
 
 
 def over(mesh, texts, array, rank):
@@ -65,6 +64,10 @@ class HeldSource(HostSource):
         return getattr(self.held, attribute)
 
     @property
+    def own_pieces(self):
+        return self.held.own_pieces
+
+    @property
     def shape(self):
         return self.held.array.shape
 
@@ -89,10 +92,6 @@ def matches(leaf):
 
 def accepts(_leaf):
     return False
-
-
-def settle(_leaves):
-    pass
 
 
 def identity(leaf):
