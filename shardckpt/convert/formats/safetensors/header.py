@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from shardckpt.convert.formats.safetensors.layout import DTYPES, LARGEST_HEADER, METADATA
 from shardckpt.convert.strict_json import parse_json
 from shardckpt.errors import DtypeError, FormatError
 from shardckpt.format.documents import LARGEST_DIMENSION, MOST_DIMENSIONS
@@ -37,25 +38,8 @@ if TYPE_CHECKING:
 
 LENGTH_BYTES = 8
 """Bytes of the header's length."""
-LARGEST_HEADER = 100_000_000
-"""Most bytes of a header, as in the reference implementation."""
-_METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
-_DTYPES = {
-    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
-    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
-    "BOOL": "bool",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-}
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 """Dtype names of the format → names in shardckpt."""
 _PACKED = ("F4", "F6_E2M3", "F6_E3M2")
 """Dtypes in which several elements share a byte."""
@@ -125,12 +109,12 @@ def parse_header(raw: bytes, where: str) -> Header:
             f"{where}: expected a JSON object as header, found a {type(doc).__name__}; the file "
             "is damaged."
         )
-    metadata = doc.pop(_METADATA, None) or {}
+    metadata = doc.pop(METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
         raise FormatError(
-            f"{where}: {_METADATA} in its header must map texts to texts, found "
+            f"{where}: {METADATA} in its header must map texts to texts, found "
             f"{shorten(metadata)}; the file is damaged."
         )
     begin = LENGTH_BYTES + len(raw)

@@ -56,9 +56,10 @@ DTYPES = {
 format's own list. The format's types of fewer than eight bits are left out: they are packed, and
 shardckpt's are not."""
 _ORDER = {name: i for i, name in enumerate(DTYPES)}
-_METADATA = "__metadata__"
+METADATA = "__metadata__"
+"""Name of the entry of a header with further texts."""
 LARGEST_HEADER = 100_000_000
-"""Largest header in bytes that readers accept."""
+"""Most bytes of a header that readers accept, as in the reference implementation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +114,14 @@ def lay_out(
                 "surrogates; rename it."
             )
     names = [tensor.name for tensor in tensors]
-    if _METADATA in names or len(set(names)) < len(names):
-        odd = next(name for name in names if name == _METADATA or names.count(name) > 1)
+    if METADATA in names or len(set(names)) < len(names):
+        odd = next(name for name in names if name == METADATA or names.count(name) > 1)
         raise NamesMismatchError(
             f"{shown(odd)}: a safetensors file cannot hold "
-            f"{'that' if odd == _METADATA else 'two tensors of that'} name."
+            f"{'that' if odd == METADATA else 'two tensors of that'} name."
         )
     ordered = sorted(tensors, key=lambda tensor: (-_ORDER[tensor.dtype.name], tensor.name))
-    document: dict[str, object] = {_METADATA: {"format": "pt", **check_metadata(metadata)}}
+    document: dict[str, object] = {METADATA: {"format": "pt", **check_metadata(metadata)}}
     offsets, at = [], 0
     for tensor in ordered:
         nbytes = prod(tensor.shape) * tensor.dtype.itemsize
