@@ -230,6 +230,16 @@ def test_a_large_number_in_the_name_of_a_file_takes_no_time(tmp_path):
     )
 
 
+def test_a_process_s_safetensors_file_of_any_length_but_its_own_is_refused(tmp_path):
+    write_shards(tmp_path / "shards", TWO_OF_TWO)
+    file = tmp_path / "shards" / "shard-00002-model-00002-of-00002.safetensors"
+    whole = file.read_bytes()
+    for wrong in (*(whole[:n] for n in range(0, len(whole), 7)), whole + b"\0"):
+        file.write_bytes(wrong)
+        with pytest.raises(FormatError, match=file.name):
+            opened(tmp_path / "shards")
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

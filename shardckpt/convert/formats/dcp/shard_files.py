@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.file_version import FileVersion, identity_of
 from shardckpt.convert.foreign import ROWS_BYTES, ForeignPart, row_chunks
-from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES, header_bytes, parse_header
+from shardckpt.convert.formats.safetensors.header import open_header
 from shardckpt.convert.formats.torch.objects import Dtype, PickledTensor, Storage
 from shardckpt.convert.placed import PlacedTensor, place_tensors
 from shardckpt.convert.span import Span, StoredRun
@@ -143,9 +143,7 @@ class _Shard:
 
 def _open(store: Store, name: str) -> tuple[FileVersion, dict[str, _Shard]]:
     version = FileVersion(store, name)
-    nbytes = header_bytes(version.read(0, LENGTH_BYTES).tobytes(), str(version))
-    header = parse_header(version.read(LENGTH_BYTES, LENGTH_BYTES + nbytes).tobytes(), str(version))
-    version.require_length(header.nbytes)
+    header = open_header(version)
     try:
         document = json.loads(header.metadata[_STARTS])
         starts = {tensor: tuple(document[tensor]["saved_offsets"]) for tensor in header.tensors}

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardckpt.convert.formats.safetensors.layout import DTYPES, LARGEST_HEADER, METADATA
 from shardckpt.convert.strict_json import parse_json
-from shardckpt.errors import DtypeError, FormatError
+from shardckpt.errors import CorruptionError, DtypeError, FormatError
 from shardckpt.format.documents import LARGEST_DIMENSION, MOST_DIMENSIONS
 from shardckpt.layout.dtypes import by_name
 from shardckpt.state.names import shown
@@ -34,6 +34,7 @@ from shardckpt.text import shorten
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardckpt.convert.files.file_version import FileVersion
     from shardckpt.layout.dtypes import DType
 
 LENGTH_BYTES = 8
@@ -70,6 +71,27 @@ class Header:
     """Further texts of the writer."""
     nbytes: int
     """Bytes of the complete file."""
+
+
+def open_header(version: FileVersion) -> Header:
+    """Read the header of a file, and check the file's length against it.
+
+    Raises:
+        FormatError: the file is malformed, or is longer or shorter than its header says.
+        DtypeError: a tensor's dtype cannot be stored.
+        ReplacedError, StorageError: the file has changed, or cannot be read.
+    """
+    where = str(version)
+    try:
+        nbytes = header_bytes(version.read(0, LENGTH_BYTES).tobytes(), where)
+        raw = version.read(LENGTH_BYTES, LENGTH_BYTES + nbytes)
+    except CorruptionError as e:
+        raise FormatError(
+            f"{where}: it ends before its header does; it is not a safetensors file, or is cut off."
+        ) from e
+    header = parse_header(raw.tobytes(), where)
+    version.require_length(header.nbytes)
+    return header
 
 
 def header_bytes(length: bytes, where: str) -> int:

@@ -29,7 +29,7 @@ from shardckpt.convert.foreign import (
     row_chunks,
     structure_of,
 )
-from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES, header_bytes, parse_header
+from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES, header_bytes, open_header
 from shardckpt.convert.formats.safetensors.hf_index import note_of_part, parts_of
 from shardckpt.convert.span import Span, StoredRun
 from shardckpt.convert.strict_json import is_json, parse_json
@@ -190,20 +190,9 @@ class SafetensorsFiles:
         return np.frombuffer(raw, tensor.dtype.storage).reshape(box.shape)
 
     def _open(self, name: str) -> tuple[FileVersion, Header]:
-        """Version and header of a file, whose length is checked against the header."""
+        """Version and header of a file."""
         version = FileVersion(self._store, name)
-        where = str(version)
-        try:
-            nbytes = header_bytes(version.read(0, LENGTH_BYTES).tobytes(), where)
-            raw = version.read(LENGTH_BYTES, LENGTH_BYTES + nbytes)
-        except CorruptionError as e:
-            raise FormatError(
-                f"{where}: it ends before its header does; it is not a safetensors file, or is "
-                "cut off."
-            ) from e
-        header = parse_header(raw.tobytes(), where)
-        version.require_length(header.nbytes)
-        return version, header
+        return version, open_header(version)
 
     def _config(self, name: str) -> Any:
         """A small JSON file beside the weights; None if it is not valid JSON or too large."""
