@@ -154,7 +154,7 @@ def _tensor(
     _requires_grad: object,
     _hooks: object,
     dtype: object,
-    metadata: object,
+    metadata: object = None,
 ) -> PickledTensor:
     if (
         type(storage) is not Storage
@@ -183,19 +183,6 @@ def _tensor_v2(
     return _tensor(
         storage, offset, shape, strides, grad, hooks, getattr(storage, "dtype", None), metadata
     )
-
-
-def _tensor_v3(
-    storage: object,
-    offset: object,
-    shape: object,
-    strides: object,
-    grad: object,
-    hooks: object,
-    dtype: object,
-    metadata: object = None,
-) -> PickledTensor:
-    return _tensor(storage, offset, shape, strides, grad, hooks, dtype, metadata)
 
 
 def _parameter(data: object, *_grad_and_hooks: object) -> object:
@@ -232,7 +219,7 @@ TABLE: Mapping[str, object] = MappingProxyType(
         "torch.storage.UntypedStorage": StorageKind(None),
         "torch._utils._rebuild_tensor": Build(_tensor_v2),
         "torch._utils._rebuild_tensor_v2": Build(_tensor_v2),
-        "torch._utils._rebuild_tensor_v3": Build(_tensor_v3),
+        "torch._utils._rebuild_tensor_v3": Build(_tensor),
         "torch._utils._rebuild_parameter": Build(_parameter),
         "torch.Size": Build(_size),
         "torch.serialization._get_layout": Build(_layout),
