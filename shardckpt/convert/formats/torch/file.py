@@ -31,7 +31,7 @@ from shardckpt.convert.span import StoredRun
 from shardckpt.errors import CorruptionError, FormatError, ShardckptError
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
+    from collections.abc import Mapping
 
     from shardckpt.convert.formats.torch.objects import Storage
     from shardckpt.convert.span import Span
@@ -99,15 +99,12 @@ def is_torch_file(beginning: bytes) -> bool:
     return beginning.startswith(_SIGNATURE)
 
 
-def open_torch_file(
-    span: Span, table: Mapping[str, object] = TABLE, only: Container[str] | None = None
-) -> TorchFile:
+def open_torch_file(span: Span, table: Mapping[str, object] = TABLE) -> TorchFile:
     """Read the list of entries and the pickle.
 
     Args:
         span: the file.
         table: replacements of the names in the pickle.
-        only: the names that the pickle may contain; None: any.
 
     Raises:
         FormatError: it is not such a file, or is malformed.
@@ -162,7 +159,7 @@ def open_torch_file(
             "little-endian one."
         )
     return TorchFile(
-        unpickle(pickle, str(span), table, only=only, persistent=storage_of),
+        unpickle(pickle, str(span), table, persistent=storage_of),
         len(pickle),
         span,
         {
