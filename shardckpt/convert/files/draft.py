@@ -38,7 +38,7 @@ from shardckpt.state.names import shown
 from shardckpt.text import Message, file_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Container, Iterator
     from pathlib import Path
 
     from shardckpt.io.url import Location
@@ -62,7 +62,7 @@ class Draft:
         overwrite: bool,
         nbytes: int,
         marks: Collection[str] | None = None,
-        own_names: Callable[[Path], Callable[[str], bool]] = lambda _directory: lambda _name: True,
+        own_names: Callable[[Path, list[str]], Container[str]] = lambda _directory, names: names,
     ) -> None:
         """Make an empty draft.
 
@@ -72,8 +72,8 @@ class Draft:
             nbytes: approximate bytes of the finished draft.
             marks: None for a file. For a directory: names of files of which an existing directory
                 must have one, or be empty, before `overwrite` replaces it.
-            own_names: returns, for such a directory, the test of a name in it: whether the format
-                writes it. `overwrite` replaces no directory that has others.
+            own_names: returns, for such a directory and the names in it, those that the format
+                writes. `overwrite` replaces no directory that has others.
 
         Raises:
             OptionError: the location is not on a local disk.
@@ -213,18 +213,18 @@ class Draft:
 
     def _reason_to_keep(self, marks: Collection[str]) -> str | None:
         """The reason, in words, that a directory is not replaced; None: there is none."""
-        entries: list[Path] = []
+        names: list[str] = []
         if is_directory(self.final) and not is_link(self.final):
             with storage_errors("list", self.final):
-                entries = sorted(self.final.iterdir())
-            if not entries:
+                names = sorted(entry.name for entry in self.final.iterdir())
+            if not names:
                 return None
-        if not any(entry.name in marks for entry in entries):
+        if not any(name in marks for name in names):
             return f"is not an earlier export (it has no {' or '.join(sorted(marks))})"
-        is_own = self._own_names(self.final)
-        for entry in entries:
-            if not (is_own(entry.name) or HIDDEN.fullmatch(entry.name)):
-                return f"holds {shown(entry.name)} beside an earlier export"
+        own = self._own_names(self.final, names)
+        for name in names:
+            if not (name in own or HIDDEN.fullmatch(name)):
+                return f"holds {shown(name)} beside an earlier export"
         return None
 
     def _settle_leftovers(self) -> list[Path]:

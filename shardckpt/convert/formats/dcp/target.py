@@ -114,9 +114,7 @@ class DcpDirectory(StateWriter):
             overwrite=overwrite,
             nbytes=nbytes,
             marks={METADATA},
-            own_names=lambda _directory: (
-                lambda name: name == METADATA or bool(_FILES.fullmatch(name))
-            ),
+            own_names=lambda _directory, names: {METADATA, *filter(_FILES.fullmatch, names)},
         )
         try:
             with storage_errors("create", self._where):

@@ -34,7 +34,7 @@ from shardckpt.state.names import shown
 from shardckpt.writing.plain import PlainWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -204,10 +204,9 @@ class OrbaxDirectory(StateWriter):
             )
 
 
-def _own_names(directory: Path) -> Callable[[str], bool]:
-    """The test of a name in a directory: whether it is of Orbax's files, or of the arrays there."""
-    place = Store.open(parse_url(directory))
-    arrays = {name.partition("/")[0] for name in array_names(place)}
-    if place.exists(documents.MANIFEST):
+def _own_names(directory: Path, names: list[str]) -> set[str]:
+    """The names of Orbax's own files in a directory, and of the arrays there."""
+    arrays = {name.partition("/")[0] for name in array_names(Store.open(parse_url(directory)))}
+    if documents.MANIFEST in names:
         arrays.add(documents.DATABASE)
-    return lambda name: documents.is_of_orbax(name) or name in arrays
+    return arrays.union(filter(documents.is_of_orbax, names))
