@@ -112,6 +112,11 @@ class ForeignPart:
     chunks: tuple[int, ...]
     """Shape of a chunk, the unit of reading."""
 
+    @classmethod
+    def whole(cls, shape: tuple[int, ...], chunks: tuple[int, ...] | None = None) -> ForeignPart:
+        """A complete tensor; in one chunk, unless `chunks` is given."""
+        return cls((0,) * len(shape), shape, tuple(max(1, n) for n in chunks or shape))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForeignTensor:

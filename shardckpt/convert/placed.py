@@ -120,10 +120,6 @@ def place_tensors(
     return Placed(format, location, structure, identity, tuple(notes), {}, places)
 
 
-def _whole(shape: tuple[int, ...], chunks: tuple[int, ...]) -> ForeignPart:
-    return ForeignPart((0,) * len(shape), shape, tuple(max(1, n) for n in chunks))
-
-
 def place_array(array: NDArray[Any]) -> PlacedTensor:
     """A tensor for a small array in memory.
 
@@ -133,7 +129,7 @@ def place_array(array: NDArray[Any]) -> PlacedTensor:
     dtype = of_numpy(array.dtype)
     array = np.ascontiguousarray(array, dtype.numpy).reshape(array.shape)
     return PlacedTensor(
-        array.shape, dtype, (_whole(array.shape, array.shape),), places=(_Held(array),)
+        array.shape, dtype, (ForeignPart.whole(array.shape),), places=(_Held(array),)
     )
 
 
@@ -154,7 +150,7 @@ def place_pickled(file: TorchFile, tensor: PickledTensor) -> PlacedTensor:
     return PlacedTensor(
         tensor.shape,
         dtype,
-        (_whole(tensor.shape, chunks),),
+        (ForeignPart.whole(tensor.shape, chunks),),
         identity=tied,
         places=(_Stored(file, tensor),),
     )

@@ -55,10 +55,7 @@ def check_tree(
 
 
 def _placeholder(tensor: TensorRecord) -> ForeignTensor:
-    part = ForeignPart(
-        (0,) * len(tensor.shape), tensor.shape, tuple(max(1, n) for n in tensor.shape)
-    )
-    return ForeignTensor(tensor.shape, tensor.dtype, (part,))
+    return ForeignTensor(tensor.shape, tensor.dtype, (ForeignPart.whole(tensor.shape),))
 
 
 def _describe(tensors: Mapping[str, TensorRecord]) -> dict[str, str]:

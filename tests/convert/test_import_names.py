@@ -167,12 +167,7 @@ F32 = by_name("float32")
 
 
 def tensor(shape: tuple[int, ...] = (4, 6), **options: Any) -> ForeignTensor:
-    return ForeignTensor(
-        shape,
-        F32,
-        (ForeignPart((0,) * len(shape), shape, tuple(max(1, n) for n in shape)),),
-        **options,
-    )
+    return ForeignTensor(shape, F32, (ForeignPart.whole(shape),), **options)
 
 
 def arranged(state: object, **options: Any) -> tuple[Arrangement, Any]:

@@ -36,7 +36,7 @@ def structure(state: Any) -> Structure:
             return {key: leaf(inside) for key, inside in value.items()}
         if not isinstance(value, np.ndarray):
             return value
-        whole = ForeignPart((0,) * value.ndim, value.shape, tuple(max(1, n) for n in value.shape))
+        whole = ForeignPart.whole(value.shape)
         return arrays.setdefault(
             id(value), ForeignTensor(value.shape, of_numpy(value.dtype), (whole,), None, id(value))
         )

@@ -134,9 +134,7 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
 
     def value(leaf: object) -> object:
         if isinstance(leaf, np.ndarray):
-            tensor = _tensor(
-                leaf.shape, dtypes.of_numpy(leaf.dtype), tuple(max(1, n) for n in leaf.shape)
-            )
+            tensor = _tensor(leaf.shape, dtypes.of_numpy(leaf.dtype), leaf.shape)
             sources[tensor] = _Held(leaf)
             return tensor
         if not isinstance(leaf, Leaf):
@@ -219,7 +217,7 @@ def _tensor(
     return ForeignTensor(
         shape,
         dtype,
-        (ForeignPart((0,) * len(shape), shape, chunks),),
+        (ForeignPart.whole(shape, chunks),),
         layout,
         meaning=None if generator is None else f"jax.key:{generator}",
     )

@@ -211,9 +211,7 @@ class SafetensorsFiles:
 
 def _foreign(stored: HeaderTensor, rows: int) -> ForeignTensor:
     chunks = row_chunks(stored.shape, stored.dtype.itemsize, rows)
-    return ForeignTensor(
-        stored.shape, stored.dtype, (ForeignPart((0,) * len(stored.shape), stored.shape, chunks),)
-    )
+    return ForeignTensor(stored.shape, stored.dtype, (ForeignPart.whole(stored.shape, chunks),))
 
 
 def _check_index(index: str, weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> None:

@@ -274,7 +274,7 @@ def _nest(arrays: Mapping[str, ForeignArray], where: str) -> object:
     root: dict[str, Any] = {}
     for path in sorted(arrays, key=natural_key):
         array = arrays[path]
-        part = ForeignPart((0,) * len(array.shape), array.shape, array.chunks)
+        part = ForeignPart.whole(array.shape, array.chunks)
         tensor = ForeignTensor(array.shape, array.dtype, (part,), identity=path)
         if not path:
             return tensor
