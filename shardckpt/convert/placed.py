@@ -15,7 +15,7 @@ import numpy as np
 
 from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of, tensors_of
 from shardckpt.convert.strided import read_box, run_of, strided_chunks
-from shardckpt.errors import CorruptionError, FormatError, extend
+from shardckpt.errors import CorruptionError, DtypeError, FormatError, extend
 from shardckpt.format.documents import LARGEST_DIMENSION
 from shardckpt.layout.box import Box
 from shardckpt.layout.dtypes import by_name, of_numpy
@@ -78,23 +78,23 @@ class Placed:
 
     def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun | None:
         """The stored run of a piece; see `Foreign.run`."""
-        with _naming(tensor):
+        with naming(tensor.name):
             return self._places[tensor.name][piece.start].run(tensor.dtype)
 
     def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
         """The elements of one chunk; see `Foreign.read`."""
         inside = Box(_less(box.start, piece.start), _less(box.stop, piece.start))
-        with _naming(tensor):
+        with naming(tensor.name):
             return self._places[tensor.name][piece.start].read(inside, tensor.dtype)
 
 
 @contextmanager
-def _naming(tensor: TensorRecord) -> Iterator[None]:
-    """Add the tensor's name to errors."""
+def naming(name: str) -> Iterator[None]:
+    """Add the name of a tensor or leaf to errors."""
     try:
         yield
-    except (CorruptionError, FormatError) as e:
-        extend(e, before=f"{shown(tensor.name)}: ")
+    except (CorruptionError, FormatError, DtypeError) as e:
+        extend(e, before=f"{shown(name)}: ")
         raise
 
 

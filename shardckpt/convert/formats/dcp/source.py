@@ -18,7 +18,6 @@ DCP has no checksums. The checksums in torch's files are checked where an item i
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -32,11 +31,11 @@ from shardckpt.convert.formats.dcp.shard_files import open_shards, shard_files
 from shardckpt.convert.formats.torch.file import open_torch_file
 from shardckpt.convert.formats.torch.objects import PickledTensor
 from shardckpt.convert.nested import nested
-from shardckpt.convert.placed import PlacedTensor, place_array, place_tensors
+from shardckpt.convert.placed import PlacedTensor, naming, place_array, place_tensors
 from shardckpt.convert.plain_values import LEFT, plain
 from shardckpt.convert.span import Span
 from shardckpt.convert.strided import read_box, run_of, strided_chunks
-from shardckpt.errors import CorruptionError, DtypeError, FormatError, OptionError, extend
+from shardckpt.errors import CorruptionError, FormatError, OptionError
 from shardckpt.io.files import LARGEST_WHOLE
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
@@ -45,7 +44,7 @@ from shardckpt.state.names import shown
 from shardckpt.text import Message, few, named, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -227,7 +226,7 @@ def _value(
     name: str, item: DcpItem, opened: Callable[[DcpItem], TorchFile]
 ) -> tuple[Any, list[str]]:
     """The value of an item that is not a tensor."""
-    with _naming(name):
+    with naming(name):
         return plain(opened(item), name)
 
 
@@ -235,7 +234,7 @@ def _place(
     name: str, tensor: DcpTensor, opened: Callable[[DcpItem], TorchFile], nbytes: int
 ) -> PlacedTensor:
     """A tensor with the places of its elements."""
-    with _naming(name):
+    with naming(name):
         dtype = by_name(tensor.dtype)
         places = [_Item(chunk.item, chunk.shape, opened) for chunk in tensor.chunks]
         strides = places[0].tensor(dtype)[1].strides if places else ()
@@ -248,16 +247,6 @@ def _place(
         for chunk in tensor.chunks
     )
     return PlacedTensor(tensor.shape, dtype, parts, places=tuple(places))
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Add the name of the tensor or leaf to errors."""
-    try:
-        yield
-    except (CorruptionError, FormatError, DtypeError) as e:
-        extend(e, before=f"{shown(name)}: ")
-        raise
 
 
 def _stored_as(dtype: DType) -> tuple[str, ...]:
