@@ -122,6 +122,23 @@ def test_what_follows_in_a_file_is_read_together_and_once(tmp_path: Path) -> Non
     assert all((buffer == state[name]).all() for name, _, buffer in [*straight, *copied])
 
 
+def test_a_few_rows_in_an_object_store_cost_few_bytes_and_all_rows_few_requests(
+    tmp_path: Path,
+) -> None:
+    array = np.zeros((16 << 10, 1024), np.float32)
+    save_file({"a": array}, tmp_path / "model.safetensors")
+    url = f"memory://{uuid.uuid4().hex}"
+    Store.open(url).write("model.safetensors", (tmp_path / "model.safetensors").read_bytes())
+    few, every = (ForeignSpec(f"{url}/model.safetensors", "safetensors").open() for _ in "ab")
+
+    read(few, [("a", Box((0, 0), (9, 1024)), np.ones((9, 1024), np.float32))])
+    read(every, [("a", Box.full(array.shape), np.ones_like(array))])
+
+    assert few.stats.bytes_read <= MiB
+    assert every.stats.bytes_read == array.nbytes
+    assert every.stats.reads <= array.nbytes // (8 * MiB)
+
+
 def test_groups_that_share_a_tensor_are_each_read_in_few_reads(tmp_path: Path) -> None:
     state = {
         name: np.random.default_rng(i).random((300, 1000), np.float32)

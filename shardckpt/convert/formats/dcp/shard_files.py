@@ -21,7 +21,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.file_version import FileVersion, identity_of
-from shardckpt.convert.foreign import ROWS_BYTES, ForeignPart, row_chunks
+from shardckpt.convert.foreign import ForeignPart, row_chunks
 from shardckpt.convert.formats.safetensors.header import open_header
 from shardckpt.convert.formats.torch.objects import Dtype, PickledTensor, Storage
 from shardckpt.convert.placed import PlacedTensor, place_tensors
@@ -187,7 +187,7 @@ def _tensor(name: str, shards: list[_Shard], where: str) -> PlacedTensor:
         ForeignPart(
             shard.start,
             shard.tensor.shape,
-            row_chunks(shard.tensor.shape, first.dtype.itemsize, ROWS_BYTES),
+            row_chunks(shard.tensor.shape, first.dtype.itemsize),
         )
         for shard in kept
     )

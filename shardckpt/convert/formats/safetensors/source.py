@@ -58,8 +58,6 @@ _LARGEST_CONFIG = 256 << 10
 """Most bytes of a config file that is kept: it goes into every record."""
 _LARGEST_INDEX = 100_000_000
 """Most bytes of an index, as of a header."""
-_REQUEST_BYTES = 8 << 20
-"""Bytes to which rows are joined for one read from an object store."""
 
 
 def looks_like(location: Location) -> str | None:
@@ -134,8 +132,7 @@ class SafetensorsFiles:
             for version, header in opened
             for tensor, stored in header.tensors.items()
         }
-        rows = ROWS_BYTES if self._store.near else _REQUEST_BYTES
-        state = {tensor: _foreign(self._places[tensor][1], rows) for tensor in weight_map}
+        state = {tensor: _foreign(self._places[tensor][1]) for tensor in weight_map}
         self.structure = structure_of(state, str(location))
         self._by_name = dict(
             zip(
@@ -209,8 +206,8 @@ class SafetensorsFiles:
             return None
 
 
-def _foreign(stored: HeaderTensor, rows: int) -> ForeignTensor:
-    chunks = row_chunks(stored.shape, stored.dtype.itemsize, rows)
+def _foreign(stored: HeaderTensor) -> ForeignTensor:
+    chunks = row_chunks(stored.shape, stored.dtype.itemsize, ROWS_BYTES)
     return ForeignTensor(stored.shape, stored.dtype, (ForeignPart.whole(stored.shape, chunks),))
 
 
