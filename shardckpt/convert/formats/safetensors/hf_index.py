@@ -18,14 +18,20 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardckpt.convert.strict_json import parse_json
 from shardckpt.errors import FormatError, MissingDataError, OptionError
 from shardckpt.options import parse_bytes
-from shardckpt.text import Message, few, named
+from shardckpt.state.names import shown
+from shardckpt.text import Message, few, named, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
+
+    from shardckpt.convert.files.file_version import FileVersion
 
 INDEX = "model.safetensors.index.json"
+_LARGEST_INDEX = 100_000_000
+"""Most bytes of an index, as of the header of a safetensors file."""
 _NAMES = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX))
 
 
@@ -109,6 +115,71 @@ def note_of_slices(name: str) -> list[str]:
         if several
         else []
     )
+
+
+def read_weight_map(index: FileVersion, suffix: str = "") -> Mapping[str, str]:
+    """Tensor name → the file that contains it, from an index.
+
+    Args:
+        index: the index.
+        suffix: ending of the names of all files.
+
+    Raises:
+        FormatError: it is not an index of files beside it that end in `suffix`.
+    """
+    raw = index.read_whole(_LARGEST_INDEX)
+    try:
+        doc = parse_json(raw)
+    except ValueError as e:
+        raise FormatError(
+            f"{index} is not JSON that can be read ({e}); get a new copy of it."
+        ) from e
+    weight_map = doc.get("weight_map") if isinstance(doc, dict) else None
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
+    ):
+        raise FormatError(
+            f"{index} has no weight_map from tensors to files; it is not an index of split files."
+        )
+    for file in set(weight_map.values()):
+        if not file or "/" in file or not file.endswith(suffix):
+            raise FormatError(
+                f"{index}: {shorten(file)} is not the name of a file *{suffix} in the same "
+                "directory; get a new copy of it."
+            )
+    return weight_map
+
+
+def check_index(
+    where: str, weight_map: Mapping[str, str], files: Mapping[str, Collection[str]]
+) -> None:
+    """Raise FormatError unless every tensor is in the file that the index names, and only there.
+
+    Args:
+        where: the index, for messages.
+        weight_map: its tensors and their files.
+        files: the names of the tensors in each of these files.
+    """
+    for file, names in files.items():
+        for name in names:
+            if weight_map.get(name) != file:
+                says = (
+                    "does not know it"
+                    if name not in weight_map
+                    else f"says it is in {weight_map[name]}"
+                )
+                raise FormatError(
+                    f"{where}: {shown(name)} is in {file}, but the index {says}; get new copies "
+                    "of the files, or rewrite the index."
+                )
+    for name, file in weight_map.items():
+        if name not in files[file]:
+            raise FormatError(
+                f"{where}: {shown(name)} should be in {file}, which does not have it; get new "
+                "copies of both files."
+            )
 
 
 def is_of_a_model(name: str) -> bool:

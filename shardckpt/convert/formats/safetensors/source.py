@@ -30,7 +30,12 @@ from shardckpt.convert.foreign import (
     structure_of,
 )
 from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES, header_bytes, open_header
-from shardckpt.convert.formats.safetensors.hf_index import note_of_part, parts_of
+from shardckpt.convert.formats.safetensors.hf_index import (
+    check_index,
+    note_of_part,
+    parts_of,
+    read_weight_map,
+)
 from shardckpt.convert.span import Span, StoredRun
 from shardckpt.convert.strict_json import is_json, parse_json
 from shardckpt.errors import CorruptionError, FormatError, OptionError, extend
@@ -38,7 +43,7 @@ from shardckpt.format.hf_files import BYTES, CONFIGS, LARGEST_FILE, as_metadata
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.state.names import component_names, shown
-from shardckpt.text import few, shorten
+from shardckpt.text import few
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -56,8 +61,6 @@ INDEX_SUFFIX = ".safetensors.index.json"
 _MODEL = "model"
 _LARGEST_CONFIG = 256 << 10
 """Most bytes of a config file that is kept: it goes into every record."""
-_LARGEST_INDEX = 100_000_000
-"""Most bytes of an index, as of a header."""
 
 
 def looks_like(location: Location) -> str | None:
@@ -116,7 +119,7 @@ class SafetensorsFiles:
         beside = _names(self._store) if given is None else []
         main = _main(beside, self._store) if given is None else given.key
         index = FileVersion(self._store, main) if main.endswith(INDEX_SUFFIX) else None
-        weight_map = None if index is None else _weight_map(index)
+        weight_map = None if index is None else read_weight_map(index, SUFFIX)
         files = parts_of(main, beside, self._store) if given is None else [main]
         if weight_map is not None:
             files = sorted(set(weight_map.values()))
@@ -126,7 +129,8 @@ class SafetensorsFiles:
             weight_map = {
                 tensor: file for file, header in headers.items() for tensor in header.tensors
             }
-        _check_index(str(self._store if index is None else index), weight_map, headers)
+        names = {file: header.tensors for file, header in headers.items()}
+        check_index(str(self._store if index is None else index), weight_map, names)
         self._places = {
             tensor: (version, stored)
             for version, header in opened
@@ -209,57 +213,6 @@ class SafetensorsFiles:
 def _foreign(stored: HeaderTensor) -> ForeignTensor:
     chunks = row_chunks(stored.shape, stored.dtype.itemsize, ROWS_BYTES)
     return ForeignTensor(stored.shape, stored.dtype, (ForeignPart.whole(stored.shape, chunks),))
-
-
-def _check_index(index: str, weight_map: Mapping[str, str], headers: Mapping[str, Header]) -> None:
-    """Raise FormatError unless every tensor is in the file that the index names, and only there."""
-    for file, header in headers.items():
-        for name in header.tensors:
-            if weight_map.get(name) != file:
-                says = (
-                    "does not know it"
-                    if name not in weight_map
-                    else f"says it is in {weight_map[name]}"
-                )
-                raise FormatError(
-                    f"{index}: {shown(name)} is in {file}, but the index {says}; get new copies "
-                    "of the files, or rewrite the index."
-                )
-    for name, file in weight_map.items():
-        if name not in headers[file].tensors:
-            raise FormatError(
-                f"{index}: {shown(name)} should be in {file}, which does not have it; get new "
-                "copies of both files."
-            )
-
-
-def _weight_map(index: FileVersion) -> Mapping[str, str]:
-    """Tensor name → the file that contains it."""
-    where = str(index)
-    raw = index.read_whole(_LARGEST_INDEX)
-    try:
-        doc = parse_json(raw)
-    except ValueError as e:
-        raise FormatError(
-            f"{where} is not JSON that can be read ({e}); get a new copy of it."
-        ) from e
-    weight_map = doc.get("weight_map") if isinstance(doc, dict) else None
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(file, str) for file in weight_map.values())
-    ):
-        raise FormatError(
-            f"{where} has no weight_map from tensors to files; it is not an index of safetensors "
-            "files."
-        )
-    for file in set(weight_map.values()):
-        if "/" in file or not file.endswith(SUFFIX):
-            raise FormatError(
-                f"{where}: {shorten(file)} is not the name of a {SUFFIX} file in the same "
-                "directory."
-            )
-    return weight_map
 
 
 def _main(names: Sequence[str], store: Store) -> str:

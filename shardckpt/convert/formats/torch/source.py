@@ -13,28 +13,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.file_version import FileVersion, file_at, identity_of
-from shardckpt.convert.formats.safetensors.hf_index import is_part, note_of_part, parts_of
+from shardckpt.convert.formats.safetensors.hf_index import (
+    check_index,
+    is_part,
+    note_of_part,
+    parts_of,
+    read_weight_map,
+)
 from shardckpt.convert.formats.torch.deepspeed import note_of_file, refuse_directory
 from shardckpt.convert.formats.torch.file import is_torch_file
 from shardckpt.convert.formats.torch.states import open_state_file, state_in
 from shardckpt.convert.placed import place_tensors
 from shardckpt.convert.span import Span
-from shardckpt.convert.strict_json import parse_json
 from shardckpt.errors import FormatError, NotFoundError
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
 from shardckpt.state.names import shown
-from shardckpt.text import shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from shardckpt.convert.foreign import Foreign
     from shardckpt.convert.formats.torch.file import TorchFile
     from shardckpt.io.url import Location
 
 _BIN, _INDEX_SUFFIX = "pytorch_model.bin", ".bin.index.json"
-_LARGEST_INDEX = 100_000_000
 _BEGINNING = 512
 """First bytes of a file by which its format is detected."""
 _BEFORE_1_6 = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
@@ -109,21 +112,12 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
         return place_tensors(
             state, "torch", location, identity_of(location, [file]), (*notes, *left)
         )
-    weight_map = _weight_map(file)
+    weight_map = read_weight_map(file)
     versions = [FileVersion(file.store, name) for name in sorted(set(weight_map.values()))]
     states, left = _states(versions)
-    state = {name: _pick(states[key], name, key, file) for name, key in weight_map.items()}
-    unnamed = next(
-        (
-            f"{shown(name)} in {key}"
-            for key, part in states.items()
-            for name in part
-            if weight_map.get(name) != key
-        ),
-        None,
-    )
-    if unnamed is not None:
-        raise FormatError(f"{file} does not name {unnamed}; get new copies of all files.")
+    names = {key: part if isinstance(part, dict) else () for key, part in states.items()}
+    check_index(str(file), weight_map, names)
+    state = {name: states[key][name] for name, key in weight_map.items()}
     notes = [f"{len(versions)} files, by {file.key}", *left]
     return place_tensors(state, "torch", location, identity_of(location, [file, *versions]), notes)
 
@@ -196,29 +190,3 @@ def _is_old(head: bytes) -> bool:
     return head.startswith(_BEFORE_1_6) or (
         head[257:262] == b"ustar" and head.startswith((b"sys_info\0", b"storages\0", b"pickle\0"))
     )
-
-
-def _weight_map(index: FileVersion) -> Mapping[str, str]:
-    """Tensor → file, from an index."""
-    try:
-        doc = parse_json(index.read_whole(_LARGEST_INDEX))
-        weight_map: Mapping[str, str] = doc["weight_map"]
-        beside = all(isinstance(key, str) and key and "/" not in key for key in weight_map.values())
-    except (AttributeError, KeyError, TypeError, ValueError) as e:
-        raise FormatError(
-            f"{index} is not an index of split files ({shorten(str(e))}); get a new copy of it."
-        ) from e
-    if not beside:
-        raise FormatError(f"{index} names files outside its directory; get a new copy of it.")
-    if not weight_map:
-        raise FormatError(f"{index} names no tensor; get a new copy of it.")
-    return weight_map
-
-
-def _pick(state: Any, name: str, key: str, index: FileVersion) -> Any:
-    if not isinstance(state, dict) or name not in state:
-        raise FormatError(
-            f"{index}: {shown(name)} should be in {key}, which does not have it; get new copies "
-            "of both files."
-        )
-    return state[name]
