@@ -1,4 +1,4 @@
-"""The JSON documents of an Orbax checkpoint, as an export writes them.
+"""The names of the files of an Orbax checkpoint, and its JSON documents as an export writes them.
 
 An Orbax checkpoint is a directory of zarr arrays, one for each tensor and each number of the state,
 and of JSON documents beside them (as observed in the output of orbax-checkpoint 0.12):
@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardckpt.convert.formats.orbax.metadata import DICT, SEQUENCE
 from shardckpt.convert.small_leaves import check_text_keys, find_unsupported
 from shardckpt.errors import DtypeError, FormatError, NamesMismatchError, StructureMismatchError
 from shardckpt.format.documents import check_key
@@ -51,24 +52,22 @@ if TYPE_CHECKING:
     from shardckpt.layout.dtypes import DType
     from shardckpt.state.document import Node
 
-RESERVED = (
-    "_METADATA",
-    "_CHECKPOINT_METADATA",
-    "_sharding",
-    "_strings.json",
-    "array_metadatas",
-    "commit_success.txt",
-)
+METADATA = "_METADATA"
+STEP = "_CHECKPOINT_METADATA"
+"""File in the directory of every checkpoint, whatever its items are."""
+SHARDINGS = "_sharding"
+STRINGS = "_strings.json"
+ARRAY_METADATAS = "array_metadatas"
+FINISHED = "commit_success.txt"
+RESERVED = (METADATA, STEP, SHARDINGS, STRINGS, ARRAY_METADATAS, FINISHED)
 """Names of Orbax's own files and directories."""
 MANIFEST, DATABASE = "manifest.ocdbt", "d"
 """Names of the file and the directory of a database that has all arrays."""
 _PROCESS_PART = re.compile(r"ocdbt\.process_\w*")
 """Matches the directory of one process's arrays, which Orbax merges when the save is finished."""
-_LEGACY_FILE = "checkpoint"
-"""A file in which old releases of Orbax stored small arrays; Orbax opens anything of this name as a
-file."""
-_SEQUENCE, _DICT = 1, 2
-"""Kinds of keys."""
+MSGPACK = "checkpoint"
+"""A file in which old releases of Orbax stored the tree and small arrays; Orbax opens anything of
+this name as a file."""
 _HANDLERS = "orbax.checkpoint._src.handlers."
 _LONGEST_NAME = 255
 """Most bytes of a directory's name."""
@@ -103,7 +102,7 @@ class OrbaxEntry:
     @property
     def path(self) -> tuple[str | int, ...]:
         """The keys; keys of lists and tuples as numbers."""
-        return tuple(int(text) if kind == _SEQUENCE else text for text, kind in self.keys)
+        return tuple(int(text) if kind == SEQUENCE else text for text, kind in self.keys)
 
 
 def entries(
@@ -141,7 +140,7 @@ def _entries(
     meanings: Mapping[str, str | None],
 ) -> Iterator[OrbaxEntry]:
     if isinstance(node, Branch):
-        kind, empty = (_DICT if node.form == "dict" else _SEQUENCE), True
+        kind, empty = (DICT if node.form == "dict" else SEQUENCE), True
         for key, child in zip(node.keys, node.children, strict=True):
             for entry in _entries(child, (*keys, (str(key), kind)), left, tensors, meanings):
                 empty = False
@@ -158,7 +157,7 @@ def _entries(
             key_kind=meaning.removeprefix(_RANDOM_KEY) if meaning.startswith(_RANDOM_KEY) else None,
         )
     elif node.name in left:
-        if keys[-1][1] == _SEQUENCE:
+        if keys[-1][1] == SEQUENCE:
             yield OrbaxEntry(keys, "None")
     else:
         assert isinstance(node, Small), "leaves of other kinds are left out"
@@ -237,7 +236,7 @@ def _check_names(listing: list[OrbaxEntry], where: str) -> None:
 
 def is_of_orbax(name: str) -> bool:
     """Whether Orbax itself writes a file or directory of this name beside those of arrays."""
-    return name in (*RESERVED, _LEGACY_FILE, MANIFEST) or bool(_PROCESS_PART.fullmatch(name))
+    return name in (*RESERVED, MSGPACK, MANIFEST) or bool(_PROCESS_PART.fullmatch(name))
 
 
 def _check_directory(name: str, where: str) -> None:
@@ -265,14 +264,17 @@ def _outer(name: str) -> list[str]:
     return ["/".join(parts[:i]) for i in range(1, len(parts))]
 
 
+def pointer_keys(name: str) -> list[str]:
+    """The keys of a text's name, which Orbax treats as a JSON pointer."""
+    return [key.replace("~1", "/").replace("~0", "~") for key in name.split("/")]
+
+
 def strings(listing: list[OrbaxEntry]) -> dict[str, Any]:
     """The document `_strings.json`."""
     root: dict[str, Any] = {}
     for entry in listing:
         if entry.what == "string":
-            *outer, last = (
-                key.replace("~1", "/").replace("~0", "~") for key in entry.name.split("/")
-            )
+            *outer, last = pointer_keys(entry.name)
             inner = root
             for key in outer:
                 inner = inner.setdefault(key, {})

@@ -26,7 +26,7 @@ from shardckpt.text import shorten
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_SEQUENCE, _DICT = 1, 2
+SEQUENCE, DICT = 1, 2
 """Kinds of keys."""
 _MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Errors that taking malformed JSON apart can raise."""
@@ -53,7 +53,7 @@ class Leaf:
         keys = [(key["key"], key["key_type"]) for key in entry["key_metadata"]]
         kind = entry["value_metadata"]["value_type"]
         if (
-            not all(type(key) is str and which in {_SEQUENCE, _DICT} for key, which in keys)
+            not all(type(key) is str and which in {SEQUENCE, DICT} for key, which in keys)
             or type(kind) is not str
         ):
             raise ValueError(
@@ -62,7 +62,7 @@ class Leaf:
         if len(keys) > MAX_DEPTH:
             raise ValueError(f"a leaf in {len(keys)} containers, at most {MAX_DEPTH} are expected")
         path = tuple(key for key, _ in keys)
-        return cls(".".join(path), kind, path, tuple(which == _SEQUENCE for _, which in keys))
+        return cls(".".join(path), kind, path, tuple(which == SEQUENCE for _, which in keys))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.file_version import identity_below
 from shardckpt.convert.foreign import ForeignArrays, structure_of, tensors_of
+from shardckpt.convert.formats.orbax.documents import FINISHED, METADATA, MSGPACK, STEP
 from shardckpt.convert.formats.orbax.metadata import parse_json
-from shardckpt.convert.formats.orbax.tree import METADATA, MSGPACK, read_tree
+from shardckpt.convert.formats.orbax.tree import read_tree
 from shardckpt.errors import FormatError, NotFoundError, UncommittedError
 from shardckpt.io.store import Store
 from shardckpt.state.names import natural_key
@@ -28,11 +29,8 @@ if TYPE_CHECKING:
     from shardckpt.convert.formats.orbax.tree import Sources
     from shardckpt.io.url import Location
 
-_STEP = "_CHECKPOINT_METADATA"
-"""File in the directory of every checkpoint, whatever its items are."""
 _STEP_V1 = "orbax.checkpoint"
-"""The same file in Orbax's interface version 1."""
-_FINISHED = "commit_success.txt"
+"""`STEP` in Orbax's interface version 1."""
 _UNFINISHED = ".orbax-checkpoint-tmp"
 """Part of the name of a directory that is still being written."""
 _JSON = "metadata"
@@ -65,13 +63,13 @@ def looks_like(location: Location) -> str | None:
     if _is_checkpoint(place, names):
         return (
             "an Orbax checkpoint, by "
-            f"{next(name for name in (_STEP_V1, _STEP, METADATA, MSGPACK) if name in names)}"
+            f"{next(name for name in (_STEP_V1, STEP, METADATA, MSGPACK) if name in names)}"
         )
     if _steps(place, names):
         return "steps of an Orbax CheckpointManager"
     below = [name for name in names if name.endswith("/")][:_MOST_ITEMS]
     items = (
-        name for name in below if place.exists(name + METADATA) and not place.exists(name + _STEP)
+        name for name in below if place.exists(name + METADATA) and not place.exists(name + STEP)
     )
     item = next(items, None)
     return None if item is None else f"an Orbax checkpoint, by {item}{METADATA}"
@@ -130,7 +128,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
 def _item(place: Store, sources: Sources, notes: list[str], depth: int) -> object:
     """The contents of a place: a tree, JSON, or a dict of items; None: nothing known."""
     names = place.list_children()
-    if depth and _STEP in names:
+    if depth and STEP in names:
         return None  # a separate checkpoint beside others
     if METADATA in names or MSGPACK in names:
         return read_tree(place, names, sources, notes)
@@ -156,7 +154,7 @@ def _item(place: Store, sources: Sources, notes: list[str], depth: int) -> objec
 
 def _is_checkpoint(place: Store, names: list[str]) -> bool:
     """Whether the files of the place itself, not below it, show a checkpoint or a tree."""
-    if METADATA in names or _STEP in names or _STEP_V1 in names:
+    if METADATA in names or STEP in names or _STEP_V1 in names:
         return True
     return (
         MSGPACK in names
@@ -191,12 +189,12 @@ def _check_finished(place: Store, names: list[str]) -> None:
         raise UncommittedError(
             f"{where} was not finished, or is still being written; import another step."
         )
-    if place.has_paths or _FINISHED in names or not _is_checkpoint(place, names):
+    if place.has_paths or FINISHED in names or not _is_checkpoint(place, names):
         return
     above = where.parent  # the file is in the item's directory or in its checkpoint's
-    if above is None or not Store.open(above).exists(_FINISHED):
+    if above is None or not Store.open(above).exists(FINISHED):
         raise UncommittedError(
-            f"{where} was not finished, or is still being written: {_FINISHED} is missing. Import "
+            f"{where} was not finished, or is still being written: {FINISHED} is missing. Import "
             "another step. If you know that this one is complete, write an empty file of that "
             "name there."
         )
@@ -205,8 +203,8 @@ def _check_finished(place: Store, names: list[str]) -> None:
 def _metadata(place: Store, names: list[str]) -> dict[str, Any]:
     """Further metadata of the checkpoint: custom metadata of its users, and metrics."""
     further: dict[str, Any] = {}
-    if _STEP in names:
-        doc = parse_json(place.read(_STEP), place.path_of(_STEP))
+    if STEP in names:
+        doc = parse_json(place.read(STEP), place.path_of(STEP))
         further["custom_metadata"] = doc.get("custom_metadata") if isinstance(doc, dict) else None
     key = f"{_METRICS}/{_METRICS}"
     if f"{_METRICS}/" in names and place.exists(key):

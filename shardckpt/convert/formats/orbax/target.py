@@ -150,17 +150,18 @@ class OrbaxDirectory(StateWriter):
                     f"{array}/zarr.json", array_json(tensor.shape, tensor.dtype, self._chunks[name])
                 )
         self._write_small_leaves()
-        self._write_json("_sharding", documents.shardings(self._entries, self._tensors))
+        self._write_json(documents.SHARDINGS, documents.shardings(self._entries, self._tensors))
         self._write_json(
-            "array_metadatas/process_0", documents.array_metadatas(self._entries, self._chunks)
+            f"{documents.ARRAY_METADATAS}/process_0",
+            documents.array_metadatas(self._entries, self._chunks),
         )
-        self._write_json("_METADATA", documents.metadata(self._entries))
+        self._write_json(documents.METADATA, documents.metadata(self._entries))
         self._write_json(
-            "_CHECKPOINT_METADATA",
+            documents.STEP,
             documents.checkpoint_metadata(self._entries, self._began, time.time_ns()),
         )
         self._writer.append(
-            ["commit_success.txt"],
+            [documents.FINISHED],
             [f"Checkpoint commit was successful to {self._draft.final}".encode()],
         )
         self._writer.finish()
@@ -190,7 +191,7 @@ class OrbaxDirectory(StateWriter):
                 self._writer.append([f"{entry.name}/{chunk_key(())}"], [data])
         texts = documents.strings(self._entries)
         if texts:
-            self._write_json("_strings.json", texts)
+            self._write_json(documents.STRINGS, texts)
 
     def _write_json(self, key: str, document: dict[str, Any]) -> None:
         self._writer.append([key], [json.dumps(document).encode()])

@@ -20,6 +20,15 @@ import numpy as np
 from shardckpt.convert.files.file_version import FileVersion
 from shardckpt.convert.foreign import Elements, ForeignPart, ForeignTensor, VersionedArray
 from shardckpt.convert.formats.orbax.aggregate import read_aggregate
+from shardckpt.convert.formats.orbax.documents import (
+    ARRAY_METADATAS,
+    MANIFEST,
+    METADATA,
+    MSGPACK,
+    SHARDINGS,
+    STRINGS,
+    pointer_keys,
+)
 from shardckpt.convert.formats.orbax.metadata import (
     Leaf,
     Metadata,
@@ -45,11 +54,6 @@ if TYPE_CHECKING:
     from shardckpt.layout.dtypes import DType
     from shardckpt.layout.sharding import Sharding
 
-METADATA = "_METADATA"
-MSGPACK = "checkpoint"
-"""The file of older checkpoints."""
-_MANIFEST = "manifest.ocdbt"
-_STRINGS = "_strings.json"
 _EMPTY: dict[str, Callable[[], object]] = {
     "None": lambda: None,
     "Dict": dict,
@@ -94,13 +98,13 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
     stored = _stored(leaves)
     others = {name.rstrip("/") for name in names} - set(stored)
     if (
-        _MANIFEST not in names
+        MANIFEST not in names
         and stored
         and any(name.startswith("ocdbt.process_") for name in others)
     ):
         raise UncommittedError(
             f"{place}: the save did not finish: the parts of its processes were not merged "
-            f"({_MANIFEST} is missing); import another."
+            f"({MANIFEST} is missing); import another."
         )
     twice = [name for name, count in Counter(stored).items() if count > 1]
     if twice:
@@ -117,7 +121,7 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
         place,
         stored,
         "zarr3" if zarr3 else "zarr",
-        ocdbt=_MANIFEST in names,
+        ocdbt=MANIFEST in names,
         fill_missing=not stores_all,
     )
     scalars = [leaf.name for leaf in leaves if leaf.kind == "scalar"]
@@ -126,11 +130,9 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
     )
     values |= _strings(place, [leaf.name for leaf in leaves if leaf.kind == "string"])
     layouts = (
-        shardings(place.read("_sharding"), place.path_of("_sharding"))
-        if "_sharding" in names
-        else {}
+        shardings(place.read(SHARDINGS), place.path_of(SHARDINGS)) if SHARDINGS in names else {}
     )
-    generators = _generators(place) if "array_metadatas/" in names else {}
+    generators = _generators(place) if f"{ARRAY_METADATAS}/" in names else {}
 
     def value(leaf: object) -> object:
         if isinstance(leaf, np.ndarray):
@@ -234,19 +236,15 @@ def _scalar(array: ForeignArray) -> object:
 
 
 def _strings(place: Store, names: Iterable[str]) -> dict[str, object]:
-    """Texts by name. Orbax treats a name as a JSON pointer (RFC 6901)."""
+    """Texts by name."""
     names_of_texts = list(names)
-    where = place.path_of(_STRINGS)
-    doc = parse_json(place.read(_STRINGS), where) if names_of_texts else None
+    where = place.path_of(STRINGS)
+    doc = parse_json(place.read(STRINGS), where) if names_of_texts else None
     texts: dict[str, object] = {}
     for name in names_of_texts:
         text = doc
-        for key in name.split("/"):
-            text = (
-                text.get(key.replace("~1", "/").replace("~0", "~"))
-                if isinstance(text, dict)
-                else None
-            )
+        for key in pointer_keys(name):
+            text = text.get(key) if isinstance(text, dict) else None
         if not isinstance(text, str):
             raise MissingDataError(
                 f"{where}: expected a text at {shown(name)}, found {shorten(text)}; replace it "
@@ -259,8 +257,8 @@ def _strings(place: Store, names: Iterable[str]) -> dict[str, object]:
 def _generators(place: Store) -> dict[str, str]:
     """Array name → generator of the random keys in it, from the files of all processes."""
     generators: dict[str, str] = {}
-    for name in place.list_children("array_metadatas/"):
-        key = f"array_metadatas/{name}"
+    for name in place.list_children(f"{ARRAY_METADATAS}/"):
+        key = f"{ARRAY_METADATAS}/{name}"
         generators |= key_generators(place.read(key), place.path_of(key))
     return generators
 
