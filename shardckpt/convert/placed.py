@@ -1,7 +1,7 @@
 """A foreign checkpoint with a known place for each piece of each tensor.
 
-This is the common part of the formats that consist of torch's files: `place_tensors` makes a
-`Foreign` from a state whose tensors have their places.
+This is the common part of safetensors and of the formats that consist of torch's files:
+`place_tensors` makes a `Foreign` from a state whose tensors have their places.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of, tensors_of
+from shardckpt.convert.span import StoredRun
 from shardckpt.convert.strided import read_box, run_of, strided_chunks
 from shardckpt.errors import CorruptionError, DtypeError, FormatError, extend
 from shardckpt.format.documents import LARGEST_DIMENSION
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from shardckpt.convert.formats.torch.file import TorchFile
     from shardckpt.convert.formats.torch.objects import PickledTensor
-    from shardckpt.convert.span import StoredRun
+    from shardckpt.convert.span import Span
     from shardckpt.format.structure import Structure, TensorRecord
     from shardckpt.io.url import Location
     from shardckpt.layout.dtypes import DType
@@ -61,6 +62,28 @@ class PlacedTensor(ForeignTensor):
 
     places: tuple[Place, ...] = ()
     """One place for each part."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMajor:
+    """The place of a part whose elements are one run of bytes, in row-major order."""
+
+    span: Span
+    shape: tuple[int, ...]
+    """Shape of the part."""
+
+    def run(self, dtype: DType) -> StoredRun | None:
+        """All its bytes; see `Place`."""
+        del dtype
+        return StoredRun(self.span, None)
+
+    def read(self, box: Box, dtype: DType) -> NDArray[Any]:
+        """The elements of a box of complete rows or planes, which is one run of bytes, too."""
+        first = 0
+        for i, n in zip(box.start, self.shape, strict=True):
+            first = first * n + i
+        begin, size = first * dtype.itemsize, box.size * dtype.itemsize
+        return np.frombuffer(self.span.read(begin, begin + size), dtype.storage).reshape(box.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +127,7 @@ def place_tensors(
     location: Location,
     identity: str,
     notes: Sequence[str],
+    metadata: Mapping[str, Any] | None = None,
 ) -> Placed:
     """A checkpoint of a state of plain containers, small leaves, and `PlacedTensor`s.
 
@@ -117,7 +141,7 @@ def place_tensors(
         for name, tensor in tensors_of(state).items()
         if isinstance(tensor, PlacedTensor)
     }
-    return Placed(format, location, structure, identity, tuple(notes), {}, places)
+    return Placed(format, location, structure, identity, tuple(notes), metadata or {}, places)
 
 
 def place_array(array: NDArray[Any]) -> PlacedTensor:

@@ -302,15 +302,15 @@ def test_of_what_is_read_together_the_damaged_one_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_file({name: np.zeros(10, np.float32) for name in "abc"}, tmp_path / "model.safetensors")
-    run = from_safetensors.SafetensorsFiles.run
+    run = Placed.run
 
-    def with_checksum(
-        self: from_safetensors.SafetensorsFiles, tensor: Any, piece: Any
-    ) -> StoredRun:
-        span = run(self, tensor, piece).span
+    def with_checksum(self: Placed, tensor: Any, piece: Any) -> StoredRun:
+        stored = run(self, tensor, piece)
+        assert stored is not None
+        span = stored.span
         return StoredRun(span, zlib.crc32(span.read(0, len(span))) ^ (tensor.name == "b"))
 
-    monkeypatch.setattr(from_safetensors.SafetensorsFiles, "run", with_checksum)
+    monkeypatch.setattr(Placed, "run", with_checksum)
     source = ForeignSpec(str(tmp_path / "model.safetensors"), "safetensors").open()
 
     with pytest.raises(CorruptionError, match=r"^'?b'?\[0:10\]: .*model\.safetensors.*CRC-32"):

@@ -18,15 +18,13 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardckpt.convert.files.file_version import FileVersion, identity_of
 from shardckpt.convert.foreign import ForeignPart, row_chunks
 from shardckpt.convert.formats.safetensors.header import open_header
-from shardckpt.convert.formats.torch.objects import Dtype, PickledTensor, Storage
-from shardckpt.convert.placed import PlacedTensor, place_tensors
-from shardckpt.convert.span import Span, StoredRun
-from shardckpt.convert.strided import read_box, run_of
+from shardckpt.convert.placed import PlacedTensor, RowMajor, place_tensors
+from shardckpt.convert.span import Span
 from shardckpt.errors import FormatError, MissingDataError
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
@@ -36,11 +34,8 @@ from shardckpt.text import few, shorten
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
     from shardckpt.convert.foreign import Foreign
     from shardckpt.io.url import Location
-    from shardckpt.layout.box import Box
     from shardckpt.layout.dtypes import DType
 
 _SHARD = re.compile(r"shard-([0-9]{5,})-model-([0-9]{5,})-of-([0-9]{5,})\.safetensors", re.ASCII)
@@ -71,7 +66,7 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
     opened = map_on_threads(lambda name: _open(store, name), names)
     for _, shards in opened:
         for name, shard in shards.items():
-            parts.setdefault(name, {}).setdefault((shard.start, shard.tensor.shape), shard)
+            parts.setdefault(name, {}).setdefault((shard.start, shard.shape), shard)
     state = {
         name: _tensor(name, list(of_tensor.values()), str(location))
         for name, of_tensor in parts.items()
@@ -126,19 +121,11 @@ def _first_gap(numbers: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Shard:
-    """A part of a tensor, in one run of bytes."""
+class _Shard(RowMajor):
+    """A part of a tensor."""
 
     start: tuple[int, ...]
-    tensor: PickledTensor
     dtype: DType
-    span: Span
-
-    def run(self, dtype: DType) -> StoredRun | None:
-        return run_of(StoredRun(self.span, None), self.tensor, dtype.itemsize)
-
-    def read(self, box: Box, dtype: DType) -> NDArray[Any]:
-        return read_box(StoredRun(self.span, None), self.tensor, dtype.storage, box)
 
 
 def _open(store: Store, name: str) -> tuple[FileVersion, dict[str, _Shard]]:
@@ -160,14 +147,9 @@ def _open(store: Store, name: str) -> tuple[FileVersion, dict[str, _Shard]]:
                 f"{version}: {shown(tensor)} of shape {shape} cannot begin at {shorten(start)}; "
                 "the file is damaged."
             )
-        strides = [1] * len(shape)
-        for d in reversed(range(len(shape) - 1)):
-            strides[d] = strides[d + 1] * max(1, shape[d + 1])
-        span = Span(version, stored.start, stored.stop)
-        elements = PickledTensor(
-            Storage(tensor, None, len(span)), Dtype(stored.dtype.name), 0, shape, tuple(strides)
+        shards[tensor] = _Shard(
+            Span(version, stored.start, stored.stop), shape, start, stored.dtype
         )
-        shards[tensor] = _Shard(start, elements, stored.dtype, span)
     return version, shards
 
 
@@ -179,15 +161,14 @@ def _tensor(name: str, shards: list[_Shard], where: str) -> PlacedTensor:
             "give the files of a single save."
         )
     shape = tuple(
-        max(shard.start[d] + shard.tensor.shape[d] for shard in shards)
-        for d in range(len(first.start))
+        max(shard.start[d] + shard.shape[d] for shard in shards) for d in range(len(first.start))
     )
-    kept = [shard for shard in shards if 0 not in shard.tensor.shape] or shards[:1]
+    kept = [shard for shard in shards if 0 not in shard.shape] or shards[:1]
     parts = tuple(
         ForeignPart(
             shard.start,
-            shard.tensor.shape,
-            row_chunks(shard.tensor.shape, first.dtype.itemsize),
+            shard.shape,
+            row_chunks(shard.shape, first.dtype.itemsize),
         )
         for shard in kept
     )

@@ -16,19 +16,10 @@ weights, and the files' own `__metadata__`, become metadata.
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from shardckpt.convert.files.file_version import FileVersion, file_at, identity_of
-from shardckpt.convert.foreign import (
-    ROWS_BYTES,
-    ForeignPart,
-    ForeignTensor,
-    row_chunks,
-    structure_of,
-)
+from shardckpt.convert.foreign import ROWS_BYTES, ForeignPart, row_chunks
 from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES, header_bytes, open_header
 from shardckpt.convert.formats.safetensors.hf_index import (
     check_index,
@@ -36,25 +27,21 @@ from shardckpt.convert.formats.safetensors.hf_index import (
     parts_of,
     read_weight_map,
 )
-from shardckpt.convert.span import Span, StoredRun
+from shardckpt.convert.placed import PlacedTensor, RowMajor, place_tensors
+from shardckpt.convert.span import Span
 from shardckpt.convert.strict_json import is_json, parse_json
-from shardckpt.errors import CorruptionError, FormatError, OptionError, extend
+from shardckpt.errors import CorruptionError, FormatError, OptionError
 from shardckpt.format.hf_files import BYTES, CONFIGS, LARGEST_FILE, as_metadata
 from shardckpt.io.store import Store
 from shardckpt.io.threads import map_on_threads
-from shardckpt.state.names import component_names, shown
 from shardckpt.text import few
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy.typing import NDArray
-
+    from shardckpt.convert.foreign import Foreign
     from shardckpt.convert.formats.safetensors.header import Header, HeaderTensor
-    from shardckpt.format.structure import TensorRecord
     from shardckpt.io.url import Location
-    from shardckpt.layout.box import Box
-    from shardckpt.plan.pieces import Piece
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -87,7 +74,7 @@ def looks_like(location: Location) -> str | None:
     )
 
 
-def open_foreign(location: Location, *, trust_pickle: bool = False) -> SafetensorsFiles:
+def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     """Open all files and read their headers.
 
     Args:
@@ -103,116 +90,80 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Safetenso
         StorageError: the storage failed or refused.
     """
     del trust_pickle
-    return SafetensorsFiles(location)
+    given = file_at(location)
+    store = Store.open(location) if given is None else given.store
+    beside = _names(store) if given is None else []
+    main = _main(beside, store) if given is None else given.key
+    index = FileVersion(store, main) if main.endswith(INDEX_SUFFIX) else None
+    weight_map = None if index is None else read_weight_map(index, SUFFIX)
+    files = parts_of(main, beside, store) if given is None else [main]
+    if weight_map is not None:
+        files = sorted(set(weight_map.values()))
+    versions = map_on_threads(lambda name: FileVersion(store, name), files)
+    headers = dict(zip(files, map_on_threads(open_header, versions), strict=True))
+    if weight_map is None:
+        weight_map = {tensor: file for file, header in headers.items() for tensor in header.tensors}
+    names = {file: header.tensors for file, header in headers.items()}
+    check_index(str(store if index is None else index), weight_map, names)
+    by_file = dict(zip(files, versions, strict=True))
+    state = {
+        tensor: _place(by_file[file], headers[file].tensors[tensor])
+        for tensor, file in weight_map.items()
+    }
+    configs = {
+        name: doc
+        for name in CONFIGS
+        if name in beside and (doc := _config(store, name)) is not None
+    }
+    contents = {
+        name: data
+        for name in BYTES
+        if name in beside and (data := _contents(store, name)) is not None
+    }
+    left = sorted(set(beside) - {*files, *configs, *contents, *([] if index is None else [main])})
+    # The importer notes the others.
+    kept = [*(name for name, document in configs.items() if is_json(document)), *contents]
+    notes = (
+        f"{len(state)} tensor{'' if len(state) == 1 else 's'} in {few(files)}"
+        + ("" if index is None else f", by {main}"),
+        *(note_of_part(main) if given is not None else ()),
+        *([f"kept as metadata: {few(kept)}"] if kept else []),
+        *([f"left behind: {few(left)}"] if left else []),
+    )
+    return place_tensors(
+        state,
+        "safetensors",
+        location,
+        identity_of(location, [*versions, *([] if index is None else [index])]),
+        notes,
+        {**_metadata(headers, configs), **as_metadata(contents)},
+    )
 
 
-class SafetensorsFiles:
-    """All files of one model, open. Safe to use from several threads."""
-
-    format = "safetensors"
-
-    def __init__(self, location: Location) -> None:
-        """See `open_foreign`."""
-        self.location = location
-        given = file_at(location)
-        self._store = Store.open(location) if given is None else given.store
-        beside = _names(self._store) if given is None else []
-        main = _main(beside, self._store) if given is None else given.key
-        index = FileVersion(self._store, main) if main.endswith(INDEX_SUFFIX) else None
-        weight_map = None if index is None else read_weight_map(index, SUFFIX)
-        files = parts_of(main, beside, self._store) if given is None else [main]
-        if weight_map is not None:
-            files = sorted(set(weight_map.values()))
-        opened = map_on_threads(self._open, files)
-        headers = {version.key: header for version, header in opened}
-        if weight_map is None:
-            weight_map = {
-                tensor: file for file, header in headers.items() for tensor in header.tensors
-            }
-        names = {file: header.tensors for file, header in headers.items()}
-        check_index(str(self._store if index is None else index), weight_map, names)
-        self._places = {
-            tensor: (version, stored)
-            for version, header in opened
-            for tensor, stored in header.tensors.items()
-        }
-        state = {tensor: _foreign(self._places[tensor][1]) for tensor in weight_map}
-        self.structure = structure_of(state, str(location))
-        self._by_name = dict(
-            zip(
-                component_names(list(state)),
-                (self._places[tensor] for tensor in state),
-                strict=True,
-            )
-        )
-        configs = {
-            name: doc
-            for name in CONFIGS
-            if name in beside and (doc := self._config(name)) is not None
-        }
-        contents = {
-            name: data
-            for name in BYTES
-            if name in beside and (data := self._contents(name)) is not None
-        }
-        self.metadata = {**_metadata(headers, configs), **as_metadata(contents)}
-        left = sorted(
-            set(beside) - {*files, *configs, *contents, *([] if index is None else [main])}
-        )
-        # The importer notes the others.
-        kept = [*(name for name, document in configs.items() if is_json(document)), *contents]
-        self.notes = (
-            f"{len(self._places)} tensor{'' if len(self._places) == 1 else 's'} in {few(files)}"
-            + ("" if index is None else f", by {main}"),
-            *(note_of_part(main) if given is not None else ()),
-            *([f"kept as metadata: {few(kept)}"] if kept else []),
-            *([f"left behind: {few(left)}"] if left else []),
-        )
-        versions = [version for version, _ in opened] + ([] if index is None else [index])
-        self.identity = identity_of(location, versions)
-
-    def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun:
-        """See `Foreign`. A tensor is one piece."""
-        del piece
-        version, stored = self._by_name[tensor.name]
-        return StoredRun(Span(version, stored.start, stored.stop), None)
-
-    def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
-        """See `Foreign`. A box of complete chunks is one run of bytes."""
-        first = 0
-        for i, n in zip(box.start, tensor.shape, strict=True):
-            first = first * n + i
-        start, itemsize = first * tensor.dtype.itemsize, tensor.dtype.itemsize
-        try:
-            raw = self.run(tensor, piece).span.read(start, start + prod(box.shape) * itemsize)
-        except CorruptionError as e:
-            extend(e, before=f"{shown(tensor.name)}{box}: ")
-            raise
-        return np.frombuffer(raw, tensor.dtype.storage).reshape(box.shape)
-
-    def _open(self, name: str) -> tuple[FileVersion, Header]:
-        """Version and header of a file."""
-        version = FileVersion(self._store, name)
-        return version, open_header(version)
-
-    def _config(self, name: str) -> Any:
-        """A small JSON file beside the weights; None if it is not valid JSON or too large."""
-        try:
-            return parse_json(FileVersion(self._store, name).read_whole(_LARGEST_CONFIG))
-        except (ValueError, FormatError):
-            return None
-
-    def _contents(self, name: str) -> bytes | None:
-        """A small file beside the weights; None if it is too large."""
-        try:
-            return FileVersion(self._store, name).read_whole(LARGEST_FILE)
-        except FormatError:
-            return None
-
-
-def _foreign(stored: HeaderTensor) -> ForeignTensor:
+def _place(file: FileVersion, stored: HeaderTensor) -> PlacedTensor:
     chunks = row_chunks(stored.shape, stored.dtype.itemsize, ROWS_BYTES)
-    return ForeignTensor(stored.shape, stored.dtype, (ForeignPart.whole(stored.shape, chunks),))
+    return PlacedTensor(
+        stored.shape,
+        stored.dtype,
+        (ForeignPart.whole(stored.shape, chunks),),
+        places=(RowMajor(Span(file, stored.start, stored.stop), stored.shape),),
+    )
+
+
+def _config(store: Store, name: str) -> Any:
+    """A small JSON file beside the weights; None if it is not valid JSON or too large."""
+    try:
+        return parse_json(FileVersion(store, name).read_whole(_LARGEST_CONFIG))
+    except (ValueError, FormatError):
+        return None
+
+
+def _contents(store: Store, name: str) -> bytes | None:
+    """A small file beside the weights; None if it is too large."""
+    try:
+        return FileVersion(store, name).read_whole(LARGEST_FILE)
+    except FormatError:
+        return None
 
 
 def _main(names: Sequence[str], store: Store) -> str:
