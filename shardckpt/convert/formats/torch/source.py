@@ -115,8 +115,8 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
     weight_map = read_weight_map(file)
     versions = [FileVersion(file.store, name) for name in sorted(set(weight_map.values()))]
     states, left = _states(versions)
-    names = {key: part if isinstance(part, dict) else () for key, part in states.items()}
-    check_index(str(file), weight_map, names)
+    members = {key: part if isinstance(part, dict) else () for key, part in states.items()}
+    check_index(str(file), weight_map, members)
     state = {name: states[key][name] for name, key in weight_map.items()}
     notes = [f"{len(versions)} files, by {file.key}", *left]
     return place_tensors(state, "torch", location, identity_of(location, [file, *versions]), notes)
