@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.convert.files.file_version import FileVersion
     from shardckpt.convert.span import StoredRun
     from shardckpt.format.structure import StoredLayout
-    from shardckpt.io.foreign_arrays import ForeignArray
     from shardckpt.io.url import Location
     from shardckpt.layout.box import Box
     from shardckpt.layout.dtypes import DType
@@ -68,6 +66,11 @@ class Foreign(Protocol):
     @property
     def notes(self) -> Sequence[str]:
         """Messages about the files found and the parts left behind, a line each."""
+        ...
+
+    @property
+    def identify(self) -> Callable[[], str] | None:
+        """Computes the identity anew; None: each file is checked when it is opened."""
         ...
 
     def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun | None:
@@ -133,59 +136,6 @@ class ForeignTensor:
     shared."""
     meaning: str | None = None
     """Meaning of its elements to a framework, e.g. `jax.key:threefry2x32`; None: plain numbers."""
-
-
-class Elements(Protocol):
-    """The source of a tensor's elements."""
-
-    def read(self, box: Box) -> NDArray[Any]:
-        """Read the elements of a box."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class VersionedArray:
-    """An array's elements, as long as a file that is written with it stays the same.
-
-    TensorStore opens chunks by itself, and does not notice that they are of another array.
-    """
-
-    array: ForeignArray
-    file: FileVersion
-    """A file that every writer of the array replaces."""
-
-    def read(self, box: Box) -> NDArray[Any]:
-        """See `Elements`; ReplacedError if the file has changed."""
-        try:
-            return self.array.read(box)
-        finally:
-            self.file.read(0, 0)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ForeignArrays:
-    """An open checkpoint whose tensors are encoded arrays, each of one piece; see `Foreign`."""
-
-    format: str
-    location: Location
-    structure: Structure
-    identity: str
-    metadata: Mapping[str, Any]
-    notes: Sequence[str]
-    elements: Mapping[str, Elements]
-    """Tensor name → its elements."""
-    identify: Callable[[], str]
-    """Computes the identity anew."""
-
-    def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun | None:
-        """None: chunks of zarr arrays are encoded."""
-        del tensor, piece
-        return None
-
-    def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
-        """See `Foreign`."""
-        del piece  # a tensor is one piece
-        return self.elements[tensor.name].read(box).view(tensor.dtype.storage)
 
 
 def row_chunks(shape: Sequence[int], itemsize: int, nbytes: int = ROWS_BYTES) -> tuple[int, ...]:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.arrangement import Arrangement
 from shardckpt.convert.detect import module_of
-from shardckpt.convert.foreign import ForeignArrays
 from shardckpt.convert.foreign_chunks import ForeignChunks
 from shardckpt.convert.options import NameOptions
 from shardckpt.convert.strict_json import is_json
@@ -173,9 +172,8 @@ class ForeignSource(Checkpoint):
 
     def check_unchanged(self) -> None:
         """See `Source`. Formats without zarr arrays check each file when they open it."""
-        if not isinstance(self.foreign, ForeignArrays):
-            return
-        if self.foreign.identify() != self.foreign.identity:
+        identify = self.foreign.identify
+        if identify is not None and identify() != self.foreign.identity:
             raise ReplacedError(
                 f"{self.location} was changed, replaced or deleted while it was being read; try "
                 "again when no process writes there."

@@ -1,7 +1,7 @@
 """A foreign checkpoint with a known place for each piece of each tensor.
 
-This is the common part of safetensors and of the formats that consist of torch's files:
-`place_tensors` makes a `Foreign` from a state whose tensors have their places.
+This is the common part of all formats: `place_tensors` makes a `Foreign` from a state whose tensors
+have their places.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from shardckpt.layout.dtypes import by_name, of_numpy
 from shardckpt.state.names import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from shardckpt.convert.files.file_version import FileVersion
     from shardckpt.convert.formats.torch.file import TorchFile
     from shardckpt.convert.formats.torch.objects import PickledTensor
     from shardckpt.convert.span import Span
     from shardckpt.format.structure import Structure, TensorRecord
+    from shardckpt.io.foreign_arrays import ForeignArray
     from shardckpt.io.url import Location
     from shardckpt.layout.dtypes import DType
     from shardckpt.plan.pieces import Piece
@@ -87,6 +89,30 @@ class RowMajor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class VersionedArray:
+    """The place of an encoded array, as long as a file that is written with it stays the same.
+
+    TensorStore opens chunks by itself, and does not notice that they are of another array.
+    """
+
+    array: ForeignArray
+    file: FileVersion
+    """A file that every writer of the array replaces."""
+
+    def run(self, dtype: DType) -> StoredRun | None:
+        """None: chunks of zarr arrays are encoded."""
+        del dtype
+        return None
+
+    def read(self, box: Box, dtype: DType) -> NDArray[Any]:
+        """See `Place`; ReplacedError if the file has changed."""
+        try:
+            return self.array.read(box).view(dtype.storage)
+        finally:
+            self.file.read(0, 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Placed:
     """A checkpoint of another format, open; see `Foreign`."""
 
@@ -96,6 +122,7 @@ class Placed:
     identity: str
     notes: tuple[str, ...]
     metadata: Mapping[str, Any]
+    identify: Callable[[], str] | None
     _places: Mapping[str, Mapping[tuple[int, ...], Place]]
     """Tensor name → start of a piece → its place."""
 
@@ -128,6 +155,7 @@ def place_tensors(
     identity: str,
     notes: Sequence[str],
     metadata: Mapping[str, Any] | None = None,
+    identify: Callable[[], str] | None = None,
 ) -> Placed:
     """A checkpoint of a state of plain containers, small leaves, and `PlacedTensor`s.
 
@@ -141,7 +169,9 @@ def place_tensors(
         for name, tensor in tensors_of(state).items()
         if isinstance(tensor, PlacedTensor)
     }
-    return Placed(format, location, structure, identity, tuple(notes), metadata or {}, places)
+    return Placed(
+        format, location, structure, identity, tuple(notes), metadata or {}, identify, places
+    )
 
 
 def place_array(array: NDArray[Any]) -> PlacedTensor:

@@ -16,17 +16,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.file_version import identity_below
-from shardckpt.convert.foreign import ForeignArrays, structure_of, tensors_of
 from shardckpt.convert.formats.orbax.documents import FINISHED, METADATA, MSGPACK, STEP
 from shardckpt.convert.formats.orbax.metadata import parse_json
 from shardckpt.convert.formats.orbax.tree import read_tree
+from shardckpt.convert.placed import place_tensors
 from shardckpt.errors import FormatError, NotFoundError, UncommittedError
 from shardckpt.io.store import Store
 from shardckpt.state.names import natural_key
 
 if TYPE_CHECKING:
     from shardckpt.convert.foreign import Foreign
-    from shardckpt.convert.formats.orbax.tree import Sources
     from shardckpt.io.url import Location
 
 _STEP_V1 = "orbax.checkpoint"
@@ -100,9 +99,8 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
                 f"{location} holds steps of a CheckpointManager: {listed}. Give one of them, for "
                 f"example {location}/{steps[-1]}."
             )
-    sources: Sources = {}
     notes: list[str] = []
-    state = _item(place, sources, notes, 0)
+    state = _item(place, notes, 0)
     if state is None:
         raise FormatError(
             f"{location}: not an Orbax checkpoint ({METADATA} is missing); give the directory of "
@@ -111,27 +109,24 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
     if METADATA not in names and MSGPACK not in names and isinstance(state, dict):
         unnamed = "state" if _STEP_V1 in names else "default"
         state = state[unnamed] if list(state) == [unnamed] else state
-    structure = structure_of(state, str(location))
-    elements = {name: sources[tensor] for name, tensor in tensors_of(state).items()}
-    return ForeignArrays(
+    return place_tensors(
+        state,
         "orbax",
         location,
-        structure,
         identity,
+        notes,
         _metadata(place, names),
-        tuple(notes),
-        elements,
         partial(identity_below, place),
     )
 
 
-def _item(place: Store, sources: Sources, notes: list[str], depth: int) -> object:
+def _item(place: Store, notes: list[str], depth: int) -> object:
     """The contents of a place: a tree, JSON, or a dict of items; None: nothing known."""
     names = place.list_children()
     if depth and STEP in names:
         return None  # a separate checkpoint beside others
     if METADATA in names or MSGPACK in names:
-        return read_tree(place, names, sources, notes)
+        return read_tree(place, names, notes)
     if _JSON in names:
         return parse_json(place.read(_JSON), place.path_of(_JSON))
     items: dict[str, object] = {}
@@ -144,7 +139,7 @@ def _item(place: Store, sources: Sources, notes: list[str], depth: int) -> objec
             )
         if not depth and name == _METRICS and place.exists(f"{_METRICS}/{_METRICS}"):
             continue  # metrics become metadata
-        item = _item(place.sub(name), sources, notes, depth + 1)
+        item = _item(place.sub(name), notes, depth + 1)
         if item is None:
             notes.append(f"{place}/{name} is left behind: it is neither a tree nor JSON.")
         else:

@@ -12,13 +12,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardckpt.convert.files.file_version import FileVersion
-from shardckpt.convert.foreign import Elements, ForeignPart, ForeignTensor, VersionedArray
+from shardckpt.convert.foreign import ForeignPart
 from shardckpt.convert.formats.orbax.aggregate import read_aggregate
 from shardckpt.convert.formats.orbax.documents import (
     ARRAY_METADATAS,
@@ -36,10 +35,10 @@ from shardckpt.convert.formats.orbax.metadata import (
     parse_json,
     shardings,
 )
+from shardckpt.convert.placed import PlacedTensor, VersionedArray, place_array
 from shardckpt.errors import FormatError, MissingDataError, ShardingError, UncommittedError
 from shardckpt.io.foreign_arrays import open_arrays
 from shardckpt.io.threads import map_on_threads
-from shardckpt.layout import dtypes
 from shardckpt.layout.box import Box
 from shardckpt.state.names import shown
 from shardckpt.text import shorten
@@ -47,11 +46,8 @@ from shardckpt.text import shorten
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from numpy.typing import NDArray
-
     from shardckpt.io.foreign_arrays import ForeignArray
     from shardckpt.io.store import Store
-    from shardckpt.layout.dtypes import DType
     from shardckpt.layout.sharding import Sharding
 
 _EMPTY: dict[str, Callable[[], object]] = {
@@ -64,26 +60,12 @@ _EMPTY: dict[str, Callable[[], object]] = {
 """Types of leaves without contents; Orbax, too, reads an empty named tuple as None."""
 
 
-Sources = dict[ForeignTensor, Elements]
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Elements in memory, from a file that is read completely."""
-
-    array: NDArray[Any]
-
-    def read(self, box: Box) -> NDArray[Any]:
-        return self.array[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
-
-
-def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]) -> object:
+def read_tree(place: Store, names: list[str], notes: list[str]) -> object:
     """Read the tree at a place: containers, small leaves and tensors.
 
     Args:
         place: its directory.
         names: the names in this directory.
-        sources: the source of each tensor's elements is added here.
         notes: messages are added here.
 
     Raises:
@@ -136,25 +118,15 @@ def read_tree(place: Store, names: list[str], sources: Sources, notes: list[str]
 
     def value(leaf: object) -> object:
         if isinstance(leaf, np.ndarray):
-            tensor = _tensor(leaf.shape, dtypes.of_numpy(leaf.dtype), leaf.shape)
-            sources[tensor] = _Held(leaf)
-            return tensor
+            return place_array(leaf)
         if not isinstance(leaf, Leaf):
             return leaf
         if leaf.kind in _EMPTY:
             return _EMPTY[leaf.kind]()
         if leaf.name in values:
             return values[leaf.name]
-        array = arrays[leaf.name]
-        tensor = _tensor(
-            array.shape,
-            array.dtype,
-            array.chunks,
-            layouts.get(leaf.name),
-            generators.get(leaf.name),
-        )
-        sources[tensor] = VersionedArray(array, version)
-        return tensor
+        place = VersionedArray(arrays[leaf.name], version)
+        return _tensor(place, layouts.get(leaf.name), generators.get(leaf.name))
 
     return _map(tree, value)
 
@@ -204,24 +176,20 @@ def _describe(place: Store, names: list[str]) -> tuple[object, bool, bool]:
     )
 
 
-def _tensor(
-    shape: tuple[int, ...],
-    dtype: DType,
-    chunks: tuple[int, ...],
-    layout: Sharding | None = None,
-    generator: str | None = None,
-) -> ForeignTensor:
+def _tensor(place: VersionedArray, layout: Sharding | None, generator: str | None) -> PlacedTensor:
+    array = place.array
     if layout is not None:
         try:
-            layout.parts(len(shape))
+            layout.parts(len(array.shape))
         except ShardingError:
             layout = None
-    return ForeignTensor(
-        shape,
-        dtype,
-        (ForeignPart.whole(shape, chunks),),
+    return PlacedTensor(
+        array.shape,
+        array.dtype,
+        (ForeignPart.whole(array.shape, array.chunks),),
         layout,
         meaning=None if generator is None else f"jax.key:{generator}",
+        places=(place,),
     )
 
 

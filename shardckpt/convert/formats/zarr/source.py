@@ -15,14 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.file_version import FileVersion, identity_below, identity_of
-from shardckpt.convert.foreign import (
-    ForeignArrays,
-    ForeignPart,
-    ForeignTensor,
-    VersionedArray,
-    structure_of,
-    tensors_of,
-)
+from shardckpt.convert.foreign import ForeignPart
+from shardckpt.convert.placed import PlacedTensor, VersionedArray, place_tensors
 from shardckpt.errors import DtypeError, FormatError, NotFoundError
 from shardckpt.format.documents import check_key, document_digest
 from shardckpt.io.foreign_arrays import open_arrays
@@ -241,12 +235,6 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
             )[location.name]
         else:
             arrays |= open_arrays(members.place, names, driver, ocdbt=False, fill_missing=True)
-    state = _nest(arrays, str(location))
-    by_tensor = {
-        name: VersionedArray(arrays[tensor.identity], versions[tensor.identity])
-        for name, tensor in tensors_of(state).items()
-        if isinstance(tensor.identity, str)
-    }
     metadata = {"attributes": members.attributes} if members.attributes else {}
     documents = identity_of(location, members.files)
 
@@ -257,25 +245,27 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign: 
 
     if not members.place.lists:
         members.notes.append("its chunks are not listed here, so a change of them goes unnoticed")
-    return ForeignArrays(
+    return place_tensors(
+        _nest(arrays, versions, str(location)),
         "zarr",
         location,
-        structure_of(state, str(location)),
         identify(),
+        members.notes,
         metadata,
-        tuple(members.notes),
-        by_tensor,
         identify,
     )
 
 
-def _nest(arrays: Mapping[str, ForeignArray], where: str) -> object:
+def _nest(
+    arrays: Mapping[str, ForeignArray], versions: Mapping[str, FileVersion], where: str
+) -> object:
     """The state: a dict for each group; FormatError if an array lies in an array."""
     root: dict[str, Any] = {}
     for path in sorted(arrays, key=natural_key):
         array = arrays[path]
         part = ForeignPart.whole(array.shape, array.chunks)
-        tensor = ForeignTensor(array.shape, array.dtype, (part,), identity=path)
+        place = VersionedArray(array, versions[path])
+        tensor = PlacedTensor(array.shape, array.dtype, (part,), places=(place,))
         if not path:
             return tensor
         *groups, last = path.split("/")
