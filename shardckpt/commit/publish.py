@@ -27,6 +27,7 @@ import contextlib
 import datetime as dt
 import fcntl
 import hashlib
+import logging
 import os
 import secrets
 import time
@@ -64,6 +65,7 @@ _ROUNDS, _DISK_ROUNDS = 10, 200
 a tenth of a millisecond, deletions may also remove the empty directory each time."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.1, 1.0
 """Least and most seconds between two checks for another process's placeholder."""
+_log = logging.getLogger("shardckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,16 +484,16 @@ def _lock(place: Store, how: int) -> Iterator[bool]:
 def remove_replaced(store: Store, attempt: str) -> None:
     """Remove the attempt that a new one has replaced.
 
-    Raises:
-        StorageError: it cannot be removed; the new checkpoint is committed all the same.
+    If the storage refuses, that is in the log, and a collection removes it later.
     """
-    replaced = store.sub(attempt)
     try:
         # Otherwise a foreign program wrote the record and the directory.
         if is_attempt(store, attempt):
-            replaced.delete_prefix("")
+            store.sub(attempt).delete_prefix("")
     except StorageError as e:
-        raise StorageError(
-            f"{store}: the new checkpoint is committed; the one that it replaces cannot be "
-            f"removed ({e})"
-        ) from e
+        _log.warning(
+            "%s: the new checkpoint is committed; the one that it replaces cannot be removed now, "
+            "so `shardckpt gc` removes it later (%s)",
+            store,
+            e,
+        )

@@ -400,12 +400,10 @@ class Attempt:
         self._tell(WORD, None)
         if self._storage is not None:
             self._storage.note()
-        try:
-            if published and self.prior.attempt is not None:
-                remove_replaced(self.store, self.prior.attempt)
-        finally:
-            if self.version is not None:
-                self.version.settle()
+        if published and self.prior.attempt is not None:
+            remove_replaced(self.store, self.prior.attempt)
+        if self.version is not None:
+            self.version.settle()
 
     def see_published(self) -> None:
         """Wait for the committer's announcement.

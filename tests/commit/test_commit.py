@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import resource
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from shlex import quote
 
 import numpy as np
 import pytest
+from failing import STAYS, record_refused, removal_refused
 from paths import CHILDREN
 
 import shardckpt
@@ -30,6 +30,7 @@ from shardckpt.format import structure
 from shardckpt.io import extension
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse
+from shardckpt.runs.collecting import collect
 from shardckpt.writing import attempt, host
 
 LAYOUTS = ["packed", "zarr"]
@@ -298,14 +299,28 @@ def test_a_save_that_fails_before_its_data_is_durable_leaves_nothing(tmp_path, m
     assert attempts(tmp_path / "c") == []
 
 
-def test_an_old_attempt_that_cannot_be_removed_does_not_undo_the_new_one(tmp_path, monkeypatch):
-    shardckpt.save(tmp_path / "c", state(1))
-    monkeypatch.setattr(
-        os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(OSError("Input/output error"))
-    )
-    with pytest.raises(errors.StorageError, match="new checkpoint is committed"):
-        shardckpt.save(tmp_path / "c", state(2), options=SaveOptions(overwrite=True))
-    assert value_of(tmp_path / "c") == 2
+@pytest.mark.parametrize("by", ["the save", "a commit", "a reshard"])
+def test_an_old_attempt_that_cannot_be_removed_fails_nothing_and_is_collected_later(
+    tmp_path, caplog, by
+):
+    url = tmp_path / "c"
+    shardckpt.save(url, state(1))
+    if by == "a commit":
+        with record_refused(), pytest.raises(errors.StorageError, match=STAYS):
+            shardckpt.save(url, state(2), options=SaveOptions(overwrite=True))
+    with removal_refused("00000"):
+        if by == "the save":
+            shardckpt.save(url, state(2), options=SaveOptions(overwrite=True))
+        elif by == "a commit":
+            assert [outcome.state for outcome in shardckpt.commit(url)] == ["committed"]
+        else:
+            shardckpt.reshard(url, url, overwrite=True, workers=1)
+    (warning,) = [one.getMessage() for one in caplog.records if str(url) in one.getMessage()]
+    assert "Input/output error" in warning
+    assert value_of(url) == (1 if by == "a reshard" else 2)
+    assert len(attempts(url)) == 2
+    assert [one.outcome for one in collect(url, grace=0)] == ["removed"]
+    assert len(attempts(url)) == 1
 
 
 def test_a_record_that_names_another_checkpoint_as_its_attempt_does_not_get_it_removed(tmp_path):
