@@ -27,7 +27,6 @@ import contextlib
 import datetime as dt
 import fcntl
 import hashlib
-import logging
 import os
 import secrets
 import time
@@ -35,7 +34,7 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from shardckpt.commit.attempts import attempts, is_attempt
+from shardckpt.commit.attempts import attempts, same_elements
 from shardckpt.commit.markers import MARKERS
 from shardckpt.errors import (
     AlreadyExistsError,
@@ -45,8 +44,8 @@ from shardckpt.errors import (
     StorageError,
     VersionError,
 )
-from shardckpt.format.documents import check_sizes, seal
-from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
+from shardckpt.format.documents import check_sizes, open_envelope, seal
+from shardckpt.format.record import CheckpointRecord, Tombstone, host_record_key, parse_checkpoint
 from shardckpt.io.ages import remove_old_probes
 from shardckpt.io.files import LARGEST_WHOLE, OpenFile
 from shardckpt.io.threads import collector_paused
@@ -65,7 +64,6 @@ _ROUNDS, _DISK_ROUNDS = 10, 200
 a tenth of a millisecond, deletions may also remove the empty directory each time."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.1, 1.0
 """Least and most seconds between two checks for another process's placeholder."""
-_log = logging.getLogger("shardckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +235,7 @@ def put_tombstone(
 def clear_place(store: Store, generation: bytes) -> None:
     """Remove a tombstone or placeholder that has no attempt beside it, all markers and old probes.
 
-    The directory is then removed if it is empty.
-
-    If the storage has no conditional deletion, all stay.
+    An empty directory is then removed. On a storage without conditional deletion, all stay.
 
     Args:
         store: the checkpoint's place.
@@ -263,7 +259,12 @@ def clear_place(store: Store, generation: bytes) -> None:
         store.remove_empty()
 
 
-def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
+def publish(
+    store: Store,
+    record: CheckpointRecord,
+    prior: Prior,
+    check: Callable[[Prior], None] | None = None,
+) -> bool:
     """Make an assembled attempt the checkpoint, or remove it if no process can ever publish it.
 
     A removed attempt must never be published afterwards. So it is removed only after the storage
@@ -276,6 +277,7 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
         store: the checkpoint's place.
         record: the result of `assemble`.
         prior: the version of the commit record that `hold_place` returned when the save began.
+        check: called with a fold of `prior`, before that is replaced, too; None: it is not.
 
     Returns:
         Whether this call published it; False: another committer has published this same attempt.
@@ -307,10 +309,11 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
         _last_published[0] = record_digest(data), record
         return True
     with data_stays(store):
-        there, _ = store.read_versioned(RECORD)
-    if _attempt(store, there) == record.attempt:
+        there, generation = store.read_versioned(RECORD)
+    now = Prior(_parse(store, there), generation, record_digest(there))
+    if now.attempt == record.attempt:
         return False
-    if record_digest(there) == prior.digest:
+    if now.digest == prior.digest:
         if gone:
             raise CommitError(f"{place}: another process has removed this save; save again.")
         raise _publication_error(
@@ -318,11 +321,26 @@ def publish(store: Store, record: CheckpointRecord, prior: Prior) -> bool:
             f"cannot write {store.path_of(RECORD)}: the storage refused the write as if another "
             "save had come first, but shows none; check that the bucket exists.",
         )
+    if check is not None and _is_fold_of(store, prior, now):
+        check(now)
+        return publish(store, record, now, check)
     discard(place)
     raise AlreadyExistsError(
         f"{store}: another save committed there, or the place was deleted or collected "
         "(`shardckpt gc`), while this one was running; nothing of it was kept."
     )
+
+
+def _is_fold_of(store: Store, prior: Prior, now: Prior) -> bool:
+    """Whether a fold has replaced exactly the prior record, with no fence before or after it."""
+    record = now.record
+    if not isinstance(record, CheckpointRecord) or record.fence is not None:
+        return False
+    if record.attempt == prior.attempt or not same_elements(record.attempt, prior.attempt):
+        return False
+    key = f"{record.attempt}/{host_record_key(0)}"
+    with data_stays(store):
+        return open_envelope(store.read(key), store.path_of(key)).get("prior") == prior.digest
 
 
 def _publication_error(store: Store, why: object) -> StorageError:
@@ -479,21 +497,3 @@ def _lock(place: Store, how: int) -> Iterator[bool]:
         except OSError:  # a file system without locks, or without locks on directories: NFS
             locked = False
         yield locked
-
-
-def remove_replaced(store: Store, attempt: str) -> None:
-    """Remove the attempt that a new one has replaced.
-
-    If the storage refuses, that is in the log, and a collection removes it later.
-    """
-    try:
-        # Otherwise a foreign program wrote the record and the directory.
-        if is_attempt(store, attempt):
-            store.sub(attempt).delete_prefix("")
-    except StorageError as e:
-        _log.warning(
-            "%s: the new checkpoint is committed; the one that it replaces cannot be removed now, "
-            "so `shardckpt gc` removes it later (%s)",
-            store,
-            e,
-        )

@@ -20,6 +20,7 @@ these functions, and publishes what is complete.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt.commit.assemble import finished_hosts, read_host_record
-from shardckpt.commit.attempts import attempts, same_elements
+from shardckpt.commit.attempts import attempts, is_attempt, same_elements
 from shardckpt.commit.dependants import check_unprotected
 from shardckpt.commit.markers import MARKERS
 from shardckpt.commit.publish import RECORD, clear_place, put_tombstone
@@ -53,6 +54,7 @@ _COLLECTED = "no save here was finished, and what was left of them was removed"
 _AGELESS = "its age is not known: the storage keeps no times"
 CONTENDED = "other processes keep changing the commit record"
 NO_CHECKPOINT = "{}: no checkpoint there; `shardckpt gc` removes what was never committed."
+_log = logging.getLogger("shardckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,3 +306,21 @@ def remove_strays(place: Store) -> None:
 def _folder(key: str) -> str:
     """The folder of a file below `hosts/`, with a slash at its end."""
     return f"{key.split('/')[1]}/"
+
+
+def remove_replaced(store: Store, attempt: str) -> None:
+    """Remove the attempt that a new one has replaced.
+
+    If the storage refuses, that is in the log, and a collection removes it later.
+    """
+    try:
+        # Otherwise a foreign program wrote the record and the directory.
+        if is_attempt(store, attempt):
+            store.sub(attempt).delete_prefix("")
+    except StorageError as e:
+        _log.warning(
+            "%s: the new checkpoint is committed; the one that it replaces cannot be removed now, "
+            "so `shardckpt gc` removes it later (%s)",
+            store,
+            e,
+        )

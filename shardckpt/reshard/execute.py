@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardckpt.commit.assemble import assemble
 from shardckpt.commit.dependants import Dependants
-from shardckpt.commit.publish import data_stays, is_published, publish, remove_replaced
-from shardckpt.commit.remove import remove_strays
+from shardckpt.commit.publish import data_stays, is_published, publish
+from shardckpt.commit.remove import remove_replaced, remove_strays
 from shardckpt.errors import CommitError, OptionError, ShardckptError, out_of_memory_is_typed
 from shardckpt.io.datafile import check_space
 from shardckpt.io.failures import reading_takes_threads

@@ -33,9 +33,8 @@ from shardckpt.commit.publish import (
     hold_place,
     publish,
     read_prior,
-    remove_replaced,
 )
-from shardckpt.commit.remove import StoredRecord, remove_strays
+from shardckpt.commit.remove import StoredRecord, remove_replaced, remove_strays
 from shardckpt.errors import (
     AlreadyExistsError,
     CommitError,

@@ -23,7 +23,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from shardckpt.commit.assemble import assemble
-from shardckpt.commit.attempts import unfolded
 from shardckpt.commit.base_places import base_location, check_base, check_bases
 from shardckpt.commit.dependants import Dependants
 from shardckpt.commit.publish import (
@@ -34,8 +33,8 @@ from shardckpt.commit.publish import (
     new_attempt,
     publish,
     read_prior,
-    remove_replaced,
 )
+from shardckpt.commit.remove import remove_replaced
 from shardckpt.commit.waiting import wait_for_hosts
 from shardckpt.errors import CommitError
 from shardckpt.frameworks.coordination import coordinator_of
@@ -363,10 +362,6 @@ class Attempt:
         """
         assert self.prior is not None
         with data_stays(self.store):
-            if self.version is not None and self.prior.attempt is not None:
-                now = read_prior(self.store, overwrite=True)
-                if unfolded(now.attempt or "") == unfolded(self.prior.attempt):
-                    self.prior = now  # a fold may have replaced it with the same contents
             self._check_replaceable(self.prior)
 
     def _check_replaceable(self, prior: Prior) -> None:
@@ -386,11 +381,16 @@ class Attempt:
         rollback = Rollback.of(self.options.metadata) if RUN in self.options.metadata else None
         return {} if rollback is None else rollback.neighbours
 
+    def _take_over(self, fold: Prior) -> None:
+        """Replace a fold of the checkpoint that this one replaces."""
+        self.prior = fold
+        self.check_replaced()
+
     def publish(self, record: CheckpointRecord) -> None:
         """Make the attempt the checkpoint, and announce that."""
         assert self.prior is not None
         try:
-            published = publish(self.store, record, self.prior)
+            published = publish(self.store, record, self.prior, self._take_over)
         except BaseException as e:
             if not self.alone:
                 self._fail(e)

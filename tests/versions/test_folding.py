@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import uuid
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from shardckpt.commit.publish import published_attempt
 from shardckpt.commit.remove import bury, renew
 from shardckpt.errors import (
     FormatError,
+    AlreadyExistsError,
     MissingDataError,
     NotFoundError,
     OptionError,
@@ -42,6 +44,7 @@ from shardckpt.runs.pinning import pin
 from shardckpt.runs.steps import read_step
 from shardckpt.versions import folding
 from shardckpt.versions.folding import bases_after_folding, fold
+from shardckpt.writing import attempt
 
 COUNT = 14
 STEPS = {3: 0, 6: 0, 9: 0}
@@ -231,6 +234,56 @@ def test_a_version_that_is_pinned_superseded_or_replaced_during_the_fold_is_left
     monkeypatch.undo()
     assert {one.step for one in fold(tmp_path)} == {3}
     assert read_step(Store.open(tmp_path), 3).pinned
+
+
+def test_a_fold_just_before_a_new_version_replaces_it_does_not_cost_the_new_one(
+    tmp_path, monkeypatch
+):
+    publish(tmp_path)
+    new = {"w": np.ones((64, 96), np.float32)}
+    publish_it = folding.publish
+
+    def late(store, folded, prior):
+        """The fold has looked at the version for the last time; so has the publisher then."""
+
+        def meanwhile(*arguments):
+            assert publish_it(store, folded, prior)
+            return publish_it(*arguments)
+
+        with monkeypatch.context() as patch, shardckpt.Publisher(tmp_path, catch_up=None) as again:
+            patch.setattr(attempt, "publish", meanwhile)
+            again.publish(6, new)
+            again.wait()
+
+    monkeypatch.setattr(
+        folding, "publish", lambda *a: (late if a[0].location.name == "6" else publish_it)(*a)
+    )
+    fold(tmp_path)
+    assert (shardckpt.restore(tmp_path / "6")["w"] == new["w"]).all()
+    assert shardckpt.open(tmp_path / "6").verify().ok
+    assert (
+        len(attempts(Store.open(tmp_path / "6"), Store.open(tmp_path / "6").list_children())) == 2
+    )
+
+
+def test_a_new_version_whose_data_a_collection_has_removed_is_not_published(monkeypatch):
+    """The collection may not publish it: later versions, which it does not know to be superseded,
+    need the one that is there."""
+    url = f"memory://{uuid.uuid4().hex}"
+    publish(url)
+    assemble_it = attempt.assemble
+
+    def meanwhile(*arguments):
+        record = assemble_it(*arguments)
+        assert "removed" in [one.outcome for one in collect(f"{url}/6", grace=0)]
+        return record
+
+    monkeypatch.setattr(attempt, "assemble", meanwhile)
+    with shardckpt.Publisher(url, catch_up=None) as again:
+        again.publish(6, {"w": np.ones((64, 96), np.float32)})
+        with pytest.raises(AlreadyExistsError):
+            again.wait()
+    assert (shardckpt.restore(f"{url}/6")["w"] == state_of(6)["w"]).all()
 
 
 def test_what_named_a_version_before_a_fold_means_it_afterwards(tmp_path):
