@@ -31,7 +31,14 @@ from shardckpt.commit.assemble import assemble, read_host_record, write_table
 from shardckpt.commit.attempts import folded_name, step_of
 from shardckpt.commit.base_places import base_url, has_array
 from shardckpt.commit.markers import is_superseded
-from shardckpt.commit.publish import Prior, discard, is_published, publish, read_prior
+from shardckpt.commit.publish import (
+    Prior,
+    discard,
+    discard_unfit,
+    is_published,
+    publish,
+    read_prior,
+)
 from shardckpt.commit.table_reading import read_document, read_table
 from shardckpt.errors import (
     AlreadyExistsError,
@@ -227,7 +234,7 @@ def _fold_one(
         new = _Fold(store, prior, path, chain, earlier.structure, at_a_time).write()
         # Training goes back, and its publisher may replace this version.
         if is_superseded(store, record.attempt):
-            discard(store.sub(new.attempt))
+            discard_unfit(store, new.attempt, prior, complete=True)
             return None
         publish(store, new, prior)
     except AlreadyExistsError:
@@ -267,17 +274,30 @@ class _Fold:
 
         Return its record.
         """
-        place = self.store.sub(folded_name(self.path[-1][1].attempt, secrets.token_hex(4)))
+        record = self.path[-1][1]
+        place = self.store.sub(folded_name(record.attempt, secrets.token_hex(4)))
         try:
-            new = self._write_folded(place)
-            key = host_record_key(0)
-            self.present.write(key, self.present.read(key))  # its grace begins now
+            self._write_hosts(place)
         except BaseException:
             discard(place)
             raise
-        return new
+        # Complete: from here on another process may publish it.
+        new = assemble(place)
+        if (
+            new.fingerprint is None
+            or record.fingerprint is None
+            or new.fingerprint.sha256 != record.fingerprint.sha256
+        ):
+            discard_unfit(self.store, new.attempt, self.prior, complete=False)
+            raise CorruptionError(
+                f"{self.present}: folding it gives other sums than it has; run `shardckpt verify "
+                f"{self.store}`."
+            )
+        key = host_record_key(0)
+        self.present.write(key, self.present.read(key))  # its grace begins now
+        return replace(new, created=record.created, writer=record.writer)
 
-    def _write_folded(self, place: Store) -> CheckpointRecord:
+    def _write_hosts(self, place: Store) -> None:
         record = self.path[-1][1]
         arrays = {
             piece.path: (tensor, piece)
@@ -303,17 +323,6 @@ class _Fold:
             except BaseException:
                 writer.stop()  # a record that may exist goes before the data
                 raise
-        new = assemble(place)
-        if (
-            new.fingerprint is None
-            or record.fingerprint is None
-            or new.fingerprint.sha256 != record.fingerprint.sha256
-        ):
-            raise CorruptionError(
-                f"{self.present}: folding it gives other sums than it has; run `shardckpt verify "
-                f"{self.store}`."
-            )
-        return replace(new, created=record.created, writer=record.writer)
 
     def _join(
         self, arrays: _Arrays, versions: Sequence[tuple[ChunkReader, Structure]], table: Table

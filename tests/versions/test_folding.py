@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import uuid
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,10 +31,12 @@ from shardckpt.commit.remove import bury, renew
 from shardckpt.errors import (
     FormatError,
     AlreadyExistsError,
+    CorruptionError,
     MissingDataError,
     NotFoundError,
     OptionError,
     ShardckptError,
+    StorageError,
 )
 from shardckpt.format.differences import Joined, apply, difference, needs_older, whole
 from shardckpt.format.documents import open_envelope, seal
@@ -41,7 +45,7 @@ from shardckpt.runs.catalog import catalog
 from shardckpt.runs.collecting import collect
 from shardckpt.runs.ended import check_idle, mark_ended
 from shardckpt.runs.pinning import pin
-from shardckpt.runs.steps import read_step
+from shardckpt.runs.steps import list_steps, read_step
 from shardckpt.versions import folding
 from shardckpt.versions.folding import bases_after_folding, fold
 from shardckpt.writing import attempt
@@ -417,8 +421,49 @@ def test_a_version_that_goes_while_it_is_folded_is_left_as_it_is_and_the_others_
         assert not (tmp_path / "3" / "checkpoint.json").exists()
     else:
         assert {one.step for one in fold(tmp_path)} == {6, 9}
-        assert (
-            len(attempts(Store.open(tmp_path / "3"), Store.open(tmp_path / "3").list_children()))
-            == 1
-        )
+        # The fold is complete, so another process may be publishing it.
+        assert len([*(tmp_path / "3").glob("*/")]) == 2
+        collect(tmp_path, grace=0)
+        assert [path.name for path in (tmp_path / "3").glob("*/")] == [
+            shardckpt.open(tmp_path / "3").record.attempt
+        ]
+        assert read_step(Store.open(tmp_path), 3).state == "superseded"
         check(tmp_path)
+
+
+@pytest.mark.parametrize("then", ["it looks for rollbacks", "the storage fails"])
+def test_a_fold_that_another_process_has_published_is_not_removed_by_its_own(
+    tmp_path, monkeypatch, then
+):
+    """Training goes back: versions that are superseded keep nobody from publishing the fold."""
+    publish(tmp_path)
+    assemble_it = folding.assemble
+
+    def meanwhile(place):
+        record, store = assemble_it(place), Store.open(place.location.parent)
+        if store.location.name == "3":
+            for info in list_steps(Store.open(tmp_path))[3:]:
+                mark(Store.open(tmp_path / str(info.step)), SUPERSEDED, info.attempt)
+            assert [one.state for one in shardckpt.commit(store.location)] == ["committed"]
+            if then == "the storage fails":
+                raise StorageError("the disk is full")
+        return record
+
+    monkeypatch.setattr(folding, "assemble", meanwhile)
+    with suppress(StorageError):
+        fold(tmp_path)
+    assert "-folded-" in shardckpt.open(tmp_path / "3").record.attempt
+    check(tmp_path)
+
+
+def test_a_fold_that_gives_other_sums_is_never_published(tmp_path, monkeypatch):
+    publish(tmp_path)
+    assemble_it = folding.assemble
+    monkeypatch.setattr(
+        folding, "assemble", lambda place: replace(assemble_it(place), fingerprint=other)
+    )
+    other = shardckpt.open(tmp_path / "1").record.fingerprint
+    with pytest.raises(CorruptionError, match="gives other sums than it has"):
+        fold(tmp_path)
+    assert {one.outcome for one in collect(tmp_path, grace=0)} == set()
+    check(tmp_path)
