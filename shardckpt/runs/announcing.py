@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -115,7 +116,9 @@ class Listener:
         """Whether the service answers."""
         self._service, self._url = service, url
         self._news, self._over = threading.Event(), threading.Event()
-        threading.Thread(target=self._run, name="shardckpt-listener", daemon=True).start()
+        # The interpreter may be shutting down, or there may be too many threads.
+        with suppress(RuntimeError):
+            threading.Thread(target=self._run, name="shardckpt-listener", daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
         """Wait for news; return whether there are some."""

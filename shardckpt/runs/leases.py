@@ -108,11 +108,7 @@ class ReaderLease:
             self._over.set()
             self._renewing.join()
             self._renewing = None
-            with suppress(ShardckptError):  # it ends by itself
-                if self._writes:
-                    self._root.delete(f"{LEASES}{self._id}.json")
-                else:
-                    self._ask(None)
+            self._remove()
 
     def _began(self) -> bool:
         """Write the lease; return whether that was possible."""
@@ -124,6 +120,7 @@ class ReaderLease:
                     raise
                 self._writes = False
                 self._write()
+            self._start_renewing()
         except ShardckptError as e:
             if str(self._root) not in _refused:
                 _refused.add(str(self._root))
@@ -134,12 +131,18 @@ class ReaderLease:
                     e,
                 )
             return False
-        if self._renewing is None:
-            self._renewing = threading.Thread(
-                target=self._renew, name="shardckpt-lease", daemon=True
-            )
-            self._renewing.start()
         return True
+
+    def _start_renewing(self) -> None:
+        if self._renewing is not None:
+            return
+        thread = threading.Thread(target=self._renew, name="shardckpt-lease", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as e:  # the interpreter is shutting down, or there are too many threads
+            self._remove()
+            raise StorageError(f"Python starts no thread that would renew it ({e}).") from e
+        self._renewing = thread
 
     def _write(self) -> None:
         with self._writing:
@@ -152,6 +155,13 @@ class ReaderLease:
                 )
             else:
                 self._ask(self._document)
+
+    def _remove(self) -> None:
+        with suppress(ShardckptError):  # it ends by itself
+            if self._writes:
+                self._root.delete(f"{LEASES}{self._id}.json")
+            else:
+                self._ask(None)
 
     def _ask(self, document: dict[str, Any] | None) -> None:
         """Have the service write the lease; or remove it."""

@@ -133,6 +133,29 @@ def test_where_no_lease_can_be_written_it_is_told_once(tmp_path, caplog):
     )
 
 
+def test_without_a_thread_that_renews_it_there_is_no_lease_until_one_can_be_started(
+    tmp_path, monkeypatch, caplog
+):
+    root = Store.open(tmp_path)
+
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    lease = leases.ReaderLease(root)
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refused)
+            with lease.holding([1]) as held:
+                assert not held
+            assert leased_steps(root) == frozenset()
+    assert "can't start new thread" in caplog.text
+    with lease.holding([1]) as held:
+        assert held
+        assert leased_steps(root) == {1}
+    lease.close()
+    assert root.list() == []
+
+
 def test_steps_with_a_lease_stay_until_it_ends(tmp_path):
     root = Store.open(tmp_path)
     for step in range(5):
@@ -215,4 +238,24 @@ def test_a_follower_holds_the_chain_of_the_version_that_it_prepares(tmp_path, mo
         )
         version.prepare()
     assert held == [{0, 1, 2}]
+    assert leased_steps(Store.open(tmp_path)) == frozenset()
+
+
+def test_a_follower_without_threads_that_listen_or_renew_follows_all_the_same(
+    tmp_path, monkeypatch
+):
+    start, like = threading.Thread.start, {"w": np.zeros(1000)}
+
+    def refused(thread):
+        if thread.name in ("shardckpt-lease", "shardckpt-listener"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with shardckpt.Publisher(tmp_path) as publisher:
+        publisher.publish(1, {"w": np.arange(1000.0)})
+    monkeypatch.setenv("SHARDCKPT_SERVER", "http://127.0.0.1:9")
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with shardckpt.follow(tmp_path, like=like) as follower:
+        follower.poll().prepare().apply()
+    assert (like["w"] == np.arange(1000.0)).all()
     assert leased_steps(Store.open(tmp_path)) == frozenset()
