@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from shardckpt.commit.attempts import unfolded
 from shardckpt.commit.markers import is_superseded
 from shardckpt.commit.publish import published_attempt
+from shardckpt.errors import FormatError
 from shardckpt.runs.steps import step_numbers
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class VersionFinder:
         self._given = dict(given)
         """Step → attempt, before it was folded, of the versions given so far that are still there;
         only if each is given."""
+        self._damaged: set[int] = set()
+        """Steps whose record cannot be read; each was an error once, and is passed over then."""
 
     def gave(self, step: int, attempt: str) -> None:
         """Note the version that was given; `attempt`: before it was folded."""
@@ -85,7 +88,11 @@ class VersionFinder:
         self._seen = self._before
 
     def next(self) -> tuple[int, bool] | None:
-        """The step of the next version, and whether training went back since the one given last."""
+        """The step of the next version, and whether training went back since the one given last.
+
+        Raises:
+            FormatError: the record of a version is damaged; the next call passes over it.
+        """
         steps = step_numbers(self._root)
         went_back = self._seen is not None and self._is_gone(*self._seen, steps)
         if self._mode == "newest":
@@ -93,7 +100,7 @@ class VersionFinder:
                 (step for step in reversed(steps) if self._attempt_of(step) is not None), None
             )
             if newest is None or (
-                self._seen is not None and newest == self._seen[0] and not went_back
+                self._seen is not None and newest <= self._seen[0] and not went_back
             ):
                 return None
             return newest, went_back
@@ -110,17 +117,29 @@ class VersionFinder:
 
         None if there is none, or it is superseded.
         """
-        place = self._root.sub(str(step))
-        attempt = published_attempt(place)
+        place, attempt = self._root.sub(str(step)), self._published(step)
         return None if attempt is None or is_superseded(place, attempt) else unfolded(attempt)
+
+    def _published(self, step: int) -> str | None:
+        """The attempt of a version as its record names it; None if there is none."""
+        try:
+            attempt = published_attempt(self._root.sub(str(step)))
+        except FormatError:
+            if step in self._damaged:
+                return None
+            self._damaged.add(step)
+            raise
+        self._damaged.discard(step)
+        return attempt
 
     def _is_gone(self, step: int, attempt: str, steps: Sequence[int]) -> bool:
         """Whether a version was superseded or replaced, or deleted and none is after it.
 
         One that was deleted before others is too old.
         """
-        place = self._root.sub(str(step))
-        now = published_attempt(place)
+        place, now = self._root.sub(str(step)), self._published(step)
+        if step in self._damaged:
+            return False
         if now is None:
             return all(self._attempt_of(later) is None for later in reversed(steps) if later > step)
         return unfolded(now) != attempt or is_superseded(place, attempt)

@@ -149,7 +149,7 @@ class Follower:
         meanwhile, they get None, and the next call gives what is there now.
 
         Raises:
-            StorageError: the place cannot be listed.
+            StorageError, FormatError: it cannot be listed; a version is damaged (raised once).
             CoordinationError: another process of the engine does not answer.
             OptionError: the follower is closed, or another task waits for its next version.
         """

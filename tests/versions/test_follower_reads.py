@@ -16,7 +16,13 @@ from numcodecs import Zstd
 from one_of_several import on_threads
 
 import shardckpt
-from shardckpt.errors import CorruptionError, OptionError, ShapeMismatchError, StorageError
+from shardckpt.errors import (
+    CorruptionError,
+    FormatError,
+    OptionError,
+    ShapeMismatchError,
+    StorageError,
+)
 from shardckpt.runs.collecting import delete
 from shardckpt.versions.finding import VersionFinder
 from shardckpt.versions.follower import FollowedVersion, Follower
@@ -357,6 +363,43 @@ def test_a_version_that_could_not_be_read_for_a_while_is_given_again(tmp_path, m
             steps.append(version.step)
     assert steps == ([1, 1] if mode == "newest" else [0, 0, 1, 1])
     assert (like["w"] == 1).all()
+
+
+@pytest.mark.parametrize("mode", ["newest", "each"])
+def test_a_damaged_version_is_named_once_and_a_follower_goes_on_from_the_next_anchor(
+    tmp_path, mode
+):
+    like = {"w": np.zeros(1000)}
+
+    def damage(step):
+        (tmp_path / str(step) / "checkpoint.json").write_bytes(b"garbage")
+
+    with (
+        shardckpt.Publisher(tmp_path, keep=None) as publisher,
+        shardckpt.follow(tmp_path, like=like, mode=mode) as follower,
+    ):
+        for step in range(3):
+            publisher.publish(step, {"w": np.arange(1000.0) + step})
+            publisher.wait()
+            if step < 2:
+                assert follower.poll().prepare().apply() is not None
+        damage(2)
+        with pytest.raises(FormatError, match=r"/2/checkpoint\.json"):
+            follower.poll()
+        assert follower.poll() is None
+        publisher.publish(3, {"w": np.arange(1000.0)})
+        with pytest.raises(FormatError, match="stores differences from"):
+            publisher.wait()
+        publisher.publish(4, {"w": np.arange(1000.0) + 4})
+        publisher.wait()
+        version = follower.poll()
+        assert (version.step, version.went_back) == (4, False)
+        version.prepare().apply()
+        assert (like["w"] == np.arange(1000.0) + 4).all()
+        damage(4)
+        with pytest.raises(FormatError, match=r"/4/checkpoint\.json"):
+            follower.poll()
+        assert follower.poll() is None  # it has this version, so it does not go back
 
 
 def test_an_engine_of_several_processes_keeps_few_keys_however_long_it_follows(tmp_path):
