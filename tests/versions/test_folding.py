@@ -29,9 +29,9 @@ from shardckpt.commit.markers import SUPERSEDED
 from shardckpt.commit.publish import published_attempt
 from shardckpt.commit.remove import bury, renew
 from shardckpt.errors import (
-    FormatError,
     AlreadyExistsError,
     CorruptionError,
+    FormatError,
     MissingDataError,
     NotFoundError,
     OptionError,
@@ -443,7 +443,9 @@ def test_a_fold_that_another_process_has_published_is_not_removed_by_its_own(
         record, store = assemble_it(place), Store.open(place.location.parent)
         if store.location.name == "3":
             for info in list_steps(Store.open(tmp_path))[3:]:
-                mark(Store.open(tmp_path / str(info.step)), SUPERSEDED, info.attempt)
+                Store.open(tmp_path / str(info.step)).write(
+                    SUPERSEDED, seal({"attempt": info.attempt})
+                )
             assert [one.state for one in shardckpt.commit(store.location)] == ["committed"]
             if then == "the storage fails":
                 raise StorageError("the disk is full")
