@@ -33,7 +33,7 @@ from shardckpt.reading.checkpoint import open_in_this_process
 from shardckpt.runs.collecting import collect_place, delete_place
 from shardckpt.runs.leases import LeasedSteps
 from shardckpt.runs.retention import Best, EveryKth, KeepAnyOf, Latest
-from shardckpt.runs.steps import StepInfo, list_steps, step_numbers
+from shardckpt.runs.steps import StepInfo, list_steps, read_step, step_numbers
 from shardckpt.text import few
 
 if TYPE_CHECKING:
@@ -199,11 +199,18 @@ class Cleaner:
             if self._reading[step] or open_in_this_process(place.location):
                 return
         try:
-            left = delete_place(place, reason="not kept any more", grace=self._grace)
+            left = delete_place(
+                place, reason="not kept any more", grace=self._grace, attempt=steps[step].attempt
+            )
         except OptionError:
             return  # pinned or tagged
-        except (NotFoundError, FormatError):  # another process deleted or replaced it first
-            steps.pop(step, None)
+        except (NotFoundError, FormatError):
+            # Another process deleted or replaced it first. The next round looks for checkpoints
+            # that need the new one.
+            now = read_step(self._root, step)
+            del steps[step]
+            if now is not None:
+                steps[step] = now
             return
         except StorageError as e:
             self._note_failure(e)

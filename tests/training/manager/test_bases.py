@@ -97,6 +97,20 @@ def test_a_step_that_a_checkpoint_beside_the_steps_needs_stays_until_that_is_gon
         assert manager.all_steps() == [3]
 
 
+def test_a_step_that_was_resharded_in_place_stays_while_a_checkpoint_beside_the_run_needs_it(run):
+    with run.manager(keep=1) as manager:
+        train(manager, 1)
+        shardckpt.reshard(run.root / "1", run.root / "1", overwrite=True)
+        base = SaveOptions(base=run.root / "1", skip="frozen")
+        shardckpt.save(run.root / "adapter", state(7), options=base)
+        train(manager, 2, 3)
+        assert manager.all_steps() == [1, 3]
+        assert np.array_equal(shardckpt.restore(run.root / "adapter")["frozen"], FROZEN)
+        shutil.rmtree(run.root / "adapter")
+        train(manager, 4)
+        assert manager.all_steps() == [4]
+
+
 @pytest.mark.parametrize("reason", ["damaged", "newer"])
 def test_the_base_of_a_step_that_cannot_be_read_stays(run, reason):
     with run.manager(**options(run)) as manager:
