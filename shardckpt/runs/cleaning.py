@@ -1,11 +1,11 @@
 """Deletion of steps that no rule keeps: on the leader, in the background.
 
 1. Check that no other job has taken over the root (`job`).
-2. Ask the retention rule which live steps to keep. Six kinds of step stay in any case: the newest
-   live step, the steps that this process is reading, pinned and tagged steps (the deletion itself
-   finds them), steps with a lease (`leases`), the steps that running saves name as their base, and
-   the bases of all existing steps, and of checkpoints beside them (`skipping`). A base is deleted
-   after the steps that name it.
+2. Ask the retention rule which live steps to keep. Seven kinds of step stay in any case: the
+   newest live step, steps with a complete save that could not be published yet, the steps that this
+   process is reading, pinned and tagged steps (the deletion itself finds them), steps with a lease
+   (`leases`), the steps that running saves name as their base, and the bases of all existing steps,
+   and of checkpoints beside them (`skipping`). A base is deleted after the steps that name it.
 3. Superseded steps are deleted once training has passed them: until then a rollback can be undone.
 4. Each deletion replaces the commit record with a tombstone before it removes data, and removes the
    tombstone at the end (`commit.remove`). Leftovers of a killed process or of an earlier version
@@ -104,10 +104,14 @@ class Cleaner:
         with self._guard:
             self._steps = None
 
-    def clean(self, committed: StepInfo) -> None:
+    def clean(self, committed: StepInfo, unpublished: Collection[int] = ()) -> None:
         """Delete the steps that are no longer kept, after `committed` was saved.
 
         Refused deletions are tried again in the next round.
+
+        Args:
+            committed: the step that was saved.
+            unpublished: steps that may have a complete save that is published later; they stay.
         """
         with self._one_at_a_time:
             self.failure = None
@@ -136,7 +140,7 @@ class Cleaner:
                 )
             if self._rule is not None:
                 try:
-                    self._delete_due(self._rule, steps, committed.step)
+                    self._delete_due(self._rule, steps, {committed.step, *unpublished})
                 except StorageError as e:
                     self._note_failure(StorageError(f"no step can be deleted now: {e}"))
             with self._guard:
@@ -163,9 +167,11 @@ class Cleaner:
                 unknown[0],
             )
 
-    def _delete_due(self, rule: Retention, steps: dict[int, StepInfo], committed: int) -> None:
+    def _delete_due(
+        self, rule: Retention, steps: dict[int, StepInfo], stay: Collection[int]
+    ) -> None:
         """Delete the steps that are given up, that no reader holds and no checkpoint needs."""
-        due = doomed(steps, rule, committed)
+        due = doomed(steps, rule, stay)
         if not due:
             return
         self._miss_metrics(rule, steps.values())
@@ -176,7 +182,7 @@ class Cleaner:
                 one, stored = info.saved(), idle.get(f"{info.step}/{RECORD}")
                 return one if stored is None else replace(one, age=min(one.age, stored))
 
-            due = sorted({*due}.intersection(doomed(steps, rule, committed, saved=saved)))
+            due = sorted({*due}.intersection(doomed(steps, rule, stay, saved=saved)))
         held = LeasedSteps(self._root)
         # Another program may have saved some since the steps were listed.
         known = {info.step for info in steps.values() if info.state != "unreadable"}
@@ -277,7 +283,7 @@ class Cleaner:
 def doomed(
     steps: Mapping[int, StepInfo],
     rule: Retention,
-    committed: int | None = None,
+    stay: Collection[int] = (),
     *,
     saved: Callable[[StepInfo], SavedStep] = StepInfo.saved,
 ) -> list[int]:
@@ -286,7 +292,7 @@ def doomed(
     Args:
         steps: all steps that hold a checkpoint.
         rule: which of the live steps to keep.
-        committed: the step that was saved last, which stays.
+        stay: steps that stay in any case, such as the one that was saved last.
         saved: makes what the rule sees of a step.
     """
     live = [steps[step] for step in sorted(steps) if steps[step].state == "committed"]
@@ -297,7 +303,7 @@ def doomed(
     passed = {
         info.step for info in steps.values() if info.state == "superseded" and info.step < newest
     }
-    return sorted(({info.step for info in live} - kept | passed) - {committed})
+    return sorted(({info.step for info in live} - kept | passed).difference(stay))
 
 
 def has_ages(rule: Retention) -> bool:

@@ -360,6 +360,28 @@ def test_a_step_whose_save_failed_after_it_was_published_is_deleted_like_any_oth
         assert run.all_steps() == [3]
 
 
+def test_the_step_that_an_unpublished_save_replaces_after_a_rollback_stays_until_it_is_published(
+    tmp_path,
+):
+    root = tmp_path / "run"
+    with manager(root, keep=3) as run:
+        run.save(90, state(90))
+        run.save(100, state(-100))
+        run.wait()
+        run.restore(step=90)
+        with record_refused("100"):
+            run.save(100, state(100))
+            with pytest.raises(errors.StorageError, match=STAYS):
+                run.wait()
+            run.save(105, state(105))
+            run.wait()
+            assert value_of(root / "100") == -100
+        run.save(110, state(110))
+        run.wait()
+        assert run.all_steps() == [100, 105, 110]
+    assert value_of(root / "100") == 100
+
+
 def test_a_failed_step_that_is_saved_again_is_the_new_save(tmp_path):
     with manager(tmp_path / "run") as run:
         with record_refused():
