@@ -171,7 +171,11 @@ def _may_be_base(which: str, closed: Sequence[str]) -> str:
 
 
 def users_beside(
-    root: Store, known: Container[int] | None = None, *, deletes: bool = False
+    root: Store,
+    known: Container[int] | None = None,
+    children: Sequence[str] | None = None,
+    *,
+    deletes: bool = False,
 ) -> Callable[[int, str | None], bool]:
     """A function that says whether a checkpoint beside the steps of a run stores tensors in a step.
 
@@ -181,12 +185,13 @@ def users_beside(
         root: the place of the steps.
         known: the steps whose bases the caller knows; the others count as such checkpoints, too.
             None: all.
+        children: the names directly below the root, if the caller has just listed them.
         deletes: whether steps that none uses are deleted; StorageError if this user may not enter
             a directory that may be such a checkpoint.
     """
     names = [
         name
-        for name, _ in places(root, root.list_children())
+        for name, _ in places(root, root.list_children() if children is None else children)
         if name != "."
         and ((step := step_of(name)) is None or (known is not None and step not in known))
     ]

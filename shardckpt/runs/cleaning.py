@@ -33,7 +33,7 @@ from shardckpt.reading.checkpoint import open_in_this_process
 from shardckpt.runs.collecting import collect_place, delete_place
 from shardckpt.runs.leases import LeasedSteps
 from shardckpt.runs.retention import Best, EveryKth, KeepAnyOf, Latest
-from shardckpt.runs.steps import StepInfo, list_steps, read_step, step_numbers
+from shardckpt.runs.steps import StepInfo, list_steps, read_step, step_numbers, steps_named
 from shardckpt.text import few
 
 if TYPE_CHECKING:
@@ -175,18 +175,22 @@ class Cleaner:
         if not due:
             return
         self._miss_metrics(rule, steps.values())
-        if has_ages(rule):  # this machine's clock may have jumped
-            idle = idle_seconds(self._root, [f"{step}/{RECORD}" for step in due])
+        # This machine's clock may have jumped.
+        keys = [f"{step}/{RECORD}" for step in due] if has_ages(rule) else []
+        idle = idle_seconds(self._root, keys) if keys else {}
 
-            def saved(info: StepInfo) -> SavedStep:
-                one, stored = info.saved(), idle.get(f"{info.step}/{RECORD}")
-                return one if stored is None else replace(one, age=min(one.age, stored))
+        def saved(info: StepInfo) -> SavedStep:
+            one, stored = info.saved(), idle.get(f"{info.step}/{RECORD}")
+            return one if stored is None else replace(one, age=min(one.age, stored))
 
-            due = sorted({*due}.intersection(doomed(steps, rule, stay, saved=saved)))
+        # Another program may have deleted or saved some since the steps were listed.
+        children = self._root.list_children()
+        for step in {*steps}.difference(steps_named(child.removesuffix("/") for child in children)):
+            del steps[step]
+        due = sorted({*due}.intersection(doomed(steps, rule, stay, saved=saved)))
         held = LeasedSteps(self._root)
-        # Another program may have saved some since the steps were listed.
         known = {info.step for info in steps.values() if info.state != "unreadable"}
-        is_used = users_beside(self._root, known, deletes=True)
+        is_used = users_beside(self._root, known, children, deletes=True)
         for step in sorted(due, key=self._names_needed(steps).__contains__):
             if not (
                 step in self._names_needed(steps)

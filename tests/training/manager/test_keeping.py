@@ -245,6 +245,29 @@ def test_a_run_that_begins_anew_beside_later_steps_keeps_what_it_saves_and_says_
     assert "step 1 is saved, but a restart would resume from the later step 1000" in warning.message
 
 
+def test_steps_that_somebody_has_removed_do_not_count_any_more(run):
+    run.train(500, 1000)
+    with run.manager(keep=2) as manager:
+        manager.save(10, state(10))
+        manager.wait()
+        for step in (500, 1000):
+            collecting.delete(run.root / str(step))
+        for step in (20, 30, 40):
+            manager.save(step, state(step))
+            manager.wait()
+        assert manager.all_steps() == [30, 40]
+
+
+def test_the_best_step_that_is_left_stays_after_somebody_has_removed_the_best_one(run):
+    with run.manager(keep=Best(1, "loss")) as manager:
+        for step, loss in ((10, 1.0), (20, 2.0), (30, 3.0)):
+            manager.save(step, state(step), metrics={"loss": loss})
+            manager.wait()
+            if step == 20:
+                collecting.delete(run.root / "10")
+        assert manager.all_steps() == [20, 30]
+
+
 def test_going_back_waits_for_deletions_that_know_nothing_of_it(run, monkeypatch):
     run.train(700, 800, 900)
     hold, begun = threading.Event(), threading.Event()
