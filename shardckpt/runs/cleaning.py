@@ -77,7 +77,8 @@ class Cleaner:
         self._grace = grace
         self._deleted = deleted
         self._bases = bases
-        self._steps: dict[int, StepInfo] | None = None
+        self._steps: dict[int, StepInfo] = {}
+        """The steps as far as this object knows; empty: they are listed first."""
         self._reading: Counter[int] = Counter()
         self._guard = threading.Lock()
         self._one_at_a_time = threading.Lock()
@@ -101,8 +102,7 @@ class Cleaner:
 
     def forget(self) -> None:
         """List the steps again before the next round, as another process may have changed them."""
-        with self._guard:
-            self._steps = None
+        self._steps = {}
 
     def clean(self, committed: StepInfo, unpublished: Collection[int] = ()) -> None:
         """Delete the steps that are no longer kept, after `committed` was saved.
@@ -115,11 +115,10 @@ class Cleaner:
         """
         with self._one_at_a_time:
             self.failure = None
-            with self._guard:
-                steps = self._steps
+            steps = self._steps  # a round uses it to its end, even if it is forgotten meanwhile
             try:
-                if steps is None:
-                    steps = {info.step: info for info in list_steps(self._root)}
+                if not steps:
+                    steps |= {info.step: info for info in list_steps(self._root)}
             except StorageError as e:
                 self._note_failure(e)
                 return
@@ -143,8 +142,6 @@ class Cleaner:
                     self._delete_due(self._rule, steps, {committed.step, *unpublished})
                 except StorageError as e:
                     self._note_failure(StorageError(f"no step can be deleted now: {e}"))
-            with self._guard:
-                self._steps = steps
             if self._collected is None or time.monotonic() >= self._collected + self._grace:
                 self._collected = time.monotonic()
                 self._collect(committed.step)

@@ -16,7 +16,8 @@ from shardckpt.format.documents import seal
 from shardckpt.format.record import Tombstone
 from shardckpt.io.store import Store
 from shardckpt.runs import cleaning, collecting, pinning
-from shardckpt.runs.retention import Best, EveryKth, Younger, any_of
+from shardckpt.runs.retention import Best, EveryKth, Latest, Younger, any_of
+from shardckpt.runs.steps import read_step, step_numbers
 
 
 def test_the_latest_are_kept_and_the_others_deleted_behind_the_training(run):
@@ -266,6 +267,17 @@ def test_the_best_step_that_is_left_stays_after_somebody_has_removed_the_best_on
             if step == 20:
                 collecting.delete(run.root / "10")
         assert manager.all_steps() == [20, 30]
+
+
+def test_steps_are_listed_again_if_that_was_asked_for_while_others_were_being_deleted(tmp_path):
+    root = Store.open(tmp_path)
+    for step in (1, 2):
+        shardckpt.save(tmp_path / str(step), state(step))
+    cleaner = cleaning.Cleaner(root, Latest(1), grace=0, deleted=lambda _: cleaner.forget())
+    cleaner.clean(read_step(root, 2))
+    shardckpt.save(tmp_path / "1", state(1))
+    cleaner.clean(read_step(root, 2))
+    assert step_numbers(root) == [2]
 
 
 def test_going_back_waits_for_deletions_that_know_nothing_of_it(run, monkeypatch):
