@@ -7,7 +7,8 @@ the object's own state: tensors, which are filled in place, and the classes of c
 `Counter` stays a `Counter`).
 
 Not every tensor of an object can be filled where it is: `set_apart` gives new tensors to the
-others, and the object takes the values from them.
+others, and the object takes the values from them. If it writes other values over a tensor that was
+filled, that is an error (`SetApart`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from shardckpt import frameworks
-from shardckpt.errors import OptionError
+from shardckpt.errors import OptionError, StructureMismatchError
 from shardckpt.frameworks.base import Array, Target, dtype_of
 from shardckpt.frameworks.numpy import overlaps_itself
 from shardckpt.reading.restoring.refusals import share_memory
@@ -31,9 +33,10 @@ from shardckpt.state.document import Branch, Node, Small, Tensor, Tied, leaves_o
 from shardckpt.state.names import container_of, imported_module, match_keys, shown
 from shardckpt.state.numbers import is_number
 from shardckpt.state.unflatten import decode_leaf
+from shardckpt.text import few
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from shardckpt.format.structure import TensorRecord
     from shardckpt.reading.naming.adapt import Adaptation
@@ -270,7 +273,62 @@ class _Place:
         )
 
 
-def set_apart(stored: StoredLeaves, node: Node, like: Any) -> Any:
+@dataclass(frozen=True, slots=True)
+class SetApart:
+    """The tensors of a restore target that others were put in place of."""
+
+    node: Node
+    """The stored state."""
+    tensors: Mapping[str, tuple[Any, Sequence[Any]]]
+    """By name: the tensor, and the tensors that share memory with it and are filled in place."""
+
+    @contextmanager
+    def loading(self, restored: Any) -> Iterator[None]:
+        """A block that loads the state that was restored into the target.
+
+        Raises:
+            StructureMismatchError: the block has written values over others.
+        """
+        values: dict[str, Any] = {}
+        if self.tensors:
+            _map(self.node, restored, lambda leaf, value: values.setdefault(leaf.name, value))
+        doubtful = [
+            (name, tensor, values[name], [(one, _copy(one)) for one in filled])
+            for name, (tensor, filled) in self.tensors.items()
+            if name in values and not _is_same(tensor, values[name])
+        ]
+        yield
+        wrong = [
+            name
+            for name, tensor, value, filled in doubtful
+            if _is_same(tensor, value) and not all(_is_same(*pair) for pair in filled)
+        ]
+        if wrong:
+            raise StructureMismatchError(
+                f"{few(wrong)} share memory with other tensors of these objects, and the "
+                "checkpoint has different values for the same elements; give each a tensor of its "
+                "own, or leave names out with only=. The contents of these tensors are undefined "
+                "now."
+            )
+
+
+def _copy(tensor: Any) -> Any:
+    """A copy in host memory of the part of a tensor that this process has."""
+    if isinstance(tensor, np.ndarray):
+        return tensor.copy()
+    return getattr(tensor, "_local_tensor", tensor).detach().to("cpu", copy=True)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two arrays, or two torch tensors, are equal bit by bit."""
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes())
+    from shardckpt.training.tensor_memory import is_same
+
+    return is_same(a, b)
+
+
+def set_apart(stored: StoredLeaves, node: Node, like: Any) -> tuple[Any, SetApart]:
     """A restore target with new tensors in place of those that cannot be filled where they are.
 
     These are read-only arrays, tensors with elements that share memory, and tensors that share
@@ -290,12 +348,12 @@ def set_apart(stored: StoredLeaves, node: Node, like: Any) -> Any:
         return tensor
 
     _map(node, like, note)
-    apart = _crowded_names(places)
-    return (
-        _map(node, like, lambda leaf, tensor: _new_like(tensor) if leaf.name in apart else tensor)
-        if apart
-        else like
-    )
+    apart = _crowded(places)
+    if apart:
+        like = _map(
+            node, like, lambda leaf, tensor: _new_like(tensor) if leaf.name in apart else tensor
+        )
+    return like, SetApart(node, apart)
 
 
 def _map(node: Node, like: Any, change: Callable[[Tensor | Tied, Any], Any]) -> Any:
@@ -339,12 +397,17 @@ def _memory(tensor: Any) -> Array | None:
     return addresses(local) if local.layout is torch.strided else None
 
 
-def _crowded_names(places: Sequence[_Place]) -> set[str]:
-    """Names of the tensors that cannot be filled where they are, if all others are.
+def _crowded(places: Sequence[_Place]) -> dict[str, tuple[Any, list[Any]]]:
+    """The tensors that cannot be filled where they are, if all others are.
 
     Of two that share memory it is the smaller one.
+
+    Returns:
+        As `SetApart.tensors`.
     """
-    apart = {place.node.name for place in places if not _is_fillable(place)}
+    apart: dict[str, tuple[Any, list[Any]]] = {
+        place.node.name: (place.tensor, []) for place in places if not _is_fillable(place)
+    }
     rest = sorted(
         (place for place in places if place.node.name not in apart),
         key=lambda place: byte_bounds(place.memory),
@@ -356,11 +419,13 @@ def _crowded_names(places: Sequence[_Place]) -> set[str]:
         if bounds is None or bounds[0] >= end:
             filled: list[_Place] = []
             for other in sorted(near, key=lambda one: -one.memory.nbytes):
-                if any(
-                    other.view != one.view and share_memory(other.memory, one.memory)
+                crowding = [
+                    one.tensor
                     for one in filled
-                ):
-                    apart.add(other.node.name)
+                    if other.view != one.view and share_memory(other.memory, one.memory)
+                ]
+                if crowding:
+                    apart[other.node.name] = other.tensor, crowding
                 else:
                     filled.append(other)
             near = []

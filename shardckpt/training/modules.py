@@ -278,6 +278,8 @@ class NamedModule:
         """
         storages = Counter(map(storage_of, own.values()))
         apart: dict[str, tuple[Any, Any]] = {}
+        replaced: dict[int, Any] = {}
+        wrong: list[str] = []
         # Keeps the attribute in which torch stores the modules' versions.
         loaded: dict[str, Any] = copy.copy(self._held)
         loaded.clear()
@@ -288,9 +290,10 @@ class NamedModule:
                 if value is not held and not isinstance(value, CompositeTensor):
                     torch.utils.swap_tensors(held, value)
                 continue  # its parts are filled in place, and its class may have no copy_()
-            if id(held) in own and (held.is_meta or held.device.type == "xla"):
-                if value is not held:
-                    replace_memory(held, value)
+            is_new = id(held) in own and (held.is_meta or held.device.type == "xla")
+            if is_new or id(held) in replaced:
+                if value is not held and not replace_memory(held, value, replaced):
+                    wrong.append(name)
                 if held.device.type == "xla":
                     continue  # copied onto itself, it would become a pending computation
                 value = held
@@ -298,12 +301,14 @@ class NamedModule:
                 apart[name] = held, value
                 value = held
             loaded[key] = value
-        if apart:
-            written = {id(held) for held, _ in apart.values()}
-            self._write(apart, [tensor for tensor in own.values() if id(tensor) not in written])
+        written = {id(held) for held, _ in apart.values()}
+        filled = [tensor for tensor in own.values() if id(tensor) not in written]
+        self._write(apart, filled, wrong)
         return loaded
 
-    def _write(self, apart: Mapping[str, tuple[Any, Any]], filled: list[Any]) -> None:
+    def _write(
+        self, apart: Mapping[str, tuple[Any, Any]], filled: list[Any], wrong: list[str]
+    ) -> None:
         """Write values into tensors that share memory with others of the module.
 
         The other tensors were filled where they are.
@@ -311,8 +316,8 @@ class NamedModule:
         Args:
             apart: tensor and value, by name.
             filled: all other tensors of the module.
+            wrong: names of those whose values differ from their memory's.
         """
-        wrong = []
         for name, (tensor, value) in apart.items():
             disturbed = disturbs(tensor, value, filled)
             fill(tensor, value)
@@ -463,14 +468,8 @@ def _tensors(module: torch.nn.Module) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for prefix, part in _parts(module):
         transient = part._non_persistent_buffers_set  # noqa: SLF001  (torch has no public name for it)
-        tensors |= {
-            prefix + name: parameter for name, parameter in part.named_parameters(recurse=False)
-        }
-        tensors |= {
-            prefix + name: buffer
-            for name, buffer in part.named_buffers(recurse=False)
-            if name not in transient
-        }
+        held = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+        tensors |= {prefix + name: tensor for name, tensor in held if name not in transient}
     return tensors
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,7 +36,7 @@ from shardckpt.state.flatten import StateOwner
 from shardckpt.state.select import matches, may_select_below, selector
 from shardckpt.text import shorten
 from shardckpt.training.generators import Generators
-from shardckpt.training.likeness import LEFT_OUT, StoredLeaves, mirror, set_apart
+from shardckpt.training.likeness import LEFT_OUT, SetApart, StoredLeaves, mirror, set_apart
 from shardckpt.training.parts import (
     Own,
     Stateful,
@@ -171,6 +172,8 @@ class TrainState(StateOwner):
         self._derives = rng is True
         """Whether a process without a counterpart derives its generators from process 0's."""
         self._left_out: dict[str, Collection[str]] = {}
+        self._apart: SetApart | None = None
+        """The tensors that the restore in progress does not fill where they are."""
         self.values = dict(values)
         """Values that are stored unchanged and replaced by a restore: `step`, `metadata`, and other
         given values."""
@@ -301,9 +304,10 @@ class TrainState(StateOwner):
                 targets[key] = mirror(stored, node, self.values.get(key))
             elif key in self.values:
                 targets[key] = self.values[key]
-        target: dict[str, Any] = set_apart(
-            stored, tree, {key: like for key, like in targets.items() if like is not LEFT_OUT}
-        )
+        target: dict[str, Any] = {
+            key: like for key, like in targets.items() if like is not LEFT_OUT
+        }
+        target, self._apart = set_apart(stored, tree, target)
         return target
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -316,8 +320,15 @@ class TrainState(StateOwner):
 
         Raises:
             NamesMismatchError: an object does not take all of its state; names the tensors.
+            StructureMismatchError: the state has different values for one memory.
             MismatchError: an object refuses its state; names its keyword.
         """
+        apart, self._apart = self._apart, None
+        with nullcontext() if apart is None else apart.loading(state):
+            self._load(state, strict=strict)
+        self.values |= {key: value for key, value in state.items() if key not in self._objects}
+
+    def _load(self, state: Mapping[str, Any], *, strict: bool) -> None:
         parts = {key: part for key, part in self._parts().items() if key in state}
         for key, part in sorted(parts.items(), key=lambda item: item[1].turn):
             try:
@@ -334,7 +345,6 @@ class TrainState(StateOwner):
                     "as for the save, or leave it out with only=. Other objects in `like` may "
                     "have been restored already."
                 ) from e
-        self.values |= {key: value for key, value in state.items() if key not in self._objects}
 
     def _parts(self, world: Callable[[], World] | None = None) -> dict[str, StatePart]:
         """Every object, wrapped by its kind."""

@@ -14,8 +14,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
-def replace_memory(own: Any, value: Any) -> None:
-    """Replace the tensor of a Parameter or buffer that is on the meta device or of torch_xla."""
+def replace_memory(own: Any, value: Any, replaced: dict[int, Any]) -> bool:
+    """Replace the tensor of a Parameter or buffer that is on the meta device or of torch_xla.
+
+    It gets the first value of several names.
+
+    Args:
+        own: the Parameter or buffer.
+        value: the value of one of its names.
+        replaced: the values that were given so far, by the id of their Parameter or buffer.
+
+    Returns:
+        Whether it has that value now.
+    """
+    first = replaced.setdefault(id(own), value)
+    if first is not value:
+        return is_same(own.cpu(), value.cpu())
     if own.is_meta:
         torch.utils.swap_tensors(
             own,
@@ -23,8 +37,9 @@ def replace_memory(own: Any, value: Any) -> None:
             if isinstance(own, torch.nn.Parameter)
             else value,
         )
-    else:
+    elif own.device.type == "xla":
         own.data = value
+    return True
 
 
 def allocate(own: Any) -> torch.Tensor:

@@ -98,6 +98,118 @@ def test_values_that_one_memory_cannot_hold_are_refused(tmp_path, kind):
         shardckpt.restore(tmp_path / "c", state_of(model=model))
 
 
+def tied(*names, seed=0, device="cpu"):
+    """Layers with a weight each, of which those of `names` share the first one's."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        layers = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in "abc"})
+    for name in names[1:]:
+        layers[name].weight = layers[names[0]].weight
+    return layers
+
+
+class Buffers(nn.Module):
+    """Two buffers, which are one if they are `tied`."""
+
+    def __init__(self, tied, device="cpu"):
+        super().__init__()
+        self.register_buffer("x", torch.randn(3, device=device))
+        self.register_buffer("y", self.x if tied else torch.randn(3, device=device))
+
+
+class Array:
+    """An object over an array, which it fills when it loads its state, or replaces."""
+
+    def __init__(self, array, fills=True):
+        self.array, self.fills = array, fills
+
+    def state_dict(self):
+        return {"array": self.array}
+
+    def load_state_dict(self, state):
+        if self.fills:
+            self.array[...] = state["array"]
+        else:
+            self.array = state["array"]
+
+
+def sharing(kind, shared):
+    """Objects with two names for one memory if it is `shared`."""
+    if kind == "names of a module":
+        return {"model": tied("a", "b") if shared else tied()}
+    if kind == "three names":
+        return {"model": tied("a", "b", "c") if shared else tied("a", "b")}
+    if kind == "buffers":
+        return {"model": Buffers(tied=shared)}
+    if kind == "parameters on meta":
+        return {"model": tied("a", "b", device="meta") if shared else tied()}
+    if kind == "buffers on meta":
+        return {"model": Buffers(True, "meta") if shared else Buffers(False)}
+    if kind == "objects":
+        array = np.zeros(4)
+        return {
+            "one": Array(array if shared else np.zeros(4)),
+            "other": Array(array if shared else np.ones(4)),
+        }
+    model, other = tied(), tied(seed=1)
+    if shared and kind == "two modules":
+        other["b"].weight = model["b"].weight
+    elif shared:
+        other["b"].weight = nn.Parameter(model["b"].weight.detach()[:])
+    return {"model": model, "teacher": other}
+
+
+KINDS = [
+    *("names of a module", "three names", "buffers", "parameters on meta", "buffers on meta"),
+    *("objects", "two modules", "a view in another module"),
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"strict": False}, {"only": "*/**"}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_different_values_for_one_memory_are_refused_whatever_names_it_has(tmp_path, kind, options):
+    shardckpt.save(tmp_path / "c", state_of(**sharing(kind, shared=False)))
+    with pytest.raises(StructureMismatchError, match=r"share memory with .* different values for"):
+        shardckpt.restore(tmp_path / "c", state_of(**sharing(kind, shared=True)), **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_value_under_several_names_is_restored_into_one_memory_and_into_several(tmp_path, kind):
+    saved = sharing(kind.replace(" on meta", "").replace("parameters", "names of a module"), True)
+    shardckpt.save(tmp_path / "c", state_of(**saved))
+    for shared in (True, False):
+        restored = sharing(kind, shared)
+        shardckpt.restore(tmp_path / "c", state_of(**restored))
+        for name, one in saved.items():
+            for key, value in one.state_dict().items():
+                assert np.array_equal(value, restored[name].state_dict()[key])
+
+
+def test_equal_values_under_several_names_are_restored_into_one_memory(tmp_path):
+    """They were stored twice."""
+    for kind in KINDS:
+        apart = sharing(kind, shared=False)
+        for one in apart.values():
+            for value in one.state_dict().values():
+                value[...] = 1
+        shardckpt.save(tmp_path / kind, state_of(**apart))
+        restored = sharing(kind, shared=True)
+        shardckpt.restore(tmp_path / kind, state_of(**restored))
+        for one in restored.values():
+            assert all(bool((value == 1).all()) for value in one.state_dict().values())
+
+
+def test_objects_that_take_other_arrays_may_share_one_before(tmp_path):
+    shardckpt.save(
+        tmp_path / "c", state_of(one=Array(np.zeros(4), False), other=Array(np.ones(4), False))
+    )
+    array = np.full(4, 7.0)
+    one, other = Array(array, False), Array(array, False)
+    shardckpt.restore(tmp_path / "c", state_of(one=one, other=other))
+    assert one.array.tolist() == [0.0] * 4
+    assert other.array.tolist() == [1.0] * 4
+
+
 def test_a_module_of_inference_mode_is_restored(tmp_path):
     with torch.inference_mode():
         model, other = nn.Linear(3, 3), nn.Linear(3, 3)
