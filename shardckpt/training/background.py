@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardckpt import frameworks
-from shardckpt.errors import OtherJobError, ShardckptError, StorageError
+from shardckpt.errors import OtherJobError, ShardckptError
 from shardckpt.format.documents import utc_now
 from shardckpt.io.failures import saving_takes_threads
 from shardckpt.io.shutdown import start_background
@@ -267,8 +267,8 @@ class Background:
 
         Runs on the leader.
 
-        A step that is being saved again is left out: the new save replaces it. If the storage
-        fails, the next save tries again.
+        A step that is being saved again is left out: the new save replaces it. After any failure,
+        which is not that of the save in flight, the next save tries again.
         """
         try:
             if self._left is None:
@@ -278,8 +278,8 @@ class Background:
             if commit_left(self._root, due):
                 self.cleaner.forget()
             self._left.difference_update(due)
-        except (OtherJobError, StorageError) as e:
-            _log.warning("%s", e)
+        except Exception as e:  # noqa: BLE001
+            _log.warning("%s: earlier saves cannot be published: %s", self._root, e)
 
     def _clean(self, committed: StepInfo) -> None:
         """Delete the steps that are no longer kept. Runs on the leader."""

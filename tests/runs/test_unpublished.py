@@ -360,6 +360,22 @@ def test_a_step_whose_save_failed_after_it_was_published_is_deleted_like_any_oth
         assert run.all_steps() == [3]
 
 
+def test_a_save_succeeds_though_publishing_an_earlier_one_fails_in_an_unknown_way(tmp_path, caplog):
+    with manager(tmp_path / "run") as run:
+        with record_refused("1"):
+            run.save(1, state(1))
+            with pytest.raises(errors.StorageError, match=STAYS):
+                run.wait()
+        with record_refused("1", MemoryError("no memory to publish it")):
+            run.save(2, state(2))
+            run.wait()
+        assert run.all_steps() == [2]
+        run.save(3, state(3))
+        run.wait()
+        assert run.all_steps() == [1, 2, 3]
+    assert "no memory to publish it" in caplog.text
+
+
 def test_the_step_that_an_unpublished_save_replaces_after_a_rollback_stays_until_it_is_published(
     tmp_path,
 ):

@@ -162,15 +162,15 @@ def disk_full(root: Path) -> Iterator[None]:
 
 
 @contextmanager
-def record_refused(place: str | None = None) -> Iterator[None]:
-    """Let every commit record of the block fail to get its name on a disk, with a device error, or
-    only those of places of that name; placeholders and tombstones succeed."""
+def record_refused(place: str | None = None, error: Exception | None = None) -> Iterator[None]:
+    """Let every commit record of the block fail to get its name on a disk, with a device error or
+    another one, or only those of places of that name; placeholders and tombstones succeed."""
     rename = os.rename
 
     def refused(source: Any, target: Any, **options: Any) -> None:
         of_record = Path(target).name == RECORD and place in (None, Path(target).parent.name)
         if of_record and b'"tombstone"' not in Path(source).read_bytes():
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            raise error or OSError(errno.EIO, os.strerror(errno.EIO))
         rename(source, target, **options)
 
     with pytest.MonkeyPatch.context() as patch:
