@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -45,6 +45,9 @@ class ArraySource(HostSource):
     dtype: DType
     layout: None = None
     holders: None = None
+    # Asked for each tensor of a state: without a call.
+    own_pieces: ClassVar[bool] = False
+    private: ClassVar[bool] = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -89,6 +92,12 @@ class ArraySink(PlainSink):
     """The leaf's memory, writable."""
     dtype: DType
     tie_key: Hashable
+    placing_bytes: ClassVar[int] = 0
+
+    @property
+    def address(self) -> int:
+        """The array's own address."""
+        return address_of(self.array)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -90,7 +90,10 @@ class TensorSource(HostSource):
     contiguous: bool = False
     """Whether that memory is known to be contiguous."""
     holders: list[tuple[int, ...]] | None = None
+    # Asked for each tensor of a state: without a call.
     layout: ClassVar[None] = None
+    own_pieces: ClassVar[bool] = False
+    private: ClassVar[bool] = False
 
     @property
     def boxes(self) -> BoxArray:
@@ -144,6 +147,7 @@ class TensorSink(PlainSink):
     """The tensors that autograd must see as written."""
     ranks: tuple[int, ...] | Literal["all"] | None = None
     """The processes that need the same boxes; None: not known."""
+    placing_bytes: ClassVar[int] = 0
     on_host: bool = field(init=False)
     """Whether all of the memory is on the host."""
     destinations: list[Array] | None = field(init=False)
