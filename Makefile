@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 0
+PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --max-worker-restart 0
 TORTURE := SHARDCKPT_TORTURE=1 $(BIN)/python -m pytest -vv -o timeout=3600 -o faulthandler_timeout=0
 STAMP := $(VENV)/.installed
 # Some files of each folder of tests: those that take least time for what they try.
@@ -57,17 +57,17 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard shardckpt/io/*.c) tools/buil
 demo: setup ## train, save, be killed, restore onto another mesh, train on
 	$(BIN)/python tools/demo.py
 
-test: setup ## the tests, but for sweeps over all faults, flips and interleavings, the programs in tools/, and those in a browser, behind nginx or on FUSE
-	$(PYTEST) -m "not slow and not browser and not deploy and not fuse and not ray and not vllm and not torchtitan"
+test: setup ## the tests, but for those that take seconds each, sweeps over all faults, flips and interleavings, the programs in tools/, and those in a browser, behind nginx or on FUSE
+	$(PYTEST) -m "not slow and not long and not browser and not deploy and not fuse and not ray and not vllm and not torchtitan"
 
 quick: lint types layers ## for a person at work: those three, and some tests of each package, in some three minutes
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not deploy" $(QUICK)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not long and not deploy" $(QUICK)
 
 without-extension: setup ## tests of what the C extension does, without it
 	SHARDCKPT_NO_EXTENSION=1 $(BIN)/python -m pytest -p no:xdist -m "not slow" $(BOTH_WAYS)
 
-sweeps: setup ## those sweeps
-	$(PYTEST) -m slow
+sweeps: setup ## those sweeps, and the tests that take seconds each
+	$(PYTEST) -m "slow or long"
 
 browser: setup ## the pages in a real Chromium, which is installed where that can be done
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \

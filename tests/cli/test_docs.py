@@ -144,6 +144,7 @@ def shows(expected, printed):
     return re.fullmatch("".join(patterns), "".join(f"{line}\n" for line in printed)) is not None
 
 
+@pytest.mark.long
 def test_the_examples_of_the_command_line_show_what_it_says(runs, run, monkeypatch):
     monkeypatch.chdir(runs)
     documented, further = (

@@ -27,6 +27,7 @@ def test_all_elements_are_read_within_the_memory_limit(run, saver, tmp_path):
     assert "1,500,012 elements of 3 tensors" in run("stats", tmp_path / "1").out
 
 
+@pytest.mark.long
 def test_tensors_of_two_dtypes_are_read_within_the_memory_limit(saver, tmp_path):
     large = np.zeros((8192, 1024), ml_dtypes.float8_e4m3fn)  # 8 MiB
     places = [tmp_path / name for name in ("small", "wide")]

@@ -287,6 +287,7 @@ def test_one_leaf_says_what_many_say(left, tmp_path, monkeypatch):
     assert len(contents[0][1]) > 10
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_no_single_change_of_any_list_goes_unnoticed(left, tmp_path_factory, data):

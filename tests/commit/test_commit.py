@@ -77,6 +77,7 @@ def child(script, *arguments):
 # --- a process that dies --------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["packed", pytest.param("zarr", marks=pytest.mark.slow)])
 def test_a_first_save_killed_at_any_operation_leaves_no_checkpoint_and_a_place_to_save_to(
     tmp_path, layout
@@ -103,6 +104,7 @@ def test_a_first_save_killed_at_any_operation_leaves_no_checkpoint_and_a_place_t
     assert value_of(tmp_path / "base" / "earlier") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["packed", pytest.param("zarr", marks=pytest.mark.slow)])
 def test_an_overwrite_killed_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(
     tmp_path, layout

@@ -334,6 +334,7 @@ def test_an_index_of_several_leaves_is_what_one_leaf_is(
     assert {key.encode(): b"%d" % i for i, key in enumerate(keys)}.items() <= contents[0][0].items()
 
 
+@pytest.mark.long
 def test_an_index_of_tens_of_thousands_of_keys_is_walked_whole(store):
     keys = [f"{i:0150d}/c/{i}" for i in range(60_000)]
     writer = PackedWriter(store, 0, lane_keys=25_000)

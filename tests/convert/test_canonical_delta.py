@@ -250,6 +250,7 @@ def test_a_process_that_follows_and_cannot_print_ends_with_the_status_of_that(
     )
 
 
+@pytest.mark.long
 def test_a_process_that_follows_and_is_killed_again_and_again_leaves_a_chain(training, tmp_path):
     """Killed by SIGKILL at any instant, then started again with the same command."""
     out = tmp_path / "out"
@@ -367,6 +368,7 @@ def test_a_version_that_was_replaced_is_no_base(training, tmp_path):
     check(tmp_path, tmp_path / "out", [40, 41, 50, 51, 60], **NAMED)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("more", "error"),
     [({"since": 99}, NotFoundError), ({"include": "nothing/**"}, NamesMismatchError)],
@@ -388,6 +390,7 @@ def test_overwrite_deletes_nothing_if_version_0_cannot_be_written(
     assert {key.partition("/")[0] for key in store.list()} == {"weight_v000000", "weight_v000001"}
 
 
+@pytest.mark.long
 def test_overwrite_on_a_disk_deletes_nothing_if_the_source_is_damaged(training, tmp_path):
     out = tmp_path / "out"
     options = {"to": "canonical-delta", "since": 40, **NAMED}
@@ -532,6 +535,7 @@ shardckpt.export(
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("patch", "left", "since"),
     [

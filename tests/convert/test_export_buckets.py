@@ -114,6 +114,7 @@ def test_one_file_is_that_of_a_disk_and_nothing_is_beside_it(source, place):
     assert report.read_bytes < 1.02 * report.nbytes
 
 
+@pytest.mark.long
 def test_several_files_are_those_of_a_disk_and_the_index_comes_last(source, place):
     seen = []
     report = export(
@@ -126,6 +127,7 @@ def test_several_files_are_those_of_a_disk_and_the_index_comes_last(source, plac
     assert json.loads(objects(place)[INDEX])["metadata"]["total_size"] == report.nbytes
 
 
+@pytest.mark.long
 def test_one_file_that_was_interrupted_by_a_kill_is_gone_on_with(cloud, source, place):
     killed(source, f"{place}/a.safetensors", "", 15 * MiB)
     assert set(objects(place)) == {".a.safetensors.upload.json"}
@@ -250,6 +252,7 @@ def test_an_export_that_another_one_has_replaced_deletes_nothing_of_it(source, o
     assert objects(place) == on_disk(other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("there", ["a.safetensors", FILES[0], FILES[2], INDEX])
 def test_what_is_there_is_refused_at_once_and_replaced_if_that_is_wanted(
     cloud, source, place, there

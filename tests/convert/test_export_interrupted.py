@@ -368,6 +368,7 @@ def test_a_damaged_chunk_stops_the_export_and_leaves_nothing(tmp_path, small):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("to", "name"), [("safetensors", "a.safetensors"), ("torch", "a.pt"), ("dcp", "a")]
 )
@@ -387,6 +388,7 @@ def test_files_that_may_not_grow_so_large_are_refused_with_what_to_do(tmp_path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("to", ["torch", "dcp"])
 def test_an_interrupt_while_torch_ends_its_archive_does_not_end_the_process(tmp_path, to):
     source(tmp_path / "c")

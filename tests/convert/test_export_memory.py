@@ -31,6 +31,7 @@ def exported(asked):
     return json.loads(finished.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("spec", "options"),
     [(("a", "b"), {}), (("", "ab"), {"dtype": "float64"})],
@@ -55,6 +56,7 @@ def test_a_tensor_much_larger_than_the_limit_is_exported_within_it(tmp_path, spe
     assert (tmp_path / "a.safetensors").stat().st_size > took["bytes"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 def test_differences_of_a_version_are_written_within_the_limit(tmp_path, encoding):
     rng = np.random.default_rng(0)

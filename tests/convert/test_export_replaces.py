@@ -64,6 +64,7 @@ def check(fate, *, atomic):
     assert (again, finally_there) == ("exported", {"out": "new"}), fate
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("act", ["kill", "fail"])
 @pytest.mark.parametrize("how", ["exchange", "steps", "layers"])
 def test_a_complete_directory_is_found_whichever_operation_ends_the_export(place, how, act):
@@ -142,6 +143,7 @@ print(json.dumps(synced))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("to", ["dcp", "orbax", "torch", "safetensors"])
 def test_every_file_and_every_new_directory_of_an_export_is_synced_after_its_last_change(place, to):
     """A directory's time of change tells its last entry."""

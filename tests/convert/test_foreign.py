@@ -92,6 +92,7 @@ def test_a_group_that_was_replaced_is_opened_with_its_new_dtype_and_shape(tmp_pa
         np.testing.assert_array_equal(checkpoint.read("in/a"), elements)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part")
 @pytest.mark.parametrize("consolidated", [False, True])
 @pytest.mark.parametrize("version", [2, 3])

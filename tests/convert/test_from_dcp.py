@@ -84,6 +84,7 @@ def as_dcp_reads(location):
     return torch.load(f"{location}.pt", weights_only=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "what", "writer"),
     [

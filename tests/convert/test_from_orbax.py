@@ -70,6 +70,7 @@ def opened(path):
     return open_foreign(parse(str(path)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [*LAYOUTS, "steps/10", "items/step_00000005", "v1", "rich", "older"]
 )

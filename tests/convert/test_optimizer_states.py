@@ -121,6 +121,7 @@ def test_torch_goes_on_bit_by_bit_with_an_exported_directory_of_dcp(saved, tmp_p
     assert go_on(model, optimizer, schedule) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("to", ["torch", "dcp"])
 @pytest.mark.parametrize(
     ("form", "order"),
@@ -306,6 +307,7 @@ def ranks():
         yield run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flat", [pytest.param(False, id="names"), pytest.param(True, id="flat", marks=pytest.mark.slow)]
 )

@@ -205,6 +205,7 @@ def losses_of(state, optimizer, steps):
     return state, losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", optimizers())
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_state_of_optax_goes_on_as_after_orbaxs_own_resume(tmp_path, name, strict):

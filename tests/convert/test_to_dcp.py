@@ -185,6 +185,7 @@ def large(tmp_path_factory):
     return place
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("to", ["torch", "dcp", "orbax"])
 def test_a_tensor_much_larger_than_the_limit_is_exported_within_it_and_read_once(
     processes, large, tmp_path, to

@@ -401,6 +401,7 @@ def test_a_tensor_that_no_function_for_tensors_makes_is_refused(rebuild):
         open_state_file(Span(LoadedFile("the file", data), 0, len(data)))
 
 
+@pytest.mark.long
 def test_values_below_long_names_are_left_behind():
     """Each has a name as long as the keys around it."""
     buffer = io.BytesIO()

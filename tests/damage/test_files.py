@@ -18,6 +18,7 @@ def test_a_missing_file_of_any_kind_is_noticed(checkpoint_of, layout, number, ki
     assert_noticed(checkpoint, path, kind, truth)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "number", "kind"), KINDS)
 def test_a_truncated_file_of_any_kind_is_noticed(checkpoint_of, layout, number, kind):
     checkpoint, truth = checkpoint_of(layout, number)

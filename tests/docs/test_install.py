@@ -50,6 +50,7 @@ def test_errors_for_missing_extras_name_extras_that_exist():
             assert extra in EXTRAS, path
 
 
+@pytest.mark.long
 def test_the_command_installs_from_a_clone(tmp_path):
     """The address is that of a clone of this commit; packages that shardckpt needs are there
     already."""

@@ -46,6 +46,7 @@ def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) <= LINES
 
 
+@pytest.mark.long
 @pytest.mark.xla
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -110,6 +111,7 @@ def test_the_script_of_many_processes_runs_and_goes_on_with_fewer(tmp_path):
         assert checkpoint.verify().ok
 
 
+@pytest.mark.long
 def test_the_commands_in_the_readme_run(tmp_path):
     for step in (1, 2, 3):
         shardckpt.save(tmp_path / "run" / str(step), {"model": {"weight": np.ones((8, 8))}})

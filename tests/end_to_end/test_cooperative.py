@@ -221,6 +221,7 @@ def test_a_process_that_cannot_go_on_is_heard_by_all(run_job, saved):
         assert "process 1 could not read its part: there is none left" in message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["packing", "sending"])
 def test_a_process_that_dies_is_missed_by_all_others(run_job, saved, where):
     answers = run_job(

@@ -169,6 +169,7 @@ MOVING = {"write_chunks": 1, "read_chunks": 3} | dict.fromkeys(
 and closed for each that reads. Those for a lane and its files depend on the number of threads."""
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not extension.moving,
     reason="Python gives the lock up several times per chunk: 740 to 2,240 times per GB",
@@ -262,6 +263,7 @@ def test_an_export_writes_its_bytes_once_and_reads_them_and_what_it_wrote_once(p
     assert took.steps <= 42 * CHUNKS
 
 
+@pytest.mark.long
 def test_an_import_writes_its_bytes_once_and_reads_them_and_what_it_wrote_once_in_large_calls(
     place, tmp_path
 ):

@@ -82,6 +82,7 @@ def test_a_host_restores_tensors_larger_than_its_limit(saved, mesh, spec, device
     assert took["read"] <= 1.001 * took["needed"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_restoring_in_place_takes_no_staging_at_all(saved, framework):
     url, _ = saved

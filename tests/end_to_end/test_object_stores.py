@@ -80,6 +80,7 @@ def attempts(url):
     return [name for name in Store.open(url).list_children() if name.endswith("/")]
 
 
+@pytest.mark.long
 @EVERY
 @pytest.mark.timeout(300)  # a few seconds on a machine of its own
 @pytest.mark.parametrize(
@@ -118,6 +119,7 @@ def test_a_checkpoint_is_saved_verified_restored_replaced_collected_around_and_d
     assert_holds(url, 3)
 
 
+@pytest.mark.long
 @EVERY
 def test_of_two_jobs_that_save_to_one_place_at_once_exactly_one_commits(cloud):
     url = cloud.place()
@@ -127,6 +129,7 @@ def test_of_two_jobs_that_save_to_one_place_at_once_exactly_one_commits(cloud):
         assert_holds(f"{url}/{attempt}", pair.index("saved"))
 
 
+@pytest.mark.long
 @EVERY
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
 def test_what_was_left_uncommitted_is_committed_by_another_process(cloud, layout):
@@ -137,6 +140,7 @@ def test_what_was_left_uncommitted_is_committed_by_another_process(cloud, layout
     assert_holds(url, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
 @pytest.mark.parametrize("processes", [1, 3])
 def test_nothing_is_ever_listed_but_host_records_once_per_look(cloud, layout, processes):
@@ -153,6 +157,7 @@ def test_nothing_is_ever_listed_but_host_records_once_per_look(cloud, layout, pr
     assert len(cloud.requests(url, "list")) == looks
 
 
+@pytest.mark.long
 def test_data_files_are_bounded_by_64_mib_and_by_memory(cloud):
     state = {"w": np.ones((2 * OBJECT_BYTES + 3 * MiB) >> 2, np.float32)}
     url = cloud.place()

@@ -14,6 +14,7 @@ SAVE, RESTORE = 34, 27
 frameworks and opens the storage."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_the_second_save_and_the_second_restore_of_one_tensor_enter_few_files(tmp_path, framework):
     command = [sys.executable, CHILDREN / "files_entered.py", tmp_path, framework]

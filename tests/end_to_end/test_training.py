@@ -91,6 +91,7 @@ def training(run_job, tmp_path_factory):
     return of
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_training_resumed_on_the_mesh_it_had_is_the_one_never_interrupted_bit_by_bit(
     training, name
@@ -104,6 +105,7 @@ def test_a_training_resumed_on_the_mesh_it_had_is_the_one_never_interrupted_bit_
         assert after.get("own") == whole.get("own", [])[SAVED:] or "own" not in whole
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "place"), RESUMES)
 def test_a_training_resumed_on_other_processes_has_the_state_bit_by_bit_and_goes_on_like_it(
     training, name, place, record_testsuite_property
@@ -117,6 +119,7 @@ def test_a_training_resumed_on_other_processes_has_the_state_bit_by_bit_and_goes
     record_testsuite_property(f"losses of {name} resumed {place} are off by", off)
 
 
+@pytest.mark.long
 def test_losses_would_show_that_the_optimizer_was_forgotten(training):
     ours = training("FSDP2 and TP")
     resumed = ours.resume(ours.processes, ours.shape, only=["model/**", "step", "own"])

@@ -117,6 +117,7 @@ def assert_goes_on(before, after, last, every):
     return resumed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["plain_torch", "lora"])
 def test_a_loop_in_torch(run, tmp_path, name):
     first, second = commands(name)
@@ -151,6 +152,7 @@ def mesh_of(root, step, tensor):
     return shardckpt.open(root / str(step))[tensor].sharding.mesh.shape
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "tensor"),
     [
@@ -173,6 +175,7 @@ def test_another_mesh_resumes(run, tmp_path, name, tensor):
     assert mesh_of(root, 100, tensor) == (2, 4)
 
 
+@pytest.mark.long
 def test_the_trainer_of_hugging_face(run, tmp_path):
     first, second = commands("trainer")
     before = run(first, kill_at=25)
@@ -196,6 +199,7 @@ def laid_out(url):
     return {name: str(checkpoint[name].sharding) for name in checkpoint.names()}
 
 
+@pytest.mark.long
 def test_resharding_exporting_and_serving(run, tmp_path):
     """The commands in the comments make what the program makes."""
     (command,) = commands("reshard_and_serve")

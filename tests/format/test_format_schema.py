@@ -168,6 +168,7 @@ def test_versions_with_differences_conform(tmp_path):
         assert errors(commit, "checkpointFile") != []
 
 
+@pytest.mark.long
 def test_saved_checkpoints_conform(saved):
     kinds = {kind for kind, _ in saved}
     for kind, document in saved:
@@ -277,6 +278,7 @@ def changed(document, path, change):
     return document, parent
 
 
+@pytest.mark.long
 def test_a_record_that_lacks_a_member_does_not_conform(saved):
     for kind, document in one_of_each(saved):
         for path in members(document):
@@ -292,6 +294,7 @@ def test_a_record_that_lacks_a_member_does_not_conform(saved):
             assert conforms(lacking, kind) == (a_name or optional), (kind, path)
 
 
+@pytest.mark.long
 def test_a_member_of_another_type_does_not_conform(saved):
     def replace(parent, last):
         parent[last] = {"not": "this"} if not isinstance(parent[last], dict) else [1]

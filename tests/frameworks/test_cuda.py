@@ -81,6 +81,7 @@ trainings = given(
 )
 
 
+@pytest.mark.long
 @trainings
 @settings(max_examples=40)
 def test_what_a_running_training_saves_is_the_state_at_each_save(
@@ -407,6 +408,7 @@ def test_a_change_of_a_dtensor_shows_in_its_own_counter_or_in_that_of_its_shard(
 # --- what is imported
 
 
+@pytest.mark.long
 def test_without_cuda_tensors_nothing_of_cuda_is_imported(tmp_path):
     code = f"""
 import sys, torch, shardckpt

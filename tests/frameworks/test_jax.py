@@ -202,6 +202,7 @@ def round_trips(answers):
 # --- Saving ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_fetched_boxes_are_the_array_bit_by_bit_each_element_once(round_trips):
     assert len(round_trips) >= 130
     for case, answer in round_trips:
@@ -420,6 +421,7 @@ def test_replicated_without_devices_is_on_all_of_them(answers):
     assert answers["refusals"][0]["everywhere"] is None
 
 
+@pytest.mark.long
 def test_torch_is_never_imported(answers, together):
     assert answers["torch"] == together[0]["torch"] == []
 

@@ -38,6 +38,7 @@ def train(library, sides, root, first, last):
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("library", ["nnx", "equinox"])
 def test_losses_are_equal_after_a_resume_from_an_abstract_state(tmp_path, library):

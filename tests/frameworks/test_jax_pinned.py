@@ -35,6 +35,7 @@ def answers(tmp_path_factory):
 # --- Saving
 
 
+@pytest.mark.long
 def test_arrays_of_every_kind_are_saved_bit_by_bit(answers):
     assert answers["values"] == {"saved": [], "async": []}
 

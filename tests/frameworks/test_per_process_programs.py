@@ -57,6 +57,7 @@ print(json.dumps(encode_value(state, "rng"), allow_nan=False))
     )
 
 
+@pytest.mark.long
 def test_arrays_and_keys_of_jax_come_back_as_such_where_jax_is_imported(of_jax):
     output = run(
         """
@@ -181,6 +182,7 @@ except MissingExtraError as e:
     assert "'rng/0' is a tensor of torch's: install torch" in output
 
 
+@pytest.mark.long
 def test_a_dtensor_is_refused():
     output = run(
         """

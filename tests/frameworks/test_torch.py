@@ -392,6 +392,7 @@ def test_a_state_without_torch_imports_no_framework():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.long
 def test_a_state_of_plain_torch_tensors_imports_nothing_else_of_torch_s():
     code = (
         "import sys, torch; from shardckpt import frameworks; s = frameworks.source('w', "
@@ -401,6 +402,7 @@ def test_a_state_of_plain_torch_tensors_imports_nothing_else_of_torch_s():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.long
 def test_jax_imported_beside_torch_is_not_made_to_look_for_devices():
     code = (
         "import jax, torch, numpy as np; from jax._src import xla_bridge; from shardckpt import "
@@ -485,6 +487,7 @@ def test_ties_are_the_same_whether_tensors_at_one_address_are_asked_for_first_or
             )
 
 
+@pytest.mark.long
 def test_tied_parameters_of_a_class_that_a_save_meets_for_the_first_time_are_restored(tmp_path):
     """A save before it has met another class."""
     code = (

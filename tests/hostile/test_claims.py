@@ -98,6 +98,7 @@ def pieces(*boxes):
     return [{"start": [a, c], "shape": [b - a, d - c], "chunks": [1, 1]} for a, b, c, d in boxes]
 
 
+@pytest.mark.long
 def test_pieces_that_overlap_or_leave_gaps_are_refused_however_many_they_are(forgery):
     """Comparing each with each other would take minutes: these all have the same rows."""
     n = 10_000

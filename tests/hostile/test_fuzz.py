@@ -8,6 +8,7 @@ from itertools import count
 from random import Random
 
 import flip_bits
+import pytest
 from forgery import LONGEST_MESSAGE, MIB, TENSORS, Forgery, at_most, attempted, use_in_every_way
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -43,6 +44,7 @@ def used(forgeries, forgery):
     return restored
 
 
+@pytest.mark.long
 @given(seed=SEEDS, which=MADE)
 @FUZZ
 def test_a_commit_record_with_anything_in_it(forgeries, seed, which):
@@ -57,6 +59,7 @@ def test_a_commit_record_with_anything_in_it(forgeries, seed, which):
             assert flip_bits.same(array, shardckpt.open(forgery.url).read(name))
 
 
+@pytest.mark.long
 @given(seed=SEEDS, which=MADE)
 @FUZZ
 def test_a_host_record_with_anything_in_it(forgeries, seed, which):
@@ -66,6 +69,7 @@ def test_a_host_record_with_anything_in_it(forgeries, seed, which):
     assert_right(used(forgeries, forgery), which)
 
 
+@pytest.mark.long
 @given(seed=SEEDS, which=MADE)
 @FUZZ
 def test_a_chunk_table_with_anything_in_it(forgeries, seed, which):

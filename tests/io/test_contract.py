@@ -95,6 +95,7 @@ def test_an_object_is_created_once(store):
     assert store.exists("record")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("begin", ["nothing", "something"])
 def test_of_many_threads_exactly_one_writes_first(store, begin):
     """All have seen the same: nothing, which one of them creates, or an object, which one of them

@@ -21,6 +21,7 @@ def test_every_element_is_copied_whatever_the_shapes_and_the_parts_are(shapes, p
         np.testing.assert_array_equal(target, source)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", [0, 1, 20])
 def test_when_a_copy_fails_no_thread_copies_any_more(place):
     sources, targets = ([np.full(1 << 20, fill) for _ in range(30)] for fill in (1.0, 0.0))

@@ -45,6 +45,7 @@ def unkept(diagnosis):
     return {promise.name for promise in PROMISES if not diagnosis.holds(promise)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("store", [*LACKS], indirect=True)
 def test_each_kind_works_but_for_what_it_lacks_and_nothing_is_left(store):
     diagnosis = examine(store.location)
@@ -180,6 +181,7 @@ def test_at_a_web_server_nothing_is_written_and_nothing_left(tmp_path):
     assert diagnosis.left is None
 
 
+@pytest.mark.long
 def test_an_upload_that_cannot_be_finished_is_ended(s3_server):
     """The first request begins the upload, the second sends its part, the third publishes it."""
     from boto3 import client

@@ -34,6 +34,7 @@ FINISHED = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", OWN)
 @pytest.mark.parametrize(
     "times",
@@ -60,6 +61,7 @@ def test_a_program_that_leaves_its_manager_open_has_the_exit_status_of_its_own(
             assert whole is None or whole.state["w"][0, 0] == whole.step
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("process", "by"), [(0, "manager"), (1, "manager"), (0, "publisher"), (1, "publisher")]
 )

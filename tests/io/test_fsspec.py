@@ -68,6 +68,7 @@ def assert_holds(url):
     np.testing.assert_array_equal(shardckpt.restore(url)["w"], STATE["w"])
 
 
+@pytest.mark.long
 def test_of_two_processes_that_create_one_object_exactly_one_succeeds(written):
     """`examine` lets two processes race, ten times."""
     diagnosis = examine(written)
@@ -85,6 +86,7 @@ def test_of_two_processes_that_create_one_object_exactly_one_succeeds(written):
     assert Store.open(written).list() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
 def test_a_new_checkpoint_is_saved_restored_resharded_and_stays(written, layout):
     shardckpt.save(f"{written}/1", STATE, options=SaveOptions(layout=layout))
@@ -148,6 +150,7 @@ def test_a_run_keeps_all_its_steps(written):
     assert again.latest_step() == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("protocol", ["gs", "s3"])
 def test_several_processes_save_and_of_two_jobs_one_commits(request, protocol):
     with opened(request, protocol) as bucket, Processes("many_hosts", "fsspec_clients") as job:

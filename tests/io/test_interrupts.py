@@ -26,6 +26,7 @@ from shardckpt.io.files import OpenFile
 from shardckpt.io.requests import Upload
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", ["save", "restore", "export", "torch", "dcp", "import"])
 def test_a_storm_of_interrupts_leaks_no_open_file_and_locks_no_name(tmp_path, call):
     command = [sys.executable, CHILDREN / "interrupt_storm.py", tmp_path, call, "40"]

@@ -96,6 +96,7 @@ open("statuses.json", "w").write(json.dumps(statuses))
 """A program that runs each command in a fork, because importing takes longest."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
 def test_commands_without_standard_streams_end_with_their_usual_statuses(tmp_path, closed):
     shardckpt.save(tmp_path / "c", {"w": np.ones(3)})

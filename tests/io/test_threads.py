@@ -396,6 +396,7 @@ def test_a_setting_comes_back_however_often_users_in_threads_and_ctrl_c_overlap(
         gc.unfreeze()
 
 
+@pytest.mark.long
 def test_a_background_save_in_a_signal_handler_amid_the_change_of_a_setting_ends(tmp_path):
     """In a process of its own: the thread of the handler's save needs the setting, too."""
     program = """
@@ -431,6 +432,7 @@ def test_the_switch_interval_is_the_same_after_many_saves():
         assert sys.getswitchinterval() == before
 
 
+@pytest.mark.long
 def test_a_save_and_a_restore_of_many_small_tensors_begin_no_full_collection(tmp_path):
     """Each would visit all objects of the program."""
     state = {f"t{i}": np.zeros(10) for i in range(500)}

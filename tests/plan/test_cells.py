@@ -39,6 +39,7 @@ def pairs(draw):
     return shape, draw(grids(shape)), draw(grids(shape))
 
 
+@pytest.mark.long
 @given(
     pair=pairs(),
     room=st.integers(1, 4000),

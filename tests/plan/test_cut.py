@@ -247,6 +247,7 @@ def test_halves_make_up_the_box_and_share_no_chunk(case, most, measured):
 # --- grids
 
 
+@pytest.mark.long
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_grids_hold_every_element_once_within_the_room_and_rows_are_in_order(data):

@@ -127,6 +127,7 @@ def test_a_sharded_model_is_read_once_however_many_replicas_of_its_shards_there_
     assert (times == 1).all()
 
 
+@pytest.mark.long
 @given(st.integers(1, 500))
 def test_many_replicas_share_in_groups_of_at_most_64_that_are_the_same_for_all_their_members(count):
     sharers = tuple(range(3, 3 + 2 * count, 2))

@@ -184,6 +184,7 @@ SHAPES = st.integers(1, 3).flatmap(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=120, deadline=None)
 @given(
     shapes=SHAPES,

@@ -28,6 +28,7 @@ def answer_of(program, folder, **env):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_arrays_of_jax_have_what_both_have_and_zeros_elsewhere_on_any_mesh(tmp_path):
     pytest.importorskip("jax")
@@ -37,6 +38,7 @@ def test_arrays_of_jax_have_what_both_have_and_zeros_elsewhere_on_any_mesh(tmp_p
     assert "shape (4,)" in answer["keys"]
 
 
+@pytest.mark.long
 @pytest.mark.xla
 @pytest.mark.timeout(400)
 def test_tensors_of_torch_xla_have_what_both_have_and_zeros_elsewhere_on_any_mesh(tmp_path):

@@ -9,6 +9,7 @@ from math import prod
 import crc32c
 import ml_dtypes
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,6 +56,7 @@ def stored(store, array, chunks, order, files):
     )
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_boxes_are_read_out_of_chunks_in_any_order_into_memory_of_any_strides(

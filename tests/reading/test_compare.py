@@ -272,6 +272,7 @@ def test_a_scalar_is_compared(saved):
     assert (value.differing, value.size, value.largest, value.first) == (1, 1, 0.5, ())
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_values_agree_with_numpy_for_any_shape_layouts_and_memory(tmp_path_factory, data):

@@ -350,6 +350,7 @@ def test_a_run_of_more_chunks_than_one_system_call_takes_is_read_in_place(tmp_pa
     )
 
 
+@pytest.mark.long
 def test_memory_stays_within_the_limit(cloud):
     """In a process of its own: 64 MiB in chunks of 1 MiB, four times, into memory that is there
     already."""

@@ -91,6 +91,7 @@ def damaged(request, tmp_path_factory):
     return checkpoint
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 100_000), st.integers(0, 12)), max_size=6),
@@ -147,6 +148,7 @@ def test_a_group_has_no_more_bytes_than_it_may_unless_one_chunk_has(tmp_path, la
         assert {chunks for chunks, _ in steps} == {1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
 def test_a_flipped_bit_in_any_file_is_found_wherever_a_verification_is_resumed(tmp_path, kind):
     checkpoint = shardckpt.open(save(tmp_path / "good", *kind))

@@ -116,6 +116,7 @@ def check(source, target):
     )
 
 
+@pytest.mark.long
 def test_processes_of_this_machine_do_it(start, source, tmp_path):
     go_on = tmp_path / "go on"
     job = start(source, tmp_path / "b", workers=2, pause=[4, str(go_on)])
@@ -185,6 +186,7 @@ def test_one_worker_reports_each_task_before_it_begins_the_next(source, tmp_path
     assert finished == list(range(TASKS + 1))
 
 
+@pytest.mark.long
 def test_a_pool_of_a_user_that_breaks_ends_the_job_and_another_continues_it(source, tmp_path):
     options = {**JOB, "mesh": Mesh((3,), ("x",)), "workers": 1}
     spawn = multiprocessing.get_context("spawn")
@@ -203,6 +205,7 @@ def test_a_pool_of_a_user_that_breaks_ends_the_job_and_another_continues_it(sour
     check(source, tmp_path / "b")
 
 
+@pytest.mark.long
 def test_workers_that_somebody_else_starts_do_it_and_one_that_is_killed_is_started_again(
     start, source, tmp_path
 ):
@@ -413,6 +416,7 @@ def test_a_package_that_is_not_installed_is_named(source, tmp_path, monkeypatch)
             shardckpt.reshard(source, tmp_path / "b", engine=f"{kind}://127.0.0.1:1")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cancel", [False, True])
 def test_dask_drops_the_calls_that_have_not_begun_when_its_executor_is_shut_down(tmp_path, cancel):
     from distributed import Client, LocalCluster

@@ -81,6 +81,7 @@ def children(pid):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
 def test_a_job_that_is_killed_again_and_again_goes_on_where_it_was(source, tmp_path, layout):
     target, before = tmp_path / "b", contents(source)

@@ -5,6 +5,7 @@ import pytest
 import reshard_amplification as tool
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("memory_limit", ["36MiB", "512MiB"])
 def test_a_whole_job_reads_a_twentieth_too_much_at_most_and_just_what_was_planned(
     tmp_path, memory_limit

@@ -36,6 +36,7 @@ def source(tmp_path_factory):
     return place
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [{}, {"compression": "zstd", "layout": "zarr"}], ids=["plain", "compressed objects"]
 )

@@ -269,6 +269,7 @@ def test_an_overwrite_shows_the_old_or_the_new_after_every_operation_of_every_ho
         assert [actor.outcome for actor in job] == ["saved"] * len(job)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("who", range(HOSTS))
 def test_a_host_killed_at_any_operation_leaves_the_old_or_the_new_and_a_collection_what_is_whole(
     who,
@@ -296,6 +297,7 @@ def test_a_host_killed_at_any_operation_leaves_the_old_or_the_new_and_a_collecti
 # --- any order of any number ----------------------------------------------------------------------
 
 
+@pytest.mark.long
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     kinds=st.lists(

@@ -194,6 +194,7 @@ def kill_at_every_operation(root, action):
     return json.loads(result.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("committed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_collection_killed_at_any_operation_loses_nothing_and_the_next_one_ends_it(
     tmp_path, committed
@@ -232,6 +233,7 @@ def test_a_collection_killed_at_any_operation_loses_nothing_and_the_next_one_end
             assert value_of(url) == 2
 
 
+@pytest.mark.long
 def test_a_deletion_killed_at_any_operation_leaves_the_checkpoint_or_none_and_the_next_one_ends_it(
     tmp_path,
 ):

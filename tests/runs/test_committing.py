@@ -247,6 +247,7 @@ class StoppedCommitter:
         self.process.wait(60)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "action", [("save", 2), ("overwrite", 2), ("commit",)], ids=lambda action: action[0]
 )

@@ -207,6 +207,7 @@ def orders(actors):
     )
 
 
+@pytest.mark.long
 @SOON
 @given(orders(5), st.sampled_from(VERSIONS), st.booleans())
 def test_changes_at_once_lose_nothing_and_a_deletion_comes_before_or_too_late(
@@ -236,6 +237,7 @@ def test_changes_at_once_lose_nothing_and_a_deletion_comes_before_or_too_late(
             assert protection(stage.store, stage.named) == Protection(pinned=True, tags=("a", "b"))
 
 
+@pytest.mark.long
 @SOON
 @given(orders(2), st.sampled_from(VERSIONS))
 def test_a_slow_pin_does_not_undo_that_of_the_checkpoint_which_took_the_place(order, versions):

@@ -21,6 +21,7 @@ from shardckpt.serve.opened import OpenCheckpoints
 from shardckpt.serve.problems import DocumentResponse
 
 
+@pytest.mark.long
 def test_clients_that_do_not_read_take_a_bounded_amount_of_memory(tmp_path):
     rng = np.random.default_rng(1)
     shardckpt.save(
@@ -82,6 +83,7 @@ def test_an_answer_that_finds_no_memory_is_told_to_come_again(service, monkeypat
     assert sources.ANSWERS._held == 0
 
 
+@pytest.mark.long
 def test_a_chunk_that_expands_beyond_memory_is_refused_everywhere(tmp_path):
     bomb(tmp_path / "runs" / "a" / "1")
     with apart(("lab", tmp_path / "runs")) as (service, process):
@@ -170,6 +172,7 @@ def test_unknown_dtypes_of_revisions_are_not_kept(tmp_path, monkeypatch):
         assert [len(one.parts) for one in begun[0]._opened.values()] == [1]
 
 
+@pytest.mark.long
 def test_verifications_of_checkpoints_that_are_gone_are_forgotten(tmp_path):
     save_run(tmp_path / "runs" / "a", (1, 2))
     with operated(tmp_path, ("lab", tmp_path / "runs"), scrub=3600.0) as lab:

@@ -55,6 +55,7 @@ def test_a_calculation_that_takes_too_much_memory_or_time_is_refused_and_its_pro
     assert lab.ask("/v1/diff?a=lab/run/10&b=lab/run/20").status == 200
 
 
+@pytest.mark.long
 def test_long_requests_of_one_user_keep_no_other_user_waiting(lab, monkeypatch):
     monkeypatch.setattr(calculations, "SECONDS", 20.0)
     paths = (

@@ -63,6 +63,7 @@ def frozen(lab, client):
         lab.wait(number)
 
 
+@pytest.mark.long
 def test_jobs_are_started_followed_and_listed(client, lab, monkeypatch):
     seen = []
     first = client.start("copy", checkpoint="lab/llama/10", to="lab/copied/10")
@@ -172,6 +173,7 @@ def test_a_wait_goes_on_after_lost_streams_and_answers(client, cutting, monkeypa
     assert len(transport.asked) > 5
 
 
+@pytest.mark.long
 def test_a_wait_that_has_long_heard_nothing_goes_on_after_a_lost_answer(
     client, lab, frozen, cutting, monkeypatch
 ):
@@ -278,6 +280,7 @@ def test_commands_wait_and_cancel(run, frozen):
     assert json.loads(run("job", "wait", frozen, "--json", status=7))["error"]["code"] == "commit"
 
 
+@pytest.mark.long
 def test_commands_end_with_the_status_of_the_error(run, lab):
     assert "there is no job" in run("job", "show", 99999, status=3)
     assert "no operation" in run("job", "start", "nothing", status=3)

@@ -342,6 +342,7 @@ def test_a_file_beside_a_run_is_listed_if_it_is_served(tmp_path):
             assert service.ask(f"/lab/run/resolve/main/{name}").status == status
 
 
+@pytest.mark.long
 def test_from_pretrained_loads_a_training_checkpoint_over_the_hub(tmp_path):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -310,6 +310,7 @@ def test_a_job_that_failed_is_started_again_and_one_that_waits_is_cancelled(peop
     assert last["arguments"]["include"] == ["w", "no-such-*"]
 
 
+@pytest.mark.long
 def test_jobs_are_listed_by_state_and_page(people):
     ann = people["operate"]
     for number in [ann.start(PAGE, "verify", key=f"k{i}") for i in range(3)]:
@@ -447,6 +448,7 @@ def _dict(one):
     return {name: getattr(one, name) for name in one.__slots__}
 
 
+@pytest.mark.long
 def test_the_page_of_a_run_lists_what_rules_give_up_and_deletes_it_when_the_run_has_ended(tmp_path):
     for step in (1, 2, 3):
         shardckpt.save(

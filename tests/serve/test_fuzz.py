@@ -26,6 +26,7 @@ def described(service):
     return schemathesis.openapi.from_url(f"{service.url}/v1/openapi.json")
 
 
+@pytest.mark.long
 def test_answers_conform_to_the_openapi_document(service, described):
     checked = 0
     for operation in operations(described):
@@ -45,6 +46,7 @@ def test_answers_conform_to_the_openapi_document(service, described):
     assert checked > 10
 
 
+@pytest.mark.long
 def test_requests_for_jobs_conform_to_the_openapi_document(tmp_path, monkeypatch):
     # The requests are tested, not the thousand jobs.
     monkeypatch.setattr(JobRunner, "start", lambda _: None)

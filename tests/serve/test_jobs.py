@@ -61,6 +61,7 @@ def same(a, b):
         np.testing.assert_array_equal(actual["model"][name], expected["model"][name])
 
 
+@pytest.mark.long
 def test_each_operation_does_what_the_library_does(lab):
     source = {"checkpoint": "lab/llama/10"}
     assert lab.done("verify", **source)["ok"]
@@ -119,6 +120,7 @@ def test_each_operation_does_what_the_library_does(lab):
     ]
 
 
+@pytest.mark.long
 def test_versions_of_a_publisher_are_folded_by_a_job(lab):
     with shardckpt.Publisher(lab.root / "policy", catch_up=None) as publisher:
         for step in range(12):
@@ -412,6 +414,7 @@ def test_events_tell_the_progress_until_the_end(lab):
     assert lab.ask("/v1/jobs/0/events").status == 404
 
 
+@pytest.mark.long
 def test_a_service_that_is_killed_goes_on_with_its_jobs_and_never_runs_one_twice_at_a_time(
     tmp_path,
 ):
@@ -439,6 +442,7 @@ def test_a_service_that_is_killed_goes_on_with_its_jobs_and_never_runs_one_twice
     same(tmp_path / "runs" / "copies" / "1", tmp_path / "runs" / "llama" / "10")
 
 
+@pytest.mark.long
 def test_what_was_done_before_a_kill_is_not_done_again_nor_an_error(tmp_path, monkeypatch):
     """The process of each operation has done everything, and the service did not learn of it."""
     save_run(tmp_path / "runs" / "llama", (10, 20))
@@ -573,6 +577,7 @@ def test_numbers_of_jobs_tell_nothing_of_other_jobs(tmp_path, monkeypatch):
     jobs.close()
 
 
+@pytest.mark.long
 def test_places_that_have_a_meaning_are_not_written_over(tmp_path):
     save_run(tmp_path / "runs" / "a", (10, 20))
     save_run(tmp_path / "runs" / "ended", (10,))
@@ -607,6 +612,7 @@ def test_places_that_have_a_meaning_are_not_written_over(tmp_path):
         assert not (root / "nest" / "inner").exists()
 
 
+@pytest.mark.long
 def test_a_deletion_of_nothing_deletes_nothing_later(tmp_path):
     save_run(tmp_path / "runs" / "a", (10,))
     record = tmp_path / "runs" / "a" / "10" / "checkpoint.json"

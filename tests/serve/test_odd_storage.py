@@ -125,6 +125,7 @@ def test_directories_that_cannot_be_read_are_told_and_the_others_listed(tmp_path
         service.wait_until(lambda: "lab/z/1" not in service.get("/v1/runs")["passed_over"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("written", [False, True])
 def test_a_root_that_vanishes_keeps_its_rows_and_nothing_is_written_there(
     tmp_path, webhook_receiver, written
@@ -178,6 +179,7 @@ def test_a_root_that_vanishes_keeps_its_rows_and_nothing_is_written_there(
         assert lab.service.ask("/readyz").body == b"ready\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("written", [False, True])
 def test_what_a_vanished_root_has_is_not_told_to_be_deleted(tmp_path, written):
     for name in ("b", "c"):
@@ -246,6 +248,7 @@ def test_what_a_vanished_root_has_is_not_told_to_be_deleted(tmp_path, written):
             assert lab.ask(path).status == 200, path
 
 
+@pytest.mark.long
 def test_a_root_that_is_meant_to_be_empty_gets_the_marker(tmp_path):
     save(tmp_path / "runs" / "1")
     with operated(tmp_path, ("lab", tmp_path / "runs"), ("new", tmp_path / "new")) as lab:

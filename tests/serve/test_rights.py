@@ -219,6 +219,7 @@ def team(tmp_path_factory):
         yield members
 
 
+@pytest.mark.long
 def test_every_route_endpoint_and_operation_has_declared_rights(team):
     declared = FREE | LISTS.keys() | PLACES.keys() | OF_JOBS.keys() | OF_RUNS | WRITES
     assert {route.path for route in team.service.routes} == declared
@@ -269,6 +270,7 @@ def concrete(template, root):
     return template.format(id=ident_in(root), root=root)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rights", PAIRS)
 def test_a_place_that_may_not_be_read_answers_as_one_that_does_not_exist(team, rights):
     of_checkpoint = [
@@ -318,6 +320,7 @@ def test_a_job_between_roots_exists_for_those_who_read_both(team, rights):
             ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rights", PAIRS)
 def test_jobs_are_started_and_cancelled_with_the_rights_that_they_need(team, rights, monkeypatch):
     monkeypatch.setattr(journal, "MOST_QUEUED", 100_000)
@@ -443,6 +446,7 @@ def test_a_base_or_link_into_another_root_needs_read_there(team):
     )
 
 
+@pytest.mark.long
 def test_a_job_reads_no_base_in_a_root_that_its_user_may_not_read(tmp_path):
     shardckpt.save(tmp_path / "indigo" / "run" / "1", {"w": np.arange(8.0)})
     based = SaveOptions(base=tmp_path / "indigo" / "run" / "1", skip="w")

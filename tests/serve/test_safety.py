@@ -319,6 +319,7 @@ def test_bases_lie_in_the_roots_or_where_it_is_allowed(tmp_path):
         assert service.ask(path.format(1)).body == np.arange(100.0).tobytes()
 
 
+@pytest.mark.long
 def test_bodies_headers_and_idle_connections_have_limits(runs, monkeypatch):
     monkeypatch.setattr(server, "_REQUEST_SECONDS", 1.5)
     monkeypatch.setattr(guard, "_BODY_SECONDS", 1.0)

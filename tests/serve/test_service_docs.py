@@ -105,6 +105,7 @@ def run(command, place, **environ):
     return done.stdout
 
 
+@pytest.mark.long
 def test_a_reader_lists_runs_and_downloads_a_file(place):
     _, start = commands(START)
     with served(start, place) as address:
@@ -130,6 +131,7 @@ def test_a_reader_lists_runs_and_downloads_a_file(place):
     ]
 
 
+@pytest.mark.long
 def test_an_operator_starts_jobs_over_tls(place):
     token, start, ask = commands(TOKENS)
     (secret,) = re.findall(r"shardckpt_[\w-]+", run(token, place))

@@ -56,6 +56,7 @@ def test_a_full_state_disk_takes_no_tries_of_a_job(tmp_path):
     journal.close()
 
 
+@pytest.mark.long
 def test_damaged_rows_of_the_journal_hide_no_others(tmp_path):
     save_run(tmp_path / "runs" / "a", (1,))
     with operated(tmp_path, ("lab", tmp_path / "runs")) as lab:
@@ -115,6 +116,7 @@ def test_damage_is_red_and_not_the_gateways(tmp_path):
         assert "422 Damaged" in text_of(page)
 
 
+@pytest.mark.long
 def test_pages_tell_totals_of_all_and_unfinished_saves(tmp_path):
     save_run(tmp_path / "runs" / "a", (1,))
     for step in range(2, 520):

@@ -48,6 +48,7 @@ def ended(service, ident):
     return next((one for one in history if one["ended"]), None)
 
 
+@pytest.mark.long
 def test_one_cycle_of_the_scrub_finds_every_flip_and_tells_nothing_else(
     tmp_path, receiver, monkeypatch
 ):
@@ -136,6 +137,7 @@ def test_damage_is_told_of_though_the_verification_cannot_end(tmp_path, code, no
     journal.close()
 
 
+@pytest.mark.long
 def test_a_scrub_keeps_its_rate_and_goes_on_where_it_was_killed(tmp_path):
     # 6 MiB.
     shardckpt.save(
@@ -243,6 +245,7 @@ def test_what_was_verified_while_checkpoints_were_counted_is_not_due(tmp_path):
     journal.close()
 
 
+@pytest.mark.long
 def test_retention_deletes_what_a_dry_run_has_listed_of_an_ended_run(tmp_path):
     save_run(tmp_path / "runs" / "a", (1, 2, 3, 4, 5))  # the loss falls: 1 is the best by "max"
     (tmp_path / "rules.toml").write_text(RULES)
@@ -280,6 +283,7 @@ def test_retention_deletes_what_a_dry_run_has_listed_of_an_ended_run(tmp_path):
         assert "no rule" in lab.run("retain", run="lab")["error"]["message"]
 
 
+@pytest.mark.long
 def test_the_keeper_waits_a_day_after_the_dry_run_and_after_a_jump_of_the_clock(
     tmp_path, monkeypatch
 ):
@@ -348,6 +352,7 @@ def test_a_run_of_any_length_is_listed_in_parts(tmp_path, monkeypatch):
     assert counts == [(0, 1, 2), (0, 0, 0), (0, 0, 0)]
 
 
+@pytest.mark.long
 def test_a_list_from_before_the_mark_of_the_end_is_made_anew(tmp_path):
     save_run(tmp_path / "runs" / "a", (1, 2, 3))
     (tmp_path / "rules.toml").write_text(RULES)

@@ -260,6 +260,7 @@ NODES = st.recursive(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=500, deadline=None)
 @given(NODES)
 def test_whatever_json_says_it_is_a_state_or_a_format_error(tree):

@@ -64,6 +64,7 @@ def through_json(value):
     return leaves.decode(json.loads(text), "x")
 
 
+@pytest.mark.long
 @settings(max_examples=500, deadline=None)
 @given(VALUES)
 @example(-0.0)

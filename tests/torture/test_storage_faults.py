@@ -57,6 +57,7 @@ def assert_failed(messages, afflicted, reason):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("afflicted", [0, 2])
 @pytest.mark.parametrize(
@@ -108,6 +109,7 @@ def collected(disk):
     return any(one.outcome == "published" for one in outcomes)
 
 
+@pytest.mark.long
 @needs_root
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_however_much_room_is_left_for_all_a_save_is_whole_or_fails(

@@ -22,6 +22,7 @@ def job(tmp_path):
     return run
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("known", ["given", "mesh"])
 def test_a_loader_goes_by_its_position_on_the_data_axis_and_refuses_another_size(job, known):

@@ -31,6 +31,7 @@ def cell():
     manager.shutdown_kernel(now=True)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_a_save_shows_a_bar_below_its_cell_and_removes_it(cell, tmp_path):
     messages = cell(CELL.format(root=str(tmp_path / "run")))

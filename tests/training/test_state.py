@@ -460,6 +460,7 @@ def test_arrays_come_back_as_arrays_where_a_new_training_has_nothing_yet(tmp_pat
     assert record.version == (1, 0)
 
 
+@pytest.mark.long
 def test_jax_arrays_and_keys_come_back_as_such_where_a_new_training_has_nothing_yet(tmp_path):
     import jax
     import jax.numpy as jnp

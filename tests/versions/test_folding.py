@@ -152,6 +152,7 @@ def check(url, count=COUNT, steps=None):
     return needed
 
 
+@pytest.mark.long
 def test_versions_keep_their_contents_and_marks_and_few_differences_lead_to_each(store):
     url = str(store)
     publish(url)
@@ -338,6 +339,7 @@ def test_contents_that_the_record_does_not_name_are_not_folded(tmp_path):
 
 
 # Of some hundred operations; the sweep has more of them.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stride", [59, pytest.param(5, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )

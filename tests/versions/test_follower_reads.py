@@ -93,6 +93,7 @@ def test_a_follower_of_an_eighth_of_a_tensor_reads_an_eighth_of_the_differences(
     assert like["w"].tobytes() == second[: shape[0], : shape[1]].tobytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("store", ["file", "memory", "gs"], indirect=True)
 def test_differences_are_made_on_half_of_the_cores_wherever_they_go(store, monkeypatch):
     rng = np.random.default_rng(0)
@@ -402,6 +403,7 @@ def test_a_damaged_version_is_named_once_and_a_follower_goes_on_from_the_next_an
         assert follower.poll() is None  # it has this version, so it does not go back
 
 
+@pytest.mark.long
 def test_an_engine_of_several_processes_keeps_few_keys_however_long_it_follows(tmp_path):
     def follow(coordinator):
         like, counts = {"w": np.zeros(1000)}, []
@@ -423,6 +425,7 @@ def test_an_engine_of_several_processes_keeps_few_keys_however_long_it_follows(t
         assert counts[-1] == counts[20]
 
 
+@pytest.mark.long
 def test_a_publisher_of_several_processes_keeps_few_keys_however_long_it_publishes(tmp_path):
     def publish(coordinator):
         counts = []

@@ -14,6 +14,7 @@ from paths import CHILDREN
 import shardckpt
 
 
+@pytest.mark.long
 @pytest.mark.xla
 def test_torch_xla_tensors_are_published_in_bfloat16_and_followed_on_other_meshes(tmp_path):
     env = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "PYTHONWARNINGS": "ignore"}

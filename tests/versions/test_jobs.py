@@ -58,6 +58,7 @@ def check(url, steps):
         assert shardckpt.open(url / str(step)).verify().ok
 
 
+@pytest.mark.long
 def test_versions_of_two_ranks_are_followed_on_other_meshes(ranks, tmp_path):
     assert ranks("publish", 2, tmp_path, "rows", list(range(7))) == [[], []]
     assert published(tmp_path) == {step: step not in (0, 5) for step in range(7)}
@@ -147,6 +148,7 @@ class Asked(OneOfThreads):
         return super()._get(key)
 
 
+@pytest.mark.long
 def test_a_process_gives_process_0_its_time_after_the_version_before_and_asks_it_rarely():
     """The version before is written for longer than a process waits for process 0."""
     keys = {}

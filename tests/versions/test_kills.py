@@ -72,6 +72,7 @@ def killed(process):
     return out
 
 
+@pytest.mark.long
 def test_publisher_and_follower_are_killed_at_random_and_nothing_is_torn_or_lost(tmp_path):
     url, rng, followed, newest = tmp_path / "p", random.Random(7), [], -1
     url.mkdir()
@@ -181,6 +182,7 @@ def test_a_thousand_versions_with_kills_of_every_process_are_all_there_and_none_
         assert (shardckpt.restore(url / str(step))["w"] == names["weights"](step)["w"]).all(), step
 
 
+@pytest.mark.long
 def test_ctrl_c_at_any_instant_of_publish_leaves_no_version_at_work_unknown(tmp_path):
     """`wait` waits for all that the interrupted call has begun, and later versions know it."""
     w = np.zeros(100_000)

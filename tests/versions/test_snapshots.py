@@ -105,6 +105,7 @@ def test_only_what_has_changed_leaves_the_device(tmp_path, monkeypatch):
     assert sent == [2_000_000, 50 * 6, 50 * 6, 50 * 6]
 
 
+@pytest.mark.long
 def test_shards_of_jax_arrays_are_compared_where_they_are_before_they_are_donated(tmp_path):
     import jax
     import jax.numpy as jnp

@@ -93,6 +93,7 @@ def run(store):
     return url, states
 
 
+@pytest.mark.long
 def test_each_version_is_read_verified_and_restored_like_any_checkpoint(run):
     url, states = run
     for step, (state, record) in enumerate(zip(states, published(url).values(), strict=True)):
@@ -690,6 +691,7 @@ def histories(draw):
     return states, Box(tuple(a for a, _ in sides), tuple(b for _, b in sides))
 
 
+@pytest.mark.long
 @settings(
     max_examples=40,
     deadline=None,

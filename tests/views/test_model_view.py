@@ -52,6 +52,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(states(), OPTIONS, st.integers(0, 2**32), st.integers(0, 1 << 16))
 def test_a_view_has_the_bytes_of_the_export(made, options, seed, cache_bytes):

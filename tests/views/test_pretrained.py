@@ -104,6 +104,7 @@ def test_a_configuration_that_is_no_models_is_refused(tmp_path, config):
         shardckpt.from_pretrained(AutoModelForCausalLM, tmp_path / "c")
 
 
+@pytest.mark.long
 def test_of_two_processes_each_reads_what_it_keeps(trained, tmp_path):
     """With transformers' own plan for tensor parallelism."""
     model, path = trained

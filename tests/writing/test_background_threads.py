@@ -35,6 +35,7 @@ def writers(monkeypatch):
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("cores", "asked", "most"),
     [(1, None, 1), (2, None, 1), (8, None, 4), (8, 2, 2), (2, 6, 6), (64, None, 8)],
@@ -68,6 +69,7 @@ def test_a_number_of_threads_that_is_none_is_refused_by_name(asked):
         SaveOptions(background_threads=asked)
 
 
+@pytest.mark.long
 @given(
     sizes=st.lists(st.integers(0, 5 * MiB), min_size=1, max_size=12),
     limit=st.sampled_from([16 * MiB, 24 * MiB, 128 * MiB]),

@@ -37,6 +37,7 @@ def fingerprint_recorded(url):
     return recorded
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), min_size=1, max_size=5),

@@ -313,6 +313,7 @@ def test_of_several_committers_at_once_one_publishes_and_the_others_find_it_publ
         assert_holds(url)
 
 
+@pytest.mark.long
 def test_an_attempt_that_lacks_a_host_is_not_committed_and_names_it(tmp_path, job):
     messages = job.run("save_without_committing", 3, tmp_path / "c", {"commit_timeout": 10}, 0, [1])
     assert "host 1 (of 3) did not finish within 10 s" in messages[0]

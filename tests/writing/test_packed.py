@@ -62,6 +62,7 @@ def test_every_chunk_is_where_it_is_said_to_be_and_where_tensorstore_looks(
     assert ((sizes <= data_file_bytes) | (counts == 1)).all()
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 9), max_size=40), st.integers(1, 60), st.integers(1, 9))
 def test_threads_share_the_databases_of_a_host(
@@ -159,6 +160,7 @@ def proxied(cloud):
         yield proxy, Store.open(f"{cloud.scheme}://{cloud.new_bucket(f'b-{uuid.uuid4().hex}')}/run")
 
 
+@pytest.mark.long
 def test_on_an_object_store_a_file_is_one_request_and_what_is_sent_again(proxied):
     proxy, store = proxied
     data = np.random.default_rng(0).integers(0, 256, (40, 1 << 14), np.uint8)

@@ -92,6 +92,7 @@ def assert_holds(url, mebibytes=1, shift=0):
 # --- what was copied is what is saved -------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.xla
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_tensors_may_be_overwritten_as_soon_as_the_call_returns(trained, framework):
@@ -168,6 +169,7 @@ def test_saves_to_several_places_are_in_flight_at_once(tmp_path):
     assert saver.pool.kept == []
 
 
+@pytest.mark.long
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=2, max_size=6),
     places=st.lists(st.sampled_from(["memory", "disk", "gs"]), min_size=6, max_size=6),

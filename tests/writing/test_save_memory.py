@@ -29,6 +29,7 @@ def measured(to, *options):
     return json.loads(run.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("to", "layout"),
     [
@@ -65,6 +66,7 @@ def test_what_threads_lay_out_and_compress_is_inside_the_limit_together(
         tracemalloc.stop()
 
 
+@pytest.mark.long
 def test_no_objects_stay_for_each_save_and_verification(tmp_path):
     """`ts.ocdbt.dump` would keep some of what it returns for good (0.1.86)."""
     state = {str(i): np.zeros(10, np.float32) for i in range(20)}
@@ -198,6 +200,7 @@ assert all(np.array_equal(restored[name], value) for name, value in state.items(
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
 def test_forty_descriptors_are_enough(tmp_path, layout):
     run = subprocess.run(

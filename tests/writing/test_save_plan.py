@@ -75,6 +75,7 @@ PLANS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "plan",
     [pytest.param(plan, marks=[pytest.mark.slow] if i else []) for i, plan in enumerate(PLANS)],

@@ -76,6 +76,7 @@ def test_each_process_has_a_memory_of_its_own(job):
     ), answers
 
 
+@pytest.mark.long
 def test_buckets_of_each_host_are_named_and_no_data_is_written(bucket_job):
     job, emulator = bucket_job
     name = uuid.uuid4().hex
@@ -113,6 +114,7 @@ def test_processes_that_know_different_storages_save_together(tmp_path, job, kno
     assert shardckpt.restore(tmp_path / "2")["b"].tolist() == [0, 1, 2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("without", "how"), [(0, "fails"), (1, "fails"), (1, "dies"), (1, "is absent")]
 )

@@ -119,6 +119,7 @@ def tensors(state, prefix=""):
         )
 
 
+@pytest.mark.long
 @given(
     leaves=st.dictionaries(st.sampled_from(LEAVES), arrays, min_size=1),
     patterns=st.lists(st.sampled_from([*LEAVES, "b/*", "**", "b/**"]), max_size=3, unique=True),

@@ -30,6 +30,7 @@ KINDS = {
 }
 
 
+@pytest.mark.long
 @given(
     groups=st.lists(
         st.tuples(st.sampled_from([*KINDS]), st.sampled_from([1, 2, 63, 64, 65, 130])), max_size=6

@@ -34,6 +34,7 @@ def job(tmp_path):
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("misses", [0, 1])
 def test_a_process_that_misses_a_save_is_named_by_process_0_and_the_saves_after_that_succeed(
     job, misses
@@ -56,6 +57,7 @@ def test_a_process_that_misses_a_save_is_named_by_process_0_and_the_saves_after_
     assert any(words in message for message in answers[0]["came"][3:first_good])
 
 
+@pytest.mark.long
 def test_a_process_whose_own_part_fails_saves_again_with_the_others_at_once(job):
     answers = job(1, "raises")
     for answer in answers:
@@ -64,6 +66,7 @@ def test_a_process_whose_own_part_fails_saves_again_with_the_others_at_once(job)
         assert answer["names"] == answers[0]["names"]
 
 
+@pytest.mark.long
 def test_a_late_process_never_adds_its_share_to_an_attempt_of_another_save(job):
     answers = job(1, "lags")
     assert "did not finish within 8 s" in answers[0]["came"][2]
@@ -73,6 +76,7 @@ def test_a_late_process_never_adds_its_share_to_an_attempt_of_another_save(job):
         assert answer["names"] == answers[0]["names"]
 
 
+@pytest.mark.long
 def test_processes_that_fail_while_process_0_misses_a_save_meet_in_one_and_the_same_save(job):
     answers = job(0, "skips while another raises")
     assert "'leaf'" in answers[1]["came"][2]

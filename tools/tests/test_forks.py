@@ -101,6 +101,7 @@ def test_a_signal_ends_it_and_is_its_status(program, number):
         assert one.poll() == -number
 
 
+@pytest.mark.long
 def test_variables_read_as_libraries_load_and_programs_without_torch_start_a_new_interpreter(
     program,
 ):

@@ -3,6 +3,8 @@ rounds."""
 
 import re
 
+import pytest
+
 SCRIPT = "coordination_files.py"
 
 
@@ -43,6 +45,7 @@ def test_a_round_sees_nothing_of_the_rounds_before_it_in_the_same_store(run_job,
         assert all(answer["left by an earlier round"] is None for answer in answers)
 
 
+@pytest.mark.long
 def test_a_missing_process_is_named_by_those_that_came_and_the_next_round_goes_well(
     run_job, tmp_path
 ):

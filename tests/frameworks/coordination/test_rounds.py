@@ -36,6 +36,7 @@ def test_a_round_sees_nothing_of_the_rounds_before_it_in_a_store_that_outlived_t
             }
 
 
+@pytest.mark.long
 def test_workers_that_torchrun_starts_again_are_a_new_round(tmp_path):
     child = CHILDREN / "coordination_torchrun.py"
     command = [

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 SCRIPT = "coordination_torch.py"
 
 
@@ -34,6 +36,7 @@ def test_a_rank_that_does_not_come_is_named_and_may_come_later(run_job, port):
     assert len({answer["run_id"] for answer in answers}) == 1
 
 
+@pytest.mark.long
 def test_a_first_save_on_one_rank_keeps_its_time_limit_and_says_who_must_call_it(
     run_job, port, tmp_path
 ):

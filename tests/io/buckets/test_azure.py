@@ -122,6 +122,7 @@ def test_an_endpoint_that_refuses_connections_is_given_up_soon(azure, monkeypatc
         Store.open(azure.url("run")).read("key")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fault", [{"fault": "status", "status": 503}, {"fault": "reset"}], ids=["503", "reset"]
 )

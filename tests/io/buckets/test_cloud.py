@@ -249,6 +249,7 @@ def test_s3_goes_by_the_variables_that_aws_documents(s3_server, profiles, creden
     assert run.stdout == "['key']\n", run.stderr
 
 
+@pytest.mark.long
 def test_s3_goes_by_the_files_that_aws_s_variables_name(s3_server, profiles, tmp_path):
     """Keys may be in either file; a profile that is called default needs not to be named."""
     for keys, others in itertools.permutations(["AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"]):
@@ -273,6 +274,7 @@ def test_a_profile_that_nobody_has_is_refused_by_name(s3_server, profiles):
     assert "OptionError: AWS_PROFILE=theirs: neither" in run.stderr.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_requests_to_s3_go_unsigned_if_that_is_asked_for(s3_server, profiles):
     """moto lets anybody write, and does not let the nameless read what they have written."""
     variables = {

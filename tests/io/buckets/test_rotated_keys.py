@@ -105,6 +105,7 @@ def test_saves_go_on_with_the_keys_that_are_in_the_file_now(sidecar):
     assert shardckpt.restore(f"{sidecar.url}/1")["w"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(1, 20, 3))
 def test_a_request_that_is_refused_while_the_keys_are_rotated_is_sent_again(sidecar, number):
     sidecar.before[len(sidecar.keys_of_requests) + number] = lambda: sidecar.rotate("AKIASECOND")

@@ -134,6 +134,7 @@ def test_what_cannot_be_is_said(statistics):
         statistics.explain("z")
 
 
+@pytest.mark.long
 def test_the_code_of_the_page_runs():
     code = "\n".join(
         re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)

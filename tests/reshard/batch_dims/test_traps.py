@@ -184,6 +184,7 @@ def program_and_claims():
     return program, batch_dims(program, {"x_1": 0})
 
 
+@pytest.mark.long
 def test_nothing_that_is_claimed_of_them_is_contradicted(program_and_claims):
     program, claims = program_and_claims
     for batch, parts in ((12, 2), (12, 3), (24, 2)):

@@ -314,6 +314,7 @@ def test_on_any_storage(store):
     assert root.list_children() == ["3/", "ended.json"]
 
 
+@pytest.mark.long
 def test_killed_at_any_operation_it_is_finished_by_the_same_call(tmp_path):
     base = tmp_path / "base"
     save(base / "1")
@@ -417,6 +418,7 @@ def build(root, template, described):
             (place / SUPERSEDED).write_bytes(seal({"attempt": attempt}))
 
 
+@pytest.mark.long
 @settings(
     deadline=None,
     max_examples=60,

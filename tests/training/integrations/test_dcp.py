@@ -42,6 +42,7 @@ def saved(job, tmp_path_factory):
     return root
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MESHES)
 def test_what_dcp_saves_is_a_whole_checkpoint_with_its_layouts(job, saved, name):
     (answer,) = job("look", (), saved / name)
@@ -80,6 +81,7 @@ def test_other_ways_to_save_are_loaded_the_same(job, tmp_path, how):
     ] * 4
 
 
+@pytest.mark.long
 def test_any_state_is_loaded_as_torchs_own_storage_loads_it(job, tmp_path):
     (answer,) = job("like_torchs_own", (), tmp_path, 80)
     assert answer["different"] == []

@@ -27,6 +27,7 @@ def uninterrupted(job, tmp_path_factory):
     return {ranks: job("train", ranks, tmp_path_factory.mktemp("whole"), STEPS) for ranks in (1, 2)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "dies"),
     [
@@ -102,6 +103,7 @@ def test_the_trainer_writes_no_checkpoint_of_its_own_and_keeps_as_many_as_it_say
     assert shardckpt.open(tmp_path / "run" / "12").verify().ok
 
 
+@pytest.mark.long
 def test_a_notice_to_one_process_ends_training_on_all_after_a_save(job, tmp_path):
     before = job("preempted", 2, tmp_path, 200)
     (step,) = shardckpt.CheckpointManager(tmp_path / "run").all_steps()

@@ -43,6 +43,7 @@ def test_a_killed_training_resumes_with_equal_losses_and_on_one_process(
     assert [loss for _, loss in alone["losses"]] == pytest.approx(average[2 * STEPS :], rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "by_signal"), [(1, True), (2, True), (2, False)])
 def test_a_notice_to_one_process_ends_training_on_all_after_a_save(job, tmp_path, ranks, by_signal):
     answers = job("preempted", ranks, tmp_path, 50, by_signal)

@@ -41,6 +41,7 @@ def program(who, api, place, mesh, dies_at=0):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("api", ["v0", "v1"])
 def test_a_killed_training_resumes_on_another_mesh_with_the_losses_of_orbax(tmp_path, api):
     whole = program("orbax", api, tmp_path / "theirs", [4, 2])

@@ -31,6 +31,7 @@ def names_in_model(directory, step):
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "ranks", "sharding"),
     [
@@ -58,6 +59,7 @@ def test_a_killed_training_resumes_with_the_same_losses(job, tmp_path, form, ran
         assert again["final"] == once["final"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "first", "second"),
     [

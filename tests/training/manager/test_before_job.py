@@ -5,11 +5,13 @@ import subprocess
 import sys
 from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
 from forks import Forked
 from paths import CHILDREN
 
 
+@pytest.mark.long
 def test_a_manager_joins_processes_that_meet_before_its_first_save_and_says_it_if_they_meet_later(
     tmp_path,
 ):

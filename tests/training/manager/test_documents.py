@@ -6,12 +6,14 @@ import subprocess
 import sys
 
 import jsonschema
+import pytest
 from paths import DOCS
 from training_runs import state
 
 from shardckpt.runs.pinning import tag
 
 
+@pytest.mark.long
 def test_the_code_of_the_guide_runs_and_does_what_it_says(tmp_path):
     blocks = re.findall(
         r"^```python\n(.*?)^```", (DOCS / "training.md").read_text(), re.MULTILINE | re.DOTALL

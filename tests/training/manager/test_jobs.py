@@ -31,6 +31,7 @@ def listed(root):
     return shardckpt.CheckpointManager(root).all_steps()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slow", [0, 2])
 @pytest.mark.parametrize(
     "every", [[{"seconds": 0.02}], ["continuous"], [50, {"seconds": 0.1}]], ids=str
@@ -150,6 +151,7 @@ def test_a_rollback_holds_on_all_processes(job, tmp_path):
     assert shardckpt.restore(tmp_path / "4")["again"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on_failure", ["raise", "continue"])
 def test_a_missing_host_is_named_after_a_bounded_wait_and_on_failure_decides(
     job, tmp_path, on_failure

@@ -22,6 +22,7 @@ def listed(root):
     return shardckpt.CheckpointManager(root).all_steps()
 
 
+@pytest.mark.long
 def test_a_manager_that_is_killed_anywhere_loses_nothing_and_the_next_one_cleans_up(job, tmp_path):
     base = tmp_path / "base"
     job.run("train", 1, base, [1], 5)
@@ -59,6 +60,7 @@ def latest_after_a_rollback(root, step):
     return latest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [3, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_rollback_whose_first_save_somebody_else_commits_is_a_rollback_all_the_same(
     job, tmp_path, step
@@ -87,6 +89,7 @@ def test_a_rollback_whose_first_save_somebody_else_commits_is_a_rollback_all_the
     assert ends == {4, step}
 
 
+@pytest.mark.long
 def test_it_is_too_where_the_other_processes_of_the_job_live_on(job, tmp_path):
     job.run("train", 2, tmp_path, [1], 5)
     killed, other = job.run("roll_back_until_killed", 2, tmp_path, 2, 7, 10_000)
@@ -99,6 +102,7 @@ def test_it_is_too_where_the_other_processes_of_the_job_live_on(job, tmp_path):
     assert listed(tmp_path) == [1, 2, 7]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_trainings_that_lose_a_process_anywhere_go_on_from_what_was_committed_last(
     job, tmp_path, seed

@@ -94,6 +94,7 @@ def test_a_start_asks_for_what_is_kept_and_nothing_of_what_was_deleted(root, mon
     assert {key.removeprefix(f"{root}/").partition("/")[0] for key in looks} <= {"5", "job.json"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fault",
     [

@@ -42,6 +42,7 @@ def race(protect, first_steps, second_steps, *, pin_first):
         return pin.outcome is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("protect", [pinning.pin, partial(pinning.tag, name="best")])
 def test_one_of_both_comes_too_late_and_is_told_so(protect):
     schedules = itertools.product(range(16), range(16), (True, False))
