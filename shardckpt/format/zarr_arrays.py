@@ -355,6 +355,8 @@ def split_chunk_key(key: str, pieces: dict[str, Piece]) -> tuple[Piece, int] | N
         path, index = key[:-2], ""
     else:
         path, _, index = key.rpartition("/c/")
+        if not index:  # "s/c/" is not a second key of a scalar's chunk
+            return None
     piece = pieces.get(path)
     position = None if piece is None else chunk_position(index, piece.grid)
     return None if piece is None or position is None else (piece, position)

@@ -93,7 +93,7 @@ def accepts(leaf: Target) -> bool:
     return portable or isinstance(leaf.sharding, jax.sharding.Sharding)
 
 
-def settle(leaves: Iterable[object]) -> None:  # noqa: ARG001 - every adapter has the same signatures
+def settle(leaves: Iterable[object]) -> None:  # noqa: ARG001 - the signature is `frameworks.settle`'s
     """Check that arrays can be made here; running computations are waited for by the copies.
 
     Raises:

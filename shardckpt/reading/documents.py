@@ -13,7 +13,7 @@ from shardckpt.errors import NamesMismatchError
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
 from shardckpt.layout.text import layout_text
-from shardckpt.reading.inspection.words import leaf_text, nodes_of, parameter_counts
+from shardckpt.reading.inspection.words import leaf_text, parameter_counts, walk
 from shardckpt.state.document import Branch, Node, Tensor, Tied, leaves_of
 from shardckpt.state.names import did_you_mean
 
@@ -33,12 +33,14 @@ def find_node(checkpoint: Checkpoint, name: str | None) -> Node:
     """
     if name is None:
         return checkpoint.parsed_tree
-    nodes = nodes_of(checkpoint.parsed_tree)
-    if name in nodes:
-        return nodes[name]
+    names = []
+    for node in walk(checkpoint.parsed_tree):
+        if node.name == name:
+            return node
+        names.append(node.name)
     raise NamesMismatchError(
         f"{checkpoint.location}: no tensor, leaf or container "
-        f"{name!r}{did_you_mean(name, nodes)}; `info` without a name lists all."
+        f"{name!r}{did_you_mean(name, names)}; `info` without a name lists all."
     )
 
 

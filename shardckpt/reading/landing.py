@@ -447,7 +447,7 @@ def restore_jobs(
         checkpoint: the source.
         places: tensor, and (name for messages, sink) of every destination of it.
         cast: whether dtypes may differ.
-        adaptation: has the tensors that are made, and says which sinks may have another size.
+        adaptation: names tensors in messages, and says which sinks may have another size.
         beside: destinations that are filled without reading.
     """
     jobs, where = [], checkpoint.location

@@ -22,7 +22,19 @@ def test_keys_come_back_as_the_chunks_they_name():
 
 @pytest.mark.parametrize(
     "key",
-    ["w/c/3/0", "w/c/0", "w/c/0/-1", "w/c/0/²", "w", "x/c/0/0", "s/c/0", "", "c", "w/c/0/0/0"],
+    [
+        "w/c/3/0",
+        "s/c/",
+        "w/c/0",
+        "w/c/0/-1",
+        "w/c/0/²",
+        "w",
+        "x/c/0/0",
+        "s/c/0",
+        "",
+        "c",
+        "w/c/0/0/0",
+    ],
 )
 def test_keys_of_no_chunk_name_nothing(key):
     assert split_chunk_key(key, PIECES) is None

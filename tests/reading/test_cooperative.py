@@ -26,7 +26,7 @@ class Wanted(PlainSink):
     def __init__(self, source, world):
         self.shape, self.dtype, self.boxes = source.shape, source.dtype, source.boxes
         self.buffer_shapes = [source.boxes[b].shape for b in range(len(source.boxes))]
-        self.destinations, self.placing_bytes, self.adopts, self.tie_key = None, 0, False, id(self)
+        self.destinations, self.tie_key = None, id(self)
         self._holders = set(source.holders or [tuple(range(world.processes))])
 
     def sharers(self, world):

@@ -115,7 +115,8 @@ class Coordinator(ABC):
         Args:
             devices: ids of the devices that this process owns, by framework, where they differ from
                 the devices that the framework shows; pass it with the first call.
-            timeout: seconds to wait for the others, from this call on; None: as before, or 600.
+            timeout: seconds to wait for the others, now and until the process group is replaced;
+                None: as before, or 600. Saves have `SaveOptions.commit_timeout` instead.
 
         Raises:
             CoordinationError: not all processes joined in time; or there are several processes and

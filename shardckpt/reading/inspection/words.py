@@ -10,7 +10,7 @@ from shardckpt.state.document import Branch, Custom, Node, Owned, Small
 from shardckpt.state.leaves import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from shardckpt.format.record import CheckpointRecord
     from shardckpt.format.structure import TensorRecord
@@ -76,14 +76,17 @@ class Inspected(Protocol):
 
 def nodes_of(root: Node) -> dict[str, Node]:
     """All nodes of a tree by name, in order."""
-    nodes: dict[str, Node] = {}
+    return {node.name: node for node in walk(root)}
+
+
+def walk(root: Node) -> Iterator[Node]:
+    """All nodes of a tree, in order."""
     stack = [root]
     while stack:
         node = stack.pop()
-        nodes[node.name] = node
+        yield node
         if isinstance(node, Branch):
             stack.extend(reversed(node.children))
-    return nodes
 
 
 def parameter_counts(tensors: Iterable[TensorRecord]) -> dict[str, int]:
