@@ -295,7 +295,7 @@ def _tables(
 def _check_counts(place: Store, hosts: Sequence[HostRecord], tables: Sequence[Table]) -> None:
     """Check that every host's chunk table is as long as its record says.
 
-    The chunks must also lie where the record's layout has them, in the indexes that it names.
+    The chunks of a packed save must also lie in files, and all in the indexes that it names.
     """
     for host, table in zip(hosts, tables, strict=True):
         what = f"{place}: the chunk table of host {host.host} has"
@@ -402,7 +402,7 @@ def _check_coverage(
 def _lacking(parts: _Parts, *suspects: TensorRecord) -> str:
     """A sentence on a tensor that some processes lack; "" if there is none.
 
-    The tensor is one of the suspects or of the large plain tensors.
+    The tensor is one of the large plain tensors or of the suspects.
 
     All processes together deal out all plain tensors, so a tensor that one process lacks may leave
     gaps in any other tensor.
@@ -413,7 +413,7 @@ def _lacking(parts: _Parts, *suspects: TensorRecord) -> str:
         for t in part.structure.tensors.values()
         if t.layout is None and t.base is None and t.name not in part.small
     )
-    for tensor in chain(suspects, plain):
+    for tensor in sorted(chain(suspects, plain), key=lambda tensor: tensor.layout is not None):
         without = sorted(
             p
             for processes, part in parts
@@ -423,7 +423,8 @@ def _lacking(parts: _Parts, *suspects: TensorRecord) -> str:
         if without and tensor.layout is not None:
             return (
                 f" {shown(tensor.name)} is missing from {numbered('process', without)}: give it to "
-                "all processes whose devices its sharding names."
+                "all processes that hold a part of it or, if it is a plain tensor, to all; or save "
+                "with host_tensors='local' if one process alone has it."
             )
         if without:
             return (

@@ -433,7 +433,7 @@ def test_a_sharded_tensor_that_a_rank_leaves_out_is_an_error_that_names_both(ans
     for refused in answers[4, "lacking"]:
         assert refused[0] == "CommitError"
         assert "chunks of 'x' were not written" in refused[1]
-        assert "'x' is missing from process 1: give it to all processes whose dev" in refused[1]
+        assert "'x' is missing from process 1: give it to all processes that hold" in refused[1]
 
 
 def test_ranks_of_replicas_may_descend(answers):
