@@ -28,7 +28,7 @@ from shardckpt.text import Message, few, named
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from shardckpt.convert.foreign import Foreign
+    from shardckpt.convert.placed import Foreign
     from shardckpt.io.url import Location
 
 AUTO = "auto"

@@ -1,111 +1,34 @@
-"""The interface that a format implements to be imported.
+"""Tensors of checkpoints of other formats, and the structure that they form.
 
-A `Foreign` is an open checkpoint of another format. Its `structure` has the contents of a
-checkpoint's record: the tree, the small leaves, and each tensor's dtype, shape and pieces. A piece
-is a box that is stored in one grid of chunks. A chunk is the unit of reading, so that each stored
-byte is read once: a chunk of the file, or, if a tensor is one run of bytes, some of its rows.
+A structure has the contents of a checkpoint's record: the tree, the small leaves, and each tensor's
+dtype, shape and pieces. A piece is a box that is stored in one grid of chunks. A chunk is the unit
+of reading, so that each stored byte is read once: a chunk of the file, or, if a tensor is one run
+of bytes, some of its rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from shardckpt.errors import FormatError
 from shardckpt.format.structure import Structure, TensorRecord
+from shardckpt.layout.records import record
 from shardckpt.plan.pieces import Piece, coverage_gap
-from shardckpt.state import Flat, flatten
+from shardckpt.state import flatten
 from shardckpt.state.names import array_path, piece_path, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Hashable, Sequence
 
-    from numpy.typing import NDArray
-
-    from shardckpt.convert.span import StoredRun
     from shardckpt.format.structure import StoredLayout
-    from shardckpt.io.url import Location
-    from shardckpt.layout.box import Box
     from shardckpt.layout.dtypes import DType
 
 ROWS_BYTES = 1 << 20
 """Bytes to which rows are joined for one read."""
 
 
-class Foreign(Protocol):
-    """A checkpoint of another format. Safe to use from several threads."""
-
-    @property
-    def format(self) -> str:
-        """Name of the format, as `--from` expects it: "safetensors"."""
-        ...
-
-    @property
-    def location(self) -> Location:
-        """Location of the checkpoint."""
-        ...
-
-    @property
-    def structure(self) -> Structure:
-        """The tree, small leaves and tensors of the checkpoint."""
-        ...
-
-    @property
-    def identity(self) -> str:
-        """A digest over names, sizes, times or checksums of the files.
-
-        It changes when any of the files does.
-        """
-        ...
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """Further small JSON of the checkpoint, which becomes metadata of the new one."""
-        ...
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Messages about the files found and the parts left behind, a line each."""
-        ...
-
-    @property
-    def identify(self) -> Callable[[], str] | None:
-        """Computes the identity anew; None: each file is checked when it is opened."""
-        ...
-
-    def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun | None:
-        """The stored run of a piece, if its elements are one run of bytes in row-major order.
-
-        None: only `read` can read them.
-
-        Args:
-            tensor: one of `structure.tensors`.
-            piece: one of its pieces.
-
-        Raises:
-            MissingDataError, CorruptionError, StorageError: stored bytes are missing; the message
-                names the tensor and the file.
-        """
-        ...
-
-    def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
-        """Read the elements of one chunk, of dtype `tensor.dtype.storage` and the box's shape.
-
-        The caller must not write to them.
-
-        Args:
-            tensor: one of `structure.tensors`.
-            piece: one of its pieces.
-            box: one of the piece's chunks, clipped to the piece, in the tensor's indices.
-
-        Raises:
-            MissingDataError, CorruptionError, StorageError: stored bytes are missing; the message
-                names the tensor and the file.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
+@record
 class ForeignPart:
     """A box of a tensor that is stored in one grid of chunks."""
 
@@ -121,9 +44,12 @@ class ForeignPart:
         return cls((0,) * len(shape), shape, tuple(max(1, n) for n in chunks or shape))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ForeignTensor:
-    """A tensor leaf in the state that `structure_of` receives."""
+    """A tensor leaf in the state that `structure_of` receives.
+
+    It is not frozen, because that triples the time to make one.
+    """
 
     shape: tuple[int, ...]
     dtype: DType
@@ -167,23 +93,17 @@ def structure_of(state: object, where: str) -> Structure:
         LeafError: a leaf cannot be stored; the message names it.
         FormatError: the parts of a tensor do not cover it.
     """
-    flat = _flat(state)
-    return Structure(
-        flat.tree, {name: _record(name, tensor, where) for name, tensor in flat.tensors.items()}
-    )
+    return structure_and_tensors(state, where)[0]
 
 
-def tensors_of(state: object) -> dict[str, ForeignTensor]:
-    """The tensors of such a state by name, as `structure_of` records them: shared tensors once.
+def structure_and_tensors(state: object, where: str) -> tuple[Structure, dict[str, ForeignTensor]]:
+    """The structure of such a state, and its tensors by name: shared tensors once.
 
-    Raises:
-        LeafError: as in `structure_of`.
+    `structure_of` describes the arguments and errors.
     """
-    return _flat(state).tensors
-
-
-def _flat(state: object) -> Flat:
-    return flatten(state, lambda value: isinstance(value, ForeignTensor), _identity, _meaning)
+    flat = flatten(state, lambda value: isinstance(value, ForeignTensor), _identity, _meaning)
+    records = {name: _record(name, tensor, where) for name, tensor in flat.tensors.items()}
+    return Structure(flat.tree, records), flat.tensors
 
 
 def _identity(tensor: object) -> Hashable:

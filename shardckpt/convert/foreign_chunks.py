@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardckpt.convert.arrangement import Arrangement
-    from shardckpt.convert.foreign import Foreign
+    from shardckpt.convert.placed import Foreign
     from shardckpt.convert.span import Readable, StoredRun
     from shardckpt.plan.pieces import Piece
     from shardckpt.reading.fetch import BandOfElements, FetchedChunks, ReadStored

@@ -38,7 +38,7 @@ from shardckpt.streaming.memory import READERS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from shardckpt.convert.foreign import Foreign
+    from shardckpt.convert.placed import Foreign
     from shardckpt.format.structure import Structure
     from shardckpt.io.url import Location
     from shardckpt.plan.views import View

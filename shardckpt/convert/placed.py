@@ -1,7 +1,7 @@
-"""A foreign checkpoint with a known place for each piece of each tensor.
+"""Open checkpoints of other formats: a known place for each piece of each tensor.
 
-This is the common part of all formats: `place_tensors` makes a `Foreign` from a state whose tensors
-have their places.
+A format that is imported makes a state whose tensors have their places, and `place_tensors` makes a
+`Foreign` of it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_of, tensors_of
+from shardckpt.convert.foreign import ForeignPart, ForeignTensor, structure_and_tensors
 from shardckpt.convert.span import StoredRun
 from shardckpt.convert.strided import read_box, run_of, strided_chunks
 from shardckpt.errors import CorruptionError, DtypeError, FormatError, extend
 from shardckpt.format.documents import LARGEST_DIMENSION
+from shardckpt.io.threads import collector_paused
 from shardckpt.layout.box import Box
 from shardckpt.layout.dtypes import by_name, of_numpy
 from shardckpt.state.names import shown
@@ -58,7 +59,7 @@ class Place(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PlacedTensor(ForeignTensor):
     """A tensor with the places of its parts."""
 
@@ -66,7 +67,7 @@ class PlacedTensor(ForeignTensor):
     """One place for each part."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RowMajor:
     """The place of a part whose elements are one run of bytes, in row-major order."""
 
@@ -113,29 +114,60 @@ class VersionedArray:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
-    """A checkpoint of another format, open; see `Foreign`."""
+class Foreign:
+    """A checkpoint of another format. Safe to use from several threads."""
 
     format: str
+    """Name of the format, as `--from` expects it: "safetensors"."""
     location: Location
     structure: Structure
+    """The tree, small leaves and tensors of the checkpoint."""
     identity: str
+    """A digest over names, sizes, times or checksums of the files.
+
+    It changes when any of the files does."""
     notes: tuple[str, ...]
+    """Messages about the files found and the parts left behind, a line each."""
     metadata: Mapping[str, Any]
+    """Further small JSON of the checkpoint, which becomes metadata of the new one."""
     identify: Callable[[], str] | None
-    _places: Mapping[str, Mapping[tuple[int, ...], Place]]
-    """Tensor name → start of a piece → its place."""
+    """Computes the identity anew; None: each file is checked when it is opened."""
+    _places: Mapping[tuple[str, tuple[int, ...]], Place]
+    """By the tensor's name and the start of the piece."""
 
     def run(self, tensor: TensorRecord, piece: Piece) -> StoredRun | None:
-        """The stored run of a piece; see `Foreign.run`."""
+        """The stored run of a piece, if its elements are one run of bytes in row-major order.
+
+        None: only `read` can read them.
+
+        Args:
+            tensor: one of `structure.tensors`.
+            piece: one of its pieces.
+
+        Raises:
+            MissingDataError, CorruptionError, StorageError: stored bytes are missing; the message
+                names the tensor and the file.
+        """
         with naming(tensor.name):
-            return self._places[tensor.name][piece.start].run(tensor.dtype)
+            return self._places[tensor.name, piece.start].run(tensor.dtype)
 
     def read(self, tensor: TensorRecord, piece: Piece, box: Box) -> NDArray[Any]:
-        """The elements of one chunk; see `Foreign.read`."""
+        """Read the elements of one chunk, of dtype `tensor.dtype.storage` and the box's shape.
+
+        The caller must not write to them.
+
+        Args:
+            tensor: one of `structure.tensors`.
+            piece: one of its pieces.
+            box: one of the piece's chunks, clipped to the piece, in the tensor's indices.
+
+        Raises:
+            MissingDataError, CorruptionError, StorageError: stored bytes are missing; the message
+                names the tensor and the file.
+        """
         inside = Box(_less(box.start, piece.start), _less(box.stop, piece.start))
         with naming(tensor.name):
-            return self._places[tensor.name][piece.start].read(inside, tensor.dtype)
+            return self._places[tensor.name, piece.start].read(inside, tensor.dtype)
 
 
 @contextmanager
@@ -148,6 +180,7 @@ def naming(name: str) -> Iterator[None]:
         raise
 
 
+@collector_paused()
 def place_tensors(
     state: object,
     format: str,  # noqa: A002
@@ -156,20 +189,21 @@ def place_tensors(
     notes: Sequence[str],
     metadata: Mapping[str, Any] | None = None,
     identify: Callable[[], str] | None = None,
-) -> Placed:
+) -> Foreign:
     """A checkpoint of a state of plain containers, small leaves, and `PlacedTensor`s.
 
     Raises:
         LeafError: a leaf cannot be stored.
         FormatError: the parts of a tensor do not cover it.
     """
-    structure = structure_of(state, str(location))
+    structure, tensors = structure_and_tensors(state, str(location))
     places = {
-        name: {part.start: place for part, place in zip(tensor.parts, tensor.places, strict=True)}
-        for name, tensor in tensors_of(state).items()
+        (name, part.start): place
+        for name, tensor in tensors.items()
         if isinstance(tensor, PlacedTensor)
+        for part, place in zip(tensor.parts, tensor.places, strict=True)
     }
-    return Placed(
+    return Foreign(
         format, location, structure, identity, tuple(notes), metadata or {}, identify, places
     )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from shardckpt.errors import CorruptionError
+from shardckpt.layout.records import record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +63,7 @@ class LoadedFile:
             vector[:], data = data[: len(vector)], data[len(vector) :]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Span:
     """Bytes `start` to `stop` of a file."""
 

@@ -13,7 +13,7 @@ from shardckpt.errors import NamesMismatchError
 from shardckpt.layout.placements import Placements
 from shardckpt.layout.sharding import Sharding
 from shardckpt.layout.text import layout_text
-from shardckpt.reading.inspection.words import leaf_text, parameter_counts, walk
+from shardckpt.reading.inspection.words import leaf_text, parameter_counts, walk_nodes
 from shardckpt.state.document import Branch, Node, Tensor, Tied, leaves_of
 from shardckpt.state.names import did_you_mean
 
@@ -34,7 +34,7 @@ def find_node(checkpoint: Checkpoint, name: str | None) -> Node:
     if name is None:
         return checkpoint.parsed_tree
     names = []
-    for node in walk(checkpoint.parsed_tree):
+    for node in walk_nodes(checkpoint.parsed_tree):
         if node.name == name:
             return node
         names.append(node.name)

@@ -8,6 +8,7 @@ import threading
 import tracemalloc
 import uuid
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from shardckpt.convert.foreign import row_chunks
 from shardckpt.convert.foreign_source import ForeignSource, ForeignSpec
 from shardckpt.convert.formats.safetensors import source as from_safetensors
 from shardckpt.convert.options import NameOptions
-from shardckpt.convert.placed import Placed
+from shardckpt.convert.placed import Foreign
 from shardckpt.convert.span import StoredRun
 from shardckpt.errors import CorruptionError
 from shardckpt.io.store import Store
@@ -85,7 +87,7 @@ def test_any_boxes_of_any_tensors_are_read_to_any_memory(
 ) -> None:
     state, reads = case
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(from_safetensors, "ROWS_BYTES", rows)
+        patch.setattr(from_safetensors, "row_chunks", partial(row_chunks, nbytes=rows))
         file = Path(directory, "model")
         if transposed:
             torch.save(
@@ -284,13 +286,13 @@ def test_in_an_object_store_several_pieces_are_looked_for_at_a_time(
     torch.save(state, file)
     Store.open(url).write("model.pt", file.getvalue())
     source = ForeignSpec(f"{url}/model.pt", "torch").open()
-    both, run = threading.Barrier(2), Placed.run
+    both, run = threading.Barrier(2), Foreign.run
 
-    def waited_for(self: Placed, *of: Any) -> StoredRun | None:
+    def waited_for(self: Foreign, *of: Any) -> StoredRun | None:
         both.wait(60)
         return run(self, *of)
 
-    monkeypatch.setattr(Placed, "run", waited_for)
+    monkeypatch.setattr(Foreign, "run", waited_for)
     reads = [(name, Box((0,), (100,)), np.empty(100, np.float32)) for name in state]
 
     read(source, reads)
@@ -302,15 +304,15 @@ def test_of_what_is_read_together_the_damaged_one_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_file({name: np.zeros(10, np.float32) for name in "abc"}, tmp_path / "model.safetensors")
-    run = Placed.run
+    run = Foreign.run
 
-    def with_checksum(self: Placed, tensor: Any, piece: Any) -> StoredRun:
+    def with_checksum(self: Foreign, tensor: Any, piece: Any) -> StoredRun:
         stored = run(self, tensor, piece)
         assert stored is not None
         span = stored.span
         return StoredRun(span, zlib.crc32(span.read(0, len(span))) ^ (tensor.name == "b"))
 
-    monkeypatch.setattr(Placed, "run", with_checksum)
+    monkeypatch.setattr(Foreign, "run", with_checksum)
     source = ForeignSpec(str(tmp_path / "model.safetensors"), "safetensors").open()
 
     with pytest.raises(CorruptionError, match=r"^'?b'?\[0:10\]: .*model\.safetensors.*CRC-32"):

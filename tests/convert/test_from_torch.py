@@ -623,16 +623,27 @@ def test_split_files_are_one_state(split):
         ),
         (dict.fromkeys("ac", "pytorch_model-00002-of-00002.bin"), FormatError, "'a' should be in"),
         ({"a": "gone.bin"}, MissingDataError, r"gone\.bin is missing"),
-        ({"a": "../state.pt"}, FormatError, "not the name of a file .* in the same directory"),
-        ({"a": ""}, FormatError, "not the name of a file .* in the same directory"),
-        (["a"], FormatError, "not an index of split files"),
-        ({"a": 3}, FormatError, "no weight_map from tensors to files"),
+        ({"a": "../state.pt"}, FormatError, "not the name of a file in the same directory"),
+        ({"a": ""}, FormatError, "not the name of a file in the same directory"),
+        (["a"], FormatError, "no weight_map from tensors to files, or an empty one"),
+        ({"a": 3}, FormatError, "no weight_map from tensors to files, or an empty one"),
         ({}, FormatError, "no weight_map from tensors to files"),
     ],
 )
 def test_an_index_that_disagrees_with_its_files_is_refused(split, weight_map, error, words):
     (split / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(error, match=words):
+        opened(split)
+
+
+def test_keys_of_split_files_that_are_not_text_are_refused_by_their_file(split):
+    for number in ("00001", "00002"):
+        name = split / f"pytorch_model-{number}-of-00002.bin"
+        torch.save({**torch.load(name), 5: torch.ones(1)}, name)
+    with pytest.raises(FormatError, match=r"'5' is in pytorch_model-00001-of-00002\.bin, but the"):
+        opened(split)
+    (split / "pytorch_model.bin.index.json").unlink()
+    with pytest.raises(FormatError, match=r"00002-of-00002\.bin: '5' is in another file"):
         opened(split)
 
 

@@ -10,7 +10,7 @@ from shardckpt.plan.pieces import chunk_boxes
 from shardckpt.state import unflatten
 
 if TYPE_CHECKING:
-    from shardckpt.convert.foreign import Foreign
+    from shardckpt.convert.placed import Foreign
 
 
 def contents(foreign: Foreign) -> Any:

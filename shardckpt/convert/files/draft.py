@@ -62,7 +62,7 @@ class Draft:
         overwrite: bool,
         nbytes: int,
         marks: Collection[str] | None = None,
-        own_names: Callable[[Path, list[str]], Container[str]] = lambda _directory, names: names,
+        own_names: Callable[[Path, list[str]], Container[str]] | None = None,
     ) -> None:
         """Make an empty draft.
 
@@ -72,8 +72,8 @@ class Draft:
             nbytes: approximate bytes of the finished draft.
             marks: None for a file. For a directory: names of files of which an existing directory
                 must have one, or be empty, before `overwrite` replaces it.
-            own_names: returns, for such a directory and the names in it, those that the format
-                writes. `overwrite` replaces no directory that has others.
+            own_names: given with `marks`: returns, for such a directory and the names in it, those
+                that the format writes. `overwrite` replaces no directory that has others.
 
         Raises:
             OptionError: the location is not on a local disk.
@@ -221,6 +221,7 @@ class Draft:
                 return None
         if not any(name in marks for name in names):
             return f"is not an earlier export (it has no {' or '.join(sorted(marks))})"
+        assert self._own_names is not None, "a format of directories knows its own names"
         own = self._own_names(self.final, names)
         for name in names:
             if not (name in own or HIDDEN.fullmatch(name)):

@@ -76,10 +76,10 @@ class Inspected(Protocol):
 
 def nodes_of(root: Node) -> dict[str, Node]:
     """All nodes of a tree by name, in order."""
-    return {node.name: node for node in walk(root)}
+    return {node.name: node for node in walk_nodes(root)}
 
 
-def walk(root: Node) -> Iterator[Node]:
+def walk_nodes(root: Node) -> Iterator[Node]:
     """All nodes of a tree, in order."""
     stack = [root]
     while stack:

@@ -34,7 +34,7 @@ from shardckpt.text import few, shorten
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.convert.foreign import Foreign
+    from shardckpt.convert.placed import Foreign
     from shardckpt.io.url import Location
     from shardckpt.layout.dtypes import DType
 
@@ -120,7 +120,7 @@ def _first_gap(numbers: Sequence[int]) -> int:
     return next((i for i, n in enumerate(positive, 1) if i != n), len(positive) + 1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Shard(RowMajor):
     """A part of a tensor."""
 

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from shardckpt.convert.foreign import Foreign
     from shardckpt.convert.formats.dcp.metadata import DcpItem, DcpMetadata, DcpTensor
     from shardckpt.convert.formats.torch.file import TorchFile
+    from shardckpt.convert.placed import Foreign
     from shardckpt.convert.span import StoredRun
     from shardckpt.io.url import Location
     from shardckpt.layout.box import Box

@@ -35,8 +35,8 @@ from shardckpt.text import shorten
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.convert.foreign import Foreign
     from shardckpt.convert.formats.dcp.source import DcpState
+    from shardckpt.convert.placed import Foreign
     from shardckpt.io.url import Location
 
 CONFIG = "metadata.json"

@@ -25,7 +25,7 @@ from shardckpt.io.store import Store
 from shardckpt.state.names import natural_key
 
 if TYPE_CHECKING:
-    from shardckpt.convert.foreign import Foreign
+    from shardckpt.convert.placed import Foreign
     from shardckpt.io.url import Location
 
 _STEP_V1 = "orbax.checkpoint"

@@ -125,8 +125,8 @@ def read_tree(place: Store, names: list[str], notes: list[str]) -> object:
             return _EMPTY[leaf.kind]()
         if leaf.name in values:
             return values[leaf.name]
-        place = VersionedArray(arrays[leaf.name], version)
-        return _tensor(place, layouts.get(leaf.name), generators.get(leaf.name))
+        array = VersionedArray(arrays[leaf.name], version)
+        return _tensor(array, layouts.get(leaf.name), generators.get(leaf.name))
 
     return _map(tree, value)
 

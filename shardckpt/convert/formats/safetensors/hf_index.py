@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.strict_json import parse_json
 from shardckpt.errors import FormatError, MissingDataError, OptionError
@@ -141,26 +141,28 @@ def read_weight_map(index: FileVersion, suffix: str = "") -> Mapping[str, str]:
         or not all(isinstance(file, str) for file in weight_map.values())
     ):
         raise FormatError(
-            f"{index} has no weight_map from tensors to files; it is not an index of split files."
+            f"{index} has no weight_map from tensors to files, or an empty one; get a new copy of "
+            "it."
         )
     for file in set(weight_map.values()):
         if not file or "/" in file or not file.endswith(suffix):
+            kind = f"a file *{suffix}" if suffix else "a file"
             raise FormatError(
-                f"{index}: {shorten(file)} is not the name of a file *{suffix} in the same "
-                "directory; get a new copy of it."
+                f"{index}: {shorten(file)} is not the name of {kind} in the same directory; get a "
+                "new copy of it."
             )
     return weight_map
 
 
 def check_index(
-    where: str, weight_map: Mapping[str, str], files: Mapping[str, Collection[str]]
+    where: str, weight_map: Mapping[str, str], files: Mapping[str, Collection[Any]]
 ) -> None:
     """Raise FormatError unless every tensor is in the file that the index names, and only there.
 
     Args:
         where: the index, for messages.
         weight_map: its tensors and their files.
-        files: the names of the tensors in each of these files.
+        files: the names of the tensors in each of these files; keys that are not text are wrong.
     """
     for file, names in files.items():
         for name in names:
@@ -171,8 +173,8 @@ def check_index(
                     else f"says it is in {weight_map[name]}"
                 )
                 raise FormatError(
-                    f"{where}: {shown(name)} is in {file}, but the index {says}; get new copies "
-                    "of the files, or rewrite the index."
+                    f"{where}: {shown(str(name))} is in {file}, but the index {says}; get new "
+                    "copies of the files, or rewrite the index."
                 )
     for name, file in weight_map.items():
         if name not in files[file]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.convert.files.file_version import FileVersion, file_at, identity_of
-from shardckpt.convert.foreign import ROWS_BYTES, ForeignPart, row_chunks
+from shardckpt.convert.foreign import ForeignPart, row_chunks
 from shardckpt.convert.formats.safetensors.header import LENGTH_BYTES, header_bytes, open_header
 from shardckpt.convert.formats.safetensors.hf_index import (
     check_index,
@@ -39,8 +39,8 @@ from shardckpt.text import few
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from shardckpt.convert.foreign import Foreign
     from shardckpt.convert.formats.safetensors.header import Header, HeaderTensor
+    from shardckpt.convert.placed import Foreign
     from shardckpt.io.url import Location
 
 SUFFIX = ".safetensors"
@@ -141,7 +141,7 @@ def open_foreign(location: Location, *, trust_pickle: bool = False) -> Foreign:
 
 
 def _place(file: FileVersion, stored: HeaderTensor) -> PlacedTensor:
-    chunks = row_chunks(stored.shape, stored.dtype.itemsize, ROWS_BYTES)
+    chunks = row_chunks(stored.shape, stored.dtype.itemsize)
     return PlacedTensor(
         stored.shape,
         stored.dtype,

@@ -33,8 +33,8 @@ from shardckpt.state.names import shown
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardckpt.convert.foreign import Foreign
     from shardckpt.convert.formats.torch.file import TorchFile
+    from shardckpt.convert.placed import Foreign
     from shardckpt.io.url import Location
 
 _BIN, _INDEX_SUFFIX = "pytorch_model.bin", ".bin.index.json"
@@ -155,8 +155,8 @@ def _join_parts(location: Location, versions: Sequence[FileVersion]) -> Foreign:
         again = next((name for name in part if name in state), None)
         if again is not None:
             raise FormatError(
-                f"{version}: {shown(again)} is in another file of the model, too; get new copies "
-                "of all files."
+                f"{version}: {shown(str(again))} is in another file of the model, too; get new "
+                "copies of all files."
             )
         state |= part
     notes = [f"{len(versions)} files of a split model", *left]

@@ -21,7 +21,7 @@ from shardckpt.errors import NotFoundError, OptionError
 from shardckpt.io.store import Store
 
 if TYPE_CHECKING:
-    from shardckpt.convert.foreign import Foreign
+    from shardckpt.convert.placed import Foreign
     from shardckpt.io.url import Location
 
 WRITTEN_LAST = ".manager_metadata"

@@ -25,9 +25,9 @@ from shardckpt.io.threads import map_on_threads
 from shardckpt.text import shorten
 
 if TYPE_CHECKING:
-    from shardckpt.convert.foreign import Foreign
     from shardckpt.convert.formats.torch.file import TorchFile
     from shardckpt.convert.formats.torch.unpickling import Instance
+    from shardckpt.convert.placed import Foreign
     from shardckpt.io.url import Location
 
 _REFERENCE = "torch_xla.utils.serialization.TensorReference"

@@ -29,7 +29,7 @@ from shardckpt.text import shorten
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardckpt.convert.foreign import Foreign
+    from shardckpt.convert.placed import Foreign
     from shardckpt.io.foreign_arrays import ForeignArray
     from shardckpt.io.url import Location
 
