@@ -372,6 +372,10 @@ def test_a_damaged_version_is_named_once_and_a_follower_goes_on_from_the_next_an
 ):
     like = {"w": np.zeros(1000)}
 
+    def publish(step):
+        publisher.publish(step, {"w": np.arange(1000.0) + step})
+        publisher.wait()
+
     def damage(step):
         (tmp_path / str(step) / "checkpoint.json").write_bytes(b"garbage")
 
@@ -380,19 +384,16 @@ def test_a_damaged_version_is_named_once_and_a_follower_goes_on_from_the_next_an
         shardckpt.follow(tmp_path, like=like, mode=mode) as follower,
     ):
         for step in range(3):
-            publisher.publish(step, {"w": np.arange(1000.0) + step})
-            publisher.wait()
+            publish(step)
             if step < 2:
                 assert follower.poll().prepare().apply() is not None
         damage(2)
         with pytest.raises(FormatError, match=r"/2/checkpoint\.json"):
             follower.poll()
         assert follower.poll() is None
-        publisher.publish(3, {"w": np.arange(1000.0)})
         with pytest.raises(FormatError, match="stores differences from"):
-            publisher.wait()
-        publisher.publish(4, {"w": np.arange(1000.0) + 4})
-        publisher.wait()
+            publish(3)
+        publish(4)
         version = follower.poll()
         assert (version.step, version.went_back) == (4, False)
         version.prepare().apply()
