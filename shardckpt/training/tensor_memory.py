@@ -125,6 +125,8 @@ def _bytes_of(storage: torch.Tensor, tensor: Any) -> torch.Tensor:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return (
         tensor.detach()
+        .resolve_conj()
+        .resolve_neg()
         .contiguous()
         .reshape(-1)
         .view(torch.uint8)

@@ -4,6 +4,7 @@ resumes into itself."""
 from __future__ import annotations
 
 import logging
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -249,6 +250,81 @@ def test_arrays_that_cannot_be_written_come_back_as_new_ones(tmp_path):
     assert ema.value == 4.0
     assert isinstance(fresh.values["table"], np.ndarray)
     assert fresh.values["table"].tolist() == [[7, 7], [7, 7]]
+
+
+class Holder:
+    """An object that holds tensors, and takes others in their place."""
+
+    def __init__(self, **tensors):
+        self.tensors = tensors
+
+    def state_dict(self):
+        return self.tensors
+
+    def load_state_dict(self, state):
+        self.tensors = dict(state)
+
+
+def conjugate(value):
+    """Views with a pending conjugation, and a negation, of a tensor of a complex value."""
+    view = torch.full((4,), value).conj()
+    return {"conj": view, "neg": view.imag}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_views_with_a_pending_conjugation_or_negation_are_restored(tmp_path, beside):
+    """In an object, and in a module, which may have the tensor itself, too."""
+
+    def made(value):
+        module = nn.Module()
+        for name, view in conjugate(value).items():
+            module.register_buffer(name, view)
+        if beside:
+            module.register_buffer("itself", module.conj.conj())
+        return {"module": module, "object": Holder(**conjugate(value))}
+
+    shardckpt.save(tmp_path / "c", state_of(**made(1 + 2j)))
+    restored = made(3 + 4j)
+    shardckpt.restore(tmp_path / "c", state_of(**restored))
+    for one in (restored["module"].state_dict(), restored["object"].tensors):
+        assert one["conj"].tolist() == [1 - 2j] * 4
+        assert one["neg"].tolist() == [-2.0] * 4
+
+
+def growth(action):
+    """The most bytes that numpy and Python allocate beside what there is, while an action runs."""
+    tracemalloc.start()
+    try:
+        action()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_large_array_that_cannot_be_written_is_read_once_and_not_copied(tmp_path):
+    array = np.ones(16 << 20, np.uint8)
+    shardckpt.save(tmp_path / "c", state_of(object=Holder(array=array)))
+    array = np.zeros_like(array)
+    array.flags.writeable = False
+    state = state_of(object=Holder(array=array))
+    assert growth(lambda: shardckpt.restore(tmp_path / "c", state)) < 1.5 * array.nbytes
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_arrays_that_reach_beyond_a_large_one_take_no_copies_of_it(tmp_path, step):
+    """Contiguous, and with gaps."""
+
+    def made(value):
+        flat = np.full(step * (8 << 20) + 200, value, np.uint8)
+        ends = {f"end{i}": flat[i - 400 :: step] for i in range(20)}
+        return flat[:-200:step], Holder(large=flat[:-200:step], **ends)
+
+    large, saved = made(1)
+    shardckpt.save(tmp_path / "c", state_of(object=saved))
+    _, restored = made(0)
+    state = state_of(object=restored)
+    assert growth(lambda: shardckpt.restore(tmp_path / "c", state)) < large.nbytes / 2
+    assert all((array == 1).all() for array in restored.tensors.values())
 
 
 def test_an_array_and_a_tensor_over_one_memory_are_stored_once_and_restored_together(tmp_path):
