@@ -31,6 +31,7 @@ from shardckpt.errors import FormatError, NotFoundError, OptionError, StorageErr
 from shardckpt.io.ages import idle_seconds
 from shardckpt.reading.checkpoint import open_in_this_process
 from shardckpt.runs.collecting import collect_place, delete_place
+from shardckpt.runs.committing import publishable
 from shardckpt.runs.leases import LeasedSteps
 from shardckpt.runs.retention import Best, EveryKth, KeepAnyOf, Latest
 from shardckpt.runs.steps import StepInfo, list_steps, read_step, step_numbers, steps_named
@@ -104,14 +105,10 @@ class Cleaner:
         """List the steps again before the next round, as another process may have changed them."""
         self._steps = {}
 
-    def clean(self, committed: StepInfo, unpublished: Collection[int] = ()) -> None:
+    def clean(self, committed: StepInfo) -> None:
         """Delete the steps that are no longer kept, after `committed` was saved.
 
         Refused deletions are tried again in the next round.
-
-        Args:
-            committed: the step that was saved.
-            unpublished: steps that may have a complete save that is published later; they stay.
         """
         with self._one_at_a_time:
             self.failure = None
@@ -139,7 +136,7 @@ class Cleaner:
                 )
             if self._rule is not None:
                 try:
-                    self._delete_due(self._rule, steps, {committed.step, *unpublished})
+                    self._delete_due(self._rule, steps, committed.step)
                 except StorageError as e:
                     self._note_failure(StorageError(f"no step can be deleted now: {e}"))
             if self._collected is None or time.monotonic() >= self._collected + self._grace:
@@ -164,11 +161,9 @@ class Cleaner:
                 unknown[0],
             )
 
-    def _delete_due(
-        self, rule: Retention, steps: dict[int, StepInfo], stay: Collection[int]
-    ) -> None:
+    def _delete_due(self, rule: Retention, steps: dict[int, StepInfo], committed: int) -> None:
         """Delete the steps that are given up, that no reader holds and no checkpoint needs."""
-        due = doomed(steps, rule, stay)
+        due = doomed(steps, rule, committed)
         if not due:
             return
         self._miss_metrics(rule, steps.values())
@@ -184,7 +179,7 @@ class Cleaner:
         children = self._root.list_children()
         for step in {*steps}.difference(steps_named(child.removesuffix("/") for child in children)):
             del steps[step]
-        due = sorted({*due}.intersection(doomed(steps, rule, stay, saved=saved)))
+        due = sorted({*due}.intersection(doomed(steps, rule, committed, saved=saved)))
         held = LeasedSteps(self._root)
         known = {info.step for info in steps.values() if info.state != "unreadable"}
         is_used = users_beside(self._root, known, children, deletes=True)
@@ -206,6 +201,8 @@ class Cleaner:
             if self._reading[step] or open_in_this_process(place.location):
                 return
         try:
+            if any(publishable(place)):
+                return  # a tombstone would forbid the publication of a complete save for ever
             left = delete_place(
                 place, reason="not kept any more", grace=self._grace, attempt=steps[step].attempt
             )
@@ -284,7 +281,7 @@ class Cleaner:
 def doomed(
     steps: Mapping[int, StepInfo],
     rule: Retention,
-    stay: Collection[int] = (),
+    committed: int | None = None,
     *,
     saved: Callable[[StepInfo], SavedStep] = StepInfo.saved,
 ) -> list[int]:
@@ -293,7 +290,7 @@ def doomed(
     Args:
         steps: all steps that hold a checkpoint.
         rule: which of the live steps to keep.
-        stay: steps that stay in any case, such as the one that was saved last.
+        committed: the step that was saved last, which stays.
         saved: makes what the rule sees of a step.
     """
     live = [steps[step] for step in sorted(steps) if steps[step].state == "committed"]
@@ -304,7 +301,7 @@ def doomed(
     passed = {
         info.step for info in steps.values() if info.state == "superseded" and info.step < newest
     }
-    return sorted(({info.step for info in live} - kept | passed).difference(stay))
+    return sorted(({info.step for info in live} - kept | passed) - {committed})
 
 
 def has_ages(rule: Retention) -> bool:

@@ -290,7 +290,7 @@ class Background:
             return
         try:
             self._job.check()
-            self.cleaner.clean(committed, {*(self._left or ())})
+            self.cleaner.clean(committed)
         except Exception as e:  # noqa: BLE001  (the training thread raises it)
             e.add_note(
                 f"Step {committed.step} is committed; steps that need not be kept were being "

@@ -29,6 +29,8 @@ from shardckpt.commit.markers import Protection
 from shardckpt.commit.remove import StoredRecord, bury
 from shardckpt.io.store import Store
 from shardckpt.runs import cleaning, collecting
+from shardckpt.runs.retention import Latest
+from shardckpt.runs.steps import read_step, step_numbers
 from shardckpt.writing.attempt import Attempt
 
 
@@ -396,6 +398,63 @@ def test_the_step_that_an_unpublished_save_replaces_after_a_rollback_stays_until
         run.wait()
         assert run.all_steps() == [100, 105, 110]
     assert value_of(root / "100") == 100
+
+
+def record_of_a_complete_save(url, value):
+    """The host's record of a save over a checkpoint that was not published."""
+    (published,) = attempts(url)
+    save_without_commit(url, value, overwrite=True)
+    (complete,) = {*attempts(url)} - {published}
+    return url / complete / "records" / "00000.json"
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_a_step_with_a_complete_save_of_a_newer_version_stays_until_that_is_published(
+    tmp_path, restores
+):
+    save(tmp_path / "1", 1)
+    record = record_of_a_complete_save(tmp_path / "1", 10)
+    whole = record.read_bytes()
+    record.write_bytes(whole.replace(b'"version":[1,', b'"version":[99,'))
+    with manager(tmp_path, keep=1) as run:
+        if restores:
+            assert run.restore().step == 1
+        for step in (2, 3):
+            run.save(step, state(step))
+            run.wait()
+        assert run.all_steps() == [1, 3]
+    record.write_bytes(whole)
+    shardckpt.commit(tmp_path)
+    assert value_of(tmp_path / "1") == 10
+
+
+def test_steps_beside_one_that_cannot_be_read_are_deleted(tmp_path):
+    for step in range(1, 5):
+        save(tmp_path / str(step), step)
+    record = record_of_a_complete_save(tmp_path / "2", 10)
+    record.unlink()
+    record.symlink_to(record)
+    run = manager(tmp_path, keep=1)
+    for step in range(5, 8):
+        run.save(step, state(step))
+        run.wait()
+    assert run.all_steps() == [2, 7]
+    with pytest.raises(errors.StorageError, match="symbolic links"):
+        run.close()
+
+
+def test_a_deletion_alone_sees_that_a_step_has_a_complete_save(tmp_path):
+    root = Store.open(tmp_path)
+    for step in (1, 2):
+        save(tmp_path / str(step), step)
+    save_without_commit(tmp_path / "1", 10, overwrite=True)
+    cleaner = cleaning.Cleaner(root, Latest(1), grace=1000, deleted=lambda _: None)
+    cleaner.clean(read_step(root, 2))
+    shardckpt.commit(tmp_path)
+    assert value_of(tmp_path / "1") == 10
+    cleaner.forget()
+    cleaner.clean(read_step(root, 2))
+    assert step_numbers(root) == [2]
 
 
 def test_a_failed_step_that_is_saved_again_is_the_new_save(tmp_path):
