@@ -2,10 +2,11 @@
 
 1. Check that no other job has taken over the root (`job`).
 2. Ask the retention rule which live steps to keep. Seven kinds of step stay in any case: the
-   newest live step, steps with a complete save that could not be published yet, the steps that this
-   process is reading, pinned and tagged steps (the deletion itself finds them), steps with a lease
-   (`leases`), the steps that running saves name as their base, and the bases of all existing steps,
-   and of checkpoints beside them (`skipping`). A base is deleted after the steps that name it.
+   newest live step, steps with a complete save that could not be published yet, and pinned and
+   tagged steps (the deletion itself finds both kinds), the steps that this process is reading,
+   steps with a lease (`leases`), the steps that running saves name as their base, and the bases of
+   all existing steps, and of checkpoints beside them (`skipping`). A base is deleted after the
+   steps that name it.
 3. Superseded steps are deleted once training has passed them: until then a rollback can be undone.
 4. Each deletion replaces the commit record with a tombstone before it removes data, and removes the
    tombstone at the end (`commit.remove`). Leftovers of a killed process or of an earlier version
