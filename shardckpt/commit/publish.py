@@ -30,7 +30,7 @@ import hashlib
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,8 @@ from shardckpt.errors import (
     StorageError,
     VersionError,
 )
-from shardckpt.format.documents import check_sizes, open_envelope, seal
-from shardckpt.format.record import CheckpointRecord, Tombstone, host_record_key, parse_checkpoint
+from shardckpt.format.documents import check_sizes, seal
+from shardckpt.format.record import CheckpointRecord, Tombstone, parse_checkpoint
 from shardckpt.io.ages import remove_old_probes
 from shardckpt.io.files import LARGEST_WHOLE, OpenFile
 from shardckpt.io.threads import collector_paused
@@ -290,7 +290,9 @@ def publish(
         CommitError: readers would refuse the record; or another process has removed the attempt.
         StorageError: the storage failed, or contradicts itself.
     """
-    place = store.sub(record.attempt)
+    place, before = store.sub(record.attempt), prior.record
+    if isinstance(before, CheckpointRecord) and same_elements(record.attempt, before.attempt):
+        record = replace(record, fence=before.fence)  # a fold: see `_is_fold_of`
     with collector_paused():
         data = record.seal()
         _check_readable(store, record, data)
@@ -321,7 +323,7 @@ def publish(
             f"cannot write {store.path_of(RECORD)}: the storage refused the write as if another "
             "save had come first, but shows none; check that the bucket exists.",
         )
-    if check is not None and _is_fold_of(store, prior, now):
+    if check is not None and _is_fold_of(prior, now):
         check(now)
         return publish(store, record, now, check)
     discard(place)
@@ -331,16 +333,14 @@ def publish(
     )
 
 
-def _is_fold_of(store: Store, prior: Prior, now: Prior) -> bool:
-    """Whether a fold has replaced exactly the prior record, with no fence before or after it."""
-    record = now.record
-    if not isinstance(record, CheckpointRecord) or record.fence is not None:
-        return False
-    if record.attempt == prior.attempt or not same_elements(record.attempt, prior.attempt):
-        return False
-    key = f"{record.attempt}/{host_record_key(0)}"
-    with data_stays(store):
-        return open_envelope(store.read(key), store.path_of(key)).get("prior") == prior.digest
+def _is_fold_of(prior: Prior, now: Prior) -> bool:
+    """Whether only folds, which keep its fence, have replaced the prior record."""
+    return (
+        isinstance(now.record, CheckpointRecord)
+        and isinstance(prior.record, CheckpointRecord)
+        and same_elements(now.attempt, prior.attempt)
+        and now.record.fence == prior.record.fence
+    )
 
 
 def _publication_error(store: Store, why: object) -> StorageError:

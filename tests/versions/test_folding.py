@@ -271,6 +271,83 @@ def test_a_fold_just_before_a_new_version_replaces_it_does_not_cost_the_new_one(
     )
 
 
+@pytest.mark.parametrize("fold_is", ["whole", "damaged"])
+def test_two_folds_while_a_new_version_is_written_do_not_cost_the_new_one(
+    tmp_path, monkeypatch, fold_is
+):
+    publish(tmp_path)
+    new = {"w": np.ones((64, 96), np.float32)}
+    assemble_it = attempt.assemble
+
+    def meanwhile(*arguments):
+        monkeypatch.undo()
+        for most in (12, 8):
+            assert 6 in {one.step for one in fold(tmp_path, most=most)}
+        if fold_is == "damaged":
+            for path in (tmp_path / "6").glob("*-folded-*/records/*"):
+                path.unlink()
+        return assemble_it(*arguments)
+
+    with shardckpt.Publisher(tmp_path, catch_up=None) as again:
+        monkeypatch.setattr(attempt, "assemble", meanwhile)
+        again.publish(6, new)
+        again.wait()
+    assert (shardckpt.restore(tmp_path / "6")["w"] == new["w"]).all()
+    assert shardckpt.open(tmp_path / "6").verify().ok
+
+
+def test_a_new_version_that_finds_a_fold_and_then_another_save_leaves_nothing(
+    tmp_path, monkeypatch
+):
+    publish(tmp_path)
+    assemble_it, publish_it, other = attempt.assemble, attempt.publish, {"w": np.zeros(3)}
+
+    def meanwhile(*arguments):
+        monkeypatch.undo()
+        assert 6 in {one.step for one in fold(tmp_path)}
+        monkeypatch.setattr(attempt, "publish", late)
+        return assemble_it(*arguments)
+
+    def late(store, record, prior, check):
+        monkeypatch.undo()
+
+        def check_and_save(fold):
+            check(fold)
+            shardckpt.save(tmp_path / "6", other, options=SaveOptions(overwrite=True))
+            assert not (tmp_path / "6" / fold.attempt).exists()
+
+        return publish_it(store, record, prior, check_and_save)
+
+    with shardckpt.Publisher(tmp_path, catch_up=None) as again:
+        monkeypatch.setattr(attempt, "assemble", meanwhile)
+        again.publish(6, {"w": np.ones((64, 96), np.float32)})
+        with pytest.raises(AlreadyExistsError, match="nothing of it was kept"):
+            again.wait()
+    assert (shardckpt.restore(tmp_path / "6")["w"] == other["w"]).all()
+
+
+def test_a_version_that_a_collection_has_marked_before_a_fold_is_not_replaced(
+    tmp_path, monkeypatch
+):
+    """The collection may have removed the data of the new version."""
+    publish(tmp_path)
+    assemble_it = attempt.assemble
+
+    def meanwhile(*arguments):
+        monkeypatch.undo()
+        store = Store.open(tmp_path / "6")
+        assert renew(store, published_attempt(store))
+        assert 6 in {one.step for one in fold(tmp_path)}
+        return assemble_it(*arguments)
+
+    with shardckpt.Publisher(tmp_path, catch_up=None) as again:
+        monkeypatch.setattr(attempt, "assemble", meanwhile)
+        again.publish(6, {"w": np.ones((64, 96), np.float32)})
+        with pytest.raises(AlreadyExistsError):
+            again.wait()
+    assert (shardckpt.restore(tmp_path / "6")["w"] == state_of(6)["w"]).all()
+
+
 def test_a_new_version_whose_data_a_collection_has_removed_is_not_published(monkeypatch):
     """The collection may not publish it: later versions, which it does not know to be superseded,
     need the one that is there."""
