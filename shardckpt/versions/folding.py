@@ -33,12 +33,12 @@ from shardckpt.commit.base_places import base_url, has_array
 from shardckpt.commit.markers import is_superseded
 from shardckpt.commit.publish import (
     Prior,
-    discard,
     discard_unfit,
     is_published,
     publish,
     read_prior,
 )
+from shardckpt.commit.remove import renew
 from shardckpt.commit.table_reading import read_document, read_table
 from shardckpt.errors import (
     AlreadyExistsError,
@@ -276,19 +276,23 @@ class _Fold:
         """
         record = self.path[-1][1]
         place = self.store.sub(folded_name(record.attempt, secrets.token_hex(4)))
+        records: list[HostRecord] = []
         try:
-            self._write_hosts(place)
+            records = self._write_hosts(place)
+            for of_host in records:
+                write_record(place, of_host)
         except BaseException:
-            discard(place)
+            # With its records there, another process may have published it.
+            discard_unfit(self.store, place.location.name, self.prior, complete=bool(records))
             raise
-        # Complete: from here on another process may publish it.
         new = assemble(place)
         if (
             new.fingerprint is None
             or record.fingerprint is None
             or new.fingerprint.sha256 != record.fingerprint.sha256
         ):
-            discard_unfit(self.store, new.attempt, self.prior, complete=False)
+            renew(self.store, record.attempt)  # from here on no other process publishes it
+            discard_unfit(self.store, new.attempt, self.prior, complete=True)
             raise CorruptionError(
                 f"{self.present}: folding it gives other sums than it has; run `shardckpt verify "
                 f"{self.store}`."
@@ -297,8 +301,9 @@ class _Fold:
         self.present.write(key, self.present.read(key))  # its grace begins now
         return replace(new, created=record.created, writer=record.writer)
 
-    def _write_hosts(self, place: Store) -> None:
-        record = self.path[-1][1]
+    def _write_hosts(self, place: Store) -> list[HostRecord]:
+        """Write all but the records of the hosts, and return those."""
+        record, records = self.path[-1][1], []
         arrays = {
             piece.path: (tensor, piece)
             for tensor in record.structure.tensors.values()
@@ -319,10 +324,11 @@ class _Fold:
                     data, lengths, crcs = with_checksums(stored)
                     writer.append(chunk_object_keys(needed.piece, needed.positions), data, lengths)
                     columns.append((needed.piece.path, needed.positions, crcs))
-                self._finish(place, old, writer, columns)
+                records.append(self._finish(place, old, writer, columns))
             except BaseException:
-                writer.stop()  # a record that may exist goes before the data
+                writer.stop()
                 raise
+        return records
 
     def _join(
         self, arrays: _Arrays, versions: Sequence[tuple[ChunkReader, Structure]], table: Table
@@ -372,8 +378,8 @@ class _Fold:
         old: HostRecord,
         writer: PackedWriter,
         columns: Sequence[tuple[str, NDArray[np.int64], list[int]]],
-    ) -> None:
-        """Write the other files of a host, and its record."""
+    ) -> HostRecord:
+        """Write the other files of a host, and return its record."""
         present = self.present
         extents = writer.finish()
         counts: dict[str, int] = {}
@@ -409,16 +415,13 @@ class _Fold:
             values=old.files.values,
             sums=old.files.sums,
         )
-        write_record(
-            place,
-            replace(
-                old,
-                attempt=place.location.name,
-                prior=self.prior.digest,
-                files=files,
-                chunks=len(table.rows),
-                stored_bytes=int(extents.length.sum()),
-            ),
+        return replace(
+            old,
+            attempt=place.location.name,
+            prior=self.prior.digest,
+            files=files,
+            chunks=len(table.rows),
+            stored_bytes=int(extents.length.sum()),
         )
 
 

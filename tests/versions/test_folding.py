@@ -10,6 +10,7 @@ import sys
 import uuid
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from shardckpt.cli.app import app
 from shardckpt.commit.attempts import attempts
 from shardckpt.commit.dependants import Dependants, users_beside
 from shardckpt.commit.markers import SUPERSEDED
-from shardckpt.commit.publish import published_attempt
+from shardckpt.commit.publish import published_attempt, read_prior
 from shardckpt.commit.remove import bury, renew
 from shardckpt.errors import (
     AlreadyExistsError,
@@ -510,41 +511,54 @@ def test_a_version_that_goes_while_it_is_folded_is_left_as_it_is_and_the_others_
         check(tmp_path)
 
 
-@pytest.mark.parametrize("then", ["it looks for rollbacks", "the storage fails"])
+@pytest.mark.parametrize(
+    "then", ["it looks for rollbacks", "the storage fails", "the answer to its record is lost"]
+)
 def test_a_fold_that_another_process_has_published_is_not_removed_by_its_own(
     tmp_path, monkeypatch, then
 ):
     """Training goes back: versions that are superseded keep nobody from publishing the fold."""
     publish(tmp_path)
-    assemble_it = folding.assemble
+    last = "write_record" if then == "the answer to its record is lost" else "assemble"
+    last_step = getattr(folding, last)
 
-    def meanwhile(place):
-        record, store = assemble_it(place), Store.open(place.location.parent)
+    def meanwhile(place, *arguments):
+        result, store = last_step(place, *arguments), Store.open(place.location.parent)
         if store.location.name == "3":
             for info in list_steps(Store.open(tmp_path))[3:]:
                 Store.open(tmp_path / str(info.step)).write(
                     SUPERSEDED, seal({"attempt": info.attempt})
                 )
             assert [one.state for one in shardckpt.commit(store.location)] == ["committed"]
-            if then == "the storage fails":
+            if then != "it looks for rollbacks":
                 raise StorageError("the disk is full")
-        return record
+        return result
 
-    monkeypatch.setattr(folding, "assemble", meanwhile)
+    monkeypatch.setattr(folding, last, meanwhile)
     with suppress(StorageError):
         fold(tmp_path)
     assert "-folded-" in shardckpt.open(tmp_path / "3").record.attempt
     check(tmp_path)
 
 
-def test_a_fold_that_gives_other_sums_is_never_published(tmp_path, monkeypatch):
-    publish(tmp_path)
-    assemble_it = folding.assemble
-    monkeypatch.setattr(
-        folding, "assemble", lambda place: replace(assemble_it(place), fingerprint=other)
-    )
-    other = shardckpt.open(tmp_path / "1").record.fingerprint
+def test_a_fold_that_gives_other_sums_is_never_published(monkeypatch):
+    """Not by a process that has found it complete already, either."""
+    url = f"memory://{uuid.uuid4().hex}"
+    publish(url)
+    assemble_it, publish_later = folding.assemble, []
+
+    def meanwhile(place):
+        record, store = assemble_it(place), Store.open(place.location.parent)
+        publish_later.append(
+            partial(folding.publish, store, record, read_prior(store, overwrite=True))
+        )
+        return replace(record, fingerprint=other)
+
+    monkeypatch.setattr(folding, "assemble", meanwhile)
+    other = shardckpt.open(f"{url}/1").record.fingerprint
     with pytest.raises(CorruptionError, match="gives other sums than it has"):
-        fold(tmp_path)
-    assert {one.outcome for one in collect(tmp_path, grace=0)} == set()
-    check(tmp_path)
+        fold(url)
+    with pytest.raises(AlreadyExistsError):
+        publish_later[0]()
+    assert {one.outcome for one in collect(url, grace=0)} == set()
+    check(url)
