@@ -73,6 +73,7 @@ def test_help_names_the_documentation_that_the_package_names(args):
     assert command(*args).stdout.endswith(f"\nDocumentation: {urls['Documentation']}\n")
 
 
+@pytest.mark.long
 def test_the_module_is_the_command(checkpoint):
     run = subprocess.run(
         [sys.executable, "-m", "shardckpt", "info", checkpoint],
@@ -119,6 +120,7 @@ def test_the_shell_completes_commands_and_options():
     )
 
 
+@pytest.mark.long
 def test_statuses_are_those_of_the_process(checkpoint, tmp_path):
     assert command("info", checkpoint).returncode == 0
     missing = command("info", tmp_path / "nothing")

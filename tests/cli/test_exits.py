@@ -187,6 +187,7 @@ def test_a_command_advises_its_own_options_only(run, tmp_path, monkeypatch, comm
     assert all(option in helped for option in advised)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "args",
     [

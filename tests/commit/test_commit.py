@@ -130,6 +130,7 @@ def test_an_overwrite_killed_at_any_operation_leaves_the_old_checkpoint_or_the_n
 # --- two processes at once ------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_of_two_processes_that_publish_at_once_one_wins_and_the_other_leaves_nothing(
     tmp_path, overwrite

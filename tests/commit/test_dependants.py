@@ -198,6 +198,7 @@ def cloud(request):
         yield cloud
 
 
+@pytest.mark.long
 def test_the_second_check_reads_only_records_that_are_new_or_have_changed(cloud):
     root = Store.open(f"{cloud.place()}/{uuid.uuid4().hex}")
     shardckpt.save(str(root), STATE)  # a checkpoint in the root itself is not a neighbour

@@ -142,6 +142,7 @@ def test_one_file_that_was_interrupted_by_a_kill_is_gone_on_with(cloud, source, 
     assert objects(place) == {"a.safetensors": (source / "one.safetensors").read_bytes()}
 
 
+@pytest.mark.long
 def test_a_kill_in_the_second_of_several_files_costs_some_of_the_second(cloud, source, place):
     killed(source, place, SHARD, SHARD + 7 * MiB)
     there = set(objects(place))
@@ -187,6 +188,7 @@ def test_another_export_removes_what_an_interrupted_one_has_left(source, place):
     assert set(objects(place)) == {*names, INDEX}
 
 
+@pytest.mark.long
 def test_an_export_that_another_one_replaces_between_two_files_publishes_no_mixed_model(
     source, other, place, monkeypatch
 ):
@@ -211,6 +213,7 @@ def test_an_export_that_another_one_replaces_between_two_files_publishes_no_mixe
     assert objects(place) == on_disk(other)
 
 
+@pytest.mark.long
 def test_an_export_that_another_one_has_replaced_does_not_end_its_upload(
     source, other, place, monkeypatch
 ):
@@ -236,6 +239,7 @@ def test_an_export_that_another_one_has_replaced_does_not_end_its_upload(
     assert objects(place) == on_disk(other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_export_that_another_one_has_replaced_deletes_nothing_of_it(source, other, place, fails):
     begun = []

@@ -62,6 +62,7 @@ def on_disk(place, directory, **options):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("most", [None, SPLIT], ids=["one", "several"])
 def test_objects_are_the_files_that_a_disk_would_have(tmp_path, place, there, most):
     url, store = there

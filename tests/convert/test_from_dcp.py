@@ -84,7 +84,6 @@ def as_dcp_reads(location):
     return torch.load(f"{location}.pt", weights_only=False)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "what", "writer"),
     [

@@ -70,7 +70,6 @@ def opened(path):
     return open_foreign(parse(str(path)))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [*LAYOUTS, "steps/10", "items/step_00000005", "v1", "rich", "older"]
 )

@@ -80,7 +80,6 @@ def assert_same(ours: Arrays, theirs: Arrays) -> None:
         ), name
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["llama-tied", "gpt2", "t5", pytest.param("llama", marks=pytest.mark.slow)]
 )

@@ -291,6 +291,7 @@ def check(form, state):
         assert plain(shardckpt.restore(Path(folder, "after"))) == expected, report.notes
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600 if TORTURE else 300)
 @pytest.mark.parametrize("form", MODELS)
 @settings(

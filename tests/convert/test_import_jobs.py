@@ -126,6 +126,7 @@ def test_workers_that_others_start_meet_in_one_attempt(source: Path, tmp_path: P
     same(tmp_path / "out")
 
 
+@pytest.mark.long
 def test_a_tensor_much_larger_than_the_limit_is_imported_within_it(tmp_path: Path) -> None:
     # Primes: hardly a border of the new chunks is one of the rows that are read at once.
     shape = [8209, 8191]

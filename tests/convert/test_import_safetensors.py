@@ -110,6 +110,7 @@ def test_any_names_and_arrays_come_back_bit_by_bit(state: State) -> None:
         assert shardckpt.open(place / "out").verify().ok
 
 
+@pytest.mark.long
 @settings(max_examples=12)
 @given(
     state=arrays(st.sampled_from(["p", "q", "r", "s"])),

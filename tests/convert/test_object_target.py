@@ -75,6 +75,7 @@ def test_a_file_is_written_and_nothing_lies_beside_it(place):
     assert stored(place) == content().tobytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("durable", [pytest.param(1, marks=pytest.mark.slow), 3 * MiB])
 def test_a_killed_process_is_gone_on_with_and_what_the_storage_has_is_not_sent_again(
     cloud, place, durable

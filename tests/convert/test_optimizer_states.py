@@ -93,6 +93,7 @@ def test_torch_goes_on_bit_by_bit_with_an_exported_file(saved, tmp_path, form):
     assert go_on(*run) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 def test_torch_goes_on_bit_by_bit_with_an_exported_directory_of_dcp(saved, tmp_path, form):
     checkpoint, scheduler, expected = saved
@@ -170,6 +171,7 @@ def test_an_export_comes_back_as_it_was(saved, tmp_path):
     assert go_on(*run) == expected
 
 
+@pytest.mark.long
 def test_optimizers_of_several_modules_have_the_names_of_their_own(tmp_path):
     def pair():
         generator, critic = net(), net()
@@ -320,6 +322,7 @@ def test_trainings_under_fsdp2_go_both_ways(ranks, tmp_path, flat):
     assert ranks("restores", "FSDP2", tmp_path / "imported") == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "whole", [False, True], ids=["the same groups", "a group for each parameter"]
 )

@@ -228,6 +228,7 @@ def test_a_state_of_optax_goes_on_as_after_orbaxs_own_resume(tmp_path, name, str
     )
 
 
+@pytest.mark.long
 def test_several_items_of_orbax_go_on_as_one_state(tmp_path):
     optimizer = optimizers()["chain"]
     state, _ = losses_of(new_state(0, optimizer), optimizer, BEFORE)
@@ -340,6 +341,7 @@ def losses_of_plain_gpt(model, optimizer, done):
     return losses
 
 
+@pytest.mark.long
 def test_a_training_of_megatron_goes_on_in_plain_torch_as_after_its_own_resume(
     tmp_path, monkeypatch
 ):

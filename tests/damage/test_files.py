@@ -10,6 +10,7 @@ from noticed import CHUNKS, KINDS, assert_noticed, damage_of
 import shardckpt
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "number", "kind"), KINDS)
 def test_a_missing_file_of_any_kind_is_noticed(checkpoint_of, layout, number, kind):
     checkpoint, truth = checkpoint_of(layout, number)
@@ -30,6 +31,7 @@ def test_a_truncated_file_of_any_kind_is_noticed(checkpoint_of, layout, number, 
         assert_noticed(checkpoint, path, kind, truth)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "number", "kind"),
     [k for k in KINDS if k[2] not in {"lane: node", "merged index: nodes"}],

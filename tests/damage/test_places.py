@@ -49,6 +49,7 @@ def test_a_damaged_chunk_is_located_and_the_rest_restored(tmp_path, layout):
         checkpoint.read("w", damage.box)
 
 
+@pytest.mark.long
 def test_a_damaged_chunk_of_a_tied_tensor_is_lost_to_all_its_names(checkpoint_of):
     checkpoint, truth = checkpoint_of("packed")
     place = truth["tied"]["first"].tobytes()[:40]

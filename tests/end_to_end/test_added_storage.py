@@ -62,6 +62,7 @@ def assert_holds(url):
         np.testing.assert_array_equal(restored[name], STATE[name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compression", [None, "zstd"])
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
 def test_a_checkpoint_is_saved_restored_replaced_and_deleted(place, layout, compression):

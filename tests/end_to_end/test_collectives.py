@@ -38,7 +38,6 @@ def words(job):
     return WORDS["JAX" if job[0] == "JAX" else "torch"]
 
 
-@pytest.mark.long
 def test_ten_saves_take_no_collective_no_wait_and_no_program(job, words, record_testsuite_property):
     _, root, answers = job
     for answer in answers:

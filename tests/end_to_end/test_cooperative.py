@@ -79,6 +79,7 @@ def test_replicas_of_a_sharded_model_read_it_once(run_job, tmp_path):
     assert sum(answer["read"] for answer in alone) > 1.99 * once
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("limit", ["1MiB", "1GiB"])
 def test_jax_processes_read_replicated_arrays_once_with_few_programs(
@@ -109,6 +110,7 @@ def test_torch_xla_processes_read_replicated_tensors_once_over_gloo(run_job, sav
     assert once <= mixed < 2 * once
 
 
+@pytest.mark.long
 @given(seed=st.integers(0, 2**32), limit=st.sampled_from(["64KiB", "1MiB", "1GiB"]))
 @settings(max_examples=3, deadline=None)
 def test_any_placements_get_the_same_bits_as_by_themselves(run_job, saved, seed, limit):

@@ -49,6 +49,7 @@ def test_saving_takes_no_more_memory_than_its_limit(saved):
     assert took["growth"] <= 64 * MiB
 
 
+@pytest.mark.long
 def test_saving_many_small_objects_takes_no_more_memory_than_its_limit(tmp_path):
     took = child(
         "save", url=str(tmp_path / "c"), names=["large"], layout="zarr", limit=64 * MiB, **SAVED
@@ -57,6 +58,7 @@ def test_saving_many_small_objects_takes_no_more_memory_than_its_limit(tmp_path)
     assert took["growth"] <= 64 * MiB
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "spec", "devices", "shards"),
     [

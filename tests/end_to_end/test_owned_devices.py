@@ -60,7 +60,6 @@ def holders(piece, name, places, owned):
     return np.array([np.any([has(device) for device in mine], axis=0) for mine in owned])
 
 
-@pytest.mark.long
 def test_it_restores_in_one_process_bit_by_bit(checkpoint):
     url, *_ = checkpoint
     restored = shardckpt.restore(url)

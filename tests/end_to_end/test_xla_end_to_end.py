@@ -22,7 +22,6 @@ def seen(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.long
 def test_any_mesh_and_spec_restores_onto_any_other_bit_by_bit(seen):
     assert seen["pairs"]["wrong"] == []
     assert seen["pairs"]["pairs"] == PAIRS

@@ -137,6 +137,7 @@ def test_the_reader_of_the_description_runs_without_shardckpt(tmp_path):
     assert child.stdout == "[0 1 2]\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("table", ["the one table", "the hosts' own tables"])
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
 def test_the_reader_of_the_description_reads_what_several_hosts_have_saved(

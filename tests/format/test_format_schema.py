@@ -181,6 +181,7 @@ def test_saved_checkpoints_conform(saved):
     assert kinds == {"checkpointFile", "hostFile", "contentsFile"} | own
 
 
+@pytest.mark.long
 def test_saved_checkpoints_have_all_that_the_schema_knows(saved):
     """Else that they conform would mean little."""
     text = json.dumps([document["record"] for _, document in saved])

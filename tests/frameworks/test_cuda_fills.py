@@ -123,6 +123,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", [*BUGS, "nothing is broken"])
 def test_an_order_that_is_left_out_of_a_restore_shows_in_some_schedule(tmp_path, monkeypatch, what):
     values = large() | small(60)

@@ -229,7 +229,6 @@ def is_refused(case):
 # Boxes
 
 
-@pytest.mark.long
 def test_boxes_of_all_ranks_are_the_tensor_once_and_their_holders_are_those_who_have_them(
     distributed,
 ):

@@ -426,6 +426,7 @@ def test_torch_is_never_imported(answers, together):
     assert answers["torch"] == together[0]["torch"] == []
 
 
+@pytest.mark.long
 @pytest.mark.xla
 def test_a_state_of_torch_xla_tensors_does_not_make_jax_look_for_devices(together):
     assert not together[1]["jax is awake"]

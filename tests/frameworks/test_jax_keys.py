@@ -73,7 +73,6 @@ def round_trips(cases, answers):
 # --- Saving ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 def test_keys_are_stored_as_their_words_each_once(round_trips):
     for case, answer in round_trips:
         assert answer["stored"] == [

@@ -35,7 +35,6 @@ def answers(tmp_path_factory):
 # --- Saving
 
 
-@pytest.mark.long
 def test_arrays_of_every_kind_are_saved_bit_by_bit(answers):
     assert answers["values"] == {"saved": [], "async": []}
 

@@ -94,7 +94,6 @@ def job(request, tmp_path_factory):
     return {**seen, "local": request.param}
 
 
-@pytest.mark.long
 def test_ids_of_several_processes_are_not_0_to_n(job):
     ids = [device for device, _ in job["devices"][0]]
     assert len(ids) == sum(job["local"])

@@ -127,6 +127,7 @@ refused(LeafError, encode_value, [jax.ShapeDtypeStruct((1,), "int8")], "rng")
     assert "jax_enable_x64" in lines[0]
 
 
+@pytest.mark.long
 def test_an_array_that_another_process_has_a_part_of_is_refused():
     with socket.socket() as probe:
         probe.bind(("localhost", 0))

@@ -151,7 +151,6 @@ def parts(case):
     ]
 
 
-@pytest.mark.long
 def test_fetched_boxes_are_the_tensor_bit_by_bit_each_element_once(round_trips):
     assert len(round_trips) >= 110
     for case, answer in round_trips:

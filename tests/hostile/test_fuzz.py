@@ -116,6 +116,7 @@ def test_values_with_anything_in_them(forgeries, seed, which):
 NUMBERS = count()
 
 
+@pytest.mark.long
 @given(seed=SEEDS, which=MADE)
 @settings(FUZZ, max_examples=25)  # each commits
 def test_an_attempt_with_anything_in_it_is_committed_or_refused(

@@ -119,6 +119,7 @@ def test_a_link_to_a_checkpoint_and_links_within_it_are_followed(tmp_path):
         assert shardckpt.open(url).verify().ok
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("special", ["a pipe", "a device", "a directory"])
 def test_a_pipe_device_or_directory_in_place_of_a_file_is_an_error_and_not_waited_for(

@@ -78,6 +78,7 @@ def test_a_table_that_gives_a_chunk_gigabytes_is_refused_before_they_are_allocat
     assert damaged >= {"w", "pair/0", "pair/1/0", "scalar"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["packed", "zarr"])
 def test_a_file_of_any_kind_that_is_a_terabyte_of_holes_is_not_read(of_three_hosts, layout):
     """TensorStore is not asked for such a file: without memory, it ends the process."""

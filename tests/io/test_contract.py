@@ -48,6 +48,7 @@ def refuses_to_replace(store, key):
     return True
 
 
+@pytest.mark.long
 def test_what_was_written_is_read(store):
     for data in (
         b"bytes",

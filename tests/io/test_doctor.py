@@ -239,6 +239,7 @@ def test_another_process_that_cannot_be_started_is_told(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seconds", [0.0, 0.3, 0.6])
 @pytest.mark.parametrize("kind", ["file", "az"])
 def test_ctrl_c_leaves_nothing_behind(azure_server, tmp_path, kind, seconds):

@@ -140,6 +140,7 @@ def test_an_object_is_never_replaced_and_never_deleted_by_its_version(written):
     assert store.read("key") == b"first"
 
 
+@pytest.mark.long
 def test_a_run_keeps_all_its_steps(written):
     with shardckpt.CheckpointManager(written, every=1, coordinator=SingleProcess()) as manager:
         for step in range(1, 4):

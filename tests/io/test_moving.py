@@ -44,6 +44,7 @@ def test_chunks_are_read_to_where_numpy_would_copy_them_and_the_first_wrong_one_
     check_in(moving, seed)
 
 
+@pytest.mark.long
 @with_extension
 @given(seeds)
 @settings(max_examples=300, deadline=None)
@@ -63,6 +64,7 @@ def test_the_checksum_by_table_is_the_same():
     assert run_moves(moving.__file__, 100, SHARDCKPT_CRC_TABLE="1").returncode == 0
 
 
+@pytest.mark.long
 @with_extension
 def test_processors_without_sse_find_the_same_changes(tmp_path):
     built = build(ROOT, tmp_path, ("-DWITHOUT_SSE",))

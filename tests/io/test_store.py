@@ -125,6 +125,7 @@ FAULTS = [Rule("status", status=status) for status in (408, 429, 500, 502, 503, 
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda rule: f"{rule.fault} {rule.status}")
 def test_a_request_that_fails_for_a_moment_is_repeated(proxied, fault):
     proxy, store = proxied

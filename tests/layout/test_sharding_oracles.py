@@ -321,6 +321,7 @@ def assert_as_the_oracle_says(tiles, oracle, case, answer):
         assert tiles.replica_id.tolist() == replicas, case
 
 
+@pytest.mark.long
 def test_boxes_are_those_of_the_oracle(oracle):
     for case, answer in oracle.shardings:
         assert_as_the_oracle_says(

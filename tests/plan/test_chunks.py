@@ -155,6 +155,7 @@ def test_uneven_vocabularies_are_read_with_little_waste_by_2_4_and_8_ways(rows, 
             assert rows_read(rows, chosen, start, stop) <= 1.25 * (stop - start)
 
 
+@pytest.mark.long
 @given(tensors())
 @settings(max_examples=200, deadline=None)
 def test_pieces_are_whole_tiles_or_whole_dimensions_and_few(tensor):

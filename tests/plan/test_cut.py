@@ -125,6 +125,7 @@ def cases(draw):
     return shape, target, draw(grids(shape)), room, draw(st.integers(0, room))
 
 
+@pytest.mark.long
 @given(cases())
 @settings(max_examples=400, deadline=None)
 def test_rows_come_in_row_major_order_once_and_within_the_room(case):

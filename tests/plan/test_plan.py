@@ -132,6 +132,7 @@ def test_pieces_are_touched_by_boxes_with_which_their_chunks_overlap(grids_drawn
     assert len(pieces) == 1 or touched(pieces, boxes) == expected
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(*[st.integers(0, 20)] * 4), max_size=20), st.randoms())
 def test_each_box_is_paired_with_the_pieces_of_a_grid_that_it_overlaps(corners, random):
     pieces = [

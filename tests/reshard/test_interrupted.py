@@ -137,6 +137,7 @@ def test_ctrl_c_ends_all_processes_and_the_same_call_goes_on(source, tmp_path):
     assert shardckpt.open(target).verify().ok
 
 
+@pytest.mark.long
 def test_workers_end_with_the_program_that_started_them(source, tmp_path):
     job = start(source, tmp_path / "b", workers=2, pause=[2, "never"])
     wait_for(lambda: records(tmp_path / "b") or job.poll() is not None)

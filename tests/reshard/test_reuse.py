@@ -100,6 +100,7 @@ def test_a_file_that_the_source_lacks_is_named_and_nothing_is_committed(tmp_path
         shardckpt.open(tmp_path / "b")
 
 
+@pytest.mark.long
 def test_a_save_of_many_hosts_is_taken_over_host_by_host_and_goes_on_where_it_was(tmp_path):
     with Processes("many_hosts") as job:
         job.run("save_without_committing", 4, tmp_path / "a")

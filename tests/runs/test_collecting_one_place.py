@@ -89,6 +89,7 @@ def disk(tmp_path):
 # --- on every storage -----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_save_that_began_at_a_free_place_can_publish_nothing_once_the_place_is_collected(store):
     prior = hold(store)
     assert prior.holds

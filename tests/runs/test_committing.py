@@ -171,6 +171,7 @@ def test_what_a_killed_committer_leaves_the_command_line_commits(tmp_path, job, 
     assert shardckpt.open(tmp_path / "c").verify().damage == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_commit_killed_at_any_operation_leaves_what_the_next_one_commits(tmp_path, layout):
     save_without_commit(tmp_path / "base", layout=layout)

@@ -156,6 +156,7 @@ def until_written(log, text, process):
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_the_audit_log_is_opened_again_after_sighup(place):
     top, tokens = place
     command = [
@@ -187,6 +188,7 @@ def test_the_audit_log_is_opened_again_after_sighup(place):
             process.terminate()
 
 
+@pytest.mark.long
 def test_the_webhook_tells_of_failed_jobs(tmp_path, webhook_receiver):
     bodies, webhook = webhook_receiver
     save_run(tmp_path / "lab" / "a", (1,))

@@ -348,6 +348,7 @@ def test_training_does_not_notice_a_service_that_is_not_there(tmp_path, monkeypa
     assert manager.all_steps() == [1, 2]
 
 
+@pytest.mark.long
 def test_the_command_serves_until_it_is_told_to_end(tmp_path):
     save(tmp_path / "root" / "1")
     command = [

@@ -237,6 +237,7 @@ def test_a_wait_ends_where_nobody_answers(monkeypatch):
                 nobody.wait(1, 0.05)
 
 
+@pytest.mark.long
 def test_commands_start_show_and_list_jobs(run):
     assert "done" in run(
         "job", "start", "copy", "checkpoint=lab/llama/10", "to=lab/typed/10", "--wait"

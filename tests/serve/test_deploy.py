@@ -126,6 +126,7 @@ def shell(block, changes, cwd):
     subprocess.run(["sh", "-e", "-c", block], cwd=cwd, check=True, capture_output=True, timeout=200)
 
 
+@pytest.mark.long
 def test_the_journal_is_backed_up_while_the_service_runs_and_restored(tmp_path):
     save_run(tmp_path / "runs" / "a", (1, 2))
     changes = {

@@ -148,6 +148,7 @@ print(leases())
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     os.geteuid() != 0,
     reason="the service may write, and the reader may not: it gives up the rights of root",

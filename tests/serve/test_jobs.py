@@ -173,6 +173,7 @@ def test_without_tokens_or_state_nothing_can_be_changed(service, tmp_path, runs)
         ServeOptions(roots=(f"lab={runs}",), scrub=3600.0)
 
 
+@pytest.mark.long
 def test_a_key_makes_a_request_that_is_sent_twice_one_job(lab):
     arguments = {"checkpoint": "lab/llama/20", "to": "lab/keyed/20"}
     with ThreadPoolExecutor(8) as pool:
@@ -192,6 +193,7 @@ def test_a_key_makes_a_request_that_is_sent_twice_one_job(lab):
     assert lab.post("delete", key="gone", **delete).json["number"] == first
 
 
+@pytest.mark.long
 def test_places_outside_of_the_roots_are_refused(lab, tmp_path):
     (lab.root / "out").symlink_to(tmp_path)
     torch.save(Evil(str(tmp_path / "harm")), lab.root / "pickled.pt")
@@ -269,6 +271,7 @@ def test_a_job_that_waits_or_runs_can_be_cancelled(lab):
     assert lab.ask("/v1/jobs/99999/cancel", "POST").status == 404
 
 
+@pytest.mark.long
 def test_jobs_that_write_one_place_run_one_after_the_other(lab, tmp_path):
     first = lab.post("copy", checkpoint="lab/llama/10", to="lab/one/1").json["number"]
     pid = frozen(lab, first)
@@ -283,6 +286,7 @@ def test_jobs_that_write_one_place_run_one_after_the_other(lab, tmp_path):
     same(lab.root / "one" / "1", lab.root / "llama" / "10")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("impatient")
 def test_a_job_whose_process_dies_is_started_again_and_then_fails(lab):
     number = lab.post("copy", checkpoint="lab/llama/10", to="lab/killed/1").json["number"]

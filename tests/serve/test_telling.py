@@ -94,6 +94,7 @@ def test_damaged_rows_of_the_journal_hide_no_others(tmp_path):
         assert {path: lab.ask(path).status for path in pages} == dict.fromkeys(pages, 200)
 
 
+@pytest.mark.long
 def test_damage_is_red_and_not_the_gateways(tmp_path):
     save_run(tmp_path / "runs" / "a", (1, 2))
     flip(tmp_path / "runs" / "a" / "2")

@@ -172,6 +172,7 @@ def test_a_scrub_keeps_its_rate_and_goes_on_where_it_was_killed(tmp_path):
         assert done["bytes"] < 11 << 20
 
 
+@pytest.mark.long
 def test_checkpoints_are_due_by_their_attempt_and_not_by_a_clock_that_was_set_back(tmp_path):
     save_run(tmp_path / "runs" / "a", (1, 2))
     roots = Roots([f"lab={tmp_path / 'runs'}"])

@@ -317,6 +317,7 @@ JSON_NODES = st.recursive(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(
     st.one_of(

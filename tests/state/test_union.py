@@ -169,6 +169,7 @@ def unordered(tree):
     return {key: unordered(tree[key]) for key in sorted(tree)} if isinstance(tree, dict) else tree
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(STATES, st.data())
 def test_the_parts_of_a_state_together_are_the_state(state, data):
@@ -196,6 +197,7 @@ def test_keys_come_in_the_order_in_which_they_are_met(states):
     assert list(together(states)) == list(dict.fromkeys(key for state in states for key in state))
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(STATES, st.lists(st.integers(0, 1), max_size=20), st.data())
 def test_ties_that_all_who_see_both_names_agree_about_are_in_the_union(state, identities, data):

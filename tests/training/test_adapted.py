@@ -593,7 +593,6 @@ def test_shards_that_have_only_padding_or_nothing_are_right_too(ranks, tmp_path)
         assert wrong == []
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("case", SURGERIES)
 def test_two_ranks_of_dtensors_go_on_as_one_process(ranks, tmp_path, case):
     made, changed, given, names, change = SURGERIES[case]

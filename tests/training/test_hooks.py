@@ -160,6 +160,7 @@ def ranks():
         yield processes.run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["FSDP2", "meta", "TP"])
 def test_sharded_modules_with_hooks_hold_what_was_read_or_the_error_names_what_they_lack(
     ranks, tmp_path, layout

@@ -57,6 +57,7 @@ def equal(a, b):
     return type(a) is type(b) and a == b
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("order", [1, -1], ids=["the same groups", "the groups in another order"])
 def test_training_goes_on_bit_by_bit_in_a_new_optimizer(tmp_path, kind, order):

@@ -107,6 +107,7 @@ def test_statistics_that_differ_from_rank_to_rank_are_saved_of_the_first_and_res
         assert ranks("normalized", processes, kind, tmp_path / "run", False) == [first] * processes
 
 
+@pytest.mark.long
 def test_more_processes_than_saved_derive_generators_of_their_own_the_same_each_time(ranks, saved):
     first, again = (ranks("elastic", 3, saved, "derive") for _ in range(2))
     assert first == again

@@ -23,7 +23,6 @@ def seen(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.long
 def test_on_the_same_mesh_losses_are_those_of_the_uninterrupted_training_bit_by_bit(seen):
     """Dropout draws from torch_xla's generator, which has been put back."""
     assert seen["(4, 2)"]["losses"] == seen["expected"]

@@ -511,6 +511,7 @@ def test_a_version_that_goes_while_it_is_folded_is_left_as_it_is_and_the_others_
         check(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "then", ["it looks for rollbacks", "the storage fails", "the answer to its record is lost"]
 )

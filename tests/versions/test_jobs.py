@@ -87,6 +87,7 @@ def test_a_rank_that_fails_leaves_the_others_copies_on_devices_good(ranks, tmp_p
     check(tmp_path, [0, 1, 3, 4])
 
 
+@pytest.mark.long
 def test_versions_of_two_ranks_are_folded_by_process_0_and_followed(ranks, tmp_path):
     assert ranks("publish", 2, tmp_path, "rows", list(range(12)), None, 1, 64) == [[], []]
     records = {step: shardckpt.open(tmp_path / str(step)).record for step in range(12)}

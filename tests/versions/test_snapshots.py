@@ -60,6 +60,7 @@ def bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_versions_from_a_snapshot_on_the_device_are_those_from_a_snapshot_on_the_host(
     tmp_path, dtype
@@ -388,6 +389,7 @@ def test_merged_changes_and_sums_are_those_of_the_last_words(data, kind):
     assert sum_of(first) == one.total
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(st.binary(min_size=8, max_size=800), st.sampled_from(["u1", "u2", "u4", "u8", "f4", "f8"]))
 def test_every_framework_makes_the_same_sum(data, kind):

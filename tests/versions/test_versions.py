@@ -114,6 +114,7 @@ def test_each_version_is_read_verified_and_restored_like_any_checkpoint(run):
             assert record.totals["stored_bytes"] < 5000
 
 
+@pytest.mark.long
 def test_a_follower_gets_each_version_and_reads_only_differences(run):
     url, states = run
     like = {name: np.zeros_like(array) for name, array in states[0]["model"].items()}

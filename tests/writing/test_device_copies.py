@@ -146,6 +146,7 @@ def no_memory(fake, monkeypatch, after):
     monkeypatch.setattr(fake, "copy", failing)
 
 
+@pytest.mark.long
 @given(
     after=st.integers(0, 3),
     seed=st.integers(0, 100),

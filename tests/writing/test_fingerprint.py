@@ -173,6 +173,7 @@ def test_a_manager_proves_what_lies_in_memory(tmp_path, monkeypatch):
             manager.restore(into, check=True)
 
 
+@pytest.mark.long
 def test_the_command_prints_it(tmp_path):
     state = {"a": np.arange(5.0), "b": np.ones((3, 3), ml_dtypes.bfloat16)}
     shardckpt.save(tmp_path / "c", state)

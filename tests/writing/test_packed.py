@@ -195,6 +195,7 @@ def test_the_memory_of_a_file_that_has_arrived_is_used_for_the_next_one():
     assert len(memory) == 2, "one is filled, the one before it is on its way"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [partial(PackedWriter, host=0), PlainWriter])
 def test_ctrl_c_in_the_wait_for_uploads_lets_each_of_them_be_ended(proxied, kind):
     proxy, store = proxied

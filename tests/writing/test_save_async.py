@@ -634,6 +634,7 @@ def test_a_fork_knows_of_no_save_in_flight(tmp_path, job):
 # --- memory ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mebibytes", "limit"), [(60, 96), (200, 32)])
 def test_a_save_takes_no_more_memory_than_its_limit(tmp_path, job, mebibytes, limit):
     ((growth, high_water, streamed, stored),) = job.run(
@@ -708,6 +709,7 @@ def test_ctrl_c_at_any_line_of_a_wait_leaves_nothing_locked_and_stays_ctrl_c(wha
     assert at > (10 if waits else 0)
 
 
+@pytest.mark.long
 def test_an_interrupt_as_the_background_begins_leaves_a_checkpoint_that_is_whole_or_none(tmp_path):
     """In a process of its own, over and over: Ctrl-C comes the moment when the thread that writes
     starts."""

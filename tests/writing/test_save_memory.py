@@ -161,6 +161,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "work",
     ["verify", *(pytest.param(work, marks=pytest.mark.slow) for work in ("export", "reshard"))],

@@ -92,6 +92,7 @@ def test_buckets_of_each_host_are_named_and_no_data_is_written(bucket_job):
         assert Store.open(urls[1]).list() == ["checkpoint.json"], "the placeholder"
 
 
+@pytest.mark.long
 def test_a_bucket_that_all_share_is_saved_to(bucket_job):
     job, emulator = bucket_job
     urls = [emulator.url(f"{uuid.uuid4().hex}/1")] * 3

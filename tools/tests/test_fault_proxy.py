@@ -331,6 +331,7 @@ def test_a_client_that_uploads_in_parts_works_through_it(proxy, bucket, gcs_serv
     assert proxy.traffic.summary()["statuses"]["412"] == 1
 
 
+@pytest.mark.long
 def test_amazon_s_own_client_works_through_it(s3_server):
     with FaultProxy(s3_server.endpoint) as proxy:
         s3 = boto3.client(

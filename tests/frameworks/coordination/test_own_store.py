@@ -37,6 +37,7 @@ def test_what_process_0_cannot_decide_is_an_error_on_all_and_can_be_asked_again(
     assert first["after the impossible"] == second["after the impossible"] == "possible"
 
 
+@pytest.mark.long
 def test_a_round_sees_nothing_of_the_rounds_before_it_in_the_same_store(run_job, tmp_path):
     rounds = [run_job(SCRIPT, job(tmp_path, processes)) for processes in (3, 3, 2)]
     assert len({answers[0]["run_id"] for answers in rounds}) == 3

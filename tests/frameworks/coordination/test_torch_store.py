@@ -26,6 +26,7 @@ def test_ranks_agree_share_and_announce_through_their_groups_store(run_job, port
         assert answer["after the group"] == ["SingleProcess", 1, True]
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_come_is_named_and_may_come_later(run_job, port):
     answers = run_job(SCRIPT, job("absent", port, 2))
     assert answers[0]["failure"].startswith(

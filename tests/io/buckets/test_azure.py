@@ -113,6 +113,7 @@ def test_a_machine_without_credentials_and_identity_is_an_error_that_says_so(
         Store.open(azure.url("run")).read("key")
 
 
+@pytest.mark.long
 def test_an_endpoint_that_refuses_connections_is_given_up_soon(azure, monkeypatch):
     monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"http://127.0.0.1:9/{AZURE_ACCOUNT}")
     with pytest.raises(

@@ -164,6 +164,7 @@ def test_zarr_reads_arrays_of_the_plain_layout_through_fsspec(cloud, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_the_command_line_knows_object_stores(cloud, saved):
     command = [Path(sys.executable).parent / "shardckpt", "verify", saved]
     run = subprocess.run(
@@ -234,6 +235,7 @@ def profiles(tmp_path):
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "region", [{}, {"AWS_REGION": "eu-west-1"}, {"AWS_DEFAULT_REGION": "us-east-1"}]
 )

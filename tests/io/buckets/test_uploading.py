@@ -136,6 +136,7 @@ def test_memory_is_that_of_a_few_parts_however_slow_the_storage_is(cloud, place,
     assert stored(place) == data.tobytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["503", "cut off", "lost answer", "truncated"])
 def test_an_upload_survives_that_any_one_request_fails(cloud, fault):
     data = content(2 * PART + 7)

@@ -118,6 +118,7 @@ def test_a_buffer_and_a_changed_argument_of_one_name_are_refused():
         batch_shardings(program, {"h": 0}, mesh=MESH)
 
 
+@pytest.mark.long
 def test_what_cannot_be_is_said(statistics):
     program = exported(AverageLoss(), (torch.randn(8, 4), torch.randn(8, 3)))
     with pytest.raises(ShardingError, match="no axis 'batch'"):

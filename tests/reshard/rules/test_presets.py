@@ -40,7 +40,6 @@ def shapes(described):
     return {f"model/{name}": tuple(shape) for name, (shape, _, _) in described["tensors"].items()}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", MODEL_TYPES)
 def test_every_tensor_of_a_model_is_decided_by_a_rule(transformers, kind):
     tensors = shapes(transformers[kind])

@@ -73,6 +73,7 @@ def test_dcp_reads_every_stored_byte_once(job, saved):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["shardckpt", "async", "changed at once", "without collectives"])
 def test_other_ways_to_save_are_loaded_the_same(job, tmp_path, how):
     job("save", (2,), tmp_path / "there", (2,), how)
@@ -142,6 +143,7 @@ def test_what_cannot_be_kept_or_loaded_as_it_is_is_refused_by_name(job, tmp_path
     assert answer["flat"] == [[1.0, 1.0], numbers, 3]
 
 
+@pytest.mark.long
 def test_damaged_bytes_are_an_error(job, tmp_path):
     job("refusals", (), tmp_path)
     data = max(Path(tmp_path, "good").rglob("hosts/*/*/d/0*"), key=lambda path: path.stat().st_size)

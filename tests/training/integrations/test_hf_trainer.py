@@ -55,6 +55,7 @@ def test_a_training_goes_on_from_a_checkpoint_of_the_trainers_own(job, tmp_path)
     assert shardckpt.CheckpointManager(tmp_path / "run").all_steps() == [9, 12]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "second"),
     [

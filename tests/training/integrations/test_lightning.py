@@ -53,7 +53,6 @@ def test_another_number_of_processes_resumes_with_the_same_bits(job, killed, tmp
     assert shardckpt.open(path).verify().ok
 
 
-@pytest.mark.long
 def test_a_training_goes_on_from_an_imported_file_of_lightnings_own(job, tmp_path):
     (tmp_path / "whole").mkdir()
     (whole,) = job("train", 1, tmp_path / "whole", EPOCHS)

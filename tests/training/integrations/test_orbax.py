@@ -240,6 +240,7 @@ def test_random_keys_of_jax_come_back_as_keys(tmp_path, ours, ocp):
     assert (jax.random.key_data(again) == jax.random.key_data(keys["more"][0])).all()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_restore_args_do_what_orbax_does_or_are_refused_by_name(tmp_path, ours, ocp):
     import jax
@@ -380,6 +381,7 @@ def test_a_step_is_kept_by_the_time_of_its_commit(tmp_path, ours, ocp):
         assert manager.all_steps() == [0, 3]
 
 
+@pytest.mark.long
 def test_the_program_of_the_page_runs(tmp_path):
     section = (DOCS / "integrations.md").read_text().split("## Orbax's managers")[1]
     (block,) = re.findall(

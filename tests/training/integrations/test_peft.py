@@ -104,6 +104,7 @@ def test_the_trained_parameters_are_saved_and_the_base_model_is_not(job, tmp_pat
     assert {"config.json", "peft"} <= stored.metadata.keys()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "form", [pytest.param("LoRA", marks=pytest.mark.slow), "QLoRA", "all of LoRA"]
 )
@@ -121,6 +122,7 @@ def test_another_base_model_is_refused(job, tmp_path):
     assert "layers.1.mlp.up_proj.weight differ" in message
 
 
+@pytest.mark.long
 def test_a_training_whose_base_model_was_saved_too_goes_on_and_saves_it_no_more(job, tmp_path):
     whole = train(job, tmp_path / "whole", 1, "LoRA")
     train(job, tmp_path, 1, "LoRA", wholly=True, dies_at=DIES)

@@ -36,6 +36,7 @@ def root(cloud):
     return cloud[0]
 
 
+@pytest.mark.long
 def test_a_run_in_a_bucket(root):
     with shardckpt.CheckpointManager(root, every=1, keep=2, coordinator=SingleProcess()) as first:
         assert first.restore() is None
@@ -64,6 +65,7 @@ def test_a_run_in_a_bucket(root):
     assert shardckpt.CheckpointManager(root).restore().step == 6
 
 
+@pytest.mark.long
 def test_nothing_is_left_of_steps_that_are_not_kept(root):
     place = Store.open(root)
     place.sub("100").write(
@@ -79,6 +81,7 @@ def test_nothing_is_left_of_steps_that_are_not_kept(root):
     assert shardckpt.CheckpointManager(root).all_steps() == [5, 7, 8, 9]
 
 
+@pytest.mark.long
 def test_a_start_asks_for_what_is_kept_and_nothing_of_what_was_deleted(root, monkeypatch):
     looks, read = [], Store.read_versioned
     with shardckpt.CheckpointManager(root, every=1, keep=1, coordinator=SingleProcess()) as manager:
@@ -119,6 +122,7 @@ def test_a_listing_that_fails_while_leftovers_are_committed_makes_restore_fail_n
     assert shardckpt.CheckpointManager(root).restore().step == 2
 
 
+@pytest.mark.long
 def test_a_read_that_fails_then_makes_restore_fail_too(cloud):
     root, proxy = cloud
     with shardckpt.CheckpointManager(root, every=1, coordinator=SingleProcess()) as manager:

@@ -238,6 +238,7 @@ def test_the_first_save_of_a_run_says_in_the_log_where_it_begins(run, caplog):
     assert begun.startswith(f"{run.root}: ")
 
 
+@pytest.mark.long
 def test_every_process_of_the_second_job_is_told_of_the_other(tmp_path):
     with Processes("manager_jobs") as jobs:
         assert jobs.run("save_steps", 2, tmp_path, [1]) == ["saved"] * 2
