@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,10 @@ RunSums = tuple[NDArray[np.int64], Sums]
 _POLYNOMIAL = 0x82F63B78
 """CRC-32C's, reversed. RFC 3720, appendix B.4."""
 _ALL = 0xFFFFFFFF
+_ONE = 1 << 31
+"""x^0."""
+_CLOSED = 0x48674BC7
+"""crc32c of any bytes with their own crc32c (4 bytes, little-endian) after them."""
 _TABLE_BITS = 12
 """Distances, which are less than 2**24, are looked up in two tables of this many bits."""
 _AT_A_TIME = 4 << 20
@@ -351,6 +355,37 @@ def multiply(one: Sums, other: Sums) -> Sums:
         product ^= power * ((one >> np.uint32(bit)) & np.uint32(1))
         power = (power >> np.uint32(1)) ^ (np.uint32(_POLYNOMIAL) * (power & np.uint32(1)))
     return product
+
+
+def crc_with_chunks(crc: int, nbytes: int, count: int) -> int:
+    """The crc32c of some bytes, whose own is `crc`, with stored chunks after them.
+
+    Each of the `count` chunks has `nbytes` bytes and ends with its own crc32c: then its complete
+    bytes have the same crc32c whatever they are.
+
+    >>> chunk = b"elements" + crc32c(b"elements").to_bytes(4, "little")
+    >>> crc32c(b"before" + 3 * chunk) == crc_with_chunks(crc32c(b"before"), len(chunk), 3)
+    True
+    """
+    chunks, shift = 0, _ONE
+    for bit in f"{count:b}":  # of k chunks, then of 2k or 2k + 1
+        chunks, shift = chunks ^ _product(chunks, shift), _product(shift, shift)
+        if bit == "1":
+            chunks = _CLOSED ^ _product(chunks, _power(nbytes))
+            shift = _product(shift, _power(nbytes))
+    return _product(crc, shift) ^ chunks
+
+
+@lru_cache(maxsize=1024)
+def _power(nbytes: int) -> int:
+    """x^8n, for any n."""
+    power, square = _ONE, _ONE >> 8
+    while nbytes:
+        if nbytes & 1:
+            power = _product(power, square)
+        square = _product(square, square)
+        nbytes >>= 1
+    return power
 
 
 def _product(one: int, other: int) -> int:

@@ -20,8 +20,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
+from crc32c import crc32c
 
 from shardckpt.errors import StorageError
+from shardckpt.format.fingerprint import crc_with_chunks
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES
 from shardckpt.io import extension
 from shardckpt.io.buffers import MOST_VECTORS, after
@@ -273,13 +275,17 @@ class _LocalDataFile:
 
 
 class _ObjectDataFile:
-    """An object that is written in one request when it is sealed."""
+    """An object that is written in one request when it is sealed.
+
+    The service gets the crc32c that its bytes must have. Of chunks that the extension lays out, it
+    depends on their number and length alone, so nobody reads them for it.
+    """
 
     def __init__(self, store: Store, key: str, buffer: NDArray[np.uint8]) -> None:
         self._store = store
         self._key = key
         self._buffer = buffer
-        self._size = 0
+        self._size = self._crc = 0
         self._upload: Upload | None = None
 
     def room(self, nbytes: int) -> NDArray[np.uint8] | None:
@@ -300,12 +306,15 @@ class _ObjectDataFile:
         place = self._buffer[self._size : end]
         if isinstance(view, BlocksOut):
             view.lay_out(place)
-        elif place.ctypes.data != view.ctypes.data:
-            place[:] = view
+            self._crc = crc_with_chunks(self._crc, view.chunk_bytes, view.last - view.first)
+        else:
+            if place.ctypes.data != view.ctypes.data:
+                place[:] = view
+            self._crc = crc32c(place, self._crc)
         self._size = end
 
     def seal(self) -> None:
-        self._upload = self._store.upload(self._key, self._buffer[: self._size])
+        self._upload = self._store.upload(self._key, self._buffer[: self._size], self._crc)
 
     def wait(self) -> None:
         assert self._upload is not None, "seal it first"

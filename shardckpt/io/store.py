@@ -281,15 +281,15 @@ class Store(Capabilities, ABC):
         with storage_errors("write", self.path_of(key)):
             self._write(key, data, None)
 
-    def upload(self, key: str, data: Data) -> Upload:
+    def upload(self, key: str, data: Data, crc: int | None = None) -> Upload:
         """Begin to write an object, and overwrite any object there.
 
-        The buffer must stay as it is until that ends.
+        The buffer must stay as it is until that ends. `crc` is the crc32c of its bytes, if known.
         """
         check_key(key, self)
         return Upload(
             self.path_of(key),
-            lambda retry: self._write(key, data, None, retry),
+            lambda retry: self._upload(key, data, crc, retry),
             background=self.uploads_on_threads,
         )
 
@@ -451,10 +451,13 @@ class Store(Capabilities, ABC):
     def _change_token(self, key: str) -> object: ...
 
     @abstractmethod
-    def _write(
-        self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None
-    ) -> bool:
+    def _write(self, key: str, data: Data, generation: bytes | None) -> bool:
         """Write; False if the object no longer has `generation`."""
+
+    def _upload(self, key: str, data: Data, crc: int | None, retry: Retry) -> None:
+        """Write, and stop as soon as `retry` is given up."""
+        del crc, retry
+        self._write(key, data, None)
 
     @abstractmethod
     def _delete(self, key: str) -> None: ...

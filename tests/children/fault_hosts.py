@@ -63,8 +63,8 @@ def race(coordinator, urls, preconditions=True):
     of its saves."""
     if not preconditions:
         put = GcsBucket._put
-        GcsBucket._put = lambda bucket, name, parts, generation, retry: put(
-            bucket, name, parts, None, retry
+        GcsBucket._put = lambda bucket, name, content, generation, retry: put(
+            bucket, name, content, None, retry
         )
     process, outcomes = coordinator.world.process, []
     for i, url in enumerate(urls):

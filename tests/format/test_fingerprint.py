@@ -16,6 +16,7 @@ from shardckpt.format.fingerprint import (
     Fingerprint,
     StateSums,
     add,
+    crc_with_chunks,
     digest,
     multiply,
     no_sums,
@@ -160,6 +161,21 @@ def test_products_are_those_of_shifting_bit_by_bit():
             )
             assert int(shifted[0]) == bits
     assert multiply(one, x).tolist() == x.tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.binary(max_size=40), st.lists(st.tuples(st.integers(0, 99), st.integers(1, 9)), max_size=4)
+)
+def test_the_crc32c_of_stored_chunks_follows_from_their_lengths(before, groups):
+    rng = np.random.default_rng(len(before))
+    data, crc = before, crc32c(before)
+    for length, count in groups:
+        for _ in range(count):
+            elements = rng.bytes(length)
+            data += elements + crc32c(elements).to_bytes(4, "little")
+        crc = crc_with_chunks(crc, length + 4, count)
+    assert crc == crc32c(data)
 
 
 def test_fingerprints_name_what_differs():

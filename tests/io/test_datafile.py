@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 
 import numpy as np
 import pytest
+from crc32c import crc32c
 
 from shardckpt.errors import StorageError
-from shardckpt.io import datafile
-from shardckpt.io.datafile import begin_write_back, create_data_file
+from shardckpt.io import datafile, extension
+from shardckpt.io.datafile import BlocksOut, begin_write_back, create_data_file
 from shardckpt.io.store import Store
 
 MiB = 1 << 20
@@ -109,6 +111,23 @@ def test_what_is_laid_out_in_the_room_of_an_object_is_not_copied(cloud_store):
     file.wait()
     assert cloud_store.read("d/0") == b"abcdefghijfghij"
     assert buffer.tobytes() == b"abcde" + bytes(5)
+
+
+@pytest.mark.skipif(extension.moving is None, reason="the extension lays blocks out")
+def test_an_object_of_blocks_has_the_checksum_that_the_service_is_told(cloud_store):
+    file = create_data_file(cloud_store, "d/0", np.zeros(2 << 20, np.uint8))
+    blocks = [np.arange(300_000, dtype=np.float32).reshape(600, 500) + i for i in range(2)]
+    out = BlocksOut.of(blocks, (100, 150), np.empty(extension.SCRATCH_BYTES, np.uint8), 48)
+    file.append(b"before")
+    file.append(dataclasses.replace(out, first=0, last=7))
+    file.append(dataclasses.replace(out, first=7, last=30))
+    file.append(b"after")
+    file.seal()
+    file.wait()  # Cloud Storage answers with the checksum of what it has, which is compared
+    stored = cloud_store.read("d/0")
+    chunk = stored[6 : 6 + out.chunk_bytes]
+    assert crc32c(chunk[:-4]) == int.from_bytes(chunk[-4:], "little") == out.crcs[0]
+    assert len(stored) == len(b"before") + 30 * out.chunk_bytes + len(b"after")
 
 
 def test_a_local_file_has_no_room(tmp_path):

@@ -71,8 +71,8 @@ def test_a_checkpoint_that_is_there_stays_as_it_is(tmp_path):
 class Unconditional(LatentStore):
     """Accepts each write, whatever it depends on."""
 
-    def _write(self, key, data, generation, retry=None):
-        return super()._write(key, data, None, retry)
+    def _write(self, key, data, generation):
+        return super()._write(key, data, None)
 
 
 class Late(LatentStore):

@@ -17,7 +17,6 @@ from shardckpt.io.store import Store, byte_view
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardckpt.io.buckets.retry import Retry
     from shardckpt.io.store import Data
     from shardckpt.io.url import Location
 
@@ -67,10 +66,7 @@ class LatentStore(Store):
     def _change_token(self, key: str) -> object:
         return _objects.get(self._path(key), (b"", _ABSENT, 0.0))[1]
 
-    def _write(
-        self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None
-    ) -> bool:
-        del retry
+    def _write(self, key: str, data: Data, generation: bytes | None) -> bool:
         path, copy = self._path(key), bytes(byte_view(data))
         with _changing:
             if generation not in (None, _objects.get(path, (b"", _ABSENT, 0.0))[1]):

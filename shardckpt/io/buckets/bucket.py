@@ -13,11 +13,14 @@ A *generation* is the version of an object: a number on Cloud Storage, an ETag o
 
 from __future__ import annotations
 
+import base64
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, TypeVar
+
+from crc32c import crc32c
 
 from shardckpt.io.buckets import cloud
 from shardckpt.io.buckets.rate_limit import ALONE, RequestShare
@@ -99,6 +102,27 @@ class Body:
     generation: bytes
 
 
+@dataclass(slots=True)
+class Content:
+    """The bytes of an object to write."""
+
+    data: memoryview
+    crc: int | None = None
+    """Their crc32c; None: not computed yet."""
+
+    @property
+    def crc32c(self) -> str:
+        """Their crc32c as Cloud Storage and S3 spell it."""
+        if self.crc is None:
+            self.crc = crc32c(self.data)
+        return spell_crc32c(self.crc)
+
+
+def spell_crc32c(crc: int) -> str:
+    """A crc32c as Cloud Storage and S3 spell it."""
+    return base64.b64encode(crc.to_bytes(4)).decode()
+
+
 class Bucket(ABC):
     """The objects of a bucket."""
 
@@ -172,8 +196,9 @@ class Bucket(ABC):
     def write(
         self,
         name: str,
-        parts: Sequence[memoryview],
+        data: memoryview,
         *,
+        crc: int | None = None,
         generation: bytes | None = None,
         share: RequestShare = ALONE,
         retry: Retry | None = None,
@@ -182,7 +207,8 @@ class Bucket(ABC):
 
         Args:
             name: its name.
-            parts: its bytes; they are read again if the request is repeated.
+            data: its bytes; they are read again if the request is repeated.
+            crc: their crc32c; None: it is computed.
             generation: write only if the object has this generation now; None: replace whatever is
                 there.
             share: this process's share of the request rate.
@@ -197,8 +223,10 @@ class Bucket(ABC):
         """
         if len(name.encode()) > _LONGEST or _CONTROL.search(name):
             raise OSError("invalid object name")
-        retry = retry or Retry()
-        return self._call("write", lambda: self._put(name, parts, generation, retry), share, retry)
+        content, retry = Content(data, crc), retry or Retry()
+        return self._call(
+            "write", lambda: self._put(name, content, generation, retry), share, retry
+        )
 
     def create_anew(self, name: str, make: Callable[[], bytes]) -> bool | None:
         """Create an object with new contents at each try.
@@ -287,7 +315,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def _put(
-        self, name: str, parts: Sequence[memoryview], generation: bytes | None, retry: Retry
+        self, name: str, content: Content, generation: bytes | None, retry: Retry
     ) -> bytes: ...
 
     @abstractmethod
@@ -312,13 +340,12 @@ def range_header(start: int, stop: int | None) -> dict[str, str]:
     )
 
 
-def pieces(parts: Sequence[memoryview], retry: Retry | None = None) -> Iterator[memoryview]:
-    """The bytes of all parts, some at a time; OSError as soon as `retry` is given up."""
-    for part in parts:
-        for at in range(0, len(part), PIECE):
-            if retry is not None and retry.given_up:
-                raise OSError("the upload was given up")
-            yield part[at : at + PIECE]
+def pieces(data: memoryview, retry: Retry | None = None) -> Iterator[memoryview]:
+    """Bytes, some at a time; OSError as soon as `retry` is given up."""
+    for at in range(0, len(data), PIECE):
+        if retry is not None and retry.given_up:
+            raise OSError("the upload was given up")
+        yield data[at : at + PIECE]
 
 
 def _fill(body: Body, into: Sequence[memoryview], start: int) -> None:

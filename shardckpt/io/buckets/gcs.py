@@ -12,7 +12,6 @@ https://cloud.google.com/storage/docs/json_api/v1/objects
 
 from __future__ import annotations
 
-import base64
 import datetime as dt
 import json
 import os
@@ -24,16 +23,24 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
-from crc32c import crc32c
 from google.auth import exceptions as auth_errors
 
 from shardckpt.io.buckets import cloud
-from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket, Listed, Page, pieces, range_header
+from shardckpt.io.buckets.bucket import (
+    ABSENT,
+    Body,
+    Bucket,
+    Content,
+    Listed,
+    Page,
+    pieces,
+    range_header,
+)
 from shardckpt.io.buckets.retry import NoBucketError, PassingError, Retry, note_answer
 from shardckpt.io.buckets.web import body_of, is_passing, open_pool, origin_of, send
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     import urllib3
 
@@ -221,18 +228,15 @@ class GcsBucket(Bucket):
         document = checked(answer)
         return int(document["size"]), document["generation"].encode()
 
-    def _put(
-        self, name: str, parts: Sequence[memoryview], generation: bytes | None, retry: Retry
-    ) -> bytes:
-        checksum = crc32c_of(parts)
-        nbytes = sum(map(len, parts))
+    def _put(self, name: str, content: Content, generation: bytes | None, retry: Retry) -> bytes:
+        checksum, nbytes = content.crc32c, len(content.data)
         query: dict[str, object] = {"fields": "generation,crc32c,size"}
         headers = {"Content-Type": "application/octet-stream"}
         framed: Iterable[bytes | memoryview]
         if generation is None and nbytes > _SMALL:
             query |= {"uploadType": "media", "name": name}
             headers["x-goog-hash"] = f"crc32c={checksum}"
-            framed = pieces(parts, retry)
+            framed = pieces(content.data, retry)
         else:
             boundary = secrets.token_hex(16)
             about = json.dumps({"name": name, "crc32c": checksum})
@@ -246,7 +250,7 @@ class GcsBucket(Bucket):
                 **({} if generation is None else {"ifGenerationMatch": generation.decode()}),
             }
             headers["Content-Type"] = f"multipart/related; boundary={boundary}"
-            framed = chain([head], pieces(parts, retry), [tail])
+            framed = chain([head], pieces(content.data, retry), [tail])
             nbytes += len(head) + len(tail)
         answer = self._http.once(
             "POST",
@@ -349,16 +353,6 @@ def refused(answer: Response) -> OSError:
         text = text[:200]
     kind = PermissionError if answer.status in cloud.DENIED else OSError
     return kind(f"{answer.status} {answer.reason}: {text}")
-
-
-def crc32c_of(parts: Iterable[memoryview], crc: int = 0) -> str:
-    """CRC32C of the bytes of all parts, in the form of Cloud Storage.
-
-    The parts follow bytes with the CRC32C `crc`.
-    """
-    for part in parts:
-        crc = crc32c(part, crc)
-    return base64.b64encode(crc.to_bytes(4)).decode()
 
 
 def _default_credentials() -> Any:

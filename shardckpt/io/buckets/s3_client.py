@@ -28,17 +28,25 @@ import urllib3
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
 from botocore.exceptions import ConnectionError as NoConnection
 from botocore.parsers import ResponseParserError
-from crc32c import crc32c
 from urllib3.exceptions import HTTPError
 
 from shardckpt.io.buckets import cloud
-from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket, Listed, Page, pieces, range_header
+from shardckpt.io.buckets.bucket import (
+    ABSENT,
+    Body,
+    Bucket,
+    Content,
+    Listed,
+    Page,
+    pieces,
+    range_header,
+)
 from shardckpt.io.buckets.listing import PROBE
 from shardckpt.io.buckets.retry import NoBucketError, PassingError, Retry, note_answer
 from shardckpt.io.buckets.web import close_response, reader_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 
 _PASSING = {*cloud.PASSING, 409}
@@ -149,7 +157,7 @@ class S3Bucket(Bucket):
         service = self.name, cloud.endpoint_of("s3")
         if service not in _honours:
             probe = f"{folder}/{PROBE}{secrets.token_hex(8)}".removeprefix("/")
-            self.write(probe, [])
+            self.write(probe, memoryview(b""))
             try:
                 _honours[service] = not self._delete_if_match(probe, _OTHER)
             except RefusedError as e:
@@ -203,9 +211,7 @@ class S3Bucket(Bucket):
             return None, ABSENT
         return int(answer["ContentLength"]), answer["ETag"].encode()
 
-    def _put(
-        self, name: str, parts: Sequence[memoryview], generation: bytes | None, retry: Retry
-    ) -> bytes:
+    def _put(self, name: str, content: Content, generation: bytes | None, retry: Retry) -> bytes:
         condition = (
             {}
             if generation is None
@@ -215,9 +221,9 @@ class S3Bucket(Bucket):
         )
         endpoint = cloud.endpoint_of("s3")
         try:
-            checksum = checksum_of(parts, "md5" if endpoint in _md5_only else "crc32c")
+            checksum = checksum_of(content, "md5" if endpoint in _md5_only else "crc32c")
             answer = self.once(
-                "put_object", name, Body=RequestBody(parts, retry), **checksum, **condition
+                "put_object", name, Body=RequestBody(content.data, retry), **checksum, **condition
             )
         except RefusedError as e:
             if e.status == _CHANGED or (generation is not None and e.code == "NoSuchKey"):
@@ -227,7 +233,7 @@ class S3Bucket(Bucket):
             if endpoint in _md5_only or not e.knows_no_checksum:
                 raise
             _md5_only.add(endpoint)
-            return self._put(name, parts, generation, retry)
+            return self._put(name, content, generation, retry)
         return str(answer["ETag"]).encode()
 
     def _delete(self, name: str) -> None:
@@ -335,37 +341,31 @@ class S3Bucket(Bucket):
         return answer
 
 
-def checksum_of(parts: Sequence[memoryview], algorithm: str) -> dict[str, str]:
+def checksum_of(content: Content, algorithm: str) -> dict[str, str]:
     """Parameters of an upload with the checksum of its bytes.
 
     The checksum is `crc32c`, or `md5` if a service has nothing else.
     """
     if algorithm == "crc32c":
-        crc = 0
-        for part in parts:
-            crc = crc32c(part, crc)
-        return {"ChecksumCRC32C": base64.b64encode(crc.to_bytes(4)).decode()}
-    digest = hashlib.md5(usedforsecurity=False)
-    for part in parts:
-        digest.update(part)
+        return {"ChecksumCRC32C": content.crc32c}
+    digest = hashlib.md5(content.data, usedforsecurity=False)
     return {"ContentMD5": base64.b64encode(digest.digest()).decode()}
 
 
 class RequestBody:
-    """The bytes of some buffers, one after another, as a file for botocore and urllib3.
+    """The bytes of a buffer as a file for botocore and urllib3.
 
     These read the file, repeatedly if needed, and the bytes are not copied.
     """
 
-    def __init__(self, parts: Sequence[memoryview], retry: Retry | None = None) -> None:
+    def __init__(self, data: memoryview, retry: Retry | None = None) -> None:
         """Read from the beginning; OSError as soon as `retry` is given up."""
-        self._parts = parts
+        self._data = data
         self._retry = retry
-        self._nbytes = sum(map(len, parts))
         self.seek(0)
 
     def __len__(self) -> int:
-        return self._nbytes
+        return len(self._data)
 
     def read(self, _nbytes: int | None = -1) -> memoryview | bytes:
         """The next bytes: as many as a connection is given at a time, however few are asked for."""
@@ -381,9 +381,9 @@ class RequestBody:
         """Go to the beginning, or to the end, after which nothing is read."""
         assert offset == 0, "clients measure a body, and read it from its beginning"
         if whence == 0:
-            self._at, self._pieces = 0, pieces(self._parts, self._retry)
+            self._at, self._pieces = 0, pieces(self._data, self._retry)
         elif whence == 2:
-            self._at, self._pieces = self._nbytes, iter(())
+            self._at, self._pieces = len(self._data), iter(())
         return self._at
 
 

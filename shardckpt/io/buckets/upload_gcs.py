@@ -27,8 +27,8 @@ from crc32c import crc32c
 
 from shardckpt.errors import CorruptionError
 from shardckpt.io.buckets import cloud
-from shardckpt.io.buckets.bucket import pieces
-from shardckpt.io.buckets.gcs import GcsBucket, checked, connection, crc32c_of, refused
+from shardckpt.io.buckets.bucket import pieces, spell_crc32c
+from shardckpt.io.buckets.gcs import GcsBucket, checked, connection, refused
 from shardckpt.io.buckets.retry import PassingError, Retry
 from shardckpt.io.buckets.upload_session import (
     TOKEN,
@@ -135,7 +135,7 @@ class GcsSession:
 
     def publish(self, offset: int, data: memoryview) -> None:
         """Send the last part, and make the object visible."""
-        checksum = crc32c_of([data], self.state.crc32c)
+        checksum = spell_crc32c(crc32c(data, self.state.crc32c))
         self._put(offset, data, last=True, headers={"x-goog-hash": f"crc32c={checksum}"})
         document = self._look()
         if document is None or _token_of(document) != self.state.token:
@@ -187,7 +187,7 @@ class GcsSession:
             before = self.durable
             begin = max(offset, before)
             span = f"{begin}-{end - 1}" if begin < end else "*"
-            body = pieces([data[begin - offset :]]) if begin < end else b""
+            body = pieces(data[begin - offset :]) if begin < end else b""
             self._unsure = True
             self._take(
                 self._once(

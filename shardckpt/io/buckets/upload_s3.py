@@ -17,6 +17,7 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from shardckpt.io.buckets.bucket import Content
 from shardckpt.io.buckets.retry import Retry
 from shardckpt.io.buckets.s3_client import RefusedError, RequestBody, S3Bucket, checksum_of
 from shardckpt.io.buckets.upload_session import (
@@ -109,7 +110,7 @@ class S3Session:
     def send(self, offset: int, data: memoryview) -> None:
         """Send a part."""
         number = offset // self.state.part_bytes + 1
-        checksum = checksum_of([data], self.state.checksum)
+        checksum = checksum_of(Content(data), self.state.checksum)
         given = {"ChecksumAlgorithm": "CRC32C"} if self.state.checksum == "crc32c" else {}
         try:
             answer = self._ask(
@@ -212,7 +213,7 @@ class S3Session:
         kind: Literal["read", "write"] = (
             "read" if operation in ("head_object", "list_parts") else "write"
         )
-        send = None if body is None else partial(RequestBody, [body])
+        send = None if body is None else partial(RequestBody, body)
         return self._bucket.ask(
             operation, self._name, kind=kind, retry=self._retry, body=send, **parameters
         )

@@ -24,13 +24,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardckpt.io.buckets import cloud
-from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket, Listed, Page
+from shardckpt.io.buckets.bucket import ABSENT, Body, Bucket, Content, Listed, Page
 from shardckpt.io.buckets.retry import NoBucketError, PassingError, has_answered, note_answer
 from shardckpt.io.failures import storage_errors
 from shardckpt.io.stores.bucket import BucketStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from shardckpt.io.buckets.retry import Retry
     from shardckpt.io.store import Store
@@ -171,11 +171,8 @@ class AzureContainer(Bucket):
             return None, ABSENT
         return meta["size"], meta["e_tag"].encode()
 
-    def _put(
-        self, name: str, parts: Sequence[memoryview], generation: bytes | None, retry: Retry
-    ) -> bytes:
+    def _put(self, name: str, content: Content, generation: bytes | None, retry: Retry) -> bytes:
         del retry
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
         mode: Any = (
             "overwrite"
             if generation is None
@@ -185,7 +182,9 @@ class AzureContainer(Bucket):
         )
         try:
             with self._errors():
-                result = self.client(writes=True).put(name, data, mode=mode, use_multipart=False)
+                result = self.client(writes=True).put(
+                    name, content.data, mode=mode, use_multipart=False
+                )
         except _ChangedError:
             return b""
         return str(result["e_tag"]).encode()

@@ -113,17 +113,16 @@ class BucketStore(Store):
     def _change_token(self, key: str) -> object:
         return self._bucket.stat(self._name(key), self._share)[1]
 
-    def _write(
-        self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None
-    ) -> bool:
+    def _write(self, key: str, data: Data, generation: bytes | None) -> bool:
         return bool(
             self._bucket.write(
-                self._name(key),
-                [byte_view(data)],
-                generation=generation,
-                share=self._share,
-                retry=retry,
+                self._name(key), byte_view(data), generation=generation, share=self._share
             )
+        )
+
+    def _upload(self, key: str, data: Data, crc: int | None, retry: Retry) -> None:
+        self._bucket.write(
+            self._name(key), byte_view(data), crc=crc, share=self._share, retry=retry
         )
 
     def _delete(self, key: str) -> None:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from shardckpt.io.buckets.retry import Retry
     from shardckpt.io.store import Data
     from shardckpt.io.url import Location
 
@@ -118,10 +117,7 @@ class DiskStore(Store):
             return None
         return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
 
-    def _write(
-        self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None
-    ) -> bool:
-        del retry
+    def _write(self, key: str, data: Data, generation: bytes | None) -> bool:
         path = self._file(key)
         self.make_parents(key)
         return files.replace(path, byte_view(data), generation, self._directories)

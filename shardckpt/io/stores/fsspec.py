@@ -33,7 +33,6 @@ from shardckpt.text import install_command
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from shardckpt.io.buckets.retry import Retry
     from shardckpt.io.store import Data
     from shardckpt.io.url import Location
 
@@ -142,10 +141,8 @@ class FsspecReader(Store):
     def _change_token(self, key: str) -> object:
         return self._version(key)
 
-    def _write(
-        self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None
-    ) -> bool:
-        del key, data, generation, retry
+    def _write(self, key: str, data: Data, generation: bytes | None) -> bool:
+        del key, data, generation
         raise self._read_only()
 
     def _delete(self, key: str) -> None:
@@ -226,10 +223,7 @@ class FsspecStore(FsspecReader):
     __slots__ = ()
     writable = True
 
-    def _write(
-        self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None
-    ) -> bool:
-        del retry
+    def _write(self, key: str, data: Data, generation: bytes | None) -> bool:
         if generation not in (None, ABSENT):
             self.check_replaces(f"replace {key} at")
         mode = "overwrite" if generation is None else "create"

@@ -9,7 +9,6 @@ import tensorstore as ts
 from shardckpt.io.store import Store, byte_view
 
 if TYPE_CHECKING:
-    from shardckpt.io.buckets.retry import Retry
     from shardckpt.io.store import Data
     from shardckpt.io.url import Location
 
@@ -51,10 +50,7 @@ class MemoryStore(Store):
     def _change_token(self, key: str) -> object:
         return self._read(key, None, None, versioned=True)[1]
 
-    def _write(
-        self, key: str, data: Data, generation: bytes | None, retry: Retry | None = None
-    ) -> bool:
-        del retry
+    def _write(self, key: str, data: Data, generation: bytes | None) -> bool:
         value = data if isinstance(data, (bytes, bytearray)) else bytes(byte_view(data))
         return bool(self.kvstore().write(key, value, if_equal=generation).result().generation)
 

@@ -120,7 +120,7 @@ def test_an_authority_of_one_s_own_is_named_by_the_environment(gcs_server, secur
     data = np.random.default_rng(0).bytes(3 * MiB)
     with environment({**variables, "SSL_CERT_FILE": str(certificate[0])}):
         bucket = GcsBucket(gcs_server.bucket)
-        bucket.write("tls", [memoryview(data)])
+        bucket.write("tls", memoryview(data))
         assert bucket.read("tls")[0] == data
         assert bucket.read("tls", 5, 2 * MiB)[0] == data[5 : 2 * MiB]
 
@@ -150,7 +150,7 @@ def test_requests_go_through_the_proxy_that_the_environment_names(gcs_server, se
         with environment(
             {**gcs_server.env(secure), "SSL_CERT_FILE": str(certificate[0]), **through}
         ):
-            GcsBucket(gcs_server.bucket).write("proxied", [memoryview(b"data")])
+            GcsBucket(gcs_server.bucket).write("proxied", memoryview(b"data"))
     assert [head.rpartition(b" ")[0].decode() for head in asked] == [
         f"CONNECT {secure.removeprefix('https://')}"
     ]
@@ -250,7 +250,7 @@ def test_a_write_without_credentials_keeps_no_buffer(tmp_path, monkeypatch):
             data = Buffer(b"bytes")
             buffers.append(weakref.ref(data))
             with pytest.raises(OSError, match="default credentials were not found") as error:
-                store.write("object", [memoryview(data)])
+                store.write("object", memoryview(data))
             del data, error
     gc.collect()
     assert [one() for one in buffers] == [None] * 3
@@ -297,7 +297,7 @@ def test_bytes_that_arrive_changed_are_sent_again(gcs_server, monkeypatch):
         bucket = GcsBucket(gcs_server.bucket)
         monkeypatch.setattr(type(bucket._http), "once", damaging)
         data = np.random.default_rng(0).bytes(2 * MiB)
-        bucket.write("damaged", [memoryview(data)])
+        bucket.write("damaged", memoryview(data))
         assert bucket.read("damaged")[0] == data
     assert sent
 
@@ -309,7 +309,7 @@ def test_a_body_that_ends_early_is_read_again_from_its_beginning(gcs_server):
         environment({**gcs_server.env(proxy.url), "SHARDCKPT_RETRY_SECONDS": "0.05"}),
     ):
         bucket = GcsBucket(gcs_server.bucket)
-        bucket.write("early", [memoryview(data)])
+        bucket.write("early", memoryview(data))
         for fault in ("truncate", "shorten", "reset"):
             first, second = bytearray(MiB), bytearray(MiB // 2)
             with proxy.rules.during(
@@ -322,10 +322,10 @@ def test_a_body_that_ends_early_is_read_again_from_its_beginning(gcs_server):
 def test_generations_decide_who_may_write(gcs_server):
     with FaultProxy(gcs_server.endpoint) as proxy, environment(gcs_server.env(proxy.url)):
         bucket = GcsBucket(gcs_server.bucket)
-        first = bucket.write("versions", [memoryview(b"1")], generation=ABSENT)
-        assert bucket.write("versions", [memoryview(b"2")], generation=ABSENT) == b""
+        first = bucket.write("versions", memoryview(b"1"), generation=ABSENT)
+        assert bucket.write("versions", memoryview(b"2"), generation=ABSENT) == b""
         assert bucket.stat("versions") == (1, first)
-        second = bucket.write("versions", [memoryview(b"22")], generation=first)
+        second = bucket.write("versions", memoryview(b"22"), generation=first)
         assert bucket.read("versions") == (b"22", second)
         assert not bucket.delete_if("versions", first)
         assert bucket.delete_if("versions", second)

@@ -97,7 +97,7 @@ def test_a_folder_that_a_console_has_made_is_no_object_and_is_deleted_with_the_r
     """Consoles write an empty object whose name ends in a slash."""
     bucket, prefix = open_bucket(cloud_store.location), cloud_store.location.object_prefix
     for name in ("", "a/", "a/b/"):
-        bucket.write(prefix + name, [])
+        bucket.write(prefix + name, memoryview(b""))
     cloud_store.write("a/key", b"bytes")
     assert cloud_store.list() == ["a/key"]
     assert cloud_store.list("a/") == ["a/key"]
