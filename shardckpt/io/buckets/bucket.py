@@ -18,6 +18,7 @@ import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import count
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from crc32c import crc32c
@@ -223,10 +224,14 @@ class Bucket(ABC):
         """
         if len(name.encode()) > _LONGEST or _CONTROL.search(name):
             raise OSError("invalid object name")
-        content, retry = Content(data, crc), retry or Retry()
-        return self._call(
-            "write", lambda: self._put(name, content, generation, retry), share, retry
-        )
+        content, giving_up, tries = Content(data, crc), retry or Retry(), count()
+
+        def once() -> bytes:
+            if next(tries) and content.crc not in (None, crc32c(data)):
+                raise OSError("its bytes changed in memory before they were sent")
+            return self._put(name, content, generation, giving_up)
+
+        return self._call("write", once, share, giving_up)
 
     def create_anew(self, name: str, make: Callable[[], bytes]) -> bool | None:
         """Create an object with new contents at each try.

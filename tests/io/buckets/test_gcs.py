@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+from crc32c import crc32c
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
@@ -300,6 +301,16 @@ def test_bytes_that_arrive_changed_are_sent_again(gcs_server, monkeypatch):
         bucket.write("damaged", memoryview(data))
         assert bucket.read("damaged")[0] == data
     assert sent
+
+
+def test_bytes_that_changed_in_memory_are_not_sent_again(gcs_server):
+    data = bytearray(2 * MiB)
+    laid_out = crc32c(data)
+    data[MiB] ^= 1
+    with environment({**gcs_server.env(), "SHARDCKPT_RETRY_SECONDS": "3600"}):
+        bucket = GcsBucket(gcs_server.bucket)
+        with pytest.raises(OSError, match="its bytes changed in memory before they were sent"):
+            bucket.write("changed", memoryview(data), crc=laid_out)
 
 
 def test_a_body_that_ends_early_is_read_again_from_its_beginning(gcs_server):
