@@ -6,7 +6,9 @@ from __future__ import annotations
 import re
 import uuid
 from contextlib import ExitStack, contextmanager
+from typing import ClassVar
 
+import fsspec
 import numpy as np
 import pytest
 from emulators import environment
@@ -257,6 +259,39 @@ def test_a_file_of_another_program_is_imported_and_one_that_was_replaced_is_refu
     for use in (lambda: file.read(10, 20), lambda: file.read_whole(1 << 20)):
         with pytest.raises(errors.ReplacedError):
             use()
+
+
+def test_the_root_of_a_file_system_has_objects_too():
+    """As of a repository: the path of `github://org:repo@main` is empty."""
+
+    class Archive(fsspec.AbstractFileSystem):
+        protocol = "testarchive"
+        files: ClassVar = {"a.bin": b"1", "folder/b.bin": b"22"}
+
+        @classmethod
+        def _strip_protocol(cls, path):
+            return re.sub("^testarchive://[^/]*/?", "", path).strip("/")
+
+        def ls(self, path, detail=True, **_):
+            inside = [name for name in self.files if not path or f"{name}/".startswith(f"{path}/")]
+            depth = path.count("/") + 1 if path else 0
+            names = {"/".join(name.split("/")[: depth + 1]) for name in inside}
+            return [
+                {"name": name, "type": "file", "size": len(self.files[name])}
+                if name in self.files
+                else {"name": name, "type": "directory", "size": 0}
+                for name in sorted(names)
+            ]
+
+        def cat_file(self, path, start=None, end=None, **_):
+            return self.files[path][start:end]
+
+    fsspec.register_implementation("testarchive", Archive, clobber=True)
+    root, folder = (Store.open(f"fsspec+testarchive://host{path}") for path in ("", "/folder"))
+    assert root.list_children() == ["a.bin", "folder/"]
+    assert sorted(root.list()) == ["a.bin", "folder/b.bin"]
+    assert (root.size("folder/b.bin"), root.read("a.bin")) == (2, b"1")
+    assert (folder.list_children(), folder.read("b.bin")) == (["b.bin"], b"22")
 
 
 def test_without_a_length_an_object_is_there_and_its_size_is_an_error_that_says_so(tmp_path):

@@ -65,7 +65,7 @@ _VERSIONS = (
 class FsspecReader(Store):
     """Objects of a file system of fsspec, to read."""
 
-    __slots__ = ("_files", "_root")
+    __slots__ = ("_above", "_files", "_root")
     writable = False
     replaces = False
     keeps_times = False
@@ -75,7 +75,10 @@ class FsspecReader(Store):
         """Keys are relative to `location`; `files` is fsspec's file system."""
         super().__init__(location)
         self._files = files
-        self._root = files._strip_protocol(_url(location)).rstrip("/")  # noqa: SLF001  (how fsspec makes a path of a url)
+        path = files._strip_protocol(_url(location))  # noqa: SLF001  (how fsspec makes a path of a url)
+        self._root = path.rstrip("/")
+        self._above = f"{self._root}/" if path else ""
+        """What comes before a key: nothing where the root of the file system has no name."""
 
     @classmethod
     def at(cls, location: Location) -> FsspecReader:
@@ -89,7 +92,7 @@ class FsspecReader(Store):
 
     def _path(self, key: str) -> str:
         begin_use(self.location)
-        return f"{self._root}/{key}" if key else self._root
+        return f"{self._above}{key}" if key else self._root
 
     def _read(
         self, key: str, start: int | None, stop: int | None, *, versioned: bool
@@ -180,31 +183,32 @@ class FsspecReader(Store):
                 yield from [(key, info)] if info["type"] != "directory" else self._below(key)
 
     def _below(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        path = self._path(folder)
         try:
             with _errors():
-                files = self._files.find(path, detail=True)
+                files = self._files.find(self._path(folder), detail=True)
         except FileNotFoundError:
             return
-        yield from (
-            (name.removeprefix(f"{self._root}/"), info)
-            for name, info in files.items()
-            if name.startswith(f"{path}/")
-        )
+        yield from self._inside(folder, files.items())
 
     def _children(self, prefix: str) -> list[tuple[str, dict[str, Any]]]:
-        path = self._path(prefix.rstrip("/"))
+        folder = prefix.rstrip("/")
         try:
             with _errors():
-                listing = self._files.ls(path, detail=True)
+                listing = self._files.ls(self._path(folder), detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        named = ((info["name"].rstrip("/"), info) for info in listing)
-        return [
-            (name.removeprefix(f"{self._root}/"), info)
-            for name, info in named
-            if name.startswith(f"{path}/")
-        ]
+        return [*self._inside(folder, ((info["name"].rstrip("/"), info) for info in listing))]
+
+    def _inside(
+        self, folder: str, listing: Iterable[tuple[str, dict[str, Any]]]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Keys and details of the objects of a listing by path, as far as they are in a folder."""
+        begin = f"{self._path(folder)}/" if folder else self._above
+        return (
+            (path.removeprefix(self._above), info)
+            for path, info in listing
+            if path.startswith(begin)
+        )
 
     def _list_children(self, prefix: str) -> list[str]:
         slash = {True: "/", False: ""}
