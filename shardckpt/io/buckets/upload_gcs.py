@@ -101,14 +101,14 @@ class GcsSession:
         return session
 
     @classmethod
-    def resume(cls, place: Location, state: UploadState) -> Self | None:
+    def resume(cls, place: Location, state: UploadState, *, if_absent: bool) -> Self | None:
         """Resume an upload; None if the service no longer knows it."""
         session = cls(place, state)
         there = session._look()
         session.published = _token_of(there) == state.token
         if session.published:
             return session
-        if state.if_absent and there is not None:
+        if if_absent and there is not None:
             raise already_exists(place)
         if not session._is_ours_to_ask() or state.part_bytes % QUANTUM:
             return None

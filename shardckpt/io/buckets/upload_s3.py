@@ -80,14 +80,14 @@ class S3Session:
         return session
 
     @classmethod
-    def resume(cls, place: Location, state: UploadState) -> Self | None:
+    def resume(cls, place: Location, state: UploadState, *, if_absent: bool) -> Self | None:
         """Resume an upload; None if the service no longer knows it."""
         session = cls(place, state)
         owner = session._owner()
         session.published = owner == state.token
         if session.published:
             return session
-        if state.if_absent and owner is not None:
+        if if_absent and owner is not None:
             raise already_exists(place)
         try:
             session._find_parts()

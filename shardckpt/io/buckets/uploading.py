@@ -112,7 +112,9 @@ def open_upload(
     """
     service = _service(place)
     with storage_errors("upload", place):
-        session: Session | None = None if resume is None else service.resume(place, resume)
+        session: Session | None = (
+            None if resume is None else service.resume(place, resume, if_absent=if_absent)
+        )
         if (
             session is not None
             and (part_bytes, if_absent) != (session.state.part_bytes, session.state.if_absent)

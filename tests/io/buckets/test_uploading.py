@@ -338,6 +338,11 @@ def test_one_that_appears_meanwhile_is_not_replaced_either(cloud, place):
         with pytest.raises(AlreadyExistsError):
             open_upload(place, part_bytes=PART, resume=late.state)
     assert stored(place) == content().tobytes()
+    with open_upload(place, part_bytes=PART, if_absent=False, resume=late.state) as one:
+        assert one.resume_at == 0  # the upload before would still not replace it
+        one.write(content(seed=1))
+        one.finish()
+    assert stored(place) == content(seed=1).tobytes()
 
 
 @pytest.mark.parametrize("lost_answers", [0, 1])
