@@ -85,20 +85,7 @@ class BlocksOut:
 
     def lay_out(self, memory: NDArray[np.uint8]) -> None:
         """Write the chunks, one after another, to memory of `nbytes`."""
-        stored, first, last = self.chunk_bytes, self.first, self.last
-        while first < last:
-            place, crcs = memory[(first - self.first) * stored :], self.crcs[first:last]
-            how, done, error = extension.moving.write_chunks(
-                -1, 0, 0, self.blocks, self.chunks, first, last, crcs, place, extension.LONGEST_S
-            )
-            # An extension that was built before it laid chunks out in memory.
-            if how == extension.SYSTEM_ERROR:
-                raise OSError(
-                    error,
-                    f"{os.strerror(error)}: build the extension again with `python "
-                    "tools/build_extension.py`",
-                )
-            first += done
+        self._move(-1, 0, 0, memory)
 
     def write(self, fd: int, offset: int, begun: int) -> int:
         """Write the chunks, one after another, at an offset of a file.
@@ -115,24 +102,25 @@ class BlocksOut:
         Raises:
             OSError: the error of the system call.
         """
-        stored, first, last = self.chunk_bytes, self.first, self.last
+        return self._move(fd, offset, begun, self.scratch)
+
+    def _move(self, fd: int, offset: int, begun: int, room: NDArray[np.uint8]) -> int:
+        """As `write`; without a file (-1), the chunks stay in `room`."""
+        first, last = self.first, self.last
         while first < last:
+            crcs = self.crcs[first:last]
             how, done, error = extension.moving.write_chunks(
-                fd,
-                offset,
-                begun,
-                self.blocks,
-                self.chunks,
-                first,
-                last,
-                self.crcs[first:last],
-                self.scratch,
-                extension.LONGEST_S,
+                *(fd, offset, begun, self.blocks, self.chunks, first, last),
+                *(crcs, room, extension.LONGEST_S),
             )
             if how == extension.SYSTEM_ERROR:
                 raise OSError(error, os.strerror(error))
             first += done
-            offset += done * stored
+            nbytes = done * self.chunk_bytes
+            if fd < 0:
+                room = room[nbytes:]
+                continue
+            offset += nbytes
             if offset - begun >= extension.WRITE_BACK_BYTES:
                 begun = offset
         return begun
