@@ -16,6 +16,8 @@ import pytest
 from failing import SCENARIOS, Fault, failing
 from faults import Rule, faulty_cloud
 
+from shardckpt.io.store import Store
+
 pytestmark = pytest.mark.slow
 STRIDE = 7
 """Unless in full, every so many-th operation, with another beginning in each scenario."""
@@ -63,10 +65,13 @@ def test_a_request_to_a_bucket_that_fails_loses_nothing(cloud, full, name, fault
         {"fault": "status", "status": 403} if fault == "refused" else {"fault": "lost-answer"}
     )
     bucket = cloud.place()
+    base = Store.open(f"{bucket}/base/place")
+    scenario.prepare(str(base))
+    prepared = [(key, key) for key in base.list()]
     for k in count(0 if full else begins(name, stride), stride):
         # alone: a check of neighbours would read one more each time, without end.
         url = f"{bucket}/{uuid.uuid4().hex}/place"
-        scenario.prepare(url)
+        Store.open(url).copy_from(base, prepared)
         with cloud.breaking(Rule(**breaking, skip=k)):
             error = scenario.run(url)
             broken = cloud.injected()
