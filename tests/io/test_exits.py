@@ -34,15 +34,11 @@ FINISHED = (
 )
 
 
-@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", OWN)
-@pytest.mark.parametrize(
-    "times",
-    [3, pytest.param(200 if TORTURE else 40, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
-)
-def test_a_program_that_leaves_its_manager_open_has_the_exit_status_of_its_own(
-    tmp_path, way, times
-):
+def test_a_program_that_leaves_its_manager_open_has_the_exit_status_of_its_own(tmp_path, way):
+    times = 200 if TORTURE else 40
     command = [sys.executable, CHILDREN / "exits.py", tmp_path, way, str(times)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr[-2000:]
