@@ -13,6 +13,7 @@ import threading
 import uuid
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -353,6 +354,13 @@ PLANTED = {
 
 QUICK = "the pruning takes bases away"
 """A fault that most orders show; others take up to 110 orders."""
+SHOWN_BY = {
+    "processes of an engine do not compare what they have opened": 46,
+    "the fold replaces whatever is there": 105,
+    "the pruning asks for no leases": 44,
+}
+"""The first seed that showed a fault when it was looked for. It is tried first, and if the product
+has changed since, all others follow."""
 
 
 @pytest.mark.timeout(900)
@@ -361,7 +369,7 @@ QUICK = "the pruning takes bases away"
 )
 def test_planted_faults_are_found(monkeypatch, bug):
     monkeypatch.setattr(*PLANTED[bug])
-    for seed in range(320):
+    for seed in chain([SHOWN_BY.get(bug, 0)], range(320)):
         try:
             run(seed)
         except (AssertionError, ShardckptError):
