@@ -78,7 +78,7 @@ class FsspecReader(Store):
         path = files._strip_protocol(_url(location))  # noqa: SLF001  (how fsspec makes a path of a url)
         self._root = path.rstrip("/")
         self._above = f"{self._root}/" if path else ""
-        """What comes before a key: nothing where the root of the file system has no name."""
+        """The part of a path before a key: empty where the root of the file system has no name."""
 
     @classmethod
     def at(cls, location: Location) -> FsspecReader:
