@@ -218,6 +218,16 @@ def test_a_note_names_a_file_that_only_some_processes_have(tmp_path):
     assert any("file 2 of 2 is there for 1 of 2 shards" in note for note in notes)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_files_that_two_saves_left_in_one_directory_are_refused(tmp_path):
+    for value, files in enumerate(({"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}), 1):
+        writer = HuggingFaceStorageWriter(str(tmp_path / "shards"), files, save_distributed=True)
+        state = dict.fromkeys(files, torch.full((2,), value))
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    with pytest.raises(FormatError, match="files of several saves: of 2 and of 3"):
+        opened(tmp_path / "shards")
+
+
 def test_a_large_number_in_the_name_of_a_file_takes_no_time(tmp_path):
     last = f"{10**15}-model-00001-of-00001"
     write_shards(tmp_path / "shards", {last: ("w", 0, [1, 2])})

@@ -16,8 +16,6 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from shardckpt.convert.files.file_version import FileVersion, identity_of
@@ -56,8 +54,8 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
 
     Raises:
         MissingDataError: the files of a process are missing.
-        FormatError: a file is malformed, or parts do not cover a tensor; the message names the
-            tensor.
+        FormatError: a file is malformed, parts do not cover a tensor (the message names it), or
+            there are files of several saves.
         DtypeError: a tensor's dtype cannot be stored.
     """
     store = Store.open(location)
@@ -77,9 +75,20 @@ def open_shards(location: Location, names: Sequence[str]) -> Foreign:
 
 
 def _notes(location: Location, names: Sequence[str]) -> list[str]:
-    """Notes on files that may be missing; MissingDataError if those of a process are."""
+    """Notes on files that may be missing.
+
+    Raises:
+        MissingDataError: the files of a process are missing.
+        FormatError: there are files of several saves, whose parts would be mixed.
+    """
     matches = [match for name in names if (match := _SHARD.fullmatch(name))]
     held = {tuple(map(int, match.groups())) for match in matches}
+    count, *others = sorted({count for _, _, count in held})
+    if others:
+        raise FormatError(
+            f"{location}: there are files of several saves: of {count} and of {others[0]} for each "
+            "process. The writer removes no older files; move those of all saves but one elsewhere."
+        )
     processes = sorted({process for process, _, _ in held})
     last = processes[-1]
     if (process := _first_gap(processes)) < last:
@@ -87,15 +96,12 @@ def _notes(location: Location, names: Sequence[str]) -> list[str]:
             f"{location}: the file of shard {process} is missing, although shard {last} exists; "
             "replace it with a backup."
         )
-    files = sorted(Counter((count, file) for _, file, count in held).items())
-    lacking = [
-        f"no shard has file {gap} of {count}"
-        for count, of_count in groupby((file for file, _ in files), itemgetter(0))
-        if (gap := _first_gap([file for _, file in of_count])) <= count
-    ]
+    files = sorted(Counter(file for _, file, _ in held).items())
+    gap = _first_gap([file for file, _ in files])
+    lacking = [f"no shard has file {gap} of {count}"] if gap <= count else []
     lacking.extend(
         f"file {file} of {count} is there for {shards} of {len(processes)} shards"
-        for (count, file), shards in files
+        for file, shards in files
         if shards < len(processes)
     )
     note = (
