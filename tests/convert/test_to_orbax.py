@@ -197,6 +197,18 @@ def test_a_directory_appears_whole_or_not_at_all_and_a_former_checkpoint_stays_u
     assert [path.name for path in tmp_path.iterdir()] == ["o"]
 
 
+@pytest.mark.parametrize("foreign", ["runs/100/model.bin", "runs/notes.txt", "runs/w/notes.txt"])
+def test_a_directory_with_other_files_among_its_arrays_is_not_replaced(tmp_path, foreign):
+    shardckpt.save(tmp_path / "c", {"runs/w": np.ones((2, 3)), "v": np.ones(2), "step": 3})
+    export(tmp_path / "c", tmp_path / "o")
+    export(tmp_path / "c", tmp_path / "o", overwrite=True)
+    (tmp_path / "o" / foreign).parent.mkdir(exist_ok=True)
+    (tmp_path / "o" / foreign).write_text("mine")
+    with pytest.raises(errors.AlreadyExistsError, match=r"holds 'runs/.* beside an earlier export"):
+        export(tmp_path / "c", tmp_path / "o", overwrite=True)
+    assert (tmp_path / "o" / foreign).read_text() == "mine"
+
+
 def test_a_checkpoint_that_an_export_replaced_is_read_with_its_new_dtype(tmp_path):
     for dtype in ("float32", "int32"):
         tensors = {"w": np.arange(4, dtype=dtype)}

@@ -38,7 +38,7 @@ from shardckpt.state.names import shown
 from shardckpt.text import Message, file_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
     from shardckpt.io.url import Location
@@ -62,7 +62,7 @@ class Draft:
         overwrite: bool,
         nbytes: int,
         marks: Collection[str] | None = None,
-        own_names: Callable[[Path, list[str]], Container[str]] | None = None,
+        foreign_name: Callable[[Path, list[str]], str | None] | None = None,
     ) -> None:
         """Make an empty draft.
 
@@ -72,8 +72,9 @@ class Draft:
             nbytes: approximate bytes of the finished draft.
             marks: None for a file. For a directory: names of files of which an existing directory
                 must have one, or be empty, before `overwrite` replaces it.
-            own_names: given with `marks`: returns, for such a directory and the names in it, those
-                that the format writes. `overwrite` replaces no directory that has others.
+            foreign_name: given with `marks`: finds, for such a directory and the names in it, the
+                name of something that the format does not write. `overwrite` replaces no directory
+                that has such.
 
         Raises:
             OptionError: the location is not on a local disk.
@@ -88,7 +89,7 @@ class Draft:
             )
         self.final: Path = final
         self._marks = None if marks is None else frozenset(marks)
-        self._own_names = own_names
+        self._foreign_name = foreign_name
         self._overwrite = overwrite
         self._replacing = False
         """Whether the draft takes the name of an old directory: from then on both are complete."""
@@ -221,12 +222,11 @@ class Draft:
                 return None
         if not any(name in marks for name in names):
             return f"is not an earlier export (it has no {' or '.join(sorted(marks))})"
-        assert self._own_names is not None, "a format of directories knows its own names"
-        own = self._own_names(self.final, names)
-        for name in names:
-            if not (name in own or HIDDEN.fullmatch(name)):
-                return f"holds {shown(name)} beside an earlier export"
-        return None
+        assert self._foreign_name is not None, "a format of directories knows its own names"
+        name = self._foreign_name(
+            self.final, [name for name in names if not HIDDEN.fullmatch(name)]
+        )
+        return None if name is None else f"holds {shown(name)} beside an earlier export"
 
     def _settle_leftovers(self) -> list[Path]:
         """The drafts of killed exports.

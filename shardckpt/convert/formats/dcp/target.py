@@ -114,7 +114,9 @@ class DcpDirectory(StateWriter):
             overwrite=overwrite,
             nbytes=nbytes,
             marks={METADATA},
-            own_names=lambda _directory, names: {METADATA, *filter(_FILES.fullmatch, names)},
+            foreign_name=lambda _directory, names: next(
+                (name for name in names if name != METADATA and not _FILES.fullmatch(name)), None
+            ),
         )
         try:
             with storage_errors("create", self._where):

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,9 @@ from shardckpt.convert.tree_back import check_tree
 from shardckpt.errors import DtypeError, MissingDataError
 from shardckpt.format.stored_chunks import encode
 from shardckpt.format.zarr_arrays import CHECKSUM_BYTES, array_json, chunk_key
+from shardckpt.io.failures import storage_errors
+from shardckpt.io.locks import HIDDEN
+from shardckpt.io.status import is_directory
 from shardckpt.io.store import Store
 from shardckpt.io.url import parse as parse_url
 from shardckpt.plan.grids import LARGEST, block_shape, one_grid
@@ -44,6 +48,9 @@ if TYPE_CHECKING:
     from shardckpt.layout.box import Box
     from shardckpt.plan.pieces import Piece
     from shardckpt.reading.naming.outputs import OutputTensor
+
+_OF_ARRAY = re.compile(r"zarr\.json|\.zarray|\.zattrs|c|(c\.)?\d+(\.\d+)*", re.ASCII)
+"""Names in the directory of an array, of zarr v2 or v3."""
 
 
 class OrbaxDirectory(StateWriter):
@@ -101,7 +108,7 @@ class OrbaxDirectory(StateWriter):
             overwrite=overwrite,
             nbytes=nbytes,
             marks=documents.RESERVED,
-            own_names=_own_names,
+            foreign_name=_foreign_name,
         )
         try:
             self._writer = PlainWriter(Store.open(parse_url(self._draft.path)), place=str)
@@ -205,9 +212,24 @@ class OrbaxDirectory(StateWriter):
             )
 
 
-def _own_names(directory: Path, names: list[str]) -> set[str]:
-    """The names of Orbax's own files in a directory, and of the arrays there."""
-    arrays = {name.partition("/")[0] for name in array_names(Store.open(parse_url(directory)))}
-    if documents.MANIFEST in names:
-        arrays.add(documents.DATABASE)
-    return arrays.union(filter(documents.is_of_orbax, names))
+def _foreign_name(directory: Path, names: list[str]) -> str | None:
+    """The name of something in a checkpoint of Orbax that is not Orbax's; None: there is nothing.
+
+    Arrays may lie in directories below each other, which can hold other files as well.
+    """
+    arrays = {*array_names(Store.open(parse_url(directory)))}
+    database = documents.DATABASE if documents.MANIFEST in names else None
+    above = {name[:i] for name in arrays for i, sign in enumerate(name) if sign == "/"}
+    listed = [name for name in names if name != database and not documents.is_of_orbax(name)]
+    while listed:
+        name = listed.pop()
+        if name not in arrays and name not in above:
+            return name
+        with storage_errors("list", directory / name):
+            below = [*(directory / name).iterdir()] if is_directory(directory / name) else []
+        listed.extend(
+            f"{name}/{file}"
+            for file in (path.name for path in below)
+            if not (HIDDEN.fullmatch(file) or (name in arrays and _OF_ARRAY.fullmatch(file)))
+        )
+    return None
