@@ -13,6 +13,7 @@ import sys
 import time
 import zlib
 from contextlib import contextmanager
+from hashlib import sha256
 from itertools import pairwise
 
 import ml_dtypes
@@ -354,6 +355,28 @@ def test_what_receivers_could_not_apply_is_refused(training, tmp_path):
         shardckpt.export(policy, out, **options)
     assert len([*out.iterdir()]) == 5
     assert not (tmp_path / "new").exists()
+
+
+def test_tensors_of_one_shape_that_take_each_other_s_names_are_refused(tmp_path):
+    square, out = np.arange(9.0).reshape(3, 3), tmp_path / "out"
+    options = {"to": "canonical-delta", "since": 0}
+    with shardckpt.Publisher(tmp_path / "policy") as publisher:
+        publisher.publish(0, {"a": square, "b": square + 20})
+        publisher.wait()
+        shardckpt.export(tmp_path / "policy", out, **options)
+        publisher.publish(1, {"a": square, "b": square + 30})
+        publisher.wait()
+    rename = ["s/^a$/tmp/", "s/^b$/a/", "s/^tmp$/b/"]
+    with pytest.raises(StructureMismatchError, match="sources of its tensors are not those of"):
+        shardckpt.export(tmp_path / "policy", out, **options, rename=rename)
+    note = out / "weight_v000000" / "shardckpt-version.json"
+    described = [[name, "float64", [3, 3]] for name in ("a", "b")]
+    before_views = json.loads(note.read_text()) | {
+        "forms": sha256(json.dumps(described).encode()).hexdigest()
+    }
+    note.write_text(json.dumps(before_views))
+    shardckpt.export(tmp_path / "policy", out, **options)
+    assert len([*out.iterdir()]) == 2
 
 
 def test_a_version_that_was_replaced_is_no_base(training, tmp_path):

@@ -218,18 +218,20 @@ def _contents(checkpoint: Checkpoint) -> str:
     return unfolded(checkpoint.record.attempt) if fingerprint is None else fingerprint.sha256
 
 
-def _outputs(checkpoint: Checkpoint, options: DeltaOptions) -> tuple[OutputTensor, ...]:
-    config = checkpoint.metadata.get(CONFIG)
-    return outputs_of(
-        checkpoint.record.structure, options, str(checkpoint.location), config=config
-    ).tensors
-
-
-def _forms(outputs: Iterable[OutputTensor]) -> str:
-    """A digest of names, dtypes and shapes."""
-    return sha256(
-        json.dumps(sorted((one.name, one.dtype.name, one.shape) for one in outputs)).encode()
-    ).hexdigest()
+def _forms(outputs: Iterable[OutputTensor], *, views: bool = True) -> str:
+    """A digest of names, dtypes, shapes, and views; older directories have one without `views`."""
+    forms = sorted(
+        (
+            *(one.name, one.dtype.name, one.shape),
+            *(
+                [v.tensor, v.box.start, v.box.stop, v.permutation, v.start]
+                for v in one.sources
+                if views
+            ),
+        )
+        for one in outputs
+    )
+    return sha256(json.dumps(forms, default=int).encode()).hexdigest()
 
 
 class _Current:
@@ -296,12 +298,14 @@ class _Current:
         ]
 
     def _check_outputs(self, checkpoint: Checkpoint) -> tuple[OutputTensor, ...]:
-        outputs = _outputs(checkpoint, self._options)
-        if _forms(outputs) != self._begun["forms"]:
+        structure, where = checkpoint.record.structure, str(checkpoint.location)
+        config = checkpoint.metadata.get(CONFIG)
+        outputs = outputs_of(structure, self._options, where, config=config).tensors
+        if self._begun["forms"] not in (_forms(outputs), _forms(outputs, views=False)):
             raise StructureMismatchError(
-                f"{checkpoint.location}: names, shapes or dtypes of its tensors are not those of "
-                f"version 0 (step {self._begun['step']}), and receivers only change bytes. Use "
-                "the options of the first call, or write to another directory."
+                f"{where}: names, shapes, dtypes or sources of its tensors are not "
+                f"those of version 0 (step {self._begun['step']}), and receivers only change "
+                "bytes. Use the options of the first call, or write to another directory."
             )
         return outputs
 
@@ -320,10 +324,9 @@ def _read(checkpoint: Checkpoint, outputs: Iterable[tuple[OutputTensor, Bytes]])
 
 def _notes_of_all(checkpoint: Checkpoint, step: int) -> dict[str, Any]:
     """Fields of the notes of all versions."""
-    attempt = unfolded(checkpoint.record.attempt)
     return {
         "step": step,
-        "attempt": attempt,
+        "attempt": unfolded(checkpoint.record.attempt),
         "contents": _contents(checkpoint),
         "source": str(checkpoint.location),
     }
@@ -333,11 +336,9 @@ class _Writer:
     """Writes differences."""
 
     def __init__(self, directories: VersionDirectories, options: DeltaOptions) -> None:
-        self._directories, self._options, self._digest = (
-            directories,
-            options,
-            _digest(options.checksum_format),
-        )
+        self._directories = directories
+        self._options = options
+        self._digest = _digest(options.checksum_format)
 
     def write(
         self,
