@@ -14,7 +14,8 @@ from convert_states import saved
 
 import shardckpt
 from shardckpt import errors
-from shardckpt.convert.files import draft
+from shardckpt.convert.files import draft, local_files
+from shardckpt.streaming import stream as streaming
 
 STATE = {"a": np.arange(24, dtype=np.float32).reshape(4, 6), "b": np.ones(3, np.float32)}
 
@@ -23,6 +24,13 @@ STATE = {"a": np.arange(24, dtype=np.float32).reshape(4, 6), "b": np.ones(3, np.
 def place(tmp_path):
     saved(tmp_path / "c", STATE)
     return tmp_path / "c"
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Progress is noted after each batch of 64 bytes."""
+    monkeypatch.setattr(streaming, "_BATCH", 64)
+    monkeypatch.setattr(local_files, "_NOTE_BYTES", 64)
 
 
 def names(directory):
@@ -128,11 +136,12 @@ def test_a_model_that_appears_during_an_export_is_the_only_one_or_is_replaced(
 ):
     out, begun = tmp_path / "out", []
 
-    def export_another(_done, _total):
+    def copy_another(_done, _total):
         if not begun:
-            begun.append(shardckpt.export(place, out, max_shard_size=other).files)
+            begun.append(shardckpt.export(place, tmp_path / "other", max_shard_size=other).files)
+            shutil.copytree(tmp_path / "other", out, dirs_exist_ok=True)
 
-    options = {"max_shard_size": one, "overwrite": overwrite, "progress": export_another}
+    options = {"max_shard_size": one, "overwrite": overwrite, "progress": copy_another}
     if overwrite:
         report = shardckpt.export(place, out, **options)
         assert names(out) == sorted(report.files)
@@ -140,6 +149,26 @@ def test_a_model_that_appears_during_an_export_is_the_only_one_or_is_replaced(
         with pytest.raises(errors.AlreadyExistsError, match="holds another model"):
             shardckpt.export(place, out, **options)
         assert names(out) == sorted(*begun)
+
+
+@pytest.mark.parametrize(("one", "other"), [(None, 100), (100, None)], ids=["one", "many"])
+def test_an_export_of_one_file_and_one_of_several_share_their_progress(
+    tmp_path, place, small, one, other
+):
+    """Else the drafts of an interrupted export stay for ever beside the model of the other one."""
+    out = tmp_path / "out"
+
+    def interrupted(done, _total):
+        if done:
+            with pytest.raises(errors.StorageError, match="another export is writing there"):
+                shardckpt.export(place, out, max_shard_size=other, overwrite=True)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        shardckpt.export(place, out, max_shard_size=one, progress=interrupted)
+    assert names(out) == [".model.safetensors.partial"]
+    report = shardckpt.export(place, out, max_shard_size=other, overwrite=True)
+    assert names(out) == sorted(report.files)
 
 
 @pytest.mark.parametrize(

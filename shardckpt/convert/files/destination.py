@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     BlockRuns = tuple[str, int, Sequence[tuple[int, int]]]
     """A block: tensor name (for messages), file, and offset and length of each of its byte runs."""
 
+MODELS = ("model.safetensors", "model.safetensors.index.json")
+"""Last file of a model of one file, and of several. A directory holds one of them, so exports of
+both share the record of their progress."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileWrite:

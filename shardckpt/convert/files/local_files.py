@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import crc32c
 
-from shardckpt.convert.files.destination import already_exists
+from shardckpt.convert.files.destination import MODELS, already_exists
 from shardckpt.convert.files.draft import check_export_space, link_or_rename, link_over
 from shardckpt.convert.files.notes import Notes, begun_files
 from shardckpt.convert.files.read_back import WrittenBlock, read_back
@@ -309,8 +309,8 @@ def begun_here(directory: Path, last: str) -> list[str]:
 
 
 def _partial(directory: Path, last: str) -> Path:
-    """The directory of partial files."""
-    return directory / f".{last}.partial"
+    """The directory of partial files; one for a model, be it of one file or of several."""
+    return directory / f".{MODELS[0] if last in MODELS else last}.partial"
 
 
 def _size(path: Path) -> int | None:

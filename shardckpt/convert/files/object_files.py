@@ -21,7 +21,7 @@ from hashlib import sha256
 from secrets import token_hex
 from typing import TYPE_CHECKING, Self
 
-from shardckpt.convert.files.destination import already_exists
+from shardckpt.convert.files.destination import MODELS, already_exists
 from shardckpt.convert.files.object_target import ObjectTarget, abandon, read_note
 from shardckpt.errors import ShardckptError, StorageError
 from shardckpt.format.documents import seal
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 
     from shardckpt.convert.files.destination import FileWrite, WritePlan
     from shardckpt.io.url import Location
-
-
-_MODELS = ("model.safetensors", "model.safetensors.index.json")
-"""Last file of a model of one file, and of several. A directory holds one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +98,7 @@ class ObjectFiles:
         self._obsolete = obsolete
         self._store = Store.open(directory)
         self._note = _note_of(names[-1])
-        self._has_note = len(names) > 1 or names[-1] in _MODELS
+        self._has_note = len(names) > 1 or names[-1] in MODELS
         self._token = token_hex()
         self._finished = 0
         """Number of files that are visible."""
@@ -261,4 +257,4 @@ def begun(directory: Location, last: str) -> Sequence[str]:
 
 def _note_of(last: str) -> str:
     """Name of the object that records an export's progress."""
-    return f".{_MODELS[-1] if last in _MODELS else last}.export.json"
+    return f".{MODELS[-1] if last in MODELS else last}.export.json"
