@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shardckpt.commit.table_reading import read_document
 from shardckpt.format.documents import Fields, FileReference, seal
 from shardckpt.format.fingerprint import StateSums
-from shardckpt.io.threads import map_on_threads
+from shardckpt.io.threads import AT_ONCE, map_on_threads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,8 +44,9 @@ def write_fingerprint(
         return StateSums.from_json(document.mapping("sums"), document.where)
 
     sums = StateSums(tensors.values())
-    for part in map_on_threads(read, hosts):
-        sums.merge(part)
+    for first in range(0, len(hosts), AT_ONCE):  # so that few parts are in memory
+        for part in map_on_threads(read, hosts[first : first + AT_ONCE]):
+            sums.merge(part)
     for name, elements in contents.small.items():  # no host wrote chunks of these
         sums.add_stored(name, elements)
     own = {

@@ -147,8 +147,11 @@ class StateSums:
             sums = other._sums[name]
             self._sums[name] = self._sums[name] ^ sums if name in self._sums else sums
 
-    def to_json(self) -> dict[str, list[Any]]:
-        """Name → dtype, shape, and sums as Base64 of little-endian 32-bit numbers."""
+    def to_json(self, *, zeros: bool = True) -> dict[str, list[Any]]:
+        """Name → dtype, shape, and sums as Base64 of little-endian 32-bit numbers.
+
+        Without `zeros`, tensors of which all sums are zero are left out: they add nothing.
+        """
         return {
             name: [
                 dtype,
@@ -156,6 +159,7 @@ class StateSums:
                 base64.b64encode(self._sums[name].astype("<u4").tobytes()).decode(),
             ]
             for name, (dtype, shape) in self._tensors.items()
+            if zeros or self._sums[name].any()
         }
 
     @classmethod

@@ -408,7 +408,7 @@ class HostWriter:
         for encoder in self._encoders:
             assert encoder.sums is not None
             self._sums.merge(encoder.sums)
-        return self._write_own("sums.json", seal({"sums": self._sums.to_json()}))
+        return self._write_own("sums.json", seal({"sums": self._sums.to_json(zeros=False)}))
 
     def _write_replicas(self, checksums: Checksums) -> ReplicasReference:
         digests, data = seal_checksums(checksums)

@@ -19,6 +19,7 @@ from one_of_several import Interrupted, on_threads
 import shardckpt
 from shardckpt import Mesh, SaveOptions, Sharding, errors
 from shardckpt import PartitionSpec as P
+from shardckpt.format.documents import open_envelope
 from shardckpt.format.fingerprint import Fingerprint
 
 DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "uint4", "int64", "bool", "complex64"]
@@ -79,6 +80,27 @@ def test_large_tensors_of_several_blocks_and_threads(tmp_path):
         "c": torch.randn(7000, 3000).t(),
     }
     shardckpt.save(tmp_path / "c", state, options=SaveOptions(fingerprint=True))
+    assert fingerprint_recorded(tmp_path / "c") == shardckpt.fingerprint(state)
+
+
+def test_a_host_lists_the_sums_of_those_tensors_alone_of_which_it_writes_elements(tmp_path):
+    state = {f"w{i}": np.full(100_000, i, np.float32) for i in range(8)}
+
+    def act(coordinator):
+        shardckpt.save(
+            tmp_path / "c",
+            state,
+            options=SaveOptions(fingerprint=True),
+            coordinator=coordinator,
+        )
+
+    assert on_threads(2, act) == [None, None]
+    files = [*(tmp_path / "c").rglob("sums.json")]
+    listed = [
+        name for file in files for name in open_envelope(file.read_bytes(), file.name)["sums"]
+    ]
+    assert len(files) == 2
+    assert sorted(listed) == sorted(state.keys() - {"w0"}), "the sums of zeros are zero"
     assert fingerprint_recorded(tmp_path / "c") == shardckpt.fingerprint(state)
 
 
