@@ -124,6 +124,21 @@ def test_blocks_are_shards_of_the_recorded_layout_where_these_are_large_enough(t
     assert [tuple(chunk.sizes) for chunk in entries["v"].chunks] == [(8, 8)]
 
 
+def test_an_empty_dict_is_left_out_and_said_so(tmp_path):
+    state = {"a": np.ones(2), "d": {}, "l": [{"x": {}, "y": 1}, 2], "t": ({},)}
+    exported.save(tmp_path / "c", state)
+    written = export(tmp_path / "c", tmp_path / "d")
+    assert written.notes == ("left out, as DCP stores no empty dict: d, l/0/x",)
+
+
+@pytest.mark.parametrize("items", [[{}], [{"x": {}}], [[{}], 1]])
+def test_a_list_with_an_empty_dict_is_refused(tmp_path, items):
+    exported.save(tmp_path / "c", {"a": np.ones(2), "e": items})
+    with pytest.raises(errors.StructureMismatchError, match=r"'e\.0' is an empty dict in a list"):
+        export(tmp_path / "c", tmp_path / "d")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
 def test_tuples_with_tensors_in_them_become_lists_and_say_so(tmp_path):
     exported.save(tmp_path / "c", {"opt": (np.ones(3, np.float32), (1, 2)), "plain": (1, "a")})
     written = export(tmp_path / "c", tmp_path / "d")

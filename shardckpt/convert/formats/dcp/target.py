@@ -45,7 +45,7 @@ from shardckpt.plan.grids import SMALLEST, block_shape, one_grid
 from shardckpt.state import unflatten
 from shardckpt.state.document import Branch, Tensor, Tied, leaves_of
 from shardckpt.state.names import shown
-from shardckpt.text import Message, named, shorten
+from shardckpt.text import Message, few, named, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -215,14 +215,20 @@ class DcpDirectory(StateWriter):
             raise NamesMismatchError(Message(reason, named("exclude"), ".")) from e
         entered = {path[:n] for path in self._paths.values() for n in range(len(path))}
         stored = entered.union(self._paths.values())
-        for path in _items_of_lists(state, ()):
-            if path[:-1] in entered and path not in stored:
+        empty = [path for path in _empty_dicts(state, ()) if path]
+        for path in empty:
+            items = [path[:n] for n, key in enumerate(path, 1) if type(key) is int]
+            lost = next((item for item in items if item not in stored), None)
+            if lost is not None:
                 reason = (
-                    f"{self._where}: {shorten('.'.join(map(str, path)))} is an empty dict in a "
-                    "list: DCP does not store it, and then cannot read the other items of the "
-                    "list. Leave the list out with "
+                    f"{self._where}: {shorten('.'.join(map(str, lost)))} is an empty dict in a "
+                    "list: DCP does not store it, and then cannot read the list. Leave the list "
+                    "out with "
                 )
                 raise StructureMismatchError(Message(reason, named("exclude"), "."))
+        if empty:
+            names = few(["/".join(map(str, path)) for path in empty])
+            self.notes.append(f"left out, as DCP stores no empty dict: {names}")
 
     def _append(self, name: str, value: Any) -> Any:
         """Write one item; return its place."""
@@ -303,15 +309,16 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _items_of_lists(value: object, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
-    """DCP's paths of the items of all lists that DCP looks into."""
+def _empty_dicts(value: object, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+    """DCP's paths of the empty dicts in dicts and lists; DCP does not look into tuples."""
     if isinstance(value, dict):
+        if not value:
+            yield path
         for key, child in value.items():
-            yield from _items_of_lists(child, (*path, str(key)))
-    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+            yield from _empty_dicts(child, (*path, str(key)))
+    elif isinstance(value, list):
         for i, item in enumerate(value):
-            yield (*path, i)
-            yield from _items_of_lists(item, (*path, i))
+            yield from _empty_dicts(item, (*path, i))
 
 
 def _without_tuples(tree: Node, notes: list[str]) -> Node:
