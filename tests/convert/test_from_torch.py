@@ -36,6 +36,7 @@ from shardckpt.errors import (
     CorruptionError,
     FormatError,
     MissingDataError,
+    NamesMismatchError,
     ReplacedError,
     ShardckptError,
 )
@@ -478,6 +479,22 @@ def test_an_import_reports_the_objects_that_it_leaves_behind(tmp_path):
     assert described(shardckpt.restore(tmp_path / "imported")) == described(
         {"state_dict": {"w": np.ones(3, np.float32)}, "hyper_parameters": {"epochs": 2}}
     )
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "imported"),
+    [
+        ({"w": 1, "step": 3}, {"include": "step"}, {"step": 3}),
+        ({"w": 1, "step": 3}, {"exclude": "w"}, {"step": 3}),
+        ({"step": 3, "e": {}}, {"ties": "once"}, {"step": 3, "e": {}}),
+    ],
+)
+def test_an_import_may_choose_values_alone(tmp_path, state, options, imported):
+    torch.save({k: torch.ones(2) if k == "w" else v for k, v in state.items()}, tmp_path / "s.pt")
+    import_checkpoint(tmp_path / "s.pt", tmp_path / "c", workers=1, **options)
+    assert shardckpt.restore(tmp_path / "c") == imported
+    with pytest.raises(NamesMismatchError, match=r"include='sub/\*\*' selects none of its . names"):
+        import_checkpoint(tmp_path / "s.pt", tmp_path / "d", include="sub/**")
 
 
 def test_nothing_of_a_pickle_is_run(tmp_path):

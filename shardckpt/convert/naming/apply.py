@@ -89,10 +89,10 @@ def outputs_of(
         include=unused_patterns(options.include, places, places),
         exclude=unused_patterns(options.exclude or None, places, places),
     )
-    if unused or not selected:
-        asked = unused or given(include=options.include, exclude=options.exclude)
-        _refuse_selection(list(stored), where, asked)
     leaves = list(filter(naming.is_selected, end_names(tree) if importing else leaf_names(tree)))
+    if unused or not (selected or (importing and (leaves or not places))):
+        asked = unused or given(include=options.include, exclude=options.exclude)
+        _refuse_selection(places if importing else list(stored), where, asked, importing)
 
     # Rename, and keep one name of each tied tensor.
     present = (
@@ -173,14 +173,16 @@ def _ties_of(outputs: Sequence[OutputTensor], tied: Collection[str]) -> dict[str
     )
 
 
-def _refuse_selection(names: list[str], where: str, asked: Message) -> NoReturn:
+def _refuse_selection(names: list[str], where: str, asked: Message, importing: bool) -> NoReturn:
     if not names:
-        raise NamesMismatchError(f"{where}: it has no tensors, and such files hold only tensors.")
+        lack = "is empty" if importing else "has no tensors, and such files hold only tensors"
+        raise NamesMismatchError(f"{where}: it {lack}.")
     raise NamesMismatchError(
         Message(
             f"{where}: ",
             asked,
-            f" selects none of its {len(names)} tensors, which are {few(names)}.",
+            f" selects none of its {len(names)} {'names' if importing else 'tensors'}, which are "
+            f"{few(names)}.",
         )
     )
 
