@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import numpy as np
@@ -63,6 +64,37 @@ def test_parts_that_do_not_make_a_tensor_are_refused_by_name() -> None:
     half = ForeignTensor((4, 6), F32, (ForeignPart((0, 0), (4, 3), (4, 3)),))
     with pytest.raises(FormatError, match=r"the file: 'b/w': .*\(4, 6\).* 12 elements of 24"):
         structure_of({"b": {"w": half}}, "the file")
+
+
+@pytest.mark.parametrize(
+    ("version", "changed", "reason"),
+    [
+        (2, {"dtype": "<f16"}, "whose elements are '<f16', which are not stored"),
+        (2, {"filters": [{"id": "delta"}]}, "coded with 'delta (filter)', which is not read"),
+        (2, {"compressor": {"id": "lz4"}}, "coded with 'lz4', which is not read"),
+        (
+            3,
+            {"codecs": [{"name": "bytes"}, {"name": "numcodecs.zlib"}]},
+            "coded with 'numcodecs.zlib', which is not read",
+        ),
+        (
+            3,
+            {"codecs": [{"name": "sharding_indexed", "configuration": {"codecs": ["other"]}}]},
+            "coded with 'other', which is not read",
+        ),
+    ],
+)
+def test_an_array_that_cannot_be_read_is_left_behind_with_a_note_and_its_group_is_read(
+    tmp_path, version, changed, reason
+):
+    group = zarr.open_group(tmp_path / "g", mode="w", zarr_format=version)
+    for name in ("a", "b"):
+        group.create_array(name, data=np.arange(8.0))
+    file = tmp_path / "g" / "a" / (".zarray" if version == 2 else "zarr.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    report = shardckpt.import_checkpoint(tmp_path / "g", tmp_path / "c", workers=1)
+    assert f"left behind: a, {reason}" in report.notes
+    assert [*shardckpt.restore(tmp_path / "c")] == ["b"]
 
 
 def test_verify_does_not_report_a_chunk_as_damaged_because_memory_is_short(tmp_path, monkeypatch):

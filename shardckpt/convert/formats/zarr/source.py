@@ -27,7 +27,7 @@ from shardckpt.state.names import natural_key
 from shardckpt.text import shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from shardckpt.convert.placed import Foreign
     from shardckpt.io.foreign_arrays import ForeignArray
@@ -46,8 +46,13 @@ _MOST_MEMBERS = 100_000
 """Most groups and arrays that are looked for, so that links in a circle end."""
 _DEEPEST = 64
 """Most groups around an array."""
-_OLD_DTYPE = re.compile("[<>|][biufc]\\d{1,2}")
-"""A numeric dtype of version 2."""
+_OLD_DTYPE = re.compile("[<>|](b1|[iu][1248]|f[248]|c8|c16)")
+"""A numeric dtype of version 2. Longer floats are none: they have no dtype here."""
+_CODECS = (
+    *("blosc", "bz2", "gzip", "zlib", "zstd"),
+    *("bytes", "crc32c", "sharding_indexed", "transpose"),
+)
+"""Compressors and codecs that TensorStore reads, the first ones of version 2 and most of 3."""
 
 
 @dataclass(slots=True)
@@ -186,13 +191,16 @@ class _Members:
                 "with a backup."
             )
         dtype = document.get("data_type" if version == 3 else "dtype")
-        if _is_numeric(dtype):
+        unread = next((name for name in _codecs(document) if name not in _CODECS), None)
+        if _is_numeric(dtype) and unread is None:
             self.arrays[path] = "zarr3" if version == 3 else "zarr"
         else:
-            self.notes.append(
-                f"left behind: {path or 'the array'}, whose elements are {shorten(dtype)}, not "
-                "numbers"
+            reason = (
+                f"coded with {shorten(unread)}, which is not read"
+                if _is_numeric(dtype)
+                else f"whose elements are {shorten(dtype)}, which are not stored"
             )
+            self.notes.append(f"left behind: {path or 'the array'}, {reason}")
         return False
 
 
@@ -204,6 +212,18 @@ def _is_numeric(dtype: object) -> bool:
         return _OLD_DTYPE.fullmatch(dtype) is not None or bool(by_name(dtype))
     except DtypeError:
         return False
+
+
+def _codecs(document: Mapping[str, Any]) -> Iterator[str]:
+    """The names of an array's codecs and filters, also of those in others."""
+    for key in ("compressor", "filters", "codecs", "index_codecs"):
+        listed = document.get(key)
+        for one in listed if isinstance(listed, list) else [listed]:
+            name = one.get("name", one.get("id")) if isinstance(one, dict) else one
+            if isinstance(name, str):
+                yield f"{name} (filter)" if key == "filters" else name
+            if isinstance(one, dict) and isinstance(inner := one.get("configuration"), dict):
+                yield from _codecs(inner)
 
 
 def looks_like(location: Location) -> str | None:
