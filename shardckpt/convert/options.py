@@ -59,7 +59,7 @@ class SelectionOptions(Options):
         for name, patterns in (("include", self.include), ("exclude", self.exclude)):
             if callable(patterns):
                 raise OptionError(Message(named(name, ...), ": give patterns of names, as text."))
-            selector(patterns)
+            selector(patterns, name)
         check_dtypes(self.dtype)
 
     @classmethod

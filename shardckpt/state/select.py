@@ -47,8 +47,10 @@ def matches(pattern: Only, name: str) -> bool:
     return selector(pattern)(name)
 
 
-def selector(only: Only | None) -> Callable[[str], bool]:
+def selector(only: Only | None, option: str = "only") -> Callable[[str], bool]:
     """A function that returns whether `only` selects a name; None selects all names.
+
+    `option`: the name of the option that gives it, for the message.
 
     Raises:
         OptionError: `only` is neither text, a sequence of texts nor a function.
@@ -62,7 +64,8 @@ def selector(only: Only | None) -> Callable[[str], bool]:
         isinstance(pattern, str) for pattern in patterns
     ):
         raise OptionError(
-            f"only={shorten(only)}: give a pattern, a list of patterns, or a function of a name."
+            f"{option}={shorten(only)}: give a pattern, a list of patterns, or a function of a "
+            "name."
         )
     exact = frozenset(pattern for pattern in patterns if not is_glob(pattern))
     globs = [compile_glob(pattern) for pattern in patterns if pattern not in exact]

@@ -179,7 +179,7 @@ def test_a_rule_for_a_name_that_is_not_written_says_which_tensor_it_is(tmp_path)
 
 @pytest.mark.parametrize("option", ["include", "exclude"])
 def test_what_is_no_pattern_is_refused(option: str) -> None:
-    with pytest.raises(OptionError):
+    with pytest.raises(OptionError, match=f"{option}=3: give a pattern"):
         NameOptions(**{option: 3})
     with pytest.raises(OptionError, match="give patterns of names, as text"):
         NameOptions(**{option: lambda _name: True})
