@@ -242,7 +242,10 @@ class _Walk:
         ):
             return value.state[0]
         if value.name == "torch.device":
-            return _torch(lambda torch: torch.device(*value.arguments))
+            device = _torch(lambda torch: torch.device(*value.arguments))
+            # Torch keeps eight bits of an index.
+            if str(device) == ":".join(map(str, value.arguments)):
+                return device
         if value.name == ATTRIBUTED:
             return self.attributed(value, name, depth)
         if _NUMPY.fullmatch(value.name) or value.name in _COMPLEX:

@@ -380,6 +380,7 @@ LEFT = {
     "print": lambda: print,
     "a class or function": lambda: OrderedDict,
     "is a class or function": lambda: torch.storage.UntypedStorage,
+    "a torch.device": lambda: RunsCode(torch.device, "cuda", 2**31 - 1),
     "getattr": lambda: RunsCode(getattr, "a text", "upper"),
     "a posix.system": lambda: RunsCode(os.system, "touch /nothing"),
     "eval": lambda: RunsCode(eval, "1"),
