@@ -190,6 +190,14 @@ def test_only_a_checkpoint_of_dcp_is_replaced(checkpoint, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
+def test_a_link_to_a_checkpoint_of_dcp_is_not_replaced_and_said_to_be_one(checkpoint, tmp_path):
+    export(checkpoint, tmp_path / "d")
+    (tmp_path / "link").symlink_to("d")
+    with pytest.raises(errors.AlreadyExistsError, match="link is a symbolic link, so"):
+        export(checkpoint, tmp_path / "link", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+
+
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """One tensor of 256 MiB, in tall columns."""

@@ -215,7 +215,9 @@ class Draft:
     def _reason_to_keep(self, marks: Collection[str]) -> str | None:
         """The reason, in words, that a directory is not replaced; None: there is none."""
         names: list[str] = []
-        if is_directory(self.final) and not is_link(self.final):
+        if is_link(self.final):
+            return "is a symbolic link"
+        if is_directory(self.final):
             with storage_errors("list", self.final):
                 names = sorted(entry.name for entry in self.final.iterdir())
             if not names:
