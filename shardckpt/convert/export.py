@@ -209,6 +209,7 @@ def _export_deltas(
         )
 
     began, location = time.monotonic(), parse(dst)
+    _place(location, split_up=False)  # a wrong place is refused before anything is deleted there
     versions: list[WrittenVersion] = []
     # It holds a lease and a lock.
     with (

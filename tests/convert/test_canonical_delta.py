@@ -35,6 +35,7 @@ from shardckpt.errors import (
     StorageError,
     StructureMismatchError,
 )
+from shardckpt.io.store import Store
 
 NAMED = {"include": "model/**", "strip_prefix": "model."}
 DIGESTS = {
@@ -324,6 +325,18 @@ def test_a_bucket_gets_the_same_directories(training, tmp_path, store):
     for file in sorted((tmp_path / "out").glob("weight_v*/*")):
         key = f"{file.parent.name}/{file.name}"
         assert store.read(key) == file.read_bytes(), key
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_place_that_takes_no_safetensors_is_refused_before_it_changes(tmp_path, overwrite):
+    shardckpt.save(tmp_path / "policy" / "0", {"w": np.ones(3)})
+    out = Store.open(f"memory://delta-{overwrite}")
+    out.write("weight_v000000/model.safetensors", b"mine")
+    with pytest.raises(OptionError, match="safetensors files are written to a local disk"):
+        shardckpt.export(
+            tmp_path / "policy", str(out), to="canonical-delta", since=0, overwrite=overwrite
+        )
+    assert out.list() == ["weight_v000000/model.safetensors"]
 
 
 def test_what_receivers_could_not_apply_is_refused(training, tmp_path):
